@@ -1,0 +1,31 @@
+"""What every test and every lesson that pytest runs has in common."""
+
+import functools
+import os
+from pathlib import Path
+
+# Two test processes on two cores: one thread each, and the same last digits on every machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import nbval.kernel
+import pytest
+import run_all
+
+
+def pytest_configure(config):
+    """Lessons run on virtual GPUs unless GPUS says otherwise, so that their stored outputs compare."""
+    config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests" / "nbval_sanitize.cfg")
+    environment = run_all.kernel_environment(os.environ.get("GPUS", "virtual"))
+    nbval.kernel.start_new_kernel = functools.partial(nbval.kernel.start_new_kernel, env=environment)
+
+
+def pytest_runtest_setup(item):
+    """Tests marked `gpu(n)` need n real GPUs, one if no number is given."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    import torch
+
+    needed = marker.args[0] if marker.args else 1
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} real GPU(s), this machine has {torch.cuda.device_count()}")

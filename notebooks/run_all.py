@@ -1,0 +1,174 @@
+"""Run the lessons on virtual GPUs and store them with their outputs.
+
+    python notebooks/run_all.py                  # all lessons
+    python notebooks/run_all.py 01 02            # those whose names begin so
+    python notebooks/run_all.py --check          # store nothing; fail if a lesson would change
+
+What is stored is what any other run gives byte for byte: no times, no widget state, no machine's paths.
+Running it twice leaves an empty `git diff`.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbval.plugin import get_sanitize_patterns
+
+FOLDER = Path(__file__).resolve().parent
+SANITIZE = FOLDER.parent / "tests" / "nbval_sanitize.cfg"
+CELL_TIMEOUT_S = 120
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
+}
+KEPT_CELL_METADATA = ("tags", "jupyter")
+WIDGET_TYPES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
+# Matplotlib writes its version and address into each PNG, which would change with every release.
+KERNEL_ARGUMENTS = ["--InlineBackend.print_figure_kwargs={'bbox_inches': 'tight', 'metadata': {'Software': None}}"]
+
+
+def lessons(names=()):
+    """The lessons' files in order; with `names`, those that begin with one of them."""
+    wanted = tuple(Path(name).stem for name in names)
+    found = [path for path in sorted(FOLDER.glob("*.ipynb")) if not wanted or path.stem.startswith(wanted)]
+    unknown = [name for name in wanted if not any(path.stem.startswith(name) for path in found)]
+    if unknown:
+        raise SystemExit(f"no lesson begins with {', '.join(unknown)}")
+    return found
+
+
+def kernel_environment(gpus="virtual"):
+    """The environment of a lesson's kernel: everything in it that could show in an output is fixed."""
+    env = dict(os.environ)
+    # ipykernel does not capture what child processes print when it believes that pytest does.
+    for name in (
+        "PYTEST_CURRENT_TEST",
+        "MPLBACKEND",
+        *(["CUDA_VISIBLE_DEVICES"] if gpus == "virtual" else []),
+    ):
+        env.pop(name, None)
+    # Sums depend on the number of threads in their last digits.
+    return env | {"GPUS": gpus, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def run(notebook):
+    """Execute `notebook` in place, in this Python, whatever kernels the machine has installed."""
+    manager = AsyncKernelManager(kernel_name="python3")
+    manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
+    client = NotebookClient(
+        notebook,
+        km=manager,
+        timeout=CELL_TIMEOUT_S,
+        resources={"metadata": {"path": str(FOLDER)}},
+        extra_arguments=KERNEL_ARGUMENTS,
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+    )
+    client.execute(env=kernel_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def tidy(notebook):
+    """The notebook as it is stored: only what a reader needs and every run reproduces."""
+    notebook = nbformat.v4.reads(json.dumps(notebook))  # a copy; its lists of lines become strings
+    notebook.metadata = nbformat.from_dict(METADATA)
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    seen = set()
+    for cell in notebook.cells:
+        cell.id = _cell_id(cell, seen)
+        cell.metadata = {key: cell.metadata[key] for key in KEPT_CELL_METADATA if cell.metadata.get(key)}
+        for output in cell.get("outputs", []):
+            _tidy_output(output)
+    return notebook
+
+
+def _cell_id(cell, seen):
+    """The cell's own id; where it has none, or another cell's, one made from its text."""
+    name, copies = cell.get("id"), 0
+    while not name or name in seen:
+        text = f"{copies}{cell.source}"
+        name, copies = hashlib.sha256(text.encode()).hexdigest()[:8], copies + 1
+    seen.add(name)
+    return name
+
+
+def _tidy_output(output):
+    for kind in WIDGET_TYPES:
+        output.get("data", {}).pop(kind, None)
+    for kind in set(output.get("data", {})) - {"image/png", "image/jpeg"}:
+        output.data[kind] = _sanitize(output.data[kind])
+    for key in {"text", "evalue", "traceback"} & set(output):
+        output[key] = _sanitize(output[key])
+
+
+def _sanitize(content):
+    if isinstance(content, list):
+        return [_sanitize(part) for part in content]
+    if isinstance(content, str):
+        for pattern, replacement in _sanitize_patterns():
+            content = re.sub(pattern, replacement, content)
+    return content
+
+
+@functools.cache
+def _sanitize_patterns():
+    return get_sanitize_patterns(SANITIZE.read_text(encoding="utf-8"))
+
+
+def written(notebook):
+    """The text of the notebook's file."""
+    return nbformat.writes(nbformat.from_dict(notebook)).rstrip("\n") + "\n"
+
+
+def store(path, text):
+    """Replace the file in one step: an interrupted run leaves the old lesson whole."""
+    unfinished = path.with_suffix(".ipynb.tmp")
+    unfinished.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(unfinished, path)
+
+
+def renew(path, check):
+    """Run one lesson; store it unless `check`. Returns what happened, in a word or two."""
+    before = path.read_text(encoding="utf-8")
+    notebook = tidy(json.loads(before))
+    run(notebook)
+    after = written(tidy(notebook))
+    if after == before:
+        return "unchanged"
+    if check:
+        return "WOULD CHANGE"
+    store(path, after)
+    return "stored"
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="store nothing; fail if a lesson would change")
+    parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
+    options = parser.parse_args(arguments)
+    good = True
+    for path in lessons(options.names):
+        start = time.perf_counter()
+        try:
+            result = renew(path, options.check)
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            result = f"FAILED, nothing stored:\n{error}"
+        good &= result in ("unchanged", "stored")
+        print(f"{path.stem:32} {time.perf_counter() - start:6.1f} s  {result}", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
