@@ -1,0 +1,235 @@
+"""The networks of the lessons.
+
+    resnet34, resnet18, small_resnet  images, by torchvision; the smaller ones for a laptop's processor
+    PyramidNet, pyramidnet_article    images; a large net whose memory stays balanced under DataParallel
+    Bert, bert_small, bert_article    masked words; unbalanced, since its output is far larger than its input
+
+Nothing here names a device: every tensor that a `forward` makes takes the device of its input, which is what
+lets `nn.DataParallel` run a copy of the net on each GPU. Weights come from PyTorch's global generator, so
+call `torch.manual_seed(...)` before a constructor to get the same net again. Nothing is downloaded.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models import ResNet, resnet
+from torchvision.models.resnet import BasicBlock
+
+__all__ = [
+    "Bert",
+    "PyramidNet",
+    "bert_article",
+    "bert_small",
+    "group_norm",
+    "parameter_bytes",
+    "parameter_count",
+    "pyramidnet_article",
+    "resnet18",
+    "resnet34",
+    "small_resnet",
+]
+
+
+def parameter_count(model: nn.Module) -> int:
+    """How many numbers the optimizer may change; a tensor shared by two layers counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters: what one replica costs before gradients, buffers and activations."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------- ResNet
+
+
+def resnet34(classes: int = 10) -> ResNet:
+    """torchvision's ResNet-34 with fresh weights: images (N, 3, H, W) -> logits (N, classes).
+
+    21,289,802 parameters with 10 classes. Source: "Deep Residual Learning for Image Recognition", arXiv
+    1512.03385.
+    """
+    return resnet.resnet34(weights=None, num_classes=classes)
+
+
+def resnet18(classes: int = 10) -> ResNet:
+    """torchvision's ResNet-18 with fresh weights: half the work of `resnet34`, for quick cells."""
+    return resnet.resnet18(weights=None, num_classes=classes)
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """GroupNorm with 8 groups, to be given as `norm` to `small_resnet`: it looks at one sample at a time."""
+    return nn.GroupNorm(8, channels)
+
+
+def small_resnet(classes: int = 10, channels: int = 3, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
+    """A ResNet-10, torchvision's with one block per stage: images (N, channels, H, W) -> logits (N, classes).
+
+    For two things that `resnet34` is too large or too fixed for: an epoch within seconds on a processor, and
+    a net without BatchNorm (`norm=group_norm`). BatchNorm averages over the samples that one GPU sees, so
+    that DataParallel on 4 GPUs and one GPU compute different functions; without it they agree to rounding.
+    """
+    model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=classes, norm_layer=norm)
+    if channels != 3:
+        model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+# ------------------------------------------------------------------------------------------------ PyramidNet
+
+
+class PyramidBlock(nn.Module):
+    """BN-conv-BN-ReLU-conv-BN, and a shortcut without weights: pooled if smaller, zero-padded if wider."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.stride, self.extra = stride, outputs - inputs
+        self.bn1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(self.bn1(x))
+        y = self.bn3(self.conv2(F.relu(self.bn2(y), inplace=True)))
+        if self.stride != 1:
+            x = F.avg_pool2d(x, self.stride, ceil_mode=True)
+        # F.pad makes its zeros on x's own GPU; torch.zeros(...) would make them on the CPU, and fail here.
+        return y + F.pad(x, (0, 0, 0, 0, 0, self.extra))
+
+
+class PyramidNet(nn.Module):
+    """Additive PyramidNet for small images: (N, 3, H, W) -> logits (N, classes).
+
+    Three stages of (depth - 2) / 6 blocks; from 16 channels on, every block is wider than the one before it
+    by alpha / (number of blocks), rounded. The second and third stage halve height and width.
+    Source: "Deep Pyramidal Residual Networks", arXiv 1610.02915.
+    """
+
+    def __init__(self, depth: int, alpha: float, classes: int = 10):
+        super().__init__()
+        if depth < 8 or (depth - 2) % 6:
+            raise ValueError(f"depth must be 6 n + 2 for n blocks in each of 3 stages (8, 14, 20, ...), not {depth}")
+        blocks = (depth - 2) // 2
+        widths = [16 + round(alpha * block / blocks) for block in range(blocks + 1)]
+        strides = [2 if block in (blocks // 3, 2 * blocks // 3) else 1 for block in range(blocks)]
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16))
+        self.blocks = nn.Sequential(*map(PyramidBlock, widths, widths[1:], strides))
+        self.norm = nn.BatchNorm2d(widths[-1])
+        self.head = nn.Linear(widths[-1], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.blocks(self.stem(images))
+        x = F.relu(self.norm(x), inplace=True)
+        return self.head(x.mean((2, 3)))
+
+
+def pyramidnet_article(classes: int = 10) -> PyramidNet:
+    """The article's PyramidNet: exactly 24,253,410 parameters with 10 classes.
+
+    The article calls it alpha = 270: 5 more channels in each of 3 x 18 blocks. But its parameters are
+    those of 3 x 17 blocks (depth 104): the width does grow by 5 per block, but from 16 to 271, not to 286.
+    """
+    return PyramidNet(depth=104, alpha=255, classes=classes)
+
+
+# ------------------------------------------------------------------------------------------------------ BERT
+
+
+class BertBlock(nn.Module):
+    """Self-attention, then a feed-forward net of four times the width; each normed before, added after."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float, fused: bool):
+        super().__init__()
+        self.heads, self.dropout, self.fused = heads, dropout, fused
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.project = nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.project(self.attend(self.norm1(x))))
+        return x + self.drop(self.down(self.drop(F.gelu(self.up(self.norm2(x))))))
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        shape = (batch, length, 3, self.heads, hidden // self.heads)
+        query, key, value = self.query_key_value(x).view(shape).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        else:
+            scores = query @ key.transpose(-2, -1) / math.sqrt(hidden // self.heads)
+            y = self.drop(scores.softmax(-1)) @ value
+        return y.transpose(1, 2).reshape(batch, length, hidden)
+
+
+class Bert(nn.Module):
+    """A BERT for masked words: tokens (N, T) with T <= length -> logits (N, T, vocabulary).
+
+    Learned embeddings of token and place, `layers` blocks, a linear head that is not tied to the embedding;
+    no segments, no padding mask, no next-sentence head. Source: "BERT", arXiv 1810.04805.
+
+    The blocks are written out rather than taken from `nn.TransformerEncoderLayer`, for the memory's sake: the
+    article's code (2019) kept the attention scores, (N, heads, T, T) per layer, for the backward pass, and so
+    does this one. `nn.TransformerEncoderLayer` calls `scaled_dot_product_attention`, whose CUDA kernels never
+    store them; `fused=True` does the same here, with equal results and the same weights.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        hidden: int,
+        layers: int,
+        heads: int,
+        length: int,
+        dropout: float = 0.1,
+        fused: bool = False,
+    ):
+        super().__init__()
+        if hidden % heads:
+            raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
+        self.token = nn.Embedding(vocabulary, hidden)
+        self.place = nn.Embedding(length, hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(BertBlock(hidden, heads, dropout, fused) for _ in range(layers)))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary)
+        self.apply(_bert_weights)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.place.num_embeddings:
+            raise ValueError(f"{length} tokens per sample, but this net has {self.place.num_embeddings} places")
+        places = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.token(tokens) + self.place(places))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def _bert_weights(module: nn.Module) -> None:
+    """BERT's own start: weights from N(0, 0.02), biases 0; the first loss is then close to ln(vocabulary)."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+
+
+def bert_small(vocabulary: int = 2_000, length: int = 32, dropout: float = 0.1) -> Bert:
+    """The course's own size: 2 layers, 4 heads, hidden 64. An epoch takes seconds on a processor."""
+    return Bert(vocabulary, hidden=64, layers=2, heads=4, length=length, dropout=dropout)
+
+
+def bert_article(vocabulary: int = 30_000, dropout: float = 0.1, fused: bool = False) -> Bert:
+    """The article's size: 8 layers, 8 heads, hidden 256, length 163. Logits at batch 200: 3.64 GiB."""
+    return Bert(vocabulary, hidden=256, layers=8, heads=8, length=163, dropout=dropout, fused=fused)

@@ -1,0 +1,127 @@
+"""Virtual GPUs: the cells of a multi-GPU lesson on a machine without GPUs.
+
+    with virtual_gpus(4, memory="16 GiB"):
+        x = torch.randn(1000, 1000, device="cuda:3")
+        torch.cuda.memory_allocated(3)  # 4 MB, counted by a model of PyTorch's caching allocator
+
+Numbers, shapes, gradients and errors are real: every operator runs, on the CPU. Which GPU a tensor is on, how much
+memory each GPU has left and what does not fit is modelled. `python -m helpers.virtual --gpus 4 script.py` runs a whole
+program so.
+
+Known limits
+------------
+- Nothing is faster. There is no clock yet: streams and events work as objects, `elapsed_time` is 0.0 and says so.
+- Memory is that of the operators that run on the CPU. Where CUDA picks others (attention, dropout, cuDNN and cuBLAS
+  workspaces) a real GPU needs more or less.
+- Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
+- `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
+- Refused with an error that names them: CUDA graphs, torch.compile, autocast("cuda"), memory pools, sharing GPU tensors
+  between processes, NCCL by hand, temperature and power sensors. "nccl" as a backend means gloo.
+- A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or
+  of an event loop join for each call). Stopped by another thread than started them, they leave an idle dispatch mode on
+  the starting one, until it starts others and stops them.
+- Tensors that outlive the GPUs they were on are ordinary CPU tensors afterwards (meta tensors with `shapes_only`).
+- `torch.load(..., map_location=None)` and `torch.save` work; a file saved from a virtual GPU loads on a real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+
+import torch
+
+from helpers.virtual import dispatch, machine, stand_ins
+from helpers.virtual.errors import NotModelled
+from helpers.virtual.machine import VirtualMachine, active
+
+__all__ = ["NotModelled", "active_machine", "virtual_gpus"]
+
+_switching = threading.RLock()
+
+
+class virtual_gpus:
+    """`count` virtual GPUs: a context manager, a decorator, or `.start()` and `.stop()`. Nests; restores everything.
+
+    memory: per GPU, bytes or text ("16 GiB", "512 MiB"); None takes the kind's own. kind: K80, TITAN Xp, V100, T4,
+    A100, H100 or H200. shapes_only: sizes without data or arithmetic, for jobs larger than this computer.
+    honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder cards, as on a real machine. Entering gives the
+    list of devices. Raises ValueError for a bad argument.
+    """
+
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        memory: int | str | None = None,
+        kind: str = "H200",
+        shapes_only: bool = False,
+        honour_visible_devices: bool = True,
+    ):
+        self._arguments = {"count": count, "memory": memory, "kind": kind, "shapes_only": shapes_only,
+                           "honour_visible_devices": honour_visible_devices}  # fmt: skip
+        VirtualMachine(**self._arguments)  # a bad argument shows here, where it was written
+        self._machine: VirtualMachine | None = None
+
+    def start(self) -> list[torch.device]:
+        """Switch on. Returns the devices, cuda:0 first."""
+        with _switching:
+            if self._machine is not None:
+                raise RuntimeError("these virtual GPUs are on already: call stop() first, or make new ones")
+            first = active() is None
+            self._machine = VirtualMachine(**self._arguments)
+            machine.push(self._machine)
+            try:
+                if first:
+                    stand_ins.install()
+                dispatch.enter_thread()
+            except BaseException:
+                self.stop()
+                raise
+            return [torch.device("cuda", gpu.index) for gpu in self._machine.gpus]
+
+    def stop(self) -> None:
+        """Switch off and put everything back. Does nothing when they are off."""
+        with _switching:
+            if self._machine is None:
+                return
+            machine.remove(self._machine)
+            stand_ins.streams.forget(self._machine)
+            self._machine = None
+            if active() is None:
+                dispatch.leave_thread()
+                stand_ins.uninstall()
+
+    def __enter__(self) -> list[torch.device]:
+        return self.start()
+
+    def __exit__(self, *error) -> None:
+        self.stop()
+
+    def __call__(self, function):
+        """As a decorator: fresh GPUs for every call. A generator has them from its first `next` until it ends."""
+
+        @functools.wraps(function)
+        def with_gpus(*args, **kwargs):
+            with virtual_gpus(**self._arguments):
+                return function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def generator_with_gpus(*args, **kwargs):
+            with virtual_gpus(**self._arguments):
+                return (yield from function(*args, **kwargs))
+
+        @functools.wraps(function)
+        async def coroutine_with_gpus(*args, **kwargs):
+            with virtual_gpus(**self._arguments):
+                return await function(*args, **kwargs)
+
+        if inspect.iscoroutinefunction(function):
+            return coroutine_with_gpus
+        return generator_with_gpus if inspect.isgeneratorfunction(function) else with_gpus
+
+
+def active_machine() -> VirtualMachine | None:
+    """The machine that answers now, or None: for tools that draw or explain it."""
+    return active()

@@ -1,0 +1,27 @@
+"""What CUDA does otherwise than the CPU, where it shows in memory.
+
+So far: dropout. On a CPU PyTorch multiplies by a mask of floats, on CUDA it calls `native_dropout`, whose mask is of
+bools: a quarter of the size (aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable). Attention, RNNs and library
+workspaces are still those of the CPU; see "Known limits" in `helpers.virtual`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from helpers.virtual.machine import active
+from helpers.virtual.placement import gpu_of
+
+_raw_dropout = torch.dropout
+
+
+def dropout(input, p: float, train: bool):
+    """`torch.dropout`, with CUDA's choice of operator for a tensor on a GPU."""
+    if active() is None or gpu_of(input) is None or not train or not 0 < p < 1 or input.numel() == 0:
+        return _raw_dropout(input, p, train)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def rows():
+    """See `stand_ins`. torch.nn.functional calls it through torch._VF."""
+    return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]

@@ -1,0 +1,66 @@
+"""Operators on lists of tensors (`_foreach_*`, `_fused_*`, collectives): element i stays on its own GPU.
+
+The foreach optimizers group by what C++ calls a device, so tensors of several GPUs may come in one call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from helpers.virtual import errors, shapes
+from helpers.virtual.machine import VirtualMachine
+from helpers.virtual.operators import Operator
+from helpers.virtual.placement import device_of, gpu_of, local, place, place_all
+
+
+def run(machine: VirtualMachine, func, op: Operator, args, kwargs):
+    """Run `func`; element i of the result belongs where element i of the first list is."""
+    first = _first_list(args)
+    gpus = [gpu_of(tensor) for tensor in first]
+    if op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
+        _refuse_mixtures(args, kwargs)
+    if machine.shapes_only:
+        args, kwargs = shapes.prepare(op, args, kwargs, True)
+    local.inside = True
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        local.inside = False
+    _place(first, gpus, result)
+    return result
+
+
+def _place(first: list[torch.Tensor], gpus, result) -> None:
+    made = result if isinstance(result, (list, tuple)) else [result]
+    for tensor, gpu in zip(first, gpus, strict=True):
+        if gpu is not None and tensor.layout != torch.strided:
+            place(tensor, gpu)  # an in-place operator gives a sparse tensor new storages
+    for gpu, part in zip(gpus, made, strict=False):
+        if gpu is not None:
+            place_all(part, gpu)
+
+
+def _first_list(args) -> list[torch.Tensor]:
+    """The tensors of the first argument that has any (`_foreach_pow` may begin with a number)."""
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return list(value)
+    return []
+
+
+def _refuse_mixtures(args, kwargs) -> None:
+    """Elements of one position must share a device; a 0-dim CPU tensor counts as a number."""
+    values = (*args, *kwargs.values())
+    columns = [v for v in values if isinstance(v, (list, tuple)) and v and isinstance(v[0], torch.Tensor)]
+    for first, *others in zip(*columns, strict=False):
+        gpu = gpu_of(first)
+        for other in others:
+            where = gpu_of(other)
+            if where is not gpu and not _is_number(first, gpu) and not _is_number(other, where):
+                raise errors.two_devices(*sorted((device_of(first), device_of(other)), key=str, reverse=True))
+
+
+def _is_number(tensor: torch.Tensor, gpu) -> bool:
+    return gpu is None and tensor.dim() == 0

@@ -1,0 +1,139 @@
+"""A virtual GPU and the machine it sits in: data sheets, allocators and the current device. No torch here.
+
+One machine is *active* at a time; machines nest like a stack, the newest on top answers. A GPU owns a model of the
+caching allocator; the clock of a later version belongs here too, beside the allocator.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+
+from helpers.virtual.allocator import FIRST_ADDRESS, CachingAllocator
+from helpers.virtual.specs import GPUSpec, parse_bytes, spec
+
+
+class VirtualGPU:
+    """One card: its place among the visible GPUs (`index`), its place in the box (`slot`), spec and memory."""
+
+    def __init__(self, slot: int, gpu_spec: GPUSpec, memory: int, machine: VirtualMachine):
+        self.slot = slot
+        self.index = slot  # renumbered by the machine when CUDA_VISIBLE_DEVICES hides cards
+        self.spec = gpu_spec
+        self.memory = memory
+        self.machine = machine
+        # Cards do not share addresses: a snapshot of four GPUs must not show one block four times.
+        self.allocator = CachingAllocator(memory, first_address=FIRST_ADDRESS + (slot << 44))
+        self.generator = None  # made on first use, with torch (see random_numbers)
+        self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
+
+    def start_context(self) -> None:
+        """Count the memory that a CUDA context takes; a real card pays it at the process's first touch."""
+        if not self.allocator.context:
+            self.allocator.context = min(self.spec.context, self.memory // 8)
+
+    def __repr__(self) -> str:
+        return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"
+
+
+class VirtualMachine:
+    """`count` virtual GPUs of one kind.
+
+    `memory`: bytes per GPU, or text such as "16 GiB"; None takes the kind's own. `gpus` are the cards that
+    CUDA_VISIBLE_DEVICES leaves, in its order, read when somebody first asks; all of them if it is not honoured.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        memory: int | str | None = None,
+        kind: str = "H200",
+        shapes_only: bool = False,
+        honour_visible_devices: bool = True,
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"the number of virtual GPUs must be a whole number of at least 1, not {count!r}")
+        gpu_spec = spec(kind)
+        size = gpu_spec.memory if memory is None else parse_bytes(memory)
+        self.kind = kind
+        self.shapes_only = shapes_only
+        self.honour_visible_devices = honour_visible_devices
+        self.slots = [VirtualGPU(i, gpu_spec, size, self) for i in range(count)]
+        self.on = False  # tensors of a machine that went off are ordinary CPU tensors
+        self._local = threading.local()
+
+    @functools.cached_property
+    def gpus(self) -> list[VirtualGPU]:
+        """The visible cards, cuda:0 first. Settled at the first touch: programs set CUDA_VISIBLE_DEVICES early on."""
+        found = self._visible()
+        for index, gpu in enumerate(found):
+            gpu.index = index
+        return found
+
+    def _visible(self) -> list[VirtualGPU]:
+        visible = visible_slots(len(self.slots)) if self.honour_visible_devices else None
+        return self.slots if visible is None else [self.slots[i] for i in visible]
+
+    def count_visible(self) -> int:
+        """How many cards are visible. To ask is no touch yet, as on a real machine."""
+        return len(vars(self).get("gpus", self._visible()))
+
+    def look_again(self) -> None:
+        """Forget which cards are visible: CUDA_VISIBLE_DEVICES may still be set by a program that starts now."""
+        vars(self).pop("gpus", None)
+
+    @property
+    def current(self) -> int:
+        """Index of this thread's current GPU; every thread starts at 0, as in CUDA."""
+        return getattr(self._local, "index", 0)
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self._local.index = index
+
+    def settings(self) -> dict:
+        """What another process needs to build the same machine (see `processes`)."""
+        return {
+            "count": len(self.slots),
+            "memory": self.slots[0].memory,
+            "kind": self.kind,
+            "shapes_only": self.shapes_only,
+            "honour_visible_devices": self.honour_visible_devices,
+        }
+
+
+def visible_slots(count: int) -> list[int] | None:
+    """What CUDA_VISIBLE_DEVICES says, read as CUDA reads it: up to the first entry that names no card."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    slots: list[int] = []
+    for entry in text.split(","):
+        entry = entry.strip()
+        if not entry.isdigit() or int(entry) >= count:
+            break
+        if int(entry) in slots:  # CUDA shows no card at all when one is named twice
+            return []
+        slots.append(int(entry))
+    return slots
+
+
+_stack: list[VirtualMachine] = []
+
+
+def active() -> VirtualMachine | None:
+    """The machine that answers now, or None when no virtual GPUs are on."""
+    return _stack[-1] if _stack else None
+
+
+def push(machine: VirtualMachine) -> None:
+    """Put `machine` on top; `active()` gives it from now on."""
+    _stack.append(machine)
+    machine.on = True
+
+
+def remove(machine: VirtualMachine) -> None:
+    """Take `machine` away wherever it stands in the stack (blocks may be stopped out of order)."""
+    _stack.remove(machine)
+    machine.on = False

@@ -1,0 +1,223 @@
+"""Data sheets of GPUs and links, sizes in words, and the picture of `nvidia-smi topo -m`. No torch here.
+
+    spec("H200").memory            # 150109880320 bytes
+    parse_bytes("16 GiB")          # 17179869184
+    print(topology(spec("V100"), 4))
+
+Where the figures come from:
+
+- Data sheets and architecture white papers of NVIDIA: SMs, memory bandwidth, peak flops (dense, at boost
+  clock), link bandwidths.
+- Reported by CUDA on real cards: memory of K80, V100, T4, A100 (deviceQuery, ECC on) and H200 (torch 2.11)
+  to the byte; of TITAN Xp (nvidia-smi) and H100 (torch 2.7) to the MiB; L2 of K80, V100, T4, A100, H100 and
+  H200.
+- Measured on an H200 (torch 2.11, CUDA 13.0, driver 580): its context (760 MiB by PyTorch's out-of-memory
+  error; 0.9 GiB when more libraries are loaded) and the latency of PCIe 5 (4 KiB of pinned memory in 13
+  microseconds).
+- Estimated: all other contexts (they change by 100 MiB and more with driver, CUDA and the libraries
+  loaded), the L2 of TITAN Xp, the latencies of PCIe 3 and 4 (taken to be that of PCIe 5) and of NVLink.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
+_MIB = 1 << 20
+
+
+def parse_bytes(size):
+    """Bytes of a size: a whole number of bytes, or text such as "16 GiB" (2^30) or "16GB" (10^9).
+
+    Raises ValueError for other text and for less than one byte, TypeError for other types.
+    """
+    nbytes = _bytes_of_text(size) if isinstance(size, str) else size
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        raise TypeError(f'a size is a whole number of bytes or text such as "16 GiB", not {size!r}')
+    if nbytes < 1:
+        raise ValueError(f"a size must be at least one byte, not {size!r}")
+    return nbytes
+
+
+def _bytes_of_text(text):
+    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([A-Za-z]*)\s*", text)
+    if match is None:
+        raise ValueError(f'cannot read {text!r} as a size: write a number and a unit, such as "16 GiB"')
+    number, unit = match.groups()
+    if unit.lower() not in _BY_LOWER:
+        problem = f"unknown unit {unit!r} in {text!r}" if unit else f"{text!r} has no unit"
+        raise ValueError(f"{problem}: write one of {', '.join(_UNITS)}")
+    return int(float(number) * _BY_LOWER[unit.lower()])
+
+
+def format_bytes(nbytes):
+    """Bytes in the largest binary unit that fits, to one decimal: "16 GiB", "139.8 GiB", "512 B"."""
+    if nbytes < 0:
+        return "-" + format_bytes(-nbytes)
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes >= _UNITS[unit]:
+            return f"{nbytes / _UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{nbytes} B"
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A road for bytes.
+
+    bandwidth: peak bytes per second in one direction; latency: seconds of the shortest copy; label: what
+    `nvidia-smi topo -m` writes between two GPUs joined by it.
+    """
+
+    name: str
+    label: str
+    bandwidth: float
+    latency: float
+
+
+# PCI Express base specifications, 16 lanes: 8, 16, 32 GT/s per lane with 128b/130b coding.
+PCIE3 = LinkSpec("PCIe 3.0 x16", "PHB", 15.75e9, 13e-6)
+PCIE4 = LinkSpec("PCIe 4.0 x16", "PHB", 31.5e9, 13e-6)
+PCIE5 = LinkSpec("PCIe 5.0 x16", "PHB", 63e9, 13e-6)
+# White papers of V100, A100, H100: links per GPU (6, 12, 18) of 25 GB/s in each direction.
+NVLINK2 = LinkSpec("NVLink 2 x6", "NV6", 150e9, 5e-6)
+NVLINK3 = LinkSpec("NVLink 3 x12", "NV12", 300e9, 5e-6)
+NVLINK4 = LinkSpec("NVLink 4 x18", "NV18", 450e9, 5e-6)
+
+
+class Flops(NamedTuple):
+    """Peak operations per second of matrix products, by type of number."""
+
+    fp32: float
+    tf32: float
+    fp16: float
+    bf16: float
+    fp64: float
+
+
+@dataclass(frozen=True)
+class GPUSpec:
+    """One GPU as CUDA sees it.
+
+    kind: the key of `spec`. name: as torch.cuda.get_device_properties prints it. memory: bytes, as CUDA
+    reports them. capability: compute capability (major, minor). bandwidth: of the memory, bytes per second.
+    flops: peak operations per second of matrix products by type (tensor cores where the card has them; a
+    type that it lacks counts as fp32). context: bytes that nvidia-smi shows for a process beside torch's
+    reserved memory. link: between GPUs; host_link: to the CPU. source: where this card's figures come from.
+    """
+
+    kind: str
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    multi_processor_count: int
+    l2_bytes: int
+    bandwidth: float
+    flops: Flops
+    context: int
+    link: LinkSpec
+    host_link: LinkSpec
+    source: str
+
+
+def _teraflops(*peaks):
+    return Flops(*(peak * 1e12 for peak in peaks))
+
+
+_SPECS = (
+    GPUSpec(  # one of the two GPUs of the card: half of the board's 8.74 and 2.91 teraflops, 480 GB/s, 24 GB
+        "K80", "Tesla K80", 11_996_954_624, (3, 7), 13, 1_572_864, 240e9,
+        _teraflops(4.37, 4.37, 4.37, 4.37, 1.455),
+        300 * _MIB, PCIE3, PCIE3, "K80 board specification; memory and L2: deviceQuery; context: estimated",
+    ),
+    GPUSpec(  # fp32: 3840 cores x 2 x 1.582 GHz; fp64: 1/32 of it
+        "TITANXp", "NVIDIA TITAN Xp", 12_196 * _MIB, (6, 1), 30, 3_145_728, 547.7e9,
+        _teraflops(12.15, 12.15, 12.15, 12.15, 0.38),
+        350 * _MIB, PCIE3, PCIE3, "TITAN Xp data sheet; memory: nvidia-smi; L2, context: estimated",
+    ),
+    GPUSpec(
+        "V100", "Tesla V100-SXM2-16GB", 16_945_512_448, (7, 0), 80, 6_291_456, 900e9,
+        _teraflops(15.7, 15.7, 125.0, 15.7, 7.8),
+        350 * _MIB, NVLINK2, PCIE3, "V100 data sheet; memory and L2: deviceQuery; context: estimated",
+    ),
+    GPUSpec(
+        "T4", "Tesla T4", 15_843_721_216, (7, 5), 40, 4_194_304, 320e9,
+        _teraflops(8.1, 8.1, 65.0, 8.1, 0.253),  # fp64: 1/32 of fp32
+        300 * _MIB, PCIE3, PCIE3, "T4 data sheet; memory and L2: deviceQuery; context: estimated",
+    ),
+    GPUSpec(
+        "A100", "NVIDIA A100-SXM4-40GB", 42_405_855_232, (8, 0), 108, 41_943_040, 1555e9,
+        _teraflops(19.5, 156.0, 312.0, 312.0, 19.5),
+        420 * _MIB, NVLINK3, PCIE4, "A100 white paper; memory and L2: deviceQuery; context: estimated",
+    ),
+    GPUSpec(
+        "H100", "NVIDIA H100 80GB HBM3", 81_090 * _MIB, (9, 0), 132, 50 * _MIB, 3.35e12,
+        _teraflops(66.9, 494.7, 989.4, 989.4, 66.9),
+        520 * _MIB, NVLINK4, PCIE5, "H100 white paper; memory, L2: torch; context: estimated",
+    ),
+    GPUSpec(
+        "H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 60 * _MIB, 4.8e12,
+        _teraflops(66.9, 494.7, 989.4, 989.4, 66.9),
+        760 * _MIB, NVLINK4, PCIE5, "H200 data sheet (chip: H100's); memory, L2: torch; context: measured",
+    ),
+)  # fmt: skip
+_BY_KIND = {card.kind.lower(): card for card in _SPECS}
+
+
+def kinds():
+    """The names that `spec` knows, oldest card first."""
+    return [card.kind for card in _SPECS]
+
+
+def spec(kind):
+    """The GPUSpec of a kind, such as "H200" or "titan xp"; case and spaces do not matter.
+
+    Raises ValueError, naming all kinds, for one that is not there.
+    """
+    found = _BY_KIND.get(re.sub(r"\s", "", str(kind)).lower())
+    if found is None:
+        raise ValueError(f"no data sheet for a GPU of kind {kind!r}: choose one of {', '.join(kinds())}")
+    return found
+
+
+# The legend of nvidia-smi topo -m, by label; "NV#" stands for any number of NVLinks.
+_LEGEND = {
+    "X": "Self",
+    "SYS": "Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)",
+    "NODE": "Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node",
+    "PHB": "Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)",
+    "PXB": "Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)",
+    "PIX": "Connection traversing at most a single PCIe bridge",
+    "NV#": "Connection traversing a bonded set of # NVLinks",
+}
+
+
+def uniform_links(spec, count):
+    """The link labels, [count][count], of `count` GPUs that are all joined by the link of their kind."""
+    if count < 1:
+        raise ValueError(f"a machine needs at least one GPU, not {count}")
+    return [["X" if row == column else spec.link.label for column in range(count)] for row in range(count)]
+
+
+def draw_topology(labels):
+    """The text of `nvidia-smi topo -m`, without its CPU columns, for a square matrix of labels.
+
+    Raises ValueError for a matrix that is not square or a label that nvidia-smi does not know.
+    """
+    if any(len(row) != len(labels) for row in labels):
+        columns = [len(row) for row in labels]
+        raise ValueError(f"the matrix of links must be square: {len(labels)} rows, {columns} columns")
+    for label in {label for row in labels for label in row}:
+        if re.sub(r"^NV\d+$", "NV#", label) not in _LEGEND:
+            raise ValueError(f"unknown link {label!r}: choose one of {', '.join(_LEGEND)}")
+    names = [f"GPU{index}" for index in range(len(labels))]
+    rows = [["", *names], *([name, *row] for name, row in zip(names, labels, strict=True))]
+    lines = ["".join((" X" if cell == "X" else cell).ljust(8) for cell in row).rstrip() for row in rows]
+    legend = [f"  {label:<4} = {text}" for label, text in _LEGEND.items()]
+    return "\n".join([*lines, "", "Legend:", "", *legend])
+
+
+def topology(spec, count):
+    """The links of `count` GPUs of one kind, as `nvidia-smi topo -m` draws them."""
+    return draw_topology(uniform_links(spec, count))

@@ -1,0 +1,84 @@
+"""torch.cuda.memory: the allocator's figures. PyTorch's own code turns them into memory_stats and memory_summary."""
+
+from __future__ import annotations
+
+from helpers.virtual.machine import active
+from helpers.virtual.stand_ins._table import in_package
+from helpers.virtual.stand_ins.cuda import gpu_at
+
+
+def memory_stats_as_nested_dict(device=None) -> dict:
+    """Every counter of the allocator, as `torch._C._cuda_memoryStats` gives it."""
+    return gpu_at(device).allocator.stats()
+
+
+def reset_peak_memory_stats(device=None) -> None:
+    """Peaks start again from the current figures."""
+    gpu_at(device).allocator.reset_peak_stats()
+
+
+def reset_accumulated_memory_stats(device=None) -> None:
+    """Totals of allocated and freed bytes start again from 0."""
+    gpu_at(device).allocator.reset_accumulated_stats()
+
+
+def empty_cache() -> None:
+    """Give every wholly free segment of every GPU back, so that nvidia-smi sees it free."""
+    for gpu in active().gpus:
+        gpu.allocator.empty_cache()
+
+
+def set_per_process_memory_fraction(fraction: float, device=None) -> None:
+    """Let this process reserve at most `fraction` (0 to 1) of a GPU."""
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    gpu_at(device).allocator.set_fraction(fraction)
+
+
+def get_per_process_memory_fraction(device=None) -> float:
+    """What `set_per_process_memory_fraction` set; 1.0 at first."""
+    fraction = gpu_at(device).allocator.fraction
+    return 1.0 if fraction is None else fraction
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    """(free, total) bytes as the driver sees them. The question itself makes a CUDA context, as on a real GPU."""
+    gpu = gpu_at(device)
+    gpu.start_context()
+    return gpu.allocator.free_bytes, gpu.memory
+
+
+def memory_snapshot(mempool_id=None, include_traces: bool = True) -> list[dict]:
+    """All segments and blocks of all GPUs, in the form that torch.cuda.memory_snapshot documents."""
+    return [segment for gpu in active().gpus for segment in gpu.allocator.snapshot(gpu.index)]
+
+
+def list_gpu_processes(device=None) -> str:
+    """The processes on a GPU: this one, or none."""
+    gpu = gpu_at(device)
+    used = gpu.allocator.used_bytes
+    lines = [f"GPU:{gpu.index}"]
+    lines.append(
+        f"process {_pid():>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" if used else "no processes are running"
+    )
+    return "\n".join(lines)
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def get_allocator_backend() -> str:
+    """The model is of PyTorch's own allocator."""
+    return "native"
+
+
+def rows():
+    """See `stand_ins`."""
+    return in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
+                      reset_accumulated_memory_stats, set_per_process_memory_fraction, memory_snapshot,
+                      get_per_process_memory_fraction, list_gpu_processes, get_allocator_backend)  # fmt: skip

@@ -1,0 +1,78 @@
+"""Storages: where they say they are, and how torch.save, torch.load and deepcopy carry them to a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from helpers.virtual import errors
+from helpers.virtual.copies import out_of_memory_as_torch
+from helpers.virtual.machine import active
+from helpers.virtual.placement import Home, find_gpu, is_inside
+
+_raw_device = torch._C.StorageBase.device.__get__
+
+
+def device(self) -> torch.device:
+    """cuda:i for the storage of a tensor on a virtual GPU."""
+    gpu = None if is_inside() else _gpu(self)
+    return _raw_device(self) if gpu is None else torch.device("cuda", gpu.index)
+
+
+def _gpu(storage):
+    """The GPU that holds a storage; None if none does, or if its virtual GPUs are off."""
+    home = getattr(storage, "_home", None)
+    return home.gpu if home is not None and home.gpu.machine.on else None
+
+
+@out_of_memory_as_torch
+def to(self, *, device, non_blocking: bool = False):
+    """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    machine = active()
+    if machine is None or (device.type != "cuda" and _gpu(self) is None):
+        return torch._utils._to(self, device, non_blocking)
+    target = find_gpu(machine, device) if device.type == "cuda" else None
+    if target is not None and _gpu(self) is target:
+        return self
+    return _copy(self, target)
+
+
+def _copy(storage, target):
+    """A new storage with the same bytes, on `target` (None: the CPU)."""
+    shapes_only = target is not None and target.machine.shapes_only
+    if _raw_device(storage).type == "meta" and not shapes_only:
+        raise errors.needs_values("copying a storage to the CPU")
+    made = torch.UntypedStorage(storage.nbytes(), device="meta" if shapes_only else "cpu")
+    if not shapes_only:
+        with torch._C._DisableTorchDispatch():
+            made.copy_(storage, False)
+    if target is not None:
+        made._home = Home(target, made.nbytes())
+    return made
+
+
+def cuda(self, device=None, non_blocking: bool = False):
+    """`to` the current GPU, or to the one named."""
+    return self.to(device="cuda" if device is None else device)
+
+
+def cpu(self):
+    """A copy in the computer's memory; the storage itself when it is there."""
+    return self if _gpu(self) is None else _copy(self, None)
+
+
+@out_of_memory_as_torch
+def clone(self):
+    """A copy on the same device (deepcopy uses this)."""
+    gpu = _gpu(self)
+    if gpu is None:
+        return type(self)(self.nbytes(), device=_raw_device(self)).copy_(self)
+    return _copy(self, gpu)
+
+
+def rows():
+    """`_home`, `_born` and `_pinned` are class-wide defaults, so that asking a plain storage costs nothing."""
+    storage = torch.UntypedStorage
+    rows = [(storage, name, value) for name, value in (("_home", None), ("_born", None), ("_pinned", False))]
+    rows += [(storage, "device", property(device))]
+    return rows + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone)]

@@ -1,0 +1,173 @@
+"""The networks of the lessons: sizes, shapes, seeds, and that their forward passes name no device."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers import models
+from helpers.models import parameter_bytes, parameter_count
+from helpers.virtual import virtual_gpus
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def widths(net):
+    return [block.conv2.out_channels for block in net.blocks]
+
+
+def test_article_pyramidnet_has_the_article_s_parameters():
+    net = models.pyramidnet_article()
+    assert parameter_count(net) == 24_253_410
+    assert parameter_bytes(net) == 4 * 24_253_410
+    assert widths(net) == list(range(21, 272, 5)) and len(net.blocks) == 3 * 17
+    strides = [block.stride for block in net.blocks]
+    assert [number for number, stride in enumerate(strides) if stride == 2] == [17, 34]
+
+
+def test_pyramidnet_widths_are_rounded_and_end_at_16_plus_alpha():
+    assert widths(models.PyramidNet(depth=14, alpha=20)) == [19, 23, 26, 29, 33, 36]
+
+
+@pytest.mark.parametrize("size", [32, 28, 27])
+def test_pyramidnet_takes_even_and_odd_image_sizes(size):
+    net = models.PyramidNet(depth=8, alpha=12, classes=7)
+    assert net(torch.randn(2, 3, size, size)).shape == (2, 7)
+
+
+def test_pyramid_shortcut_is_a_pooled_input_with_channels_of_zeros():
+    block = models.PyramidBlock(3, 5, stride=2)
+    nn.init.zeros_(block.bn3.weight)
+    x = torch.randn(2, 3, 4, 4)
+    y = block(x)
+    assert torch.equal(y[:, :3], nn.functional.avg_pool2d(x, 2))
+    assert not y[:, 3:].any()
+
+
+@pytest.mark.parametrize("depth", [7, 9, 16, 110 - 2 + 3, 2])
+def test_pyramidnet_refuses_a_depth_that_does_not_make_three_equal_stages(depth):
+    with pytest.raises(ValueError, match=r"6 n \+ 2"):
+        models.PyramidNet(depth=depth, alpha=10)
+
+
+def test_resnets_are_torchvision_s():
+    assert parameter_count(models.resnet34()) == 21_289_802
+    assert parameter_count(models.resnet18()) == 11_181_642
+    assert models.resnet34(classes=3).fc.out_features == 3
+
+
+@pytest.mark.parametrize("channels, size", [(3, 32), (1, 28)])
+def test_small_resnet_shapes(channels, size):
+    net = models.small_resnet(classes=5, channels=channels)
+    assert net(torch.randn(2, channels, size, size)).shape == (2, 5)
+
+
+def test_group_norm_treats_each_sample_alone_and_batch_norm_does_not():
+    x = torch.randn(4, 3, 32, 32)
+    for norm, alone in ((models.group_norm, True), (nn.BatchNorm2d, False)):
+        net = models.small_resnet(norm=norm)
+        pieces = torch.cat([net(piece) for piece in x.chunk(2)])
+        assert torch.allclose(net(x), pieces, atol=1e-5) is alone
+
+
+def test_bert_shapes_and_sizes():
+    net = models.bert_small(vocabulary=50, length=8)
+    assert net(torch.randint(0, 50, (3, 8))).shape == (3, 8, 50)
+    assert net(torch.randint(0, 50, (3, 5))).shape == (3, 5, 50)
+    article = models.bert_article()
+    assert (article.token.num_embeddings, article.token.embedding_dim) == (30_000, 256)
+    assert article.place.num_embeddings == 163 and len(article.blocks) == 8
+    assert {block.heads for block in article.blocks} == {8}
+    # 2 embeddings, 8 blocks of 12 h^2 + 13 h, the last norm, the head with its bias
+    h, v = 256, 30_000
+    assert parameter_count(article) == v * h + 163 * h + 8 * (12 * h * h + 13 * h) + 2 * h + v * h + v
+
+
+def test_bert_says_what_is_wrong_with_its_sizes():
+    with pytest.raises(ValueError, match="9 tokens per sample, but this net has 8 places"):
+        models.bert_small(vocabulary=50, length=8)(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(ValueError, match="multiple of heads"):
+        models.Bert(50, hidden=10, layers=1, heads=4, length=8)
+
+
+def test_fused_and_written_out_attention_are_equal_forward_and_backward():
+    nets = [models.Bert(40, 16, 2, 4, 9, dropout=0.0, fused=fused) for fused in (False, True)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    tokens = torch.randint(0, 40, (3, 9))
+    outputs = [net(tokens) for net in nets]
+    torch.testing.assert_close(*outputs, atol=1e-6, rtol=1e-5)
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_one_bert_block_equals_pytorch_s_own_layer():
+    block = models.BertBlock(16, 4, dropout=0.0, fused=False)
+    layer = nn.TransformerEncoderLayer(16, 4, 64, 0.0, "gelu", batch_first=True, norm_first=True)
+    pairs = {
+        block.query_key_value.weight: layer.self_attn.in_proj_weight,
+        block.query_key_value.bias: layer.self_attn.in_proj_bias,
+        block.project.weight: layer.self_attn.out_proj.weight,
+        block.project.bias: layer.self_attn.out_proj.bias,
+        block.up.weight: layer.linear1.weight,
+        block.up.bias: layer.linear1.bias,
+        block.down.weight: layer.linear2.weight,
+        block.down.bias: layer.linear2.bias,
+    }
+    with torch.no_grad():
+        for mine, theirs in pairs.items():
+            mine.copy_(theirs)
+    x = torch.randn(2, 7, 16)
+    torch.testing.assert_close(block(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_bert_dropout_acts_in_training_only(fused):
+    net = models.Bert(40, 16, 1, 2, 9, dropout=0.5, fused=fused)
+    tokens = torch.randint(0, 40, (2, 9))
+    assert not torch.equal(net(tokens), net(tokens))
+    net.eval()
+    assert torch.equal(net(tokens), net(tokens))
+
+
+def test_bert_starts_near_the_loss_of_a_blind_guess():
+    net = models.bert_small(vocabulary=1000)
+    tokens = torch.randint(0, 1000, (8, 32))
+    loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
+    assert abs(loss.item() - torch.tensor(1000.0).log().item()) < 0.2
+
+
+@pytest.mark.parametrize("build", [models.small_resnet, models.bert_small, lambda: models.PyramidNet(8, 6)])
+def test_the_caller_s_seed_decides_the_weights(build):
+    first, other = build().state_dict(), build().state_dict()
+    torch.manual_seed(0)
+    again = build().state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    "build, inputs",
+    [
+        (models.resnet34, (2, 3, 32, 32)),
+        (models.pyramidnet_article, (2, 3, 32, 32)),
+        (models.bert_article, (2, 163)),
+    ],
+)
+def test_full_size_nets_run_on_one_gpu_that_is_not_the_current_one(build, inputs):
+    # A tensor that a forward pass makes without device= lies on the CPU or on GPU 0, and raises here.
+    with virtual_gpus(2, memory="16 GiB", shapes_only=True):
+        net = build().to("cuda:1")
+        kind = torch.long if len(inputs) == 2 else torch.float
+        output = net(torch.zeros(inputs, dtype=kind, device="cuda:1"))
+        assert output.device == torch.device("cuda:1") and output.shape[0] == 2
+
+
+def test_parameter_bytes_follows_the_dtype_and_counts_tied_weights_once():
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    assert (parameter_count(net), parameter_bytes(net.half())) == (32, 64)
+    net[1].weight = net[0].weight
+    assert (parameter_count(net), parameter_bytes(net)) == (16, 32)
