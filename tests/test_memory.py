@@ -1,0 +1,354 @@
+"""Readings, peaks, the search for the largest batch: on a stand-in for torch.cuda, then on virtual GPUs."""
+
+import sys
+import weakref
+from types import SimpleNamespace
+
+import GPUtil
+import pytest
+import torch
+from torch import nn
+
+from helpers import memory
+from helpers.memory import GiB, MiB, Reading, Readings, format_bytes, largest_batch, read_memory
+from helpers.virtual import virtual_gpus
+
+
+class Machine:
+    """Answers for what helpers.memory calls of torch.cuda and GPUtil, with real GPUtil.GPU objects."""
+
+    def __init__(self, monkeypatch, cards: int = 4, visible: tuple[int, ...] = (0, 1, 2, 3), uuid: bool = True):
+        self.visible, self.uuid = visible, uuid
+        self.cards = [self.card(number) for number in range(cards)]
+        self.held, self.peak = [3 * MiB + i for i in visible], [5 * MiB for _ in visible]
+        monkeypatch.setattr(GPUtil, "getGPUs", lambda: self.cards)
+        for name in (
+            "device_count",
+            "current_device",
+            "get_device_properties",
+            "reset_peak_memory_stats",
+            "init",
+        ):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: self.held[index])
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: self.peak[index])
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 20 * MiB)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: 22 * MiB)
+
+    @staticmethod
+    def card(number: int):
+        used = 500.0 + number
+        return GPUtil.GPU(
+            number, f"GPU-abcd-{number}", 0.25, 16384.0, used, 16384.0 - used, "570", "Card", "", "", "", 40.0
+        )
+
+    def device_count(self):
+        return len(self.visible)
+
+    def current_device(self):
+        return 1
+
+    def init(self):
+        pass
+
+    def get_device_properties(self, index):
+        properties = SimpleNamespace(name="Card <X>", total_memory=16 * GiB)
+        if self.uuid:
+            properties.uuid = f"ABCD-{self.visible[index]}"
+        return properties
+
+    def reset_peak_memory_stats(self, index):
+        self.peak[index] = self.held[index]
+
+    def use(self, index: int, size: int):
+        self.peak[index] = max(self.peak[index], self.held[index] + size)
+
+
+def test_both_views_are_read_in_bytes(monkeypatch):
+    Machine(monkeypatch)
+    readings = read_memory()
+    assert readings[2] == Reading(
+        index=2, name="Card <X>", capacity=16 * GiB, allocated=3 * MiB + 2, peak_allocated=5 * MiB,
+        reserved=20 * MiB, peak_reserved=22 * MiB, driver_used=502 * MiB, driver_total=16 * GiB,
+        driver_load=0.25, driver_index=2,
+    )  # fmt: skip
+    assert len(readings) == 4 and readings.note == ""
+
+
+def test_some_devices_in_any_spelling(monkeypatch):
+    Machine(monkeypatch)
+    assert [reading.index for reading in read_memory([torch.device("cuda:3"), "cuda:0", 2, "cuda"])] == [
+        3,
+        0,
+        2,
+        1,
+    ]
+    assert [reading.index for reading in read_memory("cuda:2")] == [2]
+
+
+def test_devices_that_are_no_gpus(monkeypatch):
+    Machine(monkeypatch)
+    with pytest.raises(ValueError, match="cpu is not a GPU"):
+        read_memory("cpu")
+    with pytest.raises(ValueError, match="no cuda:4: PyTorch sees cuda:0 to cuda:3"):
+        read_memory([4])
+
+
+@pytest.mark.parametrize("read", [read_memory, memory.reset_peaks, lambda: memory.peak_memory(lambda: None)])
+def test_without_any_gpu_a_sentence_says_what_to_do(monkeypatch, read):
+    Machine(monkeypatch, visible=())
+    with pytest.raises(RuntimeError, match="Call use_gpus first"):
+        read()
+
+
+def test_hidden_cards_are_matched_by_uuid(monkeypatch):
+    Machine(monkeypatch, visible=(3, 1))
+    readings = read_memory()
+    assert [reading.driver_used for reading in readings] == [503 * MiB, 501 * MiB]
+    assert readings.note == (
+        "The driver lists 4 GPU(s), PyTorch sees 2: cuda:0 is the driver's GPU 3, "
+        "cuda:1 is the driver's GPU 1 (matched by UUID)."
+    )
+    assert str(readings).endswith(readings.note) and "the driver&#x27;s GPU 3" in readings._repr_html_()
+
+
+def test_hidden_cards_without_uuids_are_matched_by_index(monkeypatch):
+    Machine(monkeypatch, visible=(2, 0), uuid=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 0")
+    readings = read_memory()
+    assert [reading.driver_index for reading in readings] == [2, 0]
+    assert "matched by index, since PyTorch gave no UUID" in readings.note
+
+
+def test_a_gpu_that_the_driver_does_not_list(monkeypatch):
+    machine = Machine(monkeypatch)
+    del machine.cards[1]
+    readings = read_memory()
+    assert [reading.driver_index for reading in readings] == [0, None, 2, 3]
+    assert readings[1].driver_used is None and "cuda:1 is not in the driver's list" in readings.note
+    assert "  -  " in str(readings)
+
+
+def test_without_nvidia_smi_the_drivers_column_is_empty(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.cards = []
+    readings = read_memory()
+    assert all(reading.driver_used is None and reading.driver_load is None for reading in readings)
+    assert "GPUtil found no nvidia-smi" in str(readings) and "driver load" not in str(readings)
+    assert readings[0].allocated == 3 * MiB
+
+
+def test_a_broken_nvidia_smi_or_gputil_is_told(monkeypatch):
+    Machine(monkeypatch)
+
+    def broken():
+        raise ValueError("invalid literal for int() with base 10: 'NVIDIA-SMI has failed'")
+
+    monkeypatch.setattr(GPUtil, "getGPUs", broken)
+    assert "GPUtil failed (invalid literal" in read_memory().note
+    monkeypatch.setitem(sys.modules, "GPUtil", None)  # what an import without distutils looks like
+    assert "GPUtil failed (import of GPUtil" in read_memory().note
+
+
+def test_figures_that_the_driver_does_not_know(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.cards[0].memoryUsed = machine.cards[0].load = float("nan")
+    reading = read_memory()[0]
+    assert reading.driver_used is None and reading.driver_load is None and reading.driver_total == 16 * GiB
+
+
+def test_peaks_are_those_of_the_run(monkeypatch):
+    machine = Machine(monkeypatch)
+    readings = memory.peak_memory(lambda: machine.use(1, 90 * MiB))
+    assert [reading.peak_allocated for reading in readings] == [
+        3 * MiB,
+        93 * MiB + 1,
+        3 * MiB + 2,
+        3 * MiB + 3,
+    ]
+
+
+def test_a_block_that_fails_is_still_read(monkeypatch):
+    machine = Machine(monkeypatch, visible=(3, 1))
+    with pytest.raises(KeyError), memory.measure_memory() as readings:
+        assert str(readings) == "No readings yet." and "No readings" in readings._repr_html_()
+        machine.use(0, MiB)
+        raise KeyError
+    assert readings[0].peak_allocated == 4 * MiB + 3 and "matched by UUID" in readings.note
+
+
+def test_text_and_html_tables_hold_the_same_figures(monkeypatch):
+    Machine(monkeypatch)
+    readings = read_memory([0, 1])
+    assert (
+        str(readings)
+        == repr(readings)
+        == (
+            "Memory in MiB: 2 x Card <X>\n"
+            "GPU  allocated  peak allocated  reserved  peak reserved  driver used  driver load  capacity\n"
+            "  0       3.00            5.00     20.00          22.00        500.0          25%    16,384\n"
+            "  1       3.00            5.00     20.00          22.00        501.0          25%    16,384"
+        )
+    )
+    html = readings._repr_html_()
+    row = "<tr><td>1</td><td>3.00</td><td>5.00</td><td>20.00</td><td>22.00</td><td>501.0</td><td>25%</td>"
+    assert row + "<td>16,384</td></tr>" in html and "Card &lt;X&gt;" in html and "Card <X>" not in html
+
+
+def test_a_slice_is_a_table_too():
+    readings = Readings([Reading(i, "Card", GiB, 1, 1, 1, 1) for i in range(3)], "a note")
+    assert isinstance(readings[1:], Readings) and "<0.01" in str(readings[1:])
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0.00 MiB"), (512, "<0.01 MiB"), (1.25 * MiB, "1.25 MiB"), (12.34 * MiB, "12.3 MiB"),
+        (1000 * MiB, "1,000 MiB"), (16.3 * GiB, "16.3 GiB"), (139.8 * GiB, "140 GiB"), (None, "unknown"),
+    ],
+)  # fmt: skip
+def test_bytes_in_words(count, text):
+    assert format_bytes(count) == text
+
+
+def test_bytes_in_a_given_unit():
+    assert format_bytes(2 * GiB, "MiB") == "2,048 MiB" and format_bytes(512 * MiB, "GiB") == "0.50 GiB"
+
+
+def bounded(largest: int, tried: list[int]):
+    def step(batch):
+        tried.append(batch)
+        if batch > largest:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    return step
+
+
+@pytest.mark.parametrize("multiple_of", [1, 4])
+@pytest.mark.parametrize("start", [1, 7, 64])
+@pytest.mark.parametrize("largest", [0, 1, 3, 4, 63, 64, 65, 100, 767, 768, 1000])
+def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of, monkeypatch):
+    monkeypatch.setattr(memory.gc, "collect", lambda: None)  # 700 collections would take most of a minute
+    tried = []
+    found = largest_batch(bounded(largest, tried), start, limit=1000, multiple_of=multiple_of)
+    assert found == largest // multiple_of * multiple_of
+    assert len(tried) == len(set(tried)) <= 20
+    assert all(batch % multiple_of == 0 and 0 < batch <= 1000 for batch in tried)
+
+
+def test_the_limit_is_respected_also_when_it_is_no_multiple():
+    tried = []
+    assert largest_batch(bounded(10**9, tried), limit=30, multiple_of=4) == 28 == max(tried)
+
+
+def test_every_try_is_reported_and_false_means_no():
+    told = []
+    assert largest_batch(lambda batch: batch <= 5, report=lambda *line: told.append(line)) == 5
+    assert told == [(1, True), (2, True), (4, True), (8, False), (6, False), (5, True)]
+
+
+def test_other_errors_pass_through_the_search():
+    def step(batch):
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        largest_batch(step)
+
+
+@pytest.mark.parametrize("wrong", [{"start": 0}, {"limit": 0}, {"multiple_of": 0}, {"limit": 3, "multiple_of": 4}])
+def test_a_search_with_nothing_to_try_is_refused(wrong):
+    with pytest.raises(ValueError, match="Nothing to try"):
+        largest_batch(lambda batch: None, **wrong)
+
+
+def test_a_failed_try_leaves_nothing_behind(monkeypatch):
+    alive, emptied = [], []
+
+    def step(batch):
+        tensor = torch.zeros(8)
+        tensor.myself = tensor  # a cycle, as training loops leave them
+        alive.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([ref() for ref in alive]))
+    assert largest_batch(step, start=4) == 0
+    assert emptied and all(left is None for tries in emptied for left in tries)
+
+
+def test_virtual_gpus_answer_like_real_ones():
+    with virtual_gpus(4, memory="16 GiB"):
+        before = read_memory()
+        kept = torch.ones(1000, 1000, device="cuda:1")  # 4,000,000 bytes are 7,813 blocks of 512, in a 20 MiB segment
+        after = read_memory()
+        assert kept.device == torch.device("cuda:1")
+    assert [reading.allocated for reading in after] == [0, 7813 * 512, 0, 0]
+    assert [reading.reserved for reading in after] == [0, 20 * MiB, 0, 0]
+    assert {reading.capacity for reading in before} == {16 * GiB} and before.note == after.note == ""
+    assert before[1].driver_used == 0 and after[1].driver_used > after[1].reserved  # the rest is CUDA's context
+
+
+def test_hidden_virtual_gpus_are_matched(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    with virtual_gpus(4, memory="16 GiB"):
+        kept = torch.ones(1000, device="cuda:0")
+        readings = read_memory()
+        assert kept.is_cuda
+    assert [reading.driver_index for reading in readings] == [3, 1] and "PyTorch sees 2" in readings.note
+    assert readings[0].driver_used > 0 == readings[1].driver_used
+
+
+def test_the_peaks_of_a_step_come_back_the_same_every_time():
+    with virtual_gpus(4, memory="16 GiB"):
+        net = nn.DataParallel(nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to("cuda:0"))
+
+        def step():
+            net(torch.randn(64, 256, device="cuda:0")).square().mean().backward()
+            net.zero_grad()
+
+        step()
+        first, second = memory.peak_memory(step), memory.peak_memory(step)
+        assert first == second
+        assert all(reading.peak_allocated > reading.allocated for reading in first)
+        assert first[0].peak_allocated > first[1].peak_allocated >= first[3].peak_allocated
+        assert first[1].allocated == 0  # replicas and their outputs are gone
+
+
+def test_the_largest_batch_fills_a_virtual_gpu_and_leaves_it_empty():
+    def step(batch):
+        torch.empty(batch, MiB, dtype=torch.uint8, device="cuda:1")
+
+    with virtual_gpus(2, memory="1 GiB"):
+        step(1)
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(1)[0]  # what the context leaves
+        largest = largest_batch(step)
+        step(largest)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(largest + 1)
+        assert largest == free // (2 * MiB) * 2  # large segments are multiples of 2 MiB
+        torch.cuda.empty_cache()
+        assert read_memory()[1].reserved == 0
+
+
+def test_the_largest_batch_under_data_parallel_with_shapes_only():
+    with virtual_gpus(4, memory="1 GiB", shapes_only=True):
+        net = nn.DataParallel(nn.Linear(1024, 4096, bias=False).to("cuda:0"))
+
+        def step(batch):
+            net(torch.zeros(batch, 1024, device="cuda:0")).sum().backward()
+            net.zero_grad()
+
+        largest = largest_batch(step, start=1000, multiple_of=4)
+        assert largest % 4 == 0
+        step(largest)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(largest + 4)
+
+
+def test_after_the_virtual_gpus_there_is_again_no_gpu():
+    if torch.cuda.device_count():
+        pytest.skip("this machine has real GPUs")
+    with virtual_gpus(1):
+        read_memory()
+    with pytest.raises(RuntimeError, match="Call use_gpus first"):
+        read_memory()
