@@ -160,9 +160,15 @@ def _read_one(index: int, driver) -> Reading:
         peak_reserved=torch.cuda.max_memory_reserved(index),
         driver_used=_from_mib(driver and driver.memoryUsed),
         driver_total=_from_mib(driver and driver.memoryTotal),
-        driver_load=driver.load if driver and isfinite(driver.load) else None,
+        driver_load=_load(driver),
         driver_index=driver and driver.id,
     )
+
+
+def _load(driver) -> float | None:
+    # GPUtil must give a number, since its own choice of a free GPU compares it; a GPU without a clock has none.
+    unknown = driver is None or driver.driver == "virtual" or not isfinite(driver.load)
+    return None if unknown else driver.load
 
 
 def _from_mib(mib: float | None) -> int | None:

@@ -285,6 +285,7 @@ def test_virtual_gpus_answer_like_real_ones():
     assert [reading.reserved for reading in after] == [0, 20 * MiB, 0, 0]
     assert {reading.capacity for reading in before} == {16 * GiB} and before.note == after.note == ""
     assert before[1].driver_used == 0 and after[1].driver_used > after[1].reserved  # the rest is CUDA's context
+    assert after[1].driver_load is None and "driver load" not in str(after)  # no clock yet, so no load either
 
 
 def test_hidden_virtual_gpus_are_matched(monkeypatch):

@@ -11,12 +11,13 @@ program so.
 Known limits
 ------------
 - Nothing is faster. There is no clock yet: streams and events work as objects, `elapsed_time` is 0.0 and says so.
-- Memory is that of the operators that run on the CPU. Where CUDA picks others (attention, dropout, cuDNN and cuBLAS
-  workspaces) a real GPU needs more or less.
+- Memory is that of the operators that run on the CPU, dropout excepted. Where CUDA picks others (attention, RNNs) or
+  takes workspaces (cuDNN, cuBLAS) a real GPU needs more or less.
 - Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
 - `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
 - Refused with an error that names them: CUDA graphs, torch.compile, autocast("cuda"), memory pools, sharing GPU tensors
-  between processes, NCCL by hand, temperature and power sensors. "nccl" as a backend means gloo.
+  between processes, nested tensors, DLPack, NCCL by hand, temperature and power sensors. The backend "nccl" means gloo.
+- Programs started with `subprocess` have no virtual GPUs of their own; put `python -m helpers.virtual` before them.
 - A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or
   of an event loop join for each call). Stopped by another thread than started them, they leave an idle dispatch mode on
   the starting one, until it starts others and stops them.

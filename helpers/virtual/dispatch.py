@@ -60,8 +60,11 @@ def _run(machine: VirtualMachine, func, args, kwargs):
         _collect(kwargs.values(), found)
     gpu, mixed = None, False
     for tensor in found:
-        home = home_of(tensor)
-        if home is None:
+        try:
+            home = tensor.untyped_storage()._home  # `home_of`, without its call: this line runs for every input
+        except (NotImplementedError, RuntimeError):
+            home = home_of(tensor)
+        if home is None or not home.gpu.machine.on:
             mixed = True
         elif gpu is None:
             gpu = home.gpu

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 
 import torch
 
 _said = False
+_GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
 
 
 def _is_nccl(backend) -> bool:
@@ -54,6 +56,22 @@ def _barrier(function):
     return barrier
 
 
+def _destroy(function):
+    """Let gloo's threads finish before the group goes.
+
+    A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
+    among them, and needs Python's lock for that. If DDP's reducer holds the last reference to the group and goes at
+    that moment, it waits for the thread with the lock in its hand, for ever. Sleeping gives the lock away.
+    """
+
+    @functools.wraps(function)
+    def destroy_process_group(*args, **kwargs):
+        time.sleep(_GLOO_FINISHES_IN_S)
+        function(*args, **kwargs)
+
+    return destroy_process_group
+
+
 def rows():
     """See `stand_ins`."""
     if not torch.distributed.is_available():
@@ -64,5 +82,6 @@ def rows():
         "init_process_group": _with_gloo(c10d.init_process_group, True),
         "new_group": _with_gloo(c10d.new_group, False),
         "barrier": _barrier(c10d.barrier),
+        "destroy_process_group": _destroy(c10d.destroy_process_group),
     }
     return [(owner, name, stand_in) for name, stand_in in made.items() for owner in (c10d, torch.distributed)]
