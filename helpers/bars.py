@@ -1,7 +1,8 @@
 """Horizontal memory bars with a number at the end of each: no text is cut off, none lies on another.
 
 Used by `helpers.plots`. Every bar has a row to itself, its text stands to the right of it and of its marker,
-and the axis is made long enough for the longest, measured on the drawn figure.
+and the axis is made long enough for the longest, measured on the drawn figure. A text that fits between a bar
+and its marker stands there, so that the axis need not reach far beyond the capacity.
 """
 
 from collections.abc import Sequence
@@ -111,12 +112,18 @@ def _place_texts(ax: Axes, bars: Sequence[Bar], unit: int) -> None:
     ]  # fmt: skip
     ax.figure.draw_without_rendering()
     room = ax.get_window_extent().width
-    shares = [(text.get_window_extent().width + 14 * ax.figure.dpi / 72) / room for text in texts]
+    margins = [(text.xyann[0] + 5) * ax.figure.dpi / 72 for text in texts]  # before and after each text
+    shares = [(text.get_window_extent().width + each) / room for text, each in zip(texts, margins, strict=True)]
     for _ in range(2):  # a longer axis makes the texts reach further in its units: once more with the new length
         limit = ax.get_xlim()[1]
         for bar, text, share in zip(bars, texts, shares, strict=True):
-            edge = bar.capacity / unit
-            if text.xy[0] < edge <= text.xy[0] + share * limit:
-                text.xy = (edge, bar.y)
+            text.xy = (_start(bar, share * limit * unit) / unit, bar.y)
         ends = [text.xy[0] / max(1 - share, 0.2) for text, share in zip(texts, shares, strict=True)]
         ax.set_xlim(0, max(limit, *ends))
+
+
+def _start(bar: Bar, length: float) -> float:
+    """Where a text of `length` bytes begins: after the bar, after its marker, or after the box's edge."""
+    if bar.marker is not None and bar.value + length <= bar.marker <= bar.capacity:
+        return bar.value
+    return bar.capacity if bar.end < bar.capacity <= bar.end + length else bar.end

@@ -70,7 +70,8 @@ def texts(ax) -> dict:
     return {text: text.get_window_extent() for text in found if text.get_text()}
 
 
-@pytest.mark.filterwarnings("error")
+# Sockets that another test left for the garbage collector are not this test's business.
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("picture", PICTURES)
 def test_every_text_is_inside_the_picture_and_none_on_another(picture):
     ax = PICTURES[picture]()
