@@ -296,6 +296,7 @@ def test_functions_are_measured_on_inputs():
     assert said(compare.same_function, lambda x, n: x * n, torch.mul, inputs) == ""
     assert "values differ" in said(compare.same_function, lambda x, n: x + n, torch.mul, inputs)
     assert "has no `return`" in said(compare.same_function, lambda x, n: None, torch.mul, inputs)
+    assert "still returns ..., because your answer" in said(compare.same_function, lambda x, n: ..., torch.mul, inputs)
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])

@@ -62,8 +62,9 @@ def cell_problems(cell, place):
         yield f"execution count {cell['execution_count']}: run_all.py did not run it from top to bottom"
     if len(text.splitlines()) > MOST_LINES:
         yield f"{len(text.splitlines())} lines, more than {MOST_LINES}"
-    if text.startswith("# Solution") != bool(cell["metadata"].get("jupyter", {}).get("source_hidden")):
-        yield "a cell that begins with '# Solution' is folded (jupyter.source_hidden), and no other"
+    for key in ("source_hidden", "outputs_hidden"):  # the output of a solution can hold the answer, too
+        if text.startswith("# Solution") != bool(cell["metadata"].get("jupyter", {}).get(key)):
+            yield f"a cell that begins with '# Solution' is folded (jupyter.{key}), and no other"
     if match := TIMES.search(printed):
         yield f"its output holds a time of day or a duration: {match[0]!r}"
     if match := PATHS.search(printed):
@@ -137,6 +138,9 @@ ERROR = {
 }
 
 
+FOLDED = {"source_hidden": True, "outputs_hidden": True}
+
+
 @pytest.fixture
 def lesson():
     """A lesson without problems, as a dict; the code cells are numbers 1, 3, 4 and 5."""
@@ -146,7 +150,7 @@ def lesson():
         markdown("### An idea"),
         code("1 / 0", ERROR, tags=["raises-exception"]),
         code("x = 1"),
-        code("# Solution\nx = 2", stream("correct\n"), jupyter={"source_hidden": True}),
+        code("# Solution\nx = 2", stream("correct\n"), jupyter=FOLDED),
         markdown("## Take-aways\n## Where to read on"),
     ]
     for count, cell in enumerate((cell for cell in cells if cell["cell_type"] == "code"), start=1):
@@ -168,8 +172,15 @@ BROKEN = {
     "more than 15": edit(4, source="x = 1\n" * 16),
     "no error is stored": edit(3, outputs=[]),
     "tag raises-exception is missing": edit(3, metadata={}),
-    "begins with '# Solution' is folded": edit(5, metadata={}),
-    "and no other": edit(4, metadata={"jupyter": {"source_hidden": True}}),
+    r"folded \(jupyter.source_hidden\)(.|\n)*folded \(jupyter.outputs_hidden\)": edit(5, metadata={}),
+    r"begins with '# Solution' is folded \(jupyter.source_hidden\)": edit(
+        5, metadata={"jupyter": {"outputs_hidden": True}}
+    ),
+    r"begins with '# Solution' is folded \(jupyter.outputs_hidden\)": edit(
+        5, metadata={"jupyter": {"source_hidden": True}}
+    ),
+    r"\(jupyter.source_hidden\), and no other": edit(4, metadata={"jupyter": {"source_hidden": True}}),
+    r"\(jupyter.outputs_hidden\), and no other": edit(4, metadata={"jupyter": {"outputs_hidden": True}}),
     "goals": edit(0, source="# A lesson"),
     "take-aways": edit(6, source="## Where to read on"),
     "where to read on": edit(6, source="## Take-aways"),
@@ -223,6 +234,10 @@ def test_tidying_twice_changes_nothing(lesson):
     assert run_all.written(run_all.tidy(json.loads(once))) == once
 
 
+def test_solutions_stay_folded(lesson):
+    assert [cell.metadata.get("jupyter") for cell in run_all.tidy(lesson).cells] == [None] * 5 + [FOLDED, None]
+
+
 def test_missing_and_doubled_cell_ids_are_made_from_the_text(lesson):
     bare = copy.deepcopy(lesson)
     for cell in bare["cells"]:
@@ -263,6 +278,7 @@ def folder(tmp_path, monkeypatch, lesson):
     """A folder of lessons for run_all.py with one in it, never run."""
     cells = [code(text) | {"execution_count": None} for text in RUNNABLE]
     cells += [code("import json\njson.loads('{')", tags=["raises-exception"]) | {"execution_count": None}]
+    cells += [code("# Solution\n2 + 2", jupyter=FOLDED) | {"execution_count": None}]
     notebook = {"cells": cells, "metadata": {"kernelspec": {"name": "elsewhere"}}, "nbformat": 4}
     (tmp_path / "00_small.ipynb").write_text(json.dumps(notebook))
     monkeypatch.setattr(run_all, "FOLDER", tmp_path)
@@ -281,7 +297,8 @@ def test_a_run_is_stored_and_the_next_one_changes_nothing(folder, monkeypatch, c
     assert printed_text(cells[1]).strip() == "42"
     assert "image/png" in cells[2]["outputs"][0]["data"]
     assert cells[5]["outputs"][0]["ename"] == "JSONDecodeError"
-    assert [list(cell_problems(cell, place)) for place, cell in enumerate(cells, 1)] == [[]] * 6
+    assert [list(cell_problems(cell, place)) for place, cell in enumerate(cells, 1)] == [[]] * 7
+    assert cells[6]["metadata"] == {"jupyter": FOLDED} and cells[6]["outputs"]
     assert [path.name for path in folder.iterdir()] == ["00_small.ipynb"]
 
 
@@ -307,4 +324,4 @@ def test_nbval_kernels_capture_child_processes_and_get_virtual_gpus(folder, requ
     command += ["-c", root / "pyproject.toml", "--rootdir", root, folder / "00_small.ipynb"]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"{len(RUNNABLE) + 1} passed" in result.stdout
+    assert f"{len(RUNNABLE) + 2} passed" in result.stdout

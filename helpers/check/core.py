@@ -75,13 +75,15 @@ def show(value: object, longest: int = 80) -> str:
 
 
 def call(fn: object, *args, **kwargs) -> object:
-    """`fn(*args, **kwargs)` of a learner's function; "not yet" if it cannot be called or returns nothing."""
+    """`fn(*args, **kwargs)` of a learner's function; "not yet" if it cannot be called or returns nothing or `...`."""
     if not callable(fn):
         not_yet(f"{show(fn)} cannot be called", "the check needs the function itself: its name without brackets")
     name = getattr(fn, "__name__", type(fn).__name__)
     result = fn(*args, **kwargs)
-    if result is None or result is ...:
-        not_yet(f"{name} returned {show(result)}", "it has no `return` with a value yet")
+    if result is ...:
+        not_yet(f"{name} still returns ...", "your answer is missing: put it in the place of the dots")
+    if result is None:
+        not_yet(f"{name} returned None", "it has no `return` with a value yet")
     return result
 
 

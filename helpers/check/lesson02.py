@@ -1,0 +1,152 @@
+"""Checks of lesson 02, DataParallel."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from helpers.check import compare
+from helpers.check.core import call, exercise, not_yet, require, show
+from helpers.data import random_tokens
+from helpers.memory import GiB, peak_memory
+from helpers.models import bert_article
+from helpers.training import DataParallelTrainer
+
+__all__ = ["largest_vocabulary", "peak_moved", "piece_sizes", "without_prefix"]
+
+LENGTH = 163  # tokens per sentence of the article's BERT
+MOVED_BATCH, MOVED_VOCABULARY = 100, 20_000
+ARTICLE_BATCH, STEP = 200, 2_000
+
+
+# ------------------------------------------------------------------------------------------ 1: uneven batches
+
+
+@exercise
+def piece_sizes(answer):
+    """`answer(batch, gpus)` must list how many samples each GPU gets, as torch.nn.parallel.scatter cuts."""
+    for batch, gpus in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7)):
+        found, right = call(answer, batch, gpus), _chunks(batch, gpus)
+        require(isinstance(found, list), f"{show(found)} is no list", "a list of whole numbers is asked for")
+        if found != right:
+            not_yet(f"{batch} samples on {gpus} GPUs: {show(found)}", _why_not(found, batch, gpus))
+    return "the same pieces as scatter's, even where GPUs stay without work"
+
+
+def _chunks(batch: int, gpus: int) -> list[int]:
+    return [len(piece) for piece in torch.zeros(batch).chunk(gpus)]
+
+
+def _why_not(found: list, batch: int, gpus: int) -> str:
+    if not all(isinstance(size, int) for size in found):
+        return "a GPU gets a whole number of samples"
+    if sum(found) != batch:
+        return f"that makes {sum(found)} samples: none may be lost, and none invented"
+    if 0 in found:
+        return "a GPU without samples gets no piece at all: leave it out of the list"
+    return (
+        "scatter does not share as evenly as it could: every piece but the last has the same size, "
+        "batch / gpus rounded up"
+    )
+
+
+# ----------------------------------------------------------------------------------- 2: `module.` in the keys
+
+
+class _Nested(nn.Module):
+    """A net with a layer of its own that is called `module`, which a careless cut would damage."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = nn.Linear(2, 2), nn.Sequential()
+        self.head.add_module("module", nn.Linear(2, 1))
+
+
+@exercise
+def without_prefix(answer):
+    """`answer(state_dict)` must give the state dict with the keys of the net that is not wrapped."""
+    for net in (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), _Nested()):
+        right = net.state_dict()
+        for given, what in ((nn.DataParallel(net).state_dict(), "a wrapped"), (right, "a plain")):
+            found = call(answer, dict(given))
+            require(isinstance(found, Mapping), f"{show(found)} is no dict", "a state dict is asked for")
+            if set(found) != set(right):
+                not_yet(f"{what} net's keys {list(given)} became {list(found)}", _why_keys(found, right))
+            for key, value in right.items():
+                compare.tensor(found[key], value)
+    return "load_state_dict takes it, and a layer that is itself called `module` keeps its name"
+
+
+def _why_keys(found: Mapping, right: Mapping) -> str:
+    if all(str(key).startswith("module.") for key in found) and len(found) == len(right):
+        return "the `module.` that DataParallel put in front is still there"
+    if len(found) != len(right):
+        return f"{len(right)} keys are asked for, and two keys that become the same overwrite each other"
+    return "only the one `module.` at the very front belongs to DataParallel, and only if every key has it"
+
+
+# -------------------------------------------------------------------------------- 3: output_device, predicted
+
+
+@exercise
+def peak_moved(answer):
+    """By how many GiB GPU 0's peak falls with output_device=1: BERT, batch 100, 20,000 words, four GPUs."""
+    compare.number(answer, float(answer))  # what is no number is told before the jobs run
+    gpus = _four_without_values()
+    logits = MOVED_BATCH * LENGTH * MOVED_VOCABULARY * 4
+    peaks = [_peak(MOVED_BATCH, MOVED_VOCABULARY, gpus, output_device) for output_device in (None, gpus[1])]
+    mistakes = {
+        logits: "that is the logits once: at the peak there are more tensors of their size",
+        2 * logits: "that is the logits twice: forward and backward together hold one more of their size",
+        3 * logits: "GPU 0 still has to hold the gradient of its own quarter of the logits",
+        4 * logits: "that is one tensor of the logits' size too many",
+    }
+    compare.memory(answer, peaks[0] - peaks[1], "GiB", rel=0.04, mistakes=mistakes)
+    return f"GPU 0's peak falls from {peaks[0] / GiB:.2f} to {peaks[1] / GiB:.2f} GiB"
+
+
+# ---------------------------------------------------------------------------------- 4: the largest vocabulary
+
+
+@exercise
+def largest_vocabulary(answer):
+    """The largest vocabulary, in steps of 2,000, with which BERT trains at batch 200 on four 12 GB cards."""
+    value = compare.number(answer, float(answer), "words")
+    gpus = _four_without_values()
+    capacity = torch.cuda.get_device_properties(0).total_memory
+    what = f"these GPUs have {capacity / GiB:.2f} GiB each"
+    require(11 * GiB < capacity < 13 * GiB, what, "cards of 12 GB are asked for: run the cell above again")
+    what = f"{value:,.0f} words"
+    require(value >= STEP and value % STEP == 0, what, f"a multiple of {STEP:,} words, in words, is asked for")
+    require(value <= 200_000, what, "no card of 12 GB holds that: look at how the logits grow")
+    require(_fits(int(value), gpus), what, "GPU 0 runs out of memory with so many")
+    require(not _fits(int(value) + STEP, gpus), what, f"{STEP:,} words more still fit")
+    return f"with {STEP:,} words more GPU 0 runs out of memory"
+
+
+def _fits(vocabulary: int, gpus: list[torch.device]) -> bool:
+    try:
+        _peak(ARTICLE_BATCH, vocabulary, gpus)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _peak(batch: int, vocabulary: int, gpus: list[torch.device], output_device=None) -> int:
+    """Bytes of GPU 0 at the peak of the second training step: the first makes Adam's state."""
+    model = bert_article(vocabulary)
+    adam, loss = torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
+    trainer = DataParallelTrainer(model, adam, loss, [], gpus, output_device, progress=False)
+    trainer.step(*random_tokens(batch, LENGTH, vocabulary))
+    readings = peak_memory(lambda: trainer.step(*random_tokens(batch, LENGTH, vocabulary)), gpus)
+    return readings[0].peak_allocated
+
+
+def _four_without_values() -> list[torch.device]:
+    """The first four GPUs; "not yet" where there are fewer, or where they would really compute the job."""
+    count = torch.cuda.device_count()
+    require(count >= 4, f"there are {count} GPUs", "four are asked for: run the cell above again")
+    # The value of a tensor without values is nan, even that of a zero.
+    value = torch.zeros((), device="cuda:0").item()
+    require(value != 0, "these GPUs keep values", "a job of this size needs shapes_only=True: see above")
+    return [torch.device("cuda", index) for index in range(4)]
