@@ -9,6 +9,7 @@ Running it twice leaves an empty `git diff`.
 """
 
 import argparse
+import difflib
 import functools
 import hashlib
 import json
@@ -139,6 +140,13 @@ def store(path, text):
     os.replace(unfinished, path)
 
 
+def difference(before, after, lines=12, width=160):
+    """The first lines of the diff, cut to a screen's width: enough to see which cell and what."""
+    diff = list(difflib.unified_diff(before.splitlines(), after.splitlines(), "stored", "now", lineterm="", n=1))
+    cut = [line if len(line) <= width else line[:width] + " ..." for line in diff[:lines]]
+    return "\n".join([*cut, f"... {len(diff) - lines} more lines"] if len(diff) > lines else cut)
+
+
 def renew(path, check):
     """Run one lesson; store it unless `check`. Returns what happened, in a word or two."""
     before = path.read_text(encoding="utf-8")
@@ -148,7 +156,7 @@ def renew(path, check):
     if after == before:
         return "unchanged"
     if check:
-        return "WOULD CHANGE"
+        return "WOULD CHANGE:\n" + difference(before, after)
     store(path, after)
     return "stored"
 

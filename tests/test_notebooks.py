@@ -266,7 +266,8 @@ def test_outputs_lose_what_belongs_to_one_machine(lesson):
 
 RUNNABLE = [
     "import os, sys\nprint(os.environ['GPUS'], os.environ.get('PYTEST_CURRENT_TEST'))",
-    "import subprocess\n_ = subprocess.run([sys.executable, '-c', 'print(42)'])",
+    # What a child prints reaches the kernel through a thread of its own, now and then after the next cell has begun.
+    "import subprocess, time\n_ = subprocess.run([sys.executable, '-c', 'print(42)'])\ntime.sleep(0.5)",
     "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()",
     "hash('a'), object()",
     "from tqdm.auto import tqdm\nfor _ in tqdm(range(2)):\n    print('.', end='', flush=True)",
