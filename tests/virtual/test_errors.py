@@ -213,6 +213,8 @@ def test_more_that_is_not_modelled():
         lambda: torch.from_dlpack(x),
         lambda: x.__cuda_array_interface__,
         lambda: torch.nested.nested_tensor([torch.ones(2)], device="cuda"),
+        lambda: torch.nested.as_nested_tensor([x, x]),
+        lambda: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 2])),
     ):
         with pytest.raises(NotModelled, match="not modelled by virtual GPUs"):
             act()

@@ -262,3 +262,19 @@ def test_visible_devices_hide_and_reorder(monkeypatch):
         with virtual_gpus(4):
             assert torch.cuda.device_count() == count
             assert torch.cuda.is_available() == (count > 0)
+
+
+def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):
+    """A CPU build of PyTorch knows no number as a device; with the stand-ins for it, this one behaves the same."""
+    from helpers.virtual.stand_ins import numbers
+
+    before = torch.device
+    monkeypatch.setattr(numbers, "numbers_mean_cuda", lambda: False)
+    assert [name for _, name, _ in numbers.rows()] == ["device", "_parse_to"]
+    for owner, name, stand_in in numbers.rows():
+        monkeypatch.setattr(owner, name, stand_in)
+    assert torch.device is not before and torch.device(1) == torch.device("cuda", 1) == ONE
+    assert isinstance(ONE, torch.device) and isinstance(torch.device("cpu"), before) and not isinstance(1, torch.device)
+    assert nn.Linear(2, 2).to(1).weight.device == nn.Linear(2, 2).to(device=1).weight.device == ONE
+    assert torch.zeros(2, device=1).device == torch.ones(2).to(1).device == ONE
+    assert torch.nn.parallel.scatter(torch.ones(4, 2), [0, 1])[1].device == ONE

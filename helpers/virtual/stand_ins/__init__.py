@@ -19,6 +19,7 @@ from helpers.virtual.stand_ins import (
     distributed,
     generators,
     memory,
+    numbers,
     parallel,
     processes,
     refused,
@@ -30,7 +31,7 @@ from helpers.virtual.stand_ins import (
 )
 
 _MODULES = (tensors, transfers, storages, autograd, cuda, memory, streams, generators, accelerator, parallel, smi,
-            processes, distributed, refused, cuda_ops)  # fmt: skip
+            processes, distributed, refused, numbers, cuda_ops)  # fmt: skip
 _ABSENT = object()
 _before: list[tuple[object, str, object]] = []
 _scripted: list[tuple[int, object]] = []  # (id, stand-in): the ids stay taken while they are in TorchScript's table

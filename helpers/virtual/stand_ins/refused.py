@@ -60,13 +60,15 @@ def to_dlpack(tensor):
     return _raw_to_dlpack(tensor)
 
 
-_NESTED = ("nested_tensor", "as_nested_tensor")
+_NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
 
 
 def _on_cpu_only(name: str, original):
     @functools.wraps(original)
     def call(data, *args, device=None, **kwargs):
-        if device is not None and torch.device(device).type == "cuda":
+        parts = data if isinstance(data, (list, tuple)) else [data]
+        on_gpu = any(isinstance(part, torch.Tensor) and part.is_cuda for part in parts)
+        if on_gpu or (device is not None and torch.device(device).type == "cuda"):
             raise errors.not_modelled(f"torch.nested.{name} on a GPU")
         return original(data, *args, device=device, **kwargs)
 

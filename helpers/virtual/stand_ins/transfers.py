@@ -12,6 +12,7 @@ from helpers.virtual.copies import move, out_of_memory_as_torch
 from helpers.virtual.dispatch import enter_thread
 from helpers.virtual.machine import active
 from helpers.virtual.placement import find_gpu, gpu_of, is_inside, storages
+from helpers.virtual.stand_ins.numbers import named
 
 _raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu", "pin_memory", "is_pinned")}
 _raw_make = {name: getattr(torch, name) for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")}
@@ -193,6 +194,8 @@ def _joining(make):
     @functools.wraps(make)
     def factory(*args, **kwargs):
         enter_thread()
+        if "device" in kwargs:
+            kwargs["device"] = named(kwargs["device"])
         return make(*args, **kwargs)
 
     return factory
