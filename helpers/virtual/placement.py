@@ -42,10 +42,16 @@ class Home:
     __slots__ = ("__weakref__", "block", "gpu", "nbytes")
 
     def __init__(self, gpu: VirtualGPU, nbytes: int):
-        gpu.start_context()
+        allocator = gpu.allocator
+        if not allocator.context:
+            gpu.start_context()
         self.gpu = gpu
         self.nbytes = nbytes
-        self.block = allocate(gpu, nbytes, self)
+        try:  # as `allocate` does: this runs for every tensor, and each call costs
+            self.block = allocator.malloc(nbytes, owner=allocator.owner_of(self))
+        except OutOfMemory as error:
+            error.gpu = gpu
+            raise
 
     def resize(self, nbytes: int) -> None:
         """A storage that grew gets a new block first, then lets the old one go, as `resize_` does on a GPU."""
