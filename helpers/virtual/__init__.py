@@ -15,7 +15,7 @@ Known limits
   takes workspaces (cuDNN, cuBLAS) a real GPU needs more or less.
 - Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
 - `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error. PyTorch then
-  takes other operators for `scaled_dot_product_attention` and LSTMs, so memory differs there from a run with numbers.
+  takes other operators for LSTMs and GRUs, so their memory differs from that of a run with numbers.
 - Refused with an error that names them: CUDA graphs, torch.compile, autocast("cuda"), memory pools, sharing GPU tensors
   between processes, nested tensors, DLPack, NCCL by hand, temperature and power sensors. The backend "nccl" means gloo.
 - Programs started with `subprocess` have no virtual GPUs of their own; put `python -m helpers.virtual` before them.

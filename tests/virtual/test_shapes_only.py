@@ -42,6 +42,8 @@ JOBS = {
     "resnet": (lambda: models.resnet18(10), *IMAGES, SGD),
     "pyramidnet": (lambda: models.PyramidNet(20, 12), *IMAGES, SGD),
     "bert": (lambda: models.Bert(100, hidden=32, layers=2, heads=2, length=12), *WORDS, ADAM),
+    "bert, fused": (lambda: models.Bert(100, 32, 2, 2, 12, dropout=0.0, fused=True), *WORDS, ADAM),
+    "bert, fused, dropout": (lambda: models.Bert(100, 32, 2, 2, 12, dropout=0.1, fused=True), *WORDS, ADAM),
 }
 
 
@@ -55,6 +57,28 @@ def test_same_memory_as_with_numbers(job, parallel):
     (loss, with_numbers), (unknown, with_shapes) = results
     assert math.isfinite(loss) and math.isnan(unknown)
     assert with_shapes == with_numbers
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float", "needs a gradient"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_takes_the_same_kernel(mask, causal, dtype):
+    if causal and mask:
+        pytest.skip("PyTorch takes one or the other")
+
+    def attend():
+        query, key, value = (torch.randn(2, 4, 100, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv")
+        allowed = torch.ones(100, 100, dtype=torch.bool, device="cuda").tril()
+        added = torch.zeros(2, 1, 100, 100, device="cuda", dtype=dtype, requires_grad=mask == "needs a gradient")
+        masks = {None: None, "bool": allowed, "float": added, "needs a gradient": added}
+        F.scaled_dot_product_attention(query, key, value, masks[mask], is_causal=causal).sum().backward()
+        return figures()
+
+    results = []
+    for shapes_only in (False, True):
+        with virtual_gpus(1, shapes_only=shapes_only):
+            results.append(attend())
+    assert results[0] == results[1]
 
 
 def test_what_needs_values_says_so():
