@@ -268,7 +268,7 @@ def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):
     """A CPU build of PyTorch knows no number as a device; with the stand-ins for it, this one behaves the same."""
     from helpers.virtual.stand_ins import numbers
 
-    before = torch.device
+    before = numbers._raw_device
     monkeypatch.setattr(numbers, "numbers_mean_cuda", lambda: False)
     assert [name for _, name, _ in numbers.rows()] == ["device", "_parse_to"]
     for owner, name, stand_in in numbers.rows():
