@@ -1,0 +1,79 @@
+"""Virtual GPUs held against a real one. Skipped, with the reason, on machines that have none."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers import use_gpus
+from helpers.memory import read_memory
+from helpers.models import group_norm, small_resnet
+from helpers.virtual import virtual_gpus
+from tests.virtual.test_errors import MIXTURES
+
+pytestmark = pytest.mark.gpu
+WITH_ONE_GPU = ("GPU and CPU", "in place into a number on the CPU", "matrix product", "net on the CPU",
+                "batch on the CPU", "targets on the CPU", "concatenation", "convolution", "mask")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def real(monkeypatch):
+    monkeypatch.setenv("GPUS", "auto")
+    assert use_gpus(1) == [torch.device("cuda", 0)]
+    torch.cuda.empty_cache()
+
+
+def test_use_gpus_says_that_they_are_real(capsys):
+    use_gpus(1)
+    assert capsys.readouterr().out.startswith("1 real GPU (")
+
+
+@pytest.mark.parametrize("name", WITH_ONE_GPU)
+def test_the_error_texts_are_the_real_ones(name):
+    act, text = MIXTURES[name]
+    with pytest.raises(RuntimeError) as error:
+        act()
+    assert str(error.value).startswith(text)
+
+
+def test_numpy_and_a_gpu_that_does_not_exist():
+    with pytest.raises(TypeError, match="^can't convert cuda:0 device type tensor to numpy"):
+        torch.ones(1, device="cuda").numpy()
+    with pytest.raises(
+        torch.AcceleratorError, match="^CUDA error: invalid device ordinal\nGPU device may be out of range"
+    ):
+        torch.ones(1).to(f"cuda:{torch.cuda.device_count()}")
+
+
+def test_tensors_take_the_same_memory():
+    def figures():
+        start = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        sizes = (1, 512, 513, 2**20, 2**20 + 1, 12 * 2**20)
+        kept = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        full = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        del kept[::2]
+        left = torch.cuda.memory_allocated()
+        return full[0] - start[0], full[1] - start[1], left - start[0]
+
+    on_the_card = figures()
+    with virtual_gpus(1):
+        assert figures() == on_the_card
+
+
+def test_a_training_step_gives_the_same_numbers():
+    def step(device):
+        torch.manual_seed(0)
+        net = small_resnet(norm=group_norm).to(device)
+        loss = nn.functional.cross_entropy(net(images.to(device)), labels.to(device))
+        loss.backward()
+        return loss.detach().cpu(), net.fc.weight.grad.cpu()
+
+    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8)
+    for on_the_card, on_the_cpu in zip(step("cuda"), step("cpu"), strict=True):
+        torch.testing.assert_close(on_the_card, on_the_cpu, rtol=1e-2, atol=1e-3)  # convolutions may use TF32
+
+
+def test_readings_see_the_card():
+    kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+    (reading,) = read_memory([0])
+    assert reading.allocated >= kept.numel() and reading.capacity > reading.reserved >= reading.allocated
+    assert reading.driver_used is None or reading.driver_used > reading.reserved
