@@ -46,13 +46,17 @@ def test_numpy_and_a_gpu_that_does_not_exist():
 
 def test_tensors_take_the_same_memory():
     def figures():
-        start = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        start = torch.cuda.memory_allocated()
         sizes = (1, 512, 513, 2**20, 2**20 + 1, 12 * 2**20)
         kept = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
-        full = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        full = torch.cuda.memory_allocated() - start
         del kept[::2]
-        left = torch.cuda.memory_allocated()
-        return full[0] - start[0], full[1] - start[1], left - start[0]
+        left, reserved = torch.cuda.memory_allocated() - start, torch.cuda.memory_reserved()
+        large = torch.empty(256 * 2**20 + 1, dtype=torch.uint8, device="cuda")  # a segment of its own
+        grown = torch.cuda.memory_reserved() - reserved
+        del large
+        return full, left, grown
 
     on_the_card = figures()
     with virtual_gpus(1):
