@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from helpers.virtual import errors, shapes
-from helpers.virtual.kernels import run_kernel
+from helpers.virtual import shapes
+from helpers.virtual.kernels import refuse_gpu_generator, run_kernel
 from helpers.virtual.machine import VirtualGPU, VirtualMachine
 from helpers.virtual.operators import Operator
 from helpers.virtual.placement import Home, caller, find_gpu, place_all, remember_birth, storages
-from helpers.virtual.random_numbers import device_of_generator
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -33,9 +32,6 @@ def create(machine: VirtualMachine, func, op: Operator, gpu: VirtualGPU | None, 
     kwargs = {**kwargs, "device": _META if machine.shapes_only else _CPU}
     if kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
-    generator = kwargs.get("generator")
-    if generator is not None and device_of_generator(generator).type != "cuda":
-        raise errors.wrong_generator("cuda", device_of_generator(generator).type)
     if not machine.shapes_only:
         _refuse_before_filling(func, target, args, kwargs, gpu)
     else:
@@ -47,9 +43,8 @@ def create(machine: VirtualMachine, func, op: Operator, gpu: VirtualGPU | None, 
 
 def _create_on_host(func, op: Operator, gpu, args, kwargs, key):
     """A CPU tensor, noted down if C++ made it for itself."""
-    generator = kwargs.get("generator")
-    if generator is not None and device_of_generator(generator).type == "cuda":
-        raise errors.wrong_generator("cpu", "cuda")
+    if op.has_generator:
+        refuse_gpu_generator(op, args, kwargs)
     pinned = bool(kwargs.get("pin_memory"))
     if pinned:
         kwargs = {**kwargs, "pin_memory": False}

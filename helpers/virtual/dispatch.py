@@ -1,7 +1,7 @@
 """The dispatch mode: it sees every ATen operator, forward and backward, and keeps each tensor on its GPU.
 
-For each operator: find the GPU of the inputs, refuse mixed devices in PyTorch's own
-words, run the operator as it is, and give the new storages a block on that GPU.
+For each operator: find the GPU of the inputs, refuse mixed devices in PyTorch's own words, run the operator as it is,
+and give the new storages a block on that GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ class Placement(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # the wrapper that this would add costs a microsecond per operator; torch.compile is refused anyway
-        )
+        return False  # the wrapper that this would add costs a microsecond per operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         machine = active()

@@ -38,21 +38,28 @@ def size_is_known(op: Operator, args) -> bool:
 
 def value(op: Operator, args):
     """The answer to `.item()` and its like: nan for a float, an error for everything else."""
-    if op.base == "_local_scalar_dense" and (args[0].is_floating_point() or args[0].is_complex()):
+    if op.base == "_local_scalar_dense" and _has_nan(args[0]):
         return float("nan")
     raise errors.needs_values(op.base if op.base != "_local_scalar_dense" else "item()")
 
 
 def to_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`.cpu()` of a tensor without values: a CPU tensor of nan, or an error for whole numbers."""
-    dtype = dtype or tensor.dtype
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise errors.needs_values("copying a tensor of whole numbers to the CPU")
-    return torch.full(tensor.shape, float("nan"), dtype=dtype, device="cpu")
+    _refuse_whole_numbers(tensor)
+    return torch.full(tensor.shape, float("nan"), dtype=dtype or tensor.dtype, device="cpu")
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """`cpu_tensor.copy_(gpu_tensor)` without values."""
-    if not (source.is_floating_point() or source.is_complex()):
-        raise errors.needs_values("copying a tensor of whole numbers to the CPU")
+    _refuse_whole_numbers(source)
     return target.fill_(float("nan"))
+
+
+def _refuse_whole_numbers(tensor: torch.Tensor) -> None:
+    if not _has_nan(tensor):
+        raise errors.needs_values("copying a tensor of whole numbers to the CPU")
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    """True for the dtypes that have a word for "not known"."""
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -14,7 +14,7 @@ from torch._utils import _flatten_dense_tensors, _get_device_index, _handle_comp
 
 from helpers.virtual.copies import move, out_of_memory_as_torch
 from helpers.virtual.machine import active
-from helpers.virtual.placement import device_of, find_gpu, gpu_of
+from helpers.virtual.placement import device_of, gpu_of
 from helpers.virtual.stand_ins.cuda import gpu_at
 
 
@@ -108,12 +108,7 @@ def _check_shapes(tensors, dim: int) -> None:
 
 def _destination(destination) -> torch.device:
     index = _get_device_index(destination, allow_cpu=True, optional=True)
-    return torch.device("cpu") if index == -1 else device_of_gpu(find_gpu(active(), torch.device("cuda", index)))
-
-
-def device_of_gpu(gpu) -> torch.device:
-    """cuda:i for a virtual GPU."""
-    return torch.device("cuda", gpu.index)
+    return torch.device("cpu") if index == -1 else torch.device("cuda", index)
 
 
 # ---- NCCL inside one process: only what reduce_add asks of it -----------------------------------------------------

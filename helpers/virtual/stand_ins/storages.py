@@ -8,6 +8,7 @@ from helpers.virtual import errors
 from helpers.virtual.copies import out_of_memory_as_torch
 from helpers.virtual.machine import active
 from helpers.virtual.placement import Home, find_gpu, is_inside
+from helpers.virtual.stand_ins.numbers import named
 
 _raw_device = torch._C.StorageBase.device.__get__
 
@@ -27,7 +28,7 @@ def _gpu(storage):
 @out_of_memory_as_torch
 def to(self, *, device, non_blocking: bool = False):
     """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    device = torch.device(named(device))
     machine = active()
     if machine is None or (device.type != "cuda" and _gpu(self) is None):
         return torch._utils._to(self, device, non_blocking)

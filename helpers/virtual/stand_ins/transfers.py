@@ -20,9 +20,7 @@ _raw_make = {name: getattr(torch, name) for name in ("tensor", "as_tensor", "asa
 
 def as_device(device) -> torch.device | None:
     """A device from what people write: 1, "cuda", "cuda:1", torch.device. None stays None."""
-    if device is None or isinstance(device, torch.device):
-        return device
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return None if device is None else torch.device(named(device))
 
 
 def _parse_to(args, kwargs):
@@ -32,10 +30,6 @@ def _parse_to(args, kwargs):
     if isinstance(other, torch.Tensor):
         rest = args[1:] if args else []
         return other.device, other.dtype, _flag(rest, 1, kwargs), kwargs.get("memory_format")
-    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
-        args[0] = torch.device("cuda", args[0])
-    if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = torch.device("cuda", kwargs["device"])
     position = 2 if args and isinstance(args[0], torch.dtype) else 3
     copy = _flag(args, position, kwargs)
     del args[position:]  # PyTorch's parser for modules, used here, knows no copy argument
