@@ -34,7 +34,7 @@ import threading
 
 import torch
 
-from helpers.virtual import dispatch, machine, stand_ins
+from helpers.virtual import dispatch, history, machine, stand_ins
 from helpers.virtual.errors import NotModelled
 from helpers.virtual.machine import VirtualMachine, active
 
@@ -48,7 +48,8 @@ class virtual_gpus:
 
     memory: per GPU, bytes or text ("16 GiB", "512 MiB"); None takes the kind's own. kind: K80, TITAN Xp, V100, T4,
     A100, H100 or H200. shapes_only: sizes without data or arithmetic, for jobs larger than this computer.
-    honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder cards, as on a real machine. Entering gives the
+    honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder cards, as on a real machine. torch_version: use
+    memory as that PyTorch does ("2.11" to "2.15"), say a cluster's; None: as the installed one does. Entering gives the
     list of devices. Raises ValueError for a bad argument.
     """
 
@@ -60,9 +61,16 @@ class virtual_gpus:
         kind: str = "H200",
         shapes_only: bool = False,
         honour_visible_devices: bool = True,
+        torch_version: str | None = None,
     ):
-        self._arguments = {"count": count, "memory": memory, "kind": kind, "shapes_only": shapes_only,
-                           "honour_visible_devices": honour_visible_devices}  # fmt: skip
+        self._arguments = {
+            "count": count,
+            "memory": memory,
+            "kind": kind,
+            "shapes_only": shapes_only,
+            "honour_visible_devices": honour_visible_devices,
+            "torch_version": torch_version,
+        }
         VirtualMachine(**self._arguments)  # a bad argument shows here, where it was written
         self._machine: VirtualMachine | None = None
 
@@ -90,6 +98,7 @@ class virtual_gpus:
                 return
             machine.remove(self._machine)
             stand_ins.streams.forget(self._machine)
+            history.forget(self._machine)
             self._machine = None
             if active() is None:
                 dispatch.leave_thread()

@@ -28,6 +28,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory", default=None, help="memory per GPU, such as 16GiB (default: the kind's own)")
     parser.add_argument("--kind", default="H200", help="K80, TITAN Xp, V100, T4, A100, H100 or H200 (default)")
     parser.add_argument("--shapes-only", action="store_true", help="sizes only: no data, no arithmetic")
+    parser.add_argument("--torch", default=None, help="use memory as this PyTorch does, such as 2.11 (default: yours)")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module name")
     parser.add_argument("program", help="a script, or a module name after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the program")
@@ -38,7 +39,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"there is no file {options.program!r}; for a module write -m {options.program}")
     try:
         options.made = virtual_gpus(
-            options.gpus, memory=options.memory, kind=options.kind, shapes_only=options.shapes_only
+            options.gpus,
+            memory=options.memory,
+            kind=options.kind,
+            shapes_only=options.shapes_only,
+            torch_version=options.torch,
         )
     except ValueError as error:
         parser.error(str(error))

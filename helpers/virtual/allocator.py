@@ -50,8 +50,9 @@ class CachingAllocator(Blocks):
 
     `other` may be set to what other processes hold. GPUs that differ in `first_address` by more than they
     ever reserve give different addresses. `observers` are called as f(event, address, size) for "alloc" and
-    "free" (size: the block's), "segment_alloc", "segment_free" and "oom" (address 0, size: the segment's);
-    they may read the properties and free blocks, no more.
+    "free" (size: the block's), "segment_alloc", "segment_free" (the segment's) and "oom" (address 0, size: the block's
+    that found no place); they may read the properties and free blocks, no more. `oom_observers` are called as f(error)
+    before an OutOfMemory is raised, when the allocator is free again; what they raise is raised instead.
 
     Any thread may call any method. `free` never waits and may be called at any moment, also by a finalizer
     that interrupts `malloc`. An exception in the middle (Ctrl-C) leaves the books in order.
@@ -64,6 +65,7 @@ class CachingAllocator(Blocks):
         self.capacity, self.context, self.other = capacity, context, 0
         self._fraction = None
         self._pending, self._busy, self._lock = deque(), False, threading.RLock()
+        self.oom_observers = []
 
     # ---- allocate and free
 
@@ -97,6 +99,8 @@ class CachingAllocator(Blocks):
         if self._pending:
             self._drain()
         if error is not None:
+            for observer in self.oom_observers:
+                observer(error)
             raise error
         return block
 
@@ -194,8 +198,9 @@ class CachingAllocator(Blocks):
 
     def _out_of_memory(self, nbytes):
         self._events["num_ooms"] += 1
-        requested = segment_size((nbytes + 511) & -512)
-        self._tell("oom", 0, requested)
+        size = (nbytes + 511) & -512
+        requested = segment_size(size)
+        self._tell("oom", 0, size)
         free, allocated, reserved = self._free_now(), self._allocated(), self._reserved()
         used = self.context + reserved
         return OutOfMemory(requested, self.capacity, free, used, self.allowed, allocated, reserved)

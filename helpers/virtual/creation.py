@@ -32,11 +32,14 @@ def create(machine: VirtualMachine, func, op: Operator, gpu: VirtualGPU | None, 
     kwargs = {**kwargs, "device": _META if machine.shapes_only else _CPU}
     if kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
+    home = None
     if not machine.shapes_only:
-        _refuse_before_filling(func, target, args, kwargs, gpu)
+        home = _home_before_filling(func, target, args, kwargs, gpu)
     else:
         args, kwargs = shapes.prepare(op, args, kwargs, True)
     result = run_kernel(func, op, target, args, kwargs)
+    if home is not None:
+        result.untyped_storage()._home = home
     place_all(result, target)
     return result
 
@@ -57,19 +60,19 @@ def _create_on_host(func, op: Operator, gpu, args, kwargs, key):
     return result
 
 
-def _refuse_before_filling(func, gpu: VirtualGPU, args, kwargs, source: VirtualGPU | None) -> None:
+def _home_before_filling(func, gpu: VirtualGPU, args, kwargs, source: VirtualGPU | None) -> Home | None:
     """Ask the allocator first: a tensor that cannot fit on the GPU must not fill the laptop's memory.
 
     Only worth it for large tensors, and only factories without inputs can be asked cheaply (on the meta device).
     """
     if source is not None:
-        return
+        return None
     size = args[0] if args else ()
     elements = 1
     for n in size if isinstance(size, (list, tuple)) else (size,):
         elements *= n if isinstance(n, int) else 1
     if elements < 1 << 24:
-        return
+        return None
     without = {k: v for k, v in kwargs.items() if k != "generator"}
     nbytes = func(*args, **{**without, "device": _META}).untyped_storage().nbytes()
-    Home(gpu, nbytes)  # and given back at once
+    return Home(gpu, nbytes)

@@ -15,6 +15,8 @@ from helpers.virtual.creation import create
 from helpers.virtual.kernels import refuse_gpu_generator, run_kernel
 from helpers.virtual.machine import VirtualMachine, active
 from helpers.virtual.mixtures import adopt_destination, refuse_on_gpu, settle
+from helpers.virtual.on_cuda import RECIPES, autocast
+from helpers.virtual.on_cuda.call import Call
 from helpers.virtual.operators import operator
 from helpers.virtual.placement import caller, gpu_of, home_of, local, place_all, remember_birth, resized, storages
 
@@ -49,19 +51,19 @@ def _run(machine: VirtualMachine, func, args, kwargs):
     if op.is_composite:  # inference mode does not take these apart; their parts are what uses memory
         _push_mode(local.mode)  # for the parts: while a mode works it is off
         try:
-            return func.decompose(*args, **kwargs)
+            return autocast.decompose(func, args, kwargs)
         finally:
             _pop_mode()
     found: list[torch.Tensor] = []
     _collect(args, found)
     if kwargs:
         _collect(kwargs.values(), found)
-    gpu, mixed = None, False
+    gpu, mixed, dense = None, False, True
     for tensor in found:
         try:
             home = tensor.untyped_storage()._home  # `home_of`, without its call: this line runs for every input
         except (NotImplementedError, RuntimeError):
-            home = home_of(tensor)
+            home, dense = home_of(tensor), False
         if home is None or not home.gpu.machine.on:
             mixed = True
         elif gpu is None:
@@ -94,7 +96,11 @@ def _run(machine: VirtualMachine, func, args, kwargs):
             return shapes.value(op, args)
         if op.base == "copy_" and gpu_of(args[0]) is None:
             return shapes.copy_to_host(args[0], args[1])
-    result = run_kernel(func, op, gpu, args, kwargs)
+    recipe = RECIPES.get(op.base)
+    if recipe is not None and dense:  # CUDA has other kernels for sparse tensors
+        result = recipe(Call(func, op, gpu, args, kwargs))
+    else:
+        result = run_kernel(func, op, gpu, args, kwargs)
     if op.crosses:
         return result
     place_all(result if op.host_result is None else result[: op.host_result], gpu)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import threading
 
 from helpers.virtual.allocator import FIRST_ADDRESS, CachingAllocator
 from helpers.virtual.specs import GPUSpec, parse_bytes, spec
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
 
 
 class VirtualGPU:
@@ -26,7 +29,14 @@ class VirtualGPU:
         # Cards do not share addresses: a snapshot of four GPUs must not show one block four times.
         self.allocator = CachingAllocator(memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.generator = None  # made on first use, with torch (see random_numbers)
+        self.blas = None  # likewise (see on_cuda.blas)
+        self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
+
+    @property
+    def stream(self) -> int:
+        """The running thread's current stream on this GPU: 0, the default, or a number. Blocks belong to a stream."""
+        return self.streams.get(threading.get_ident(), 0)
 
     def start_context(self) -> None:
         """Count the memory that a CUDA context takes; a real card pays it at the process's first touch."""
@@ -42,6 +52,7 @@ class VirtualMachine:
 
     `memory`: bytes per GPU, or text such as "16 GiB"; None takes the kind's own. `gpus` are the cards that
     CUDA_VISIBLE_DEVICES leaves, in its order, read when somebody first asks; all of them if it is not honoured.
+    `torch_version`: whose rules of memory hold, as text; None for the installed PyTorch's.
     """
 
     def __init__(
@@ -51,6 +62,7 @@ class VirtualMachine:
         kind: str = "H200",
         shapes_only: bool = False,
         honour_visible_devices: bool = True,
+        torch_version: str | None = None,
     ):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"the number of virtual GPUs must be a whole number of at least 1, not {count!r}")
@@ -59,6 +71,7 @@ class VirtualMachine:
         self.kind = kind
         self.shapes_only = shapes_only
         self.honour_visible_devices = honour_visible_devices
+        self.torch_version = None if torch_version is None else parse_version(torch_version)
         self.slots = [VirtualGPU(i, gpu_spec, size, self) for i in range(count)]
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self._local = threading.local()
@@ -100,7 +113,18 @@ class VirtualMachine:
             "kind": self.kind,
             "shapes_only": self.shapes_only,
             "honour_visible_devices": self.honour_visible_devices,
+            "torch_version": self.torch_version and "{}.{}".format(*self.torch_version),
         }
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """ "2.11", "2.11.0" or "2.11.0+cu130" as (2, 11). Raises ValueError for a version whose memory is not known."""
+    match = re.match(r"(\d+)\.(\d+)(?:[.+]|$)", str(text))
+    version = match and (int(match[1]), int(match[2]))
+    if not version or not OLDEST_TORCH <= version <= NEWEST_TORCH:
+        oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TORCH, NEWEST_TORCH))
+        raise ValueError(f"torch_version is text from {oldest!r} to {newest!r}, such as '2.13', not {text!r}")
+    return version
 
 
 def visible_slots(count: int) -> list[int] | None:

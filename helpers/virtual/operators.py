@@ -84,12 +84,15 @@ class Operator:
         self.draws_by_default = (
             torch.Tag.nondeterministic_seeded in func.tags and not self.has_generator and not self.with_generator
         )
-        self.by_element = self.base.startswith(("_foreach_", "_fused_")) or func.namespace in (
-            "c10d",
-            "_c10d_functional",
+        lists = bool(arguments) and arguments[0].type.kind() == "ListType"
+        self.by_element = (
+            self.base.startswith("_foreach_")
+            or (self.base.startswith("_fused_") and lists)
+            or func.namespace in ("c10d", "_c10d_functional")
         )
         self.crosses = self.base in _CROSSES_DEVICES
-        self.is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
         self.is_index = "index" in self.base and "indices" in self.names
         self.allowed_on_host = _ON_THE_HOST.get(self.base, frozenset())
         self.host_only = _NEVER_ON_A_GPU.get(self.base)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import contextmanager
 
 import torch
 
@@ -22,6 +23,16 @@ RAW_DEVICE = torch._C.TensorBase.device.__get__  # what C++ thinks: cpu or meta
 local = threading.local()
 
 
+@contextmanager
+def below():
+    """Compute below the accounting: operators run as they are, and nothing that they make is placed."""
+    before, local.inside = is_inside(), True
+    try:
+        yield
+    finally:
+        local.inside = before
+
+
 def is_inside() -> bool:
     """True while this thread runs an operator's kernel, where virtual devices must not show."""
     return getattr(local, "inside", False)
@@ -30,7 +41,7 @@ def is_inside() -> bool:
 def allocate(gpu: VirtualGPU, nbytes: int, home: Home):
     """A block of `nbytes` on `gpu` that lives as long as `home`. Raises OutOfMemory, which then knows its GPU."""
     try:
-        return gpu.allocator.malloc(nbytes, owner=gpu.allocator.owner_of(home))
+        return gpu.allocator.malloc(nbytes, gpu.stream, gpu.allocator.owner_of(home))
     except OutOfMemory as error:
         error.gpu = gpu
         raise
@@ -48,7 +59,7 @@ class Home:
         self.gpu = gpu
         self.nbytes = nbytes
         try:  # as `allocate` does: this runs for every tensor, and each call costs
-            self.block = allocator.malloc(nbytes, owner=allocator.owner_of(self))
+            self.block = allocator.malloc(nbytes, gpu.stream if gpu.streams else 0, allocator.owner_of(self))
         except OutOfMemory as error:
             error.gpu = gpu
             raise

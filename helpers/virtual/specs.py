@@ -11,11 +11,15 @@ Where the figures come from:
 - Reported by CUDA on real cards: memory of K80, V100, T4, A100 (deviceQuery, ECC on) and H200 (torch 2.11)
   to the byte; of TITAN Xp (nvidia-smi) and H100 (torch 2.7) to the MiB; L2 of K80, V100, T4, A100, H100 and
   H200.
-- Measured on an H200 (torch 2.11, CUDA 13.0, driver 580): its context (760 MiB by PyTorch's out-of-memory
-  error; 0.9 GiB when more libraries are loaded) and the latency of PCIe 5 (4 KiB of pinned memory in 13
-  microseconds).
+- Measured on an H200 (torch 2.11, CUDA 13.0, driver 580): its context, and the latency of PCIe 5 (4 KiB of pinned
+  memory in 13 microseconds). PyTorch's out-of-memory error gave 760 MiB after matrix products, and 0.75 GiB after some
+  80 kinds of operators of cuBLAS, cublasLt and cuDNN: kernels that load later add little, so it is one number.
+  nvidia-smi showed about 0.9 GiB; what it counts beyond that is not known.
 - Estimated: all other contexts (they change by 100 MiB and more with driver, CUDA and the libraries
   loaded), the L2 of TITAN Xp, the latencies of PCIe 3 and 4 (taken to be that of PCIe 5) and of NVLink.
+
+Every process on a card has a context of its own. NCCL's buffers (some hundred MiB per communicator) come on top and
+are not modelled.
 """
 
 import re

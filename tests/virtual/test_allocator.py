@@ -362,7 +362,7 @@ def test_observers_hear_everything_in_order():
         ("alloc", address, 30 * MIB),
         ("free", address, 30 * MIB),
         ("segment_free", address, 30 * MIB),
-        ("oom", 0, 66 * MIB),
+        ("oom", 0, 65 * MIB),
     ]
 
 

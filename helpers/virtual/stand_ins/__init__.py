@@ -11,10 +11,12 @@ import sys
 
 import torch
 
-from helpers.virtual import cuda_ops
+from helpers.virtual.on_cuda import attention, dropout, normalization, recurrent
 from helpers.virtual.stand_ins import (
     accelerator,
+    autocast,
     autograd,
+    blas,
     cuda,
     distributed,
     generators,
@@ -23,15 +25,18 @@ from helpers.virtual.stand_ins import (
     parallel,
     processes,
     refused,
+    saved_tensors,
     smi,
+    snapshots,
     storages,
     streams,
     tensors,
     transfers,
 )
 
-_MODULES = (tensors, transfers, storages, autograd, cuda, memory, streams, generators, accelerator, parallel, smi,
-            processes, distributed, refused, numbers, cuda_ops)  # fmt: skip
+_MODULES = (tensors, transfers, storages, autograd, cuda, memory, streams, generators, accelerator, parallel,
+            smi, processes, distributed, refused, numbers, snapshots, dropout, attention, normalization,
+            recurrent, autocast, saved_tensors, blas)  # fmt: skip
 _ABSENT = object()
 _before: list[tuple[object, str, object]] = []
 _scripted: list[tuple[int, object]] = []  # (id, stand-in): the ids stay taken while they are in TorchScript's table
@@ -73,6 +78,7 @@ def _tell_torchscript(original, stand_in) -> None:
 
 def uninstall() -> None:
     """Put everything back, in the reverse order. Called when the last virtual GPUs go off."""
+    autocast.forget()
     while _scripted:
         torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
     while _before:

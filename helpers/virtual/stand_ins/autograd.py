@@ -41,6 +41,8 @@ def _set_grad(self, gradient) -> None:
 
 def _engine_run_backward(outputs, *args, **kwargs):
     """The start of every backward pass: a gradient that is handed in must be where its output is."""
+    if is_inside():  # a recipe that lets the CPU find gradients
+        return _raw_run_backward(outputs, *args, **kwargs)
     gradients = args[0] if args else ()
     checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))
     if len(checked) == len(gradients):

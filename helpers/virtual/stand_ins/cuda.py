@@ -176,11 +176,5 @@ def rows():
                  _is_in_bad_fork, utilization, memory_usage, device_memory_used)  # fmt: skip
     sensors = (_has_no_sensor(name) for name in ("temperature", "power_draw", "clock_rate"))
     return in_package("torch.cuda", *functions, *sensors) + [
-        (torch.backends.cudnn, "is_acceptable", _cudnn_is_acceptable),
         (torch.cuda, "_initialized", True),  # checkpointing asks this before it keeps the generators' states
     ]
-
-
-def _cudnn_is_acceptable(tensor) -> bool:
-    """RNN weights are not flattened into one buffer yet (cuDNN would); the CPU's kernels do not want them so."""
-    return False

@@ -1,14 +1,27 @@
-"""torch.distributed: NCCL cannot run without GPUs, so under virtual GPUs "nccl" means gloo, and says so once."""
+"""torch.distributed: NCCL cannot run without GPUs, so under virtual GPUs "nccl" means gloo, and says so once.
+
+What the collectives need on a GPU beside the tensors that they are given: NCCL has buffers of its own, which it takes
+from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi only) and which are not modelled. PyTorch's
+NCCL backend copies lists of tensors through one flat tensor; that is. Gloo's own buffers are the computer's memory.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import time
+from contextlib import nullcontext
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.virtual.copies import out_of_memory_as_torch
+from helpers.virtual.machine import VirtualGPU
+from helpers.virtual.on_cuda.call import nbytes, scratch
+from helpers.virtual.placement import gpu_of, place
 
 _said = False
+_raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
 
 
@@ -72,6 +85,114 @@ def _destroy(function):
     return destroy_process_group
 
 
+# ---- DistributedDataParallel's buckets ------------------------------------------------------------------------------
+
+
+class _Buckets(TorchDispatchMode):
+    """Puts tensors on GPUs that C++ makes where it thinks that the parameters are, on "cpu".
+
+    DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) names a device for its buckets and for the map of used
+    parameters, and none for what it keeps in the computer's memory. `gpus`: of one after the other, and of all others.
+    """
+
+    def __init__(self, gpus: list[VirtualGPU], gpu: VirtualGPU):
+        super().__init__()
+        self._gpus, self._gpu = iter(gpus), gpu
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        return _on(made, next(self._gpus, self._gpu)) if kwargs.get("device") is not None else made
+
+
+@out_of_memory_as_torch
+def _on(tensor, gpu: VirtualGPU):
+    return place(tensor, gpu)
+
+
+def _on_gpu(base):
+    """DDP's reducer, with its buckets on the GPU from the start, and again when they are made anew.
+
+    C++ makes them anew in the order of the gradients before the second forward pass. Without
+    `gradient_as_bucket_view` they are memory beside the gradients, of the same size.
+    """
+
+    class Reducer(base):
+        def __init__(self, params, bucket_indices, *args, **kwargs):
+            self._gpus = [gpu_of(parameter) for parameter in params]
+            with self._making([self._gpus[indices[0]] for indices in bucket_indices]):
+                super().__init__(params, bucket_indices, *args, **kwargs)
+
+        def _making(self, gpus=()):
+            first = self._gpus[0]
+            return nullcontext() if first is None or not first.machine.on else _Buckets(gpus, first)
+
+        def _rebuild_buckets(self):
+            if len({id(gpu) for gpu in self._gpus}) > 1:
+                return False  # C++ would mix GPUs, which it cannot tell apart: the first buckets stay
+            with self._making():
+                return super()._rebuild_buckets()
+
+        def _set_static_graph(self):
+            with self._making():
+                return super()._set_static_graph()
+
+    return Reducer
+
+
+def _numbers_by_gpu(tensors) -> list[list[int]]:
+    """The places in a list of tensors, one list per GPU: C++, which sees one CPU, must not mix them."""
+    places: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        places.setdefault(id(gpu_of(tensor)), []).append(number)
+    return list(places.values())
+
+
+def _compute_bucket_assignment_by_size(tensors, limits, expect_sparse=(), *args, **kwargs):
+    """Buckets of parameters, of one GPU each."""
+    compute = torch._C._distributed_c10d._compute_bucket_assignment_by_size
+    if args or kwargs or len(groups := _numbers_by_gpu(tensors)) < 2:
+        return compute(tensors, limits, expect_sparse, *args, **kwargs)
+    found = []
+    for numbers in groups:
+        sparse = [expect_sparse[n] for n in numbers] if expect_sparse else []
+        buckets, sizes = compute([tensors[n] for n in numbers], limits, sparse)
+        found += [([numbers[i] for i in bucket], size) for bucket, size in zip(buckets, sizes, strict=True)]
+    found.sort(key=lambda pair: min(pair[0]))
+    return [bucket for bucket, _ in found], [size for _, size in found]
+
+
+def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
+    """Parameters or buffers in flat tensors, of one GPU each, which are gone when it returns."""
+    for numbers in _numbers_by_gpu(tensors):
+        gpu = gpu_of(tensors[numbers[0]])
+        before = 0 if gpu is None else gpu.allocator.allocated
+        _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
+        end = time.monotonic() + _GLOO_FINISHES_IN_S
+        while gpu is not None and gpu.allocator.allocated > before and time.monotonic() < end:
+            time.sleep(1e-4)  # gloo's thread still holds a flat tensor, and needs Python's lock to let it go
+
+
+# ---- lists of tensors -----------------------------------------------------------------------------------------------
+
+
+def _through_a_flat_tensor(function, name: str):
+    """`function`, with the flat tensor that ProcessGroupNCCL copies the list `name` through if all have one size."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    @out_of_memory_as_torch
+    def call(*args, **kwargs):
+        tensors = signature.bind(*args, **kwargs).arguments[name]
+        gpu = gpu_of(tensors[0]) if tensors and isinstance(tensors[0], torch.Tensor) else None
+        if gpu is None or len({tensor.shape for tensor in tensors}) > 1:
+            return function(*args, **kwargs)
+        with scratch(gpu, sum(map(nbytes, tensors))):
+            return function(*args, **kwargs)
+
+    return call
+
+
 def rows():
     """See `stand_ins`."""
     if not torch.distributed.is_available():
@@ -83,5 +204,10 @@ def rows():
         "new_group": _with_gloo(c10d.new_group, False),
         "barrier": _barrier(c10d.barrier),
         "destroy_process_group": _destroy(c10d.destroy_process_group),
+        "all_gather": _through_a_flat_tensor(c10d.all_gather, "tensor_list"),
+        "reduce_scatter": _through_a_flat_tensor(c10d.reduce_scatter, "input_list"),
     }
-    return [(owner, name, stand_in) for name, stand_in in made.items() for owner in (c10d, torch.distributed)]
+    rows = [(owner, name, stand_in) for name, stand_in in made.items() for owner in (c10d, torch.distributed)]
+    functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size)
+    rows += [(torch.distributed, function.__name__, function) for function in functions]
+    return rows + [(torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer))]

@@ -50,11 +50,6 @@ def mem_get_info(device=None) -> tuple[int, int]:
     return gpu.allocator.free_bytes, gpu.memory
 
 
-def memory_snapshot(mempool_id=None, include_traces: bool = True) -> list[dict]:
-    """All segments and blocks of all GPUs, in the form that torch.cuda.memory_snapshot documents."""
-    return [segment for gpu in active().gpus for segment in gpu.allocator.snapshot(gpu.index)]
-
-
 def list_gpu_processes(device=None) -> str:
     """The processes on a GPU: this one, or none."""
     gpu = gpu_at(device)
@@ -80,5 +75,5 @@ def get_allocator_backend() -> str:
 def rows():
     """See `stand_ins`."""
     return in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
-                      reset_accumulated_memory_stats, set_per_process_memory_fraction, memory_snapshot,
+                      reset_accumulated_memory_stats, set_per_process_memory_fraction,
                       get_per_process_memory_fraction, list_gpu_processes, get_allocator_backend)  # fmt: skip

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
-from torch._utils import _flatten_dense_tensors, _get_device_index, _handle_complex, _take_tensors
+from torch._utils import _flatten_dense_tensors, _get_device_index, _handle_complex
 
 from helpers.virtual.copies import move, out_of_memory_as_torch
 from helpers.virtual.machine import active
-from helpers.virtual.placement import device_of, gpu_of
+from helpers.virtual.on_cuda import autocast
+from helpers.virtual.placement import device_of, gpu_of, local
 from helpers.virtual.stand_ins.cuda import gpu_at
 
 
@@ -42,21 +45,45 @@ def broadcast_coalesced(tensors, devices, buffer_size: int = 10485760):
     gpus = [gpu_at(_get_device_index(d)) for d in devices]
     if any(gpu_of(t) is not gpus[0] for t in tensors):
         raise RuntimeError(f"all tensors must be on {torch.device('cuda', gpus[0].index)}")
-    copies = [{} for _ in gpus]
-    for chunk in _take_tensors([t for t in tensors if not t.is_sparse], buffer_size):
-        flat = _flatten_dense_tensors(chunk) if len(chunk) > 1 else chunk[0]
-        for made, gpu in zip(copies[1:], gpus[1:], strict=False):
-            made.update(zip(map(id, chunk), _pieces(move(flat, gpu), chunk), strict=False))
+    copies = [{} for _ in gpus[1:]]
+    for chunk in _chunks([t for t in tensors if not t.is_sparse], buffer_size):
+        for made, pieces in zip(copies, _sent(chunk, gpus[1:]), strict=True):
+            made.update(zip(map(id, chunk), pieces, strict=True))
     return [list(tensors)] + [
         [move(t, gpu) if t.is_sparse else made[id(t)] for t in tensors]
-        for made, gpu in zip(copies[1:], gpus[1:], strict=False)
+        for made, gpu in zip(copies, gpus[1:], strict=True)
     ]
+
+
+# c10::ScalarType, in its order: what remains at the end is sent type by type.
+_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
+          torch.complex32, torch.complex64, torch.complex128, torch.bool)  # fmt: skip
+
+
+def _chunks(tensors, limit: int):
+    """Groups of one dtype, each closed by the tensor that fills it (`take_tensors`, torch/csrc/utils/tensor_flatten).
+
+    PyTorch's Python has a function of that name as well, which closes a group before it would overflow.
+    """
+    groups, sizes = defaultdict(list), defaultdict(int)
+    for tensor in tensors:
+        groups[tensor.dtype].append(tensor)
+        sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
+        if sizes[tensor.dtype] >= limit:
+            yield groups.pop(tensor.dtype)
+            sizes[tensor.dtype] = 0
+    yield from (groups[t] for t in sorted(groups, key=lambda t: _TYPES.index(t) if t in _TYPES else len(_TYPES)))
+
+
+@torch.no_grad()
+def _sent(chunk, gpus):
+    """Copies of a chunk's tensors on each GPU, cut from one flat buffer there; that at the source goes at once."""
+    flat = _flatten_dense_tensors(chunk)
+    return [_pieces(move(flat, gpu, copy=True), chunk) for gpu in gpus]
 
 
 def _pieces(flat, like):
     """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view of it."""
-    if len(like) == 1:
-        return [flat]
     pieces, offset = [], 0
     for tensor in like:
         piece = torch.empty(0, dtype=flat.dtype, device=flat.device)
@@ -76,7 +103,13 @@ def scatter(tensor, devices=None, chunk_sizes=None, dim: int = 0, streams=None, 
         )
     gpus = [gpu_at(_get_device_index(d)) for d in devices]
     pieces = tensor.chunk(len(gpus), dim) if chunk_sizes is None else tensor.split_with_sizes(list(chunk_sizes), dim)
-    return tuple(move(piece, gpu) for piece, gpu in zip(pieces, gpus, strict=False))
+    return tuple(map(_move_on_stream, pieces, gpus, streams or [None] * len(gpus)))
+
+
+def _move_on_stream(piece, gpu, stream):
+    """DataParallel copies inputs from the CPU on a stream of their own: their blocks come from segments of that."""
+    with nullcontext() if stream is None else stream:
+        return move(piece, gpu)
 
 
 @out_of_memory_as_torch
@@ -87,10 +120,19 @@ def gather(tensors, dim: int = 0, destination=None, *, out=None):
     if out is None:
         size = list(tensors[0].size())
         size[dim] = sum(t.size(dim) for t in tensors)
-        out = torch.empty(size, dtype=tensors[0].dtype, device=_destination(destination))
+        out = torch.empty(
+            size, dtype=tensors[0].dtype, device=_destination(destination), memory_format=_format(tensors)
+        )
     for piece, tensor in zip(out.split_with_sizes([t.size(dim) for t in tensors], dim), tensors, strict=False):
         piece.copy_(tensor)
     return out
+
+
+def _format(tensors) -> torch.memory_format:
+    """Channels last if all tensors are."""
+    last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
+    plain = all(t.is_contiguous() for t in tensors)
+    return torch.channels_last if last and not plain else torch.contiguous_format
 
 
 def _check_shapes(tensors, dim: int) -> None:
@@ -150,12 +192,24 @@ class InTurn:
         """Run now, and leave the thread's settings as they were."""
         target, args, kwargs = self._call
         index, grad = active().current, torch.is_grad_enabled()
+        outer = {name: value for name in ("worker", "backward") if (value := getattr(local, name, None)) is not None}
         active().current = 0  # a new thread starts on GPU 0
+        local.worker, local.backward = self, False
         try:
-            target(*args, **kwargs)
+            with autocast.as_in_a_new_thread():
+                target(*args, **kwargs)
         finally:
             active().current = index
             torch._C._set_grad_enabled(grad)  # one call into C++, which Ctrl-C cannot cut in two
+            self._end(outer)
+
+    def _end(self, outer: dict) -> None:
+        """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
+        del local.worker, local.backward
+        vars(local).update(outer)
+        for gpu in active().slots:
+            if gpu.blas is not None:
+                gpu.blas.leave(self)
 
     def join(self) -> None:
         """It has run."""

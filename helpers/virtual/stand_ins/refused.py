@@ -16,7 +16,7 @@ _CUDA = (
     "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
     "export_dot", "export_graph_data", "_sleep",
 )  # fmt: skip
-_MEMORY = ("_record_memory_history", "_snapshot", "_dump_snapshot", "_set_allocator_settings")
+_MEMORY = ("_allocation_traceback",)  # it wants a GPU's address, and tensors have the CPU's
 _NCCL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id", "version")
 
 
@@ -25,16 +25,6 @@ def _refuse(path: str, original):
         raise errors.not_modelled(path)
 
     return functools.update_wrapper(refused, original)
-
-
-_raw_autocast_init = torch.amp.autocast_mode.autocast.__init__
-
-
-def _autocast_init(self, device_type: str, *args, **kwargs):
-    enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
-    if device_type == "cuda" and enabled:
-        raise errors.not_modelled('torch.autocast("cuda")')
-    _raw_autocast_init(self, device_type, *args, **kwargs)
 
 
 class _LegacyType(type):
@@ -90,7 +80,6 @@ def rows():
         (torch.cuda, name, _legacy(name)) for name in vars(torch.cuda) if name.endswith("Tensor") and name[0] != "_"
     ]
     rows += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
-    rows += [
+    return rows + [
         (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED
     ]
-    return rows + [(torch.amp.autocast_mode.autocast, "__init__", _autocast_init)]

@@ -72,8 +72,9 @@ def clone(self):
 
 
 def rows():
-    """`_home`, `_born` and `_pinned` are class-wide defaults, so that asking a plain storage costs nothing."""
+    """`_home`, `_born`, `_product`, `_pinned` are class-wide defaults: asking a plain storage costs nothing."""
     storage = torch.UntypedStorage
-    rows = [(storage, name, value) for name, value in (("_home", None), ("_born", None), ("_pinned", False))]
+    defaults = (("_home", None), ("_born", None), ("_product", None), ("_pinned", False))
+    rows = [(storage, name, value) for name, value in defaults]
     rows += [(storage, "device", property(device))]
     return rows + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone)]

@@ -155,6 +155,9 @@ def set_stream(stream: Stream | None) -> None:
     if stream is not None:
         gpu = gpu_at(stream.device)
         _streams()[id(gpu.machine), gpu.index] = stream
+        gpu.streams.pop(threading.get_ident(), None)
+        if stream.stream_id:
+            gpu.streams[threading.get_ident()] = stream.stream_id
 
 
 class StreamContext:

@@ -1,0 +1,175 @@
+"""Workspaces of cuDNN's convolutions: sizes from shapes, no torch.
+
+cuDNN picks one of its kernels by a heuristic that is not published; a workspace holds what that kernel needs. Measured
+on an H200 (cuDNN 9.19, torch 2.11), fp32 with TF32 and bf16, some 50 calls in eight operators and a ResNet-18 step:
+
+- Tensor cores read channels last (NHWC). What PyTorch hands over channels first is copied; an image of one pixel is
+  the same in both orders, and so is a 1x1 filter. 16 bytes are added.
+- Forward: copies of input and filters. The output is copied as well (written NHWC, then turned) when there are enough
+  tiles of 128x128 for all SMs, and in first layers (fewer than 4 channels); else the kernel writes NCHW itself.
+- Gradient of the input: copies of all three, fewer than 8 channels padded to 8. Strided 1x1 convolutions: none.
+- Gradient of the filters: copies of input and gradient (channels in whole vectors of 16 bytes), and one set of fp32
+  filters for each part into which the sum over pixels is split, so that tiles x parts fill the SMs once. To turn the
+  result costs one more set. Images of one pixel: a table of offsets, 4 bytes per element of a filter.
+- 3x3 filters on 4096 pixels or fewer get theirs by Winograd's transform of 4x4 tiles, which is written out, if there
+  are at least as many pixels as channels.
+
+Known to be off: where images have a few pixels, kernels change from layer to layer (at worst 12 MiB for 9);
+a 3x3 forward of 128 channels at 16x16 took 4 MiB more, a 1x1 forward a copy of its filters. The least number of pixels
+per part, and the limits of Winograd's transform, rest on few calls.
+Guessed: 3d and grouped convolutions (as the others), channels last (the same without the copies), and whatever runs
+without tensor cores (fp32 before Ampere, fp64, TF32 forbidden): kernels for channels first, which take the table of
+offsets. Depthwise: nothing, measured for PyTorch's own kernels, guessed for cuDNN's.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+_ALIGNMENT = 16  # bytes added to every layout copy's workspace
+_SPLIT_ALIGNMENT = 128
+_TILE = 128  # rows and columns of the output that one block of threads computes
+_NARROW = 32  # columns of the narrowest tile
+_SHORTEST_PART = 256  # pixels that one part of a split sum covers at least
+_WINOGRAD_PIXELS = 4096
+_WINOGRAD_TILE = 4  # outputs per side; 6x6 numbers each, once transformed
+
+
+class Shape(NamedTuple):
+    """One convolution as cuDNN sees it. A transposed one has its input and output swapped.
+
+    channels, filters: of the input and the output, over all groups. image, kernel, output: spatial sizes.
+    itemsize: bytes per number. channels_last: True if all tensors are NHWC already. sms: multiprocessors of the GPU.
+    """
+
+    batch: int
+    channels: int
+    filters: int
+    groups: int
+    image: tuple[int, ...]
+    kernel: tuple[int, ...]
+    output: tuple[int, ...]
+    strided: bool
+    itemsize: int
+    channels_last: bool
+    tensor_cores: bool
+    sms: int
+
+    @property
+    def pixels(self) -> int:
+        """Output pixels of the whole batch."""
+        return self.batch * prod(self.output)
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Every input channel has filters of its own."""
+        return self.groups > 1 and self.groups == self.channels and self.filters % self.channels == 0
+
+
+def forward(shape: Shape) -> int:
+    """Bytes of the forward's workspace (the input gradient's, of a transposed convolution)."""
+    if shape.is_depthwise:
+        return 0
+    if not shape.tensor_cores:
+        return _offsets(shape)
+    padded = _padded(shape) if shape.itemsize < 4 else shape.channels
+    fills = _ceil(shape.pixels, _TILE) * _ceil(shape.filters, _TILE) >= shape.sms
+    turns_output = prod(shape.kernel) > 1 and (fills or shape.channels < 4)
+    return _copies(_input(shape, padded), _filters(shape, padded), _output(shape) if turns_output else 0)
+
+
+def data_gradient(shape: Shape) -> int:
+    """Bytes of the input gradient's workspace (the forward's, of a transposed convolution)."""
+    if shape.is_depthwise or not shape.tensor_cores:
+        return 0
+    if prod(shape.kernel) == 1:
+        return 0 if shape.strided else _copies(_output(shape), _filters(shape, shape.channels))
+    padded = max(shape.channels, 8) if shape.groups == 1 else shape.channels
+    return _copies(_input(shape, padded), _output(shape), _filters(shape, shape.channels))
+
+
+def weight_gradient(shape: Shape) -> int:
+    """Bytes of the filter gradient's workspace."""
+    if shape.is_depthwise:
+        return 0
+    if not shape.tensor_cores or prod(shape.output) == 1 < prod(shape.kernel):
+        return _offsets(shape)
+    if _takes_winograd(shape):
+        return _winograd(shape)
+    padded = _padded(shape)
+    parts = _parts(shape, padded)
+    filters = shape.filters * padded // shape.groups * prod(shape.kernel)
+    sums = parts * filters * 4 + _SPLIT_ALIGNMENT if parts > 1 else 0
+    in_order = sums and shape.itemsize < 4  # rounding the sums to 2 bytes puts them in order as well
+    turned = 0 if in_order else _filters(shape, padded)
+    return _copies(_input(shape, padded), _output(shape), turned, sums)
+
+
+def largest(step: str, shape: Shape) -> int:
+    """Bytes of the largest workspace among a step's kernels: its own, or Winograd's of a 3x3 convolution."""
+    own = {"forward": forward, "data_gradient": data_gradient, "weight_gradient": weight_gradient}[step](shape)
+    return max(own, _winograd(shape)) if _knows_winograd(shape) else own
+
+
+def _copies(*sizes: int) -> int:
+    return sum(sizes) + _ALIGNMENT if any(sizes) else 0
+
+
+def _input(shape: Shape, padded: int) -> int:
+    """A copy of the input, unless it is in order already."""
+    if padded == shape.channels and (shape.channels_last or prod(shape.image) == 1):
+        return 0
+    return shape.batch * padded * prod(shape.image) * shape.itemsize
+
+
+def _output(shape: Shape) -> int:
+    if shape.channels_last or prod(shape.output) == 1:
+        return 0
+    return shape.pixels * shape.filters * shape.itemsize
+
+
+def _filters(shape: Shape, padded: int) -> int:
+    if padded == shape.channels and (shape.channels_last or prod(shape.kernel) == 1):
+        return 0
+    return shape.filters * padded // shape.groups * prod(shape.kernel) * shape.itemsize
+
+
+def _padded(shape: Shape) -> int:
+    """Channels in whole vectors of 16 bytes, as tensor cores want them; groups are left as they are."""
+    vector = 16 // shape.itemsize
+    return shape.channels if shape.groups > 1 else _ceil(shape.channels, vector) * vector
+
+
+def _parts(shape: Shape, padded: int) -> int:
+    """Into how many parts the sum over pixels is split. A tile covers channels of one filter tap, if they fill it."""
+    taps, channels = prod(shape.kernel), padded // shape.groups
+    columns = taps * _ceil(channels, _TILE) if channels >= _NARROW else _ceil(taps * channels, _NARROW)
+    tiles = shape.groups * _ceil(shape.filters // shape.groups, _TILE) * columns
+    return max(1, min(shape.sms // tiles, shape.pixels // _SHORTEST_PART))
+
+
+def _knows_winograd(shape: Shape) -> bool:
+    plain = shape.groups == 1 and not shape.strided and not shape.channels_last
+    return plain and shape.itemsize == 4 and shape.kernel == (3, 3)
+
+
+def _takes_winograd(shape: Shape) -> bool:
+    """It must pay to transform all filters for the few tiles that use them."""
+    return _knows_winograd(shape) and max(shape.channels, shape.filters) <= shape.pixels <= _WINOGRAD_PIXELS
+
+
+def _winograd(shape: Shape) -> int:
+    """The input's tiles, the gradient's tiles and their products, transformed."""
+    tiles = shape.batch * prod(_ceil(side, _WINOGRAD_TILE) for side in shape.output)
+    numbers = tiles * (shape.channels + shape.filters) + shape.channels * shape.filters
+    return (_WINOGRAD_TILE + 2) ** 2 * 4 * numbers
+
+
+def _offsets(shape: Shape) -> int:
+    """A table with the offset of each element of a filter."""
+    return shape.channels // shape.groups * prod(shape.kernel) * 4
+
+
+def _ceil(number: int, unit: int) -> int:
+    return -(-number // unit)

@@ -1,0 +1,127 @@
+"""How much memory cuDNN wants for an LSTM, GRU or RNN: its weight buffer, reserve, workspace and dropout state.
+
+cuDNN publishes no formulas. These are built from what it must hold, out of one unit: a *sequence* of `time x batch x
+hidden` elements. What is known, and from where:
+
+- Weight buffer: documented, and equal to the measured sizes. Which algorithm runs: PyTorch's rules, from its source.
+- Reserve: all five recurrent networks measured on an H200 (tests/data/h200) to the byte, as well as sizes that others
+  published for four layers of LSTM and GRU with an old cuDNN.
+- Workspace of the standard algorithm: a weight copy (as in old versions), the copies that PyTorch's padded layout
+  asks for, the gates of one layer, and further sequences. Three LSTMs and a GRU were measured, on cuDNN 9.19; the
+  numbers of further sequences for layers, dropout and two directions rest on one measurement each.
+- Guesses: the workspace of the small-hidden algorithm (measured for one tanh RNN; others scale with their gates),
+  of inference, of plain RNNs, with projections; all sizes in float16, for which the elements are counted at two bytes.
+
+Source of the rules: aten/src/ATen/native/cudnn/RNN.cpp (get_algo), aten/src/ATen/cudnn/Descriptors.h (padded layout).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_RESERVED = {"LSTM": 5, "GRU": 6, "RNN": 1}  # sequences kept per layer; an LSTM's are the gates and the cell
+_STATES = {"LSTM": 10, "GRU": 13, "RNN": 6}  # batch x hidden, per layer: copies of the states, and buffers of a step
+_PADDED_STATES = {"LSTM": 8, "GRU": 4, "RNN": 4}  # those of them that the padded layout asks for
+_DROPOUT_STATE_PER_PROCESSOR = 1024 * 48  # random states of cuRAND's XORWOW, one per thread
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the sizes follow from. `output`: hidden size, or the projection's. `time`: the longest sequence's steps."""
+
+    cell: str
+    layers: int
+    directions: int
+    time: int
+    batch: int
+    input: int
+    hidden: int
+    output: int
+    itemsize: int
+    packed: bool = False
+    dropout: bool = False
+
+    @property
+    def gates(self) -> int:
+        """Gates of a cell: 4 in an LSTM, 3 in a GRU, 1 in an RNN."""
+        return GATES[self.cell]
+
+    @property
+    def inner(self) -> int:
+        """Layers times directions: what cuDNN calls pseudo-layers."""
+        return self.layers * self.directions
+
+
+def weight_offsets(net: Network, biases: bool) -> tuple[list[int], int]:
+    """(where each weight begins, elements in all) of cuDNN's weight buffer: all matrices first, then all biases.
+
+    Weights in the order of `nn.LSTM._flat_weights`. Both biases have their place in any case.
+    """
+    rows = net.gates * net.hidden
+    matrices, position = [], 0
+    for layer in range(net.inner):
+        width = net.input if layer < net.directions else net.output * net.directions
+        sizes = [rows * width, rows * net.output] + [net.output * net.hidden] * (net.output != net.hidden)
+        matrices.append([position + sum(sizes[:i]) for i in range(len(sizes))])
+        position += sum(sizes)
+    offsets = []
+    for first, second, *projection in matrices:
+        offsets += [first, second, *((position, position + rows) if biases else ()), *projection]
+        position += 2 * rows
+    return offsets, position
+
+
+def is_small(net: Network, backward: bool, capability: tuple[int, int]) -> bool:
+    """True where PyTorch asks for the persistent algorithm for small hidden sizes; not for float64."""
+    if net.output != net.hidden or net.packed or net.itemsize == 8 or capability < (6, 0):
+        return False
+    limit = (256 if backward else 384) if net.cell == "RNN" else (128 if backward else 192)
+    return net.hidden <= limit
+
+
+def reserve_bytes(net: Network) -> int:
+    """What training keeps for backward: each layer's gates (and cell), and the sequences between the layers."""
+    steps = net.time * net.batch
+    kept = net.inner * _RESERVED[net.cell] * net.hidden
+    if net.output != net.hidden:
+        kept += net.inner * net.hidden  # before the projection
+    between = (net.layers - 1) * net.directions * net.output
+    masks = ceil(steps * between / 8) if net.dropout else 0  # a bit each
+    return steps * (kept + between) * net.itemsize + masks + 256
+
+
+def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
+    """What a forward or backward pass takes and gives back. In training both ask for the larger of their needs."""
+    sequence = net.time * net.batch * net.hidden * net.itemsize
+    inputs = net.time * net.batch * net.input * net.itemsize
+    outputs = net.time * net.batch * net.output * net.directions * net.itemsize
+    states, weights = _STATES[net.cell] * net.inner, _matrix_elements(net) * net.itemsize
+    both_ways = net.layers * (net.directions - 1)
+    passes = 2 if training else 1  # values, and gradients
+    total = weights + net.gates * net.directions * sequence + (passes - 1) * inputs
+    if net.packed:
+        states -= _PADDED_STATES[net.cell] * net.inner
+    else:
+        total += passes * (inputs + outputs)
+    total += (net.layers - 1) * net.directions * sequence * (passes + 3 * (training and net.dropout))
+    total += both_ways * passes * (inputs + 2 * outputs)
+    if small:
+        total += net.inner * sequence * passes * (2 + net.gates)
+    states += 4 * both_ways
+    return total + states * net.batch * net.hidden * net.itemsize + _lengths_bytes(net)
+
+
+def dropout_state_bytes(multi_processor_count: int) -> int:
+    """The random states that cuDNN's dropout keeps on a GPU for the rest of the process."""
+    return multi_processor_count * _DROPOUT_STATE_PER_PROCESSOR
+
+
+def _matrix_elements(net: Network) -> int:
+    return weight_offsets(net, False)[1] - net.inner * 2 * net.gates * net.hidden
+
+
+def _lengths_bytes(net: Network) -> int:
+    """Whole numbers per sequence and per step, each list from a multiple of 256 bytes on."""
+    return sum(ceil(4 * count / 256) * 256 for count in (net.batch, net.time))
