@@ -1,5 +1,7 @@
 """Virtual GPUs held against a real one. Skipped, with the reason, on machines that have none."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,10 @@ from helpers import use_gpus
 from helpers.memory import read_memory
 from helpers.models import group_norm, small_resnet
 from helpers.virtual import virtual_gpus
+from tests.reference import compare, measure, real_gpu
+from tests.reference.cases import CASES
+from tests.reference.further import FURTHER
+from tests.reference.operators import OPERATORS
 from tests.virtual.test_errors import MIXTURES
 
 pytestmark = pytest.mark.gpu
@@ -81,3 +87,33 @@ def test_readings_see_the_card():
     (reading,) = read_memory([0])
     assert reading.allocated >= kept.numel() and reading.capacity > reading.reserved >= reading.allocated
     assert reading.driver_used is None or reading.driver_used > reading.reserved
+
+
+@pytest.mark.parametrize("name", {**CASES, **FURTHER})
+def test_training_steps_take_the_memory_that_virtual_gpus_say(name):
+    build = {**CASES, **FURTHER}[name]
+    real = real_gpu.measure_cases({name: build})
+    kind = real_gpu.kind_of(real["meta"])
+    virtual = measure.on_virtual_gpu(lambda: measure.training_steps(build), torch.__version__, kind=kind)
+    errors = compare.step_errors(real["cases"][name], virtual)
+    far = [
+        (figure, part) for step in errors for figure, part in step.items() if abs(part) > compare.GOAL[figure].largest
+    ]
+    assert not far
+
+
+@functools.cache
+def operators():
+    """What they all need on the card, and on a virtual GPU of its kind."""
+    kind = real_gpu.kind_of(real_gpu.description())
+    real = measure.operators_in_order(OPERATORS)
+    act = functools.partial(measure.operators_in_order, OPERATORS)
+    return real, measure.on_virtual_gpu(act, torch.__version__, kind=kind)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_take_the_memory_that_virtual_gpus_say(name):
+    if name in compare.KNOWN_DIFFERENCES:
+        pytest.skip(compare.KNOWN_DIFFERENCES[name])
+    real, virtual = operators()
+    assert compare.worst(compare.operator_errors(real[name], virtual[name])) <= compare.OPERATOR_LIMIT
