@@ -9,6 +9,8 @@ from torch import nn
 from helpers.check import lesson00 as check
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 CHECKS = ("total_memory", "run_on", "budget", "pieces")
 
 

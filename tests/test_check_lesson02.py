@@ -8,6 +8,8 @@ from torch.nn.parallel import scatter
 from helpers.check import lesson02 as check
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 CHECKS = (check.piece_sizes, check.without_prefix, check.peak_moved, check.largest_vocabulary)
 
 

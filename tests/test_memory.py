@@ -13,6 +13,8 @@ from helpers import memory
 from helpers.memory import GiB, MiB, Reading, Readings, format_bytes, largest_batch, read_memory
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 
 class Machine:
     """Answers for what helpers.memory calls of torch.cuda and GPUtil, with real GPUtil.GPU objects."""

@@ -10,6 +10,8 @@ from helpers.models import PyramidNet, bert_small, group_norm, small_resnet
 from helpers.training import DataParallelTrainer, Trainer
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 LOSS = nn.CrossEntropyLoss()
 
 

@@ -20,6 +20,8 @@ from torchvision.models import resnet
 from helpers.models import Bert, PyramidNet
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 
 @pytest.fixture
 def gpus():

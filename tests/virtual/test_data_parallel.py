@@ -12,6 +12,8 @@ from torch.nn.parallel import DataParallel, data_parallel, gather, parallel_appl
 
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 Pair = collections.namedtuple("Pair", "left right")
 
 

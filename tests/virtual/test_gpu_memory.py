@@ -9,6 +9,8 @@ from torch import nn
 
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 MIB = 2**20
 
 

@@ -11,6 +11,8 @@ from torch.optim import lr_scheduler, swa_utils
 
 from helpers.virtual import virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 
 @pytest.fixture(autouse=True)
 def gpus():

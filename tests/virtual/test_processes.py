@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.virtual import NotModelled, virtual_gpus
 from helpers.virtual.stand_ins import distributed
 
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
 FORK = mp.get_context("fork")
 SPAWN = mp.get_context("spawn")
 
