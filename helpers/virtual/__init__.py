@@ -6,18 +6,22 @@
 
 Numbers, shapes, gradients and errors are real: every operator runs, on the CPU. Which GPU a tensor is on, how much
 memory each GPU has left and what does not fit is modelled. `python -m helpers.virtual --gpus 4 script.py` runs a whole
-program so.
+program so. With `shapes_only=True` sizes are kept and values are not: a job of 100 GiB is measured on a laptop.
 
 Known limits
 ------------
 - Nothing is faster. There is no clock yet: streams and events work as objects, `elapsed_time` is 0.0 and says so.
-- Memory is that of the operators that run on the CPU, dropout excepted. Where CUDA picks others (attention, RNNs) or
-  takes workspaces (cuDNN, cuBLAS) a real GPU needs more or less.
+- Memory is that of CUDA's operators and libraries; `help("helpers.virtual.on_cuda")` says where it comes from and how
+  near it is. Estimated: cuDNN's workspaces, every GPU but the H200. Not counted: memory that is not PyTorch's (NCCL,
+  cuSOLVER), temporaries of sorting. The context is one figure per kind of GPU. Processes that share a virtual GPU do
+  not see each other's memory.
 - Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
-- `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error. PyTorch then
-  takes other operators for LSTMs and GRUs, so their memory differs from that of a run with numbers.
-- Refused with an error that names them: CUDA graphs, torch.compile, autocast("cuda"), memory pools, sharing GPU tensors
-  between processes, nested tensors, DLPack, NCCL by hand, temperature and power sensors. The backend "nccl" means gloo.
+- `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
+  Memory is that of a run with numbers, but for sparse gradients, which then have no entries. DistributedDataParallel
+  needs numbers.
+- Refused with an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
+  processes, nested tensors, DLPack, NCCL by hand, allocator settings, temperature and power sensors. The backend "nccl"
+  means gloo.
 - Programs started with `subprocess` have no virtual GPUs of their own; put `python -m helpers.virtual` before them.
 - A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or
   of an event loop join for each call). Stopped by another thread than started them, they leave an idle dispatch mode on

@@ -1,25 +1,40 @@
 """Workspaces of cuDNN's convolutions: sizes from shapes, no torch.
 
-cuDNN picks one of its kernels by a heuristic that is not published; a workspace holds what that kernel needs. Measured
-on an H200 (cuDNN 9.19, torch 2.11), fp32 with TF32 and bf16, some 50 calls in eight operators and a ResNet-18 step:
+cuDNN picks one of its kernels by a heuristic that is not published; a workspace holds what that kernel needs. So the
+rules below are an estimate. Their kinds of buffers (layout copies, partial sums, Winograd's tiles, tables of offsets)
+follow from how such kernels work; when which is used, and all constants, were chosen on one set of cases, measured on
+an H200 (cuDNN 9.19, torch 2.11): each call of a ResNet-18 step (64 images of 32x32) to the byte, peaks of eight single
+layers (fp32 with TF32, one bf16), and three steps' memory of ResNet-18, 34 (128 images of 32x32) and 50 (32 of 64x64).
+All steps come out exactly, which proves less than it seems: they were used to choose the rules, and they see most sizes
+only roughly (10 MiB or more, say). Of the trace's 32 different calls 25 come out to 512 bytes.
+
+Measured, in several calls each:
 
 - Tensor cores read channels last (NHWC). What PyTorch hands over channels first is copied; an image of one pixel is
   the same in both orders, and so is a 1x1 filter. 16 bytes are added.
-- Forward: copies of input and filters. The output is copied as well (written NHWC, then turned) when there are enough
-  tiles of 128x128 for all SMs, and in first layers (fewer than 4 channels); else the kernel writes NCHW itself.
-- Gradient of the input: copies of all three, fewer than 8 channels padded to 8. Strided 1x1 convolutions: none.
+- Forward: copies of input and filters; else the kernel writes NCHW itself.
+- Gradient of the input: copies of all three. Strided 1x1 convolutions: none, unless the output is one pixel.
 - Gradient of the filters: copies of input and gradient (channels in whole vectors of 16 bytes), and one set of fp32
   filters for each part into which the sum over pixels is split, so that tiles x parts fill the SMs once. To turn the
   result costs one more set. Images of one pixel: a table of offsets, 4 bytes per element of a filter.
 - 3x3 filters on 4096 pixels or fewer get theirs by Winograd's transform of 4x4 tiles, which is written out, if there
   are at least as many pixels as channels.
 
-Known to be off: where images have a few pixels, kernels change from layer to layer (at worst 12 MiB for 9);
-a 3x3 forward of 128 channels at 16x16 took 4 MiB more, a 1x1 forward a copy of its filters. The least number of pixels
-per part, and the limits of Winograd's transform, rest on few calls.
-Guessed: 3d and grouped convolutions (as the others), channels last (the same without the copies), and whatever runs
-without tensor cores (fp32 before Ampere, fp64, TF32 forbidden): kernels for channels first, which take the table of
-offsets. Depthwise: nothing, measured for PyTorch's own kernels, guessed for cuDNN's.
+Fitted to these cases, each to one to four calls of known size; the steps of the other ResNets bear it out, roughly:
+
+- The forward copies its output as well (written NHWC, then turned) when there are enough tiles of 128x128 for all SMs,
+  in first layers (fewer than 4 channels), where sums are deep, and in strided 1x1 convolutions.
+- The input's gradient takes no copies where those of the filters would be more than twice the images'. Between images
+  of one pixel it splits its deep sum, with partial sums for whole tiles.
+- The least length of a part of a sum, and the limits of Winograd's transform.
+
+Known to be off: where images have a few pixels, kernels change from layer to layer (at worst 2 MiB for 0); a 3x3
+forward of 128 channels at 16x16 took 4 MiB more (4 % of its peak), a 1x1 forward a copy of its filters, strided
+filters' gradients up to 4 % more partial sums, a strided 1x1 forward of 64 channels nothing.
+Guessed: fewer than 8 channels padded to 8 in the input's gradient; 3d and grouped convolutions (as the others),
+channels last (the same without the copies), 2-byte types beyond one layer, other GPUs, and whatever runs without tensor
+cores (fp32 before Ampere, fp64, TF32 forbidden): kernels for channels first, which take the table of offsets.
+Depthwise: nothing, measured for PyTorch's own kernels, guessed for cuDNN's.
 """
 
 from __future__ import annotations
@@ -32,6 +47,8 @@ _SPLIT_ALIGNMENT = 128
 _TILE = 128  # rows and columns of the output that one block of threads computes
 _NARROW = 32  # columns of the narrowest tile
 _SHORTEST_PART = 256  # pixels that one part of a split sum covers at least
+_SHORTEST_SUM = 448  # products that one part covers at least, between images of one pixel
+_DEEP_SUM = 2048  # products per number of the forward's output
 _WINOGRAD_PIXELS = 4096
 _WINOGRAD_TILE = 4  # outputs per side; 6x6 numbers each, once transformed
 
@@ -74,19 +91,37 @@ def forward(shape: Shape) -> int:
     if not shape.tensor_cores:
         return _offsets(shape)
     padded = _padded(shape) if shape.itemsize < 4 else shape.channels
+    return _copies(_input(shape, padded), _filters(shape, padded), _output(shape) if _turns_output(shape) else 0)
+
+
+def _turns_output(shape: Shape) -> bool:
+    """Whether the forward's kernel writes channels last."""
+    taps = prod(shape.kernel)
+    if taps == 1:
+        return shape.strided
     fills = _ceil(shape.pixels, _TILE) * _ceil(shape.filters, _TILE) >= shape.sms
-    turns_output = prod(shape.kernel) > 1 and (fills or shape.channels < 4)
-    return _copies(_input(shape, padded), _filters(shape, padded), _output(shape) if turns_output else 0)
+    return fills or shape.channels < 4 or shape.channels // shape.groups * taps >= _DEEP_SUM
 
 
 def data_gradient(shape: Shape) -> int:
     """Bytes of the input gradient's workspace (the forward's, of a transposed convolution)."""
     if shape.is_depthwise or not shape.tensor_cores:
         return 0
-    if prod(shape.kernel) == 1:
-        return 0 if shape.strided else _copies(_output(shape), _filters(shape, shape.channels))
-    padded = max(shape.channels, 8) if shape.groups == 1 else shape.channels
-    return _copies(_input(shape, padded), _output(shape), _filters(shape, shape.channels))
+    pointwise, to_one_pixel = prod(shape.kernel) == 1, prod(shape.output) == 1
+    if pointwise and not shape.strided:
+        return _copies(_output(shape))
+    padded = max(shape.channels, 8) if shape.groups == 1 and not pointwise else shape.channels
+    images, filters = _input(shape, padded) + _output(shape), _filters(shape, shape.channels)
+    if not to_one_pixel and (pointwise or filters > 2 * images > 0):
+        return 0
+    return _copies(images, filters, _sums_of_one_pixel(shape) if prod(shape.image) == 1 and to_one_pixel else 0)
+
+
+def _sums_of_one_pixel(shape: Shape) -> int:
+    """Partial sums of the input gradient's whole tiles."""
+    tiles = shape.groups * _ceil(shape.batch, _TILE) * _ceil(shape.channels // shape.groups, _TILE)
+    parts = min(shape.sms // tiles, shape.filters // shape.groups * prod(shape.kernel) // _SHORTEST_SUM)
+    return parts * tiles * _TILE**2 * 4 if parts > 1 else 0
 
 
 def weight_gradient(shape: Shape) -> int:
