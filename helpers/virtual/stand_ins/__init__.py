@@ -83,10 +83,10 @@ def uninstall() -> None:
         torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
     while _before:
         owner, name, original = _before.pop()
-        if original is _ABSENT:
-            delattr(owner, name)
-        else:
+        if original is not _ABSENT:
             setattr(owner, name, original)
+        elif name in vars(owner):  # else Ctrl-C came before the stand-in
+            delattr(owner, name)
     if _default_device and _default_device_context() is not _default_device.pop():
         torch.set_default_device(None)  # set while they were on: probably to a GPU that is no more
     sys.modules["torch.nn.parallel._functions"]._streams = None  # cached per machine by Scatter

@@ -193,26 +193,29 @@ class InTurn:
         target, args, kwargs = self._call
         index, grad = active().current, torch.is_grad_enabled()
         outer = {name: value for name in ("worker", "backward") if (value := getattr(local, name, None)) is not None}
+        worker = object()  # not `self`, whose tensors would stay should Ctrl-C cut the end off
         active().current = 0  # a new thread starts on GPU 0
-        local.worker, local.backward = self, False
+        local.worker, local.backward = worker, False
         try:
             with autocast.as_in_a_new_thread():
                 target(*args, **kwargs)
         finally:
             active().current = index
             torch._C._set_grad_enabled(grad)  # one call into C++, which Ctrl-C cannot cut in two
-            self._end(outer)
-
-    def _end(self, outer: dict) -> None:
-        """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
-        del local.worker, local.backward
-        vars(local).update(outer)
-        for gpu in active().slots:
-            if gpu.blas is not None:
-                gpu.blas.leave(self)
+            _end(worker, outer)
 
     def join(self) -> None:
         """It has run."""
+
+
+def _end(worker, outer: dict) -> None:
+    """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
+    vars(local).pop("worker", None)
+    vars(local).pop("backward", None)
+    vars(local).update(outer)
+    for gpu in active().slots:
+        if gpu.blas is not None:
+            gpu.blas.leave(worker)
 
 
 # ---- foreach and fused optimizers ---------------------------------------------------------------------------------
