@@ -11,9 +11,8 @@ import difflib
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.virtual import active_machine
+from helpers.virtual import active_machine, dispatch
 from tests.reference import measure
 from tests.reference.cases import CASES
 
@@ -36,14 +35,26 @@ class Event(NamedTuple):
     operator: str = ""
 
 
-class Operators(TorchDispatchMode):
-    """Knows the ATen operator that runs at the moment, for whoever asks."""
+class Operators:
+    """Knows the ATen operator that runs at the moment, for whoever asks.
+
+    Not a dispatch mode of its own: with a second mode on, autograd adds gradients up otherwise.
+    """
 
     name = "-"
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.name = func.overloadpacket.__name__
-        return func(*args, **(kwargs or {}))
+    def __enter__(self):
+        self._look_up = dispatch.operator
+        dispatch.operator = self._note
+        return self
+
+    def __exit__(self, *error):
+        dispatch.operator = self._look_up
+
+    def _note(self, func):
+        found = self._look_up(func)
+        self.name = found.base
+        return found
 
 
 def rounded(nbytes: int) -> int:
