@@ -22,6 +22,8 @@ Known limits
 - Refused with an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
   processes, nested tensors, DLPack, NCCL by hand, allocator settings, temperature and power sensors. The backend "nccl"
   means gloo.
+- PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) in the environment is not read.
+- `torch.autocast("cpu")` casts tensors on virtual GPUs as well, which it leaves alone on real ones.
 - Programs started with `subprocess` have no virtual GPUs of their own; put `python -m helpers.virtual` before them.
 - A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or
   of an event loop join for each call). Stopped by another thread than started them, they leave an idle dispatch mode on
