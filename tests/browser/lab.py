@@ -1,0 +1,154 @@
+"""JupyterLab in headless Chromium: start it on copies of the lessons, run all cells of one, read the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).parents[2]
+_CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+# Without these Chromium looks for updates, which fails many times over where there is no network.
+_QUIET = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+# All cells stay in the page: the notebook otherwise shows only those that are in sight.
+_SETTINGS = {
+    "@jupyterlab/notebook-extension/tracker.jupyterlab-settings": {"windowingMode": "none"},
+    "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false"},
+}
+
+
+def chromium() -> str | None:
+    """The path of this machine's Chromium, or None."""
+    return next((path for name in _CHROMIUM if (path := shutil.which(name))), None)
+
+
+class Lab:
+    """A running JupyterLab, and a browser page in it."""
+
+    def __init__(self, page: Page, url: str, token: str):
+        self.page, self.url, self.token = page, url, token
+
+    def open(self, lesson: str) -> None:
+        """Open a lesson such as "00_start_here", alone in the window, and wait until its kernel is idle."""
+        self.page.goto(f"{self.url}/lab/tree/{lesson}.ipynb?reset&token={self.token}", wait_until="domcontentloaded")
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
+        self._wait_until_idle()
+
+    def run_all(self, timeout: float = 180) -> None:
+        """Run > Run All Cells, from fresh outputs, and wait for the last cell. Raises TimeoutError."""
+        self._menu("Edit", "Clear Outputs of All Cells")
+        self._menu("Run", "Run All Cells")
+        deadline = time.monotonic() + timeout
+        while not self._all_ran():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"cells still run after {timeout:.0f} s: {self.counts()}")
+            time.sleep(0.5)
+        self._wait_until_idle()
+
+    def counts(self) -> list[str]:
+        """What stands beside each code cell that has code: "[3]:", "[*]:" while it runs or waits, "[ ]:" before."""
+        cells = self.page.locator(".jp-Notebook .jp-CodeCell")
+        return [text.strip() for text in cells.locator(".jp-InputArea .jp-InputPrompt").all_inner_texts()]
+
+    def outputs(self) -> str:
+        """The text of all outputs."""
+        return "\n".join(self.page.locator(".jp-Notebook .jp-OutputArea").all_inner_texts())
+
+    def errors(self) -> list[str]:
+        """The text of each output that is an error. JupyterLab draws those like what went to stderr."""
+        drawn = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]')
+        return [text for text in drawn.all_inner_texts() if "Traceback (most recent call last)" in text]
+
+    def show(self, heading: str) -> None:
+        """Scroll to a heading."""
+        self.page.locator(".jp-Notebook h2", has_text=heading).first.scroll_into_view_if_needed()
+
+    def screenshot(self, path: Path) -> None:
+        """What the window shows, as a PNG."""
+        self.page.screenshot(path=str(path))
+
+    def _all_ran(self) -> bool:
+        counts = self.counts()
+        return bool(counts) and all(count.strip("[]: ").isdigit() for count in counts)
+
+    def _menu(self, *names: str) -> None:
+        bar, item = names
+        self.page.locator(".lm-MenuBar-itemLabel", has_text=bar).first.click()
+        self.page.locator(".lm-Menu-itemLabel", has_text=item).first.click()
+
+    def _wait_until_idle(self) -> None:
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)
+
+
+@contextmanager
+def jupyterlab(folder: Path) -> Iterator[Lab]:
+    """JupyterLab on copies of the lessons in `folder`, with its own settings, and Chromium. Both end with the block."""
+    lessons = folder / "lessons"
+    shutil.copytree(ROOT / "notebooks", lessons, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "images"))
+    port, token = _free_port(), secrets.token_hex(16)
+    server = subprocess.Popen(_command(lessons, port, token), env=_environment(folder), stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(server, f"{url}/api?token={token}")
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium(), args=list(_QUIET))
+            yield Lab(browser.new_page(viewport={"width": 1280, "height": 1000}), url, token)
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _command(lessons: Path, port: int, token: str) -> list[str]:
+    return [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
+        f"--ServerApp.root_dir={lessons}", f"--IdentityProvider.token={token}", "--LabApp.news_url=",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]  # fmt: skip
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Settings and workspaces in `folder`, not the user's; the lessons on virtual GPUs."""
+    settings = folder / "settings"
+    for name, content in _SETTINGS.items():
+        path = settings / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+    own = {"JUPYTER_CONFIG_DIR": folder / "config", "JUPYTERLAB_SETTINGS_DIR": settings,
+           "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces", "GPUS": "virtual"}  # fmt: skip
+    return os.environ | {name: str(value) for name, value in own.items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for(server: subprocess.Popen, url: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).read()
+            return
+        except OSError:
+            if server.poll() is not None:
+                raise RuntimeError(f"JupyterLab ended at once, with {server.returncode}") from None
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"JupyterLab does not answer after {seconds:.0f} s") from None
+            time.sleep(0.3)

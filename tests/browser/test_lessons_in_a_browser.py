@@ -1,0 +1,55 @@
+"""A lesson as a learner runs it: JupyterLab in a real browser, Run All Cells, and what then stands on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright", reason="needs Python's playwright, which the pinned environment has")
+from tests.browser.lab import ROOT, chromium, jupyterlab
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium (Debian: apt install chromium)")
+SCREENSHOTS = Path(__file__).parent / "screenshots"  # not in git
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    with jupyterlab(tmp_path_factory.mktemp("jupyterlab")) as lab:
+        yield lab
+
+
+def cells(lesson: str) -> list[dict]:
+    return json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
+
+
+def expected_errors(lesson: str) -> int:
+    """Cells whose error is part of the lesson."""
+    return sum("raises-exception" in cell["metadata"].get("tags", []) for cell in cells(lesson))
+
+
+def printed(lesson: str) -> list[str]:
+    """Lines with memory figures that are stored in the notebook."""
+    streams = [o for cell in cells(lesson) for o in cell.get("outputs", []) if o["output_type"] == "stream"]
+    lines = "".join("".join(stream["text"]) for stream in streams).splitlines()
+    return [line for line in lines if re.search(r"\d [MG]iB", line)]
+
+
+@pytest.mark.parametrize(
+    ("lesson", "heading"), [("00_start_here", "All four, in one line"), ("01_device_placement", "Take-aways")]
+)
+def test_all_cells_of_a_lesson_run(lab, lesson, heading):
+    """No error but those that belong to the lesson, and the stored figures appear again. A screenshot is kept."""
+    lab.open(lesson)
+    lab.run_all()
+    lab.show(heading)
+    SCREENSHOTS.mkdir(exist_ok=True)
+    lab.screenshot(SCREENSHOTS / f"{lesson}.png")
+    assert (SCREENSHOTS / f"{lesson}.png").stat().st_size > 50_000
+    assert len(lab.errors()) == expected_errors(lesson), lab.errors()
+    shown = lab.outputs()
+    figures = printed(lesson)
+    assert len(figures) > 3
+    assert [line for line in figures if line not in shown] == []
