@@ -46,14 +46,14 @@ def read_memory(devices=None) -> Readings:
 
     Raises RuntimeError without any GPU, ValueError for a device that is no GPU or does not exist.
     """
-    indices = _indices(devices)
+    indices = gpu_indices(devices)
     drivers, note = driver_view(indices)
     return Readings([_read_one(index, driver) for index, driver in zip(indices, drivers, strict=True)], note)
 
 
 def reset_peaks(devices=None) -> None:
     """Let the peaks of `devices` (all if None) start again from what is held now. Errors: `read_memory`."""
-    indices = _indices(devices)
+    indices = gpu_indices(devices)
     torch.cuda.init()  # before CUDA has started PyTorch refuses to reset anything
     for index in indices:
         torch.cuda.reset_peak_memory_stats(index)
@@ -127,7 +127,11 @@ def _fits(fits: Callable[[int], object], batch: int, report) -> bool:
     return fitted
 
 
-def _indices(devices) -> list[int]:
+def gpu_indices(devices=None) -> list[int]:
+    """The numbers of GPUs given as numbers, "cuda:1" or torch.device; None: of all.
+
+    Raises RuntimeError without GPUs, ValueError for one that is not there.
+    """
     count = torch.cuda.device_count()
     if count == 0:
         raise RuntimeError(NO_GPU)

@@ -1,0 +1,398 @@
+"""MemoryMonitor: its curve is the allocator's to the byte, its kinds add up, and it leaves nothing behind."""
+
+import threading
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers import monitor as monitor_module
+from helpers.memory import MiB
+from helpers.monitor import KINDS, MemoryMonitor
+from helpers.monitor_run import Mark, Run, Span
+from helpers.monitor_trace import Count, timeline
+from helpers.monitor_watch import Known
+from helpers.virtual import virtual_gpus
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+
+def net(width: int = 512) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def train(model, optimizer, batch: int = 64, steps: int = 2, width: int = 512) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = model(torch.randn(batch, width).to("cuda:0"))
+        F.cross_entropy(outputs, torch.zeros(batch, dtype=torch.long).to("cuda:0")).backward()
+        del outputs
+        optimizer.step()
+
+
+def recorded(gpus: int = 1, batch: int = 64, steps: int = 2) -> MemoryMonitor:
+    model = net().to("cuda:0")
+    parallel = nn.DataParallel(model, list(range(gpus))) if gpus > 1 else model
+    optimizer = torch.optim.Adam(model.parameters())
+    with MemoryMonitor() as monitor:
+        monitor.watch(parallel, optimizer)
+        train(parallel, optimizer, batch, steps)
+    return monitor
+
+
+def rounded(tensors) -> int:
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+
+
+PARAMETERS = rounded(net().parameters())
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_the_peak_is_the_allocators_to_the_byte(gpus, shapes_only):
+    with virtual_gpus(gpus, shapes_only=shapes_only):
+        monitor = recorded(gpus)
+        for gpu in range(gpus):
+            peak = monitor.peak(gpu)
+            assert peak.bytes == torch.cuda.max_memory_allocated(gpu)
+            assert monitor.run(gpu).timeline.allocated[-1] == torch.cuda.memory_allocated(gpu)
+            assert monitor.run(gpu).timeline.allocated[peak.event] == peak.bytes
+            assert monitor.run(gpu).timeline.peak_reserved == torch.cuda.max_memory_reserved(gpu)
+            assert monitor.note(gpu) == ""
+            held = monitor.at_peak(gpu)
+            assert tuple(held) == KINDS and sum(held.values()) == peak.bytes and min(held.values()) >= 0
+            assert held["parameters"] == PARAMETERS
+
+
+def test_shapes_only_records_what_numbers_do():
+    found = []
+    for shapes_only in (False, True):
+        with virtual_gpus(2, shapes_only=shapes_only):
+            monitor = recorded(2)
+            found.append([(monitor.peak(gpu), monitor.at_peak(gpu), monitor.run(gpu).spans()) for gpu in (0, 1)])
+    assert found[0] == found[1]
+
+
+def test_what_the_allocator_did_not_split_counts_as_it_does():
+    sizes = (3, 512, MiB - 1, MiB + 1, 9 * MiB + 5, 10 * MiB, 700_000, 19 * MiB + 3)
+    with virtual_gpus(1):
+        before = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        del before[::2]
+        with MemoryMonitor() as monitor:
+            for size in sizes + sizes[::-1]:
+                before.append(torch.empty(size + 100, dtype=torch.uint8, device="cuda"))
+                before.pop(len(before) // 3)
+                if size == MiB + 1:
+                    before.clear()
+                    torch.cuda.empty_cache()
+            with monitor.phase("last"):
+                pass
+        assert monitor.note() == ""
+        assert monitor.run().timeline.allocated[-1] == torch.cuda.memory_allocated()
+        assert monitor.run().timeline.reserved == torch.cuda.memory_reserved()
+
+
+def test_phases_by_themselves():
+    with virtual_gpus(1):
+        monitor = recorded(steps=2)
+        spans = monitor.run().spans()
+    assert [span.phase for span in spans if span.start < span.end] == [
+        *(None, "forward", "backward", None, "step"),
+        *(None, "forward", "backward", None, "step"),
+    ]  # between backward and step the loss is given back
+    assert all(left.end == right.start for left, right in zip(spans, spans[1:], strict=False))
+
+
+def test_a_large_batch_is_held_by_activations_at_the_end_of_the_forward_pass():
+    with virtual_gpus(1, shapes_only=True):
+        batch = 100_000
+        model = net().to("cuda:0")
+        monitor = MemoryMonitor().watch(model, None)
+        with monitor:
+            inputs = torch.randn(batch, 512, device="cuda")
+            model(inputs).sum().backward()
+        held = monitor.at_peak()
+        assert monitor.peak().phase == "backward"
+    one = batch * 512 * 4  # ReLU's outputs are kept for the backward pass, the outputs of the layers before them not
+    assert 2 * one <= held["activations"] <= 2 * one + batch * 10 * 4 + MiB
+    assert held["other"] >= 2 * one  # the batch itself and gradients on their way
+    assert held["parameters"] == PARAMETERS and held["optimizer state"] == 0
+
+
+def test_gradients_and_state_are_counted_when_they_are_there():
+    with virtual_gpus(1, shapes_only=True):
+        model = net(4096).to("cuda:0")
+        parameters = rounded(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters())
+        with MemoryMonitor() as monitor:
+            monitor.watch(model, optimizer)
+            train(model, optimizer, batch=1, steps=1, width=4096)
+        state = rounded(v for s in optimizer.state.values() for v in s.values() if v.is_cuda)
+        held = monitor.at_peak()
+    assert monitor.peak().phase == "step"
+    assert (held["parameters"], held["gradients"], held["optimizer state"]) == (parameters, parameters, state)
+    assert state >= 2 * parameters
+
+
+def test_the_model_inside_dataparallel_may_be_watched_too():
+    found = []
+    for inner in (False, True):
+        with virtual_gpus(2, shapes_only=True):
+            parallel = nn.DataParallel(net().to("cuda:0"), [0, 1])
+            optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+            with MemoryMonitor(gpus=[0, 1]) as monitor:
+                monitor.watch(parallel.module if inner else parallel, optimizer)
+                train(parallel, optimizer, batch=10_000)
+            found.append((monitor.peak(1).bytes, monitor.at_peak(1)))
+            assert [s.phase for s in monitor.run(1).spans()][-3:] == ["forward", "backward", None]
+    (peak, whole), (same_peak, inside) = found
+    assert peak == same_peak and whole["parameters"] == inside["parameters"] == PARAMETERS
+    assert whole["activations"] - inside["activations"] == 5_000 * 512 * 4  # the batch came before the model inside
+
+
+def test_counters_that_were_set_back_are_told():
+    with virtual_gpus(1):
+        kept = [torch.ones(MiB, device="cuda") for _ in range(5)]
+        with MemoryMonitor() as monitor:
+            kept += [torch.ones(MiB, device="cuda") for _ in range(7)]
+            torch.cuda.reset_accumulated_memory_stats()
+            kept += [torch.ones(MiB, device="cuda") for _ in range(7)]
+        assert "off what the allocator counts" in monitor.note() and len(kept) == 19
+
+
+def test_in_evaluation_the_forward_phase_ends_with_the_model():
+    with virtual_gpus(1):
+        model = net().to("cuda:0")
+        with MemoryMonitor() as monitor, torch.no_grad():
+            monitor.watch(model)
+            outputs = model(torch.ones(64, 512, device="cuda"))
+            kept = outputs + 1
+        phases = [span.phase for span in monitor.run().spans() if span.start < span.end]
+    assert phases == [None, "forward", None] and kept is not None
+
+
+def test_copies_are_counted_inside_a_phase_by_hand():
+    with virtual_gpus(3, shapes_only=True):
+        parallel = nn.DataParallel(net().to("cuda:0"), [0, 1, 2])
+        with MemoryMonitor() as monitor:
+            monitor.watch(parallel.module)
+            with monitor.phase("all"):
+                parallel(torch.randn(600, 512)).sum().backward()
+        assert [monitor.at_peak(gpu)["parameters"] for gpu in (0, 1, 2)] == [PARAMETERS] * 3
+        assert {span.phase for span in monitor.run(2).spans()} == {"all", None}
+
+
+def test_phases_by_hand_win_over_the_hooks():
+    with virtual_gpus(1):
+        model = net().to("cuda:0")
+        with MemoryMonitor() as monitor:
+            monitor.watch(model)
+            with monitor.phase("my step"):
+                model(torch.ones(4, 512, device="cuda")).sum().backward()
+                with monitor.phase("inner"):
+                    kept = torch.ones(5, device="cuda")
+                more = torch.ones(5, device="cuda")
+            after = torch.ones(5, device="cuda")
+        phases = [span.phase for span in monitor.run().spans() if span.start < span.end]
+    assert phases == ["my step", "inner", "my step", None] and all(t is not None for t in (kept, more, after))
+
+
+def test_out_of_memory_passes_through_and_the_picture_shows_what_held_it():
+    with virtual_gpus(1, memory="1 GiB", shapes_only=True):
+        model = net().to("cuda:0")
+        monitor = MemoryMonitor().watch(model)
+        with pytest.raises(torch.OutOfMemoryError), monitor:
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch=120_000)
+        held = monitor.at_peak()
+        assert monitor.peak().phase == "forward" and held["activations"] > held["other"] > 0
+        failed = monitor.run().timeline.ooms[0]
+        assert monitor.describe().endswith(f"; out of memory after event {failed}.")
+        crosses = [line for line in monitor.plot().axes[0].lines if line.get_marker() == "x"]
+        assert [cross.get_xdata()[0] for cross in crosses] == [failed]
+        assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_nothing_is_left_behind():
+    with virtual_gpus(1):
+        model, backward = net().to("cuda:0"), torch.autograd.backward
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ZeroDivisionError), MemoryMonitor() as monitor:
+            monitor.watch(model, optimizer)
+            assert torch._C._cuda_isHistoryEnabled() and torch.autograd.backward != backward
+            raise ZeroDivisionError
+        assert torch.autograd.backward is backward and not torch._C._cuda_isHistoryEnabled()
+        assert not model._forward_hooks and not model._forward_pre_hooks and not optimizer._optimizer_step_pre_hooks
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_who_was_recording_goes_on():
+    with virtual_gpus(1):
+        torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=1000)
+        first = torch.ones(7, device="cuda")
+        with MemoryMonitor() as monitor:
+            second = torch.ones(1000, device="cuda")
+        third = torch.ones(7, device="cuda")
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        torch.cuda.memory._record_memory_history(None)
+        made = [entry for entry in trace if entry["action"] == "alloc"]
+        assert len(made) == 3 and all(entry["frames"] for entry in made) and monitor.run().timeline.last == 1
+        assert all(tensor is not None for tensor in (first, second, third))
+
+
+def test_a_history_that_was_too_short_says_so(monkeypatch):
+    monkeypatch.setattr(monitor_module, "MOST_EVENTS", 20)
+    with virtual_gpus(1):
+        monitor = recorded()
+        line = monitor.run().timeline
+        assert line.lost > 0 and line.allocated[-1] == torch.cuda.memory_allocated()
+        assert (
+            f"the first {line.lost:,} events were no longer" in monitor.note() and monitor.note() in monitor.describe()
+        )
+
+
+def test_two_monitors_at_once():
+    with virtual_gpus(2):
+        with MemoryMonitor() as outer:
+            a = torch.ones(MiB, device="cuda:1")
+            with MemoryMonitor(gpus="cuda:1") as inner:
+                b = torch.ones(MiB, device="cuda:1")
+            del a, b
+        assert inner.peak(1).bytes == outer.peak(1).bytes == 8 * MiB
+        assert (inner.peak(1).event, outer.peak(1).event) == (1, 2) and outer.peak(0).bytes == 0
+
+
+def test_errors_say_what_to_do():
+    with pytest.raises(RuntimeError, match="Call use_gpus first"), MemoryMonitor():
+        pass
+    with pytest.raises(ValueError, match="more than 0"):
+        MemoryMonitor(every=0)
+    with virtual_gpus(1):
+        with pytest.raises(ValueError, match="no cuda:3"), MemoryMonitor(gpus=3):
+            pass
+        monitor = MemoryMonitor()
+        with pytest.raises(RuntimeError, match="use it inside"), monitor.phase("forward"):
+            pass
+        with monitor:
+            with pytest.raises(RuntimeError, match="make a new one"):
+                monitor.__enter__()
+            with pytest.raises(RuntimeError, match="not over"):
+                monitor.peak(0)
+            with pytest.raises(TypeError, match="nn.Module"):
+                monitor.watch(lambda x: x)
+        for ask in (monitor.peak, monitor.plot, monitor.describe, monitor.driver_peak):
+            with pytest.raises(RuntimeError, match="Nothing was recorded"):
+                ask()
+        with MemoryMonitor() as full:
+            kept = torch.ones(5, device="cuda")
+        with pytest.raises(ValueError, match="GPU 1 was not recorded"):
+            full.peak(1)
+        with pytest.raises(RuntimeError, match="call monitor.watch"):
+            full.at_peak(0)
+        with pytest.raises(ValueError, match="'event' or 'ms'"):
+            full.plot(x="hours")
+        assert str(full.peak()) == "GPU 0: <0.01 MiB at event 1" and kept is not None
+
+
+def test_another_allocator_is_refused(monkeypatch):
+    with virtual_gpus(1):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+        with pytest.raises(RuntimeError, match="another allocator"), MemoryMonitor():
+            pass
+
+
+def test_the_driver_sees_the_context_and_what_is_reserved():
+    with virtual_gpus(1):
+        with MemoryMonitor() as monitor:
+            tensor = torch.ones(50 * MiB, device="cuda")
+            free, total = torch.cuda.mem_get_info()
+            del tensor
+            torch.cuda.empty_cache()
+        assert monitor.driver_peak() == total - free > 200 * MiB
+
+
+def test_the_thread_sees_what_pytorch_does_not_and_always_ends(monkeypatch):
+    seen = threading.Event()
+
+    def used(index):
+        if threading.current_thread() is not threading.main_thread():
+            seen.set()
+            return 900 * MiB
+        return 500 * MiB
+
+    monkeypatch.setattr(monitor_module, "is_virtual", lambda: False)
+    monkeypatch.setattr(monitor_module, "_driver_used", used)
+    with virtual_gpus(1):
+        with pytest.raises(KeyError), MemoryMonitor(every=0.0005) as monitor:
+            kept = torch.ones(5, device="cuda")
+            assert seen.wait(20)
+            raise KeyError
+        assert monitor.driver_peak() == 900 * MiB and kept is not None
+    assert not any(thread.name == "MemoryMonitor" for thread in threading.enumerate())
+
+
+def test_the_picture_and_its_words():
+    with virtual_gpus(2):
+        monitor = recorded(2, batch=4096)
+        figure = monitor.plot("Two steps")
+        assert monitor.plot(x="ms").axes[-1].get_xlabel() == "time in ms"
+        words = monitor.describe().splitlines()
+        assert len(words) == 2 and words[1].startswith(
+            f"GPU 1: peak {monitor.peak(1).bytes / MiB:.1f} MiB in backward (event "
+        )
+        assert "parameters 2.02 MiB" in words[1] and not plt.get_fignums()
+    for gpu, ax in enumerate(figure.axes):
+        assert " ".join(ax.get_title("left").split()) + "." == words[gpu]
+        marks = [line for line in ax.lines if line.get_marker() == "D"]
+        assert marks[0].get_xdata()[0] == monitor.peak(gpu).event
+        curve = ax.lines[0].get_ydata()
+        assert max(curve) == monitor.peak(gpu).bytes / MiB == marks[0].get_ydata()[0]
+    assert "MiB" in figure.get_supylabel() and figure.get_suptitle() == "Two steps"
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"forward", "backward", "step"}
+
+
+def test_the_picture_of_a_long_run_keeps_its_peak():
+    with virtual_gpus(1, shapes_only=True):
+        with MemoryMonitor() as monitor:
+            for number in range(6000):
+                torch.empty(1000 + 512 * (number == 4321), dtype=torch.uint8, device="cuda")
+        line = monitor.plot().axes[0].lines[0]
+        assert len(line.get_xdata()) <= 4002 and max(line.get_ydata()) == monitor.peak().bytes / MiB
+        assert monitor.peak().event == 2 * 4321 + 1
+
+
+def entry(action: str, address: int, size: int, time: int = 0) -> dict:
+    return {"action": action, "addr": address, "size": size, "time_us": time}
+
+
+def test_a_free_that_waits_for_a_stream_counts_when_it_is_asked_for():
+    start = 2**30
+    trace = [
+        entry("segment_alloc", start, 2 * MiB),
+        entry("alloc", start, 1000),
+        entry("free_requested", start, 1000),
+        entry("alloc", start + 1024, 500),
+        entry("free_completed", start, 1000),
+        entry("alloc", start, 1),
+    ]
+    line = timeline([], trace, Count(10, 0, 0), Count(14, 1024, 2 * MiB))
+    assert line.allocated == [0, 1024, 0, 512, 1024] and line.peak_reserved == 2 * MiB
+
+
+def test_expandable_segments_are_rounded():
+    trace = [
+        entry("segment_map", 2**30, 20 * MiB),
+        entry("alloc", 2**30, 15 * MiB + 1),
+        entry("segment_unmap", 2**30, MiB),
+    ]
+    line = timeline([], trace, Count(0, 0, 0), Count(1, 0, 0))
+    assert line.allocated == [0, 15 * MiB + 512] and line.reserved == 19 * MiB
+
+
+def test_a_curve_that_differs_from_the_allocators_count_says_so():
+    line = SimpleNamespace(lost=0, last=1, allocated=[0, 512], lives=[], ooms=[], after=lambda event: 512 * event)
+    run = Run(0, line, [Mark(0, 0, None, Known()), Mark(1, MiB + 512, "step", Known())])
+    assert run.note() == "GPU 0: the curve is up to 1.00 MiB off what the allocator counts."
+    assert run.spans() == [Span(0, 1, None), Span(1, 1, "step")]
