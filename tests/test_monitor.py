@@ -297,8 +297,8 @@ def test_errors_say_what_to_do():
 
 
 def test_another_allocator_is_refused(monkeypatch):
-    with virtual_gpus(1):
-        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with virtual_gpus(1), monkeypatch.context() as patch:  # taken back before the GPUs go off
+        patch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
         with pytest.raises(RuntimeError, match="another allocator"), MemoryMonitor():
             pass
 
