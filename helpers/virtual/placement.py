@@ -38,8 +38,11 @@ def is_inside() -> bool:
     return getattr(local, "inside", False)
 
 
-def allocate(gpu: VirtualGPU, nbytes: int, home: Home):
-    """A block of `nbytes` on `gpu` that lives as long as `home`. Raises OutOfMemory, which then knows its GPU."""
+def allocate(gpu: VirtualGPU, nbytes: int, home):
+    """A block of `nbytes` on `gpu` that lives as long as `home`, a Home or another object.
+
+    Raises OutOfMemory, which then knows its GPU.
+    """
     try:
         return gpu.allocator.malloc(nbytes, gpu.stream, gpu.allocator.owner_of(home))
     except OutOfMemory as error:

@@ -6,11 +6,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from helpers.virtual.allocator import OutOfMemory
 from helpers.virtual.kernels import run_kernel
 from helpers.virtual.machine import VirtualGPU
 from helpers.virtual.operators import Operator
-from helpers.virtual.placement import place_all
+from helpers.virtual.placement import allocate, place_all
 
 
 class Call:
@@ -44,6 +43,12 @@ class Call:
         """Compute, and place all results in the order in which they are returned."""
         return self.place(self.compute())
 
+    def run_in_place(self, tensor: torch.Tensor):
+        """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
+        result = self.compute()
+        result.untyped_storage()._home = tensor.untyped_storage()._home
+        return result
+
     def scratch(self, nbytes: int):
         """Memory that CUDA's kernel takes on the way: `with call.scratch(nbytes): ...`. Raises OutOfMemory."""
         return scratch(self.gpu, nbytes)
@@ -66,14 +71,9 @@ class Held:
     __slots__ = ("__weakref__", "block")
 
     def __init__(self, gpu: VirtualGPU, nbytes: int):
-        allocator = gpu.allocator
-        if not allocator.context:
+        if not gpu.allocator.context:
             gpu.start_context()
-        try:
-            self.block = allocator.malloc(nbytes, gpu.stream, allocator.owner_of(self))
-        except OutOfMemory as error:
-            error.gpu = gpu
-            raise
+        self.block = allocate(gpu, nbytes, self)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from helpers.virtual.on_cuda.call import Call, nbytes
 
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 # Operator -> inputs that must be packed, in the order of their copies.
 _PACKED = {
@@ -50,7 +50,7 @@ def packed_copy(tensor: torch.Tensor | None) -> int:
     """Bytes of the packed copy that CUDA makes of `tensor`; 0 if it is packed, in either order of channels."""
     if tensor is None or tensor.is_contiguous():
         return 0
-    last = _LAST.get(tensor.dim())
+    last = CHANNELS_LAST.get(tensor.dim())
     return 0 if last is not None and tensor.is_contiguous(memory_format=last) else nbytes(tensor)
 
 

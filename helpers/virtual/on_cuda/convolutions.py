@@ -23,8 +23,8 @@ from helpers.virtual.machine import VirtualGPU
 from helpers.virtual.on_cuda import convolution_workspaces as workspaces
 from helpers.virtual.on_cuda.blas import handles_of
 from helpers.virtual.on_cuda.call import Call, Held, nbytes, scratch
+from helpers.virtual.on_cuda.contiguous import CHANNELS_LAST
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FIRST_WITH_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
 _tried = weakref.WeakKeyDictionary()  # GPU -> shapes whose kernels were compared, with `cudnn.benchmark`
 _workspace = {
@@ -35,14 +35,14 @@ _workspace = {
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """What C++ calls `suggest_memory_format`: channels last only if the strides say so beyond doubt."""
     strides, least = tensor.stride(), 0
-    if len(strides) not in _CHANNELS_LAST or strides[1] > strides[-1] or strides[1] == 0:
+    if len(strides) not in CHANNELS_LAST or strides[1] > strides[-1] or strides[1] == 0:
         return torch.contiguous_format
     sizes = tensor.shape
     for d in (1, *range(len(strides) - 1, 1, -1), 0):
         if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
             return torch.contiguous_format
         least = strides[d] * max(sizes[d], 1)
-    return _CHANNELS_LAST[len(strides)]
+    return CHANNELS_LAST[len(strides)]
 
 
 def _layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:

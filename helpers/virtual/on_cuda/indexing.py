@@ -57,15 +57,9 @@ def index_put(call: Call):
     count = max((i.numel() for i in indices), default=0)
     in_place = getattr(local, "backward", False) and call.op.base == "index_put"
     sizes = [8 * count] * 3 + ([] if values.is_contiguous() else [nbytes(values)])
-    with ExitStack() as stack:
-        for size in sizes:
-            stack.enter_context(call.scratch(size))
+    with call.scratches(sizes):
         _sort(call, count, 8)
-        if not in_place:
-            return call.run()
-        result = call.compute()
-        result.untyped_storage()._home = call["self"].untyped_storage()._home
-        return result
+        return call.run_in_place(call["self"]) if in_place else call.run()
 
 
 RECIPES = {

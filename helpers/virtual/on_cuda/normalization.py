@@ -136,7 +136,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx, input, weight, shape, eps):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
         gpu = gpu_of(input)
-        rows = nbytes(input) // input.element_size() // max(1, torch.Size(shape).numel())
+        rows = input.numel() // max(1, torch.Size(shape).numel())
         with below():
             result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
             kept = torch.empty(rows, device=result.device)

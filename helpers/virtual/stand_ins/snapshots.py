@@ -18,11 +18,11 @@ from helpers.virtual import errors, history, stacks
 from helpers.virtual.dispatch import enter_thread
 from helpers.virtual.history import ACTIONS, ALL, ALLOC, NEVER, STATE, Settings, history_of
 from helpers.virtual.machine import active
+from helpers.virtual.on_cuda.versions import INSTALLED
 from helpers.virtual.placement import home_of, local
 from helpers.virtual.stand_ins.allocator_settings import apply as apply_settings
 from helpers.virtual.stand_ins.allocator_settings import described
 
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 _DEFAULT_POOL = (0, 0)
 
@@ -168,13 +168,13 @@ def _as_dictionary(kept, segments, traces) -> dict:
     result = {
         "segments": [segment for _, segment in segments],
         "device_traces": [[_event(entry, frames, epoch) for entry in trace] for trace in traces],
-        "allocator_settings": described(kept.allocator_settings, _VERSION),
+        "allocator_settings": described(kept.allocator_settings, INSTALLED),
         "external_annotations": [
             {"name": name, "stage": stage, "device": gpu, "time_us": (moment + epoch) // 1000}
             for name, stage, gpu, moment in kept.annotations.copy()
         ],
     }
-    return result | ({"host_segments": [], "host_traces": []} if _VERSION >= (2, 14) else {})
+    return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= (2, 14) else {})
 
 
 def _event(entry: history.Entry, frames: dict, epoch: int) -> dict:
@@ -188,7 +188,7 @@ def _event(entry: history.Entry, frames: dict, epoch: int) -> dict:
         "compile_context": "N/A",
         "user_metadata": entry.metadata,
     }
-    if _VERSION >= (2, 12):
+    if INSTALLED >= (2, 12):
         event["pool_id"] = _DEFAULT_POOL
     if entry.stack is not None:
         event["frames"] = frames[id(entry.stack)]
