@@ -43,8 +43,9 @@ import torch
 from helpers.virtual import dispatch, history, machine, stand_ins
 from helpers.virtual.errors import NotModelled
 from helpers.virtual.machine import VirtualMachine, active
+from helpers.virtual.timeline import record_timeline
 
-__all__ = ["NotModelled", "active_machine", "virtual_gpus"]
+__all__ = ["NotModelled", "active_machine", "record_timeline", "virtual_gpus"]
 
 _switching = threading.RLock()
 
@@ -54,6 +55,7 @@ class virtual_gpus:
 
     memory: per GPU, bytes or text ("16 GiB", "512 MiB"); None takes the kind's own. kind: K80, TITAN Xp, V100, T4,
     A100, H100 or H200. shapes_only: sizes without data or arithmetic, for jobs larger than this computer.
+    links, hosts, network: how the GPUs are joined, for the modelled clock (`help("helpers.virtual.links.arrange")`).
     honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder cards, as on a real machine. torch_version: use
     memory as that PyTorch does ("2.11" to "2.15"), say a cluster's; None: as the installed one does. Entering gives the
     list of devices. Raises ValueError for a bad argument.
@@ -68,6 +70,9 @@ class virtual_gpus:
         shapes_only: bool = False,
         honour_visible_devices: bool = True,
         torch_version: str | None = None,
+        links=None,
+        hosts: int = 1,
+        network: str = "Ethernet 100",
     ):
         self._arguments = {
             "count": count,
@@ -76,6 +81,9 @@ class virtual_gpus:
             "shapes_only": shapes_only,
             "honour_visible_devices": honour_visible_devices,
             "torch_version": torch_version,
+            "links": links,
+            "hosts": hosts,
+            "network": network,
         }
         VirtualMachine(**self._arguments)  # a bad argument shows here, where it was written
         self._machine: VirtualMachine | None = None

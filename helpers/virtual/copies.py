@@ -12,6 +12,7 @@ import torch
 
 from helpers.virtual import errors, shapes
 from helpers.virtual.allocator import OutOfMemory
+from helpers.virtual.charges import charge_copy
 from helpers.virtual.machine import VirtualGPU, active
 from helpers.virtual.placement import Home, gpu_of, place
 
@@ -43,23 +44,23 @@ class ToCopy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(tensor, target, dtype, memory_format):
+    def forward(tensor, target, dtype, memory_format, blocking):
         """Copy. Called by `move`."""
-        return raw_copy(tensor, target, dtype, memory_format)
+        return raw_copy(tensor, target, dtype, memory_format, blocking)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         """Note both ends of the copy."""
-        tensor, ctx.target, ctx.dtype, _ = inputs
+        tensor, ctx.target, ctx.dtype, *_ = inputs
         ctx.source, ctx.source_dtype = gpu_of(tensor), tensor.dtype
 
     @staticmethod
     def backward(ctx, gradient):
         """Copy the gradient back; to the CPU if the source's virtual GPUs are off by now."""
         if active() is None:
-            return gradient.to(ctx.source_dtype), None, None, None
+            return gradient.to(ctx.source_dtype), None, None, None, None
         source = ctx.source if ctx.source is not None and ctx.source.machine.on else None
-        return move(gradient, source, ctx.source_dtype, None, False), None, None, None
+        return move(gradient, source, ctx.source_dtype, None, False), None, None, None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):
@@ -67,21 +68,24 @@ class ToCopy(torch.autograd.Function):
         return move(tangent, ctx.target, ctx.dtype, None, False)
 
     @staticmethod
-    def vmap(info, in_dims, tensor, target, dtype, memory_format):
+    def vmap(info, in_dims, tensor, target, dtype, memory_format, blocking):
         """All samples in one copy."""
-        return ToCopy.apply(tensor, target, dtype, memory_format), in_dims[0]
+        return ToCopy.apply(tensor, target, dtype, memory_format, blocking), in_dims[0]
 
 
-def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy: bool = False):
-    """`tensor` on `target` as `dtype`: itself when nothing would change, else a copy that autograd follows."""
+def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy: bool = False, blocking: bool = True):
+    """`tensor` on `target` as `dtype`: itself when nothing would change, else a copy that autograd follows.
+
+    blocking: whether the modelled host waits for it.
+    """
     memory_format = memory_format or torch.preserve_format
     dtype = dtype or tensor.dtype
     source = gpu_of(tensor)
     if source is target and not copy and dtype == tensor.dtype and _has_format(tensor, memory_format):
         return tensor
     if (tensor.requires_grad and torch.is_grad_enabled()) or _is_transformed():
-        return ToCopy.apply(tensor, target, dtype, memory_format)
-    return raw_copy(tensor, target, dtype, memory_format)
+        return ToCopy.apply(tensor, target, dtype, memory_format, blocking)
+    return raw_copy(tensor, target, dtype, memory_format, blocking)
 
 
 def _is_transformed() -> bool:
@@ -93,9 +97,17 @@ def _has_format(tensor, memory_format) -> bool:
     return memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
 
 
-def raw_copy(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
+def raw_copy(
+    tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format, blocking: bool = True
+) -> torch.Tensor:
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
     source = gpu_of(tensor)
+    made = _copied(tensor, source, target, dtype, memory_format)
+    charge_copy(source, target, tensor, dtype, blocking, into_pinned=target is None and not blocking)
+    return made
+
+
+def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
     machine = (target or source).machine if target or source else None
     if machine is not None and machine.shapes_only:
         return _copy_shape(tensor, target, dtype, memory_format)

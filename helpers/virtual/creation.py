@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from helpers.virtual import shapes
+from helpers.virtual.charges import charge
 from helpers.virtual.kernels import refuse_gpu_generator, run_kernel
 from helpers.virtual.machine import VirtualGPU, VirtualMachine
 from helpers.virtual.operators import Operator
@@ -41,7 +42,12 @@ def create(machine: VirtualMachine, func, op: Operator, gpu: VirtualGPU | None, 
     if home is not None:
         result.untyped_storage()._home = home
     place_all(result, target)
+    charge(target, func, op, _inputs(args), result)
     return result
+
+
+def _inputs(args) -> list[torch.Tensor]:
+    return [value for value in args[:1] if isinstance(value, torch.Tensor)]
 
 
 def _create_on_host(func, op: Operator, gpu, args, kwargs, key):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from helpers.virtual import errors, lists, shapes
 from helpers.virtual.allocator import OutOfMemory
+from helpers.virtual.charges import charge, charge_crossing, charge_value
 from helpers.virtual.creation import create
 from helpers.virtual.kernels import refuse_gpu_generator, run_kernel
 from helpers.virtual.machine import VirtualMachine, active
@@ -93,8 +94,10 @@ def _run(machine: VirtualMachine, func, args, kwargs):
     if machine.shapes_only:
         args, kwargs = shapes.prepare(op, args, kwargs, mixed)
         if op.needs_values and not shapes.size_is_known(op, args):
+            charge_value(gpu)
             return shapes.value(op, args)
         if op.base == "copy_" and gpu_of(args[0]) is None:
+            charge_crossing(op, args)
             return shapes.copy_to_host(args[0], args[1])
     recipe = RECIPES.get(op.base)
     if recipe is not None and dense:  # CUDA has other kernels for sparse tensors
@@ -102,7 +105,12 @@ def _run(machine: VirtualMachine, func, args, kwargs):
     else:
         result = run_kernel(func, op, gpu, args, kwargs)
     if op.crosses:
+        charge_crossing(op, args)
         return result
+    if op.needs_values:
+        charge_value(gpu)
+    else:
+        charge(gpu, func, op, found, result)
     place_all(result if op.host_result is None else result[: op.host_result], gpu)
     if op.changes_size:
         for _, tensor in op.named(args, kwargs):

@@ -41,6 +41,11 @@ def not_modelled(what: str) -> NotModelled:
     )
 
 
+def not_ready() -> RuntimeError:
+    """What cudaEventElapsedTime and its like say while work is still under way."""
+    return torch.AcceleratorError("CUDA error: device not ready")
+
+
 def invalid_device_ordinal() -> Exception:
     """CUDA's answer to a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
     return torch.AcceleratorError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from helpers.virtual import errors, shapes
+from helpers.virtual.charges import charge_lists
 from helpers.virtual.machine import VirtualMachine
 from helpers.virtual.operators import Operator
 from helpers.virtual.placement import device_of, gpu_of, local, place, place_all
@@ -19,6 +20,8 @@ def run(machine: VirtualMachine, func, op: Operator, args, kwargs):
     gpus = [gpu_of(tensor) for tensor in first]
     if op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
         _refuse_mixtures(args, kwargs)
+    if op.base.startswith("_"):
+        charge_lists(func, op, first, gpus, args, kwargs)
     if machine.shapes_only:
         args, kwargs = shapes.prepare(op, args, kwargs, True)
         if op.base.startswith("_fused_") and op.base.endswith("_"):

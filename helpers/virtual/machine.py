@@ -1,7 +1,7 @@
 """A virtual GPU and the machine it sits in: data sheets, allocators and the current device. No torch here.
 
 One machine is *active* at a time; machines nest like a stack, the newest on top answers. A GPU owns a model of the
-caching allocator; the clock of a later version belongs here too, beside the allocator.
+caching allocator; the machine owns a clock, and the topology of its links.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import functools
 import os
 import re
 import threading
+import time
+from contextlib import contextmanager
 
 from helpers.virtual.allocator import FIRST_ADDRESS, CachingAllocator
+from helpers.virtual.clock import Clock
+from helpers.virtual.links import arrange
 from helpers.virtual.specs import GPUSpec, parse_bytes, spec
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
@@ -52,7 +56,8 @@ class VirtualMachine:
 
     `memory`: bytes per GPU, or text such as "16 GiB"; None takes the kind's own. `gpus` are the cards that
     CUDA_VISIBLE_DEVICES leaves, in its order, read when somebody first asks; all of them if it is not honoured.
-    `torch_version`: whose rules of memory hold, as text; None for the installed PyTorch's.
+    `torch_version`: whose rules of memory hold, as text; None for the installed PyTorch's. `links`, `hosts`, `network`:
+    how the cards are joined, see `links.arrange`.
     """
 
     def __init__(
@@ -63,6 +68,9 @@ class VirtualMachine:
         shapes_only: bool = False,
         honour_visible_devices: bool = True,
         torch_version: str | None = None,
+        links=None,
+        hosts: int = 1,
+        network: str = "Ethernet 100",
     ):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"the number of virtual GPUs must be a whole number of at least 1, not {count!r}")
@@ -73,6 +81,10 @@ class VirtualMachine:
         self.honour_visible_devices = honour_visible_devices
         self.torch_version = None if torch_version is None else parse_version(torch_version)
         self.slots = [VirtualGPU(i, gpu_spec, size, self) for i in range(count)]
+        self.links, self.hosts, self.network = links, hosts, network
+        self.topology = arrange(gpu_spec, count, links, hosts, network)
+        self.clock = Clock(count)
+        self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self._local = threading.local()
 
@@ -105,6 +117,27 @@ class VirtualMachine:
     def current(self, index: int) -> None:
         self._local.index = index
 
+    @contextmanager
+    def without_time(self):
+        """For work that the caller puts on the clock in another form: what happens here goes to a spare clock."""
+        clock, self.clock = self.clock, Clock(len(self.slots), self.clock.host)
+        try:
+            yield
+        finally:
+            self.clock = clock
+
+    def load(self, gpu: VirtualGPU) -> float:
+        """Share of the last modelled second in which `gpu` ran kernels, 0 to 1.
+
+        The clock stands still when nobody uses it: after a second of real time without any work the GPUs are idle.
+        """
+        issued, since = self._last_seen
+        if issued != self.clock.issued:
+            self._last_seen = self.clock.issued, time.monotonic()
+        elif time.monotonic() > since + 1:
+            return 0.0
+        return self.clock.tracks[gpu.slot].load(self.clock.now)
+
     def settings(self) -> dict:
         """What another process needs to build the same machine (see `processes`)."""
         return {
@@ -114,6 +147,9 @@ class VirtualMachine:
             "shapes_only": self.shapes_only,
             "honour_visible_devices": self.honour_visible_devices,
             "torch_version": self.torch_version and "{}.{}".format(*self.torch_version),
+            "links": self.links,
+            "hosts": self.hosts,
+            "network": self.network,
         }
 
 

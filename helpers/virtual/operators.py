@@ -48,6 +48,11 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 
 
+# Which setting says whether fp32 numbers may be multiplied as TF32: that of matrix products or that of convolutions.
+_PRODUCTS = dict.fromkeys(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_addmm_activation"), "matmul")
+_PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
+
+
 class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept."""
 
@@ -60,10 +65,12 @@ class Operator:
         "draws_by_default",
         "has_device",
         "has_generator",
+        "has_products",
         "host_only",
         "host_result",
         "is_composite",
         "is_index",
+        "is_view",
         "name",
         "names",
         "needs_values",
@@ -98,6 +105,9 @@ class Operator:
         self.host_only = _NEVER_ON_A_GPU.get(self.base)
         self.host_result = _RESULTS_ON_THE_HOST.get(self.base)
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        returns = func._schema.returns
+        self.is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        self.has_products = _PRODUCTS.get(self.base, "")
         self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.on_cuda = self.base in _CPU_TWINS or _runs_on_cuda(func)

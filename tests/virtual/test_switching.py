@@ -310,7 +310,7 @@ def test_many_threads_switch_at_once():
 PUBLIC = {
     "helpers": {"use_gpus"},
     "helpers.devices": {"describe_machine", "is_virtual", "use_gpus"},
-    "helpers.virtual": {"NotModelled", "active_machine", "virtual_gpus"},
+    "helpers.virtual": {"NotModelled", "active_machine", "record_timeline", "virtual_gpus"},
     "helpers.virtual.__main__": {"main", "parse"},
 }
 

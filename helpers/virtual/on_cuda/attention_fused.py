@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from helpers.virtual.charges import charge_attention
 from helpers.virtual.machine import VirtualGPU
 from helpers.virtual.on_cuda import attention_memory as memory
 from helpers.virtual.on_cuda.attention_call import CUDNN, EFFICIENT, FLASH
@@ -37,6 +38,7 @@ class _Plan:
     def forward(self, query, key, value, bias):
         """The output, and what backward needs of it: one number per row, seed and offset of the random numbers."""
         out_home, lse_home, seed_homes = self.memory.forward()
+        charge_attention(self.gpu, self.memory.name, query, key, value, self.numbers)
         with _unseen():
             seed = _draw(self.gpu) if self.numbers.dropout else None
             out, lse = self._forward(query, key, value, bias, seed)
@@ -56,6 +58,7 @@ class _Plan:
     def backward(self, gradient, query, key, value, bias, out, lse, seed, _):
         """Gradients of query, key, value and bias (None if it wants none)."""
         homes = self.memory.backward(gradient, out)
+        charge_attention(self.gpu, f"{self.memory.name}_backward", query, key, value, self.numbers)
         inputs = (query, key, value, bias)[: len(homes)]
         with _unseen():
             strides = [self.memory.strides(part, part.shape) for part in inputs]

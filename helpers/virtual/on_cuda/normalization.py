@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from helpers.virtual.charges import charge_as, operands
 from helpers.virtual.copies import out_of_memory_as_torch
 from helpers.virtual.on_cuda.call import Call, nbytes, scratch
 from helpers.virtual.on_cuda.contiguous import packed_copies, with_packed
@@ -141,6 +142,7 @@ class RMSNorm(torch.autograd.Function):
             result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
             kept = torch.empty(rows, device=result.device)
         place(result, gpu)
+        charge_as(gpu, "native_layer_norm", operands([input]), operands([result]))
         ctx.save_for_backward(input, weight, place(kept, gpu))
         ctx.shape, ctx.eps = shape, eps
         return result
@@ -154,6 +156,7 @@ class RMSNorm(torch.autograd.Function):
         with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
             gradients = _gradients(input, weight, ctx.shape, ctx.eps, gradient)
             place_all(gradients, gpu)
+            charge_as(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
         return *gradients, None, None
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from helpers.virtual.charges import charge_recurrent
 from helpers.virtual.copies import out_of_memory_as_torch
 from helpers.virtual.machine import active
 from helpers.virtual.on_cuda import autocast
@@ -124,6 +125,7 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
                 reserve.untyped_storage()._graph = graph
     for result, home in zip(results, homes, strict=True):
         result.untyped_storage()._home = home
+    charge_recurrent(gpu, net, backward=False)
     return tuple(results), reserve, buffer
 
 
@@ -181,6 +183,8 @@ def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
         made = _numbers(call, leaves, reserve, gradients, wanted)
         if any(wanted[3:]):
             weights.fill(flat, parts, made[3:])
+    if on:
+        charge_recurrent(call.gpu, call.net, backward=True)
     first = []
     for gradient, home in zip(call.laid_out_gradients(made[:3]), homes, strict=True):
         if gradient is not None and home is not None:

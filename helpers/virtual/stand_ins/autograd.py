@@ -48,10 +48,14 @@ def _engine_run_backward(outputs, *args, **kwargs):
     if len(checked) == len(gradients):
         args = (checked, *args[1:])
     outer, local.backward = getattr(local, "backward", False), True
+    clock = None if active() is None else active().clock
+    opened = clock is not None and clock.start_backward()
     try:
         found = _raw_run_backward(outputs, *args, **kwargs)
     finally:
         local.backward = outer
+        if opened:
+            clock.end_backward()
     inputs = args[3] if len(args) > 3 else ()
     return found if not found or len(found) != len(inputs) else tuple(map(_beside_input, found, inputs))
 

@@ -74,8 +74,11 @@ def _maybe_exchange_device(device: int) -> int:
 
 
 def synchronize(device=None) -> None:
-    """Wait for a GPU. The numbers are there already; the clock will wait here."""
-    gpu_at(device)
+    """The modelled host waits for all streams of a GPU. The numbers are there already."""
+    gpu = gpu_at(device)
+    clock = gpu.machine.clock
+    clock.wait(clock.done(gpu.slot))
+    clock.spend(clock.host.wait)
 
 
 class DeviceProperties:
@@ -144,15 +147,14 @@ def _is_in_bad_fork() -> bool:
 
 
 def utilization(device=None) -> int:
-    """Percent of time that the GPU was busy: 0 until the clock exists."""
-    gpu_at(device)
-    return 0
+    """Percent of the last modelled second in which the GPU ran kernels; 0 once nothing came for a second."""
+    gpu = gpu_at(device)
+    return round(100 * gpu.machine.load(gpu))
 
 
 def memory_usage(device=None) -> int:
-    """Percent of time that the GPU's memory was read or written: 0 until the clock exists."""
-    gpu_at(device)
-    return 0
+    """Percent of the last modelled second in which the GPU's memory was read or written: in all of its kernels."""
+    return utilization(device)
 
 
 def device_memory_used(device=None) -> int:

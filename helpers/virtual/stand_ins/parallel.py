@@ -10,15 +10,18 @@ import threading
 from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 from torch._utils import _flatten_dense_tensors, _get_device_index, _handle_complex
 
+from helpers.virtual.clock import Crew
 from helpers.virtual.copies import move, out_of_memory_as_torch
 from helpers.virtual.machine import active
 from helpers.virtual.on_cuda import autocast
 from helpers.virtual.placement import device_of, gpu_of, local
 from helpers.virtual.stand_ins.cuda import gpu_at
+from helpers.virtual.traffic import collective_here
 
 
 @out_of_memory_as_torch
@@ -79,7 +82,12 @@ def _chunks(tensors, limit: int):
 def _sent(chunk, gpus):
     """Copies of a chunk's tensors on each GPU, cut from one flat buffer there; that at the source goes at once."""
     flat = _flatten_dense_tensors(chunk)
-    return [_pieces(move(flat, gpu, copy=True), chunk) for gpu in gpus]
+    if not gpus:
+        return []
+    with gpus[0].machine.without_time():  # NCCL sends to all at once
+        made = [_pieces(move(flat, gpu, copy=True), chunk) for gpu in gpus]
+    collective_here([gpu_of(flat), *gpus], "broadcast", flat.numel() * flat.element_size())
+    return made
 
 
 def _pieces(flat, like):
@@ -109,7 +117,7 @@ def scatter(tensor, devices=None, chunk_sizes=None, dim: int = 0, streams=None, 
 def _move_on_stream(piece, gpu, stream):
     """DataParallel copies inputs from the CPU on a stream of their own: their blocks come from segments of that."""
     with nullcontext() if stream is None else stream:
-        return move(piece, gpu)
+        return move(piece, gpu, blocking=stream is None)
 
 
 @out_of_memory_as_torch
@@ -167,6 +175,7 @@ def is_available(tensors) -> bool:
 def reduce(inputs, output=None, root: int = 0, op: int = 0, streams=None, comms=None, *, outputs=None) -> None:
     """Sum `inputs` into `output` on the root's GPU. NCCL passes the data on in pieces: no buffer of the size of it."""
     output = output if outputs is None else outputs[root]
+    collective_here([gpu_of(t) for t in inputs], "reduce", output.numel() * output.element_size())
     if gpu_of(output).machine.shapes_only:
         return
     with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -185,8 +194,19 @@ class InTurn:
     The order is then always the same, which stored notebook outputs need, and two cores are no slower.
     """
 
+    _waiting: ClassVar = threading.local()  # those made and not started yet: the crew that will run side by side
+
     def __init__(self, target, args=(), kwargs=None):
         self._call = (target, args, kwargs or {})
+        self._mates = vars(self._waiting).setdefault("mates", [0, None])
+        self._mates[0] += 1
+
+    def _beside_the_others(self) -> Crew:
+        """On the clock the threads run side by side, as many as were made before the first one started."""
+        vars(self._waiting).pop("mates", None)
+        if self._mates[1] is None:
+            self._mates[1] = Crew(active().clock, self._mates[0])
+        return self._mates[1]
 
     def start(self) -> None:
         """Run now, and leave the thread's settings as they were."""
@@ -197,7 +217,7 @@ class InTurn:
         active().current = 0  # a new thread starts on GPU 0
         local.worker, local.backward = worker, False
         try:
-            with autocast.as_in_a_new_thread():
+            with self._beside_the_others(), autocast.as_in_a_new_thread():
                 target(*args, **kwargs)
         finally:
             active().current = index

@@ -19,7 +19,7 @@ def _as_gputil(gpu: VirtualGPU):
     return GPU(
         ID=gpu.slot,
         uuid=gpu.uuid,
-        load=0.0,  # share of time busy: 0 until the clock exists (nan would keep getAvailable from naming any GPU)
+        load=gpu.machine.load(gpu),
         memoryTotal=total,
         memoryUsed=used,
         memoryFree=total - used,

@@ -1,18 +1,19 @@
-"""Streams and events as objects that work. Until the clock exists everything on them has happened already.
+"""Streams and events on the modelled clock: queues of work on a GPU, and marks in them.
 
-`Event.elapsed_time` is 0.0 ms and says so once; the numbers themselves never depend on streams, since every operator
-has run by the time its call returns.
+The numbers themselves never depend on streams, since every operator has run by the time its call returns. When it
+would have run on a GPU, and who would have waited for whom, is the clock's. A program that forgets to make one stream
+wait for another gets right numbers here and may get wrong ones on a real GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import warnings
 
 import torch
 
-from helpers.virtual.machine import active
+from helpers.virtual import errors
+from helpers.virtual.machine import VirtualGPU, active
 from helpers.virtual.stand_ins._table import in_package
 from helpers.virtual.stand_ins.cuda import gpu_at
 
@@ -46,18 +47,35 @@ class Stream:
         """The handle: 0 for the default stream."""
         return self.stream_id
 
+    @property
+    def _gpu(self) -> VirtualGPU:
+        return gpu_at(self._index)
+
+    def _mark(self) -> float:
+        gpu = self._gpu
+        return gpu.machine.clock.mark(gpu.slot, self.stream_id)
+
     def query(self) -> bool:
-        """True if all work is done: always."""
-        return True
+        """True if all work given so far is done, on the modelled clock."""
+        clock = self._gpu.machine.clock
+        return clock.ready(self._gpu.slot, self.stream_id) <= clock.now
 
     def synchronize(self) -> None:
-        """Wait for all work: there is none left."""
+        """The host waits for the work given so far."""
+        _host_waits(self._gpu, self._mark())
 
     def wait_stream(self, stream: Stream) -> None:
-        """Work given later waits for `stream`'s."""
+        """Work given later waits for what `stream` has been given so far."""
+        self._hold(stream._mark())
 
     def wait_event(self, event: Event) -> None:
-        """Work given later waits for `event`."""
+        """Work given later waits for `event`, if it was recorded."""
+        if event._time is not None:
+            self._hold(event._time)
+
+    def _hold(self, until: float) -> None:
+        gpu = self._gpu
+        gpu.machine.clock.hold(gpu.slot, self.stream_id, until)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Put an event behind the work given so far."""
@@ -100,6 +118,7 @@ class Event:
             device, enable_timing = None, device
         self.enable_timing = enable_timing
         self._stream: Stream | None = None
+        self._time: float | None = None  # modelled seconds at which the mark is passed
 
     @property
     def device(self) -> torch.device | None:
@@ -109,28 +128,39 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Put the mark behind the work given so far to `stream` (default: the current one)."""
         self._stream = current_stream() if stream is None else stream
+        self._time = self._stream._mark()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Make `stream` wait for the mark."""
+        """Make `stream` (default: the current one) wait for the mark."""
+        (current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
-        """True: all work before the mark is done."""
-        return True
+        """True if all work before the mark is done, on the modelled clock."""
+        return self._time is None or self._time <= self._stream._gpu.machine.clock.now
 
     def synchronize(self) -> None:
-        """Wait for the mark: it is passed."""
+        """The host waits for the mark."""
+        if self._time is not None:
+            _host_waits(self._stream._gpu, self._time)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds between two marks: 0.0 until the clock exists, with a warning. Errors as PyTorch's."""
+        """Modelled milliseconds between two marks. Errors as PyTorch's, and CUDA's while a mark is not passed yet."""
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._stream is None or end_event._stream is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        warnings.warn("virtual GPUs have no clock yet: elapsed_time is 0.0 ms, not a measurement", stacklevel=2)
-        return 0.0
+        if not (self.query() and end_event.query()):
+            raise errors.not_ready()
+        return (end_event._time - self._time) * 1e3
 
     def __repr__(self) -> str:
         return "<torch.cuda.Event uninitialized>" if self._stream is None else f"<torch.cuda.Event on {self.device}>"
+
+
+def _host_waits(gpu: VirtualGPU, until: float) -> None:
+    clock = gpu.machine.clock
+    clock.wait(until)
+    clock.spend(clock.host.wait)
 
 
 def _streams() -> dict:

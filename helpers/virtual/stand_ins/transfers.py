@@ -24,22 +24,23 @@ def as_device(device) -> torch.device | None:
 
 
 def _parse_to(args, kwargs):
-    """The arguments of `Tensor.to` in any of its three forms: (device, dtype, copy, memory format)."""
+    """The arguments of `Tensor.to` in any of its three forms: (device, dtype, copy, memory format, blocking)."""
     args, kwargs = list(args), dict(kwargs)
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, torch.Tensor):
         rest = args[1:] if args else []
-        return other.device, other.dtype, _flag(rest, 1, kwargs), kwargs.get("memory_format")
+        blocking = not _flag(rest, 0, kwargs, "non_blocking")
+        return other.device, other.dtype, _flag(rest, 1, kwargs), kwargs.get("memory_format"), blocking
     position = 2 if args and isinstance(args[0], torch.dtype) else 3
     copy = _flag(args, position, kwargs)
     del args[position:]  # PyTorch's parser for modules, used here, knows no copy argument
     kwargs.pop("copy", None)
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    return device, dtype, copy, memory_format
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, copy, memory_format, not non_blocking
 
 
-def _flag(args, position: int, kwargs) -> bool:
-    return bool(args[position] if len(args) > position else kwargs.get("copy", False))
+def _flag(args, position: int, kwargs, name: str = "copy") -> bool:
+    return bool(args[position] if len(args) > position else kwargs.get(name, False))
 
 
 @out_of_memory_as_torch
@@ -50,12 +51,12 @@ def to(self, *args, **kwargs):
         return _raw["to"](self, *args, **kwargs)
     if has_torch_function_unary(self):  # a subclass, or a mode
         return handle_torch_function(to, (self,), self, *args, **kwargs)
-    device, dtype, copy, memory_format = _parse_to(args, kwargs)
+    device, dtype, copy, memory_format, blocking = _parse_to(args, kwargs)
     if device is None or device.type not in ("cpu", "cuda"):
         return _raw["to"](self, *args, **kwargs)
     enter_thread()
     target = find_gpu(machine, device) if device.type == "cuda" else None
-    return move(self, target, dtype, memory_format, copy)
+    return move(self, target, dtype, memory_format, copy, blocking)
 
 
 @out_of_memory_as_torch
@@ -72,7 +73,7 @@ def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.pres
         device = torch.device("cuda", machine.current)
     if device.type != "cuda":
         raise RuntimeError(f"Invalid device, must be cuda device (got {device})")
-    return move(self, find_gpu(machine, device), None, memory_format, False)
+    return move(self, find_gpu(machine, device), None, memory_format, False, not non_blocking)
 
 
 def cpu(self, memory_format=torch.preserve_format):
@@ -90,7 +91,7 @@ def type_as(self, other):
 
 
 def pin_memory(self, device=None):
-    """A copy that says it is pinned (page-locked); the modelled clock will copy from it faster."""
+    """A copy that says it is pinned (page-locked): on the modelled clock, copies from it are faster."""
     if active() is None:
         return _raw["pin_memory"](self, device) if device is not None else _raw["pin_memory"](self)
     if gpu_of(self) is not None:
