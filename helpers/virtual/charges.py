@@ -35,7 +35,7 @@ def charge(gpu: VirtualGPU, func, op, tensors, result) -> None:
     if seconds:
         track = clock.tracks[gpu.slot]
         stream = gpu.stream if gpu.streams else 0
-        if _trains():
+        if getattr(local, "backward", False) or (_grad_enabled() and _builds_graph(tensors)):
             host += clock.host.training
         if track.late:
             _await(gpu, stream, tensors)
@@ -47,7 +47,6 @@ def charge(gpu: VirtualGPU, func, op, tensors, result) -> None:
 def charge_as(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:
     """Put work on the clock that the dispatch mode does not see. inputs, outputs: operands as `cost` takes them."""
     seconds, host, further = times(gpu, name, inputs, outputs, precision)
-    host += gpu.machine.clock.host.training if _trains() else 0.0
     gpu.machine.clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
 
 
@@ -151,9 +150,9 @@ def _await(gpu: VirtualGPU, stream: int, tensors) -> None:
 _grad_enabled = torch.is_grad_enabled
 
 
-def _trains() -> bool:
-    """True while a graph is built or gone through, which costs the host more per operator."""
-    return _grad_enabled() or getattr(local, "backward", False)
+def _builds_graph(tensors) -> bool:
+    """True if autograd notes this operator down, which costs the host more."""
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def _shape_of(result):

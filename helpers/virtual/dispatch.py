@@ -91,13 +91,14 @@ def _run(machine: VirtualMachine, func, args, kwargs):
         refuse_on_gpu(op, args, kwargs)
     if not op.on_cuda:
         raise errors.no_cuda_kernel(f"aten::{op.name}")
+    given = args
     if machine.shapes_only:
         args, kwargs = shapes.prepare(op, args, kwargs, mixed)
         if op.needs_values and not shapes.size_is_known(op, args):
             charge_value(gpu)
             return shapes.value(op, args)
         if op.base == "copy_" and gpu_of(args[0]) is None:
-            charge_crossing(op, args)
+            charge_crossing(op, given)
             return shapes.copy_to_host(args[0], args[1])
     recipe = RECIPES.get(op.base)
     if recipe is not None and dense:  # CUDA has other kernels for sparse tensors
@@ -105,7 +106,7 @@ def _run(machine: VirtualMachine, func, args, kwargs):
     else:
         result = run_kernel(func, op, gpu, args, kwargs)
     if op.crosses:
-        charge_crossing(op, args)
+        charge_crossing(op, given)
         return result
     if op.needs_values:
         charge_value(gpu)

@@ -59,10 +59,10 @@ class HostPace(NamedTuple):
     pageable and pinned memory.
     """
 
-    view: float = 2.5e-6
+    view: float = 3e-6
     operator: float = 14.2e-6
     in_place: float = 10.8e-6
-    product: float = 8.5e-6
+    product: float = 8e-6
     convolution: float = 10e-6
     kernel: float = 6e-6
     training: float = 15e-6
