@@ -87,11 +87,10 @@ def charge_lists(func, op, first, gpus, args, kwargs) -> None:
         gpu.machine.clock.launch(gpu.slot, stream, found[0], found[1], op.base, found[2])
 
 
-def charge_value(gpu: VirtualGPU) -> None:
+def charge_value(gpu: VirtualGPU, tensors=()) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
-    track = gpu.machine.clock.tracks[gpu.slot]
-    for end, _ in track.late.values():  # the number may be what a collective made
-        gpu.machine.clock.hold(gpu.slot, gpu.stream, end)
+    if gpu.machine.clock.tracks[gpu.slot].late and tensors:
+        _await(gpu, gpu.stream, tensors)
     read_value(gpu)
 
 
@@ -140,10 +139,10 @@ def _await(gpu: VirtualGPU, stream: int, tensors) -> None:
     late, ready = clock.tracks[gpu.slot].late, clock.ready(gpu.slot, stream)
     for tensor in tensors:
         home = home_of(tensor)
-        end, owner = late.get(id(home), (0.0, None))
-        if end > ready and owner() is home:
-            clock.hold(gpu.slot, stream, end)
-    for key in [key for key, (end, owner) in late.items() if owner() is None or end <= ready]:
+        arrival, owner = late.get(id(home), (None, None))
+        if arrival is not None and owner() is home:
+            clock.hold(gpu.slot, stream, arrival.time())
+    for key in [k for k, (a, owner) in late.items() if owner() is None or (a.known and a.time() <= ready)]:
         del late[key]
 
 

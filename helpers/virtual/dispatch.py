@@ -95,7 +95,7 @@ def _run(machine: VirtualMachine, func, args, kwargs):
     if machine.shapes_only:
         args, kwargs = shapes.prepare(op, args, kwargs, mixed)
         if op.needs_values and not shapes.size_is_known(op, args):
-            charge_value(gpu)
+            charge_value(gpu, found)
             return shapes.value(op, args)
         if op.base == "copy_" and gpu_of(args[0]) is None:
             charge_crossing(op, given)
@@ -109,7 +109,7 @@ def _run(machine: VirtualMachine, func, args, kwargs):
         charge_crossing(op, given)
         return result
     if op.needs_values:
-        charge_value(gpu)
+        charge_value(gpu, found)
     else:
         charge(gpu, func, op, found, result)
     place_all(result if op.host_result is None else result[: op.host_result], gpu)

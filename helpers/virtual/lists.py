@@ -9,6 +9,7 @@ import torch
 
 from helpers.virtual import errors, shapes
 from helpers.virtual.charges import charge_lists
+from helpers.virtual.collectives import charge_collective
 from helpers.virtual.machine import VirtualMachine
 from helpers.virtual.operators import Operator
 from helpers.virtual.placement import device_of, gpu_of, local, place, place_all
@@ -20,7 +21,7 @@ def run(machine: VirtualMachine, func, op: Operator, args, kwargs):
     gpus = [gpu_of(tensor) for tensor in first]
     if op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
         _refuse_mixtures(args, kwargs)
-    if op.base.startswith("_"):
+    if not op.is_collective:
         charge_lists(func, op, first, gpus, args, kwargs)
     if machine.shapes_only:
         args, kwargs = shapes.prepare(op, args, kwargs, True)
@@ -32,6 +33,8 @@ def run(machine: VirtualMachine, func, op: Operator, args, kwargs):
     finally:
         local.inside = False
     _place(first, gpus, result)
+    if op.is_collective:
+        charge_collective(op, args, gpus)
     return result
 
 

@@ -68,6 +68,7 @@ class Operator:
         "has_products",
         "host_only",
         "host_result",
+        "is_collective",
         "is_composite",
         "is_index",
         "is_view",
@@ -97,6 +98,7 @@ class Operator:
             or (self.base.startswith("_fused_") and lists)
             or func.namespace in ("c10d", "_c10d_functional")
         )
+        self.is_collective = func.namespace in ("c10d", "_c10d_functional")
         self.crosses = self.base in _CROSSES_DEVICES
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")

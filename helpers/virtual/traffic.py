@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from helpers.virtual.clock import COPY_IN, COPY_OUT
-from helpers.virtual.links import REACHED, REACHED_BY_COLLECTIVES, Topology
+from helpers.virtual.links import REACHED, REACHED_BY_COLLECTIVES
 from helpers.virtual.machine import VirtualGPU
+from helpers.virtual.specs import LinkSpec
 
 _COLLECTIVE_START = 15e-6  # seconds: NCCL's kernel, and its first handshake
 # Parts of the bytes that pass over each link of a ring of n, and the number of hops one after the other.
@@ -71,17 +72,15 @@ def read_value(gpu: VirtualGPU) -> None:
     clock.spend(clock.host.wait, gpu.slot)
 
 
-def ring_seconds(topology: Topology, slots: Sequence[int], kind: str, nbytes: int) -> float:
-    """Seconds of a collective of GPUs in the order of the ring. nbytes: what each GPU has of it in the end (begins
-    with, for a reduce_scatter)."""
-    if len(slots) < 2:
+def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) -> float:
+    """Seconds of a collective of `count` GPUs. links: from each to the next, around the ring. nbytes: what each GPU has
+    in the end, or begins with if that is more."""
+    if count < 2 or not links:
         return _COLLECTIVE_START
     part, hops = _RING[kind]
-    ring = [topology.between(a, b) for a, b in zip(slots, [*slots[1:], slots[0]], strict=True) if a != b]
-    ring = ring if kind != "send" else ring[:1]
-    slowest = min(link.bandwidth for link in ring) * REACHED_BY_COLLECTIVES
-    latency = max(link.latency for link in ring) if kind != "barrier" else 5e-6
-    return _COLLECTIVE_START + part(len(slots)) * nbytes / slowest + hops(len(slots)) * latency / 2
+    slowest = min(link.bandwidth for link in links) * REACHED_BY_COLLECTIVES
+    latency = max(link.latency for link in links)
+    return _COLLECTIVE_START + part(count) * nbytes / slowest + hops(count) * latency / 2
 
 
 def collective_here(gpus: Sequence[VirtualGPU], kind: str, nbytes: int) -> None:
@@ -89,6 +88,9 @@ def collective_here(gpus: Sequence[VirtualGPU], kind: str, nbytes: int) -> None:
     clock, slots = gpus[0].machine.clock, [gpu.slot for gpu in gpus]
     now = clock.spend(clock.host.operator * len(gpus), slots[0])
     start = max([now, *(clock.ready(gpu.slot, gpu.stream) for gpu in gpus)])
-    end = start + ring_seconds(gpus[0].machine.topology, slots, kind, nbytes)
+    links = [
+        gpus[0].machine.topology.between(a, b) for a, b in zip(slots, [*slots[1:], slots[0]], strict=True) if a != b
+    ]
+    end = start + ring_seconds(links, len(slots), kind, nbytes)
     for gpu in gpus:
         clock.occupy(gpu.slot, gpu.stream, start, end, "collective", kind, kernel=True)

@@ -15,8 +15,9 @@ from contextlib import nullcontext
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.virtual.collectives import charge_barrier
 from helpers.virtual.copies import out_of_memory_as_torch
-from helpers.virtual.machine import VirtualGPU
+from helpers.virtual.machine import VirtualGPU, active
 from helpers.virtual.on_cuda.call import nbytes, scratch
 from helpers.virtual.placement import gpu_of, place
 
@@ -64,7 +65,12 @@ def _with_gloo(function, choice_is_nccl: bool):
 def _barrier(function):
     @functools.wraps(function)
     def barrier(*args, device_ids=None, **kwargs):
-        return function(*args, **kwargs)  # NCCL needs to know the GPU, gloo refuses to be told
+        made = function(*args, **kwargs)  # NCCL needs to know the GPU, gloo refuses to be told
+        group = args[0] if args else kwargs.get("group")
+        group = torch.distributed.group.WORLD if group is None else group
+        if active().gpus and isinstance(group, torch.distributed.ProcessGroup):
+            charge_barrier(active().gpus[active().current], group)
+        return made
 
     return barrier
 
