@@ -78,7 +78,7 @@ def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str 
         raise ValueError(f"{count} GPUs cannot be spread evenly over {hosts!r} machines")
     if network not in NETWORKS:
         raise ValueError(f"no network {network!r}: choose one of {', '.join(NETWORKS)}")
-    own = spec.host_link if links not in _PCIE else _PCIE[links]
+    own = _PCIE.get(links, spec.host_link) if isinstance(links, str) else spec.host_link
     where = tuple(slot * hosts // count for slot in range(count))
     return Topology(_labels(spec, count, links, count // hosts), own, where, NETWORKS[network])
 

@@ -100,8 +100,8 @@ class Timeline:
 
     def busy_seconds(self, gpu: int) -> float:
         """Seconds in which a GPU worked on anything: kernels, copies, collectives; two at once count once."""
-        busy, until = 0.0, float("-inf")
-        for start, end in sorted((s.start, s.end) for s in self.spans if s.gpu == self._index(gpu)):
+        busy, until, index = 0.0, float("-inf"), self._index(gpu)
+        for start, end in sorted((s.start, s.end) for s in self.spans if s.gpu == index):
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
         return busy
@@ -114,7 +114,8 @@ class Timeline:
 
     def utilisation(self, gpu: int) -> float:
         """Share of the block's time in which a GPU worked, 0 to 1."""
-        return self.busy_seconds(gpu) / self.seconds if self.seconds else 0.0
+        busy = self.busy_seconds(gpu)
+        return busy / self.seconds if self.seconds else 0.0
 
     def plot(self, axes=None):
         """Draw a row per stream (modelled milliseconds from left to right). Returns the matplotlib figure."""
