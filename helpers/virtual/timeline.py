@@ -3,7 +3,7 @@
     with record_timeline() as t:
         step()
     t.seconds             # modelled wall time of the step, all of its work included
-    t.busy_seconds(0)     # of it, in which GPU 0 worked
+    t.busy_seconds(0)     # of it, in which GPU 0 ran kernels
     t.plot()              # a row per stream
     t.save("step.json")   # opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing
 
@@ -98,10 +98,15 @@ class Timeline:
             if s.gpu is None or s.gpu in index
         ]
 
-    def busy_seconds(self, gpu: int) -> float:
-        """Seconds in which a GPU worked on anything: kernels, copies, collectives; two at once count once."""
+    def busy_seconds(self, gpu: int, copies: bool = False) -> float:
+        """Seconds in which a GPU ran kernels, collectives' among them, as nvidia-smi counts; two at once count once.
+
+        copies: count copies too, as a profiler's sum over everything on the GPU does.
+        """
         busy, until, index = 0.0, float("-inf"), self._index(gpu)
-        for start, end in sorted((s.start, s.end) for s in self.spans if s.gpu == index):
+        for start, end in sorted(
+            (s.start, s.end) for s in self.spans if s.gpu == index and (copies or s.kind != "copy")
+        ):
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
         return busy
@@ -113,7 +118,7 @@ class Timeline:
         return index
 
     def utilisation(self, gpu: int) -> float:
-        """Share of the block's time in which a GPU worked, 0 to 1."""
+        """Share of the block's time in which a GPU ran kernels, 0 to 1: what nvidia-smi calls its utilization."""
         busy = self.busy_seconds(gpu)
         return busy / self.seconds if self.seconds else 0.0
 

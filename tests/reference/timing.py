@@ -71,7 +71,7 @@ def _step(name: str) -> dict[str, float]:
     timeline = timeline_of(name)
     optimizer = [span for span in timeline.spans if span.kind == "step"]
     drawn = max(span.end for span in optimizer) - min(span.start for span in optimizer)
-    busy = timeline.busy_seconds(0)
+    busy = timeline.busy_seconds(0, copies=True)
     return {"kernels": busy, "annotated": busy + drawn, "wall": timeline.seconds}
 
 

@@ -132,13 +132,21 @@ def test_tf32_is_off_until_somebody_turns_it_on(gpus):
     assert start.elapsed_time(middle) > 5 * middle.elapsed_time(end)
 
 
-def test_synchronize_item_and_cpu_make_the_host_wait(gpus):
-    for wait in (torch.cuda.synchronize, lambda: x.sum().item(), lambda: x[0, 0].cpu(), lambda: x[0].to("cpu")):
-        x, before = matrix(), gpus.clock.now
-        x @ x
-        assert gpus.clock.now - before < 1 * MS
-        wait()
-        assert gpus.clock.now - before > PRODUCT
+WAITS = {
+    "synchronize": lambda x: torch.cuda.synchronize(),
+    "item": lambda x: x.sum().item(),
+    "cpu": lambda x: x[0, 0].cpu(),
+    "to": lambda x: x[0].to("cpu"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_synchronize_item_and_cpu_make_the_host_wait(gpus, wait):
+    x, before = matrix(), gpus.clock.now
+    x @ x
+    assert gpus.clock.now - before < 1 * MS
+    WAITS[wait](x)
+    assert gpus.clock.now - before > PRODUCT
 
 
 def test_another_stream_waits_only_if_it_is_told(gpus):
