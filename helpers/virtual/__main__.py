@@ -17,6 +17,7 @@ import sys
 import types
 
 from helpers.virtual import active_machine, virtual_gpus
+from helpers.virtual.links import ARRANGEMENTS, NETWORKS
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -29,6 +30,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--kind", default="H200", help="K80, TITAN Xp, V100, T4, A100, H100 or H200 (default)")
     parser.add_argument("--shapes-only", action="store_true", help="sizes only: no data, no arithmetic")
     parser.add_argument("--torch", default=None, help="use memory as this PyTorch does, such as 2.11 (default: yours)")
+    parser.add_argument(
+        "--links", default=None, help=f"between GPUs: {', '.join(ARRANGEMENTS)} (default: the kind's own)"
+    )
+    parser.add_argument("--hosts", type=int, default=1, help="machines that the GPUs are spread over (default 1)")
+    parser.add_argument("--network", default="Ethernet 100", help=f"between machines: {', '.join(NETWORKS)}")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module name")
     parser.add_argument("program", help="a script, or a module name after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the program")
@@ -44,6 +50,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             kind=options.kind,
             shapes_only=options.shapes_only,
             torch_version=options.torch,
+            links=options.links,
+            hosts=options.hosts,
+            network=options.network,
         )
     except ValueError as error:
         parser.error(str(error))

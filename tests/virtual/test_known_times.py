@@ -114,7 +114,7 @@ def test_the_best_split_size_lies_in_the_middle(resnet50):
 
 
 def test_three_steps_take_a_k80_as_long_as_the_tutorials_gpu(resnet50):
-    """It does not name its GPU, and the K80's constants are not fitted to it. Tolerance: 25 %."""
+    """It does not name its GPU; the speed of the K80's convolutions was chosen with it in view. Tolerance: 25 %."""
     assert 3 * resnet50[None] == pytest.approx(3.75, rel=0.25)
 
 
@@ -123,8 +123,8 @@ def test_three_steps_take_a_k80_as_long_as_the_tutorials_gpu(resnet50):
 
 @pytest.mark.parametrize(("gpus", "batch", "least", "most"), [(1, 240, 6, 7), (4, 768, 4.5, 5.5)])
 def test_pyramidnet_on_k80s(gpus, batch, least, most):
-    """The article on multi-GPU learning whose two jobs this course takes: "6 to 7 s" and "5 s" per batch. The K80's
-    convolutions are fitted to the first; the second follows."""
+    """The article whose two jobs this course takes: "6 to 7 s" and "5 s" per batch. The speed of the K80's
+    convolutions was chosen with the first in view; the second follows."""
     with virtual_gpus(gpus, kind="K80", memory="24 GiB", shapes_only=True):
         model = pyramidnet_article().to("cuda")
         net = nn.DataParallel(model) if gpus > 1 else model

@@ -3,6 +3,7 @@
 import pytest
 
 from helpers.virtual import active_machine, virtual_gpus
+from helpers.virtual.__main__ import parse
 from helpers.virtual.links import ARRANGEMENTS, NETWORKS, REACHED_BY_COLLECTIVES, arrange, link_of
 from helpers.virtual.specs import PCIE3, PCIE4, spec
 from helpers.virtual.traffic import ring_seconds
@@ -43,6 +44,15 @@ def test_gpus_of_several_machines_meet_on_the_network():
     assert topology.drawn().count("GPU") == 4 + 4  # one machine's
     with virtual_gpus(4, hosts=2, links="PCIe 4", network="Ethernet 10"):
         assert active_machine().topology.between(0, 2).bandwidth == 1.25e9
+
+
+def test_the_command_line_takes_links_hosts_and_network():
+    options, _ = parse(["--gpus", "4", "--links", "PCIe 3", "--hosts", "2", "--network", "Ethernet 25", __file__])
+    with options.made:
+        topology = active_machine().topology
+        assert topology.between(0, 1).name.startswith("PCIe 3") and topology.between(1, 2) is NETWORKS["Ethernet 25"]
+    with pytest.raises(SystemExit):
+        parse(["--gpus", "3", "--hosts", "2", __file__])
 
 
 @pytest.mark.parametrize(
