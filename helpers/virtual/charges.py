@@ -126,7 +126,7 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
 
 def is_pinned(tensor) -> bool:
     """True for a CPU tensor that says it is pinned."""
-    return all(storage._pinned for storage in storages(tensor))
+    return all([storage._pinned for storage in storages(tensor)])
 
 
 def _is_tensor(value) -> bool:
@@ -151,7 +151,10 @@ _grad_enabled = torch.is_grad_enabled
 
 def _builds_graph(tensors) -> bool:
     """True if autograd notes this operator down, which costs the host more."""
-    return any(tensor.requires_grad for tensor in tensors)
+    for tensor in tensors:  # no generator: one that is cut short swallows a Ctrl-C that hits its end
+        if tensor.requires_grad:
+            return True
+    return False
 
 
 def _shape_of(result):
@@ -199,7 +202,7 @@ def operands(tensors) -> tuple[Operand, ...]:
 
 def _precision(library: str, tensors) -> str:
     """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
-    dtype = next((t.dtype for t in tensors if t.dtype.is_floating_point), torch.float32)
+    dtype = [*[t.dtype for t in tensors if t.dtype.is_floating_point], torch.float32][0]
     if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":
         return "tf32"
     return _PRECISION.get(dtype, "fp32")

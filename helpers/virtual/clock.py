@@ -131,17 +131,17 @@ class Clock:
         if self.timelines and after > before:
             self._record(Span(None, HOST_LANE, before, after, "wait", "wait"))
 
-    def start_backward(self) -> bool:
-        """Autograd has a thread per GPU, in C++: they issue work side by side. False if a pass is on already."""
-        if self._threads is not None:
-            return False
-        self._threads, self._began = {}, self.now
-        return True
+    def start_backward(self) -> None:
+        """Autograd has a thread per GPU, in C++: they issue work side by side."""
+        if self._threads is None:
+            self._began = self.now
+            self._threads = {}
 
     def end_backward(self) -> None:
         """The caller goes on when the last thread is through."""
-        self.now = max([self.now, *self._threads.values()])
-        self._threads = None
+        if self._threads is not None:
+            self.now = max([self.now, *self._threads.values()])
+            self._threads = None
 
     def meet(self, first: int, second: int) -> float:
         """One thread of autograd hands work to another: both are as late as the later one. Returns that time."""

@@ -51,7 +51,7 @@ def test_threads_of_one_interpreter_slow_each_other_down():
 
 def test_autograds_threads_issue_side_by_side():
     clock = Clock(2)
-    assert clock.start_backward() and not clock.start_backward()
+    clock.start_backward()
     for gpu in (0, 1):
         for _ in range(10):
             clock.launch(gpu, 0, 0.5, 1.0, "kernel")

@@ -11,7 +11,7 @@ import snapshots
 import torch
 from torch import nn
 
-from helpers.virtual import virtual_gpus
+from helpers.virtual import active_machine, virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -111,12 +111,16 @@ def test_ctrl_c_at_any_moment():
         assert total > 1000
         for n in range(1, total, total // 150):
             cut = CtrlCAtCall(n)
-            assert interrupted(training.step, cut), n
+            if not interrupted(training.step, cut):  # the clock's own calls vary a little from step to step
+                assert n > 0.95 * total, n
+                continue
             assert not snapshots.is_inside(), cut.place
             assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1, cut.place
             assert torch.cuda.current_device() == 0 and torch.is_grad_enabled(), cut.place
             training.step()
             assert at_once() == base or allocated() == base, cut.place
+            clock = active_machine().clock
+            assert clock.share == 1 and clock._threads is None, cut.place
 
 
 def test_ctrl_c_by_signal():

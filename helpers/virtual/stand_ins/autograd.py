@@ -47,14 +47,16 @@ def _engine_run_backward(outputs, *args, **kwargs):
     checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))
     if len(checked) == len(gradients):
         args = (checked, *args[1:])
-    outer, local.backward = getattr(local, "backward", False), True
-    clock = None if active() is None else active().clock
-    opened = clock is not None and clock.start_backward()
+    outer = getattr(local, "backward", False)
+    clock = None if outer or active() is None else active().clock
+    local.backward = True
     try:
+        if clock is not None:
+            clock.start_backward()
         found = _raw_run_backward(outputs, *args, **kwargs)
     finally:
         local.backward = outer
-        if opened:
+        if clock is not None:
             clock.end_backward()
     inputs = args[3] if len(args) > 3 else ()
     return found if not found or len(found) != len(inputs) else tuple(map(_beside_input, found, inputs))

@@ -198,21 +198,25 @@ class InTurn:
 
     def __init__(self, target, args=(), kwargs=None):
         self._call = (target, args, kwargs or {})
-        self._mates = vars(self._waiting).setdefault("mates", [0, None])
-        self._mates[0] += 1
+        issued = active().clock.issued  # nothing is issued while the threads of a crew are made
+        self._mates = getattr(self._waiting, "mates", None)
+        if self._mates is None or self._mates.issued != issued or self._mates.crew is not None:
+            self._mates = self._waiting.mates = SimpleNamespace(count=0, issued=issued, crew=None)
+        self._mates.count += 1
 
     def _beside_the_others(self) -> Crew:
         """On the clock the threads run side by side, as many as were made before the first one started."""
-        vars(self._waiting).pop("mates", None)
-        if self._mates[1] is None:
-            self._mates[1] = Crew(active().clock, self._mates[0])
-        return self._mates[1]
+        if self._mates.crew is None:
+            self._mates.crew = Crew(active().clock, self._mates.count)
+        return self._mates.crew
 
     def start(self) -> None:
         """Run now, and leave the thread's settings as they were."""
         target, args, kwargs = self._call
         index, grad = active().current, torch.is_grad_enabled()
         outer = {name: value for name in ("worker", "backward") if (value := getattr(local, name, None)) is not None}
+        clock = active().clock
+        share = clock.share
         worker = object()  # not `self`, whose tensors would stay should Ctrl-C cut the end off
         active().current = 0  # a new thread starts on GPU 0
         local.worker, local.backward = worker, False
@@ -220,6 +224,7 @@ class InTurn:
             with self._beside_the_others(), autocast.as_in_a_new_thread():
                 target(*args, **kwargs)
         finally:
+            clock.share = share
             active().current = index
             torch._C._set_grad_enabled(grad)  # one call into C++, which Ctrl-C cannot cut in two
             _end(worker, outer)
