@@ -86,8 +86,9 @@ class virtual_gpus:
             if self._machine is not None:
                 raise RuntimeError("these virtual GPUs are on already: call stop() first, or make new ones")
             first = active() is None
-            self._machine = VirtualMachine(**self._arguments)
-            machine.push(self._machine)
+            self._machine = made = VirtualMachine(**self._arguments)
+            made.first_options = lambda: stand_ins.allocator_settings.from_environment(made)
+            machine.push(made)
             try:
                 if first:
                     stand_ins.install()

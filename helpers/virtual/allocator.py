@@ -136,7 +136,7 @@ class CachingAllocator(Rules):
         """Give all segments without a used block, and all free pages of expandable ones, back to the GPU."""
         with self._exclusive():
             self._release_cached()
-            self._publish()
+            self.publish()
 
     def _drain(self):
         """Free what is pending, unless another thread is at work: it will do so when it is done."""
@@ -226,7 +226,8 @@ class CachingAllocator(Rules):
             return nbytes <= self._free_now()
         return self.shared.claim(self.used_bytes, nbytes, self.capacity - self.other)
 
-    def _publish(self):
+    def publish(self):
+        """Tell other processes what this one holds."""
         if self.shared is not None:
             self.shared.publish(self.used_bytes)
 
@@ -237,7 +238,7 @@ class CachingAllocator(Rules):
         self._events["num_ooms"] += 1
         size = self.options.rounded(nbytes)
         self._tell("oom", 0, size)
-        self._publish()
+        self.publish()
         others = () if self.shared is None else sorted(self.shared.others())
         free, allocated, reserved = self._free_now(), self._allocated(), self._reserved()
         return OutOfMemory(self.options.segment_size(size), self.capacity, free, self.context + reserved, self.allowed,
@@ -282,6 +283,11 @@ class CachingAllocator(Rules):
     def used_bytes(self):
         """What nvidia-smi shows for this process: reserved memory and the context."""
         return self.context + self._reserved()
+
+    @property
+    def used_by_all(self):
+        """What nvidia-smi shows for the card: `used_bytes`, and those of other processes."""
+        return self.capacity - self._free_now()
 
     @property
     def free_bytes(self):

@@ -22,7 +22,6 @@ UNLIMITED = (1 << 64) - 1
 INTERVALS = 16  # 1 MiB, 2 MiB, 4 MiB ... 32 GiB and more
 
 
-
 @dataclass(frozen=True)
 class Options:
     """How the allocator behaves. The defaults are PyTorch's.

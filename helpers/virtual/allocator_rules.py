@@ -14,8 +14,8 @@ from collections import deque
 
 from helpers.virtual.allocator_blocks import FREE, SMALL_REQUEST, USED, WAITING, Block
 from helpers.virtual.allocator_expandable import ArenaBlock, ExpandableBlocks
-from helpers.virtual.allocator_options import UNLIMITED, Options
-from helpers.virtual.allocator_stats import METRICS, Stat
+from helpers.virtual.allocator_options import UNLIMITED
+from helpers.virtual.allocator_stats import Stat
 
 
 class NoClock:
@@ -112,7 +112,7 @@ class Rules(ExpandableBlocks):
 
     def _use(self, block, nbytes, size, owner):
         """Split a free block that is out of its list, and enter it among the used ones."""
-        pool, tally = block.pool, block.pool.tally
+        tally = block.pool.tally
         was_split = block.prev is not None or block.next is not None
         if self._splits(block, size):
             rest = _piece(block, block.address + size, block.size - size)

@@ -14,7 +14,7 @@ import re
 import torch
 
 from helpers.virtual.allocator import OutOfMemory, oom_message
-from helpers.virtual.machine import VirtualGPU
+from helpers.virtual.machine import VirtualGPU, parse_version
 
 _HERE = str(pathlib.Path(__file__).parent)
 
@@ -67,7 +67,7 @@ def wrong_generator(wanted: str, found: str) -> RuntimeError:
 
 def out_of_memory_text(error: OutOfMemory, gpu: VirtualGPU) -> str:
     """PyTorch's sentence for an allocation that does not fit, with this GPU's figures."""
-    return oom_message(error, gpu.index)
+    return oom_message(error, gpu.index, gpu.machine.torch_version or parse_version(torch.__version__))
 
 
 def needs_values(what: str) -> RuntimeError:

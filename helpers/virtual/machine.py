@@ -10,8 +10,11 @@ import functools
 import os
 import re
 import threading
+from collections.abc import Callable
 
 from helpers.virtual.allocator import FIRST_ADDRESS, CachingAllocator
+from helpers.virtual.allocator_options import Options
+from helpers.virtual.card_sharing import Cards
 from helpers.virtual.specs import GPUSpec, parse_bytes, spec
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
@@ -41,7 +44,9 @@ class VirtualGPU:
     def start_context(self) -> None:
         """Count the memory that a CUDA context takes; a real card pays it at the process's first touch."""
         if not self.allocator.context:
+            self.machine.start_cuda()
             self.allocator.context = min(self.spec.context, self.memory // 8)
+            self.allocator.publish()
 
     def __repr__(self) -> str:
         return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"
@@ -74,6 +79,9 @@ class VirtualMachine:
         self.torch_version = None if torch_version is None else parse_version(torch_version)
         self.slots = [VirtualGPU(i, gpu_spec, size, self) for i in range(count)]
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
+        self.cards: Cards | None = None  # while it is on: what other processes hold
+        self.options: Options | None = None  # of all allocators; None before CUDA's start
+        self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         self._local = threading.local()
 
     @functools.cached_property
@@ -96,6 +104,17 @@ class VirtualMachine:
         """Forget which cards are visible: CUDA_VISIBLE_DEVICES may still be set by a program that starts now."""
         vars(self).pop("gpus", None)
 
+    def start_cuda(self) -> None:
+        """What PyTorch does at the process's first touch of any card: make the allocators, with their options."""
+        if self.options is None:
+            self.set_options(self.first_options(), first=True)
+
+    def set_options(self, options: Options, first: bool = False) -> None:
+        """Let all allocators behave as `options` say. `first`: they are only being made (see `Options.fraction`)."""
+        self.options = options
+        for gpu in self.slots:
+            gpu.allocator.set_options(options, first)
+
     @property
     def current(self) -> int:
         """Index of this thread's current GPU; every thread starts at 0, as in CUDA."""
@@ -104,6 +123,10 @@ class VirtualMachine:
     @current.setter
     def current(self, index: int) -> None:
         self._local.index = index
+
+    def name_of_cards(self) -> str:
+        """Text that another machine has only if its cards are the same."""
+        return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.kind))}x{self.slots[0].memory}"
 
     def settings(self) -> dict:
         """What another process needs to build the same machine (see `processes`)."""
@@ -153,6 +176,9 @@ def active() -> VirtualMachine | None:
 
 def push(machine: VirtualMachine) -> None:
     """Put `machine` on top; `active()` gives it from now on."""
+    machine.cards = Cards(machine.name_of_cards(), len(machine.slots))
+    for gpu in machine.slots:
+        gpu.allocator.shared = machine.cards.share(gpu.slot)
     _stack.append(machine)
     machine.on = True
 
@@ -161,3 +187,6 @@ def remove(machine: VirtualMachine) -> None:
     """Take `machine` away wherever it stands in the stack (blocks may be stopped out of order)."""
     _stack.remove(machine)
     machine.on = False
+    for gpu in machine.slots:  # tensors that outlive it still give their blocks back
+        gpu.allocator.shared = None
+    machine.cards.close()
