@@ -220,6 +220,8 @@ class Blocks:
         self._relink_all()
         self._recount(self._small, self._small_pools.values())
         self._recount(self._large, self._large_pools.values())
+        for name, tally in ((name, tally) for name in METRICS for tally in (self._small, self._large)):
+            raise_peak(name, tally, self._small, self._large, self._both)
 
     def _relink_all(self):
         blocks = {block.address: block for block in self._used_blocks()}
