@@ -68,11 +68,12 @@ class Cards:
         _open.remove(self)
         _tell_children()
         atexit.unregister(self.close)
-        if self._pid == os.getpid() and self._file is not None:  # else it is the parent's
+        if self._pid == os.getpid() and self.folder.is_dir():  # else it is the parent's, or nobody came
             with self._alone():
                 self._living()
-                self._file.close()
-                os.remove(self._file.name)
+                if self._file is not None:
+                    self._file.close()
+                    os.remove(self._file.name)
                 if self._made_folder and not self._names():
                     shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -153,9 +154,9 @@ class Share:
         self._cards.exchange(self._slot, used)
 
     def free(self, used: int, capacity: int) -> int:
-        """What the card has left."""
+        """What the card has left; no less than 0, though contexts are not refused when it is full."""
         own, others = self._cards.exchange(self._slot, used)
-        return capacity - own - sum(others.values())
+        return max(capacity - own - sum(others.values()), 0)
 
     def others(self) -> list[tuple[int, int]]:
         """(process id, bytes) of each other process on the card."""

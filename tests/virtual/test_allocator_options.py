@@ -436,7 +436,8 @@ def check_books(gpu):
 
 
 OPTIONS = ("expandable_segments:True", "max_split_size_mb:25", "garbage_collection_threshold:0.6",
-           "roundup_power2_divisions:8,expandable_segments:True", "large_segment_size_mb:30,max_split_size_mb:32")  # fmt: skip
+           "roundup_power2_divisions:8,expandable_segments:True",
+           "large_segment_size_mb:30,max_split_size_mb:32")  # fmt: skip
 
 
 @pytest.mark.parametrize("text", OPTIONS)
