@@ -154,9 +154,9 @@ class Share:
         self._cards.exchange(self._slot, used)
 
     def free(self, used: int, capacity: int) -> int:
-        """What the card has left; no less than 0, though contexts are not refused when it is full."""
+        """What the card has left."""
         own, others = self._cards.exchange(self._slot, used)
-        return max(capacity - own - sum(others.values()), 0)
+        return capacity - own - sum(others.values())
 
     def others(self) -> list[tuple[int, int]]:
         """(process id, bytes) of each other process on the card."""

@@ -43,9 +43,19 @@ def not_modelled(what: str) -> NotModelled:
 
 def invalid_device_ordinal() -> Exception:
     """CUDA's answer to a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
+    return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
+
+
+def no_room_for_context() -> Exception:
+    """CUDA's answer to a process that comes to a GPU which other processes have filled."""
+    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
+    return _cuda_error("out of memory", f"Search for `cudaErrorMemoryAllocation' in {where} for more information.")
+
+
+def _cuda_error(what: str, hint: str) -> Exception:
     return torch.AcceleratorError(
-        "CUDA error: invalid device ordinal\n"
-        "GPU device may be out of range, do you have enough GPUs?\n"
+        f"CUDA error: {what}\n"
+        f"{hint}\n"
         "CUDA kernel errors might be asynchronously reported at some other API call, "
         "so the stacktrace below might be incorrect.\n"
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"

@@ -42,11 +42,14 @@ class VirtualGPU:
         return self.streams.get(threading.get_ident(), 0)
 
     def start_context(self) -> None:
-        """Count the memory that a CUDA context takes; a real card pays it at the process's first touch."""
+        """Count the memory that a CUDA context takes; a real card pays it at the process's first touch.
+
+        Raises `machine.no_room_for_context` where other processes left too little.
+        """
         if not self.allocator.context:
             self.machine.start_cuda()
-            self.allocator.context = min(self.spec.context, self.memory // 8)
-            self.allocator.publish()
+            if not self.allocator.take_context(min(self.spec.context, self.memory // 8)):
+                raise self.machine.no_room_for_context()
 
     def __repr__(self) -> str:
         return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"
@@ -82,6 +85,7 @@ class VirtualMachine:
         self.cards: Cards | None = None  # while it is on: what other processes hold
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
+        self.no_room_for_context: Callable[[], Exception] = MemoryError
         self._local = threading.local()
 
     @functools.cached_property

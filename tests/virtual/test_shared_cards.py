@@ -103,12 +103,14 @@ def test_two_cannot_both_take_the_last_memory():
     """Each of four processes takes 20 MiB until there is no more: together no more is given out than the card has."""
     with virtual_gpus(1, memory="4 GiB"):
         ours, theirs = FORK.Pipe()
-        gate = FORK.Event()
-        processes = [FORK.Process(target=take_pieces, args=(theirs, gate)) for _ in range(4)]
+        start, end = FORK.Event(), FORK.Event()
+        processes = [FORK.Process(target=take_pieces, args=(theirs, start, end)) for _ in range(4)]
         for process in processes:
             process.start()
+        assert [ours.recv() for _ in processes] == ["here"] * 4  # each has its context
+        start.set()
         taken = [ours.recv() for _ in processes]
-        gate.set()
+        end.set()
         for process in processes:
             process.join(60)
         context = taken[0][1]
@@ -116,15 +118,27 @@ def test_two_cannot_both_take_the_last_memory():
         assert 4096 * MIB - 20 * MIB < given <= 4096 * MIB
 
 
-def take_pieces(pipe, gate):
+def take_pieces(pipe, start, end):
     held = []
+    torch.cuda.mem_get_info()
+    pipe.send("here")
+    start.wait(60)
     try:
         while True:
             held.append(empty(20 * MIB))
     except torch.OutOfMemoryError:
         pass
     pipe.send([len(held), active_machine().gpus[0].allocator.context])
-    gate.wait(60)
+    end.wait(60)
+
+
+def test_a_full_card_takes_no_further_process():
+    with virtual_gpus(1, memory="2 GiB"):
+        process, pipe, _ = started(FORK, 1700 * MIB)
+        with pytest.raises(torch.AcceleratorError, match="CUDA error: out of memory"):
+            empty(1)
+        stop(process, pipe)
+        assert empty(1).is_cuda
 
 
 def test_other_cards_are_not_shared():

@@ -83,8 +83,9 @@ def record_stream(self, stream) -> None:
     if _gpu(self) is None:
         _raw_record_stream(self, stream)
         return
+    other = active().gpus[stream.device_index].slot, stream.stream_id
     for home in (storage._home for storage in storages(self)):
-        home.gpu.allocator.record_stream(home.block, (stream.device_index, stream.stream_id))
+        home.gpu.allocator.record_stream(home.block, other)
 
 
 def __dlpack__(self, *args, **kwargs):
