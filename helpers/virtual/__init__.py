@@ -35,16 +35,20 @@ Known limits
 - Of torch.distributed, collectives and messages of GPU tensors take modelled time; those of CPU tensors take none.
 - Memory is that of CUDA's operators and libraries; `help("helpers.virtual.on_cuda")` says where it comes from and how
   near it is. Estimated: cuDNN's workspaces, every GPU but the H200. Not counted: memory that is not PyTorch's (NCCL,
-  cuSOLVER), temporaries of sorting. The context is one figure per kind of GPU. Processes that share a virtual GPU do
-  not see each other's memory.
+  cuSOLVER), temporaries of sorting. The context is one figure per kind of GPU.
+- Processes see each other's memory where one started the other, or torchrun both, with the same number, kind and memory
+  of GPUs; programs that were started apart where VIRTUAL_GPUS_FOLDER names the same folder for both. A fork's copies of
+  its parent's tensors count once. On Windows two processes may both take the last free memory.
 - Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
 - `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
   Memory is that of a run with numbers, but for sparse gradients, which then have no entries. DistributedDataParallel
   needs numbers.
 - Refused with an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
-  processes, nested tensors, DLPack, NCCL by hand, allocator settings, temperature and power sensors. The backend "nccl"
-  means gloo.
-- PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) in the environment is not read.
+  processes, nested tensors, DLPack, NCCL by hand, temperature and power sensors, the allocator settings
+  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve. The backend "nccl" means gloo.
+- PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) is read at the first touch of a GPU. Without options the allocator was
+  measured against a real H200; what the options do is read from PyTorch's source.
+- A tensor that `record_stream` named comes back at the first allocation after the stream's work, by the modelled clock.
 - `torch.autocast("cpu")` casts tensors on virtual GPUs as well, which it leaves alone on real ones.
 - Programs started with `subprocess` have no virtual GPUs of their own; put `python -m helpers.virtual` before them.
 - A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or
@@ -62,7 +66,7 @@ import threading
 
 import torch
 
-from helpers.virtual import dispatch, history, machine, stand_ins
+from helpers.virtual import dispatch, errors, history, machine, stand_ins
 from helpers.virtual.errors import NotModelled
 from helpers.virtual.machine import VirtualMachine, active
 from helpers.virtual.timeline import record_timeline
@@ -116,8 +120,10 @@ class virtual_gpus:
             if self._machine is not None:
                 raise RuntimeError("these virtual GPUs are on already: call stop() first, or make new ones")
             first = active() is None
-            self._machine = VirtualMachine(**self._arguments)
-            machine.push(self._machine)
+            self._machine = made = VirtualMachine(**self._arguments)
+            made.first_options = lambda: stand_ins.allocator_settings.from_environment(made)
+            made.no_room_for_context = errors.no_room_for_context
+            machine.push(made)
             try:
                 if first:
                     stand_ins.install()

@@ -12,7 +12,8 @@ lowest address. What remains of it is split off when it is 512 bytes or more (sm
 (large pool). Freed neighbours merge. When memory runs out, segments without any used block go back to the
 GPU, and the allocation is tried once more.
 
-Blocks belong to the stream that they were allocated on. Sizes are bytes. No torch is imported.
+Blocks belong to the stream that they were allocated on. What options change stands in `allocator_options`, what
+other streams change in `allocator_rules`. Sizes are bytes. No torch is imported.
 """
 
 import threading
@@ -20,15 +21,10 @@ import weakref
 from collections import deque
 from contextlib import contextmanager
 
-from helpers.virtual.allocator_blocks import FREEING, USED, Block, Blocks, segment_size
-from helpers.virtual.allocator_stats import (
-    OutOfMemory,
-    drop_peaks,
-    format_size,
-    nested_stats,
-    oom_message,
-    segment_entry,
-)
+from helpers.virtual.allocator_blocks import FREEING, USED, Block
+from helpers.virtual.allocator_figures import Figures
+from helpers.virtual.allocator_report import OutOfMemory, oom_message
+from helpers.virtual.allocator_stats import format_size
 
 __all__ = ["Block", "CachingAllocator", "OutOfMemory", "format_size", "oom_message"]
 
@@ -45,14 +41,16 @@ class Owner(weakref.ref):
         self.address = None  # no block yet
 
 
-class CachingAllocator(Blocks):
+class CachingAllocator(Figures):
     """The memory of one GPU with `capacity` bytes, `context` of them taken by this process's CUDA context.
 
-    `other` may be set to what other processes hold. GPUs that differ in `first_address` by more than they
-    ever reserve give different addresses. `observers` are called as f(event, address, size) for "alloc" and
-    "free" (size: the block's), "segment_alloc", "segment_free" (the segment's) and "oom" (address 0, size: the block's
-    that found no place); they may read the properties and free blocks, no more. `oom_observers` are called as f(error)
-    before an OutOfMemory is raised, when the allocator is free again; what they raise is raised instead.
+    `other` may be set to what others hold, `shared` to a `card_sharing.Share`, which tells of other processes. GPUs
+    that differ in `first_address` by more than they ever reserve give different addresses. `observers` are called as
+    f(event, address, size) for "alloc" and "free" (size: the block's; "free_requested" and "free_completed" where it
+    waited for a stream in between), "segment_alloc", "segment_free" (the segment's), "segment_map", "segment_unmap"
+    (pages of an expandable one) and "oom" (address 0, size: the block's that found no place); they may read the
+    properties and free blocks, no more. `oom_observers` are called as f(error) before an OutOfMemory is raised, when
+    the allocator is free again; what they raise is raised instead.
 
     Any thread may call any method. `free` never waits and may be called at any moment, also by a finalizer
     that interrupts `malloc`. An exception in the middle (Ctrl-C) leaves the books in order.
@@ -62,8 +60,8 @@ class CachingAllocator(Blocks):
         if capacity <= 0 or not 0 <= context < capacity:
             raise ValueError(f"a GPU of {capacity} bytes cannot hold a context of {context} bytes")
         super().__init__(self._room_for_segment, first_address)
-        self.capacity, self.context, self.other = capacity, context, 0
-        self._fraction = None
+        self.capacity, self.context, self.other, self.shared = capacity, context, 0, None
+        self._fraction, self._max_split = None, -1
         self._pending, self._busy, self._lock = deque(), False, threading.RLock()
         self.oom_observers = []
 
@@ -86,7 +84,10 @@ class CachingAllocator(Blocks):
             try:
                 if self._pending:
                     self._free_pending()
-                block = self._allocate(nbytes, (nbytes + 511) & -512, stream, owner)
+                if self._by_rules:
+                    block = self._allocate_by_rules(nbytes, self.options.rounded(nbytes), stream, owner)
+                else:
+                    block = self._allocate(nbytes, (nbytes + 511) & -512, stream, owner)
                 if block is None:
                     error = self._out_of_memory(nbytes)
                 elif self.observers:
@@ -121,10 +122,20 @@ class CachingAllocator(Blocks):
         """
         return Owner(thing, self._pending.append)
 
+    def record_stream(self, block, stream):
+        """Note that `stream` uses the block too: freed, it is not used again before that stream has come so far.
+
+        `stream` is a (GPU, stream) that `clock` knows; the block's own stream needs no note.
+        """
+        with self._exclusive():
+            if block.size and block.state == USED and stream[1] != block.pool.stream:
+                self._record(block, stream)
+
     def empty_cache(self):
-        """Give all segments without a used block back to the GPU."""
+        """Give all segments without a used block, and all free pages of expandable ones, back to the GPU."""
         with self._exclusive():
             self._release_cached()
+            self.publish()
 
     def _drain(self):
         """Free what is pending, unless another thread is at work: it will do so when it is done."""
@@ -144,12 +155,15 @@ class CachingAllocator(Blocks):
         while pending:
             address = pending[0].address
             block = live.pop(address, None)
-            size = 0 if block is None else block.size
+            size, event = 0 if block is None else block.size, "free"
             if size:
-                self._reclaim(block)
+                if self._by_rules:
+                    event = "free_requested" if self._reclaim_by_rules(block) else "free"
+                else:
+                    self._reclaim(block)
             pending.popleft()
             if size and self.observers:
-                self._tell("free", address, size)
+                self._tell(event, address, size)
 
     def _rebuild(self):
         while self._pending:  # blocks that were being freed are out of _live already, or come out here
@@ -173,108 +187,6 @@ class CachingAllocator(Blocks):
             finally:
                 self._busy = False
         self._drain()
-
-    # ---- limits
-
-    def set_fraction(self, fraction):
-        """Limit reserved memory to `fraction` (0 to 1) of the capacity: set_per_process_memory_fraction."""
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        self._fraction = float(fraction)
-
-    @property
-    def fraction(self):
-        """The part of the capacity that may be reserved: 1.0 unless `set_fraction` said otherwise."""
-        return 1.0 if self._fraction is None else self._fraction
-
-    @property
-    def allowed(self):
-        """The bytes that may be reserved, or None when no fraction was set."""
-        return None if self._fraction is None else int(self._fraction * self.capacity)
-
-    def _room_for_segment(self, nbytes):
-        within = self._fraction is None or self._reserved() + nbytes <= self.allowed
-        return within and nbytes <= self._free_now()
-
-    def _out_of_memory(self, nbytes):
-        self._events["num_ooms"] += 1
-        size = (nbytes + 511) & -512
-        requested = segment_size(size)
-        self._tell("oom", 0, size)
-        free, allocated, reserved = self._free_now(), self._allocated(), self._reserved()
-        used = self.context + reserved
-        return OutOfMemory(requested, self.capacity, free, used, self.allowed, allocated, reserved)
-
-    # ---- figures
-
-    def _allocated(self):
-        return self._small.allocated_bytes + self._large.allocated_bytes
-
-    def _reserved(self):
-        return self._small.reserved_bytes + self._large.reserved_bytes
-
-    def _free_now(self):
-        return self.capacity - self.context - self.other - self._reserved()
-
-    @property
-    def allocated(self):
-        """Bytes in used blocks: torch.cuda.memory_allocated."""
-        self._drain()
-        return self._allocated()
-
-    @property
-    def reserved(self):
-        """Bytes in segments, used or cached: torch.cuda.memory_reserved."""
-        return self._reserved()
-
-    @property
-    def peak_allocated(self):
-        """The most that was ever allocated since `reset_peak_stats`: torch.cuda.max_memory_allocated."""
-        self._drain()
-        return max(self._both.allocated_bytes_peak, self._allocated())
-
-    @property
-    def peak_reserved(self):
-        """The most that was ever reserved since `reset_peak_stats`: torch.cuda.max_memory_reserved."""
-        return self._both.reserved_bytes_peak
-
-    @property
-    def used_bytes(self):
-        """What nvidia-smi shows for this process: reserved memory and the context."""
-        return self.context + self._reserved()
-
-    @property
-    def free_bytes(self):
-        """What the GPU has left for anybody: the first figure of torch.cuda.mem_get_info."""
-        return self._free_now()
-
-    def stats(self):
-        """The nested dictionary that torch.cuda.memory_stats flattens."""
-        with self._exclusive():
-            self._note_peaks()
-            return nested_stats(self._small, self._large, self._both, self._events)
-
-    def reset_peak_stats(self):
-        """Let every peak start again from the present value."""
-        with self._exclusive():
-            drop_peaks(self._small, self._large, self._both)
-            self._rising = False
-
-    def reset_accumulated_stats(self):
-        """Count `allocated` and `freed`, the retries and the out-of-memory errors from zero again."""
-        with self._exclusive():
-            self._small.forget_history()
-            self._large.forget_history()
-            self._events.update(dict.fromkeys(self._events, 0))
-
-    def snapshot(self, device=0):
-        """All segments, by address, as torch.cuda.memory_snapshot lists them; `device` is the GPU's index."""
-        with self._exclusive():
-            blocks = [*self._live.values()]
-            for pool in (*self._small_pools.values(), *self._large_pools.values()):
-                blocks += [entry[2] for entry in pool.free]
-            heads = sorted((block for block in blocks if block.prev is None), key=lambda block: block.address)
-            return [segment_entry(head, device) for head in heads]
 
 
 _NESTED = (

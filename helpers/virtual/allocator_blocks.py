@@ -15,31 +15,36 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 OWN_SEGMENT_FROM = 10 << 20
 
-# A block's state. FREEING: given back, but not yet seen by the thread that has the lock.
-FREE, USED, FREEING = 0, 1, 2
+# A block's state. FREEING: given back, but not yet seen by the thread that has the lock. WAITING: for other streams.
+# UNMAPPED: addresses of an expandable segment that have no memory.
+FREE, USED, FREEING, WAITING, UNMAPPED = range(5)
 
 
 class Block:
     """A piece of a segment: `address`, `size` (rounded up) and `requested` (as asked for), in bytes."""
 
-    __slots__ = ("address", "next", "owner", "pool", "prev", "requested", "size", "state")
+    __slots__ = ("address", "born", "next", "owner", "pool", "prev", "requested", "size", "state")
+    arena = None  # the expandable segment that it is in (see `allocator_expandable`)
 
     def __init__(self, address, size, pool, prev, next):
         self.address, self.size, self.requested, self.owner = address, size, 0, None
         self.pool, self.prev, self.next, self.state = pool, prev, next, FREE
 
     def __repr__(self):
-        state = ("free", "used", "being freed")[self.state]
+        state = ("free", "used", "being freed", "waiting for a stream", "without memory")[self.state]
         return f"Block({self.address:#x}, {format_size(self.size)}, {state})"
 
 
 class Pool:
-    """The free blocks of one size class on one stream: a sorted list of (size, address, block)."""
+    """The free blocks of one size class on one stream: a sorted list of (size, address, block).
 
-    __slots__ = ("free", "small", "split_from", "stream", "tally")
+    `unmapped`: what of its expandable segments has no memory, as a sorted list of (address, block).
+    """
+
+    __slots__ = ("free", "small", "split_from", "stream", "tally", "unmapped")
 
     def __init__(self, small, stream, tally):
-        self.small, self.stream, self.tally, self.free = small, stream, tally, []
+        self.small, self.stream, self.tally, self.free, self.unmapped = small, stream, tally, [], []
         self.split_from = 512 if small else SMALL_REQUEST + 1  # the least remainder that is split off
 
 
@@ -210,19 +215,30 @@ class Blocks:
 
     def _rebuild(self):
         """Make links, free lists and counters anew from _segments and _live: something was cut short."""
-        used = sorted(self._live)
         for pool in (*self._large_pools.values(), *self._small_pools.values()):
             pool.free.clear()
-        for start, (nbytes, pool) in self._segments.items():
-            inside = used[bisect_left(used, start) : bisect_left(used, start + nbytes)]
-            self._relink([self._live[address] for address in inside], start, start + nbytes, pool)
+        self._relink_all()
         self._recount(self._small, self._small_pools.values())
         self._recount(self._large, self._large_pools.values())
+        for name, tally in ((name, tally) for name in METRICS for tally in (self._small, self._large)):
+            raise_peak(name, tally, self._small, self._large, self._both)
+
+    def _relink_all(self):
+        blocks = {block.address: block for block in self._used_blocks()}
+        used = sorted(blocks)
+        for start, (nbytes, pool) in self._segments.items():
+            inside = used[bisect_left(used, start) : bisect_left(used, start + nbytes)]
+            self._relink([blocks[address] for address in inside], start, start + nbytes, pool)
+
+    def _used_blocks(self):
+        """The blocks that nobody else may have."""
+        return list(self._live.values())
 
     def _recount(self, tally, pools):
         blocks = [block for block in self._live.values() if block.pool.tally is tally]
         segments = [nbytes for nbytes, pool in self._segments.values() if pool.tally is tally]
-        splits = [size for pool in pools for size, _, block in pool.free if block.prev or block.next]
+        free = [entry for pool in pools for entry in pool.free if entry[2].arena is None]
+        splits = [size for size, _, block in free if block.prev or block.next]
         used = [len(blocks), sum(block.size for block in blocks), sum(block.requested for block in blocks)]
         figures = [*used, len(segments), sum(segments), len(splits), sum(splits)]
         for name, figure in zip(METRICS, figures, strict=True):

@@ -1,5 +1,4 @@
-"""What the caching allocator reports: counters, the dictionaries behind `torch.cuda.memory_stats` and
-`torch.cuda.memory_snapshot`, and the text of an out-of-memory error.
+"""What the caching allocator counts: the dictionary behind `torch.cuda.memory_stats`, and an out-of-memory error.
 
 Nothing here decides where memory goes; that is `allocator.py`. Sizes are bytes. No torch is imported.
 """
@@ -26,13 +25,31 @@ class Tally:
     What was ever taken away is the difference of what was added and what is there, so it needs no counter.
     """
 
-    __slots__ = (*(name + kind for name in METRICS for kind in _KINDS), "base_down", "base_up")
+    __slots__ = (*(name + kind for name in METRICS for kind in _KINDS), "active_bytes_peak", "active_peak",
+                 "base_down", "base_up", "waiting", "waiting_bytes")  # fmt: skip
 
     def __init__(self):
+        self.waiting = self.waiting_bytes = 0  # freed, but another stream still uses them
+        self.active_peak = self.active_bytes_peak = 0  # looked at only while something waits
         for name in METRICS:
             for kind in _KINDS:
                 setattr(self, name + kind, 0)
         self.forget_history()
+
+    @property
+    def active(self):
+        """Blocks that are used or wait."""
+        return self.allocation + self.waiting
+
+    @property
+    def active_bytes(self):
+        """Bytes in blocks that are used or wait."""
+        return self.allocated_bytes + self.waiting_bytes
+
+    def raise_active_peaks(self, blocks, nbytes):
+        """Lift the peaks of `active` and `active_bytes` to these figures."""
+        self.active_peak = max(self.active_peak, blocks)
+        self.active_bytes_peak = max(self.active_bytes_peak, nbytes)
 
     def down(self, name):
         """All that was ever taken away from the metric `name`."""
@@ -42,11 +59,39 @@ class Tally:
         """Count `allocated` and `freed` from here on."""
         self.base_up = {name: getattr(self, name + "_up") for name in METRICS}
         self.base_down = {name: self.down(name) for name in METRICS}
+        self.base_down["active"] = self.allocation_up - self.active
+        self.base_down["active_bytes"] = self.allocated_bytes_up - self.active_bytes
 
     def correct(self, name, current):
         """Set a metric to what is really there, keeping current = added - taken away."""
         setattr(self, name + "_up", getattr(self, name + "_up") - getattr(self, name) + current)
         setattr(self, name, current)
+
+
+class Stat:
+    """One counter with its peak, for figures that are not kept by pool."""
+
+    def __init__(self):
+        self.current = self.peak = self.up = self.base_up = self.base_down = 0
+
+    def change(self, by):
+        """Count up or down."""
+        self.current += by
+        self.up += max(by, 0)
+        self.peak = max(self.peak, self.current)
+
+    def drop_peak(self):
+        """Let the peak start again from the present value."""
+        self.peak = self.current
+
+    def forget_history(self):
+        """Count `allocated` and `freed` from here on."""
+        self.base_up, self.base_down = self.up, self.up - self.current
+
+    def entry(self):
+        """As torch.cuda.memory_stats_as_nested_dict lists it."""
+        allocated, freed = self.up - self.base_up, self.up - self.current - self.base_down
+        return {"current": self.current, "peak": self.peak, "allocated": allocated, "freed": freed}
 
 
 def raise_peak(name, tally, small, large, both):
@@ -62,6 +107,11 @@ def drop_peaks(small, large, both):
         for tally in (small, large):
             setattr(tally, name + "_peak", getattr(tally, name))
         setattr(both, name + "_peak", getattr(small, name) + getattr(large, name))
+    for tally in (small, large, both):
+        tally.active_peak = tally.active_bytes_peak = 0
+    small.raise_active_peaks(small.active, small.active_bytes)
+    large.raise_active_peaks(large.active, large.active_bytes)
+    both.raise_active_peaks(small.active + large.active, small.active_bytes + large.active_bytes)
 
 
 def _pool_entry(tally, name):
@@ -80,55 +130,33 @@ def _entry(name, small, large, both):
     return {"all": total, **parts}
 
 
-def nested_stats(small, large, both, events):
+def _active_entry(name, like, small, large, both):
+    """`active` goes up as `allocation` does and comes down later, where a block waits for another stream."""
+    entry = _entry(like, small, large, both)
+    for key, tally in (("small_pool", small), ("large_pool", large)):
+        current = getattr(tally, name)
+        entry[key]["current"] = current
+        entry[key]["freed"] = getattr(tally, like + "_up") - current - tally.base_down[name]
+    for figure in ("current", "freed"):
+        entry["all"][figure] = entry["small_pool"][figure] + entry["large_pool"][figure]
+    for key, tally in (("small_pool", small), ("large_pool", large), ("all", both)):
+        entry[key]["peak"] = max(entry[key]["peak"], getattr(tally, name + "_peak"))
+    return entry
+
+
+def nested_stats(small, large, both, events, oversize, max_split):
     """The dictionary of `torch.cuda.memory_stats_as_nested_dict` (torch/cuda/memory.py names its keys).
 
-    `active` equals `allocation`: the model has no blocks that wait for another stream. `max_split_size` is -1
-    and the oversize counters are zero, as in PyTorch without the option max_split_size_mb.
+    oversize: the entries of blocks and segments of at least `max_split` bytes, which is -1 without a limit.
     """
     stats = {name: _entry(name, small, large, both) for name in METRICS}
-    stats["active"] = _entry("allocation", small, large, both)
-    stats["active_bytes"] = _entry("allocated_bytes", small, large, both)
-    stats["oversize_allocations"] = dict.fromkeys(_FIGURES, 0)
-    stats["oversize_segments"] = dict.fromkeys(_FIGURES, 0)
-    stats["max_split_size"] = -1
+    stats["active"] = _active_entry("active", "allocation", small, large, both)
+    stats["active_bytes"] = _active_entry("active_bytes", "allocated_bytes", small, large, both)
+    stats.update(oversize)
+    stats["max_split_size"] = max_split
     stats["num_oom_rejections"] = 0
     stats.update(events)
     return stats
-
-
-def _block_entry(block):
-    return {
-        "address": block.address,
-        "size": block.size,
-        "requested_size": block.requested if block.state else 0,
-        "state": "active_allocated" if block.state else "inactive",
-        "frames": [],
-    }
-
-
-def segment_entry(head, device):
-    """One segment as `torch.cuda.memory_snapshot` describes it; `head` is its first block."""
-    blocks, block = [], head
-    while block is not None:
-        blocks.append(_block_entry(block))
-        block = block.next
-    active = [entry for entry in blocks if entry["state"] == "active_allocated"]
-    used = sum(entry["size"] for entry in active)
-    return {
-        "device": device,
-        "address": head.address,
-        "total_size": sum(entry["size"] for entry in blocks),
-        "allocated_size": used,
-        "active_size": used,
-        "requested_size": sum(entry["requested_size"] for entry in active),
-        "stream": head.pool.stream,
-        "segment_type": "small" if head.pool.small else "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": blocks,
-    }
 
 
 def format_size(nbytes):
@@ -140,36 +168,3 @@ def format_size(nbytes):
     if nbytes <= _GIB:
         return f"{nbytes / _MIB:.2f} MiB"
     return f"{nbytes / _GIB:.2f} GiB"
-
-
-class OutOfMemory(Exception):
-    """An allocation found no memory, even after the cache was emptied. All figures in bytes.
-
-    requested: the segment that was asked of the GPU; capacity, free: the GPU's; used: this process, with its
-    context; allowed: the limit of `set_fraction`, or None; allocated, reserved: the allocator's.
-    """
-
-    def __init__(self, requested, capacity, free, used, allowed, allocated, reserved):
-        self.requested, self.capacity, self.free, self.used = requested, capacity, free, used
-        self.allowed, self.allocated, self.reserved = allowed, allocated, reserved
-        left = f"{format_size(free)} of {format_size(capacity)}"
-        super().__init__(f"{format_size(requested)} wanted, {left} free")
-
-
-def oom_message(error, gpu_index, setting_name="PYTORCH_CUDA_ALLOC_CONF"):
-    """PyTorch's own text (2.11 to 2.15, on a real H200) for an `OutOfMemory` on GPU `gpu_index`.
-
-    `setting_name` is the environment variable that the text recommends.
-    """
-    allowed = "" if error.allowed is None else f"{format_size(error.allowed)} allowed; "
-    return (
-        f"CUDA out of memory. Tried to allocate {format_size(error.requested)}. GPU {gpu_index} has a total"
-        f" capacity of {format_size(error.capacity)} of which {format_size(error.free)} is free."
-        f" Including non-PyTorch memory, this process has {format_size(error.used)} memory in use. {allowed}"
-        f"Of the allocated memory {format_size(error.allocated)} is allocated by PyTorch, and"
-        f" {format_size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
-        f" If reserved but unallocated memory is large try setting {setting_name}=expandable_segments:True"
-        " to avoid fragmentation.  See documentation for Memory Management "
-        " (https://docs.pytorch.org/docs/stable/notes/cuda.html"
-        "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
-    )

@@ -14,7 +14,7 @@ import re
 import torch
 
 from helpers.virtual.allocator import OutOfMemory, oom_message
-from helpers.virtual.machine import VirtualGPU
+from helpers.virtual.machine import VirtualGPU, parse_version
 
 _HERE = str(pathlib.Path(__file__).parent)
 
@@ -48,9 +48,19 @@ def not_ready() -> RuntimeError:
 
 def invalid_device_ordinal() -> Exception:
     """CUDA's answer to a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
+    return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
+
+
+def no_room_for_context() -> Exception:
+    """CUDA's answer to a process that comes to a GPU which other processes have filled."""
+    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
+    return _cuda_error("out of memory", f"Search for `cudaErrorMemoryAllocation' in {where} for more information.")
+
+
+def _cuda_error(what: str, hint: str) -> Exception:
     return torch.AcceleratorError(
-        "CUDA error: invalid device ordinal\n"
-        "GPU device may be out of range, do you have enough GPUs?\n"
+        f"CUDA error: {what}\n"
+        f"{hint}\n"
         "CUDA kernel errors might be asynchronously reported at some other API call, "
         "so the stacktrace below might be incorrect.\n"
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
@@ -72,7 +82,7 @@ def wrong_generator(wanted: str, found: str) -> RuntimeError:
 
 def out_of_memory_text(error: OutOfMemory, gpu: VirtualGPU) -> str:
     """PyTorch's sentence for an allocation that does not fit, with this GPU's figures."""
-    return oom_message(error, gpu.index)
+    return oom_message(error, gpu.index, gpu.machine.torch_version or parse_version(torch.__version__))
 
 
 def needs_values(what: str) -> RuntimeError:

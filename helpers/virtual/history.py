@@ -21,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from helpers.virtual import stacks
+from helpers.virtual import allocator_conf, stacks
 from helpers.virtual.machine import VirtualGPU, VirtualMachine
 
 NEVER, STATE, ALLOC, ALL = range(4)  # which events get a stack: none, live blocks, allocations too, frees too
@@ -72,6 +72,7 @@ class Recorder:
         self._gpu, self._allocator, self._deaths = gpu, gpu.allocator, None
         self.entries: deque = deque()
         self._blocks: dict[int, Live] = {}
+        self._waiting: dict[int, Live] = {}  # freed, but another stream still uses them
         self._segments: dict[int, tuple] = {}  # address -> (stream, stack); no address is used for a second segment
         self.settings: Settings | None = None
 
@@ -125,6 +126,9 @@ class Recorder:
             self._deaths.watch(thing, address)
 
     def _free(self, address, size):
+        self._free_requested(address, size, ("free_requested", "free_completed"))
+
+    def _free_requested(self, address, size, actions=("free_requested",)):
         block, now = self._blocks.pop(address, None), None
         if block is None:  # Ctrl-C cut short what would have told of its beginning
             return
@@ -132,8 +136,16 @@ class Recorder:
         if self._deaths is not None:
             now, stack = self._deaths.of(address) or (None, stacks.take())
             forward = None
-        for action in ("free_requested", "free_completed"):
+        for action in actions:
             self._add(action, address, block.requested, block.stream, now, stack, forward)
+        if "free_completed" not in actions:
+            self._waiting[address] = block
+
+    def _free_completed(self, address, size):
+        block = self._waiting.pop(address, None)
+        if block is not None:
+            stack = stacks.take() if self.settings.context >= STATE else None
+            self._add("free_completed", address, block.requested, block.stream, stack=stack)
 
     def _segment_alloc(self, address, size):
         stream = self._allocator._segments[address][1].stream
@@ -145,6 +157,16 @@ class Recorder:
         if self.settings.context >= STATE:
             stack = stacks.take()
         self._add("segment_free", address, size, stream, stack=stack)
+
+    def _segment_map(self, address, size):
+        arena, stack = self._allocator.arena_at(address), stacks.take() if self.settings.context >= STATE else None
+        if address == arena.address:
+            self._segments.setdefault(address, (arena.pool.stream, stack))
+        self._add("segment_map", address, size, arena.pool.stream, stack=stack)
+
+    def _segment_unmap(self, address, size):
+        stack = stacks.take() if self.settings.context >= STATE else None
+        self._add("segment_unmap", address, size, self._allocator.arena_at(address).pool.stream, stack=stack)
 
     def _oom(self, _, size):
         stack = stacks.take() if self.settings.context >= STATE else None
@@ -195,7 +217,7 @@ class History:
         self.recorders = [Recorder(gpu) for gpu in machine.gpus]
         self.settings: Settings | None = None
         self.annotations: deque = deque()  # (name, "START" or "END", GPU, nanoseconds)
-        self.allocator_settings = ""
+        self.allocator_settings = allocator_conf.from_environment()
 
     def start(self, settings: Settings, clear: bool = False) -> None:
         """Record, with or without what was recorded before."""

@@ -11,14 +11,33 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 
 from helpers.virtual.allocator import FIRST_ADDRESS, CachingAllocator
+from helpers.virtual.allocator_options import Options
+from helpers.virtual.card_sharing import Cards
 from helpers.virtual.clock import Clock
 from helpers.virtual.links import arrange
 from helpers.virtual.specs import GPUSpec, parse_bytes, spec
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
+
+
+class _StreamTimes:
+    """What an allocator asks about streams (`allocator_rules.NoClock`), answered by the machine's clock of the moment."""
+
+    def __init__(self, machine: VirtualMachine):
+        self._machine = machine
+
+    def mark(self, stream: tuple[int, int]) -> float:
+        return self._machine.clock.mark(*stream)
+
+    def has_passed(self, mark: float) -> bool:
+        return mark <= self._machine.clock.now
+
+    def wait_for(self, mark: float) -> None:
+        self._machine.clock.wait(mark)
 
 
 class VirtualGPU:
@@ -32,6 +51,7 @@ class VirtualGPU:
         self.machine = machine
         # Cards do not share addresses: a snapshot of four GPUs must not show one block four times.
         self.allocator = CachingAllocator(memory, first_address=FIRST_ADDRESS + (slot << 44))
+        self.allocator.clock = _StreamTimes(machine)
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see on_cuda.blas)
         self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
@@ -43,9 +63,14 @@ class VirtualGPU:
         return self.streams.get(threading.get_ident(), 0)
 
     def start_context(self) -> None:
-        """Count the memory that a CUDA context takes; a real card pays it at the process's first touch."""
+        """Count the memory that a CUDA context takes; a real card pays it at the process's first touch.
+
+        Raises `machine.no_room_for_context` where other processes left too little.
+        """
         if not self.allocator.context:
-            self.allocator.context = min(self.spec.context, self.memory // 8)
+            self.machine.start_cuda()
+            if not self.allocator.take_context(min(self.spec.context, self.memory // 8)):
+                raise self.machine.no_room_for_context()
 
     def __repr__(self) -> str:
         return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"
@@ -86,6 +111,10 @@ class VirtualMachine:
         self.clock = Clock(count)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
+        self.cards: Cards | None = None  # while it is on: what other processes hold
+        self.options: Options | None = None  # of all allocators; None before CUDA's start
+        self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
+        self.no_room_for_context: Callable[[], Exception] = MemoryError
         self._local = threading.local()
 
     @functools.cached_property
@@ -107,6 +136,17 @@ class VirtualMachine:
     def look_again(self) -> None:
         """Forget which cards are visible: CUDA_VISIBLE_DEVICES may still be set by a program that starts now."""
         vars(self).pop("gpus", None)
+
+    def start_cuda(self) -> None:
+        """What PyTorch does at the process's first touch of any card: make the allocators, with their options."""
+        if self.options is None:
+            self.set_options(self.first_options(), first=True)
+
+    def set_options(self, options: Options, first: bool = False) -> None:
+        """Let all allocators behave as `options` say. `first`: they are only being made (see `Options.fraction`)."""
+        self.options = options
+        for gpu in self.slots:
+            gpu.allocator.set_options(options, first)
 
     @property
     def current(self) -> int:
@@ -137,6 +177,10 @@ class VirtualMachine:
         elif time.monotonic() > since + 1:
             return 0.0
         return self.clock.tracks[gpu.slot].load(self.clock.now)
+
+    def name_of_cards(self) -> str:
+        """Text that another machine has only if its cards are the same."""
+        return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.kind))}x{self.slots[0].memory}"
 
     def settings(self) -> dict:
         """What another process needs to build the same machine (see `processes`)."""
@@ -189,6 +233,9 @@ def active() -> VirtualMachine | None:
 
 def push(machine: VirtualMachine) -> None:
     """Put `machine` on top; `active()` gives it from now on."""
+    machine.cards = Cards(machine.name_of_cards(), len(machine.slots))
+    for gpu in machine.slots:
+        gpu.allocator.shared = machine.cards.share(gpu.slot)
     _stack.append(machine)
     machine.on = True
 
@@ -197,3 +244,6 @@ def remove(machine: VirtualMachine) -> None:
     """Take `machine` away wherever it stands in the stack (blocks may be stopped out of order)."""
     _stack.remove(machine)
     machine.on = False
+    for gpu in machine.slots:  # tensors that outlive it still give their blocks back
+        gpu.allocator.shared = None
+    machine.cards.close()

@@ -14,6 +14,7 @@ import torch
 from helpers.virtual.on_cuda import attention, dropout, normalization, recurrent
 from helpers.virtual.stand_ins import (
     accelerator,
+    allocator_settings,  # noqa: F401 (no rows: snapshots has the names)
     autocast,
     autograd,
     blas,

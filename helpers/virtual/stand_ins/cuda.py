@@ -158,8 +158,8 @@ def memory_usage(device=None) -> int:
 
 
 def device_memory_used(device=None) -> int:
-    """Bytes in use as the driver sees them: reserved memory and the context."""
-    return gpu_at(device).allocator.used_bytes
+    """Bytes in use as the driver sees them: reserved memory and contexts, of all processes."""
+    return gpu_at(device).allocator.used_by_all
 
 
 def _has_no_sensor(name: str):

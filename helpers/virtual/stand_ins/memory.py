@@ -34,13 +34,16 @@ def set_per_process_memory_fraction(fraction: float, device=None) -> None:
         raise TypeError("Invalid type for fraction argument, must be `float`")
     if not 0 <= fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    gpu_at(device).allocator.set_fraction(fraction)
+    gpu = gpu_at(device)
+    gpu.machine.start_cuda()
+    gpu.allocator.set_fraction(fraction)
 
 
 def get_per_process_memory_fraction(device=None) -> float:
     """What `set_per_process_memory_fraction` set; 1.0 at first."""
-    fraction = gpu_at(device).allocator.fraction
-    return 1.0 if fraction is None else fraction
+    gpu = gpu_at(device)
+    gpu.machine.start_cuda()
+    return gpu.allocator.fraction
 
 
 def mem_get_info(device=None) -> tuple[int, int]:
@@ -51,14 +54,12 @@ def mem_get_info(device=None) -> tuple[int, int]:
 
 
 def list_gpu_processes(device=None) -> str:
-    """The processes on a GPU: this one, or none."""
+    """The processes on a GPU, as far as they share these virtual ones."""
     gpu = gpu_at(device)
-    used = gpu.allocator.used_bytes
-    lines = [f"GPU:{gpu.index}"]
-    lines.append(
-        f"process {_pid():>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" if used else "no processes are running"
-    )
-    return "\n".join(lines)
+    found = [(_pid(), gpu.allocator.used_bytes)] if gpu.allocator.used_bytes else []
+    found += gpu.allocator.shared.others()
+    lines = [f"process {pid:>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" for pid, used in sorted(found)]
+    return "\n".join([f"GPU:{gpu.index}", *(lines or ["no processes are running"])])
 
 
 def _pid() -> int:

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _python_dispatch
 
 from helpers.virtual import errors, history, stacks
+from helpers.virtual.allocator_options import Options
 from helpers.virtual.dispatch import enter_thread
 from helpers.virtual.history import ACTIONS, ALL, ALLOC, NEVER, STATE, Settings, history_of
 from helpers.virtual.machine import active
@@ -168,7 +169,7 @@ def _as_dictionary(kept, segments, traces) -> dict:
     result = {
         "segments": [segment for _, segment in segments],
         "device_traces": [[_event(entry, frames, epoch) for entry in trace] for trace in traces],
-        "allocator_settings": described(kept.allocator_settings, INSTALLED),
+        "allocator_settings": described(kept.allocator_settings, active().options or Options(), INSTALLED),
         "external_annotations": [
             {"name": name, "stage": stage, "device": gpu, "time_us": (moment + epoch) // 1000}
             for name, stage, gpu, moment in kept.annotations.copy()
@@ -231,13 +232,13 @@ def _visible():
 
 
 def _accelerator_setAllocatorSettings(settings: str) -> None:
-    """Behind `torch.cuda.memory._set_allocator_settings`: only what the model has, all else is refused by name."""
-    apply_settings(settings, active().gpus)
+    """Behind `torch.cuda.memory._set_allocator_settings`: see `allocator_settings`."""
+    apply_settings(settings, active())
     history_of(active()).allocator_settings = settings
 
 
 def _accelerator_getAllocatorSettings() -> str:
-    """What was set last, or ""."""
+    """What was set last: by a call, or else in the environment."""
     return history_of(active()).allocator_settings
 
 

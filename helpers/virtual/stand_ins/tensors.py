@@ -6,7 +6,7 @@ import torch
 
 from helpers.virtual import errors
 from helpers.virtual.machine import active
-from helpers.virtual.placement import device_of, gpu_of, is_inside
+from helpers.virtual.placement import device_of, gpu_of, is_inside, storages
 
 _raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
 _raw_is_cpu = torch._C.TensorBase.is_cpu.__get__
@@ -79,9 +79,13 @@ def _is_cuda_type(dtype) -> bool:
 
 
 def record_stream(self, stream) -> None:
-    """Tells the allocator of a second stream; a block of a virtual GPU is free for reuse at once all the same."""
+    """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
     if _gpu(self) is None:
         _raw_record_stream(self, stream)
+        return
+    other = active().gpus[stream.device_index].slot, stream.stream_id
+    for home in (storage._home for storage in storages(self)):
+        home.gpu.allocator.record_stream(home.block, other)
 
 
 def __dlpack__(self, *args, **kwargs):

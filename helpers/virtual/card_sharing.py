@@ -1,0 +1,208 @@
+"""Processes on the same virtual cards: what each of them holds there, for all to see.
+
+    export VIRTUAL_GPUS_FOLDER=/some/folder      # where two programs that were started apart shall share their cards
+
+Every process with virtual GPUs has a small file in a folder, with the bytes that it holds on each card. Processes find
+the folder through the environment variable VIRTUAL_GPUS_FOLDER, which the first of them sets for those it starts;
+workers of one torchrun find it by their common parent. Only processes with the same cards (number, kind, memory) in
+the same folder see each other. The file is locked as long as its process lives, so what a killed process leaves behind
+is known for what it is, counts nothing and is removed.
+
+A forked process begins with copies of its parent's tensors, which a real GPU would refuse. They count once, for the
+parent. Sizes are bytes. No torch is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: there an open file cannot be removed, which says the same
+    fcntl = None
+
+FOLDER = "VIRTUAL_GPUS_FOLDER"
+_LOCK = ".lock"
+_STALE_AFTER = 3600  # seconds after which a folder without living processes is somebody's who was killed
+
+
+_open: list[Cards] = []  # of the machines that are on in this process, the newest last
+_outside: list[str | None] = [None]  # what the environment said before the first of them
+
+
+class Cards:
+    """This process's part in a folder. `machine`: text that only machines with the same cards have."""
+
+    def __init__(self, machine: str, count: int):
+        self._prefix, self._count = f"{machine}-", count
+        asked = os.environ.get(FOLDER)
+        if not _open:
+            _outside[:] = [asked]
+        own = asked is None or asked in (str(cards.folder) for cards in _open)  # machines inside have other cards
+        self._made_folder, self.folder = own, Path(_common_folder() if own else asked)
+        self._begin()
+        _open.append(self)
+        _tell_children()
+        atexit.register(self.close)
+
+    def _begin(self):
+        self._pid, self._lock, self._file = os.getpid(), threading.RLock(), None
+        self._used, self._inherited = [0] * self._count, [0] * self._count
+
+    def share(self, slot: int) -> Share:
+        """One card's part, for its allocator."""
+        return Share(self, slot)
+
+    def close(self) -> None:
+        """Take this process out, and the folder with it if nobody else is there. Does nothing the second time."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        _tell_children()
+        atexit.unregister(self.close)
+        if self._pid == os.getpid() and self.folder.is_dir():  # else it is the parent's, or nobody came
+            with self._alone():
+                self._living()
+                if self._file is not None:
+                    self._file.close()
+                    os.remove(self._file.name)
+                if self._made_folder and not self._names():
+                    shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- what is in the folder
+
+    def exchange(self, slot: int, used: int, most: int | None = None, more: int = 0) -> tuple[int, dict[int, int]]:
+        """Tell what this process holds on a card, and hear what others hold there.
+
+        With `most`, `more` bytes are told on top if all together then have no more than `most`. Returns the bytes that
+        this process holds for its own (a fork's without its parent's), and {process id: bytes} of the others.
+        """
+        with self._alone():
+            own = max(used - self._inherited[slot], 0)
+            others = self._others(slot)
+            if used or more or self._file is not None:  # else it touched no card: no process of the driver's
+                fits = most is None or own + more + sum(others.values()) <= most
+                self._used[slot] = own + (more if fits else 0)
+                self._write()
+        return own, others
+
+    def _write(self):
+        if self._file is None:
+            self._file = open(self.folder / f"{self._prefix}{os.getpid()}", "w+b", buffering=0)
+            if fcntl is not None:
+                fcntl.lockf(self._file, fcntl.LOCK_EX)
+        self._file.seek(0)
+        self._file.write(struct.pack(f"<{self._count}q", *self._used))
+
+    def _others(self, slot):
+        found = {}
+        for process, path in self._living():
+            numbers = path.read_bytes()[: 8 * self._count]
+            used = struct.unpack(f"<{self._count}q", numbers)[slot] if len(numbers) == 8 * self._count else 0
+            if used:
+                found[process] = used
+        return found
+
+    def _names(self):
+        return [name for name in os.listdir(self.folder) if name != _LOCK]
+
+    def _living(self):
+        """(process id, file) of every other process that lives; files of dead ones are removed."""
+        found = []
+        for name in self._names():
+            process = int(name.rpartition("-")[2]) if name.startswith(self._prefix) else os.getpid()
+            if process != os.getpid() and not _removed_if_dead(self.folder / name):
+                found.append((process, self.folder / name))
+        return sorted(found)
+
+    @contextlib.contextmanager
+    def _alone(self):
+        """Have the folder to oneself: two processes must not both take the last byte."""
+        if self._pid != os.getpid():
+            inherited = [a + b for a, b in zip(self._inherited, self._used, strict=True)]
+            self._begin()  # a fork
+            self._inherited = inherited
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(self.folder / _LOCK, "w") as file:
+                if fcntl is not None:
+                    fcntl.lockf(file, fcntl.LOCK_EX)
+                yield
+
+
+class Share:
+    """What an allocator asks about one card."""
+
+    def __init__(self, cards: Cards, slot: int):
+        self._cards, self._slot = cards, slot
+
+    def claim(self, used: int, more: int, capacity: int) -> bool:
+        """Take `more` bytes on top of the `used` ones if the card has so much. `capacity`: of the card."""
+        own, others = self._cards.exchange(self._slot, used, capacity, more)
+        return own + more + sum(others.values()) <= capacity
+
+    def publish(self, used: int) -> None:
+        """Tell what this process holds."""
+        self._cards.exchange(self._slot, used)
+
+    def free(self, used: int, capacity: int) -> int:
+        """What the card has left."""
+        own, others = self._cards.exchange(self._slot, used)
+        return capacity - own - sum(others.values())
+
+    def others(self) -> list[tuple[int, int]]:
+        """(process id, bytes) of each other process on the card."""
+        with self._cards._alone():
+            return sorted(self._cards._others(self._slot).items())
+
+
+def _tell_children() -> None:
+    """Let processes that are started from now on find the newest machine's folder."""
+    folder = str(_open[-1].folder) if _open else _outside[0]
+    if folder is None:
+        os.environ.pop(FOLDER, None)
+    else:
+        os.environ[FOLDER] = folder
+
+
+def _removed_if_dead(path: Path) -> bool:
+    """True if the process whose file it is has ended; then the file is gone."""
+    try:
+        if fcntl is None:
+            os.remove(path)
+            return True
+        with open(path, "r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            os.remove(path)
+            return True
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _common_folder() -> str:
+    """A folder for this process and those it starts; under torchrun, for all workers of one agent."""
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    all_folders = Path(tempfile.gettempdir()) / f"virtual-gpus-{user}"
+    _sweep(all_folders)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return str(all_folders / f"torchrun-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}")
+    return str(all_folders / f"process-{os.getpid()}-{time.time_ns()}")
+
+
+def _sweep(all_folders: Path) -> None:
+    """Remove what killed processes left an hour ago or more."""
+    for folder in all_folders.glob("*") if all_folders.is_dir() else ():
+        with contextlib.suppress(OSError):  # somebody else is sweeping too
+            if time.time() - folder.stat().st_mtime > _STALE_AFTER:
+                if all([_removed_if_dead(path) for path in folder.iterdir() if path.name != _LOCK]):
+                    shutil.rmtree(folder)
