@@ -23,6 +23,10 @@ def run(machine: VirtualMachine, func, op: Operator, args, kwargs):
         _refuse_mixtures(args, kwargs)
     if not op.is_collective:
         charge_lists(func, op, first, gpus, args, kwargs)
+    if machine.shapes_only and op.is_collective:
+        result = shapes.collective(func, args)
+        charge_collective(op, args, gpus)
+        return result
     if machine.shapes_only:
         args, kwargs = shapes.prepare(op, args, kwargs, True)
         if op.base.startswith("_fused_") and op.base.endswith("_"):

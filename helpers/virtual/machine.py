@@ -25,7 +25,7 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
 
 
 class _StreamTimes:
-    """What an allocator asks about streams (`allocator_rules.NoClock`), answered by the machine's clock of the moment."""
+    """What an allocator asks about streams (`allocator_rules.NoClock`), answered by the machine's clock."""
 
     def __init__(self, machine: VirtualMachine):
         self._machine = machine

@@ -324,11 +324,31 @@ def test_an_operator_of_nccl_only_is_named(tmp_path):
     with virtual_gpus(1):
         dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
         try:
-            net = torch.nn.SyncBatchNorm(3).to("cuda")
-            with pytest.raises(NotModelled, match="batch_norm_stats"):
-                torch.batch_norm_stats(torch.ones(2, 3, device="cuda"), 1e-5)
-            assert net.weight.is_cuda
+            x = torch.ones(2, 3, device="cuda")
+            with pytest.raises(NotModelled, match="batch_norm_gather_stats"):
+                torch.batch_norm_gather_stats(x, x, x, None, None, 0.1, 1e-5, 2)
             with pytest.raises(NotModelled, match="torch.cuda.nccl.all_reduce"):
                 torch.cuda.nccl.all_reduce([torch.ones(2, device="cuda")])
         finally:
             dist.destroy_process_group()
+
+
+def ddp_memory(rank):
+    """Several steps, as the buckets are made anew after the first; bytes of memory, now and at the peak."""
+    net = DistributedDataParallel(network().to(rank), device_ids=[rank], bucket_cap_mb=0.001)
+    training(net, rank, *data())
+    found = [(torch.cuda.memory_allocated(i), torch.cuda.max_memory_allocated(i)) for i in range(2)]
+    dist.all_gather([torch.empty(2, device="cuda") for _ in range(2)], torch.ones(2, device="cuda"))
+    dist.recv(torch.empty(2, device="cuda"), 0) if rank else dist.send(torch.ones(2, device="cuda"), 1)
+    dist.barrier()
+    return found
+
+
+def test_ddp_without_values_takes_the_same_memory(tmp_path, capfd):
+    answers = []
+    for shapes_only in (False, True):
+        (folder := tmp_path / str(shapes_only)).mkdir()
+        with virtual_gpus(2, shapes_only=shapes_only):
+            answers.append(ranks(ddp_memory, folder))
+    assert answers[0] == answers[1] and answers[0][0][0] == answers[0][1][1] > (0, 0)
+    assert "Warning" not in capfd.readouterr().err

@@ -245,6 +245,26 @@ def test_an_error_in_backward():
         assert weight.grad.sum().item() == 3000.0
 
 
+def test_a_failed_backward_leaves_no_gradients_waiting():
+    """The CPU's engine keeps what a failed pass had still to do; that of a real GPU does not."""
+
+    def branch(gpu, mib):
+        x = torch.ones(mib * MIB // 4, device=gpu, requires_grad=True)
+        return ((x * x) * (x * x)).mean().to(0)
+
+    with virtual_gpus(3, memory="1 GiB"):
+        for _ in range(2):
+            loss = sum([branch(0, 10), branch(1, 10), branch(2, 160)])
+            with pytest.raises(torch.OutOfMemoryError, match="GPU 2"):
+                loss.backward()
+            del loss
+            assert allocated(3) == [0, 0, 0]
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones((), device=0).backward()
+        branch(1, 10).backward()
+        assert allocated(3) == [0, 0, 0]
+
+
 def frames_of_ours(trace):
     """(function, names of tensors among its variables) of each frame of a traceback that is in the package."""
     for frame, _ in traceback.walk_tb(trace):

@@ -39,9 +39,10 @@ from helpers.virtual.on_cuda import (
     losses,
     normalization,
     reductions,
+    sync_batch_norm,
 )
 
 _FAMILIES = (accumulation, blas, contiguous, convolutions, dropout, indexing, losses, normalization, reductions,
-             attention, attention_inference)  # a later one wins  # fmt: skip
+             sync_batch_norm, attention, attention_inference)  # a later one wins  # fmt: skip
 
 RECIPES = {name: recipe for family in _FAMILIES for name, recipe in family.RECIPES.items()}

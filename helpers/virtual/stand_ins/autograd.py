@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import torch
 
@@ -54,12 +55,38 @@ def _engine_run_backward(outputs, *args, **kwargs):
         if clock is not None:
             clock.start_backward()
         found = _raw_run_backward(outputs, *args, **kwargs)
+    except BaseException:
+        if not outer:
+            _drop_what_waits()
+        raise
     finally:
         local.backward = outer
         if clock is not None:
             clock.end_backward()
     inputs = args[3] if len(args) > 3 else ()
     return found if not found or len(found) != len(inputs) else tuple(map(_beside_input, found, inputs))
+
+
+_oldest: list[torch.Tensor] = []
+
+
+def _drop_what_waits() -> None:
+    """Let go of what a failed pass had still to do, gradients and all, as the engine's thread of a real GPU does.
+
+    The CPU's queue belongs to the calling thread and keeps it. Youngest nodes come out first, numbered by the thread
+    that made them: a pass through the first node of a new thread gets everything else out of its way.
+    """
+    if not _oldest:
+        maker = threading.Thread(target=_make_oldest)
+        maker.start()
+        maker.join()
+    leaf, node = _oldest
+    _raw_run_backward((node,), (leaf.detach(),), True, False, (leaf,), allow_unreachable=True, accumulate_grad=False)
+
+
+def _make_oldest() -> None:
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    _oldest[:] = leaf, leaf.clone()
 
 
 def _beside_input(gradient, tensor):

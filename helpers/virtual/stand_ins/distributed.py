@@ -23,6 +23,7 @@ from helpers.virtual.placement import gpu_of, place
 
 _said = False
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
+_raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
 _GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
 
 
@@ -107,6 +108,8 @@ class _Buckets(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and self._gpu.machine.shapes_only and gpu_of(args[0]) is None:
+            return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         made = func(*args, **kwargs)
         return _on(made, next(self._gpus, self._gpu)) if kwargs.get("device") is not None else made
 
@@ -146,6 +149,22 @@ def _on_gpu(base):
     return Reducer
 
 
+def _without_times(base):
+    """DDP's logger, which with shapes only would warn that it has no timer for such tensors."""
+
+    class Logger(base):
+        def __init__(self, reducer):
+            super().__init__(reducer)
+            gpu = reducer._gpus[0]
+            self._timed = gpu is None or not gpu.machine.shapes_only
+
+        def set_runtime_stats_and_log(self):
+            if self._timed:
+                super().set_runtime_stats_and_log()
+
+    return Logger
+
+
 def _numbers_by_gpu(tensors) -> list[list[int]]:
     """The places in a list of tensors, one list per GPU: C++, which sees one CPU, must not mix them."""
     places: dict[int, list[int]] = {}
@@ -166,6 +185,13 @@ def _compute_bucket_assignment_by_size(tensors, limits, expect_sparse=(), *args,
         found += [([numbers[i] for i in bucket], size) for bucket, size in zip(buckets, sizes, strict=True)]
     found.sort(key=lambda pair: min(pair[0]))
     return [bucket for bucket, _ in found], [size for _, size in found]
+
+
+def _verify_params_across_processes(process_group, tensors, *args, **kwargs) -> None:
+    """Compare the parameters' sizes with the other ranks'; without values there is nothing to compare by."""
+    gpu = gpu_of(tensors[0]) if tensors else None
+    if gpu is None or not gpu.machine.shapes_only:
+        _raw_verify(process_group, tensors, *args, **kwargs)
 
 
 def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
@@ -214,6 +240,7 @@ def rows():
         "reduce_scatter": _through_a_flat_tensor(c10d.reduce_scatter, "input_list"),
     }
     rows = [(owner, name, stand_in) for name, stand_in in made.items() for owner in (c10d, torch.distributed)]
-    functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size)
+    functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
     rows += [(torch.distributed, function.__name__, function) for function in functions]
-    return rows + [(torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer))]
+    rows.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
+    return rows + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]

@@ -81,7 +81,7 @@ def _cuda_setMemoryMetadata(metadata: str) -> None:
 
 def _cuda_getMemoryMetadata() -> str:
     """The label of this thread's events, or ""."""
-    return getattr(history.thread, "metadata", "")
+    return history.thread.metadata
 
 
 def _cuda_memoryMetadataSupported() -> bool:
@@ -144,7 +144,7 @@ def _cuda_memorySnapshot(request=None) -> dict:
     segments, traces = [], []
     for recorder, gpu in zip(kept.recorders, active().gpus, strict=True):
         found = gpu.allocator.snapshot(gpu.index)  # before the trace is read: it sees to it that all frees are in there
-        traces.append(recorder.entries.copy() if with_traces else ())
+        traces.append([history.Entry(*entry) for entry in recorder.entries.copy()] if with_traces else [])
         segments += [(recorder, segment) for segment in found] if pool == _DEFAULT_POOL else []
         recorder.snapshot_taken(sum(segment["active_size"] for segment in found))
     return _as_dictionary(kept, segments, traces)
