@@ -3,11 +3,15 @@
     devices        use_gpus: real GPUs where the machine has enough, else virtual ones; what the machine is
     data           images (bundled Fashion-MNIST, or CIFAR-10) and words
     models         the networks of the lessons
-    training       one training loop, on one GPU or under DataParallel; checkpoints beside it
+    training       one training loop: on one GPU, with DataParallel, or as one of many ranks with DDP
+    checkpoints    files that are saved whole or not at all
     parallel_loss  the loss where the outputs are: DataParallelModel and its criterion, loss inside forward
-    memory         memory readings per GPU, from GPUtil and from torch.cuda
+    launch         one function on several ranks, from a cell: results, printed lines, errors, a time limit
+    ranks          one rank among others: join the group, this rank's share of the data
+    memory         memory readings per GPU, from GPUtil and from torch.cuda; what was refused; the largest batch
     monitor        memory over time: every allocation of a run, its phases, its peak and what held it
     plots          readings in, matplotlib axes out
+    widgets        panels: sliders for a job's memory on every GPU, memory while a training runs
     check          the checks of the exercises
     virtual        virtual GPUs: everything that makes `cuda:3` answer on a laptop
 

@@ -9,6 +9,7 @@ have the prefix; files that have it are read all the same. A file is read with `
 hold numbers, not code.
 """
 
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CheckpointError", "load_checkpoint", "save_checkpoint", "unwrap"]
+from helpers.generators import generator_states, set_generators
+
+__all__ = [
+    "CheckpointError",
+    "fill_from",
+    "load_checkpoint",
+    "read_checkpoint",
+    "remove_leftovers",
+    "save_checkpoint",
+    "unwrap",
+]
 
 PREFIX = "module."
 
@@ -44,6 +55,7 @@ def save_checkpoint(
     scheduler: Any = None,
     rng: bool = True,
     generator: torch.Generator | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write all that training needs to go on after `epoch`, the last finished one; returns the path.
 
@@ -51,6 +63,7 @@ def save_checkpoint(
                 shuffling then go on as if nothing had happened. Python's and NumPy's generators are not
                 saved.
     generator:  the DataLoader's own generator, if it was given one.
+    training:   what else a trainer wants to find again, numbers and tensors only: see `helpers.training.state`.
 
     The file appears whole or not at all: it is written under another name in the same folder, forced to the
     disk, and then takes the place of the old one in one step (`os.replace` is atomic within a file system). A
@@ -61,7 +74,8 @@ def save_checkpoint(
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict() if scheduler is not None else None,
         "epoch": epoch,
-        "rng": _generator_states(generator) if rng else None,
+        "rng": generator_states(generator) if rng else None,
+        "training": training,
         "types": {"optimizer": type(optimizer).__name__, "scheduler": type(scheduler).__name__},
     }
     path = Path(path)
@@ -71,7 +85,7 @@ def save_checkpoint(
 
 
 def _write_then_replace(content: dict[str, Any], path: Path) -> None:
-    # The process number keeps two ranks that save at the same time from writing into one file.
+    # The process number keeps two programs that save at the same time from writing into one file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -84,12 +98,11 @@ def _write_then_replace(content: dict[str, Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _generator_states(generator: torch.Generator | None) -> dict[str, Any]:
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "loader": generator.get_state() if generator is not None else None,
-    }
+def remove_leftovers(path: str | os.PathLike[str]) -> None:
+    """Delete the unfinished files that processes left beside `path` when they were killed in the middle of a save."""
+    path = Path(path)
+    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        unfinished.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------ load
@@ -118,7 +131,19 @@ def load_checkpoint(
     Raises FileNotFoundError, or CheckpointError for a damaged file and for one of another net or optimizer.
     Every key and shape is compared first: after an error the model is as it was.
     """
-    content = _read(Path(path), map_location)
+    return fill_from(read_checkpoint(path, map_location), path, model, optimizer, scheduler, rng, generator)
+
+
+def fill_from(
+    content: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    rng: bool = False,
+    generator: torch.Generator | None = None,
+) -> int | None:
+    """`load_checkpoint` from what `read_checkpoint` returned; `path` is for the error messages."""
     weights = _matching(content["model"], unwrap(model), path)
     if optimizer is not None:
         _fill(optimizer, content, "optimizer", path)
@@ -126,11 +151,13 @@ def load_checkpoint(
         _fill(scheduler, content, "scheduler", path)
     unwrap(model).load_state_dict(weights)
     if rng:
-        _set_generators(_part(content, "rng", path), generator)
+        set_generators(_part(content, "rng", path), generator)
     return content.get("epoch")
 
 
-def _read(path: Path, map_location: Any) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+    """What a file holds, "model" and perhaps more. FileNotFoundError, or CheckpointError for a damaged file."""
+    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: look at the path, or train with checkpoint= first")
     try:
@@ -203,12 +230,3 @@ def _fill(target: Any, content: Mapping[str, Any], name: str, path: Any) -> None
         raise CheckpointError(
             f"{path} holds the {name} of another training: {error}. Build the {here} as it was"
         ) from error
-
-
-def _set_generators(states: Mapping[str, Any], generator: torch.Generator | None) -> None:
-    # Generator states are bytes that must lie on the CPU, also those of a GPU's generator.
-    torch.set_rng_state(states["cpu"].cpu())
-    for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state.cpu(), index)
-    if generator is not None and states["loader"] is not None:
-        generator.set_state(states["loader"].cpu())

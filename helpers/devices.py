@@ -9,7 +9,8 @@ import os
 
 import torch
 
-from helpers.virtual import active_machine, virtual_gpus
+from helpers.virtual import active_machine, record_timeline, virtual_gpus
+from helpers.virtual.machine import remove
 from helpers.virtual.specs import topology
 
 _CHOICES = ("auto", "virtual", "real")
@@ -120,9 +121,25 @@ def _cards(devices: list[torch.device]) -> str:
     return "; ".join(said)
 
 
+def renew_gpus() -> None:
+    """In a new process: its virtual GPUs start empty, as a process's part of real ones does.
+
+    A forked process inherits its parent's with all that is on them. What the parent had there is on the CPU here.
+    """
+    inherited = active_machine()
+    if inherited is not None:
+        virtual_gpus(**inherited.settings()).start()
+        remove(inherited)
+
+
 def is_virtual() -> bool:
     """True if the GPUs that answer now are virtual ones."""
     return active_machine() is not None
+
+
+def modelled_timeline():
+    """A recorder of the virtual GPUs' modelled clock (see `helpers.timeline`); None where real GPUs answer."""
+    return record_timeline() if is_virtual() else None
 
 
 def describe_machine() -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.check import compare
 from helpers.check.core import NotYet, call, exercise, not_yet, require, show
-from helpers.readings import GiB, MiB
+from helpers.memory.readings import GiB, MiB
 from helpers.virtual import virtual_gpus
 
 

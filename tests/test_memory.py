@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers import memory
-from helpers.memory import GiB, MiB, Reading, Readings, format_bytes, largest_batch, read_memory
+from helpers.memory import GiB, MiB, Reading, largest_batch, read_memory
 from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -111,7 +111,8 @@ def test_hidden_cards_are_matched_by_uuid(monkeypatch):
         "The driver lists 4 GPU(s), PyTorch sees 2: cuda:0 is the driver's GPU 3, "
         "cuda:1 is the driver's GPU 1 (matched by UUID)."
     )
-    assert str(readings).endswith(readings.note) and "the driver&#x27;s GPU 3" in readings._repr_html_()
+    assert " ".join(str(readings).split()).endswith(readings.note)  # wrapped to the table's width
+    assert "the driver&#x27;s GPU 3" in readings._repr_html_()
 
 
 def test_hidden_cards_without_uuids_are_matched_by_index(monkeypatch):
@@ -136,7 +137,7 @@ def test_without_nvidia_smi_the_drivers_column_is_empty(monkeypatch):
     machine.cards = []
     readings = read_memory()
     assert all(reading.driver_used is None and reading.driver_load is None for reading in readings)
-    assert "GPUtil found no nvidia-smi" in str(readings) and "driver load" not in str(readings)
+    assert "GPUtil found no nvidia-smi" in str(readings) and "load" not in str(readings)
     assert readings[0].allocated == 3 * MiB
 
 
@@ -179,44 +180,6 @@ def test_a_block_that_fails_is_still_read(monkeypatch):
     assert readings[0].peak_allocated == 4 * MiB + 3 and "matched by UUID" in readings.note
 
 
-def test_text_and_html_tables_hold_the_same_figures(monkeypatch):
-    Machine(monkeypatch)
-    readings = read_memory([0, 1])
-    assert (
-        str(readings)
-        == repr(readings)
-        == (
-            "Memory in MiB: 2 x Card <X>\n"
-            "GPU  allocated  peak allocated  reserved  peak reserved  driver used  driver load  capacity\n"
-            "  0       3.00            5.00     20.00          22.00        500.0          25%    16,384\n"
-            "  1       3.00            5.00     20.00          22.00        501.0          25%    16,384"
-        )
-    )
-    html = readings._repr_html_()
-    row = "<tr><td>1</td><td>3.00</td><td>5.00</td><td>20.00</td><td>22.00</td><td>501.0</td><td>25%</td>"
-    assert row + "<td>16,384</td></tr>" in html and "Card &lt;X&gt;" in html and "Card <X>" not in html
-
-
-def test_a_slice_is_a_table_too():
-    readings = Readings([Reading(i, "Card", GiB, 1, 1, 1, 1) for i in range(3)], "a note")
-    assert isinstance(readings[1:], Readings) and "<0.01" in str(readings[1:])
-
-
-@pytest.mark.parametrize(
-    "count, text",
-    [
-        (0, "0.00 MiB"), (512, "<0.01 MiB"), (1.25 * MiB, "1.25 MiB"), (12.34 * MiB, "12.3 MiB"),
-        (1000 * MiB, "1,000 MiB"), (16.3 * GiB, "16.3 GiB"), (139.8 * GiB, "140 GiB"), (None, "unknown"),
-    ],
-)  # fmt: skip
-def test_bytes_in_words(count, text):
-    assert format_bytes(count) == text
-
-
-def test_bytes_in_a_given_unit():
-    assert format_bytes(2 * GiB, "MiB") == "2,048 MiB" and format_bytes(512 * MiB, "GiB") == "0.50 GiB"
-
-
 def bounded(largest: int, tried: list[int]):
     def step(batch):
         tried.append(batch)
@@ -232,7 +195,7 @@ def bounded(largest: int, tried: list[int]):
 def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of, monkeypatch):
     monkeypatch.setattr(memory.gc, "collect", lambda: None)  # 700 collections would take most of a minute
     tried = []
-    found = largest_batch(bounded(largest, tried), start, limit=1000, multiple_of=multiple_of)
+    found = largest_batch(bounded(largest, tried), start, limit=1000, multiple_of=multiple_of, steps=1)
     assert found == largest // multiple_of * multiple_of
     assert len(tried) == len(set(tried)) <= 20
     assert all(batch % multiple_of == 0 and 0 < batch <= 1000 for batch in tried)
@@ -249,6 +212,18 @@ def test_every_try_is_reported_and_false_means_no():
     assert told == [(1, True), (2, True), (4, True), (8, False), (6, False), (5, True)]
 
 
+def test_a_batch_fits_only_if_the_second_step_fits_too():
+    steps = []
+
+    def fits(batch):
+        steps.append(batch)
+        return batch <= 8 and (batch <= 4 or steps.count(batch) == 1)
+
+    assert largest_batch(fits) == 4
+    steps.clear()
+    assert largest_batch(fits, steps=1) == 8
+
+
 def test_other_errors_pass_through_the_search():
     def step(batch):
         raise RuntimeError("shapes do not match")
@@ -257,7 +232,9 @@ def test_other_errors_pass_through_the_search():
         largest_batch(step)
 
 
-@pytest.mark.parametrize("wrong", [{"start": 0}, {"limit": 0}, {"multiple_of": 0}, {"limit": 3, "multiple_of": 4}])
+@pytest.mark.parametrize(
+    "wrong", [{"start": 0}, {"limit": 0}, {"multiple_of": 0}, {"limit": 3, "multiple_of": 4}, {"steps": 0}]
+)
 def test_a_search_with_nothing_to_try_is_refused(wrong):
     with pytest.raises(ValueError, match="Nothing to try"):
         largest_batch(lambda batch: None, **wrong)
@@ -287,7 +264,7 @@ def test_virtual_gpus_answer_like_real_ones():
     assert [reading.reserved for reading in after] == [0, 20 * MiB, 0, 0]
     assert {reading.capacity for reading in before} == {16 * GiB} and before.note == after.note == ""
     assert before[1].driver_used == 0 and after[1].driver_used > after[1].reserved  # the rest is CUDA's context
-    assert after[1].driver_load is None and "driver load" not in str(after)  # no clock yet, so no load either
+    assert after[1].driver_load is None and "load" not in str(after)  # it depends on when one looks, see `_load`
 
 
 def test_hidden_virtual_gpus_are_matched(monkeypatch):
@@ -344,8 +321,10 @@ def test_the_largest_batch_under_data_parallel_with_shapes_only():
         largest = largest_batch(step, start=1000, multiple_of=4)
         assert largest % 4 == 0
         step(largest)
+        torch.cuda.empty_cache()  # as between two tries: what fits depends on how the cache is cut up
         with pytest.raises(torch.OutOfMemoryError):
-            step(largest + 4)
+            for _ in range(2):
+                step(largest + 4)
 
 
 def test_after_the_virtual_gpus_there_is_again_no_gpu():

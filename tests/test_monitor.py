@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers import monitor as monitor_module
 from helpers.memory import MiB
 from helpers.monitor import KINDS, MemoryMonitor
-from helpers.monitor_run import Mark, Run, Span
-from helpers.monitor_trace import Count, timeline
-from helpers.monitor_watch import Known
+from helpers.monitor import counters as monitor_counters
+from helpers.monitor import plot as monitor_plot
+from helpers.monitor.run import Mark, Run, Span
+from helpers.monitor.trace import Count, timeline
+from helpers.monitor.watch import Known
 from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -135,6 +138,178 @@ def test_gradients_and_state_are_counted_when_they_are_there():
     assert monitor.peak().phase == "step"
     assert (held["parameters"], held["gradients"], held["optimizer state"]) == (parameters, parameters, state)
     assert state >= 2 * parameters
+
+
+def big_temporary_before(layer: nn.Module) -> None:
+    """Make the peak: 64 MiB for a moment, in backward, when the gradient of `layer`'s outputs is there."""
+
+    def temporary(gradient):
+        torch.empty(64 * MiB, dtype=torch.uint8, device="cuda")
+
+    layer.register_forward_hook(lambda module, inputs, outputs: outputs.register_hook(temporary) and None)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_in_the_middle_of_a_backward_pass(accumulate):
+    """Those of the layers behind are there, and no other; where they add up, all are."""
+    with virtual_gpus(1, shapes_only=True):
+        model = nn.Sequential(*[nn.Linear(700, 700) for _ in range(5)]).to("cuda:0")
+        inputs = torch.ones(8, 700, device="cuda")
+        if accumulate:
+            model(inputs).sum().backward()
+        big_temporary_before(model[2])
+        with MemoryMonitor() as monitor:
+            monitor.watch(model)
+            model(inputs).sum().backward()
+        assert monitor.peak().phase == "backward"
+        there = model if accumulate else model[3:]
+        assert monitor.at_peak()["gradients"] == rounded(there.parameters())
+
+
+@pytest.mark.parametrize("where", ["before forward", "after forward"])
+def test_gradients_that_zero_grad_let_go_are_not_counted(where):
+    """Loops call zero_grad() at either place; the new gradients lie where the old ones were."""
+    with virtual_gpus(1):
+        model = nn.Sequential(*[nn.Linear(700, 700) for _ in range(5)]).to("cuda:0")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs = torch.ones(8, 700, device="cuda")
+        with MemoryMonitor() as monitor:
+            monitor.watch(model, optimizer)
+            for number in range(3):
+                if where == "before forward":
+                    optimizer.zero_grad()
+                if number == 2:
+                    big_temporary_before(model[2])
+                loss = model(inputs).sum()
+                if where == "after forward":
+                    optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        assert monitor.peak().phase == "backward"
+        assert monitor.at_peak()["gradients"] == rounded(model[3:].parameters())
+
+
+def test_sparse_gradients():
+    with virtual_gpus(1):
+        model = nn.Embedding(1000, 64, sparse=True).to("cuda:0")
+        optimizer = torch.optim.SparseAdam(list(model.parameters()))
+        with MemoryMonitor() as monitor:
+            monitor.watch(model, optimizer)
+            for _ in range(2):
+                model(torch.arange(600).to("cuda")).sum().backward()
+                optimizer.step()
+        gradient = model.weight.grad.coalesce()
+        held = monitor.at_peak()
+        assert held["parameters"] == rounded(model.parameters())
+        assert held["gradients"] >= rounded([gradient._values(), gradient._indices()])
+        assert held["optimizer state"] == 2 * rounded(model.parameters())
+
+
+def test_state_in_lists():
+    """LBFGS keeps its history so."""
+    with virtual_gpus(1):
+        model = nn.Linear(300, 300).to("cuda:0")
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def loss():
+            optimizer.zero_grad()
+            found = model(torch.ones(3, 300, device="cuda")).square().sum()
+            found.backward()
+            return found
+
+        with MemoryMonitor() as monitor:
+            monitor.watch(model, optimizer)
+            optimizer.step(loss)
+            optimizer.step(loss)
+            kept = torch.empty(20 * MiB, dtype=torch.uint8, device="cuda")  # the peak: after the last step
+        assert monitor.at_peak()["optimizer state"] > 5 * rounded(model.parameters()) and kept.is_cuda
+
+
+def test_two_models_with_an_optimizer_each_and_two_optimizers_of_one():
+    with virtual_gpus(1, shapes_only=True):
+        models = [net().to("cuda:0"), net(1024).to("cuda:0")]
+        optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+        other = torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9)
+        with MemoryMonitor() as monitor:
+            for model, optimizer in (*zip(models, optimizers, strict=True), (models[0], other)):
+                monitor.watch(model, optimizer)
+            for model, width in zip(models, (512, 1024), strict=True):
+                model(torch.ones(2, width, device="cuda")).sum().backward()
+            for optimizer in (*optimizers, other):
+                optimizer.step()
+            last = torch.empty(64 * MiB, dtype=torch.uint8, device="cuda")  # the peak: all is there
+        parameters = [tensor for model in models for tensor in model.parameters()]
+        kept = [value for o in (*optimizers, other) for state in o.state.values() for value in state.values()]
+        held = monitor.at_peak()
+        assert held["parameters"] == held["gradients"] == rounded(parameters) and last.is_cuda
+        assert held["optimizer state"] == rounded(value for value in kept if value is not None and value.is_cuda)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_checkpoint_computes_again_is_backward(reentrant, whole):
+    """The model's own hook fires once more, and the reentrant kind calls backward() in backward."""
+    with virtual_gpus(1):
+        model = nn.Sequential(nn.Linear(64, 64), net(64)).to("cuda:0")
+        part = model if whole else model[1]
+        x = torch.ones(4, 64, device="cuda", requires_grad=True)
+        with MemoryMonitor() as monitor:
+            monitor.watch(model)
+            first = x if whole else model[0](x)
+            checkpoint(part, first, use_reentrant=reentrant).sum().backward()
+        spans = [span for span in monitor.run().spans() if span.phase]
+        assert [span.phase for span in spans if span.start < span.end] == [*["forward"] * whole, "backward"]
+        assert monitor.run().spans()[-1].phase is None
+
+
+def test_a_step_that_is_a_hook_of_a_gradient():
+    with virtual_gpus(1):
+        model = net().to("cuda:0")
+        for parameter in model.parameters():
+            alone = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(parameter, optimizer=alone):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        with MemoryMonitor() as monitor:
+            monitor.watch(model, alone)
+            model(torch.ones(4, 512, device="cuda")).sum().backward()
+        phases = [span.phase for span in monitor.run().spans() if span.start < span.end]
+        assert phases[:3] == [None, "forward", "backward"] and set(phases[3:]) <= {"step", "backward", None}
+        assert monitor.run().marks[-1].known.gradients == 0
+
+
+def test_copies_of_an_evaluation_are_gone_after_it():
+    with virtual_gpus(2, shapes_only=True):
+        parallel = nn.DataParallel(net().to("cuda:0"), [0, 1])
+        with MemoryMonitor() as monitor:
+            monitor.watch(parallel)
+            with torch.no_grad():
+                parallel(torch.ones(8, 512, device="cuda:0"))
+            kept = torch.empty(50 * MiB, dtype=torch.uint8, device="cuda:1")
+        assert monitor.at_peak(1) == dict.fromkeys(KINDS, 0) | {"other": kept.numel()}
+        assert max(mark.known.copies for mark in monitor.run(1).marks) == PARAMETERS
+
+
+@pytest.mark.parametrize("gpus", [1, 3])
+def test_a_step_is_looked_at_five_times_whatever_the_number_of_parameters(gpus, monkeypatch):
+    """The cost of a mark is one reading of the allocator's counters per GPU: the benchmark times it."""
+    counted, count = [], monitor_module.count
+    monkeypatch.setattr(monitor_module, "count", lambda index: counted.append(index) or count(index))
+    with virtual_gpus(gpus, shapes_only=True):
+        for layers in (2, 40):
+            model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)]).to("cuda:0")
+            parallel = nn.DataParallel(model, list(range(gpus))) if gpus > 1 else model
+            optimizer = torch.optim.Adam(model.parameters())
+            with MemoryMonitor() as monitor:
+                monitor.watch(parallel, optimizer)
+                counted.clear()
+                train(parallel, optimizer, steps=2, width=64)
+                replicas = gpus - 1  # their copies are marked, each on its GPU; the first has none
+                assert len(counted) == 2 * (5 * gpus + replicas)
+                assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 def test_the_model_inside_dataparallel_may_be_watched_too():
@@ -323,7 +498,8 @@ def test_the_thread_sees_what_pytorch_does_not_and_always_ends(monkeypatch):
         return 500 * MiB
 
     monkeypatch.setattr(monitor_module, "is_virtual", lambda: False)
-    monkeypatch.setattr(monitor_module, "_driver_used", used)
+    monkeypatch.setattr(monitor_module, "driver_used", used)
+    monkeypatch.setattr(monitor_counters, "driver_used", used)
     with virtual_gpus(1):
         with pytest.raises(KeyError), MemoryMonitor(every=0.0005) as monitor:
             kept = torch.ones(5, device="cuda")
@@ -361,6 +537,48 @@ def test_the_picture_of_a_long_run_keeps_its_peak():
         line = monitor.plot().axes[0].lines[0]
         assert len(line.get_xdata()) <= 4002 and max(line.get_ydata()) == monitor.peak().bytes / MiB
         assert monitor.peak().event == 2 * 4321 + 1
+
+
+def by_hand(names: list[str]) -> MemoryMonitor:
+    """A run of phases of ten events each; the tenth phase has the peak."""
+    with MemoryMonitor() as monitor:
+        for number, name in enumerate(names, 1):
+            with monitor.phase(name):
+                for size in (1, 2, 3, 5 + (number == 10), 2):
+                    torch.empty(size * MiB, dtype=torch.uint8, device="cuda")
+    return monitor
+
+
+@pytest.mark.parametrize("names", [["forward", "backward", "step"] * 100, [f"epoch {n}" for n in range(300)]])
+def test_the_picture_of_many_steps_is_a_band(names):
+    """From the lowest to the highest of each step: 3,000 ups and downs would be one black spot."""
+    with virtual_gpus(1, shapes_only=True):
+        monitor = by_hand(names)
+        figure = monitor.plot()
+    ax = figure.axes[0]
+    low, high, mark = [line.get_ydata() for line in ax.lines]
+    assert len(ax.patches) == 0 and not ax.texts[0].get_text().startswith("forward")  # no phases
+    assert max(high) == mark[0] == monitor.peak().bytes / MiB == 6 and set(low) == {0}
+    assert sorted(set(high)) == [5, 6] and len(high) == (100 if "step" in names else 300) + 1  # and the end
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [monitor_plot.BAND]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("name", ["step", "epoch of the training, the number", "a name that goes on and on " * 4])
+def test_nothing_in_the_picture_is_cut_off(gpus, name):
+    with virtual_gpus(gpus, shapes_only=True):
+        monitor = by_hand([f"{name} {number}" for number in range(11)])
+        figure = monitor.plot("A title that is so long that it needs a second line, and perhaps even a third: " * 2)
+    figure.canvas.draw()
+    whole = figure.bbox
+    parts = [figure.legends[0], figure._suptitle, figure._supylabel, *(ax.title for ax in figure.axes)]
+    for part in [*parts, *(ax._left_title for ax in figure.axes), *(text for ax in figure.axes for text in ax.texts)]:
+        box = part.get_window_extent()
+        assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
+    names = [text for text in figure.axes[0].texts if text.get_text().startswith(name[:4])]
+    bounds = [text.get_window_extent() for text in names]
+    assert len(names) == (10 if name == "step" else 0)  # where they have room: "step 10" is too long
+    assert all(left.x1 < right.x0 for left, right in zip(bounds, bounds[1:], strict=False))
 
 
 def entry(action: str, address: int, size: int, time: int = 0) -> dict:

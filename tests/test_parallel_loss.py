@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.models import bert_small
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.reductions import count_labels
+from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
 from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

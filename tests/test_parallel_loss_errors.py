@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.reductions import count_labels, count_samples, find_reduction, weighted_loss
+from helpers.parallel_loss.reductions import count_labels, count_samples, find_reduction, weighted_loss
 from helpers.virtual import virtual_gpus
 
 WEIGHTS = torch.tensor([0.2, 3.0, 0.0, 1.5])

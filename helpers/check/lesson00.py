@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
-from helpers.readings import GiB
+from helpers.memory.readings import GiB
 
 __all__ = ["budget", "pieces", "run_on", "total_memory"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
-from helpers.readings import MiB, format_bytes
+from helpers.memory.readings import MiB, format_bytes
 
 FILLING = 256 * MiB  # bytes by which one GPU is fuller than the next in `emptiest_gpu`
 

@@ -41,8 +41,8 @@ Known limits
   its parent's tensors count once. On Windows two processes may both take the last free memory.
 - Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
 - `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
-  Memory is that of a run with numbers, but for sparse gradients, which then have no entries. Collectives send nothing
-  and wait for nobody, so that a rank does not notice what the others do otherwise.
+  Memory is that of a run with numbers, but for sparse gradients, which then have no entries. Collectives then send
+  the time and nothing else, so that a rank does not notice other sizes on another rank.
 - Refused with an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
   processes, nested tensors, DLPack, NCCL by hand, temperature and power sensors, the allocator settings
   backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve. The backend "nccl" means gloo.

@@ -8,9 +8,11 @@ DistributedDataParallel's buckets overlap with the backward pass.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 import weakref
+from collections import deque
+from datetime import timedelta
 
 import torch
 
@@ -27,8 +29,8 @@ _KINDS = {
     "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
 }  # fmt: skip
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
-_PATIENCE = 5.0  # seconds of real time for a sender's time to arrive, once its tensor is here
-_sent: list = []  # (work, tensor) of times on their way
+_PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
+_sent: deque = deque(maxlen=1024)  # (work, tensor) of times that may be on their way: gloo does not say which are
 
 
 class Arrival:
@@ -46,9 +48,8 @@ class Arrival:
     def time(self) -> float:
         """The modelled time of arrival. Waits for the sender's message."""
         if self._end is None:
-            patience = time.monotonic() + _PATIENCE
-            while not self._work.is_completed() and time.monotonic() < patience:
-                time.sleep(1e-5)
+            with contextlib.suppress(RuntimeError):  # gloo's word for "no answer in time"
+                self._work.wait(_PATIENCE)  # gloo's messages never say is_completed() before somebody waits
             sent, host, slot = self._message.tolist()
             seconds = _ring(self._gpu, [(int(host), int(slot)), _place(self._gpu)], "send", self._nbytes)
             self._end = max(self._began, sent) + seconds
@@ -142,7 +143,7 @@ def _point_to_point(sends: bool, gpu: VirtualGPU, group, args) -> None:
         for tensor in _tensors(args):
             _arrives(tensor, Arrival(gpu, work, message, began, nbytes))
         return
-    _sent[:] = [(w, m) for w, m in _sent if not w.is_completed()] + [(work, message)]
+    _sent.append((work, message))
     there = peer % len(gpu.machine.slots)  # as good a guess as any: where the rank would be
     end = began + _ring(gpu, [_place(gpu), (_place(gpu)[0], there)], "send", nbytes)
     gpu.machine.clock.occupy(gpu.slot, COLLECTIVES, began, end, "collective", "send", kernel=True)

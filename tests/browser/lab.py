@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 ROOT = Path(__file__).parents[2]
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -49,8 +50,7 @@ class Lab:
         self._wait_until_idle()
 
     def run_all(self, timeout: float = 180) -> None:
-        """Run > Run All Cells, from fresh outputs, and wait for the last cell. Raises TimeoutError."""
-        self._menu("Edit", "Clear Outputs of All Cells")
+        """Run > Run All Cells, and wait for the last cell. Raises TimeoutError."""
         deadline, asked = time.monotonic() + timeout, 0.0
         while not self._all_ran():
             now = time.monotonic()
@@ -76,6 +76,20 @@ class Lab:
         drawn = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]')
         return [text for text in drawn.all_inner_texts() if "Traceback (most recent call last)" in text]
 
+    def explorer(self) -> str:
+        """What the memory explorer's picture says to those who cannot see it."""
+        return self.page.locator(".jp-Notebook svg[role=img]").first.get_attribute("aria-label")
+
+    def move_slider(self, name: str, steps: int) -> str:
+        """Move a slider of the explorer with the keyboard; returns the number that then stands beside it."""
+        slider = self.page.locator(".widget-hslider", has=self.page.locator(".widget-label", has_text=name)).first
+        handle = slider.locator(".noUi-handle")
+        handle.scroll_into_view_if_needed()
+        handle.focus()
+        for _ in range(abs(steps)):
+            handle.press("ArrowRight" if steps > 0 else "ArrowLeft")
+        return slider.locator(".widget-readout").inner_text()
+
     def show(self, heading: str) -> None:
         """Scroll to a heading."""
         self.page.locator(".jp-Notebook h2", has_text=heading).first.scroll_into_view_if_needed()
@@ -93,8 +107,21 @@ class Lab:
 
     def _menu(self, *names: str) -> None:
         bar, item = names
-        self.page.locator(".lm-MenuBar-itemLabel", has_text=bar).first.click()
-        self.page.locator(".lm-Menu-itemLabel", has_text=item).first.click()
+        for _ in range(5):
+            self._accept_dialog()
+            try:
+                self.page.locator(".lm-MenuBar-itemLabel", has_text=bar).first.click(timeout=8000)
+                self.page.locator(".lm-Menu-itemLabel", has_text=item).first.click(timeout=8000)
+                return
+            except PlaywrightTimeout:  # a dialog that came in between takes the clicks
+                self.page.keyboard.press("Escape")
+        raise TimeoutError(f"the menu {bar} > {item} could not be reached")
+
+    def _accept_dialog(self) -> None:
+        """On a busy machine JupyterLab asks for the kernel that it is starting: the one that it proposes is right."""
+        button = self.page.locator("dialog.jp-Dialog .jp-mod-accept")
+        if button.count():
+            button.first.click(timeout=8000)
 
     def _wait_until_idle(self) -> None:
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)
@@ -105,6 +132,8 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
     """JupyterLab on copies of the lessons in `folder`, with its own settings, and Chromium. Both end with the block."""
     lessons = folder / "lessons"
     shutil.copytree(ROOT / "notebooks", lessons, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "images"))
+    for lesson in lessons.glob("*.ipynb"):
+        _clear(lesson)
     port, token = _free_port(), secrets.token_hex(16)
     server = subprocess.Popen(_command(lessons, port, token), env=_environment(folder), stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)  # fmt: skip
@@ -118,6 +147,15 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
     finally:
         server.terminate()
         server.wait(30)
+
+
+def _clear(lesson: Path) -> None:
+    """Take the stored outputs and counts away: what stands on the page afterwards was made there."""
+    notebook = json.loads(lesson.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+    lesson.write_text(json.dumps(notebook), encoding="utf-8")
 
 
 def _command(lessons: Path, port: int, token: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def printed(lesson: str) -> list[str]:
 def test_all_cells_of_a_lesson_run(lab, lesson, heading):
     """No error but those that belong to the lesson, and the stored figures appear again. A screenshot is kept."""
     lab.open(lesson)
-    lab.run_all()
+    lab.run_all(timeout=480)
     lab.show(heading)
     SCREENSHOTS.mkdir(exist_ok=True)
     lab.screenshot(SCREENSHOTS / f"{lesson}.png")
@@ -53,3 +54,22 @@ def test_all_cells_of_a_lesson_run(lab, lesson, heading):
     figures = printed(lesson)
     assert len(figures) > 3
     assert [line for line in figures if line not in shown] == []
+
+
+def test_a_slider_of_lesson_03_moves_and_the_numbers_change(lab):
+    """The explorer answers to a slider in the page: another number beside it, another picture, other words."""
+    lab.open("03_parallel_loss")
+    lab.run_all(timeout=480)
+    assert len(lab.errors()) == expected_errors("03_parallel_loss"), lab.errors()
+    assert [line for line in printed("03_parallel_loss") if line not in lab.outputs()] == []
+    before = lab.explorer()
+    assert "batch 200" in before and "GPU 0" in before
+    number = lab.move_slider("batch", -5)
+    deadline = time.monotonic() + 30
+    while f"batch {number}" not in lab.explorer() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    after = lab.explorer()
+    lab.screenshot(SCREENSHOTS / "03_parallel_loss.png")
+    assert int(number.replace(",", "")) < 200
+    assert f"batch {number}" in after and after != before
+    assert len(lab.errors()) == expected_errors("03_parallel_loss"), lab.errors()

@@ -1,0 +1,201 @@
+"""Draws what a `MemoryMonitor` recorded: allocated memory over a run, a panel per GPU, and says the same in words."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from textwrap import fill
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from helpers.memory.readings import GiB, MiB, format_bytes
+from helpers.monitor.run import Run, Span
+from helpers.plots import COLOURS, HATCHES, WIDTH
+
+MOST_POINTS = 4_000  # more than the picture has pixels
+MOST_PHASES = 60  # in more, neither their colours nor the curve's ups and downs can be told apart
+STRETCHES = 320  # of a long run at most: two pixels each
+BAND = "from lowest to highest of each step; phases are left out"
+PER_CHARACTER = 0.0115  # of the width of the axes, at the size of a phase's name
+# A colour and a hatch each, light enough for a dark line on top; other names take what is left, in order.
+PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
+
+
+def plot_memory(monitor, title: str | None = None, x: str = "event") -> Figure:
+    """Allocated memory of every recorded GPU, phases shaded and named, the peak marked with what held it,
+    a cross where memory ran out. Of a long run, with many phases, a band from the lowest to the highest is drawn.
+
+    x: "event" (each allocation and each free is one: the same on every run) or "ms" (from the first event on, by
+    PyTorch's clock: how long it took). Returns the figure. Raises ValueError for another x, and the monitor's errors.
+    """
+    if x not in ("event", "ms"):
+        raise ValueError(f"x={x!r}: give 'event' or 'ms'.")
+    runs = [monitor.run(gpu) for gpu in monitor.indices]
+    styles = _styles(runs)
+    title = fill(title or "", 66)
+    height = 0.95 + (1.75 if len(runs) <= 4 else 1.4) * len(runs) + 0.2 * (_rows(styles) + title.count("\n"))
+    figure, rows = plt.subplots(len(runs), figsize=(WIDTH, height), squeeze=False, sharey=True, layout="constrained")
+    top = max(max(run.timeline.allocated) for run in runs)
+    unit, name = (GiB, "GiB") if top >= 2 * GiB else (MiB, "MiB")
+    for run, ax in zip(runs, rows[:, 0], strict=True):
+        _draw(ax, run, unit, x, styles)
+        text = _headline(run, monitor.watched).replace(f" {name}", f"\u00a0{name}")  # number and unit stay together
+        ax.set_title(fill(text, 92), loc="left", fontsize=9)
+    rows[0, 0].set_ylim(0, 1.3 * top / unit or 1)  # above the peak there is room for the phases' names
+    rows[-1, 0].set_xlabel("event (an allocation or a free)" if x == "event" else "time in ms")
+    figure.supylabel(f"allocated memory in {name}", fontsize=10)
+    _legend(figure, styles, title, any(map(_is_long, runs)))
+    plt.close(figure)  # a cell that ends with it shows it once, and figures do not pile up
+    return figure
+
+
+def describe_memory(monitor) -> str:
+    """The picture in words: per GPU the peak, when it was, and what held it. Errors: `MemoryMonitor.run`."""
+    lines = []
+    for gpu in monitor.indices:
+        lines += [_headline(monitor.run(gpu), monitor.watched) + ".", monitor.note(gpu)]
+    return "\n".join(line for line in lines if line)
+
+
+def _headline(run: Run, watched: bool) -> str:
+    peak = run.peak()
+    where = f" in {peak.phase}" if peak.phase else ""
+    said = f"GPU {run.gpu}: peak {format_bytes(peak.bytes)}{where} (event {peak.event:,} of {run.timeline.last:,})"
+    said += f": {_held(run)}" if watched and peak.bytes else ""
+    return said + (f"; out of memory after event {run.timeline.ooms[0]:,}" if run.timeline.ooms else "")
+
+
+def _held(run: Run) -> str:
+    """ "activations 512 MiB, parameters 46.8 MiB", the largest first; what is there at all."""
+    unit = "GiB" if run.peak().bytes >= 2 * GiB else "MiB"
+    held = sorted(run.at_peak().items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {format_bytes(size, unit)}" for kind, size in held if size)
+
+
+def _styles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
+    names = dict.fromkeys(span.phase for run in runs if not _is_long(run) for span in _phases(run))
+    others = [name for name in names if name not in PHASES]
+    spare = {name: (COLOURS[(3 + i) % 7], HATCHES[(3 + i) % 7]) for i, name in enumerate(others)}
+    return {name: PHASES.get(name) or spare[name] for name in names}
+
+
+def _draw(ax: Axes, run: Run, unit: int, x: str, styles: dict) -> None:
+    line, peak = run.timeline, run.peak()
+    places = range(line.lost, line.last + 1) if x == "event" else line.ms
+    end = max(places[-1], 1e-3 if x == "ms" else 1)
+    if _is_long(run):
+        _band(ax, run, places, unit)
+    else:
+        for span in _phases(run):
+            edges = [places[max(0, event - line.lost)] for event in (span.start, span.end)]
+            _shade(ax, span.phase, edges, end, styles)
+        kept = _thinned(line.allocated)
+        ax.plot([places[i] for i in kept], [line.allocated[i] / unit for i in kept], color="black", lw=1.1,
+                drawstyle="steps-post")  # fmt: skip
+    for event in line.ooms:
+        ax.plot(
+            places[max(0, event - line.lost)],
+            line.after(event) / unit,
+            marker="x",
+            color="black",
+            ms=11,
+            mew=2.5,
+            zorder=7,
+            clip_on=False,
+        )
+    _mark_peak(ax, places[peak.event - line.lost], peak.bytes / unit, places[0], end, format_bytes(peak.bytes))
+    ax.set_xlim(places[0], end)
+    if x == "event":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if end >= 1000:
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis="y", color="0.9")
+    ax.set_axisbelow(True)
+
+
+def _phases(run: Run) -> list[Span]:
+    return [span for span in run.spans() if span.phase and span.start < span.end]
+
+
+def _is_long(run: Run) -> bool:
+    return len(_phases(run)) > MOST_PHASES
+
+
+def _shade(ax: Axes, name: str, edges: Sequence[float], end: float, styles: dict) -> None:
+    """A phase, with its name where that has room; the legend names them all."""
+    colour, hatch = styles[name]
+    ax.axvspan(*edges, facecolor=colour, alpha=0.25, hatch=hatch, edgecolor="white", linewidth=0)
+    if edges[1] - edges[0] > end * PER_CHARACTER * (len(name) + 1):
+        ax.text(sum(edges) / 2, 0.985, name, transform=ax.get_xaxis_transform(), ha="center", va="top", fontsize=8,
+                color="0.25")  # fmt: skip
+
+
+def _band(ax: Axes, run: Run, places: Sequence[float], unit: int) -> None:
+    """From the lowest to the highest of each step: a curve of thousands of ups and downs would be one black spot."""
+    values, starts = run.timeline.allocated, _starts(run)
+    pieces = [values[start:end] for start, end in pairwise([*starts, len(values)])]
+    low, high = ([pick(piece) / unit for piece in pieces] for pick in (min, max))
+    where = [*(places[start] for start in starts), places[-1]]
+    ax.fill_between(where, [*low, low[-1]], [*high, high[-1]], step="post", color="#56B4E9", alpha=0.45, linewidth=0)
+    for edge in (low, high):
+        ax.plot(where, [*edge, edge[-1]], color="black", lw=0.9, drawstyle="steps-post")
+
+
+def _starts(run: Run) -> list[int]:
+    """Where steps begin, at most `STRETCHES` of them: at the phase that comes most often, or at all if none does."""
+    phases = _phases(run)
+    name, times = Counter(span.phase for span in phases).most_common(1)[0]
+    found = [span.start for span in phases if span.phase == name or times <= MOST_PHASES // 6]
+    return sorted({0, *(max(0, start - run.timeline.lost) for start in found[:: -(-len(found) // STRETCHES)])})
+
+
+def _mark_peak(ax: Axes, where: float, height: float, start: float, end: float, text: str) -> None:
+    ax.plot(where, height, marker="D", color="#D55E00", mec="white", ms=7, ls="none", zorder=5, clip_on=False)
+    left = where > (start + end) / 2
+    ax.annotate(text, (where, height), (-7 if left else 7, 0), textcoords="offset points", fontsize=9, zorder=6,
+                ha="right" if left else "left", va="center", annotation_clip=False,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})  # fmt: skip
+
+
+def _thinned(values: Sequence[int]) -> list[int]:
+    """Which points to draw: all, or of every stretch its lowest and its highest, so that no peak is lost."""
+    count = len(values)
+    if count <= MOST_POINTS:
+        return list(range(count))
+    width, kept = -(-2 * count // MOST_POINTS), {0, count - 1}
+    for start in range(0, count, width):
+        stretch = range(start, min(start + width, count))
+        kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def _columns(labels: Sequence[str]) -> int:
+    """How many labels fit next to each other."""
+    longest = max(map(len, labels), default=1)
+    return max(1, min(4, len(labels), 92 // (longest + 9)))
+
+
+def _rows(styles: dict) -> int:
+    return -(-len(styles) // _columns([_short(name) for name in styles]))
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 40 else f"{name[:24]}…{name[-15:]}"
+
+
+def _legend(figure: Figure, styles: dict, title: str, is_long: bool) -> None:
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    patches = [
+        Patch(facecolor=colour, alpha=0.25, hatch=hatch, edgecolor="0.4", linewidth=0, label=_short(name))
+        for name, (colour, hatch) in styles.items()
+    ]
+    if is_long:
+        patches.append(Patch(facecolor="#56B4E9", alpha=0.45, edgecolor="black", label=BAND))
+    if patches:
+        columns = _columns([patch.get_label() for patch in patches])
+        figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

@@ -1,0 +1,78 @@
+"""Pieces of a batch on several GPUs: what tensors are in them, and where those are. Used by `helpers.parallel_loss`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_arguments", "device_of", "each", "is_cut", "tensors_in"]
+
+
+def tensors_in(thing: Any) -> Iterator[Tensor]:
+    """Every tensor in a tensor, or in nested lists, tuples and dicts, in order: where `nn.DataParallel` looks too."""
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        yield from tensors_in(list(thing.values()))
+    elif isinstance(thing, (list, tuple)):
+        for part in thing:
+            yield from tensors_in(part)
+
+
+def each(function: Callable[[list], Any], things: Sequence[Any]) -> Any:
+    """`function` of what stands at the same place in each of `things`, in the tuple, list or dict that the first is.
+
+    What is no tuple, list or dict is one place. TypeError where `things` are built differently.
+    """
+    first, *others = things
+    if not isinstance(first, (dict, tuple, list)):
+        return function(list(things))
+    if any(not _alike(first, other) for other in others):
+        raise TypeError(f"not built alike: {' and '.join(map(_shown, things))}. Every GPU must return the same losses")
+    if isinstance(first, dict):
+        return {key: each(function, [thing[key] for thing in things]) for key in first}
+    parts = [each(function, column) for column in zip(*things, strict=True)]
+    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys()
+    return isinstance(other, (tuple, list)) and len(one) == len(other)
+
+
+def _shown(thing: Any) -> str:
+    if isinstance(thing, dict):
+        return f"a dict of {', '.join(map(str, thing))}"
+    return f"{len(thing)} parts" if isinstance(thing, (tuple, list)) else f"a {type(thing).__name__}"
+
+
+def as_arguments(output: Any) -> tuple:
+    """A plain tuple or list is several arguments; a named tuple is one, since its fields are reached by name."""
+    return tuple(output) if isinstance(output, (tuple, list)) and not hasattr(output, "_fields") else (output,)
+
+
+def device_of(thing: Any, name: str) -> torch.device:
+    """The device of all tensors in a shard; ValueError if it has none, or some elsewhere."""
+    devices = {tensor.device for tensor in tensors_in(thing)}
+    if len(devices) != 1:
+        found = "no tensor" if not devices else f"tensors on {', '.join(sorted(map(str, devices)))}"
+        raise ValueError(f"{name} has {found}: a shard must have tensors, all on one GPU")
+    return devices.pop()
+
+
+def is_cut(target: Any, devices: list[torch.device], name: str) -> bool:
+    """Whether a target is one piece per output already; ValueError if it is cut otherwise."""
+    if not isinstance(target, list):
+        return False
+    held = [{tensor.device for tensor in tensors_in(piece)} for piece in target]
+    if held == [{device} for device in devices]:
+        return True
+    if len({device for found in held for device in found if device.type == "cuda"}) > 1:
+        places = [" and ".join(sorted(map(str, found))) for found in held]
+        raise ValueError(
+            f"{name} is a list of {len(target)} pieces on {places}, and the {len(devices)} outputs are on "
+            f"{[str(device) for device in devices]}: one piece per output, on its GPU, or a whole target on one device"
+        )
+    return False

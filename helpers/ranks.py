@@ -1,0 +1,212 @@
+"""One rank among others: joining them, a share of the data, agreeing, and doing things once.
+
+    connect()                                    # in a program that torchrun started
+    loader = rank_loader(dataset, batch_size=32) # this rank's share: 32 samples are the batch of all ranks together
+    disconnect()
+
+Every function here but `connect` also works in a plain program, as the only rank.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+__all__ = [
+    "agree",
+    "connect",
+    "disconnect",
+    "from_all",
+    "from_first",
+    "gather_to_first",
+    "gpu_name",
+    "local_device",
+    "rank",
+    "rank_loader",
+    "world_size",
+]
+
+_kept: list[dist.ProcessGroup] = []
+START = "torchrun --nproc-per-node 2 program.py"
+
+
+def rank() -> int:
+    """This process's number, from 0; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# ------------------------------------------------------------------------------------------- coming and going
+
+
+def connect(timeout_s: float = 120.0, backend: str | None = None) -> int:
+    """Join the other ranks, as the environment says that torchrun sets up; returns this rank's number.
+
+    timeout_s  how long to wait for the others, here and in every collective later on
+    backend    "nccl" where there are GPUs and "gloo" elsewhere, unless told
+
+    Unlike init_process_group alone, it is safe when torchrun starts the ranks again after a failure: see `_new_store`.
+    RuntimeError where the environment says nothing, where the address of rank 0 is taken, and where it never answers.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"{', '.join(missing)} not set, so that this process does not know the other ranks: start it with {START}"
+        )
+    gpu = local_device() if torch.cuda.is_available() else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, number, ranks = next(dist.rendezvous("env://", timeout=timeout))
+        store = _new_store(store, number, ranks, time.monotonic() + timeout_s)
+    except (dist.DistError, TimeoutError) as error:
+        raise RuntimeError(_connection_advice(error, timeout_s)) from None  # it is quoted there
+    backend = backend or ("gloo" if gpu is None else "nccl")
+    dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=timeout)
+    return number
+
+
+def _new_store(store: dist.Store, number: int, ranks: int, end: float) -> dist.Store:
+    """A part of the store in which no earlier attempt has left anything.
+
+    torchrun keeps one store for all attempts: ranks that were started again could read the address of a process that
+    is dead, wait for it, and fail once more. So the first rank names its part with a word that is new, and tells it
+    only to ranks that are alive: each says hello with a new word of its own, and waits until it is said back.
+    """
+    mine = uuid.uuid4().hex
+    if number == 0:
+        store.set("first", mine)
+        for other in range(1, ranks):
+            store.set(f"{mine}/{other}/welcome", store.get(f"{mine}/{other}/hello"))
+        return dist.PrefixStore(mine, store)
+    first = None
+    while time.monotonic() < end:
+        now = store.get("first").decode()  # perhaps of the attempt before; then there will be another one
+        if now != first:
+            store.set(f"{now}/{number}/hello", mine)
+        first, welcome = now, f"{now}/{number}/welcome"
+        if store.check([welcome]) and store.get(welcome).decode() == mine:
+            return dist.PrefixStore(first, store)
+        time.sleep(0.01)
+    raise TimeoutError("the first rank does not answer")
+
+
+def _connection_advice(error: Exception, timeout_s: float) -> str:
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in str(error):
+        return (
+            f"port {port} is in use: another training, or one that was not ended, has it. Take another one, "
+            "torchrun --master-port 29501 or MASTER_PORT=29501, on all machines"
+        )
+    return (
+        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited {timeout_s:.0f} s for the others at "
+        f"{address}:{port}: does rank 0 run there, were all ranks started, does a firewall let the port through, and "
+        f"is the name right (MASTER_ADDR)? PyTorch says: {str(error).splitlines()[0]}"
+    )
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one: at the end of a program, when all ranks are done."""
+    if dist.is_initialized():
+        # DistributedDataParallel must not be its last owner: when that goes, its C++ waits for gloo's thread with
+        # Python's lock in its hand, and the thread may be waiting for the lock. Python lets go of the lock before.
+        _kept.append(dist.group.WORLD)
+        dist.destroy_process_group()
+
+
+def local_device() -> torch.device:
+    """This rank's GPU: number LOCAL_RANK of this machine, the current one if that is not set; else the CPU.
+
+    A machine that shows each rank only its own GPU, as SLURM can, has one GPU in every rank, cuda:0.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if torch.cuda.device_count() == 1 or "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def gpu_name(device: torch.device) -> str:
+    """A name of the device that no other one has, on this machine or another. The CPU is named by its process."""
+    if device.type != "cuda":
+        return f"{device} of process {os.getpid()} on {socket.gethostname()}"
+    return f"{torch.cuda.get_device_properties(device).uuid} on {socket.gethostname()}"
+
+
+# --------------------------------------------------------------------------------------------------- the data
+
+
+def rank_loader(
+    dataset: Dataset, batch_size: int, *, shuffle: bool = True, seed: int = 0, **options: Any
+) -> DataLoader:
+    """A DataLoader with this rank's share of every batch of `batch_size` samples: DistributedSampler.
+
+    Batch k of all ranks together holds the samples of batch k of a single rank, for the same seed, so that trainings on
+    one GPU and on several can be compared. `options` are DataLoader's. ValueError for a batch that the ranks cannot
+    share equally.
+    """
+    ranks = world_size()
+    if batch_size % ranks or batch_size < 1:
+        below = batch_size // ranks * ranks
+        raise ValueError(
+            f"a batch of {batch_size} cannot be shared equally by {ranks} ranks, at least one sample each: take "
+            + (f"{below} or {below + ranks}" if below > 0 else f"{ranks}, or start fewer ranks")
+        )
+    sampler = DistributedSampler(dataset, ranks, rank(), shuffle=shuffle, seed=seed)
+    return DataLoader(dataset, batch_size // ranks, sampler=sampler, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- objects
+
+
+def gather_to_first(value: Any) -> list[Any]:
+    """The values of all ranks, in order, on rank 0; an empty list on the others."""
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What `make()` returned on rank 0, the only one that calls it. If it raises there, every rank raises that."""
+    answer = [None, None]
+    if rank() == 0:
+        try:
+            answer[0] = make()
+        except Exception as error:
+            answer[1] = error
+    if world_size() > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def from_all(value: Any) -> list[Any]:
+    """The values of all ranks, in order, on every rank."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def agree(values: dict[str, Any]) -> None:
+    """ValueError, on all ranks, if any of these values is not the same on all of them."""
+    everyone = from_all(values)
+    differ = [name for name in values if any(other[name] != values[name] for other in everyone)]
+    if differ:
+        told = "; ".join(f"{name}: {', '.join(str(other[name]) for other in everyone)}" for name in differ)
+        raise ValueError(f"the ranks must agree, and do not ({told}, in rank order): each would wait for the others")

@@ -1,0 +1,209 @@
+"""The checks of lesson 03: solutions pass, typical mistakes are explained, nothing raises."""
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.check import lesson03 as check
+from helpers.parallel_loss import DataParallelCriterion
+from helpers.virtual import virtual_gpus
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+CHECKS = (check.combine, check.masked_criterion, check.peaks, check.largest_fused)
+
+
+def told(verdict, *words):
+    """The check said "not yet", with each of `words` in its sentence."""
+    assert not verdict.correct
+    for word in ("not yet: ", ", because ", *words):
+        assert word in verdict.text, verdict.text
+    return True
+
+
+@pytest.fixture(params=[2, 4])
+def gpus(request):
+    with virtual_gpus(request.param) as devices:
+        yield devices
+
+
+@pytest.fixture
+def titans():
+    """The article's four cards, without values."""
+    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as devices:
+        yield devices
+
+
+# --- 1: one loss out of several -------------------------------------------------------------------------
+
+
+def combine(losses, weights):
+    home = losses[0].device
+    counted = [weight * loss.to(home) for loss, weight in zip(losses, weights, strict=True) if weight]
+    return sum(counted) / sum(weights)
+
+
+def on_the_first(losses):
+    return torch.stack([loss.to(losses[0].device) for loss in losses])
+
+
+def weighted(losses, weights, divide=True):
+    summed = (on_the_first(losses) * torch.tensor(weights, device=losses[0].device)).sum()
+    return summed / sum(weights) if divide else summed
+
+
+def test_combine(gpus):
+    assert check.combine(combine)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda losses, weights: sum(losses) / len(losses), "on the same device"),
+        (lambda losses, weights: on_the_first(losses).mean(), "the mean of the means"),
+        (lambda losses, weights: weighted(losses, weights, divide=False), "divide it by the sum"),
+        (weighted, "0 x nan is nan"),
+        (lambda losses, weights: combine(losses, weights).item(), "a plain number has no gradient"),
+        (lambda losses, weights: combine(losses, weights).detach(), "no gradient"),
+        (lambda losses, weights: combine(losses, weights).cpu(), "where the first loss is"),
+        (lambda losses, weights: combine(losses, weights)[None], "of shape ()"),
+        (lambda losses, weights: 2 * combine(losses, weights), "with the weights [3, 1]"),
+        (lambda losses, weights: 2 * combine(losses, weights), "it should be smaller"),
+        (lambda losses, weights: combine([losses[0], *(x.detach() for x in losses[1:])], weights), "no gradient"),
+        (lambda losses, weights: ..., "still returns ..."),
+    ],
+)  # fmt: skip
+def test_combine_explains(gpus, wrong, words):
+    assert told(check.combine(wrong), words)
+
+
+# --- 2: a criterion of one's own ------------------------------------------------------------------------
+
+
+class MaskedError(nn.Module):
+    def __init__(self, least=1):
+        super().__init__()
+        self.least = least
+
+    def forward(self, outputs, targets, mask):
+        return ((outputs - targets).square() * mask).sum() / mask.sum().clamp(min=self.least)
+
+
+def places(outputs, targets, mask):
+    return mask.sum()
+
+
+def test_masked_criterion(gpus):
+    assert check.masked_criterion(DataParallelCriterion(MaskedError(), gpus, weight=places))
+    assert check.masked_criterion(DataParallelCriterion(MaskedError(), gpus[::-1][::-1], weight=lambda *a: a[2].sum()))
+
+
+def test_masked_criterion_explains(gpus):
+    assert told(
+        check.masked_criterion(DataParallelCriterion(MaskedError(0), gpus)), "what the mean of each GPU is over"
+    )
+    assert told(check.masked_criterion(DataParallelCriterion(MaskedError(), gpus)), "what the mean of each GPU is over")
+    assert told(check.masked_criterion(DataParallelCriterion(MaskedError(0), gpus, weight=places)), "gradient nan")
+    guarded = DataParallelCriterion(MaskedError(0), gpus, weight=lambda *a: a[2].sum().clamp(min=1))
+    assert told(check.masked_criterion(guarded), "still divides by 0")
+    assert told(check.masked_criterion(DataParallelCriterion(MaskedError(), gpus[:1], weight=places)), "two or more")
+    assert told(check.masked_criterion(MaskedError()), "is no DataParallelCriterion")
+    assert told(check.masked_criterion(DataParallelCriterion(nn.MSELoss(), gpus)), "your code stopped")
+
+
+def test_what_needs_values_says_so(titans):
+    assert told(check.combine(combine), "use_gpus(4, memory='16 GiB')")
+    answer = DataParallelCriterion(MaskedError(), titans, weight=places)
+    assert told(check.masked_criterion(answer), "use_gpus(4, memory='16 GiB')")
+
+
+# --- 3: four peaks --------------------------------------------------------------------------------------
+
+PEAKS = {"DataParallel": 9.36, "output_device=1": 2.83, "loss in forward": 3.89, "parallel loss": 3.89}
+LOGITS = 200 * 163 * 20_000 * 4 / 2**30
+
+
+def test_peaks(titans):
+    assert check.peaks(PEAKS)
+    for name, wrong, words in (
+        ("DataParallel", 13.0, "the peak with 30,000 words"),
+        ("DataParallel", 13.0 * 2 / 3, "the layers' activations do not"),
+        ("loss in forward", 0.75 * LOGITS, "the logits alone"),
+        ("loss in forward", 9.36, "it is too large: GPU 0 holds 0.75 of the logits' size"),
+        ("parallel loss", 3.84 * 2**10, "those are MiB"),
+        ("output_device=1", 2.3, "it is too small: GPU 0 holds 0.25 of the logits' size"),
+        ("output_device=1", 9.16, "too large"),
+    ):
+        assert told(check.peaks(PEAKS | {name: wrong}), name, words)
+
+
+def test_peaks_wants_all_four(titans):
+    assert told(check.peaks([9.36, 2.83, 3.89, 3.89]), "is no dict")
+    assert told(check.peaks({"DataParallel": 9.36}), "these four are asked for")
+    assert told(check.peaks(PEAKS | {"parallel loss": "3.89 GiB"}), "could not convert")
+    assert told(check.peaks(PEAKS | {"parallel loss": ...}), "still holds ...")
+
+
+# --- 4: what limits now ---------------------------------------------------------------------------------
+
+
+def test_largest_fused(titans):
+    assert check.largest_fused(1080)
+    assert told(check.largest_fused(1040), "40 more still fit")
+    assert told(check.largest_fused(1120), "runs out of memory")
+    assert torch.cuda.memory_allocated(0) == 0
+
+
+@pytest.mark.parametrize("wrong", [1081, 270.5, 0, -40, 25])
+def test_largest_fused_wants_steps_of_40(titans, wrong):
+    assert told(check.largest_fused(wrong), "a multiple of 40")
+
+
+def test_largest_fused_wants_the_articles_cards(titans):
+    assert told(check.largest_fused(10**6), "no card of 12 GB holds a quarter")
+    with virtual_gpus(4, memory="24 GiB", shapes_only=True):
+        assert told(check.largest_fused(1080), "cards of 12 GB are asked for")
+
+
+def test_a_large_job_is_not_computed():
+    for count, words in ((2, "four are asked for"), (4, "shapes_only=True")):
+        with virtual_gpus(count, memory="12 GiB"):
+            assert told(check.peaks(PEAKS), words)
+            assert told(check.largest_fused(1080), words)
+    assert told(check.peaks(PEAKS), "there are 0 GPUs")
+    assert told(check.combine(combine), "there are 0 GPUs")
+
+
+# --- whatever is passed ---------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Raises wherever it is touched."""
+
+    def __getattribute__(self, name):
+        raise ValueError(f"do not touch {name}")
+
+    def __eq__(self, other):
+        raise ValueError("do not compare")
+
+    def __repr__(self):
+        raise ValueError("do not look")
+
+    __float__ = __iter__ = __len__ = __call__ = __bool__ = __repr__
+    __hash__ = None
+
+
+STRANGE = [
+    None, ..., "", "1080", b"", True, -1, 10**400, float("nan"), 3 + 4j, [], {}, [...], object, int, print,
+    torch.ones(3), torch.ones((), device="meta"), nn.Identity(), lambda: 1, lambda *_: 1 / 0,
+    lambda *_: [...], lambda *_: Hostile(), dict.fromkeys(PEAKS, Hostile), dict.fromkeys(PEAKS, "1"), {1: 2}, Hostile(),
+    Hostile, exit, DataParallelCriterion,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(STRANGE)))
+@pytest.mark.parametrize("shapes_only", [True, False])
+def test_no_answer_makes_a_check_raise(number, shapes_only):
+    with virtual_gpus(4, kind="TITAN Xp", shapes_only=shapes_only):
+        for each in CHECKS:
+            assert told(each(STRANGE[number]))

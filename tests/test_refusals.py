@@ -1,0 +1,246 @@
+"""Out of memory: PyTorch's text read, on a real H200's and on virtual GPUs; what readings then say."""
+
+import gc
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.memory import GiB, MiB, Refusal, measure_memory, peak_memory, read_memory
+from helpers.memory.refusals import read_refusal
+from helpers.virtual import virtual_gpus
+
+KiB = 1024
+H200 = json.loads((Path(__file__).parent / "data" / "h200" / "oom.json").read_text(encoding="utf-8"))
+MEASURED = next(entry for entry in H200 if isinstance(entry, str))
+ADVICE = (  # which of the two names stands here depends on the version and the platform
+    " If reserved but unallocated memory is large try setting {}=expandable_segments:True to avoid fragmentation."
+    "  See documentation for Memory Management "
+)
+FULL = (
+    "CUDA out of memory. Tried to allocate {requested}. {reserve}GPU 1 has a total capacity of 11.91 GiB of which "
+    "{free} is free. {others}Including non-PyTorch memory, this process has 10.91 GiB memory in use. {allowed}Of the "
+    "allocated memory {allocated} is allocated by PyTorch, {pools}and {unallocated} is reserved by PyTorch but "
+    "unallocated.{advice}"
+)
+
+
+def text(**figures) -> str:
+    usual = {"requested": "2.00 GiB", "free": "700.00 MiB", "allocated": "9.20 GiB", "unallocated": "900.00 MiB",
+             "reserve": "", "others": "", "allowed": "", "pools": "",
+             "advice": ADVICE.format("PYTORCH_CUDA_ALLOC_CONF")}  # fmt: skip
+    return FULL.format(**usual | figures)
+
+
+def refusal(**figures) -> Refusal | None:
+    return read_refusal(torch.OutOfMemoryError(text(**figures)))
+
+
+def gib(number: float) -> int:
+    return round(number * GiB)
+
+
+USUAL = Refusal(1, 2 * GiB, gib(11.91), 700 * MiB, gib(9.2), gib(9.2) + 900 * MiB)
+
+
+@pytest.mark.parametrize(
+    "requested, size",
+    [
+        ("512 bytes", 512),
+        ("16.00 KiB", 16 * KiB),
+        ("20.00 MiB", 20 * MiB),
+        ("1024.00 MiB", GiB),
+        ("3.64 GiB", gib(3.64)),
+    ],
+)
+def test_every_unit_of_pytorch_is_read(requested, size):
+    found = refusal(requested=requested, free=requested, allocated=requested, unallocated=requested)
+    assert (found.requested, found.free, found.allocated, found.reserved) == (size, size, size, 2 * size)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"advice": ADVICE.format("PYTORCH_ALLOC_CONF")},
+        {"others": "Process 4711 has 3.25 GiB memory in use. Process 12 has 17179869183.99 GiB memory in use. "},
+        {"pools": "with 64.00 MiB allocated in private pools (e.g., CUDA Graphs), "},
+        {"reserve": "This allocation exceeds the expandable-segment reserve of 1.00 GiB for this stream. "},
+    ],
+)
+def test_pytorchs_variants_give_the_same_figures(variant):
+    assert refusal(**variant) == USUAL
+
+
+def test_what_a_real_gpu_said():
+    found = read_refusal(torch.OutOfMemoryError(MEASURED))
+    assert found == Refusal(
+        gpu=0, requested=528 * MiB, capacity=gib(139.80), free=gib(131.41), allocated=gib(7.62),
+        reserved=gib(7.62) + round(13.81 * MiB), allowed=8 * GiB,
+    )  # fmt: skip
+    assert found.limited and found.room == 8 * GiB - found.reserved and found.over == 528 * MiB - found.room
+    assert str(found) == (
+        "GPU 0 ran out of the 8.00 GiB that this process may reserve: with 7.62 GiB allocated and 7.63 GiB reserved "
+        "it was asked for 528 MiB more, 153 MiB over the edge"
+    )
+
+
+def test_a_refusal_in_words():
+    assert (USUAL.limited, USUAL.room, USUAL.over) == (False, 700 * MiB, 1348 * MiB)
+    assert str(USUAL) == (
+        "GPU 1 ran out of its 11.9 GiB: with 9.20 GiB allocated and 10.1 GiB reserved it was asked for 2.00 GiB more, "
+        "1.32 GiB over the edge"
+    )
+
+
+def test_a_request_that_the_rounded_figures_would_let_pass():
+    found = refusal(requested="700.00 MiB")
+    assert found.over == 0 and str(found).endswith("it was asked for 700 MiB more")
+
+
+def test_a_limit_that_did_not_stand_in_the_way():
+    assert not refusal(allowed="11.91 GiB allowed; ").limited
+    assert refusal(allowed="10.00 GiB allowed; ").room == 0  # less than what is reserved already
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "",
+        "CUDA out of memory. Tried to allocate more than 1EB memory.",
+        "CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction",
+        "Allocation on device 0 would exceed allowed memory. (out of memory)\nRequested               : 640.00 MiB",
+        text(requested="2.00 XiB"),
+    ],
+)
+def test_other_texts_are_not_guessed_at(other):
+    assert read_refusal(torch.OutOfMemoryError(other)) is None
+
+
+def test_the_last_of_several_errors_counts():
+    wrapped = (
+        f"Caught OutOfMemoryError in replica 1 on device 1.\n{text(requested='1.00 GiB')}\n\nDuring handling\n{text()}"
+    )
+    assert read_refusal(torch.OutOfMemoryError(wrapped)) == USUAL
+
+
+def fill(device: str, count: int):
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize(
+    "size, rounded",
+    [(3 * GiB, 3 * GiB), (gib(1.5), gib(1.5)), (801 * MiB - 5, 802 * MiB), (100 * KiB, 2 * MiB), (3 * MiB, 20 * MiB)],
+)
+def test_virtual_gpus_are_read_too(size, rounded):
+    with virtual_gpus(2, memory="2 GiB", shapes_only=True):
+        held = [fill("cuda:1", 256 * MiB)]
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            while True:
+                held.append(fill("cuda:1", size))
+        found, free = read_refusal(raised.value), torch.cuda.mem_get_info(1)[0]
+        allocated, reserved = torch.cuda.memory_allocated(1), torch.cuda.memory_reserved(1)
+    assert (found.gpu, found.requested, found.capacity) == (1, rounded, 2 * GiB)
+    close = 0.01 * GiB  # two decimals
+    assert abs(found.free - free) < close and found.over == max(0, rounded - found.free)
+    assert abs(found.allocated - allocated) < close and abs(found.reserved - reserved) < close
+
+
+def test_the_gpu_that_refused_says_what_it_was_asked_for():
+    with virtual_gpus(3, memory="2 GiB", shapes_only=True):
+        kept = fill("cuda:1", GiB)
+        with pytest.raises(torch.OutOfMemoryError), measure_memory() as readings:
+            also = fill("cuda:1", 256 * MiB)
+            fill("cuda:1", gib(1.5))
+        assert kept.is_cuda and also.is_cuda
+        assert [reading.refused is None for reading in readings] == [True, False, True]
+        told, free = readings[1].refused, torch.cuda.mem_get_info(1)[0]
+    assert (told.gpu, told.requested, told.capacity) == (1, gib(1.5), 2 * GiB)
+    assert told.allocated == told.reserved == gib(1.25) == readings[1].peak_allocated
+    assert told.over == pytest.approx(gib(1.5) - free, abs=0.01 * MiB)
+    assert f"{told}." == readings.note and readings.note in " ".join(str(readings).split())
+
+
+def test_a_run_that_does_not_fit_can_be_caught():
+    with virtual_gpus(2, memory="2 GiB", shapes_only=True):
+        alive = []
+
+        def step():
+            tensor = fill("cuda:0", GiB)
+            alive.append(weakref.ref(tensor))
+            fill("cuda:0", 2 * GiB)
+
+        readings = peak_memory(step, catch=True)
+        gc.collect()
+        assert readings[0].refused.requested == 2 * GiB and readings[0].allocated == GiB  # as it was when it failed
+        assert alive[0]() is None and torch.cuda.memory_allocated(0) == 0  # and nothing of it is kept
+        assert read_memory()[0].refused is None
+        assert peak_memory(lambda: fill("cuda:0", MiB))[0].refused is None
+
+
+def test_only_out_of_memory_is_caught():
+    def step():
+        raise RuntimeError("shapes do not match")
+
+    with virtual_gpus(1), pytest.raises(RuntimeError, match="shapes do not match"):
+        peak_memory(step, catch=True)
+
+
+def test_an_error_that_the_run_itself_handles_is_no_refusal():
+    def step():
+        with pytest.raises(torch.OutOfMemoryError):
+            fill("cuda:0", 2 * GiB)
+
+    with virtual_gpus(1, memory="1 GiB"):
+        readings = peak_memory(step)
+    assert readings[0].refused is None and readings.note == ""
+
+
+class GrowsOnGPU1(nn.Module):
+    def forward(self, x):
+        return x.sum() + (torch.empty(3 * GiB, dtype=torch.uint8, device=x.device).sum() if x.device.index else 0)
+
+
+def test_a_replica_of_data_parallel_that_runs_out():
+    with virtual_gpus(2, memory="2 GiB", shapes_only=True):
+        net = nn.DataParallel(GrowsOnGPU1().to("cuda:0"))
+        readings = peak_memory(lambda: net(torch.zeros(8, 8, device="cuda:0")), catch=True)
+    assert readings[0].refused is None and readings[1].refused.requested == 3 * GiB
+
+
+def test_a_limit_of_the_process_is_told_from_a_full_card():
+    with virtual_gpus(1, memory="4 GiB", shapes_only=True):
+        torch.cuda.set_per_process_memory_fraction(0.25, 0)
+        told = peak_memory(lambda: fill("cuda:0", gib(1.5)), catch=True)[0].refused
+    assert told.limited and told.allowed == GiB and told.over == 512 * MiB
+    assert "the 1.00 GiB that this process may reserve" in str(told)
+
+
+def test_a_gpu_that_was_not_to_be_read_is_named_in_the_note():
+    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
+        readings = peak_memory(lambda: fill("cuda:1", 2 * GiB), devices=0, catch=True)
+    assert readings[0].refused is None and readings.note.startswith("GPU 1 ran out of its 1.00 GiB")
+
+
+def test_a_text_that_cannot_be_read_is_passed_on():
+    def step():
+        raise torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of memory)\nmore")
+
+    with virtual_gpus(1):
+        readings = peak_memory(step, catch=True)
+    assert readings[0].refused is None
+    assert readings.note == "Memory ran out; PyTorch does not say where: " + (
+        "Allocation on device 0 would exceed allowed memory. (out of memory)"
+    )
+
+
+def test_hidden_cards_keep_pytorchs_numbers(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    with virtual_gpus(4, memory="1 GiB", shapes_only=True):
+        readings = peak_memory(lambda: fill("cuda:1", 2 * GiB), catch=True)
+    assert (
+        readings[1].refused.gpu == 1 and readings.note.startswith("GPU 1 ran out") and "PyTorch sees 2" in readings.note
+    )
