@@ -1,0 +1,109 @@
+"""Programs that tests start: their output, a time limit, and none left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "notebooks" / "scripts" / "train.py"
+
+
+class Program:
+    """A started program, in a session of its own so that it can be ended with all that it starts."""
+
+    def __init__(self, command, log, environment=None):
+        self.log = Path(log)
+        settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONUNBUFFERED": "1"}
+        inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        with open(self.log, "wb") as file:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=inherited | settings | (environment or {}),
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        for pid in descendants(self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def output(self):
+        return self.log.read_text(errors="replace")
+
+    def wait(self, seconds=300):
+        """What it printed; AssertionError if it fails or takes too long."""
+        code = self.end(seconds)
+        assert code == 0, f"ended with {code}:\n{self.output}"
+        return self.output
+
+    def end(self, seconds=300):
+        """Its exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {seconds} s:\n{self.output}") from None
+
+
+def torchrun(*arguments, log, environment=None, before=()):
+    """torchrun of this Python; `before`: a command that starts it."""
+    command = [*before, sys.executable, "-m", "torch.distributed.run", *arguments]
+    return Program(command, log, environment)
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def until(condition, seconds=200, every=0.005):
+    """What `condition()` gives as soon as it is true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(every)
+    raise AssertionError(f"{condition} did not become true within {seconds} s")
+
+
+def descendants(pid):
+    """The numbers of all processes that `pid` started, directly or not (Linux)."""
+    found, left = [], [pid]
+    while left:
+        try:
+            children = Path(f"/proc/{left[0]}/task/{left.pop(0)}/children").read_text().split()
+        except OSError:
+            continue
+        found += map(int, children)
+        left += map(int, children)
+    return found
+
+
+def rank_processes(pid):
+    """rank -> the number of its process, below the torchrun `pid` (Linux)."""
+    ranks = {}
+    for child in descendants(pid):
+        try:
+            environment = Path(f"/proc/{child}/environ").read_text().split("\0")
+        except OSError:
+            continue
+        settings = dict(entry.split("=", 1) for entry in environment if "=" in entry)
+        if "RANK" in settings:
+            ranks.setdefault(int(settings["RANK"]), child)
+    return ranks

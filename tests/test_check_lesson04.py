@@ -1,0 +1,228 @@
+"""The checks of lesson 04: solutions pass, typical mistakes are explained, nothing raises."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from helpers.check import lesson04 as check
+from helpers.virtual import virtual_gpus
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+
+def told(verdict, *words):
+    """The check said "not yet", with each of `words` in its sentence."""
+    assert not verdict.correct
+    for word in ("not yet: ", ", because ", *words):
+        assert word in verdict.text, verdict.text
+    return True
+
+
+# --- 1: a broadcast as a tree -----------------------------------------------------------------------------
+
+
+def tree(ranks):
+    steps, have = [], 1
+    while have < ranks:
+        steps.append([(rank, rank + have) for rank in range(min(have, ranks - have))])
+        have *= 2
+    return steps
+
+
+def halves(ranks):
+    """Another right answer: rank 0 first reaches the far half."""
+    steps, distance = [], 1 << max((ranks - 1).bit_length() - 1, 0)
+    while distance and ranks > 1:
+        pairs = [(rank, rank + distance) for rank in range(0, ranks, 2 * distance)]
+        steps.append([pair for pair in pairs if pair[1] < ranks])
+        distance //= 2
+    return steps
+
+
+def test_tree():
+    assert check.tree(tree)
+    assert check.tree(halves)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda ranks: [[(0, rank)] for rank in range(1, ranks)], "2 are enough"),
+        (lambda ranks: [[(rank, rank + 1)] for rank in range(ranks - 1)], "2 are enough"),
+        (lambda ranks: [[(0, rank) for rank in range(1, ranks)]], "sends twice"),
+        (lambda ranks: [[(rank, rank + 1) for rank in range(ranks - 1)]], "does not have the tensor before"),
+        (lambda ranks: tree(ranks)[:-1], "still wait"),
+        (lambda ranks: [*tree(ranks), [(0, 1)]], "has it already"),
+        (lambda ranks: [[(0, ranks)]], "ranks run from 0"),
+        (lambda ranks: [(0, 1)], "a step is a list of pairs"),
+        (lambda ranks: tuple(tree(ranks)), "a list of steps"),
+        (lambda ranks: ..., "still returns ..."),
+    ],
+)
+def test_tree_explains(wrong, words):
+    assert told(check.tree(wrong), words)
+
+
+# --- 2: the sampler's share -------------------------------------------------------------------------------
+
+
+def shard(samples, ranks, rank):
+    size = -(-samples // ranks)
+    return [number % samples for number in range(rank, size * ranks, ranks)]
+
+
+def test_shard():
+    assert check.shard(shard)
+
+
+def in_blocks(samples, ranks, rank):
+    size = -(-samples // ranks)
+    return [number % samples for number in range(rank * size, (rank + 1) * size)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (in_blocks, "deals like cards"),
+        (lambda samples, ranks, rank: list(range(rank, samples, ranks)), "the same number"),
+        (lambda samples, ranks, rank: list(range(rank, -(-samples // ranks) * ranks, ranks)), "run from 0 to"),
+        (
+            lambda samples, ranks, rank: [
+                min(n, samples - 1) for n in range(rank, -(-samples // ranks) * ranks, ranks)
+            ],
+            "begins again",
+        ),
+        (lambda samples, ranks, rank: range(rank, samples, ranks), "is no list"),
+        (lambda samples, ranks, rank: None, "no `return`"),
+    ],
+)
+def test_shard_explains(wrong, words):
+    assert told(check.shard(wrong), words)
+
+
+# --- 3: a weighted mean -----------------------------------------------------------------------------------
+
+
+def test_factor():
+    assert check.factor(lambda counts, rank: counts[rank] * len(counts) / sum(counts))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda counts, rank: counts[rank] / sum(counts), "DDP divides by the number of ranks, 4"),
+        (lambda counts, rank: 1, "the same factor"),
+        (lambda counts, rank: counts[rank], "numbers of labels"),
+        (lambda counts, rank: sum(counts) / counts[rank], "a rank's share is its labels by all labels"),
+        (lambda counts, rank: "1", "is text"),
+    ],
+)
+def test_factor_explains(wrong, words):
+    assert told(check.factor(wrong), words)
+
+
+# --- 4: a loop with traps ---------------------------------------------------------------------------------
+
+
+def loop(set_epoch=True, through_ddp=True, logs=lambda rank: rank == 0, sampled=True, epochs=3):
+    """A function as the learner writes it, with the traps that are asked for."""
+
+    def train(rank, samples, log):
+        torch.manual_seed(rank)
+        net = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        sampler = DistributedSampler(samples) if sampled else None
+        for epoch in range(epochs):
+            if set_epoch and sampled:
+                sampler.set_epoch(epoch)
+            for x, y in DataLoader(samples, batch_size=4, sampler=sampler):
+                sgd.zero_grad()
+                loss = mse_loss((net if through_ddp else net.module)(x.to(rank)), y.to(rank))
+                loss.backward()
+                sgd.step()
+            if logs(rank):
+                log(f"epoch {epoch}")
+        return net.module
+
+    return train
+
+
+@pytest.fixture
+def two_gpus():
+    with virtual_gpus(2) as gpus:
+        yield gpus
+
+
+def test_mended(two_gpus):
+    assert check.mended(loop())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"set_epoch": False}, "which epoch it is"),
+        ({"through_ddp": False}, "their gradients never met"),
+        ({"logs": lambda rank: True}, "let rank 0"),
+        ({"logs": lambda rank: False}, "rank 0 logged 0 lines"),
+        ({"sampled": False}, "3 epochs of 16"),
+        ({"epochs": 2}, "3 epochs of 16"),
+    ],
+)
+def test_mended_explains(two_gpus, wrong, words):
+    assert told(check.mended(loop(**wrong)), words)
+
+
+def test_mended_wants_the_net(two_gpus):
+    assert told(check.mended(lambda rank, samples, log: 3), "it returned 3, because the net is asked for")
+
+
+def fails(rank, samples, log):
+    if rank == 1:
+        raise KeyError("my mistake")
+    dist.barrier()
+
+
+def test_mended_names_the_rank_that_fails(two_gpus):
+    assert told(check.mended(fails), "rank 1 of 2 raised KeyError: 'my mistake'")
+
+
+def test_mended_needs_gpus():
+    assert told(check.mended(loop()), "there are 0 GPUs")
+    with virtual_gpus(2, shapes_only=True):
+        assert told(check.mended(loop()), "without shapes_only")
+
+
+# --- whatever is passed -----------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Raises wherever it is touched."""
+
+    def __getattribute__(self, name):
+        raise ValueError(f"do not touch {name}")
+
+    def __eq__(self, other):
+        raise ValueError("do not compare")
+
+    def __repr__(self):
+        raise ValueError("do not look")
+
+    __float__ = __iter__ = __len__ = __call__ = __bool__ = __repr__
+    __hash__ = None
+
+
+STRANGE = [
+    None, ..., "", "24000", True, -1, 10**400, float("nan"), [], {}, [...], object, int, torch.ones(3), nn.Identity(),
+    lambda: 1, lambda *_: 1 / 0, lambda *_: [...], lambda *_: [[(Hostile(), 1)]], lambda *_: [Hostile()] * 4,
+    lambda *_: Hostile(), Hostile(), Hostile, exit,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(STRANGE)))
+def test_no_answer_makes_a_check_raise(two_gpus, number):
+    for each in (check.tree, check.shard, check.factor, check.mended):
+        assert told(each(STRANGE[number]))

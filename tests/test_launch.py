@@ -1,0 +1,309 @@
+"""launch: results, environment, output, with virtual GPUs and without."""
+
+import ctypes
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers.launch import launch
+from helpers.launch import rank as launch_rank
+from helpers.memory import read_memory
+from helpers.virtual import virtual_gpus
+
+
+def children():
+    """Processes of this one's that are alive, but for Python's own helper of spawn."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.status() != "zombie" and "resource_tracker" not in " ".join(p.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(tmp_path, monkeypatch):
+    """Every test: no process and no file is left."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(children())
+    yield
+    assert set(children()) <= before
+    assert [path for pattern in ("ranks-*", "pytorch-*", "torchelastic*") for path in tmp_path.glob(pattern)] == []
+
+
+# ---- results and surroundings ------------------------------------------------------------------------------
+
+
+def surroundings(rank, word="", number=0):
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return {
+        "rank": rank,
+        "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
+        "given": (word, number),
+        "sum": total.item(),
+        "threads": torch.get_num_threads(),
+        "seed": torch.initial_seed(),
+        "environment": {n: os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+        "port": int(os.environ["MASTER_PORT"]),
+    }
+
+
+def test_every_rank_returns_and_is_in_the_group(capsys):
+    torch.manual_seed(7)
+    answers = launch(surroundings, "word", 3, ranks=3)
+    for rank, answer in enumerate(answers):
+        port = answer.pop("port")
+        assert port > 0 and answer == {
+            "rank": rank, "group": (rank, 3, "gloo"), "given": ("word", 3), "sum": 6.0, "threads": 1, "seed": 7 + rank,
+            "environment": {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"
+            },
+        }  # fmt: skip
+    assert capsys.readouterr().out == "3 ranks on the CPU, backend gloo\n"
+    assert not dist.is_initialized() and "RANK" not in os.environ
+
+
+def test_one_rank_a_closure_and_no_line():
+    seen = {"here": 5}
+    assert launch(lambda rank: seen["here"] + rank, ranks=1, show=False) == [5]
+    assert launch(range, 3, ranks=2, show=False, timeout=None) == [range(0, 3), range(1, 3)]
+
+
+def test_a_port_that_is_taken_does_not_matter(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("WORLD_SIZE", "7")
+        first, second = (launch(surroundings, ranks=2, show=False) for _ in range(2))
+    assert {answer["sum"] for answer in first + second} == {3.0}
+    assert str(first[0]["port"]) != os.environ["MASTER_PORT"]
+
+
+def step(rank):
+    """A backward pass with operators large enough to run on several threads."""
+    x = torch.full((300, 300), 1.0 + rank, requires_grad=True)
+    ((x @ x) + x).sum().backward()
+    return x.grad[0, 0].item()
+
+
+def test_after_backward_in_the_parent_on_several_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = torch.ones(700, 700, requires_grad=True)
+        ((x @ x) + x).sum().backward()
+        assert launch(step, ranks=2, show=False) == [601.0, 1201.0]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_from_a_thread_and_from_two_at_once():
+    answers = {}
+
+    def work(name):
+        answers[name] = launch(lambda rank: (name, rank, step(rank)), ranks=2, show=False)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert answers == {name: [(name, 0, 601.0), (name, 1, 1201.0)] for name in "ab"}
+
+
+def test_many_collectives_and_then_the_end():
+    """A rank that is done first must not cut the others off."""
+
+    def work(rank):
+        x = torch.ones(10_000)
+        for _ in range(20):
+            dist.all_reduce(x)
+            x /= 3
+        return x[0].item()
+
+    for _ in range(3):
+        assert launch(work, ranks=3, show=False) == [1.0, 1.0, 1.0]
+
+
+def test_the_function_may_end_the_group_itself():
+    assert launch(lambda rank: dist.destroy_process_group(), ranks=2, show=False) == [None, None]
+
+
+def test_large_results():
+    answers = launch(lambda rank: torch.full((3_000_000,), float(rank)), ranks=2, show=False)
+    assert [(a.numel(), a[-1].item()) for a in answers] == [(3_000_000, 0.0), (3_000_000, 1.0)]
+
+
+def test_a_thread_that_a_rank_leaves_running_does_not_hold_the_run_up(monkeypatch):
+    monkeypatch.setattr("helpers.launch.processes._LEAVE_S", 0.2)
+    assert launch(lambda rank: threading.Thread(target=threading.Event().wait).start(), ranks=1, show=False) == [None]
+
+
+# ---- virtual GPUs --------------------------------------------------------------------------------------------
+
+
+def on_gpu(rank):
+    net = DistributedDataParallel(torch.nn.Linear(100, 100, bias=False).to("cuda"))
+    for _ in range(2):
+        net(torch.ones(2, 100, device=f"cuda:{rank}")).sum().backward()
+    allocated = [torch.cuda.memory_allocated(i) for i in range(2)]
+    weight = net.module.weight
+    return weight.grad, torch.cuda.current_device(), allocated, read_memory(), dist.get_backend()
+
+
+@pytest.mark.usefixtures("workspaces_given_back")
+def test_virtual_gpus(capsys):
+    with virtual_gpus(2, memory="1 GiB"):
+        big = torch.ones(1 << 20, device="cuda:1", requires_grad=True)
+        big.sum().backward()
+        mine = torch.cuda.memory_allocated(1)
+        answers = launch(on_gpu, ranks=2)
+        assert torch.cuda.memory_allocated(1) == mine and str(big.device) == "cuda:1"
+    said = capsys.readouterr().out
+    assert said == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
+    for rank, (grad, current, allocated, readings, backend) in enumerate(answers):
+        assert str(grad.device) == "cpu" and grad[0, 0].item() == 4.0
+        assert current == rank and backend == "gloo"
+        assert allocated[1 - rank] == 0 and 80_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
+        assert readings[rank].allocated == allocated[rank]
+
+
+def test_the_parents_gpu_tensors_are_on_the_cpu_in_a_rank():
+    with virtual_gpus(2):
+        x = torch.ones(3, device="cuda:1")
+        answers = launch(lambda rank: (str(x.device), str(x.to("cuda").device)), ranks=2, show=False)
+        assert answers == [("cpu", "cuda:0"), ("cpu", "cuda:1")]
+        assert (x + 1).device == torch.device("cuda:1")
+
+
+def test_shapes_only():
+    with virtual_gpus(2, shapes_only=True):
+        answers = launch(lambda rank: torch.ones(1 << 30, device="cuda").nbytes, ranks=2, show=False)
+    assert answers == [4 << 30, 4 << 30]
+
+
+def test_on_the_cpu_although_there_are_gpus(capsys):
+    with virtual_gpus(2):
+        answers = launch(surroundings, ranks=3, gpus=False)
+    assert [answer["sum"] for answer in answers] == [6.0] * 3
+    assert capsys.readouterr().out == "3 ranks on the CPU, backend gloo\n"
+
+
+# ---- spawned -------------------------------------------------------------------------------------------------
+
+
+def spawned(rank, x):
+    print("spawned", rank)
+    return (x.to("cuda") + rank).sum(), torch.cuda.get_device_properties(rank).total_memory, torch.get_num_threads()
+
+
+def test_spawned_ranks(capsys):
+    with virtual_gpus(2, memory="1 GiB"):
+        answers = launch(spawned, torch.ones(10), ranks=2, start="spawn", threads=2, timeout=120)
+    assert answers == [(torch.tensor(10.0), 1 << 30, 2), (torch.tensor(20.0), 1 << 30, 2)]
+    assert "[rank 0] spawned 0\n[rank 1] spawned 1\n" in capsys.readouterr().out
+
+
+def test_what_cannot_be_imported_travels_by_value(capsys):
+    pytest.importorskip("cloudpickle", reason="spawned ranks get functions of cells by cloudpickle")
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return x * factor
+
+    factor = 3
+    answer = launch(lambda rank, x: (Net()(x), Net()), torch.ones(2), ranks=1, start="spawn", timeout=120)
+    assert answer[0][0].tolist() == [3.0, 3.0] and type(answer[0][1]) is Net
+
+
+def test_a_function_that_cannot_be_imported_needs_cloudpickle(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # as if it were not installed
+    with pytest.raises(RuntimeError, match=r"<lambda> is not in a module .*pip install cloudpickle\)"):
+        launch(lambda rank: rank, ranks=1, start="spawn")
+
+
+# ---- output --------------------------------------------------------------------------------------------------
+
+
+def talk(rank):
+    print("rank", rank, end=" ")
+    print("says")
+    if rank == 1:
+        print("one\n\ntwo äöü")
+    print("oops", rank, file=sys.stderr)
+    os.write(1, b"raw\n")
+    os.system("echo a child")
+    ctypes.CDLL(None).puts(b"from C")
+    print("no newline", end="")
+
+
+def test_lines_come_in_rank_order(capsys):
+    for _ in range(2):
+        launch(talk, ranks=2)
+        said = capsys.readouterr()
+        assert said.out.split("\n") == [
+            "2 ranks on the CPU, backend gloo",
+            "[rank 0] rank 0 says", "[rank 0] raw", "[rank 0] a child", "[rank 0] from C", "[rank 0] no newline",
+            "[rank 1] rank 1 says", "[rank 1] one", "[rank 1] ", "[rank 1] two äöü", "[rank 1] raw",
+            "[rank 1] a child", "[rank 1] from C", "[rank 1] no newline", "",
+        ]  # fmt: skip
+        assert said.err == "[rank 0] oops 0\n[rank 1] oops 1\n"
+
+
+def test_more_output_than_a_pipe_holds(capsys):
+    launch(lambda rank: print("\n".join(["x" * 99] * 20_000)), ranks=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [f"[rank {rank}] {'x' * 99}" for rank in (0, 1) for _ in range(20_000)]
+
+
+def test_rank_0_can_be_watched_while_it_runs(tmp_path, monkeypatch):
+    seen = tmp_path / "seen"
+
+    class Watcher:
+        text = ""
+
+        def write(self, text):
+            self.text += text
+            if "[rank 0] first\n" in self.text:
+                seen.touch()
+
+        def flush(self):
+            pass
+
+    def work(rank):
+        print("first")
+        while not seen.exists():
+            pass
+        print("second")
+
+    watcher = Watcher()
+    monkeypatch.setattr(sys, "stdout", watcher)
+    launch(work, ranks=2)
+    seen.unlink()
+    assert watcher.text.splitlines()[1:] == [f"[rank {rank}] {word}" for rank in (0, 1) for word in ("first", "second")]
+
+
+def test_text_that_the_parent_has_not_shown_yet_is_shown_once(capfd):
+    ctypes.CDLL(None).printf(b"held back ")
+    print("by Python")
+    launch(lambda rank: None, ranks=2, show=False)
+    assert capfd.readouterr().out.count("held back") == 1
+
+
+def test_nothing_is_shown_if_asked(capfd):
+    launch(talk, ranks=2, show=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_files_are_written_in_one_step(tmp_path):
+    path = tmp_path / "0.result"
+    launch_rank._write(path, b"whole")
+    assert path.read_bytes() == b"whole" and [p.name for p in tmp_path.iterdir()] == ["0.result"]
+    Path(path).unlink()

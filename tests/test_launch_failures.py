@@ -1,0 +1,450 @@
+"""launch: ranks that raise, die, hang; Ctrl-C; what is refused. No process is left by any of them."""
+
+import ctypes
+import multiprocessing.process
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from test_launch import leaves_nothing  # noqa: F401  (a fixture for every test here too)
+
+from helpers.launch import RankError, launch
+from helpers.launch import errors as launch_errors
+from helpers.launch.errors import Failure, rank_error
+from helpers.launch.processes import _Ranks
+from helpers.virtual import virtual_gpus
+
+
+def is_gone(pid):
+    """True when the process has ended, if need be after a moment."""
+    for _ in range(250):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def fails(fn, *args, **options):
+    """The error of a run."""
+    with pytest.raises(RankError) as caught:
+        launch(fn, *args, **{"ranks": 3, "show": False, "timeout": 20, **options})
+    return caught.value
+
+
+# ---- a rank raises -------------------------------------------------------------------------------------------
+
+
+def inner():
+    raise ValueError("no such thing")
+
+
+def one_raises(rank):
+    if rank == 1:
+        inner()
+    dist.all_reduce(torch.ones(3))
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback_and_the_others_are_not():
+    error = fails(one_raises)
+    text = str(error)
+    assert text.startswith("rank 1 of 3 raised ValueError: no such thing\n\nIn rank 1:\nTraceback ")
+    assert error.rank == 1 and error.traceback.endswith("ValueError: no such thing\n")
+    frames = [line.split(", in ")[1] for line in text.split("\n") if line.startswith("  File")]
+    assert frames == ["one_raises", "inner"] and "    inner()\n" in text
+    assert "Connection" not in text and "rank 0" not in text and "rank 2" not in text
+
+
+def test_an_error_of_all_ranks_is_said_once():
+    for _ in range(3):
+        error = fails(lambda rank: inner())
+        assert str(error).startswith("ranks 0, 1, 2 of 3 raised ValueError: no such thing\n\nIn rank 0:\n")
+        assert error.rank == 0 and str(error).count("Traceback") == 1
+
+
+def different(rank):
+    raise KeyError(rank)
+
+
+def test_different_errors_have_a_line_each():
+    error = fails(different)
+    assert str(error).split("\n")[:4] == ["rank 0 of 3 raised KeyError: 0", "rank 1 raised KeyError: 1",
+                                          "rank 2 raised KeyError: 2", ""]  # fmt: skip
+
+
+def chained(rank):
+    try:
+        inner()
+    except ValueError as error:
+        raise RuntimeError("and so\nthis") from error
+
+
+def test_causes_and_several_lines_are_kept():
+    error = fails(chained, ranks=1)
+    assert str(error).startswith("rank 0 of 1 raised RuntimeError: and so\n")
+    assert "ValueError: no such thing" in error.traceback and "this" in error.traceback
+    assert "direct cause" in error.traceback
+
+
+def test_what_was_printed_before_the_error_is_shown(capsys):
+    def work(rank):
+        print("so far")
+        inner()
+
+    fails(work, ranks=2, show=True)
+    assert capsys.readouterr().out.splitlines()[1:] == ["[rank 0] so far", "[rank 1] so far"]
+
+
+def test_a_rank_that_raises_before_the_group_stands(monkeypatch):
+    def refuse(*args, **kwargs):
+        if os.environ["RANK"] == "2":
+            raise OSError("no network")
+        return init(*args, **kwargs)
+
+    init = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    error = fails(one_raises)
+    assert str(error).startswith("rank 2 of 3 raised OSError: no network\n")
+
+
+def test_errors_on_virtual_gpus():
+    with virtual_gpus(2, memory="64 MiB"):
+        error = fails(lambda rank: torch.ones(1 << (20 + 8 * rank), device="cuda"), ranks=2)
+        assert str(error).startswith("rank 1 of 2 raised torch.OutOfMemoryError: CUDA out of memory.")
+        assert "helpers/virtual" not in str(error)
+
+
+def leaves_early(rank):
+    if rank == 0:
+        dist.all_reduce(torch.ones(3))
+
+
+def test_a_rank_that_leaves_early():
+    error = fails(leaves_early)
+    assert error.rank == 0 and "ranks 1, 2 had returned by then" in str(error)
+    assert str(error) == str(fails(leaves_early))  # no port, no address that changes
+
+
+@pytest.mark.parametrize("value", [lambda rank: (i for i in range(3)), lambda rank: threading.Lock()])
+def test_a_result_that_cannot_be_sent(value):
+    error = fails(value, ranks=2)
+    assert "cannot be sent to the parent" in str(error) and "state_dict()" in str(error)
+    assert type(value(0)).__name__ in str(error)
+
+
+class Odd(Exception):
+    def __str__(self):
+        raise KeyError
+
+    def __reduce__(self):
+        raise KeyError
+
+
+def test_an_error_that_is_hard_to_report():
+    def work(rank):
+        raise Odd
+
+    assert "Odd" in str(fails(work, ranks=1))
+
+
+def test_the_cause_is_the_earliest_and_nobody_who_only_lost_a_connection():
+    lost = Failure(0, "raised RuntimeError: Connection closed by peer", "", when=0.1, lost=True)
+    died = Failure(1, "died: killed by SIGKILL", "", when=0.2)
+    later = Failure(0, "raised ValueError: late", "", when=1.0)
+    sooner = Failure(2, "raised ValueError: soon", "", when=0.3)
+    for failures, cause in (((lost, died), 1), ((later, sooner), 2), ((sooner, died), 1), ((lost,), 0)):
+        assert rank_error(list(failures), 3, []).rank == cause
+
+
+def test_lost_connections_are_told_from_other_errors():
+    gloo = ("[x/pair.cc:547] Connection closed by peer [127.0.0.1]:4711", "[x/pair.cc:1] Read error [127.0.0.1]:4711: "
+            "Connection reset by peer")  # fmt: skip
+    for text in (*gloo, "Broken pipe", "Socket closed"):
+        assert Failure.of(RuntimeError(text), 0, {}).lost
+        wrapped = ValueError("while training")
+        wrapped.__cause__ = RuntimeError(text)
+        assert Failure.of(wrapped, 0, {}).lost
+        assert "4711" not in Failure.of(wrapped, 0, {}).traceback
+    assert {Failure.of(RuntimeError(text), 0, {}).what for text in gloo} == {
+        "raised RuntimeError: Connection closed by peer"
+    }
+    assert not Failure.of(ValueError("Connection"), 0, {}).lost
+    assert not Failure.of(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0, {}).lost
+
+
+def test_short_names_of_files(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/a/lib", "/a/lib/site-packages", "/a"])
+    assert launch_errors._short("/a/lib/site-packages/torch/x.py", {}) == "torch/x.py"
+    assert launch_errors._short("/b/x.py", {}) == "/b/x.py"
+    assert launch_errors._short("/tmp/7.py", {"/tmp/7.py": "Cell In[3]"}) == "Cell In[3]"
+
+
+# ---- a rank dies ---------------------------------------------------------------------------------------------
+
+
+def dies(rank, how):
+    if rank == 1:
+        print("last words", flush=True)
+        if how == "exit":
+            os._exit(3)
+        if how == "exit 0":
+            os._exit(0)
+        if how == "sys.exit":
+            sys.exit(4)
+        if how == "segfault":
+            ctypes.string_at(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+
+
+DEATHS = {
+    "exit": "rank 1 of 3 died: its process ended with exit code 3 before",
+    "exit 0": "rank 1 of 3 died: its process ended with exit code 0 before",
+    "sys.exit": "rank 1 of 3 raised SystemExit: 4",
+    "kill": "rank 1 of 3 died: killed by SIGKILL; the system does that when memory runs out",
+    "segfault": "rank 1 of 3 died: killed by SIGSEGV, a crash in C++",
+}
+
+
+@pytest.mark.parametrize("how", DEATHS)
+def test_a_rank_that_dies(how, capsys):
+    error = fails(dies, how, show=True)
+    assert str(error).startswith(DEATHS[how]) and error.rank == 1
+    said = capsys.readouterr()
+    assert "[rank 1] last words" in said.out
+    assert ("in dies" in said.err) == (how == "segfault")
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    def work(rank):
+        child = subprocess.Popen(["sleep", "100"])
+        (tmp_path / str(rank)).write_text(str(child.pid))
+        while not (tmp_path / "1").exists():
+            pass
+        if rank == 0:
+            raise ValueError
+        time.sleep(100)
+
+    fails(work, ranks=2)
+    assert is_gone(int((tmp_path / "1").read_text()))
+
+
+def test_the_ranks_die_with_their_parent(tmp_path):
+    program = f"""
+        import os, time
+        from pathlib import Path
+        from helpers.launch import launch
+
+        def work(rank):
+            path = Path({str(tmp_path)!r}) / f"{{rank}}.pid"
+            path.with_suffix(".part").write_text(str(os.getpid()))
+            path.with_suffix(".part").rename(path)
+            time.sleep(100)
+
+        launch(work, ranks=2)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.DEVNULL)
+    files = [tmp_path / f"{rank}.pid" for rank in range(2)]
+    while not all(file.exists() for file in files):
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    assert all(is_gone(int(file.read_text())) for file in files)
+    for folder in tmp_path.glob("ranks-*"):  # nobody is left who could remove it
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        folder.rmdir()
+
+
+# ---- the time limit ------------------------------------------------------------------------------------------
+
+
+def hangs(rank):
+    if rank == 1:
+        while True:
+            time.sleep(0.01)
+    if rank == 2:
+        return
+    dist.recv(torch.ones(3), 1)
+
+
+def test_a_rank_that_hangs_says_where():
+    with pytest.raises(TimeoutError) as caught:
+        launch(hangs, ranks=3, timeout=1.5, show=False)
+    text = str(caught.value)
+    assert text.startswith(
+        "3 ranks were not done within the time limit of 1.5 s (timeout=1.5). Where they were:\n\nrank 0 at:"
+    )
+    parts = text.split("\n\n")
+    assert "in hangs\n    dist.recv(torch.ones(3), 1)\n" in parts[1] and "distributed_c10d.py" in parts[1]
+    assert parts[2].startswith("rank 1 at:\n  File") and "in hangs\n    time.sleep(0.01)" in parts[2]
+    assert parts[3] == "rank 2 had returned."
+    assert "launch" not in text.replace("test_launch_failures", "")
+
+
+def test_ranks_that_hang_at_the_same_place_are_said_together():
+    with virtual_gpus(2), pytest.raises(TimeoutError) as caught:
+        launch(lambda rank: threading.Event().wait(), ranks=2, timeout=1, show=False)
+    assert str(caught.value).count(" at:") == 1 and "ranks 0, 1 at:\n" in str(caught.value)
+
+
+def test_a_rank_that_never_gets_to_its_function(monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *args: os.environ["RANK"] == "1" or time.sleep(100))
+    with pytest.raises(TimeoutError, match="rank 0 at:\n.*in refuse|rank 0 at:\n"):
+        launch(lambda rank: None, ranks=2, timeout=1, show=False)
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="Ctrl-C is the main thread's")
+def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
+    pids = [tmp_path / str(rank) for rank in range(2)]
+
+    def work(rank):
+        print("at work", rank)
+        pids[rank].write_text(str(os.getpid()))
+        time.sleep(100)
+
+    def interrupt():
+        while not all(path.exists() and path.read_text() for path in pids):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        launch(work, ranks=2)
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert all(is_gone(int(path.read_text())) for path in pids)
+    assert "[rank 0] at work 0\n[rank 1] at work 1\n" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="Ctrl-C is the main thread's")
+def test_ctrl_c_while_the_ranks_are_started(monkeypatch):
+    def start(self):
+        begin(self)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    begin = _Ranks._start
+    monkeypatch.setattr(_Ranks, "_start", start)
+    with pytest.raises(KeyboardInterrupt):
+        launch(lambda rank: time.sleep(100), ranks=2, show=False)
+
+
+def test_if_not_all_can_be_started_none_is_left(monkeypatch):
+    started = []
+
+    def start(self):
+        if len(started) == 1:
+            raise OSError("no more processes")
+        started.append(self)
+        begin(self)
+
+    begin = multiprocessing.process.BaseProcess.start
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        launch(lambda rank: time.sleep(100), ranks=2, show=False)
+    assert len(started) == 1 and not started[0].is_alive()
+
+
+def test_signal_handlers_stay_as_they_were():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    launch(lambda rank: None, ranks=1, show=False)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------
+
+
+def nothing(rank):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"ranks": 0}, ValueError, "ranks is a whole number of at least 1"),
+        ({"ranks": True}, ValueError, "ranks is a whole number"),
+        ({"ranks": 2.0}, ValueError, "ranks is a whole number"),
+        ({"timeout": 0}, ValueError, "timeout is a time in seconds"),
+        ({"start": "forkserver"}, ValueError, "start is one of 'fork', 'spawn'"),
+        ({"threads": 2, "start": "fork"}, ValueError, 'would hang.*Use start="spawn"'),
+        ({"gpus": True}, ValueError, "gpus=True, but PyTorch sees no GPU: call use_gpus"),
+    ],
+)
+def test_bad_options(options, error, text):
+    with pytest.raises(error, match=text):
+        launch(nothing, **{"ranks": 2, **options})
+
+
+def test_bad_functions():
+    with pytest.raises(TypeError, match="launch needs a function"):
+        launch(nothing(0), ranks=2)
+    with pytest.raises(
+        TypeError, match=r"launch calls nothing\(rank, \*args\), here with the rank and 1 more: too many"
+    ):
+        launch(nothing, 0.1, ranks=2)
+    with pytest.raises(TypeError, match="make the rank its first parameter"):
+        launch(inner, ranks=2)
+
+
+def test_more_ranks_than_gpus():
+    with virtual_gpus(2), pytest.raises(ValueError, match=r"3 ranks need 3 GPUs.*sees 2.*use_gpus\(3\).*gpus=False"):
+        launch(nothing, ranks=3)
+
+
+def test_launch_inside_a_rank():
+    error = fails(lambda rank: launch(nothing, ranks=2), ranks=1)
+    assert "raised RuntimeError: this process is a rank already" in str(error)
+
+
+def test_a_group_in_the_parent(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"process group already.*destroy_process_group\(\) first"):
+            launch(nothing, ranks=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_spawned_rank_that_imports_a_script_without_a_guard(monkeypatch):
+    monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(RuntimeError, match='put the call under  if __name__ == "__main__"'):
+        launch(nothing, ranks=2)
+
+
+def test_fork_after_cuda_was_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="this process has used CUDA, which does not work in a forked process"):
+        launch(nothing, ranks=2, start="fork")
+
+
+def rename_thread(name):
+    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="names of threads are read from /proc, on Linux")
+def test_fork_while_autograd_has_threads():
+    done, named = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (rename_thread(b"pt_autograd_0"), named.set(), done.wait()))
+    thread.start()
+    named.wait()
+    try:
+        with pytest.raises(RuntimeError, match=r"backward\(\) has run on a machine with GPUs"):
+            launch(nothing, ranks=2, start="fork")
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,106 @@
+"""launch in a notebook: functions of cells, output that is the same in every run, the button that interrupts."""
+
+import nbformat
+import psutil
+import pytest
+import run_all
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+CELLS = {
+    "start": """
+        import os, sys, time
+        import torch, torch.distributed as dist
+        from helpers import use_gpus
+        from helpers.launch import launch
+        gpus = use_gpus(2, memory="1 GiB")
+        (torch.ones(3, device="cuda:1", requires_grad=True) * 2).sum().backward()""",
+    "works": """
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                return x * factor
+        factor = 3
+        def work(rank):
+            x = Net()(torch.full((2,), rank + 1.0, device="cuda", requires_grad=True))
+            x.sum().backward()
+            dist.all_reduce(x.detach())
+            print("sum", x.tolist())
+            print("oops", file=sys.stderr)
+            os.system("echo a child")
+            return x.detach(), Net()
+        launch(work, ranks=2)""",
+    "raises": """
+        def bad(rank):
+            if rank == 1:
+                Net()(None)
+            dist.barrier()
+        launch(bad, ranks=2)""",
+    "interrupted": """
+        def long(rank):
+            print("begun")
+            time.sleep(600)
+        launch(long, ranks=2, timeout=None)""",
+    "works again": "launch(work, ranks=2)",
+    "left": """
+        import psutil
+        print([p.status() for p in psutil.Process().children(recursive=True)])""",
+}
+INTERRUPTED_AFTER_S = 6
+
+
+def text_of(cell):
+    return "".join(line.removeprefix("        ") for line in cell.lstrip("\n").splitlines(keepends=True))
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    """Name of the cell -> its outputs: stream name, "result" or "error" -> text."""
+    cells = [nbformat.v4.new_code_cell(text_of(cell)) for cell in CELLS.values()]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    manager = AsyncKernelManager(kernel_name="python3")
+    manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
+    client = NotebookClient(
+        notebook,
+        km=manager,
+        allow_errors=True,
+        interrupt_on_timeout=True,
+        timeout_func=lambda cell: INTERRUPTED_AFTER_S if "long" in cell.source else 120,
+        coalesce_streams=True,
+    )
+    client.execute(env=run_all.kernel_environment())
+    found = {}
+    for name, cell in zip(CELLS, notebook.cells, strict=True):
+        found[name] = {}
+        for output in cell.outputs:
+            kind = {"stream": output.get("name"), "error": "error"}.get(output.output_type, "result")
+            said = output.get("text") or output.get("evalue") or output.get("data", {}).get("text/plain", "")
+            found[name][kind] = said if kind != "error" else f"{output.ename}: {said}"
+    return found
+
+
+def test_a_function_of_a_cell_runs(outputs):
+    assert outputs["works"] == {
+        "stdout": "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
+        "[rank 0] sum [9.0, 9.0]\n[rank 0] a child\n[rank 1] sum [9.0, 9.0]\n[rank 1] a child\n",
+        "stderr": "[rank 0] oops\n[rank 1] oops\n",
+        "result": "[(tensor([9., 9.]), Net()), (tensor([9., 9.]), Net())]",
+    }
+
+
+def test_an_error_names_the_cells(outputs):
+    error = outputs["raises"]["error"]
+    assert error.startswith("RankError: rank 1 of 2 raised TypeError: unsupported operand")
+    assert '  File "Cell In[3]", line 3, in bad\n    Net()(None)\n' in error
+    assert '  File "Cell In[2]", line 3, in forward\n    return x * factor\n' in error
+    assert '  File "torch/nn/modules/module.py", line' in error and "site-packages" not in error
+
+
+def test_the_button_interrupts(outputs):
+    assert outputs["interrupted"]["error"].startswith("KeyboardInterrupt")
+    assert "[rank 0] begun\n[rank 1] begun\n" in outputs["interrupted"]["stdout"]
+
+
+def test_it_works_again_and_nothing_is_left(outputs):
+    assert outputs["works again"] == outputs["works"]
+    assert set(eval(outputs["left"]["stdout"])) <= {psutil.STATUS_ZOMBIE}

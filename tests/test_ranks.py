@@ -1,0 +1,127 @@
+"""One rank among others: meeting anew after a failure, and what works without others."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers import ranks
+from helpers.launch import launch
+from helpers.ranks import agree, disconnect, from_all, from_first, gather_to_first, local_device, rank_loader
+from helpers.virtual import virtual_gpus
+
+# ------------------------------------------------------------------------------- a store with earlier attempts
+
+
+def meet(store, numbers, of, seconds=20.0):
+    """The ranks `numbers` of `of` come together, as threads; each one's part of the store, or its error."""
+
+    def one(number):
+        try:
+            return ranks._new_store(store, number, of, time.monotonic() + seconds)
+        except (TimeoutError, dist.DistError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(one, numbers))
+
+
+def agreed(parts):
+    """Whether what the first rank writes into its part is what the others read there, and new."""
+    assert not any(part.check(["address"]) for part in parts)
+    parts[0].set("address", "here")
+    return all(part.check(["address"]) and part.get("address") == b"here" for part in parts)
+
+
+@pytest.fixture
+def store():
+    made = dist.HashStore()
+    made.set_timeout(timedelta(seconds=2))
+    return made
+
+
+def test_each_attempt_has_a_part_of_its_own(store):
+    for _ in range(4):
+        assert agreed(meet(store, [0, 1, 2], 3))
+
+
+@pytest.mark.parametrize("came", [[0, 1], [1, 2], [0], [2]])
+def test_after_an_attempt_that_died_while_it_met(store, came):
+    """Some ranks had come when another one died: their words are in the store, and nobody answers them."""
+    assert any(isinstance(part, Exception) for part in meet(store, came, 3, seconds=0.2))
+    for _ in range(2):
+        assert agreed(meet(store, [2, 0, 1], 3))
+
+
+def test_in_whatever_order_they_come(store):
+    meet(store, [0, 1, 2], 3)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = []
+        for number in (2, 1, 0):  # the first rank is late, and the others read the old word
+            waiting.append(pool.submit(ranks._new_store, store, number, 3, time.monotonic() + 20))
+            time.sleep(0.1)
+        assert agreed([found.result() for found in waiting[::-1]])
+
+
+# ------------------------------------------------------------------------------------------ the only rank
+
+
+def test_the_only_rank():
+    assert (ranks.rank(), ranks.world_size()) == (0, 1)
+    assert gather_to_first("a") == from_all("a") == ["a"]
+    assert from_first(lambda: 3) == 3
+    with pytest.raises(KeyError):
+        from_first(lambda: {}["missing"])
+    agree({"batch": 3})
+    disconnect()
+    loader = rank_loader(list(range(10)), 4, shuffle=False)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_batches_of_all_ranks_together_are_those_of_one():
+    data = list(range(24))
+
+    def act(rank):
+        loader = rank_loader(data, 8, seed=5)
+        loader.sampler.set_epoch(2)
+        return [batch.tolist() for batch in loader]
+
+    (alone,), several = launch(act, ranks=1, show=False), launch(act, ranks=4, show=False)
+    for number, batch in enumerate(alone):
+        assert sorted(batch) == sorted(sum((shares[number] for shares in several), []))
+    assert alone != sorted(alone)
+
+
+# ------------------------------------------------------------------------------------------------- several
+
+
+def test_errors_and_values_reach_every_rank():
+    def act(rank):
+        with pytest.raises(FileNotFoundError, match="here"):
+            from_first(lambda: open("/nowhere/here"))
+        with pytest.raises(ValueError, match=r"do not \(batch: 4, 5, 6, in rank order\)"):
+            agree({"batch": 4 + rank, "model": "same"})
+        return from_first(lambda: os.getpid()), gather_to_first(rank), from_all(rank)
+
+    answers = launch(act, ranks=3, show=False)
+    assert len({first for first, _, _ in answers}) == 1
+    assert [gathered for _, gathered, _ in answers] == [[0, 1, 2], [], []]
+    assert [everyone for _, _, everyone in answers] == [[0, 1, 2]] * 3
+
+
+def test_the_gpu_of_a_rank(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    if not torch.cuda.is_available():
+        assert local_device() == torch.device("cpu")
+    with virtual_gpus(2):
+        assert local_device() == torch.device("cuda", 1)
+        monkeypatch.delenv("LOCAL_RANK")
+        torch.cuda.set_device(1)
+        assert local_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with virtual_gpus(1):  # SLURM may show each rank only its own GPU
+        assert local_device() == torch.device("cuda", 0)
