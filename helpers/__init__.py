@@ -8,8 +8,11 @@
     parallel_loss  the loss where the outputs are: DataParallelModel and its criterion, loss inside forward
     launch         one function on several ranks, from a cell: results, printed lines, errors, a time limit
     ranks          one rank among others: join the group, this rank's share of the data
+    pipeline       a net in stages on several GPUs: GPipe and 1F1B, their bubble and their memory
+    tensor_parallel  one matrix over several ranks, in columns or rows
     memory         memory readings per GPU, from GPUtil and from torch.cuda; what was refused; the largest batch
     monitor        memory over time: every allocation of a run, its phases, its peak and what held it
+    timeline       who works when: modelled on virtual GPUs, torch.profiler's record on real ones
     plots          readings in, matplotlib axes out
     widgets        panels: sliders for a job's memory on every GPU, memory while a training runs
     check          the checks of the exercises

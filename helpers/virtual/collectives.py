@@ -30,7 +30,8 @@ _KINDS = {
 }  # fmt: skip
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
 _PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
-_sent: deque = deque(maxlen=1024)  # (work, tensor) of times that may be on their way: gloo does not say which are
+# (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
+_on_their_way: deque = deque(maxlen=1024)
 
 
 class Arrival:
@@ -139,11 +140,11 @@ def _point_to_point(sends: bool, gpu: VirtualGPU, group, args) -> None:
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *_place(gpu)], dtype=torch.float64)
         work = (group.send if sends else group.recv)([message], peer, tag + _CLOCK_TAG)
+    _on_their_way.append((work, message))
     if not sends:
         for tensor in _tensors(args):
             _arrives(tensor, Arrival(gpu, work, message, began, nbytes))
         return
-    _sent.append((work, message))
     there = peer % len(gpu.machine.slots)  # as good a guess as any: where the rank would be
     end = began + _ring(gpu, [_place(gpu), (_place(gpu)[0], there)], "send", nbytes)
     gpu.machine.clock.occupy(gpu.slot, COLLECTIVES, began, end, "collective", "send", kernel=True)

@@ -1,0 +1,21 @@
+"""Who works when: the work of every GPU during a block of code, modelled or measured.
+
+    with record_timeline() as timeline:
+        step()
+    timeline.seconds, timeline.utilisation(0)
+    timeline_bars({"two GPUs": timeline})          # a row per GPU: forward, backward, step, copies
+    print(describe_timeline(timeline))
+
+Virtual GPUs have a modelled clock (`helpers.virtual`); on real ones torch.profiler measures, which slows the program
+itself down. `timeline.modelled` says which of the two it was, and so do picture and words.
+
+    record   `record_timeline`
+    trace    the profiler's events, read
+    picture  `timeline_bars`
+"""
+
+from helpers.timeline.picture import timeline_bars
+from helpers.timeline.record import Timeline, describe_timeline, format_time, record_timeline
+from helpers.timeline.trace import KINDS, Work
+
+__all__ = ["KINDS", "Timeline", "Work", "describe_timeline", "format_time", "record_timeline", "timeline_bars"]

@@ -1,0 +1,116 @@
+"""Timelines: of the modelled clock, and of torch.profiler's trace as a machine with GPUs writes it."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.plots.alt_text import alt_text
+from helpers.timeline import Timeline, Work, describe_timeline, format_time, record_timeline, timeline_bars
+from helpers.timeline.trace import BLOCK, work_of
+from helpers.virtual import virtual_gpus
+
+
+def recorded():
+    with virtual_gpus(2, shapes_only=True):
+        nets = [nn.Linear(4096, 4096).to(gpu) for gpu in range(2)]
+        sgd = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
+        with record_timeline() as timeline:
+            x = torch.empty(8192, 4096, device="cuda:0")
+            nets[1](nets[0](x).to(1)).sum().backward()
+            sgd.step()
+    return timeline
+
+
+@pytest.fixture(scope="module")
+def two_gpus():
+    return recorded()
+
+
+def test_a_modelled_timeline(two_gpus):
+    kinds = {(w.gpu, w.kind) for w in two_gpus.work}
+    assert two_gpus.modelled and two_gpus.gpus == [0, 1]
+    assert {(gpu, kind) for gpu in (0, 1) for kind in ("forward", "backward", "step", "copy")} <= kinds
+    assert 0 < two_gpus.busy_seconds(0) < two_gpus.seconds
+    assert two_gpus.utilisation(0) + two_gpus.utilisation(1) < 1.01  # they take turns
+    assert describe_timeline(two_gpus).startswith("modelled ")
+
+
+def test_it_can_be_pickled(two_gpus):
+    again = pickle.loads(pickle.dumps(two_gpus))
+    assert again.work == two_gpus.work and again.seconds == two_gpus.seconds
+
+
+def test_the_picture(two_gpus):
+    figure = timeline_bars({"a": two_gpus, "b": two_gpus})
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["a", "b"]
+    assert figure.axes[1].get_xlabel() == "modelled time in ms"
+    assert alt_text(figure.axes[0]) == f"a: {describe_timeline(two_gpus)}\nb: {describe_timeline(two_gpus)}"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "step", "copy"]
+
+
+def test_nothing_to_draw_is_refused():
+    for nothing in ({}, Timeline(), {"a": Timeline()}):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            timeline_bars(nothing)
+
+
+def test_an_error_in_the_block_passes_through():
+    with virtual_gpus(1), pytest.raises(KeyError), record_timeline():
+        raise KeyError("mine")
+
+
+def test_without_gpus_it_is_refused():
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="no GPU whose work could be recorded"), record_timeline():
+            pass
+
+
+def test_work_at_the_same_time_counts_once_and_copies_do_not():
+    timeline = Timeline()
+    timeline.seconds = 10.0
+    timeline.work = [Work(0, 0, 4, "forward", ""), Work(0, 2, 6, "collective", ""), Work(0, 7, 9, "copy", "")]
+    assert timeline.busy_seconds(0) == 6 and timeline.utilisation(0) == 0.6 and timeline.utilisation(1) == 0
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(1.1324, "1,132 ms"), (0.0123456, "12.3 ms"), (2e-5, "0.02 ms")])
+def test_times_in_words(seconds, said):
+    assert format_time(seconds) == said
+
+
+# ---- torch.profiler's trace -----------------------------------------------------------------------------------------
+
+
+def event(category, name, start, length, thread, **args):
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": thread, "pid": 1, "args": args}
+
+
+def kernel(number, name, start, length, device=0):
+    return event("kernel", name, start, length, 7, device=device, stream=7, correlation=number)
+
+
+def launch(number, start, thread):
+    return event("cuda_runtime", "cudaLaunchKernel", start, 1, thread, correlation=number)
+
+
+def test_a_trace_is_read_as_work():
+    """In the format of PyTorch's own traces: microseconds, launches and kernels with the same correlation."""
+    trace = [
+        {"ph": "M", "name": "process_name"},
+        event("user_annotation", BLOCK, 1000, 500, 1),
+        event("gpu_user_annotation", BLOCK, 1010, 300, 7, device=0),
+        event("user_annotation", "Optimizer.step#SGD.step", 1300, 50, 1),
+        launch(1, 1001, 1), kernel(1, "sgemm", 1010, 20),
+        launch(2, 1100, 2), kernel(2, "sgemm", 1110, 40, device=1),
+        launch(3, 1310, 1), kernel(3, "multi_tensor", 1320, 10),
+        launch(4, 1050, 1), kernel(4, "ncclDevKernel_AllReduce", 1060, 30),
+        event("gpu_memcpy", "Memcpy PtoP", 1200, 5, 7, device=0, correlation=9),
+        kernel(77, "launched before the trace", 1400, 5),
+    ]  # fmt: skip
+    seconds, work = work_of(trace)
+    assert seconds == pytest.approx(500e-6)
+    assert [(w.gpu, w.kind) for w in work] == [
+        (0, "forward"), (0, "collective"), (1, "backward"), (0, "copy"), (0, "step"), (0, "forward"),
+    ]  # fmt: skip
+    assert (work[0].start, work[0].end) == (pytest.approx(10e-6), pytest.approx(30e-6))
