@@ -10,6 +10,7 @@ import os
 import torch
 
 from helpers.virtual import active_machine, record_timeline, virtual_gpus
+from helpers.virtual.addresses import block_address as virtual_address
 from helpers.virtual.machine import remove
 from helpers.virtual.specs import topology
 
@@ -140,6 +141,14 @@ def is_virtual() -> bool:
 def modelled_timeline():
     """A recorder of the virtual GPUs' modelled clock (see `helpers.timeline`); None where real GPUs answer."""
     return record_timeline() if is_virtual() else None
+
+
+def block_address(tensor: torch.Tensor) -> int | None:
+    """The address under which memory snapshots know a strided GPU tensor; None if it takes no memory there.
+
+    A virtual GPU's addresses are its own: `data_ptr()` is that of the CPU's memory where the numbers lie.
+    """
+    return virtual_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr()
 
 
 def describe_machine() -> str:

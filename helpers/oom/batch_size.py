@@ -1,0 +1,62 @@
+"""The largest batch that fits, found without harm: `helpers.memory.largest_batch`, and everything put back after it."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from helpers.memory import largest_batch
+
+__all__ = ["find_batch_size"]
+
+
+def find_batch_size(
+    step: Callable[[int], object],
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    limit: int = 2**16,
+    multiple_of: int = 1,
+    report: Callable[[int, bool], None] | None = None,
+) -> int:
+    """The largest batch up to `limit`, in multiples of `multiple_of`, for which `step(batch)` runs; 0 if none does.
+
+    `step` is one whole training step on invented data: it survives running out of memory. Weights, buffers and
+    gradients of `model`, the state of `optimizer` and the random numbers are afterwards what they were before; the
+    copies lie on the host meanwhile, which GPUs without values can give for floating-point tensors only. A batch counts
+    as fitting if two steps run, since optimizers make their state in the first.
+    `report(batch, fitted)` is called after every try. Errors: `helpers.memory.largest_batch`.
+    """
+
+    with _untouched(model, optimizer):
+        return largest_batch(step, limit=limit, multiple_of=multiple_of, report=report)
+
+
+@contextmanager
+def _untouched(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    weights = None if model is None else _on_host(model.state_dict())
+    gradients = {} if model is None else {p: _on_host(p.grad) for p in model.parameters()}
+    state = None if optimizer is None else _on_host(optimizer.state_dict())
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            if model is not None:
+                model.load_state_dict(weights)
+            for parameter, gradient in gradients.items():
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            if optimizer is not None:
+                optimizer.load_state_dict(state)
+
+
+def _on_host(value):
+    """A copy of nested tensors in the host's memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_host(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_host, value))
+    return copy.copy(value)

@@ -1,0 +1,244 @@
+"""The checks of lesson 06: solutions pass, the broken loops are told what they keep, nothing raises."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from helpers.check import lesson06 as check
+from helpers.virtual import virtual_gpus
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+LOOPS = (
+    check.validation_loss,
+    check.features,
+    check.halve_until_it_fits,
+    check.accumulate,
+    check.train_with_drift,
+)
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with virtual_gpus(1, memory="1 GiB") as devices:
+        yield devices[0]
+
+
+def told(verdict, *words):
+    """The check said "not yet", with each of `words` in its sentence."""
+    assert not verdict.correct
+    for word in ("not yet: ", ", because ", *words):
+        assert word in verdict.text, verdict.text
+    return True
+
+
+def loss_of(net, x, y, **how):
+    return cross_entropy(net(x.cuda()), y.cuda(), **how)
+
+
+# --- 1: a validation -------------------------------------------------------------------------------------
+
+
+def validate(net, batches):
+    with torch.no_grad():
+        return sum(loss_of(net, x, y).item() for x, y in batches) / len(batches)
+
+
+kept = []
+
+
+def keeps_outside(net, batches):
+    mean = validate(net, batches)
+    kept.append(torch.zeros(2**19, device="cuda"))
+    return mean
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda net, batches: (sum(loss_of(net, x, y) for x, y in batches) / len(batches)).item(), "the peak is"),
+        (lambda net, batches: sum(loss_of(net, x, y) for x, y in batches) / len(batches), "a number is asked for"),
+        (lambda net, batches: len(batches) * validate(net, batches), "divide by the batches"),
+        (keeps_outside, "leaves behind"),
+    ],
+)
+def test_validation_loss_explains(wrong, words):
+    assert told(check.validation_loss(wrong), words)
+    kept.clear()
+
+
+def test_validation_loss():
+    assert check.validation_loss(validate)
+    assert check.validation_loss(torch.inference_mode()(validate))
+
+
+# --- 2: the views ----------------------------------------------------------------------------------------
+
+
+def features(net, batches, cut):
+    found = []
+    with torch.no_grad():
+        for x, _ in batches:
+            found.append(cut(net(x.cuda())))
+    return torch.cat(found)
+
+
+def test_features():
+    assert check.features(lambda net, batches: features(net, batches, lambda out: out[:, :4].clone()))
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (lambda out: out[:, :4], "a slice is a view"),
+        (lambda out: out[:, :4].detach(), "a slice is a view"),
+        (lambda out: out[:, :4].cpu(), "the device is cpu"),
+        (lambda out: out[:, :5].clone(), "the shape is"),
+    ],
+)
+def test_features_explains(cut, words):
+    assert told(check.features(lambda net, batches: features(net, batches, cut)), words)
+
+
+# --- 3: the error ----------------------------------------------------------------------------------------
+
+
+def halve(step, batch):
+    while True:
+        try:
+            step(batch)
+            return batch
+        except torch.OutOfMemoryError:
+            pass
+        batch //= 2
+
+
+def halve_inside(step, batch):
+    try:
+        step(batch)
+        return batch
+    except torch.OutOfMemoryError:
+        return halve_inside(step, batch // 2)
+
+
+def test_halve_until_it_fits():
+    assert check.halve_until_it_fits(halve)
+
+
+def test_halve_until_it_fits_explains():
+    assert told(check.halve_until_it_fits(halve_inside))
+    assert told(check.halve_until_it_fits(lambda step, batch: 100), "the batch that ran")
+    assert told(check.halve_until_it_fits(lambda step, batch: step(batch)), "OutOfMemoryError")
+
+
+# --- 4: the accumulation ---------------------------------------------------------------------------------
+
+
+def accumulate(net, x, y, pieces, at_once=False):
+    losses = []
+    for part, target in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+        loss = loss_of(net, part, target, reduction="sum") / len(x)
+        losses.append(loss if at_once else loss.item())
+        if not at_once:
+            loss.backward()
+    if at_once:
+        sum(losses).backward()
+    return float(sum(losses))
+
+
+def mean_of_means(net, x, y, pieces):
+    for part, target in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+        loss_of(net, part, target).backward()
+    return validate(net, [(x, y)])
+
+
+def test_accumulate():
+    assert check.accumulate(accumulate)
+
+
+def test_accumulate_explains():
+    assert told(check.accumulate(lambda *job: accumulate(*job, at_once=True)), "call it for each piece")
+    assert told(check.accumulate(mean_of_means))
+    assert told(check.accumulate(lambda net, x, y, pieces: validate(net, [(x, y)])), "no gradient")
+
+
+# --- 5: the average --------------------------------------------------------------------------------------
+
+
+def drift(net, batches, decay=0.9, graph=False, rate=0.1):
+    sgd = torch.optim.SGD(net.parameters(), lr=rate)
+    starts = [parameter.detach().clone() for parameter in net.parameters()]
+    found = [torch.zeros_like(start) for start in starts]
+    for x, y in batches:
+        sgd.zero_grad()
+        loss_of(net, x, y).backward()
+        sgd.step()
+        with torch.set_grad_enabled(graph):
+            moved = [(p - start).square() for p, start in zip(net.parameters(), starts, strict=True)]
+            found = [decay * d + (1 - decay) * m for d, m in zip(found, moved, strict=True)]
+    return found
+
+
+def test_train_with_drift():
+    assert check.train_with_drift(drift)
+
+
+def test_train_with_drift_explains():
+    assert told(check.train_with_drift(lambda *job: drift(*job, graph=True)), "with every batch")
+    assert told(check.train_with_drift(lambda *job: drift(*job, rate=0.2)), "values differ")
+    assert told(check.train_with_drift(lambda *job: drift(*job)[:2]), "2 averages")
+
+
+# --- 6: the budget ---------------------------------------------------------------------------------------
+
+
+def net():
+    return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 10))
+
+
+def right():
+    size = sum(p.numel() for p in net().parameters()) * 4 / 2**20
+    activations = 500 * (2048 + 10 + 10) * 4 / 2**20
+    return {"parameters": size, "gradients": size, "optimizer": 2 * size, "activations": activations}
+
+
+def test_budget():
+    assert check.budget(net, torch.zeros(500, 784), right())
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"optimizer": 1.0}, "two numbers for each parameter"),
+        ({"parameters": right()["parameters"] / 4}, "four bytes"),
+        ({"activations": 100.0}, "what each layer keeps"),
+        ({"gradients": "much"}, "could not convert"),
+    ],
+)
+def test_budget_explains(changed, words):
+    assert told(check.budget(net, torch.zeros(500, 784), right() | changed), words)
+
+
+def test_budget_of_other_things():
+    assert told(check.budget(net, torch.zeros(500, 784), {"parameters": 1}), "these are asked for")
+    assert told(check.budget(lambda: 3, torch.zeros(500, 784), right()), "no net")
+    assert told(check.budget(net, 3, right()), "no tensor")
+    assert told(check.budget(net, torch.zeros(500, 784), dict.fromkeys(right(), ...)), "still holds ...")
+
+
+# --- all of them -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "hostile", [None, ..., 3, "x", lambda *job: ..., lambda *job: None, lambda *job: 1 / 0, lambda: 1, nn.Linear]
+)
+def test_nothing_raises(loop, hostile):
+    assert told(loop(hostile))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gpus_without_values_are_refused(loop):
+    with virtual_gpus(1, shapes_only=True):
+        assert told(loop(validate), "use_gpus(1, memory='1 GiB')")
