@@ -8,7 +8,9 @@ Lightning's and Accelerate's loops, where they are installed (they are not among
 one process: how many times the samples per second of one rank two ranks get through, with one thread each.
 
 In each round the loops take turns in the same ranks, so that a busy machine slows them alike, and the fastest epoch of
-each counts; the median of the rounds' ratios is shown, with the smallest and the largest.
+each counts; the median of the rounds' ratios is shown, with the smallest and the largest. Processor time, of rank 0
+with all its threads, is what the loop itself does; it leaves out waiting, and with it most of what else runs on the
+machine.
 """
 
 from __future__ import annotations
@@ -161,8 +163,8 @@ def lightning(job):
     return epoch_of
 
 
-OURS = "DistributedTrainer"
-LOOPS = {OURS: trainer, "by hand": by_hand, "Accelerate": accelerate, "Lightning": lightning}
+OURS, BY_HAND = "DistributedTrainer", "by hand"
+LOOPS = {OURS: trainer, BY_HAND: by_hand, "Accelerate": accelerate, "Lightning": lightning}
 
 
 def installed() -> dict:
@@ -174,35 +176,45 @@ def installed() -> dict:
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def fastest(job, loops: dict, epochs: int) -> dict[str, float]:
-    """Seconds of each loop's fastest epoch, after one that warms up; called in a rank. The loops take turns."""
+def fastest(job, loops: dict, epochs: int) -> dict[str, tuple[float, float]]:
+    """(seconds, processor seconds), each of the loop's best epoch after one that warms up; called in a rank.
+
+    The loops take turns.
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     runs = {name: loop(job) for name, loop in loops.items()}
-    taken = [{name: run(number) for name, run in runs.items()} for number in range(epochs + 1)]
-    return {name: min(each[name] for each in taken[1:]) for name in runs}
+    taken = [{name: timed(run, number) for name, run in runs.items()} for number in range(epochs + 1)]
+    return {name: tuple(map(min, zip(*(each[name] for each in taken[1:]), strict=True))) for name in runs}
+
+
+def timed(run, number: int) -> tuple[float, float]:
+    """(seconds as `run` measures them, processor seconds of this process)."""
+    start = time.process_time()
+    return run(number), time.process_time() - start
 
 
 def table(rounds: int, epochs: int, jobs: dict = JOBS) -> list[str]:
     """A row per job."""
     loops = installed()
     others = [name for name in loops if name != OURS]
-    heads = [f"time / {name}'s" for name in others]
+    heads = [f"time / {name}'s" for name in others] + [f"processor time / {BY_HAND}'s"]
     lines = [
         "| an epoch of DistributedTrainer on 2 ranks | "
         + " | ".join(heads)
         + " | samples per second / one process's |",
-        "|---" * (len(others) + 2) + "|",
+        "|---" * (len(others) + 3) + "|",
     ]
     for name, job in jobs.items():
         pairs = [(times(job, loops, epochs, 2), times(job, {OURS: trainer}, epochs, 1)) for _ in range(rounds)]
-        columns = [[two[OURS] / two[other] for two, _ in pairs] for other in others]
-        columns.append([one[OURS] / two[OURS] for two, one in pairs])
+        columns = [[two[OURS][0] / two[other][0] for two, _ in pairs] for other in others]
+        columns.append([two[OURS][1] / two[BY_HAND][1] for two, _ in pairs])
+        columns.append([one[OURS][0] / two[OURS][0] for two, one in pairs])
         lines.append(f"| {name} | " + " | ".join(map(show, columns)) + " |")
     return lines
 
 
-def times(job, loops: dict, epochs: int, ranks: int) -> dict[str, float]:
+def times(job, loops: dict, epochs: int, ranks: int) -> dict[str, tuple[float, float]]:
     """`fastest`, on the CPU."""
     return launch(lambda rank: fastest(job, loops, epochs), ranks=ranks, gpus=False, show=False, timeout=600)[0]
 

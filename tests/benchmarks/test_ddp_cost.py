@@ -13,7 +13,7 @@ def test_the_table_has_a_row_per_job(monkeypatch):
     table = ddp_cost.table(rounds=2, epochs=1, jobs={"tiny": tiny})
     assert [line.split(" | ")[0] for line in table] == [
         "| an epoch of DistributedTrainer on 2 ranks",
-        "|---|---|---|",
+        "|---|---|---|---|",
         "| tiny",
     ]
-    assert table[2].count(" to ") == 2
+    assert table[2].count(" to ") == 3
