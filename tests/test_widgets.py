@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from base64 import b64decode
 
 import IPython.display
+import ipywidgets
 import pytest
 import run_all
 import torch
@@ -17,6 +18,7 @@ from helpers.virtual import active_machine, virtual_gpus
 from helpers.widgets import explore_memory, live_memory, live_panel, live_picture
 from helpers.widgets.bert_memory import METHODS, OPTIMIZERS, Job
 from helpers.widgets.explorer import SLIDERS, MemoryExplorer
+from helpers.widgets.panel import Panel, choice, slider
 from helpers.widgets.scene import Look, Scene
 
 GIB = 2**30
@@ -54,6 +56,45 @@ def test_two_pictures_of_a_page_share_no_names():
 def test_a_scene_as_png_is_the_same_every_time():
     assert scene().png() == scene().png()
     assert scene().png().startswith(b"\x89PNG") and b"Software" not in scene().png()
+
+
+# ---- what panels share --------------------------------------------------------------------------------------------
+
+
+class Squares(Panel):
+    _words_first = True
+
+    def __init__(self, side, shape="square"):
+        super().__init__({"side": slider("side, px", side, 10, 50, 5), "shape": choice("shape", ["square"], shape)})
+
+    def _look(self, side, shape):
+        if side > 60:
+            raise ValueError("too large: take <60>")
+        made = scene()
+        made.text(0, 0, f"{side} px")
+        return f"{shape} of {side} & {side}", made
+
+
+def test_a_panel_follows_its_controls_and_says_what_cannot_be():
+    panel = Squares(45)
+    assert repr(panel) == panel.words == "square of 45 & 45" and "45 &amp; 45" in panel._said.value
+    assert panel._panel.children[1:] == (panel._said, panel._picture)
+    panel.controls["side"].value = 50
+    assert texts(panel._picture.value)[-1] == "50 px" and panel.chosen == {"side": 50, "shape": "square"}
+    assert "image/png" in panel._repr_mimebundle_()
+    panel = Squares(65)
+    assert panel.words == "Not possible: too large: take <60>" and "&lt;60&gt;" in panel._said.value
+    assert panel._picture.value == "" and "image/png" not in panel._repr_mimebundle_()
+
+
+def test_controls_of_a_panel():
+    assert slider("x", 12, 10, 50, 5).step == 1 and slider("x", 15, 10, 50, 5).step == 5
+    beyond = slider("x", 12.5, 0.0, 10.0, 0.5)
+    assert (beyond.value, beyond.max, beyond.step) == (12.5, 12.5, 0.5)
+    assert type(choice("x", [1, 2, 4], 2)) is ipywidgets.SelectionSlider
+    assert type(choice("x", {"a": 1, "b": 2}, "b")) is ipywidgets.Dropdown
+    with pytest.raises(ValueError, match="x=3: choose one of 1, 2, 4"):
+        choice("x", [1, 2, 4], 3)
 
 
 # ---- the explorer --------------------------------------------------------------------------------------------------

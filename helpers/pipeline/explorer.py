@@ -4,19 +4,17 @@
     explore_pipeline(stages=4, micro_batches=8)
 
 Nothing is run and no GPU is needed: the times are those of `simulate`, with stages of equal length, a backward pass
-twice as long as the forward pass, and copies that take no time. A reader without a kernel sees a still picture and the
-words. Nothing here prints: a slider's events come in a thread of the kernel whose output would go nowhere.
+twice as long as the forward pass, and copies that take no time.
 """
 
 from __future__ import annotations
 
-import threading
-from base64 import b64encode
-from html import escape
+from functools import partial
 
 import ipywidgets
 
 from helpers.pipeline.explorer_picture import Plan, png
+from helpers.widgets.panel import Panel, choice, slider
 
 SLIDERS = {  # name -> label, smallest, largest, step
     "stages": ("stages", 1, 8, 1),
@@ -25,43 +23,22 @@ SLIDERS = {  # name -> label, smallest, largest, step
 }
 
 
-class PipelineExplorer:
+class PipelineExplorer(Panel):
     """The panel. `controls`: name -> widget, as `explore_pipeline` takes them; `words`: what the picture shows."""
 
+    _picture_widget = partial(ipywidgets.Image, format="png")
+
     def __init__(self, plan: Plan):
-        self._lock = threading.Lock()
-        self.controls = {name: _slider(name, getattr(plan, name)) for name in SLIDERS}
-        self.controls["schedule"] = ipywidgets.Dropdown(
-            options=list(Plan.SCHEDULES), value=plan.schedule, description="schedule", **_style()
-        )
-        self._picture, self._said = ipywidgets.Image(format="png"), ipywidgets.HTML()
-        grid = ipywidgets.Layout(grid_template_columns="repeat(2, 340px)", grid_gap="0 10px")
-        controls = ipywidgets.GridBox(list(self.controls.values()), layout=grid)
-        self._panel = ipywidgets.VBox([controls, self._picture, self._said])
-        self._update()
-        for control in self.controls.values():
-            control.observe(self._update, names="value")
+        sliders = {name: slider(label, getattr(plan, name), *ends) for name, (label, *ends) in SLIDERS.items()}
+        super().__init__(sliders | {"schedule": choice("schedule", Plan.SCHEDULES, plan.schedule)})
 
     @property
     def plan(self) -> Plan:
         """What the controls say."""
-        return Plan(**{name: control.value for name, control in self.controls.items()})
+        return Plan(**self.chosen)
 
-    def _update(self, change=None) -> None:
-        with self._lock:  # events may come in several threads; the last one to come here reads what all have set
-            plan = self.plan
-            self.words, self._picture.value = plan.words(), png(plan)
-            lines = "<br>".join(escape(line) for line in self.words.splitlines())
-            self._said.value = f'<div style="line-height: 1.4; max-width: 700px">{lines}</div>'
-
-    def __repr__(self) -> str:
-        return self.words
-
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        """For a notebook: the panel, and for readers without a kernel a still picture and the words."""
-        bundle = dict(self._panel._repr_mimebundle_() or {})
-        still = {"text/plain": self.words, "image/png": b64encode(self._picture.value).decode()}
-        return bundle | still
+    def _look(self, **chosen) -> tuple[str, bytes]:
+        return self.plan.words(), png(self.plan)
 
 
 def explore_pipeline(
@@ -76,16 +53,6 @@ def explore_pipeline(
     A value beyond a slider's end moves the end. Raises ValueError for what is no pipeline.
     """
     return PipelineExplorer(Plan(stages, micro_batches, schedule, extra))
-
-
-def _slider(name: str, value: float):
-    label, low, high, step = SLIDERS[name]
-    kind = ipywidgets.IntSlider if isinstance(step, int) else ipywidgets.FloatSlider
-    return kind(value, min=low, max=max(high, value), step=step, description=label, **_style())
-
-
-def _style() -> dict:
-    return {"style": {"description_width": "125px"}, "layout": ipywidgets.Layout(width="340px")}
 
 
 __all__ = ["SLIDERS", "PipelineExplorer", "explore_pipeline"]

@@ -4,23 +4,16 @@
     explore_memory(gpus=4, batch=200, method="DataParallel", memory="12 GiB")
 
 The figures come from the formula of `bert_memory`: nothing is run, no GPU is needed, and whatever GPUs are on
-stay as they are. A slider's event changes the picture within some hundredths of a second. A reader without a kernel
-sees a still picture and the words. Nothing here prints: events come in a thread of the kernel whose output would go
-nowhere.
+stay as they are. A slider's event changes the picture within some hundredths of a second.
 """
 
 from __future__ import annotations
-
-import threading
-from base64 import b64encode
-from html import escape
-
-import ipywidgets
 
 from helpers.widgets.bert_fits import judge
 from helpers.widgets.bert_memory import METHODS, OPTIMIZERS, Job, step_memory
 from helpers.widgets.cards import card
 from helpers.widgets.explorer_picture import draw
+from helpers.widgets.panel import Panel, choice, slider
 from helpers.widgets.scene import Scene
 
 SLIDERS = {  # name -> label, smallest, largest, step
@@ -33,53 +26,25 @@ SLIDERS = {  # name -> label, smallest, largest, step
 }
 
 
-class MemoryExplorer:
+class MemoryExplorer(Panel):
     """The panel. `controls`: name -> widget, as the arguments of `explore_memory`; `words`: what the picture shows."""
 
     def __init__(self, job: Job):
-        self._card, self._lock = job.card, threading.Lock()
-        self.controls = {name: _slider(name, getattr(job, name)) for name in SLIDERS}
-        self.controls |= {
-            "optimizer": _choice("optimizer", OPTIMIZERS, job.optimizer),
-            "method": _choice("method", METHODS, job.method),
-        }
-        self._picture, self._said = ipywidgets.HTML(), ipywidgets.HTML()
-        grid = ipywidgets.Layout(grid_template_columns="repeat(2, 340px)", grid_gap="0 10px")
-        self._panel = ipywidgets.VBox(
-            [ipywidgets.GridBox(list(self.controls.values()), layout=grid), self._picture, self._said]
-        )
-        self._update()
-        for control in self.controls.values():
-            control.observe(self._update, names="value")
+        self._card = job.card
+        sliders = {name: slider(label, getattr(job, name), *ends) for name, (label, *ends) in SLIDERS.items()}
+        choices = {"optimizer": OPTIMIZERS, "method": METHODS}
+        super().__init__(sliders | {name: choice(name, each, getattr(job, name)) for name, each in choices.items()})
 
     @property
     def job(self) -> Job:
         """What the controls say. Raises ValueError where that cannot be trained."""
-        return Job(card=self._card, **{name: control.value for name, control in self.controls.items()})
+        return Job(card=self._card, **self.chosen)
 
-    def _update(self, change=None) -> None:
-        with self._lock:  # events may come in several threads; the last one to come here reads what all have set
-            try:
-                self._show(_scene(self.job))
-            except ValueError as error:
-                self._show(None, f"Not possible: {error}")
-
-    def _show(self, scene: Scene | None, said: str = "") -> None:
-        self._scene, self.words = scene, scene.words if scene else said
-        self._picture.value = scene.svg() if scene else ""
-        lines = "<br>".join(escape(line) for line in self.words.splitlines())
-        self._said.value = f'<div style="line-height: 1.4; max-width: 700px">{lines}</div>'
-
-    def __repr__(self) -> str:
-        return self.words
-
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        """For a notebook: the panel, and for readers without a kernel a still picture and the words."""
-        bundle = dict(self._panel._repr_mimebundle_() or {})
-        bundle["text/plain"] = self.words
-        if self._scene is not None:
-            bundle["image/png"] = b64encode(self._scene.png()).decode()
-        return bundle
+    def _look(self, **chosen) -> tuple[str, Scene]:
+        job = self.job
+        gpus = step_memory(job)
+        scene = draw(job, gpus, judge(job, gpus))
+        return scene.words, scene
 
 
 def explore_memory(
@@ -109,26 +74,6 @@ def explore_memory(
     return MemoryExplorer(
         Job(gpus, batch, length, vocabulary, hidden, layers, optimizer, method, card=card(kind, memory))
     )
-
-
-def _scene(job: Job) -> Scene:
-    gpus = step_memory(job)
-    return draw(job, gpus, judge(job, gpus))
-
-
-def _slider(name: str, value: int) -> ipywidgets.IntSlider:
-    label, low, high, step = SLIDERS[name]
-    if (value - low) % step:
-        step = 1  # else the slider would move the value to its nearest step
-    return ipywidgets.IntSlider(value, min(low, value), max(high, value), step, description=label, **_style())
-
-
-def _choice(name: str, options, value: str) -> ipywidgets.Dropdown:
-    return ipywidgets.Dropdown(options=list(options), value=value, description=name, **_style())
-
-
-def _style() -> dict:
-    return {"style": {"description_width": "125px"}, "layout": ipywidgets.Layout(width="340px")}
 
 
 __all__ = ["SLIDERS", "MemoryExplorer", "explore_memory"]
