@@ -7,6 +7,7 @@ from torch import nn
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
+from helpers.check.gpus import cards_of_12_gb, four_without_values
 from helpers.data import random_tokens
 from helpers.memory import GiB, peak_memory
 from helpers.models import bert_article
@@ -92,7 +93,7 @@ def _why_keys(found: Mapping, right: Mapping) -> str:
 def peak_moved(answer):
     """By how many GiB GPU 0's peak falls with output_device=1: BERT, batch 100, 20,000 words, four GPUs."""
     compare.number(answer, float(answer))  # what is no number is told before the jobs run
-    gpus = _four_without_values()
+    gpus = four_without_values()
     logits = MOVED_BATCH * LENGTH * MOVED_VOCABULARY * 4
     peaks = [_peak(MOVED_BATCH, MOVED_VOCABULARY, gpus, output_device) for output_device in (None, gpus[1])]
     mistakes = {
@@ -112,10 +113,8 @@ def peak_moved(answer):
 def largest_vocabulary(answer):
     """The largest vocabulary, in steps of 2,000, with which BERT trains at batch 200 on four 12 GB cards."""
     value = compare.number(answer, float(answer), "words")
-    gpus = _four_without_values()
-    capacity = torch.cuda.get_device_properties(0).total_memory
-    what = f"these GPUs have {capacity / GiB:.2f} GiB each"
-    require(11 * GiB < capacity < 13 * GiB, what, "cards of 12 GB are asked for: run the cell above again")
+    gpus = four_without_values()
+    cards_of_12_gb()
     what = f"{value:,.0f} words"
     require(value >= STEP and value % STEP == 0, what, f"a multiple of {STEP:,} words, in words, is asked for")
     require(value <= 200_000, what, "no card of 12 GB holds that: look at how the logits grow")
@@ -140,13 +139,3 @@ def _peak(batch: int, vocabulary: int, gpus: list[torch.device], output_device=N
     trainer.step(*random_tokens(batch, LENGTH, vocabulary))
     readings = peak_memory(lambda: trainer.step(*random_tokens(batch, LENGTH, vocabulary)), gpus)
     return readings[0].peak_allocated
-
-
-def _four_without_values() -> list[torch.device]:
-    """The first four GPUs; "not yet" where there are fewer, or where they would really compute the job."""
-    count = torch.cuda.device_count()
-    require(count >= 4, f"there are {count} GPUs", "four are asked for: run the cell above again")
-    # The value of a tensor without values is nan, even that of a zero.
-    value = torch.zeros((), device="cuda:0").item()
-    require(value != 0, "these GPUs keep values", "a job of this size needs shapes_only=True: see above")
-    return [torch.device("cuda", index) for index in range(4)]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
+from helpers.check.gpus import cards_of_12_gb, four_without_values, with_values
 from helpers.data import random_tokens
 from helpers.memory import GiB, largest_batch, peak_memory
 from helpers.models import bert_article
@@ -139,7 +140,7 @@ def peaks(answer):
     names = f"the methods are {show(list(answer))}"
     require(set(answer) == set(METHODS), names, f"these four are asked for: {', '.join(METHODS)}")
     values = {name: compare.number(answer[name], float(answer[name])) for name in METHODS}
-    gpus = _four_without_values()
+    gpus = four_without_values()
     for name, (method, held) in METHODS.items():
         step = _bert_step(bert_article(VOCABULARY), method, gpus, VOCABULARY)
         step(BATCH)
@@ -173,10 +174,8 @@ def _why_peak(value: float, peak: float, held: float) -> str:
 def largest_fused(answer):
     """The largest batch, in steps of 40: fused attention, loss in forward, 10,000 words, four 12 GB cards."""
     value = compare.number(answer, float(answer), "sentences")
-    gpus = _four_without_values()
-    capacity = torch.cuda.get_device_properties(0).total_memory
-    what = f"these GPUs have {capacity / GiB:.2f} GiB each"
-    require(11 * GiB < capacity < 13 * GiB, what, "cards of 12 GB are asked for: run the cell above again")
+    gpus = four_without_values()
+    cards_of_12_gb()
     what = f"{value:,.0f} sentences"
     require(value >= STEP and value % STEP == 0, what, f"a multiple of {STEP} is asked for")
     require(value <= MOST, what, "no card of 12 GB holds a quarter of that")
@@ -204,19 +203,5 @@ def _fits(step: Callable[[int], None], batch: int) -> bool:
 
 
 def _gpus_with_values(least: int) -> list[torch.device]:
-    """The first four GPUs, or as many as there are; "not yet" where they are too few, or keep no values."""
-    count = torch.cuda.device_count()
-    require(count >= least, f"there are {count} GPUs", "call use_gpus(4, ...) before")
-    kept = torch.zeros((), device="cuda:0").item() == 0
-    require(kept, "these GPUs keep no values", "this exercise needs some: gpus = use_gpus(4, memory='16 GiB')")
-    return [torch.device("cuda", index) for index in range(min(4, count))]
-
-
-def _four_without_values() -> list[torch.device]:
-    """The first four GPUs; "not yet" where there are fewer, or where they would really compute the job."""
-    count = torch.cuda.device_count()
-    require(count >= 4, f"there are {count} GPUs", "four are asked for: run the cell above again")
-    # The value of a tensor without values is nan, even that of a zero.
-    value = torch.zeros((), device="cuda:0").item()
-    require(value != 0, "these GPUs keep values", "a job of this size needs shapes_only=True: run the cell above again")
-    return [torch.device("cuda", index) for index in range(4)]
+    without = "this exercise needs some: gpus = use_gpus(4, memory='16 GiB')"
+    return with_values(least, fewer="call use_gpus(4, ...) before", without=without)[:4]

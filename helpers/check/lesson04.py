@@ -7,6 +7,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
+from helpers.check.gpus import with_values
 from helpers.launch import launch
 
 __all__ = ["factor", "mended", "shard", "tree"]
@@ -146,10 +147,8 @@ def _in_rank(rank: int, answer) -> dict:
 def mended(answer):
     """`answer(rank, samples, log)` must train for three epochs on two ranks, without any of the loop's three traps."""
     require(callable(answer), f"{show(answer)} cannot be called", "the check needs the function itself")
-    gpus = torch.cuda.device_count()
-    require(gpus >= RANKS, f"there are {gpus} GPUs", "two are asked for: run the cell with use_gpus above again")
-    value = torch.zeros((), device="cuda:0").item()
-    require(value == 0, "these GPUs keep no values", "run the cell with use_gpus above again, without shapes_only")
+    again = "run the cell with use_gpus above again"
+    with_values(RANKS, fewer=f"two are asked for: {again}", without=f"{again}, without shapes_only")
     found = launch(_in_rank, answer, ranks=RANKS, show=False, timeout=30)
     for each in found:
         require(each["weights"] is not None, f"it returned {each['returned']}", "the net is asked for")

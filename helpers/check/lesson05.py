@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
+from helpers.check.gpus import with_values
 from helpers.pipeline import Pipeline, Task, bubble, gpipe, most_kept, simulate
 
 __all__ = ["backward_in_parts", "best_cuts", "fewest", "frugal"]
@@ -122,10 +123,8 @@ def _orders(found: object, stages: int, micro_batches: int) -> list[list[Task]]:
 
 def _run_it(answer) -> None:
     """The schedule on two GPUs gives the gradients of the whole batch."""
-    gpus = torch.cuda.device_count()
-    require(gpus >= 2, f"there are {gpus} GPUs", "two are asked for: run a cell with use_gpus above again")
-    value = torch.zeros((), device="cuda:0").item()
-    require(value == 0, "these GPUs keep no values", "run a cell with use_gpus above again, without shapes_only")
+    again = "run a cell with use_gpus above again"
+    with_values(2, fewer=f"two are asked for: {again}", without=f"{again}, without shapes_only")
     torch.manual_seed(0)
     net, (x, y) = _small_net(), _batch(12)
     right = _gradients(net, lambda: cross_entropy(net(x), y).backward())
