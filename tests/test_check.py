@@ -10,25 +10,7 @@ from helpers.check import compare
 from helpers.check.core import NotYet, call, exercise, not_yet, require, show
 from helpers.memory.readings import GiB, MiB
 from helpers.virtual import virtual_gpus
-
-
-class Hostile:
-    """Raises wherever it is touched."""
-
-    def __getattribute__(self, name):
-        raise ValueError(f"do not touch {name}")
-
-    def __repr__(self):
-        raise ValueError("do not look")
-
-    def __eq__(self, other):
-        raise ValueError("do not compare")
-
-    def __bool__(self):
-        raise ValueError("neither")
-
-    __float__ = __iter__ = __len__ = __call__ = __bool__
-    __hash__ = None
+from tests.check_answers import Hostile
 
 
 class Unprintable(Exception):

@@ -8,6 +8,7 @@ from torch import nn
 
 from helpers.check import lesson00 as check
 from helpers.virtual import virtual_gpus
+from tests.check_answers import Hostile
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -128,19 +129,6 @@ def test_a_budget_for_the_first_net_only_is_not_enough():
 )
 def test_wrong_pieces_are_explained(answer, reason):
     assert reason in check.pieces(answer).text
-
-
-class Hostile:
-    """Raises wherever it is touched."""
-
-    def __getattribute__(self, name):
-        raise ValueError(f"do not touch {name}")
-
-    def __repr__(self):
-        raise ValueError("do not look")
-
-    __float__ = __iter__ = __len__ = __call__ = __eq__ = __bool__ = __repr__
-    __hash__ = None
 
 
 STRANGE = [

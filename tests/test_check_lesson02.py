@@ -7,18 +7,11 @@ from torch.nn.parallel import scatter
 
 from helpers.check import lesson02 as check
 from helpers.virtual import virtual_gpus
+from tests.check_answers import Hostile, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 CHECKS = (check.piece_sizes, check.without_prefix, check.peak_moved, check.largest_vocabulary)
-
-
-def told(verdict, *words):
-    """The check said "not yet", with each of `words` in its sentence."""
-    assert not verdict.correct
-    for word in ("not yet: ", ", because ", *words):
-        assert word in verdict.text, verdict.text
-    return True
 
 
 @pytest.fixture
@@ -153,22 +146,6 @@ def test_largest_vocabulary_wants_the_articles_cards(titans):
 
 
 # --- whatever is passed ---------------------------------------------------------------------------------
-
-
-class Hostile:
-    """Raises wherever it is touched."""
-
-    def __getattribute__(self, name):
-        raise ValueError(f"do not touch {name}")
-
-    def __eq__(self, other):
-        raise ValueError("do not compare")
-
-    def __repr__(self):
-        raise ValueError("do not look")
-
-    __float__ = __iter__ = __len__ = __call__ = __bool__ = __repr__
-    __hash__ = None
 
 
 STRANGE = [

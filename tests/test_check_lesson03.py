@@ -7,18 +7,11 @@ from torch import nn
 from helpers.check import lesson03 as check
 from helpers.parallel_loss import DataParallelCriterion
 from helpers.virtual import virtual_gpus
+from tests.check_answers import Hostile, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 CHECKS = (check.combine, check.masked_criterion, check.peaks, check.largest_fused)
-
-
-def told(verdict, *words):
-    """The check said "not yet", with each of `words` in its sentence."""
-    assert not verdict.correct
-    for word in ("not yet: ", ", because ", *words):
-        assert word in verdict.text, verdict.text
-    return True
 
 
 @pytest.fixture(params=[2, 4])
@@ -175,22 +168,6 @@ def test_a_large_job_is_not_computed():
 
 
 # --- whatever is passed ---------------------------------------------------------------------------------
-
-
-class Hostile:
-    """Raises wherever it is touched."""
-
-    def __getattribute__(self, name):
-        raise ValueError(f"do not touch {name}")
-
-    def __eq__(self, other):
-        raise ValueError("do not compare")
-
-    def __repr__(self):
-        raise ValueError("do not look")
-
-    __float__ = __iter__ = __len__ = __call__ = __bool__ = __repr__
-    __hash__ = None
 
 
 STRANGE = [

@@ -9,19 +9,12 @@ from torch.nn.functional import cross_entropy
 from helpers.check import lesson05 as check
 from helpers.pipeline import bubble, gpipe, one_f_one_b
 from helpers.virtual import virtual_gpus
+from tests.check_answers import Hostile, told
 
 CHECKS = [check.best_cuts, check.fewest, check.frugal, check.backward_in_parts]
 
 
-def told(verdict, *words):
-    """The check said "not yet", with each of `words` in its sentence."""
-    assert not verdict.correct
-    for word in ("not yet: ", ", because ", *words):
-        assert word in verdict.text, verdict.text
-    return True
-
-
-class Hostile:
+class Leaving:
     def __call__(self, *args):
         raise SystemExit("gone")
 
@@ -29,12 +22,17 @@ class Hostile:
         raise RuntimeError("no repr")
 
 
+STRANGE = [
+    ..., None, 3, "x", Hostile(), Leaving(), lambda: 1, lambda *_: ..., lambda *_: None, lambda *_: Hostile(),
+    lambda *_: Leaving(), lambda *_: "abc", lambda *_: [[["F"]]],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("checked", CHECKS)
-@pytest.mark.parametrize("answer", [..., None, 3, "x", Hostile(), lambda: 1, lambda *_: ..., lambda *_: None,
-                                    lambda *_: Hostile(), lambda *_: "abc", lambda *_: [[["F"]]]])  # fmt: skip
-def test_nothing_raises(checked, answer):
+@pytest.mark.parametrize("number", range(len(STRANGE)))
+def test_no_answer_makes_a_check_raise(checked, number):
     with virtual_gpus(2):
-        assert told(checked(answer))
+        assert told(checked(STRANGE[number]))
 
 
 # --- 1: where to cut ---------------------------------------------------------------------------------------

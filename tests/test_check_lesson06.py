@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from helpers.check import lesson06 as check
 from helpers.virtual import virtual_gpus
+from tests.check_answers import told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -23,14 +24,6 @@ LOOPS = (
 def gpu():
     with virtual_gpus(1, memory="1 GiB") as devices:
         yield devices[0]
-
-
-def told(verdict, *words):
-    """The check said "not yet", with each of `words` in its sentence."""
-    assert not verdict.correct
-    for word in ("not yet: ", ", because ", *words):
-        assert word in verdict.text, verdict.text
-    return True
 
 
 def loss_of(net, x, y, **how):
