@@ -1,4 +1,4 @@
-"""What tests of checks share: reading a "not yet", and answers that no check may stumble over."""
+"""What tests of checks share: reading a "not yet", measuring once, an answer that no check may stumble over."""
 
 
 def told(verdict, *words):
@@ -7,6 +7,18 @@ def told(verdict, *words):
     for word in ("not yet: ", ", because ", *words):
         assert word in verdict.text, verdict.text
     return True
+
+
+def measured_once(monkeypatch, check, name):
+    """Let the check's function `name` measure for the first call with some arguments only: large jobs take seconds."""
+    measure, known = getattr(check, name), {}
+
+    def once(*args):
+        if repr(args) not in known:
+            known[repr(args)] = measure(*args)
+        return known[repr(args)]
+
+    monkeypatch.setattr(check, name, once)
 
 
 class Hostile:

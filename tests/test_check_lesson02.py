@@ -7,7 +7,7 @@ from torch.nn.parallel import scatter
 
 from helpers.check import lesson02 as check
 from helpers.virtual import virtual_gpus
-from tests.check_answers import Hostile, told
+from tests.check_answers import Hostile, measured_once, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -104,7 +104,8 @@ def test_without_prefix_explains(wrong, words):
 # --- 3: output_device -----------------------------------------------------------------------------------
 
 
-def test_peak_moved(titans):
+def test_peak_moved(titans, monkeypatch):
+    measured_once(monkeypatch, check, "_peak")
     logits = 100 * 163 * 20_000 * 4 / 2**30
     assert check.peak_moved(2.75 * logits)
     assert told(check.peak_moved(logits), "the logits once")
@@ -123,7 +124,8 @@ def test_a_large_job_is_not_computed():
 # --- 4: the largest vocabulary --------------------------------------------------------------------------
 
 
-def test_largest_vocabulary(titans):
+def test_largest_vocabulary(titans, monkeypatch):
+    measured_once(monkeypatch, check, "_fits")
     verdicts = {words: check.largest_vocabulary(words) for words in range(20_000, 30_000, 2_000)}
     right = [words for words, verdict in verdicts.items() if verdict]
     assert len(right) == 1

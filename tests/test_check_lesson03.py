@@ -7,7 +7,7 @@ from torch import nn
 from helpers.check import lesson03 as check
 from helpers.parallel_loss import DataParallelCriterion
 from helpers.virtual import virtual_gpus
-from tests.check_answers import Hostile, told
+from tests.check_answers import Hostile, measured_once, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -116,7 +116,8 @@ PEAKS = {"DataParallel": 9.36, "output_device=1": 2.83, "loss in forward": 3.89,
 LOGITS = 200 * 163 * 20_000 * 4 / 2**30
 
 
-def test_peaks(titans):
+def test_peaks(titans, monkeypatch):
+    measured_once(monkeypatch, check, "_peak")
     assert check.peaks(PEAKS)
     for name, wrong, words in (
         ("DataParallel", 13.0, "the peak with 30,000 words"),
