@@ -1,13 +1,11 @@
 """The caching allocator with options: by hand from CUDACachingAllocator.cpp's rules, and against the plain rules."""
 
-import gzip
-import json
 import random
 from dataclasses import replace
 
 import pytest
 import test_allocator as plain
-from test_allocator import GIB, KEPT, MEASURED, MIB, as_measured, check_invariants, current, was_interrupted
+from test_allocator import GIB, MIB, PROGRAMS, as_measured, check_invariants, check_program, current, was_interrupted
 
 from helpers.virtual.allocator import CachingAllocator, OutOfMemory, oom_message
 from helpers.virtual.allocator_conf import parse
@@ -39,22 +37,11 @@ def layout(gpu):
 # ---- the methods with options do the same as the plain ones where no option is set
 
 
-@pytest.mark.parametrize("program", ["1", "2", "3", "4", "5"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_every_step_as_on_a_real_h200_by_the_rules_with_options(program):
-    steps = json.loads(gzip.decompress((MEASURED / "allocator_sequences.json.gz").read_bytes()))[program]
-    gpu, live = as_measured(), {}
+    gpu = as_measured()
     gpu._by_rules = True
-    for number, (what, name, nbytes, *measured) in enumerate(steps):
-        if what == "alloc":
-            live[name] = gpu.malloc(nbytes)
-        elif what == "free":
-            gpu.free(live.pop(name))
-        else:
-            gpu.empty_cache()
-        stats = gpu.stats()
-        modelled = [stats[key]["all"]["current"] for key in ("segment", "inactive_split_bytes")]
-        assert [gpu.allocated - KEPT, gpu.reserved, *modelled] == measured, f"step {number}: {what} {nbytes}"
-    check_invariants(gpu)
+    check_program(gpu, program)
 
 
 @pytest.mark.parametrize("seed", range(3))
