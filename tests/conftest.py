@@ -13,3 +13,21 @@ def workspaces_given_back(monkeypatch):
 
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
     monkeypatch.setattr(blas, "keeps_workspaces", lambda version: False)
+
+
+@pytest.fixture
+def four():
+    """Four virtual GPUs."""
+    from helpers.virtual import virtual_gpus
+
+    with virtual_gpus(4) as gpus:
+        yield gpus
+
+
+@pytest.fixture
+def titans():
+    """The article's four cards, without values."""
+    from helpers.virtual import virtual_gpus
+
+    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
+        yield gpus

@@ -14,13 +14,6 @@ pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 CHECKS = (check.piece_sizes, check.without_prefix, check.peak_moved, check.largest_vocabulary)
 
 
-@pytest.fixture
-def titans():
-    """The article's four cards, without values."""
-    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
-        yield gpus
-
-
 # --- 1: uneven batches ----------------------------------------------------------------------------------
 
 

@@ -20,13 +20,6 @@ def gpus(request):
         yield devices
 
 
-@pytest.fixture
-def titans():
-    """The article's four cards, without values."""
-    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as devices:
-        yield devices
-
-
 # --- 1: one loss out of several -------------------------------------------------------------------------
 
 

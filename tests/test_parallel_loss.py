@@ -3,7 +3,6 @@
 import copy
 import pickle
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -15,30 +14,12 @@ from torch import nn
 from helpers.models import bert_small
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
 from helpers.virtual import virtual_gpus
+from tests.parallel_losses import PerSample, Summed, counts, first, numbers
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
-GPUS = [0, 1, 2, 3, 4]
+count = counts(0, 1, 2, 3, 4)
 BATCHES = [1, 2, 3, 5, 10]  # on 4 GPUs: fewer samples than GPUs; 2, 2, 1; 3, 3, 3, 1
-
-
-@pytest.fixture(params=GPUS)
-def count(request, monkeypatch):
-    """Virtual GPUs, from none to four."""
-    if request.param == 0:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with virtual_gpus(request.param) if request.param else nullcontext():
-        yield request.param
-
-
-@pytest.fixture
-def four():
-    with virtual_gpus(4):
-        yield [torch.device("cuda", number) for number in range(4)]
-
-
-def first(count):
-    return "cuda:0" if count else "cpu"
 
 
 def gradients(*modules):
@@ -91,10 +72,6 @@ def check_in_forward(count, model, criterion, inputs, targets, **options):
 
 def seeded(number=1):
     return torch.Generator().manual_seed(number)
-
-
-def numbers(*shape, seed=1):
-    return torch.randn(*shape, generator=seeded(seed))
 
 
 def classes(samples, *rest, seed=2):
@@ -342,16 +319,6 @@ def test_own_criteria_with_a_weight(count):
     labels[4] = -100  # alone on its GPU, where four of them are
     check(count, model, Words(), [tokens], [labels], weight=count_labels)
     check_in_forward(count, model, Words(), [tokens], [labels], weight=count_labels)
-
-
-class PerSample(nn.Module):
-    def forward(self, outputs, targets):
-        return (outputs - targets).square().mean(1)
-
-
-class Summed(PerSample):
-    def forward(self, outputs, targets):
-        return super().forward(outputs, targets).sum()
 
 
 def test_own_reductions(count):

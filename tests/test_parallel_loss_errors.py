@@ -11,22 +11,13 @@ from torch import nn
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from helpers.parallel_loss.reductions import count_labels, count_samples, find_reduction, weighted_loss
 from helpers.virtual import virtual_gpus
+from tests.parallel_losses import PerSample, Summed, numbers
 
 WEIGHTS = torch.tensor([0.2, 3.0, 0.0, 1.5])
 
 
-@pytest.fixture
-def four():
-    with virtual_gpus(4):
-        yield [torch.device("cuda", number) for number in range(4)]
-
-
 def net():
     return nn.Linear(6, 4)
-
-
-def numbers(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
 def classes(samples):
@@ -39,16 +30,6 @@ def probabilities(samples):
 
 def some_ignored(samples):
     return torch.where(torch.arange(samples) % 3 == 0, -100, classes(samples))
-
-
-class PerSample(nn.Module):
-    def forward(self, outputs, targets):
-        return (outputs - targets).square().mean(1)
-
-
-class Summed(PerSample):
-    def forward(self, outputs, targets):
-        return super().forward(outputs, targets).sum()
 
 
 def batch(samples=10):

@@ -1,7 +1,6 @@
 """Several losses from one criterion, and batches whose samples are not first: as on one device."""
 
 import copy
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -10,34 +9,12 @@ from torch import nn
 
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from helpers.parallel_loss.shards import each
-from helpers.virtual import virtual_gpus
+from tests.parallel_losses import counts, first, numbers
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 BATCHES = [1, 3, 10]
-
-
-@pytest.fixture(params=[0, 1, 4])
-def count(request, monkeypatch):
-    """Virtual GPUs, from none to four."""
-    if request.param == 0:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with virtual_gpus(request.param) if request.param else nullcontext():
-        yield request.param
-
-
-@pytest.fixture
-def four():
-    with virtual_gpus(4):
-        yield
-
-
-def first(count):
-    return "cuda:0" if count else "cpu"
-
-
-def numbers(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+count = counts(0, 1, 4)
 
 
 def flat(losses):
