@@ -64,19 +64,22 @@ def kernel_environment(gpus="virtual"):
     return env | {"GPUS": gpus, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def run(notebook):
-    """Execute `notebook` in place, in this Python, whatever kernels the machine has installed."""
+def client_of(notebook, **options):
+    """What executes `notebook` in place, in this Python, whatever kernels the machine has installed."""
     manager = AsyncKernelManager(kernel_name="python3")
     manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
-    client = NotebookClient(
+    return NotebookClient(notebook, km=manager, coalesce_streams=True, **options)
+
+
+def run(notebook):
+    """Execute `notebook` in place, from the lessons' folder."""
+    client = client_of(
         notebook,
-        km=manager,
         timeout=CELL_TIMEOUT_S,
         resources={"metadata": {"path": str(FOLDER)}},
         extra_arguments=KERNEL_ARGUMENTS,
         record_timing=False,
         store_widget_state=False,
-        coalesce_streams=True,
     )
     client.execute(env=kernel_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

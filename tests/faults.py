@@ -6,7 +6,6 @@ do, on every rank, within its time, and with no process left ("told"). Anything 
 
 import os
 import signal
-import socket
 import warnings
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from helpers.launch import RankError, launch
 from helpers.ranks import connect, disconnect, rank_loader
 from helpers.training import DistributedTrainer
 from tests.ddp_jobs import LOSS, in_ranks, largest_difference, mlp, numbers, run, same, summary, trainer
-from tests.programs import descendants
+from tests.programs import descendants, free_port, held_port
 
 FAULTS = {}
 ADAM = partial(torch.optim.Adam, lr=0.02)
@@ -292,32 +291,27 @@ def connecting(settings, timeout_s=3.0):
     return fails(act, ranks=1)
 
 
+def one_of_two(rank, port):
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+
+
 @fault("a port that is in use")
 def _(folder):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "2"}
-        return told(connecting(settings), "is in use: another training", "--master-port")
+    with held_port(answers=True) as port:
+        return told(connecting(one_of_two(0, port)), "is in use: another training", "--master-port")
 
 
 @fault("a master that never comes")
 def _(folder):
-    with socket.socket() as nobody:  # bound, so that no other program takes the port, but not listening
-        nobody.bind(("127.0.0.1", 0))
-        port = str(nobody.getsockname()[1])
-        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}
-        return told(connecting(settings), "rank 1 of 2 waited 3 s for the others at 127.0.0.1:", "does rank 0 run")
+    with held_port(answers=False) as port:
+        error = connecting(one_of_two(1, port))
+    return told(error, "rank 1 of 2 waited 3 s for the others at 127.0.0.1:", "does rank 0 run")
 
 
 @fault("a rank that never comes")
 def _(folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "2"}
-    return told(connecting(settings), "rank 0 of 2 waited 3 s for the others", "were all ranks started")
+    error = connecting(one_of_two(0, free_port()))
+    return told(error, "rank 0 of 2 waited 3 s for the others", "were all ranks started")
 
 
 @fault("started without torchrun")

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,10 +67,19 @@ def torchrun(*arguments, log, environment=None, before=()):
     return Program(command, log, environment)
 
 
-def free_port():
+@contextmanager
+def held_port(answers):
+    """A port that no other program gets meanwhile; who connects to it waits for ever if it `answers`, or is refused."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+        if answers:
+            server.listen()
+        yield server.getsockname()[1]
+
+
+def free_port():
+    with held_port(answers=False) as port:
+        return port
 
 
 def until(condition, seconds=200, every=0.005):

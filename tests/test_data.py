@@ -16,6 +16,7 @@ import torch
 from torchvision import datasets
 
 from helpers import data
+from tests.programs import free_port
 
 ARCHIVE = "cifar-10-python.tar.gz"
 
@@ -151,9 +152,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 def closed_address():
     """An address on this machine where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}/{ARCHIVE}"
+    return f"http://127.0.0.1:{free_port()}/{ARCHIVE}"
 
 
 def expect_cifar(root, capsys):

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ from helpers.launch import launch
 from helpers.launch import rank as launch_rank
 from helpers.memory import read_memory
 from helpers.virtual import virtual_gpus
+from tests.programs import held_port
 
 
 def children():
@@ -75,10 +75,8 @@ def test_one_rank_a_closure_and_no_line():
 
 
 def test_a_port_that_is_taken_does_not_matter(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+    with held_port(answers=True) as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
         monkeypatch.setenv("WORLD_SIZE", "7")
         first, second = (launch(surroundings, ranks=2, show=False) for _ in range(2))
     assert {answer["sum"] for answer in first + second} == {3.0}

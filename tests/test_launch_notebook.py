@@ -4,9 +4,6 @@ import nbformat
 import psutil
 import pytest
 import run_all
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 
 CELLS = {
     "start": """
@@ -58,15 +55,11 @@ def outputs():
     """Name of the cell -> its outputs: stream name, "result" or "error" -> text."""
     cells = [nbformat.v4.new_code_cell(text_of(cell)) for cell in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    manager = AsyncKernelManager(kernel_name="python3")
-    manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
-    client = NotebookClient(
+    client = run_all.client_of(
         notebook,
-        km=manager,
         allow_errors=True,
         interrupt_on_timeout=True,
         timeout_func=lambda cell: INTERRUPTED_AFTER_S if "long" in cell.source else 120,
-        coalesce_streams=True,
     )
     client.execute(env=run_all.kernel_environment())
     found = {}

@@ -36,6 +36,13 @@ def stopped(given: Readings, gpu: int, *, requested, free, allocated, reserved, 
     return Readings(replace(each, refused=refusal) if each.index == gpu else each for each in given)
 
 
+def assert_refused_without_a_figure(draw, reason):
+    before = plt.get_fignums()
+    with pytest.raises(ValueError, match=reason):
+        draw()
+    assert plt.get_fignums() == before
+
+
 BERT = readings(16.1, 2.4, 2.4, 2.4, capacity_gib=24)
 MOVED = readings(12, 9, 2.4, 2.4, capacity_gib=24)
 RAN_OUT = stopped(readings(2.4, 10.4, 2.4, 2.4, capacity_gib=12), 1, requested=3, free=0.5, allocated=10, reserved=11)
@@ -213,10 +220,7 @@ def test_pictures_are_drawn_into_given_axes():
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_a_figure_is_made(draw, reason):
-    before = plt.get_fignums()
-    with pytest.raises(ValueError, match=reason):
-        draw()
-    assert plt.get_fignums() == before
+    assert_refused_without_a_figure(draw, reason)
 
 
 @pytest.mark.parametrize(
@@ -371,10 +375,7 @@ def test_nothing_else_looks_like_what_is_over_the_edge():
     ],
 )
 def test_what_the_figures_do_not_tell_is_refused(draw, reason):
-    before = plt.get_fignums()
-    with pytest.raises(ValueError, match=reason):
-        draw()
-    assert plt.get_fignums() == before
+    assert_refused_without_a_figure(draw, reason)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
+
+from tests.programs import free_port
 
 ROOT = Path(__file__).parents[2]
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -134,7 +135,7 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
     shutil.copytree(ROOT / "notebooks", lessons, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "images"))
     for lesson in lessons.glob("*.ipynb"):
         _clear(lesson)
-    port, token = _free_port(), secrets.token_hex(16)
+    port, token = free_port(), secrets.token_hex(16)
     server = subprocess.Popen(_command(lessons, port, token), env=_environment(folder), stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)  # fmt: skip
     try:
@@ -176,12 +177,6 @@ def _environment(folder: Path) -> dict[str, str]:
     own = {"JUPYTER_CONFIG_DIR": folder / "config", "JUPYTERLAB_SETTINGS_DIR": settings,
            "JUPYTERLAB_WORKSPACES_DIR": folder / "workspaces", "GPUS": "virtual"}  # fmt: skip
     return os.environ | {name: str(value) for name, value in own.items()}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_for(server: subprocess.Popen, url: str, seconds: float = 60) -> None:
