@@ -1,6 +1,7 @@
 """The one switch of the course: real GPUs where the machine has enough, else virtual ones.
 
-The only lesson-facing module that knows of `helpers.virtual`; after `use_gpus` nothing else needs to.
+The only lesson-facing module that switches `helpers.virtual` on; after `use_gpus` nothing else needs to know of it.
+(`helpers.hardware` takes figures from there.)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from helpers.virtual.allocator import CachingAllocator, OutOfMemory
+from helpers.hardware import CachingAllocator, OutOfMemory
 from helpers.widgets.bert_memory import GPUMemory, Job, own, step
 from helpers.widgets.bert_sizes import Sizes
 from helpers.widgets.cards import Card

@@ -3,7 +3,7 @@
     card("TITAN Xp")                       # 11.9 GiB, of which 11.6 GiB are room for PyTorch
     card("H200", memory="12 GiB")          # an H200 with less
 
-For `helpers.widgets.bert_memory`, which computes what `helpers.virtual` would count; the data sheets are the same.
+For `helpers.widgets.bert_memory`, which computes what virtual GPUs would count; the data sheets are the same.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from helpers.hardware import data_sheet
 from helpers.memory.sizes import MiB, to_bytes
-from helpers.virtual.specs import spec
 
 ROUND = 512  # every block of PyTorch's allocator is a multiple of it
 _KiB = 2**10
@@ -90,7 +90,7 @@ def card(kind: str = "TITAN Xp", memory: int | str | None = None) -> Card:
     CUDA's context takes an eighth of the memory at most, as on virtual GPUs, so that small ones can be looked at.
     Raises ValueError for another kind, and for a size that cannot be read.
     """
-    sheet = spec(kind)
+    sheet = data_sheet(kind)
     capacity = sheet.memory if memory is None else to_bytes(memory)
     context = min(sheet.context, capacity // 8)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
