@@ -21,11 +21,13 @@ def four_without_values() -> list[torch.device]:
     return found[:4]
 
 
-def cards_of_12_gb() -> None:
-    """ "Not yet" where GPU 0 is larger or smaller than the article's cards."""
+def four_cards_of_12_gb() -> list[torch.device]:
+    """`four_without_values`; "not yet" where GPU 0 is larger or smaller than the article's cards."""
+    found = four_without_values()
     capacity = torch.cuda.get_device_properties(0).total_memory
     what = f"these GPUs have {capacity / GiB:.2f} GiB each"
     require(11 * GiB < capacity < 13 * GiB, what, "cards of 12 GB are asked for: run the cell above again")
+    return found
 
 
 def _all(least: int, fewer: str) -> list[torch.device]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
-from helpers.check.gpus import cards_of_12_gb, four_without_values
+from helpers.check.gpus import four_cards_of_12_gb, four_without_values
 from helpers.data import random_tokens
 from helpers.memory import GiB, peak_memory
 from helpers.models import bert_article
@@ -113,8 +113,7 @@ def peak_moved(answer):
 def largest_vocabulary(answer):
     """The largest vocabulary, in steps of 2,000, with which BERT trains at batch 200 on four 12 GB cards."""
     value = compare.number(answer, float(answer), "words")
-    gpus = four_without_values()
-    cards_of_12_gb()
+    gpus = four_cards_of_12_gb()
     what = f"{value:,.0f} words"
     require(value >= STEP and value % STEP == 0, what, f"a multiple of {STEP:,} words, in words, is asked for")
     require(value <= 200_000, what, "no card of 12 GB holds that: look at how the logits grow")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
-from helpers.check.gpus import cards_of_12_gb, four_without_values, with_values
+from helpers.check.gpus import four_cards_of_12_gb, four_without_values, with_values
 from helpers.data import random_tokens
 from helpers.memory import GiB, largest_batch, peak_memory
 from helpers.models import bert_article
@@ -179,8 +179,7 @@ def _why_peak(value: float, peak: float, held: float) -> str:
 def largest_fused(answer):
     """The largest batch, in steps of 40: fused attention, loss in forward, 10,000 words, four 12 GB cards."""
     value = compare.number(answer, float(answer), "sentences")
-    gpus = four_without_values()
-    cards_of_12_gb()
+    gpus = four_cards_of_12_gb()
     what = f"{value:,.0f} sentences"
     require(value >= STEP and value % STEP == 0, what, f"a multiple of {STEP} is asked for")
     require(value <= MOST, what, "no card of 12 GB holds a quarter of that")

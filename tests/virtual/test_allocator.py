@@ -81,6 +81,12 @@ def check_invariants(gpu):
     assert len(free_lists) == sum(b["state"] == "inactive" for s in segments for b in s["blocks"])
 
 
+def free_half(gpu, live, rng):
+    for block in rng.sample(live, len(live) // 2):
+        live.remove(block)
+        gpu.free(block)
+
+
 # ---- against the H200
 
 
@@ -397,9 +403,7 @@ def test_invariants_hold_in_random_programs(seed):
                 live.append(gpu.malloc(nbytes, stream=rng.choice([0, 0, 0, 1])))
             except OutOfMemory:
                 ooms += 1
-                for block in rng.sample(live, len(live) // 2):
-                    live.remove(block)
-                    gpu.free(block)
+                free_half(gpu, live, rng)
         elif choice < 0.99 and live:
             gpu.free(live.pop(rng.randrange(len(live))))
         else:

@@ -441,9 +441,7 @@ def test_invariants_hold_in_random_programs(text):
                     gpu.record_stream(live[-1], (0, rng.choice([2, 3])))
             except OutOfMemory:
                 ooms += 1
-                for block in rng.sample(live, len(live) // 2):
-                    live.remove(block)
-                    gpu.free(block)
+                plain.free_half(gpu, live, rng)
         elif choice < 0.97 and live:
             gpu.free(live.pop(rng.randrange(len(live))))
         elif choice < 0.98:
