@@ -224,7 +224,7 @@ def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count, micro_ba
     peaks = {}
     for schedule in SCHEDULES:
         with virtual_gpus(count, shapes_only=True) as gpus:
-            stages = [nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(6)]) for _ in gpus]
+            stages = [nn.Sequential(*[nn.Linear(4096, 4096, False, gpu) for _ in range(6)]) for gpu in gpus]
             pipeline = Pipeline(stages, gpus, schedule)
             x, y = torch.empty(8192 * micro_batches, 4096, device=gpus[0]), torch.empty(8192 * micro_batches)
 
