@@ -16,5 +16,6 @@ comparisons of `compare`. To write one:
         compare.number(answer, 24_253_410, unit="parameters", mistakes={97_013_640: "those are the bytes"})
         return "and four bytes each make 92.5 MiB"
 
-A check measures (it calls the learner's function on fresh inputs, it reads torch.cuda); it never reads code.
+A check measures (it calls the learner's function on fresh inputs, it reads torch.cuda); it never reads code. `gpus` has
+what checks ask of the GPUs before they use them.
 """
