@@ -9,8 +9,6 @@ twice as long as the forward pass, and copies that take no time.
 
 from __future__ import annotations
 
-from functools import partial
-
 import ipywidgets
 
 from helpers.pipeline.explorer_picture import Plan, png
@@ -26,7 +24,7 @@ SLIDERS = {  # name -> label, smallest, largest, step
 class PipelineExplorer(Panel):
     """The panel. `controls`: name -> widget, as `explore_pipeline` takes them; `words`: what the picture shows."""
 
-    _picture_widget = partial(ipywidgets.Image, format="png")
+    _picture_widget = ipywidgets.Image
 
     def __init__(self, plan: Plan):
         sliders = {name: slider(label, getattr(plan, name), *ends) for name, (label, *ends) in SLIDERS.items()}
