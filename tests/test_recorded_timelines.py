@@ -2,8 +2,10 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from torch import nn
 
 from helpers.plots.alt_text import alt_text
@@ -48,6 +50,24 @@ def test_the_picture(two_gpus):
     assert figure.axes[1].get_xlabel() == "modelled time in ms"
     assert alt_text(figure.axes[0]) == f"a: {describe_timeline(two_gpus)}\nb: {describe_timeline(two_gpus)}"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "step", "copy"]
+
+
+def look(artist):
+    """Colours of face and edge, and the hatch, of a bar or of its key in the legend."""
+    face, edge = (to_hex(np.ravel(colour)[:4]) for colour in (artist.get_facecolor(), artist.get_edgecolor()))
+    return face, edge, artist.get_hatch() or ""
+
+
+def test_bars_look_like_their_keys_and_a_short_copy_is_seen(two_gpus):
+    figure = timeline_bars(two_gpus)
+    bars = {look(bar) for bar in figure.axes[0].collections if bar.get_paths()}
+    keys = {key.get_label(): key for key in figure.legends[0].get_patches()}
+    assert bars == {look(key) for key in keys.values()}
+    for kind in ("backward", "step"):
+        face, edge, hatch = look(keys[kind])
+        assert hatch and face != edge  # a hatch is drawn in the colour of the edge
+    face, edge, _ = look(keys["copy"])
+    assert face == edge and keys["copy"].get_linewidth() >= 1
 
 
 def test_nothing_to_draw_is_refused():

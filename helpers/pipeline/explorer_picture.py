@@ -84,7 +84,8 @@ def draw(plan: Plan) -> Figure:
     above, below = figure.subplots(2, 1, height_ratios=(0.9 + 0.28 * plan.stages, 2))
     schedule_bars(plan.slots(), above)
     idle = 100 * idle_share(plan.slots())
-    above.set_title(f"{plan.schedule}: idle for {idle:.1f} % of the step", loc="left", fontsize=10)
+    title = f"{plan.schedule}, forward blue, backward orange: idle for {idle:.1f} % of the step"
+    above.set_title(title, loc="left", fontsize=10)
     _curve(plan, below)
     return figure
 
@@ -112,6 +113,6 @@ def _curve(plan: Plan, ax: Axes) -> None:
     if plan.micro_batches <= _MOST:
         ax.plot(plan.micro_batches, plan.times()[plan.micro_batches - 1], "o", color=COLOURS[0])
         ax.plot(plan.micro_batches, bubble(plan.stages, plan.micro_batches), "o", color=COLOURS[4])
-    ax.set(xlabel="micro-batches (forward blue, backward orange)", ylim=(0, None), xlim=(0, _MOST + 1))
+    ax.set(xlabel="micro-batches", ylim=(0, None), xlim=(0, _MOST + 1))
     ax.legend(frameon=False, fontsize=8)
     ax.grid(color="0.9")

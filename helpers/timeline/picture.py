@@ -15,7 +15,11 @@ from helpers.timeline.trace import KINDS
 
 __all__ = ["timeline_bars"]
 
-LOOKS = dict(zip(KINDS, styles(len(KINDS)), strict=True))
+# "color" would colour the edges of a bar in `broken_barh`, too, and with them its hatch.
+LOOKS = {kind: {"facecolor" if key == "color" else key: value for key, value in style.items()}
+         for kind, style in zip(KINDS, styles(len(KINDS)), strict=True)}  # fmt: skip
+# Copies lie in a strip too narrow for a hatch, and an edge lets one that is shorter than a pixel be seen.
+LOOKS["copy"] |= {"hatch": "", "edgecolor": LOOKS["copy"]["facecolor"], "linewidth": 1.2}
 _GAP = 0.002  # of the width: kernels nearer than that are drawn as one bar
 
 
@@ -38,15 +42,10 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline, width: float = 7
     how = "modelled" if next(iter(timelines.values())).modelled else "measured"
     axes[-1, 0].set(xlabel=f"{how} time in ms", xlim=(0, 1e3 * longest))
     used = [kind for kind in KINDS if any(w.kind == kind for t in timelines.values() for w in t.work)]
-    handles = [_key(kind) for kind in used]
+    handles = [Patch(label=kind, **LOOKS[kind]) for kind in used]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(used), frameon=False, fontsize=9)
     set_alt_text(axes[0, 0], words(timelines))
     return figure
-
-
-def _key(kind: str) -> Patch:
-    look = LOOKS[kind]
-    return Patch(facecolor=look["color"], edgecolor="white", hatch=look["hatch"], linewidth=0, label=kind)
 
 
 def words(timelines: Mapping[str, Timeline]) -> str:
