@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helpers.virtual import errors
+from helpers.virtual import errors, known_shapes
 from helpers.virtual.machine import VirtualGPU
 from helpers.virtual.operators import Operator
 from helpers.virtual.placement import local
@@ -20,6 +20,12 @@ def run_kernel(func, op: Operator, gpu: VirtualGPU, args, kwargs):
             args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
     elif op.with_generator is not None:
         func, kwargs = op.with_generator, {**kwargs, "generator": default_generator(gpu)}
+    if gpu.machine.shapes_only:
+        return known_shapes.ask(func, op, args, kwargs, lambda *call: _run(*call, op, gpu))
+    return _run(func, args, kwargs, op, gpu)
+
+
+def _run(func, args, kwargs, op: Operator, gpu: VirtualGPU):
     local.inside = True
     try:
         if op.draws_by_default:

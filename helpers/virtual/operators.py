@@ -72,6 +72,7 @@ class Operator:
         "is_composite",
         "is_index",
         "is_view",
+        "keeps_answers",
         "name",
         "names",
         "needs_values",
@@ -111,6 +112,7 @@ class Operator:
         self.is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
         self.has_products = _PRODUCTS.get(self.base, "")
         self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
+        self.keeps_answers = _keeps_answers(self, func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.on_cuda = self.base in _CPU_TWINS or _runs_on_cuda(func)
 
@@ -128,6 +130,13 @@ class Operator:
                 for part in value:
                     if isinstance(part, torch.Tensor):
                         yield name, part
+
+
+def _keeps_answers(op: Operator, func) -> bool:
+    """True if all that an operator does to tensors without values is to make new ones from given ones, if anything."""
+    takes_tensors = any("Tensor" in str(a.type) for a in func._schema.arguments)
+    moves = op.is_view or op.crosses or op.changes_size or torch.Tag.inplace_view in func.tags
+    return func.namespace == "aten" and takes_tensors and not moves
 
 
 def _overload_with_generator(func) -> torch._ops.OpOverload | None:
