@@ -13,7 +13,6 @@ import torch
 from helpers.virtual import active_machine, record_timeline, virtual_gpus
 from helpers.virtual.addresses import block_address as virtual_address
 from helpers.virtual.machine import remove
-from helpers.virtual.specs import topology
 
 _CHOICES = ("auto", "virtual", "real")
 _ours: tuple | None = None  # the virtual GPUs of the last call and their machine, so that a cell can be run again
@@ -163,13 +162,14 @@ def describe_machine() -> str:
         f"compute capability {card.major}.{card.minor}"
         for i, card in enumerate(cards)
     ]
-    return "\n".join([*lines, "", _links(count)])
+    return "\n".join([*lines, "", _links()])
 
 
-def _links(count: int) -> str:
+def _links() -> str:
+    """Of all cards, those that CUDA_VISIBLE_DEVICES hides as well: nvidia-smi does not ask it."""
     machine = active_machine()
     if machine is not None:
-        return topology(machine.gpus[0].spec, count)
+        return machine.topology.drawn()
     import subprocess
 
     try:

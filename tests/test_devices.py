@@ -171,3 +171,15 @@ def test_describe_machine(monkeypatch):
     text = devices.describe_machine().splitlines()
     assert text[0].startswith("cuda:0  ") and "16.00 GiB" in text[0] and "capability 8.0" in text[0]
     assert text[1].startswith("cuda:1  ") and any("GPU0" in line for line in text[2:])
+
+
+def test_describe_machine_draws_the_links_that_the_gpus_have():
+    def drawn():
+        rows = devices.describe_machine().split("\n\n")[1].splitlines()
+        return [row.split()[1:] for row in rows[1:]]
+
+    with virtual_gpus(4, kind="A100", links="NVLink pairs"):
+        assert drawn() == [["X", "NV4", "SYS", "SYS"], ["NV4", "X", "SYS", "SYS"],
+                           ["SYS", "SYS", "X", "NV4"], ["SYS", "SYS", "NV4", "X"]]  # fmt: skip
+    with virtual_gpus(4, kind="A100", hosts=2):
+        assert drawn() == [["X", "NV12"], ["NV12", "X"]]  # nvidia-smi knows the machine that it runs on

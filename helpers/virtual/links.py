@@ -74,6 +74,8 @@ def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str 
     over PCIe, half of the GPUs on each of two processors); "NVSwitch" (each with each at full speed); or a matrix of
     labels as nvidia-smi prints them, "X" on the diagonal. network: a name of `NETWORKS`. Raises ValueError.
     """
+    if count < 1:
+        raise ValueError(f"a machine needs at least one GPU, not {count}")
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1 or count % hosts:
         raise ValueError(f"{count} GPUs cannot be spread evenly over {hosts!r} machines")
     if network not in NETWORKS:

@@ -2,7 +2,7 @@
 
     spec("H200").memory            # 150109880320 bytes
     parse_bytes("16 GiB")          # 17179869184
-    print(topology(spec("V100"), 4))
+    print(draw_topology([["X", "NV6"], ["NV6", "X"]]))
 
 Where the figures come from:
 
@@ -197,13 +197,6 @@ _LEGEND = {
 }
 
 
-def uniform_links(spec, count):
-    """The link labels, [count][count], of `count` GPUs that are all joined by the link of their kind."""
-    if count < 1:
-        raise ValueError(f"a machine needs at least one GPU, not {count}")
-    return [["X" if row == column else spec.link.label for column in range(count)] for row in range(count)]
-
-
 def draw_topology(labels):
     """The text of `nvidia-smi topo -m`, without its CPU columns, for a square matrix of labels.
 
@@ -220,8 +213,3 @@ def draw_topology(labels):
     lines = ["".join((" X" if cell == "X" else cell).ljust(8) for cell in row).rstrip() for row in rows]
     legend = [f"  {label:<4} = {text}" for label, text in _LEGEND.items()]
     return "\n".join([*lines, "", "Legend:", "", *legend])
-
-
-def topology(spec, count):
-    """The links of `count` GPUs of one kind, as `nvidia-smi topo -m` draws them."""
-    return draw_topology(uniform_links(spec, count))

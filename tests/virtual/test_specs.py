@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from helpers.virtual.links import arrange
 from helpers.virtual.specs import (
     PCIE3,
     PCIE4,
@@ -14,8 +15,6 @@ from helpers.virtual.specs import (
     kinds,
     parse_bytes,
     spec,
-    topology,
-    uniform_links,
 )
 
 
@@ -130,7 +129,7 @@ def test_words_to_bytes_and_back(text):
 
 
 def test_the_matrix_of_links():
-    lines = topology(spec("A100"), 3).splitlines()
+    lines = arrange(spec("A100"), 3).drawn().splitlines()
     assert [line.split() for line in lines[:4]] == [
         ["GPU0", "GPU1", "GPU2"],
         ["GPU0", "X", "NV12", "NV12"],
@@ -142,13 +141,13 @@ def test_the_matrix_of_links():
 
 @pytest.mark.parametrize(("kind", "label"), [("T4", "PHB"), ("V100", "NV6"), ("H100", "NV18"), ("H200", "NV18")])
 def test_links_of_a_kind(kind, label):
-    assert uniform_links(spec(kind), 2) == [["X", label], [label, "X"]]
+    assert arrange(spec(kind), 2).labels == (("X", label), (label, "X"))
 
 
 def test_one_gpu_has_no_link():
-    assert topology(spec("T4"), 1).splitlines()[1].split() == ["GPU0", "X"]
+    assert arrange(spec("T4"), 1).drawn().splitlines()[1].split() == ["GPU0", "X"]
     with pytest.raises(ValueError, match="at least one GPU"):
-        topology(spec("T4"), 0)
+        arrange(spec("T4"), 0)
 
 
 def test_a_machine_of_pairs_can_be_drawn():
