@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from helpers.intervals import merged
 from helpers.plots.alt_text import set_alt_text
 from helpers.plots.palette import styles
 from helpers.timeline.record import Timeline, describe_timeline
@@ -63,14 +64,3 @@ def _rows(ax, timeline: Timeline, longest: float) -> None:
     ax.set_yticks(range(len(timeline.gpus)), [f"cuda:{gpu}" for gpu in timeline.gpus])
     ax.set_ylim(len(timeline.gpus) - 0.5, -0.5)
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def merged(intervals, gap: float = 0.0) -> list[tuple[float, float]]:
-    """Intervals that are within `gap` seconds of each other as one."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1] + gap:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from helpers.devices import modelled_timeline
+from helpers.intervals import seconds_covered
 from helpers.timeline.trace import BLOCK, Work, work_of
 
 __all__ = ["Timeline", "describe_timeline", "format_time", "record_timeline"]
@@ -26,11 +27,7 @@ class Timeline:
 
     def busy_seconds(self, gpu: int) -> float:
         """Seconds in which a GPU ran kernels, collectives' among them, copies not; two at once count once."""
-        busy, until = 0.0, float("-inf")
-        for start, end in sorted((w.start, w.end) for w in self.work if w.gpu == gpu and w.kind != "copy"):
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return busy
+        return seconds_covered((w.start, w.end) for w in self.work if w.gpu == gpu and w.kind != "copy")
 
     def utilisation(self, gpu: int) -> float:
         """The share of the block's time in which a GPU ran kernels, 0 to 1."""

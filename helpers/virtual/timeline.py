@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from helpers.intervals import seconds_covered
 from helpers.virtual.clock import HOST_LANE, Span
 from helpers.virtual.machine import active
 from helpers.virtual.placement import local
@@ -103,13 +104,8 @@ class Timeline:
 
         copies: count copies too, as a profiler's sum over everything on the GPU does.
         """
-        busy, until, index = 0.0, float("-inf"), self._index(gpu)
-        for start, end in sorted(
-            (s.start, s.end) for s in self.spans if s.gpu == index and (copies or s.kind != "copy")
-        ):
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return busy
+        index = self._index(gpu)
+        return seconds_covered((s.start, s.end) for s in self.spans if s.gpu == index and (copies or s.kind != "copy"))
 
     def _index(self, gpu) -> int:
         index = gpu if isinstance(gpu, int) else torch.device(gpu).index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.intervals import merged
 from helpers.virtual.timeline import KINDS, lane_name, rows_of
 
 # Okabe and Ito's colours, which people with colour-blind eyes can tell apart.
@@ -43,14 +44,3 @@ def _first_with(kind: str, rows, spans) -> int:
 def _title(row) -> str:
     gpu, lane = row
     return f"host, {lane_name(lane)}" if gpu is None else f"cuda:{gpu}, {lane_name(lane)}"
-
-
-def merged(intervals, gap: float = 0.0) -> list[tuple[float, float]]:
-    """Intervals that touch (within `gap` seconds) as one: thousands of kernels are then a few bars."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1] + gap + 1e-12:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
