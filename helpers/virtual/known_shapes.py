@@ -44,7 +44,7 @@ _known: dict[tuple, object] = {}  # question -> a form, None, a list or tuple of
 
 def ask(func, op: Operator, args, kwargs, run):
     """The results of `func` on meta tensors: made at once if they are known, else by `run(func, args, kwargs)`."""
-    asked = _question(func, args, kwargs) if op.keeps_answers else None
+    asked = _question(op, args, kwargs) if op.keeps_answers else None
     if asked is None:
         return run(func, args, kwargs)
     found = _known.get(asked, _MISSING)
@@ -58,34 +58,37 @@ def ask(func, op: Operator, args, kwargs, run):
     return result
 
 
-def _question(func, args, kwargs) -> tuple | None:
+def _question(op: Operator, args, kwargs) -> tuple | None:
     """All that the answer hangs on; None if it may hang on more, or if somebody else wants to see every operator."""
     if torch._C._len_torch_dispatch_stack():
         return None
-    asked = [func, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    asked = [op, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    by_element = op.by_element
     try:
         for value in args:
-            _add(asked, value)
+            _add(asked, value, by_element)
         for name, value in kwargs.items():
             asked.append(name)
-            _add(asked, value)
+            _add(asked, value, by_element)
     except _Unusual:
         return None
     return tuple(asked)
 
 
-def _add(asked: list, value) -> None:
+def _add(asked: list, value, by_element: bool) -> None:
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         if not _is_plain(value):
             raise _Unusual
         asked += value.shape, value.stride(), value.dtype
+    elif kind is float and by_element:
+        asked.append(float)  # of Adam's factors, which differ from step to step, none changes a shape
     elif kind in _SETTINGS:
         asked += kind, value  # with the type: 1 == 1.0 == True
     elif kind is list or kind is tuple:
         asked += kind, len(value)
         for part in value:
-            _add(asked, part)
+            _add(asked, part, by_element)
     elif isinstance(value, torch._C.Generator):
         asked.append(torch._C.Generator)  # no shape is drawn
     else:
@@ -109,7 +112,7 @@ def _keep(asked: tuple, op: Operator, args, kwargs, result) -> None:
     """Keep what PyTorch answered, unless it is out of the ordinary."""
     try:
         if op.written:
-            if _question(asked[0], args, kwargs) != asked or not (result is None or result is args[0]):
+            if _question(op, args, kwargs) != asked or not (result is None or result is args[0]):
                 return
             found = None if result is None else _FIRST
         else:
