@@ -290,7 +290,37 @@ def test_copies_of_an_evaluation_are_gone_after_it():
                 parallel(torch.ones(8, 512, device="cuda:0"))
             kept = torch.empty(50 * MiB, dtype=torch.uint8, device="cuda:1")
         assert monitor.at_peak(1) == dict.fromkeys(KINDS, 0) | {"other": kept.numel()}
-        assert max(mark.known.copies for mark in monitor.run(1).marks) == PARAMETERS
+        made = sum(size for mark in monitor.run(1).marks for size in mark.copies)
+        assert made == sum(parameter.nbytes for parameter in parallel.parameters())
+
+
+def test_copies_that_backward_does_not_need_are_gone_when_forward_has_ended():
+    """An embedding's gradient needs the indices alone, so the table's copy goes with its replica."""
+    with virtual_gpus(2, shapes_only=True):
+        words, length, width = 100_000, 60, 256
+        model = nn.Sequential(nn.Embedding(words, width), nn.Linear(width, width), nn.ReLU(), nn.Flatten())
+        model.append(nn.Linear(length * width, 4096, bias=False)).to("cuda:0")
+        table, *others = model.parameters()
+        parallel = nn.DataParallel(model, [0, 1])
+        with MemoryMonitor() as monitor:
+            monitor.watch(parallel)
+            tokens = torch.zeros(2_000, length, dtype=torch.long)
+            parallel(tokens).sum().backward()
+    assert monitor.at_peak(0)["parameters"] == rounded(model.parameters())
+    found = monitor.at_peak(1)
+    assert found["parameters"] == rounded(others) and rounded([table]) > 90 * MiB
+    # The peak is in the embedding's backward: what it and the layer after it had kept is still there.
+    assert found["activations"] == rounded([tokens[:1_000], torch.empty(1_000, length, width, device="meta")])
+
+
+def test_copies_are_all_there_in_the_forward_pass():
+    with virtual_gpus(2, shapes_only=True):
+        parallel = nn.DataParallel(nn.Sequential(nn.Embedding(100_000, 256), nn.Linear(256, 256)).to("cuda:0"), [0, 1])
+        with MemoryMonitor() as monitor:
+            monitor.watch(parallel)
+            outputs = parallel(torch.zeros(64, 8, dtype=torch.long))
+        assert monitor.peak(1).phase == "forward" and outputs.requires_grad
+        assert monitor.at_peak(1)["parameters"] == rounded(parallel.parameters())
 
 
 @pytest.mark.parametrize("gpus", [1, 3])

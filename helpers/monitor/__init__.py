@@ -20,7 +20,7 @@ How each kind in `at_peak` is known:
 
     parameters, gradients, optimizer state   counted from the tensors themselves, see `helpers.monitor.watch`; a
                                              gradient counts from when its memory is taken, a new state from its
-                                             step on
+                                             step on, DataParallel's copy of a parameter until its memory is freed
     activations   blocks made in a forward phase that outlive it, less DataParallel's copies of parameters; not those
                   that outlive the next forward phase too. A workspace that one single step keeps counts here.
     other         the rest: temporaries, workspaces, gradients of activations, the batch, what was there before, and
@@ -115,8 +115,7 @@ class MemoryMonitor:
             traces = torch.cuda.memory._snapshot()["device_traces"]
             for index in self.indices:
                 line = timeline(self._segments[index], traces[index], self._before[index], after[index])
-                copies = any(watch.parallel for watch in self._watches)
-                self._runs[index] = Run(index, line, self._marks[index], copies)
+                self._runs[index] = Run(index, line, self._marks[index])
 
     @property
     def in_backward(self) -> bool:
@@ -148,18 +147,18 @@ class MemoryMonitor:
         if getattr(torch.autograd.backward, "__self__", None) is self:
             torch.autograd.backward = self._engine
 
-    def mark(self, phase, gpus: Collection[int] | None = None, same_phase=False, made: Storages | None = None) -> None:
+    def mark(self, phase, gpus: Collection[int] | None = None, same_phase=False, **new: Storages) -> None:
         """From here on it is `phase`, or still the same one, on `gpus` (all if None). Called by the hooks.
 
-        made: the gradients that a backward pass, which ends here, has made.
+        new: what a part of the step, which ends here, has made: see the last fields of `Mark`.
         """
         for index in self.indices:
             if gpus is None or index in gpus:
                 marks, now = self._marks[index], count(index)
                 kept = marks[-1].phase if marks and (same_phase or self._hand) else phase
-                sizes = tuple(size for gpu, size in made.values() if gpu == index) if made else ()
+                sizes = {name: tuple(size for gpu, size in new[name].values() if gpu == index) for name in new}
                 event = now.events - self._before[index].events
-                marks.append(Mark(event, now.allocated, kept, self.holdings.known[index], sizes))
+                marks.append(Mark(event, now.allocated, kept, self.holdings.known[index], **sizes))
 
     # ---- phases
 

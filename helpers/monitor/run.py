@@ -1,13 +1,14 @@
 """What `MemoryMonitor` recorded on one GPU: the curve, the phases, the peak, and what held it."""
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from helpers.memory.readings import format_bytes
-from helpers.monitor.trace import Timeline
+from helpers.monitor.trace import ROUND, Life, Timeline
 from helpers.monitor.watch import Known
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
@@ -16,7 +17,8 @@ KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
 class Mark(NamedTuple):
     """From after `event` on it is `phase`, and `known` is held; `allocated`: the allocator's own figure then.
 
-    made: bytes asked for, of each gradient that the backward pass has made which ends here.
+    made: bytes asked for, of each gradient that the backward pass has made which ends here. copies: the same of each
+    copy of a parameter or a buffer that DataParallel has made for the replica which begins here.
     """
 
     event: int
@@ -24,6 +26,7 @@ class Mark(NamedTuple):
     phase: str | None
     known: Known
     made: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
 
 
 class Span(NamedTuple):
@@ -49,12 +52,11 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One GPU. `copies_are_made_in_forward`: the watched model is nn.DataParallel, which copies parameters there."""
+    """One GPU."""
 
     gpu: int
     timeline: Timeline
     marks: Sequence[Mark]
-    copies_are_made_in_forward: bool = False
 
     def spans(self) -> list[Span]:
         """The phases in order and without gaps; None is what lies between two."""
@@ -77,12 +79,11 @@ class Run:
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind (`KINDS`) at the peak; they add up to it."""
         peak = self.peak()
-        known, activations = self._known_at(peak), self._activations(peak.event)
-        if self.copies_are_made_in_forward:
-            activations = max(0, activations - known.copies)
+        known, copies = self._known_at(peak), self._copies_at(peak.event)
         gradients = known.gradients + self._gradients_on_their_way(peak.event)
         found, left = {}, peak.bytes
-        sizes = known.parameters + known.copies, gradients, known.states, activations
+        parameters = known.parameters + sum(-(-life.requested // ROUND) * ROUND for life in copies)
+        sizes = parameters, gradients, known.states, self._activations(peak.event, copies)
         for kind, size in zip(KINDS, sizes, strict=False):
             found[kind] = min(size, left)
             left -= found[kind]
@@ -115,8 +116,22 @@ class Run:
                 return held
         return 0
 
-    def _activations(self, event: int) -> int:
-        alive = [life for life in self.timeline.lives if life.born <= event < life.died]
+    def _copies_at(self, event: int) -> set[Life]:
+        """DataParallel's copies that are in use at `event`: when a replica begins, the last blocks of their sizes."""
+        lives, found = sorted(self.timeline.lives, key=lambda life: life.born), set()
+        for mark in self.marks:
+            wanted = Counter(mark.copies)
+            place = bisect(lives, mark.event, key=lambda life: life.born)
+            while wanted.total() and place:
+                place -= 1
+                life = lives[place]
+                if life.died > mark.event and wanted[life.requested]:
+                    wanted[life.requested] -= 1
+                    found.add(life)
+        return {life for life in found if life.born <= event < life.died}
+
+    def _activations(self, event: int, copies: Collection[Life]) -> int:
+        alive = [life for life in self.timeline.lives if life.born <= event < life.died and life not in copies]
         forwards = [span for span in self.spans() if span.phase == "forward" and span.start < span.end]
         held = 0
         for span, following in zip_longest(forwards, forwards[1:]):

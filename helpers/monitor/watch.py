@@ -2,7 +2,9 @@
 
 Counted from the tensors themselves, once per storage, rounded up to the allocator's 512 bytes:
 
-    parameters        of the model, its buffers too, and the copies that nn.DataParallel makes, when a pass begins
+    parameters        of the model, its buffers too, when a pass begins
+    copies            of them that nn.DataParallel makes, when a replica begins; `Run` follows each until it is gone,
+                      which for what backward does not need is the end of the forward pass
     gradients         when a forward or a backward pass begins, and when the backward pass has ended
     optimizer state   when the optimizer has finished a step
 
@@ -22,10 +24,9 @@ from helpers.monitor.trace import ROUND
 
 
 class Known(NamedTuple):
-    """Bytes on one GPU that are known by name; `copies` are the parameters' that DataParallel made."""
+    """Bytes on one GPU that are known by name."""
 
     parameters: int = 0
-    copies: int = 0
     gradients: int = 0
     states: int = 0
 
@@ -80,24 +81,22 @@ class Holdings:
 class Watch:
     """Hooks on `model` and `optimizer` that tell `monitor` what begins, what ends, and what is held.
 
-    Needs of the monitor: `mark(phase, gpus)`, `in_backward`, `holdings`, and `lock`: replicas run in threads of
+    Needs of the monitor: `mark`, `in_backward`, `holdings`, and `lock`: replicas run in threads of
     their own.
     """
 
     def __init__(self, monitor, model: nn.Module, optimizer: torch.optim.Optimizer | None):
         self._monitor, self._model, self._optimizer = monitor, model, optimizer
-        self.parallel = isinstance(model, nn.DataParallel)
         self._hooks, self._passing = ExitStack(), False
         self._parameters: list[nn.Parameter] = []
         self._own: Storages = {}
-        self._copies: Storages = {}
         self._gradients: Storages = {}
 
     def start(self) -> None:
         """Attach the hooks and count what is there already."""
         hook = self._model.register_forward_pre_hook(self._forward_begins)
         hooks = [hook, self._model.register_forward_hook(self._forward_ends)]
-        if self.parallel:
+        if isinstance(self._model, nn.DataParallel):
             hooks.append(self._model.module.register_forward_pre_hook(self._replica_begins))
         if self._optimizer is not None:
             hooks.append(self._optimizer.register_step_pre_hook(self._step_begins))
@@ -119,9 +118,8 @@ class Watch:
         return {key: place for key, place in self._gradients.items() if key not in before}
 
     def backward_ended(self) -> None:
-        """The graph is gone, and with it DataParallel's copies."""
+        """The next replica begins a new pass."""
         self._passing = False
-        self._forget_copies()
 
     def _tell(self, kind: str, found: Storages) -> None:
         self._monitor.holdings.tell(kind, self, found)
@@ -130,11 +128,6 @@ class Watch:
         self._parameters = list(self._model.parameters())
         self._own = storages([*self._parameters, *self._model.buffers()])
         self._tell("parameters", self._own)
-
-    def _forget_copies(self) -> None:
-        if self._copies:
-            self._copies = {}
-            self._tell("copies", self._copies)
 
     def _count_states(self) -> None:
         if self._optimizer is not None:
@@ -147,7 +140,6 @@ class Watch:
         with self._monitor.lock:
             if not (replica and self._passing):  # the first of the replicas begins the pass
                 self._passing = True
-                self._forget_copies()
                 self._count_parameters()
                 self.count_gradients()
             self._monitor.mark("forward")
@@ -165,16 +157,12 @@ class Watch:
         new = {key: place for key, place in storages(held).items() if key not in self._own}
         if new:
             with self._monitor.lock:
-                self._copies = self._copies | new
-                self._tell("copies", self._copies)
-                self._monitor.mark(None, {gpu for gpu, _ in new.values()}, same_phase=True)
+                self._monitor.mark(None, {gpu for gpu, _ in new.values()}, same_phase=True, copies=new)
 
     def _forward_ends(self, module, inputs, outputs) -> None:
         # With gradients the phase goes on until backward() begins: the loss belongs to the forward pass.
         if not torch.is_grad_enabled() and not self._monitor.in_backward:
             with self._monitor.lock:
-                if not getattr(module, "_is_replica", False):
-                    self._forget_copies()
                 self._monitor.mark(None)
 
     def _step_begins(self, optimizer, arguments, keywords) -> None:
