@@ -559,6 +559,22 @@ def test_the_picture_and_its_words():
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {"forward", "backward", "step"}
 
 
+def test_the_picture_of_what_is_around_the_peak():
+    with virtual_gpus(2, shapes_only=True):
+        monitor = recorded(2, batch=4096)
+        figure = monitor.plot(around=6)
+        with pytest.raises(ValueError, match="1 or more"):
+            monitor.plot(around=0)
+    for gpu, ax in enumerate(figure.axes):
+        peak, allocated = monitor.peak(gpu), monitor.run(gpu).timeline.allocated
+        assert ax.get_xlim() == (peak.event - 6, peak.event + 6)
+        assert list(ax.lines[0].get_ydata()) == [size / MiB for size in allocated[peak.event - 6 : peak.event + 7]]
+        assert f"of {monitor.run(gpu).timeline.last:,})" in " ".join(ax.get_title("left").split())
+        assert all(peak.event - 6 <= patch.get_x() < peak.event + 6 for patch in ax.patches)
+    phases = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert "backward" in phases and "step" not in phases  # what is not in the picture is not in its legend
+
+
 def test_the_picture_of_a_long_run_keeps_its_peak():
     with virtual_gpus(1, shapes_only=True):
         with MemoryMonitor() as monitor:

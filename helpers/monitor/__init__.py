@@ -235,11 +235,11 @@ class MemoryMonitor:
         """What is not exact about this GPU's curve, or "". Errors: `run`."""
         return self.run(gpu).note()
 
-    def plot(self, title: str | None = None, x: str = "event"):
+    def plot(self, title: str | None = None, x: str = "event", around: int | None = None):
         """Draw it: see `helpers.monitor.plot.plot_memory`."""
         from helpers.monitor.plot import plot_memory  # here, so that recording does not need matplotlib
 
-        return plot_memory(self, title, x)
+        return plot_memory(self, title, x, around)
 
     def describe(self) -> str:
         """The picture in words, a line per GPU: see `helpers.monitor.plot.describe_memory`."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from textwrap import fill
 
@@ -24,25 +25,29 @@ PER_CHARACTER = 0.0115  # of the width of the axes, at the size of a phase's nam
 PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
 
 
-def plot_memory(monitor, title: str | None = None, x: str = "event") -> Figure:
+def plot_memory(monitor, title: str | None = None, x: str = "event", around: int | None = None) -> Figure:
     """Allocated memory of every recorded GPU, phases shaded and named, the peak marked with what held it,
     a cross where memory ran out. Of a long run, with many phases, a band from the lowest to the highest is drawn.
 
     x: "event" (each allocation and each free is one: the same on every run) or "ms" (from the first event on, by
-    PyTorch's clock: how long it took). Returns the figure. Raises ValueError for another x, and the monitor's errors.
+    PyTorch's clock: how long it took). around: draw so many events before and after each GPU's own peak; None: all.
+    Returns the figure. Raises ValueError for another x and for `around` below 1, and the monitor's errors.
     """
     if x not in ("event", "ms"):
         raise ValueError(f"x={x!r}: give 'event' or 'ms'.")
-    runs = [monitor.run(gpu) for gpu in monitor.indices]
+    if around is not None and around < 1:
+        raise ValueError(f"around={around}: give the number of events before and after the peak, 1 or more.")
+    whole = [monitor.run(gpu) for gpu in monitor.indices]
+    runs = whole if around is None else [_near_the_peak(run, around) for run in whole]
     styles = _styles(runs)
     title = fill(title or "", 66)
     height = 0.95 + (1.75 if len(runs) <= 4 else 1.4) * len(runs) + 0.2 * (_rows(styles) + title.count("\n"))
     figure, rows = plt.subplots(len(runs), figsize=(WIDTH, height), squeeze=False, sharey=True, layout="constrained")
     top = max(max(run.timeline.allocated) for run in runs)
     unit, name = (GiB, "GiB") if top >= 2 * GiB else (MiB, "MiB")
-    for run, ax in zip(runs, rows[:, 0], strict=True):
+    for run, full, ax in zip(runs, whole, rows[:, 0], strict=True):
         _draw(ax, run, unit, x, styles)
-        text = _headline(run, monitor.watched).replace(f" {name}", f"\u00a0{name}")  # number and unit stay together
+        text = _headline(full, monitor.watched).replace(f" {name}", f"\u00a0{name}")  # number and unit stay together
         ax.set_title(fill(text, 92), loc="left", fontsize=9)
     rows[0, 0].set_ylim(0, 1.3 * top / unit or 1)  # above the peak there is room for the phases' names
     rows[-1, 0].set_xlabel("event (an allocation or a free)" if x == "event" else "time in ms")
@@ -75,6 +80,16 @@ def _held(run: Run) -> str:
     return ", ".join(f"{kind} {format_bytes(size, unit)}" for kind, size in held if size)
 
 
+def _near_the_peak(run: Run, around: int) -> Run:
+    """The run from `around` events before its peak to as many after it."""
+    line = run.timeline
+    peak = run.peak().event - line.lost
+    start, end = max(0, peak - around), peak + around + 1
+    ooms = [event for event in line.ooms if start <= event - line.lost < end]
+    part = replace(line, allocated=line.allocated[start:end], ms=line.ms[start:end], ooms=ooms, lost=line.lost + start)
+    return replace(run, timeline=part)
+
+
 def _styles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
     names = dict.fromkeys(span.phase for run in runs if not _is_long(run) for span in _phases(run))
     others = [name for name in names if name not in PHASES]
@@ -90,8 +105,8 @@ def _draw(ax: Axes, run: Run, unit: int, x: str, styles: dict) -> None:
         _band(ax, run, places, unit)
     else:
         for span in _phases(run):
-            edges = [places[max(0, event - line.lost)] for event in (span.start, span.end)]
-            _shade(ax, span.phase, edges, end, styles)
+            edges = [places[event - line.lost] for event in (span.start, span.end)]
+            _shade(ax, span.phase, edges, end - places[0], styles)
         kept = _thinned(line.allocated)
         ax.plot([places[i] for i in kept], [line.allocated[i] / unit for i in kept], color="black", lw=1.1,
                 drawstyle="steps-post")  # fmt: skip
@@ -118,18 +133,21 @@ def _draw(ax: Axes, run: Run, unit: int, x: str, styles: dict) -> None:
 
 
 def _phases(run: Run) -> list[Span]:
-    return [span for span in run.spans() if span.phase and span.start < span.end]
+    """The phases, as far as the curve has them."""
+    first, last = run.timeline.lost, run.timeline.last
+    spans = [Span(max(first, span.start), min(span.end, last), span.phase) for span in run.spans()]
+    return [span for span in spans if span.phase and span.start < span.end]
 
 
 def _is_long(run: Run) -> bool:
     return len(_phases(run)) > MOST_PHASES
 
 
-def _shade(ax: Axes, name: str, edges: Sequence[float], end: float, styles: dict) -> None:
+def _shade(ax: Axes, name: str, edges: Sequence[float], width: float, styles: dict) -> None:
     """A phase, with its name where that has room; the legend names them all."""
     colour, hatch = styles[name]
     ax.axvspan(*edges, facecolor=colour, alpha=0.25, hatch=hatch, edgecolor="white", linewidth=0)
-    if edges[1] - edges[0] > end * PER_CHARACTER * (len(name) + 1):
+    if edges[1] - edges[0] > width * PER_CHARACTER * (len(name) + 1):
         ax.text(sum(edges) / 2, 0.985, name, transform=ax.get_xaxis_transform(), ha="center", va="top", fontsize=8,
                 color="0.25")  # fmt: skip
 
