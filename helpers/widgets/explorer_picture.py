@@ -70,7 +70,7 @@ def _axis(scene: Scene, length: float, pixels: float, rows: int, whole: bool) ->
         x = LEFT + number * step * unit * pixels
         scene.line((x, x), (TOP, bottom), colour="#e0e0e0")
         scene.text(x, bottom + 15, f"{number * step:,g}", size=11, anchor="middle")
-    box = "box: the room that the card has for it" if whole else "the card has far more room than shown"
+    box = "box: the room for it; orange: what is over" if whole else "the card has far more room than shown"
     label = f"memory in {name}. Dark: the peak that PyTorch allocates; {box}"
     scene.text((LEFT + WIDTH - RIGHT) / 2, bottom + 34, label, size=11, anchor="middle")
 
