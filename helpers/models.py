@@ -1,5 +1,6 @@
 """The networks of the lessons.
 
+    relu_net                          linear layers, for thousands of steps in seconds
     resnet34, resnet18, small_resnet  images, by torchvision; the smaller ones for a laptop's processor
     PyramidNet, pyramidnet_article    images; a large net whose memory stays balanced under DataParallel
     Bert, bert_small, bert_article    masked words; unbalanced, since its output is far larger than its input
@@ -10,7 +11,8 @@ call `torch.manual_seed(...)` before a constructor to get the same net again. No
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ __all__ = [
     "parameter_bytes",
     "parameter_count",
     "pyramidnet_article",
+    "relu_net",
     "resnet18",
     "resnet34",
     "small_resnet",
@@ -41,6 +44,17 @@ def parameter_count(model: nn.Module) -> int:
 def parameter_bytes(model: nn.Module) -> int:
     """Bytes of all parameters: what one replica costs before gradients, buffers and activations."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def relu_net(sizes: Sequence[int]) -> nn.Sequential:
+    """Linear layers of these sizes with ReLU between them: inputs (N, ...) of sizes[0] numbers -> (N, sizes[-1]).
+
+    Weights by He's rule, which keeps the size of numbers from layer to layer (arXiv 1502.01852), biases by PyTorch's.
+    """
+    layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
+    for layer in layers:
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return nn.Sequential(nn.Flatten(), *[part for layer in layers for part in (layer, nn.ReLU())][:-1])
 
 
 # ---------------------------------------------------------------------------------------------------- ResNet

@@ -1,5 +1,7 @@
 """The checks of lesson 04: solutions pass, typical mistakes are explained, nothing raises."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,8 +152,25 @@ def two_gpus():
         yield gpus
 
 
+def with_parts(rank, samples, log, set_epoch=True):
+    """The lesson's solution."""
+    net, sgd, data = check.parts(rank, samples)
+    for epoch in range(3):
+        if set_epoch:
+            data.sampler.set_epoch(epoch)
+        for x, y in data:
+            sgd.zero_grad()
+            mse_loss(net(x.to(rank)), y.to(rank)).backward()
+            sgd.step()
+        if rank == 0:
+            log(f"epoch {epoch}")
+    return net.module
+
+
 def test_mended(two_gpus):
     assert check.mended(loop())
+    assert check.mended(with_parts)
+    assert told(check.mended(partial(with_parts, set_epoch=False)), "which epoch it is")
 
 
 @pytest.mark.parametrize(

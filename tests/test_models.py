@@ -171,3 +171,11 @@ def test_parameter_bytes_follows_the_dtype_and_counts_tied_weights_once():
     assert (parameter_count(net), parameter_bytes(net.half())) == (32, 64)
     net[1].weight = net[0].weight
     assert (parameter_count(net), parameter_bytes(net)) == (16, 32)
+
+
+def test_relu_net_keeps_the_size_of_numbers_and_ends_in_a_linear_layer():
+    torch.manual_seed(0)
+    net = models.relu_net([196, 512, 512, 10])
+    assert [type(part) for part in net] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
+    assert net(torch.randn(3, 1, 14, 14)).shape == (3, 10)
+    assert abs(net[1].weight.std().item() / (2 / 196) ** 0.5 - 1) < 0.05  # He: variance 2 / inputs

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from helpers.memory import GiB, MiB, Reading, Readings, Refusal
-from helpers.plots import compare_bars, describe, loss_curves, memory_bars
+from helpers.plots import compare_bars, describe, loss_curves, memory_bars, pieces_picture
 from helpers.plots.alt_text import alt_text, set_alt_text
 
 
@@ -445,3 +445,23 @@ def test_a_figure_with_several_pictures_carries_the_words_of_each():
     assert alt_text(figure) == f"{describe(readings(4))}\n{describe(readings(9))}"
     set_alt_text(figure, "both")
     assert alt_text(right).endswith("\nboth")
+
+
+# --- pieces that travel ----------------------------------------------------------------------------------
+
+STATES = [[[1, 1], [1, 2], [2, 2]], [[1, 1], [2, 1], [2, 2]]]  # [rank][step][piece] of a ring of two
+
+
+def test_pieces_show_every_count_and_outline_what_is_complete():
+    figure = pieces_picture(STATES)
+    assert [ax.get_title() for ax in figure.axes] == ["start", "step 1", "step 2"]
+    shown = [[text.get_text() for text in ax.texts] for ax in figure.axes]
+    assert shown == [["1", "1", "1", "1"], ["1", "2", "2", "1"], ["2", "2", "2", "2"]]
+    assert [len(ax.patches) for ax in figure.axes] == [0, 2, 4]
+    assert alt_text(figure.axes[0]) == "Complete pieces at the start and after each step: 0, 2, 4 of 4."
+
+
+@pytest.mark.parametrize("states", [[], [1, 2], [[1, 2]], [[[]]]])
+def test_pieces_want_three_dimensions(states):
+    with pytest.raises(ValueError, match=r"states\[rank\]\[step\]\[piece\]"):
+        pieces_picture(states)

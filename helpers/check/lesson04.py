@@ -3,14 +3,15 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, DistributedSampler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
 from helpers.check.gpus import with_values
 from helpers.launch import launch
 
-__all__ = ["factor", "mended", "shard", "tree"]
+__all__ = ["factor", "mended", "parts", "shard", "tree"]
 
 
 # ------------------------------------------------------------------------------------- 1: a broadcast as a tree
@@ -130,6 +131,13 @@ class _Watched(Dataset):
     def __getitem__(self, number: int):
         self.asked.append(int(number))
         return self.x[number], self.y[number]
+
+
+def parts(rank: int, samples: Dataset) -> tuple[DistributedDataParallel, torch.optim.SGD, DataLoader]:
+    """What exercise 4 trains with, in a rank: the net in DDP, its optimizer, this rank's share of the samples."""
+    net = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
+    data = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples))
+    return net, torch.optim.SGD(net.parameters(), lr=0.1), data
 
 
 def _in_rank(rank: int, answer) -> dict:

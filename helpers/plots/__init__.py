@@ -9,6 +9,7 @@ Usage:  memory_bars(readings)                            one GPU per row: peaks 
         memory_bars(peak_memory(step, catch=True))       ... and what was asked for when memory ran out
         compare_bars({"one": readings, "two": others})   several situations, GPU by GPU
         loss_curves({"train": losses})                   one line per history
+        pieces_picture(states)                           pieces that travel between ranks, one grid per step
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +27,10 @@ from helpers.plots.alt_text import set_alt_text
 from helpers.plots.bars import Bar, draw_bars, finish
 from helpers.plots.lanes import held, lane
 from helpers.plots.palette import COLOURS, HATCHES, style, styles
+from helpers.plots.pieces import pieces_picture
 from helpers.plots.words import check_field, describe, word
 
-__all__ = ["COLOURS", "HATCHES", "WIDTH", "compare_bars", "describe", "loss_curves", "memory_bars"]
+__all__ = ["COLOURS", "HATCHES", "WIDTH", "compare_bars", "describe", "loss_curves", "memory_bars", "pieces_picture"]
 
 WIDTH = 7.0  # inches; at matplotlib's 100 dots per inch 700 pixels, the width of a notebook's output
 LINES = ("-", "--", "-.", ":")
