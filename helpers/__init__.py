@@ -17,6 +17,7 @@
     plots          readings in, matplotlib axes out
     widgets        panels: sliders for a job's memory on every GPU, memory while a training runs
     check          the checks of the exercises
+    article_job    the article's BERT under any wrapper: peak memory of a step
     hardware       kinds of GPUs in figures: data sheets, PyTorch's allocator as a model; switches nothing on
     intervals      intervals of time, merged and added up
     virtual        virtual GPUs: everything that makes `cuda:3` answer on a laptop
