@@ -128,7 +128,7 @@ def renew_gpus() -> None:
     A forked process inherits its parent's with all that is on them. What the parent had there is on the CPU here.
     """
     inherited = active_machine()
-    if inherited is not None:
+    if inherited is not None and inherited.is_inherited:
         virtual_gpus(**inherited.settings()).start()
         remove(inherited)
 

@@ -187,6 +187,22 @@ def test_shapes_only():
     assert answers == [4 << 30, 4 << 30]
 
 
+def seen_by_a_rank(rank):
+    return torch.cuda.memory_allocated(0), torch.cuda.mem_get_info(0)
+
+
+def test_a_rank_shares_the_card_with_its_parent():
+    """It sees what the parent holds on the card, and none of it as its own."""
+    with virtual_gpus(1, memory="2 GiB") as (gpu,):
+        mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
+        context = 2**31 - torch.cuda.mem_get_info(gpu)[0] - 2**28
+        assert context > 0 and mine.is_cuda
+        ((own, (free, total)),) = launch(seen_by_a_rank, ranks=1, show=False)
+        assert (own, total) == (0, 2**31)
+        assert free == total - 2**28 - 2 * context
+        assert torch.cuda.mem_get_info(gpu)[0] == total - 2**28 - context  # the rank is gone
+
+
 def test_on_the_cpu_although_there_are_gpus(capsys):
     with virtual_gpus(2):
         answers = launch(surroundings, ranks=3, gpus=False)
@@ -199,13 +215,17 @@ def test_on_the_cpu_although_there_are_gpus(capsys):
 
 def spawned(rank, x):
     print("spawned", rank)
-    return (x.to("cuda") + rank).sum(), torch.cuda.get_device_properties(rank).total_memory, torch.get_num_threads()
+    total = (x.to("cuda") + rank).sum()
+    taken = torch.cuda.get_device_properties(rank).total_memory - torch.cuda.mem_get_info(rank)[0]
+    return total, taken - torch.cuda.memory_reserved(rank), torch.get_num_threads()
 
 
 def test_spawned_ranks(capsys):
     with virtual_gpus(2, memory="1 GiB"):
+        mine = torch.zeros(2**28, dtype=torch.uint8, device="cuda:1")
         answers = launch(spawned, torch.ones(10), ranks=2, start="spawn", threads=2, timeout=120)
-    assert answers == [(torch.tensor(10.0), 1 << 30, 2), (torch.tensor(20.0), 1 << 30, 2)]
+    context = 2**30 // 8  # of each process; the parent's tensor is on the card as well
+    assert answers == [(torch.tensor(10.0), context, 2), (torch.tensor(20.0), 2 * context + mine.nbytes, 2)]
     assert "[rank 0] spawned 0\n[rank 1] spawned 1\n" in capsys.readouterr().out
 
 

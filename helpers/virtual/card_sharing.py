@@ -46,7 +46,9 @@ class Cards:
         asked = os.environ.get(FOLDER)
         if not _open:
             _outside[:] = [asked]
-        own = asked is None or asked in (str(cards.folder) for cards in _open)  # machines inside have other cards
+        self.made_by = os.getpid()
+        mine = [str(cards.folder) for cards in _open if cards.made_by == os.getpid()]  # the others: a fork's parent's
+        own = asked is None or asked in mine  # machines inside one another have other cards
         self._made_folder, self.folder = own, Path(_common_folder() if own else asked)
         self._begin()
         _open.append(self)

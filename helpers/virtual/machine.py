@@ -178,6 +178,11 @@ class VirtualMachine:
             return 0.0
         return self.clock.tracks[gpu.slot].load(self.clock.now)
 
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked process, if its parent put the machine on."""
+        return self.cards is not None and self.cards.made_by != os.getpid()
+
     def name_of_cards(self) -> str:
         """Text that another machine has only if its cards are the same."""
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.kind))}x{self.slots[0].memory}"
