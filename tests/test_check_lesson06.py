@@ -193,11 +193,32 @@ def net():
 def right():
     size = sum(p.numel() for p in net().parameters()) * 4 / 2**20
     activations = 500 * (2048 + 10 + 10) * 4 / 2**20
-    return {"parameters": size, "gradients": size, "optimizer": 2 * size, "activations": activations}
+    data = {"parameters": size, "gradients": size, "optimizer": 2 * size, "activations": activations}
+    return data | {"workspaces": 32, "context": 128}  # of an H200, and of a virtual card of 1 GiB
 
 
 def test_budget():
-    assert check.budget(net, torch.zeros(500, 784), right())
+    verdict = check.budget(net, torch.zeros(500, 784), right())
+    assert verdict and "workspaces 32.0 MiB, context 128.0 MiB; " in verdict.text
+
+
+def test_budget_says_how_far_off_a_good_guess_is():
+    guess = right() | {"context": 128 * 1.05, "optimizer": right()["optimizer"] * 0.95}
+    text = check.budget(net, torch.zeros(500, 784), guess).text
+    assert "context 128.0 MiB (+5 %)" in text and "(-5 %), activations" in text
+    assert f"{sum(guess.values()):,.1f} MiB together, and " in text
+
+
+def test_budget_of_what_is_on_the_gpu_already(gpu):
+    """The context needs a first touch, which the batch is; neither it nor other tensors count."""
+    other = torch.zeros(2**20, device=gpu)
+    assert check.budget(lambda: net().to(gpu), torch.zeros(500, 784, device=gpu), right())
+    assert torch.cuda.memory_allocated(gpu) == other.nbytes
+
+
+def test_budget_on_gpus_without_values():
+    with virtual_gpus(1, memory="1 GiB", shapes_only=True):
+        assert check.budget(net, torch.zeros(500, 784), right())
 
 
 @pytest.mark.parametrize(
@@ -206,6 +227,8 @@ def test_budget():
         ({"optimizer": 1.0}, "two numbers for each parameter"),
         ({"parameters": right()["parameters"] / 4}, "four bytes"),
         ({"activations": 100.0}, "what each layer keeps"),
+        ({"workspaces": 8.0}, "workspaces 0.25 times"),
+        ({"context": 1.0, "optimizer": 1.0}, "context 0.01 times"),
         ({"gradients": "much"}, "could not convert"),
     ],
 )

@@ -3,7 +3,7 @@
 Skipped, with the reason, on machines that have none. Those of the monitor and of the parallel loss run on virtual GPUs
 in the card's place as well, which tries the tests themselves:
 
-    GPUS=auto python -m helpers.virtual --gpus 3 -m pytest -n0 tests/test_real_gpus.py -k "monitor or parallel"
+    GPUS=auto python -m helpers.virtual --gpus 3 -m pytest -n0 tests/test_real_gpus.py -k "monitor or parallel or oom"
 """
 
 import copy
@@ -19,6 +19,7 @@ from helpers import use_gpus
 from helpers.memory import read_memory
 from helpers.models import group_norm, small_resnet
 from helpers.monitor import KINDS, MemoryMonitor
+from helpers.oom import describe_segments, explain_oom, find_leaks, forget_places, remember_places, write_viewer
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from helpers.virtual import virtual_gpus
 from tests.reference import compare, measure, real_gpu
@@ -293,3 +294,43 @@ def test_the_parallel_models_gpus_compute_in_autocasts_dtype(dtype):
     assert gathered.dtype == torch.float16  # whatever was asked for: if this fails, PyTorch has mended it
     loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in net.parameters())
+
+
+# ---- the tools of lesson 06
+
+WHOLE_CARD = 2**40  # larger than any
+
+
+@pytest.fixture
+def places():
+    remember_places()
+    yield
+    forget_places()
+
+
+def too_much():
+    kept = torch.zeros(2**26, device="cuda")
+    return kept, torch.empty(WHOLE_CARD, dtype=torch.uint8, device="cuda")
+
+
+def test_an_oom_is_explained_and_cleaned_up(places):
+    before = torch.cuda.memory_allocated()
+    with explain_oom(0) as why:
+        too_much()
+    assert why.picture.refused.requested == pytest.approx(WHOLE_CARD, rel=0.01)
+    assert why.picture.by_kind()["tensors in variables"] >= 2**28
+    assert "kept = torch.zeros(2**26" in str(why) and "larger than the whole card" in str(why)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_an_oom_tool_finds_what_a_list_keeps(places):
+    kept = []
+    with find_leaks(0) as leaks:
+        kept.append(torch.zeros(2**22, device="cuda"))
+    assert leaks.change == 2**24 and "`kept[0]`" in str(leaks)
+
+
+def test_oom_pictures(places, tmp_path):
+    kept = torch.zeros(2**24, device="cuda")
+    assert "segment" in describe_segments(0) and kept.is_cuda
+    assert "MemoryViz" in write_viewer(tmp_path / "memory.html").read_text()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from helpers.memory import format_bytes, read_memory
-from helpers.oom.live import KINDS, Block, all_objects, block_address, gpu_tensors, live_blocks
+from helpers.oom.live import KINDS, Block, all_objects, block_address, blocks_of, gpu_tensors, live_blocks
 from helpers.oom.places import remembered
 from helpers.oom.referrers import holders
 from helpers.oom.report import Group
@@ -82,9 +82,10 @@ def _fill(found: Leaks, before: list[Block], graphs: set[int]) -> None:
     allocated = torch.cuda.memory_allocated(found.gpu)
     gc.collect()
     found.cycles = allocated - torch.cuda.memory_allocated(found.gpu)
-    after = live_blocks(found.gpu)
+    by_kind = gpu_tensors(found.gpu)
+    after = blocks_of(found.gpu, by_kind)
     found.change = sum(block.size for block in after) - sum(block.size for block in before)
-    tensors = {block_address(each): each for kind in gpu_tensors(found.gpu).values() for each in kind}
+    tensors = {block_address(each): each for kind in by_kind.values() for each in kind}
     found.grown = [(group, _holders(group, new, tensors)) for group, new in _more(before, after)]
     if any(group.kind == KINDS[-1] for group, _ in found.grown):
         found.graphs = _graphs(graphs)
@@ -116,8 +117,9 @@ def _holders(group: Group, addresses: set[int], tensors: dict[int, Tensor]) -> l
     return holders(tensors[known[0]]) if known and group.kind != KINDS[-1] else []
 
 
-def _with_graph() -> Iterator[Tensor]:
-    return (tensor for tensor in all_objects(Tensor) if tensor.grad_fn is not None)
+def _with_graph() -> list[Tensor]:
+    (tensors,) = all_objects(Tensor)
+    return [tensor for tensor in tensors if tensor.grad_fn is not None]
 
 
 def _graphs(before: set[int]) -> list[tuple[str, int]]:

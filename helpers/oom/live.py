@@ -6,7 +6,7 @@ refers to is held by C++: activations that autograd keeps for backward, and work
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -34,24 +34,32 @@ class Block:
     place: str
 
 
-def all_objects(kind: type) -> Iterator:
-    """Every object of this class that Python's gc knows. Classes are asked, since objects may lie about theirs."""
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))
+def all_objects(*kinds: type) -> list[list]:
+    """Every object that Python's gc knows, by class: a list for each of `kinds`. Classes are asked, since objects may
+    lie about theirs, and each class once: a notebook has half a million objects."""
+    found, objects = [], gc.get_objects()
+    classes = set(map(type, objects))
+    for kind in kinds:
+        # `objects` must be no variable of an inner function: its cell would be in it, and both alive in a circle.
+        wanted = {each for each in classes if issubclass(each, kind)}
+        found.append([each for each in objects if type(each) in wanted])
+    return found
 
 
 def gpu_tensors(gpu: int) -> dict[str, list[Tensor]]:
     """The tensors on GPU number `gpu`, by kind; one may be of several. Of the last kind are those that have been
     Python's objects once, and that now only C++ refers to."""
     found, held = defaultdict(list), _held_by_python()
-    for tensor in all_objects(Tensor):
+    tensors, optimizers, modules = all_objects(Tensor, torch.optim.Optimizer, nn.Module)
+    for tensor in tensors:
         known = KINDS[0] if issubclass(type(tensor), nn.Parameter) else KINDS[4 if id(tensor) in held else 5]
         found[known].append(tensor)
     for leaves in list(found.values()):  # Python may hold the parameter only, and C++ its gradient
         found["gradients"] += [t.grad for t in leaves if t.is_leaf and t.requires_grad and t.grad is not None]
-    for optimizer in all_objects(torch.optim.Optimizer):
+    for optimizer in optimizers:
         values = [value for state in optimizer.state.values() for value in state.values()]
         found["optimizer state"] += [value for value in values if isinstance(value, Tensor)]
-    for module in all_objects(nn.Module):
+    for module in modules:
         found["buffers"] += [b for b in vars(module).get("_buffers", {}).values() if isinstance(b, Tensor)]
     return {kind: [t for t in found[kind] if _is_on(t, gpu)] for kind in KINDS}
 
@@ -62,7 +70,8 @@ def _held_by_python() -> set[int]:
     gc knows the tensors that C++ alone keeps, too: a tensor's Python object lives as long as the tensor does.
     """
     objects = gc.get_objects()  # taken first: nothing that is made from here on is in it
-    tensors = {id(each) for each in objects if issubclass(type(each), Tensor)}
+    classes = {each for each in set(map(type, objects)) if issubclass(each, Tensor)}
+    tensors = {id(each) for each in objects if type(each) in classes}
     found = set()
     for start in range(0, len(objects), CHUNK):
         found |= tensors.intersection(map(id, gc.get_referents(*objects[start : start + CHUNK])))
@@ -80,8 +89,13 @@ def _is_on(tensor: Tensor, gpu: int) -> bool:
 
 def live_blocks(gpu: int) -> list[Block]:
     """All blocks in use on GPU number `gpu`, the largest first."""
+    return blocks_of(gpu, gpu_tensors(gpu))
+
+
+def blocks_of(gpu: int, by_kind: dict[str, list[Tensor]]) -> list[Block]:
+    """`live_blocks`, where the tensors are known already."""
     known = {}
-    for kind, tensors in gpu_tensors(gpu).items():
+    for kind, tensors in by_kind.items():
         for tensor in tensors:
             known.setdefault(block_address(tensor), (kind, tensor))
     blocks = [_described(block, known.get(block["address"])) for block in blocks_in_use(gpu)]
