@@ -333,7 +333,7 @@ def test_a_search_leaves_no_trace(gpu):
 
 
 def test_what_only_the_second_step_needs_counts(gpu):
-    """One step of 224 MiB fits beside the context of 32. The second needs 30 more, which lie in the first one's block."""
+    """One step of 224 MiB fits beside the context of 32. The second finds 30 more there, in the first one's block."""
     state = {}
 
     def step(batch):
