@@ -56,8 +56,8 @@ def validation_loss(answer):
     """`answer(net, batches)` must return the mean loss as a number, in the memory of one batch without a graph."""
     gpu = gpu_with_values()
     net, batches = _net(gpu), _batches()
+    right = _right_loss(net, batches, gpu)  # first: PyTorch before 2.15 keeps cuBLAS's workspace from then on
     one = Measured(gpu, lambda: _right_loss(net, batches[:2], gpu))
-    right = _right_loss(net, batches, gpu)
     found = Measured(gpu, lambda: call(answer, net, batches))
     result, found.result = found.result, None
     require(not isinstance(result, Tensor), "a tensor came back", "a number is asked for: a tensor may keep a graph")
