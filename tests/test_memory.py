@@ -189,16 +189,24 @@ def bounded(largest: int, tried: list[int]):
     return step
 
 
+@pytest.mark.parametrize("jump", [None, 1])
 @pytest.mark.parametrize("multiple_of", [1, 4])
 @pytest.mark.parametrize("start", [1, 7, 64])
 @pytest.mark.parametrize("largest", [0, 1, 3, 4, 63, 64, 65, 100, 767, 768, 1000])
-def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of, monkeypatch):
+def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of, jump, monkeypatch):
     monkeypatch.setattr(memory.gc, "collect", lambda: None)  # 700 collections would take most of a minute
     tried = []
-    found = largest_batch(bounded(largest, tried), start, limit=1000, multiple_of=multiple_of, steps=1)
+    found = largest_batch(bounded(largest, tried), start, limit=1000, multiple_of=multiple_of, steps=1, jump=jump)
     assert found == largest // multiple_of * multiple_of
     assert len(tried) == len(set(tried)) <= 20
     assert all(batch % multiple_of == 0 and 0 < batch <= 1000 for batch in tried)
+
+
+@pytest.mark.parametrize(("start", "tries"), [(100, [100, 101]), (98, [98, 99, 101, 100]), (103, [103, 102, 100, 101])])
+def test_a_good_guess_is_left_in_small_steps(start, tries):
+    tried = []
+    assert largest_batch(bounded(100, tried), start, steps=1, jump=1) == 100
+    assert tried == tries
 
 
 def test_the_limit_is_respected_also_when_it_is_no_multiple():
@@ -233,7 +241,7 @@ def test_other_errors_pass_through_the_search():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"start": 0}, {"limit": 0}, {"multiple_of": 0}, {"limit": 3, "multiple_of": 4}, {"steps": 0}]
+    "wrong", [{"start": 0}, {"limit": 0}, {"multiple_of": 0}, {"limit": 3, "multiple_of": 4}, {"steps": 0}, {"jump": 0}]
 )
 def test_a_search_with_nothing_to_try_is_refused(wrong):
     with pytest.raises(ValueError, match="Nothing to try"):

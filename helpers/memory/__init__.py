@@ -107,6 +107,7 @@ def largest_batch(
     multiple_of: int = 1,
     report: Callable[[int, bool], None] | None = None,
     steps: int = 2,
+    jump: int | None = None,
 ) -> int:
     """The largest batch up to `limit` for which `fits(batch)` runs, by doubling and then halving the gap.
 
@@ -115,12 +116,13 @@ def largest_batch(
     second one as the first has cut it up, and only then is it known that training goes on. (BERT of lesson 02 on one
     card: 120 run once, 100 run for ever.) Only multiples of `multiple_of` are tried (4 for four GPUs).
     `report(batch, fitted)` is called after every try; between two tries memory is given back. Returns 0 when
-    not even the smallest batch fits. Raises ValueError for arguments that leave nothing to try.
+    not even the smallest batch fits. `jump`: `start` is a good guess, so go on from it by this many multiples, up or
+    down, then by twice as many, and so on. Raises ValueError for arguments that leave nothing to try.
     """
-    if multiple_of < 1 or start < 1 or limit < multiple_of or steps < 1:
+    if multiple_of < 1 or start < 1 or limit < multiple_of or steps < 1 or (jump is not None and jump < 1):
         raise ValueError(
-            f"Nothing to try: start={start}, limit={limit}, multiple_of={multiple_of}, steps={steps}. "
-            "Give start, multiple_of and steps of at least 1 and a limit of at least multiple_of."
+            f"Nothing to try: start={start}, limit={limit}, multiple_of={multiple_of}, steps={steps}, jump={jump}. "
+            "Give start, multiple_of, steps and jump of at least 1 and a limit of at least multiple_of."
         )
     last = limit // multiple_of  # from here on in units of multiple_of
     good, bad, step = 0, None, min(-(-start // multiple_of), last)
@@ -129,8 +131,16 @@ def largest_batch(
             good = step
         else:
             bad = step
-        step = min(good * 2, last) if bad is None else (good + bad) // 2
+        step = _next(good, bad, jump)
+        step, jump = min(step, last), jump and 2 * jump
     return good * multiple_of
+
+
+def _next(good: int, bad: int | None, jump: int | None) -> int:
+    """What to try next, between the largest that fits so far (0: none) and the smallest that does not (None: none)."""
+    if bad is None:
+        return good + jump if jump else good * 2
+    return max(1, bad - jump) if jump and not good else (good + bad) // 2
 
 
 def _fits(fits: Callable[[int], object], batch: int, steps: int, report) -> bool:
