@@ -143,6 +143,11 @@ def modelled_timeline():
     return record_timeline() if is_virtual() else None
 
 
+def modelled_gpus(count: int, kind: str, memory: int | str | None = None, links=None) -> virtual_gpus:
+    """Virtual GPUs in shapes only for a `with` block, whatever GPUs answer around it: to compare kinds of GPUs."""
+    return virtual_gpus(count, kind=kind, memory=memory, links=links, shapes_only=True, honour_visible_devices=False)
+
+
 def block_address(tensor: torch.Tensor) -> int | None:
     """The address under which memory snapshots know a strided GPU tensor; None if it takes no memory there.
 

@@ -1,0 +1,145 @@
+"""Which method to take, and why: `advise`. Part of `helpers.advice`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from helpers.advice.sizes import METHODS, Net, peak_bytes, step_seconds
+from helpers.memory import format_bytes
+from helpers.methods import micro_batches_on
+from helpers.scaling import Cluster
+
+_WORTH = 0.5  # efficiency below which more GPUs are not worth it
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to take on how many `gpus`, `micro_batches` to accumulate over (1: none), `reasons` as sentences, and per
+    method its bytes on the fullest of all GPUs that there are and its rough seconds on them."""
+
+    method: str
+    gpus: int
+    micro_batches: int
+    reasons: tuple[str, ...]
+    peaks: dict[str, float]
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *(f"- {reason}" for reason in self.reasons)])
+
+    @property
+    def headline(self) -> str:
+        """The method in a line."""
+        more = f", in {self.micro_batches} micro-batches of gradients" if self.micro_batches > 1 else ""
+        on = f" on {self.gpus} GPUs" if self.gpus > 1 and self.method != "more GPUs" else ""
+        return f"Take {self.method}{on}{more}."
+
+
+def advise(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
+    """The method for training `net` with `batch` samples per step on `gpus` GPUs of `cluster`, with reasons.
+
+    Raises ValueError for less than one sample or GPU, and for GPUs that leave a machine partly empty.
+    """
+    if batch < 1 or gpus < 1:
+        raise ValueError(f"batch={batch}, gpus={gpus}: at least one of each is needed")
+    cluster.all_reduce_seconds(1, gpus)
+    ways = METHODS[:1] if gpus == 1 else METHODS
+    peaks = {way: peak_bytes(net, way, batch, 1 if way == "one GPU" else gpus) for way in ways}
+    seconds = {way: step_seconds(net, way, batch, gpus, cluster) for way in ways}
+    method, used, micro_batches, reasons = _choose(net, batch, gpus, cluster, peaks, seconds)
+    return Advice(method, used, micro_batches, tuple(reasons), peaks, seconds)
+
+
+def _choose(net: Net, batch: int, gpus: int, cluster: Cluster, peaks: dict, seconds: dict):
+    """(method, GPUs, micro-batches, reasons)."""
+    room = format_bytes(cluster.room)
+    one, many = (_pieces(net, way, batch, n, cluster) for way, n in (("one GPU", 1), ("DDP", gpus)))
+    if gpus == 1:
+        if one:
+            return "one GPU", 1, one, [_fits(one, "one GPU", peaks["one GPU"], room)]
+        return "more GPUs", 1, 1, [_too_large(net, room), _how_many(net, cluster)]
+    if not many:
+        return _split(net, batch, gpus, cluster, peaks)
+    faster = seconds["one GPU"] / seconds["DDP"]
+    said = (
+        f"{gpus} GPUs compute a step {faster:.1f} times as fast, an efficiency of {100 * faster / gpus:.0f} % (rough)"
+    )
+    if faster / gpus < _WORTH:
+        return _fewer(net, batch, gpus, cluster, said)
+    reasons = [_fits(many, "a copy on every GPU", peaks["DDP"], room), said]
+    return "DDP", gpus, many, [*reasons, _why_not_dataparallel(net, batch, gpus, peaks, cluster)]
+
+
+def _fewer(net: Net, batch: int, gpus: int, cluster: Cluster, said: str):
+    """So many GPUs are not worth it: the most within one machine that are, or one."""
+    slow = f"{said}: exchanging {format_bytes(net.weights)} of gradients takes longer than the samples in between"
+    for fewer in range(min(gpus - 1, cluster.per_machine), 0, -1):
+        way = "DDP" if fewer > 1 else "one GPU"
+        faster = step_seconds(net, "one GPU", batch, 1, cluster) / step_seconds(net, way, batch, fewer, cluster)
+        pieces = _pieces(net, way, batch, fewer, cluster)
+        if faster / fewer >= _WORTH and pieces:
+            better = (
+                f"{way} on {fewer} of one machine: {faster:.1f} times as fast as one GPU. Larger batches, gradients"
+            )
+            return (
+                way,
+                fewer,
+                pieces,
+                [slow, f"{better} accumulated under no_sync, or a faster network would change that"],
+            )
+    return "DDP", gpus, 1, [slow]
+
+
+def _pieces(net: Net, way: str, batch: int, gpus: int, cluster: Cluster) -> int:
+    """The fewest micro-batches that fit; 0 if not even one sample per GPU does."""
+    if way == "pipeline" and batch < micro_batches_on(gpus):
+        return 0
+    most = batch // micro_batches_on(gpus) if way == "pipeline" else math.ceil(batch / gpus)
+    counts = [2**power for power in range(most.bit_length())] + [most]
+    return next((n for n in sorted(set(counts)) if peak_bytes(net, way, batch / n, gpus) <= cluster.room), 0)
+
+
+def _split(net: Net, batch: int, gpus: int, cluster: Cluster, peaks: dict):
+    """No GPU can have a copy of its own."""
+    fitting = {way: n for way in ("pipeline", "sharding") if (n := _pieces(net, way, batch, gpus, cluster))}
+    if gpus > net.layers:
+        fitting.pop("pipeline", None)
+    reasons = [_too_large(net, format_bytes(cluster.room))]
+    if not fitting:
+        return "more GPUs", gpus, 1, [*reasons, _how_many(net, cluster)]
+    # Sharding gathers the weights for each micro-batch anew.
+    times = {way: n * step_seconds(net, way, batch / n, gpus, cluster) for way, n in fitting.items()}
+    best = min(times, key=times.__getitem__)
+    spread = "its layers are spread over the GPUs" if best == "pipeline" else "each GPU keeps a part of every layer"
+    whole = f"with the whole batch at once the fullest GPU would hold {format_bytes(round(peaks[best]))}"
+    reasons.append(f"{best}: {spread}; {whole}")
+    for other in fitting.keys() - {best}:
+        against = f"{1e3 * times[other]:,.0f} ms against {1e3 * times[best]:,.0f} ms"
+        reasons.append(f"{other} would fit as well, but is slower: {against} (rough)")
+    return best, gpus, fitting[best], reasons
+
+
+def _fits(pieces: int, what: str, peak: float, room: str) -> str:
+    whole = f"{what} takes {format_bytes(round(peak))} for the whole batch, and a card has {room}"
+    return f"{whole}: it fits" if pieces == 1 else f"{whole}: accumulate gradients over {pieces} micro-batches"
+
+
+def _too_large(net: Net, room: str) -> str:
+    size = format_bytes(round(net.weights * (2 + net.states)))
+    states = f"parameters, gradients and {net.optimizer}'s states are {size}"
+    return f"{states}, and a card has {room}: no copy fits with a sample"
+
+
+def _how_many(net: Net, cluster: Cluster) -> str:
+    size = net.weights * (2 + net.states) + net.at_loss
+    return f"by memory alone {math.ceil(1.2 * size / cluster.room)} such cards could hold it, if each keeps a part"
+
+
+def _why_not_dataparallel(net: Net, batch: int, gpus: int, peaks: dict, cluster: Cluster) -> str:
+    if cluster.machines(gpus) > 1:
+        return "DataParallel and the parallel loss are for one machine; this takes more"
+    if 3 * batch * net.outputs > 0.2 * peaks["DataParallel"]:
+        size = format_bytes(round(peaks["DataParallel"]))
+        return f"DataParallel's first GPU would hold everyone's outputs, {size} in all"
+    return "DataParallel would be balanced here, and one line; but one process would have to feed all GPUs"

@@ -1,0 +1,191 @@
+"""helpers.methods: every method on one job, what it takes, cuts, the table."""
+
+from functools import partial
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers.devices import modelled_gpus
+from helpers.launch import RankError, launch
+from helpers.methods import (
+    BERT,
+    METHODS,
+    Job,
+    Row,
+    TrainStep,
+    balanced_cuts,
+    compare,
+    describe_methods,
+    measure,
+    methods_picture,
+    stages_of,
+    table,
+)
+from helpers.methods.largest import grain, one_card
+from helpers.methods.measure import step_by
+from helpers.models import Bert, PyramidNet
+from helpers.plots.alt_text import alt_text
+from helpers.scaling import Cluster
+from helpers.virtual import virtual_gpus
+
+TITAN = Cluster("TITAN Xp")
+LARGE = Job("large", lambda: Bert(30_000, 256, 2, 8, 128), 64, 16, (128,), (128,), True, torch.optim.Adam)
+SMALL = Job("small", lambda: Bert(4000, 64, 4, 4, 32), 32, 8, (32,), (32,), True, torch.optim.Adam)
+GIB = 2**30
+# Before 2.15 cuBLAS keeps workspaces: larger than the small net, and in the way of the large one, as chance has it.
+AS_IN_2_15 = {"kind": "TITAN Xp", "shapes_only": True, "torch_version": "2.15"}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    with virtual_gpus(4, **AS_IN_2_15) as gpus:
+        return {method: measure(SMALL, method, gpus, TITAN) for method in METHODS}
+
+
+def test_every_method_is_measured(rows):
+    for method, row in rows.items():
+        gpus = 1 if method == "one GPU" else 4
+        assert len(row.peaks) == len(row.rest) == len(row.utilisation) == gpus and row.seconds > 0
+        assert all(0 < share <= 1 for share in row.utilisation) and row.fits(TITAN)
+        assert row.samples_per_second == pytest.approx(row.batch / row.seconds)
+
+
+def test_the_order_of_article_a(rows):
+    """DataParallel, parallel loss, DDP: faster, and better balanced, in this order."""
+    order = [rows[name] for name in ("DataParallel", "parallel loss", "DDP")]
+    assert [row.seconds for row in order] == sorted((row.seconds for row in order), reverse=True)
+    spread = [max(row.peaks) / min(row.peaks) for row in order]
+    assert spread == sorted(spread, reverse=True) and spread[-1] == 1
+
+
+def test_ddp_holds_one_gpus_share_and_buckets(rows):
+    weights = 4 * sum(p.numel() for p in SMALL.build().parameters())
+    assert rows["DDP"].peaks[0] == pytest.approx(rows["one GPU"].peaks[0] + weights, rel=0.05)
+
+
+def test_the_article_s_bert_under_dataparallel():
+    """As in lesson 02: 13.0 GiB on GPU 0."""
+    with virtual_gpus(4, kind="TITAN Xp", memory="64 GiB", shapes_only=True) as gpus:
+        row = measure(BERT, "DataParallel", gpus, TITAN)
+    assert row.peaks[0] / GIB == pytest.approx(13.0, rel=0.03) and not row.fits(TITAN)
+
+
+@pytest.mark.parametrize("method", ["one GPU", "DDP", "pipeline"])
+def test_the_largest_batch_fits_and_a_step_more_does_not(method):
+    """On cards of that size; here it is searched for on larger ones, of which PyTorch may take a part."""
+    with virtual_gpus(4, memory="64 GiB", **AS_IN_2_15) as gpus:
+        row = measure(LARGE, method, gpus, TITAN, search=True)
+    assert row.line * 0.6 < row.largest <= row.line * 1.1
+    assert two_steps_fit(method, row.largest)
+    assert not two_steps_fit(method, row.largest + grain(row.largest, 1 if method == "one GPU" else 4))
+
+
+def two_steps_fit(method, batch):
+    with virtual_gpus(4, **AS_IN_2_15) as gpus:
+        if method == "DDP":
+            try:
+                return all(launch(a_rank_fits, batch // 4, ranks=2, show=False))
+            except RankError as error:
+                assert "out of memory" in str(error)
+                return False
+        used = gpus[:1] if method == "one GPU" else gpus
+        step = step_by(LARGE, method, list(used))
+        warm_up(step, LARGE.alone if method == "one GPU" else LARGE.batch)
+        try:
+            step(batch), step(batch)
+        except torch.OutOfMemoryError:
+            return False
+    return True
+
+
+def a_rank_fits(rank, batch):
+    ddp = DistributedDataParallel(LARGE.build().to(rank), device_ids=[rank])
+    step = TrainStep(LARGE, ddp, partial(LARGE.loss, ddp, gpu=torch.device("cuda", rank)))
+    warm_up(step, LARGE.batch // 4)
+    step(batch), step(batch)
+    return True
+
+
+def warm_up(step, batch):
+    """As the search does, which begins after a step of the job's own batch."""
+    step(batch)
+    step.clear()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("guess", "gpus", "step"), [(1, 1, 1), (60, 1, 2), (100, 4, 4), (1100, 4, 32), (3, 4, 4)])
+def test_the_search_goes_in_steps_of_some_percent(guess, gpus, step):
+    assert grain(guess, gpus) == step
+
+
+def test_what_pytorch_may_take_is_given_back():
+    with modelled_gpus(1, "TITAN Xp", "64 GiB") as gpus:
+        with pytest.raises(torch.OutOfMemoryError), one_card(GIB, gpus):
+            torch.zeros(2 * GIB, dtype=torch.uint8, device=gpus[0])
+        torch.zeros(2 * GIB, dtype=torch.uint8, device=gpus[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "batch", "cluster", "said"),
+    [("Horovod", None, TITAN, "choose one of"), ("DDP", 9, TITAN, "evenly"), ("DDP", 8, Cluster("K80"), "kind='K80'")],
+)
+def test_bad_questions_are_refused(method, batch, cluster, said):
+    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus, pytest.raises(ValueError, match=said):
+        measure(SMALL, method, gpus, cluster, batch)
+
+
+def test_compare_gives_what_measure_gives():
+    """In processes of their own, for other kinds than the GPUs here, in the order that was asked for."""
+    clusters, methods = {"old": Cluster("K80"), "here": TITAN}, ["DDP", "one GPU"]
+    with modelled_gpus(1, "H200"):
+        found = compare(clusters, [BERT], methods, search=False)
+    assert list(found) == [("old", "BERT"), ("here", "BERT")]
+    for name, cluster in clusters.items():
+        for row, method in zip(found[name, "BERT"], methods, strict=True):
+            with modelled_gpus(4, cluster.kind, "64 GiB") as gpus:
+                assert row == measure(BERT, method, gpus, cluster)
+    with pytest.raises(ValueError, match="BERT and PYRAMIDNET"):
+        compare({"here": TITAN}, [SMALL])
+
+
+@pytest.mark.parametrize(("costs", "parts", "cuts"), [([1, 1, 1, 1], 2, [2]), ([1, 1, 1, 9], 2, [3]),
+                                                      ([5, 1, 1, 1], 3, [1, 2]), ([1, 2], 2, [1])])  # fmt: skip
+def test_cuts_make_the_dearest_part_cheap(costs, parts, cuts):
+    found = [0, *balanced_cuts(costs, parts), len(costs)]
+    right = [0, *cuts, len(costs)]
+
+    def dearest(edges):
+        return max(sum(costs[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+
+    assert dearest(found) == dearest(right) and len(set(found)) == parts + 1
+
+
+def test_more_parts_than_layers_are_refused():
+    with pytest.raises(ValueError, match="2 layers cannot be cut into 3 parts"):
+        balanced_cuts([1, 1], 3)
+
+
+@pytest.mark.parametrize("build", [lambda: PyramidNet(8, 9), lambda: Bert(50, 8, 3, 2, 6, dropout=0.0)])
+def test_stages_are_the_net(build):
+    """Values, not shapes only: the stages in turn compute what the net computes."""
+    torch.manual_seed(0)
+    with virtual_gpus(1) as gpus:
+        net = build().to(gpus[0]).eval()
+        x = torch.randint(50, (2, 6)) if isinstance(net, Bert) else torch.randn(2, 3, 8, 8)
+        right = net(x.to(gpus[0]))
+        stages = stages_of(net, 3, x, gpus[0])
+        assert len(stages) == 3 and torch.equal(nn.Sequential(*stages)(x.to(gpus[0])), right)
+
+
+def test_table_and_picture(rows):
+    large = Row("small", "DDP", 4, 0.5, (1.0,) * 4, (0,) * 4, (13 * GIB,) * 4, largest=3, line=4)
+    found, clusters = {("TITAN Xps", "small"): [*rows.values(), large]}, {"TITAN Xps": TITAN}
+    text = table(found, clusters)
+    assert all(method in text for method in METHODS) and "13.00!" in text and "500" in text and text.endswith(" 3")
+    figure = methods_picture(found, clusters)
+    assert alt_text(figure.axes[0]) == describe_methods(found, clusters)
+    assert "too large: DDP" in alt_text(figure.axes[0])
+    plt.close(figure)
