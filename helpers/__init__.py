@@ -18,6 +18,9 @@
     widgets        panels: sliders for a job's memory on every GPU, memory while a training runs
     check          the checks of the exercises
     article_job    the article's BERT under any wrapper: peak memory of a step
+    methods        every way to train one job: memory, modelled time, utilisation, the largest batch
+    scaling        from one rank to 64 GPUs: strong and weak scaling, Amdahl, logs of real runs
+    advice         which method to take, with reasons in numbers: guide, picture, panel
     hardware       kinds of GPUs in figures: data sheets, PyTorch's allocator as a model; switches nothing on
     intervals      intervals of time, merged and added up
     virtual        virtual GPUs: everything that makes `cuda:3` answer on a laptop
