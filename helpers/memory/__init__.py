@@ -84,6 +84,8 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
         said = f"{refusal}." if refusal else f"Memory ran out; PyTorch does not say where: {_first_line(error)}"
         if not catch:
             raise
+        # Its frames refer to each other in a circle (this one, and contextlib's that holds the error): cut it.
+        error.__traceback__ = None
     finally:
         found = _with_refusal(read_memory(devices), refusal, said)
         readings.extend(found)

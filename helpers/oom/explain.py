@@ -76,10 +76,11 @@ def explain_oom(gpus=None, catch: bool = True) -> Iterator[Explanation]:
                 # Now, while the error still holds the frames and their variables: after this block they are gone.
                 pictures = {each.index: _picture(each, None) for each in read_memory(gpus)}
                 raise
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError as error:
         _finish(found, pictures, [each.refused for each in readings if each.refused])
         if not catch:
             raise
+        error.__traceback__ = None  # as in `measure_memory`: or the frames, and their tensors, would wait for gc
     else:
         peaks = ", ".join(f"GPU {each.index} {format_bytes(each.peak_allocated)}" for each in readings)
         found._said = f"Memory did not run out. The most that was allocated: {peaks}."
