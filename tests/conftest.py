@@ -1,5 +1,7 @@
 """Fixtures for the tests."""
 
+import gc
+
 import pytest
 
 
@@ -13,6 +15,18 @@ def workspaces_given_back(monkeypatch):
 
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
     monkeypatch.setattr(blas, "keeps_workspaces", lambda version: False)
+
+
+@pytest.fixture(scope="module")
+def small_program():
+    """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.
+
+    For tests that ask gc often: each time it would go through all of them. What the tests make it sees.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

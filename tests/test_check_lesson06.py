@@ -9,7 +9,7 @@ from helpers.check import lesson06 as check
 from helpers.virtual import virtual_gpus
 from tests.check_answers import told
 
-pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
 
 LOOPS = (
     check.validation_loss,
@@ -84,8 +84,8 @@ def test_features():
 @pytest.mark.parametrize(
     ("cut", "words"),
     [
-        (lambda out: out[:, :4], "a slice is a view"),
-        (lambda out: out[:, :4].detach(), "a slice is a view"),
+        (lambda out: out[:, :4], "what else is alive with them"),
+        (lambda out: out[:, :4].detach(), "what else is alive with them"),
         (lambda out: out[:, :4].cpu(), "the device is cpu"),
         (lambda out: out[:, :5].clone(), "the shape is"),
     ],
@@ -151,7 +151,7 @@ def test_accumulate():
 
 
 def test_accumulate_explains():
-    assert told(check.accumulate(lambda *job: accumulate(*job, at_once=True)), "call it for each piece")
+    assert told(check.accumulate(lambda *job: accumulate(*job, at_once=True)), "until when does each graph live")
     assert told(check.accumulate(mean_of_means))
     assert told(check.accumulate(lambda net, x, y, pieces: validate(net, [(x, y)])), "no gradient")
 

@@ -1,7 +1,8 @@
 """helpers.oom: what is on a GPU, who keeps it, how it lies there; on virtual GPUs, whose snapshots are as PyTorch's."""
 
+import gc
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import matplotlib
 import pytest
@@ -29,7 +30,7 @@ from helpers.oom.report import Picture
 from helpers.virtual import virtual_gpus
 
 matplotlib.use("Agg")
-pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
 
 
 @pytest.fixture
@@ -153,6 +154,16 @@ def block(kind, mib, number=0):
     return Block(number, mib * MiB, mib * MiB, kind, (mib,), "float32", "here")
 
 
+@pytest.mark.parametrize(("held", "gone"), [(590, 90), (501, 0)])
+def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
+    """The blocks are looked at after the refusal. Its text is rounded: a small difference says nothing."""
+    refused = Refusal(0, 300 * MiB, 1000 * MiB, 200 * MiB, held * MiB, 700 * MiB)
+    shown = Picture(0, 1000 * MiB, 700 * MiB, 100 * MiB, [block("held by autograd", 500)], refused)
+    kinds = shown.by_kind()
+    assert kinds.get("gone with the failed operation", 0) == gone * MiB
+    assert kinds["cached by PyTorch"] == shown.cached == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
+
+
 @pytest.mark.parametrize(
     ("shown", "first", "size"),
     [
@@ -175,17 +186,18 @@ def test_a_full_card_of_parameters_has_no_cheap_cure():
 
 # --- leaks -----------------------------------------------------------------------------------------------
 
-history = {"losses": []}
 
-
-def test_a_list_is_found_by_name(gpu):
+def test_a_list_is_found_by_name(gpu, monkeypatch):
+    lesson = ModuleType("lesson")
+    monkeypatch.setitem(sys.modules, "lesson", lesson)
+    lesson.history = {"losses": []}
     with find_leaks(gpu) as leaks:
         for _ in range(3):
-            history["losses"].append(mebibytes(2, gpu))
+            lesson.history["losses"].append(mebibytes(2, gpu))
     ((group, names),) = leaks.grown
     assert leaks and (group.count, group.size, leaks.change) == (3, 6 * MiB, 6 * MiB)
-    assert any("history['losses'][" in name for name in names)
-    history["losses"].clear()
+    assert any(name.startswith("`history['losses'][") and "of the module lesson" in name for name in names)
+    assert "one of them kept by" in str(leaks)
 
 
 def test_nothing_left_is_said(gpu):
@@ -245,7 +257,7 @@ def test_an_error_that_is_kept_is_named(gpu):
 )
 def test_ways_to_a_tensor(gpu, keep, said):
     box = keep(mebibytes(1, gpu))
-    tensor = [t for t in __import__("gc").get_objects() if type(t) is torch.Tensor and t.is_cuda][0]
+    tensor = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.is_cuda][0]
     assert any(name.startswith(said) for name in holders(tensor)), holders(tensor)
     assert box is not None
 
@@ -274,6 +286,7 @@ def test_segments_in_words_and_drawn(gpu):
     assert describe_segments(gpu) == said and first.is_cuda
     ax = draw_segments(gpu, title="holes")
     assert ax.get_title(loc="left") == "holes"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["segment 1"]
     assert [bar.get_width() for bar in ax.patches] == [24, 12]
 
 
@@ -330,6 +343,20 @@ def test_a_search_leaves_no_trace(gpu):
     torch.testing.assert_close([p.grad for p in net.parameters()], gradients, rtol=0, atol=0)
     assert {int(state["step"]) for state in adam.state.values()} == {1}
     assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_each_try_begins_with_what_there_was(gpu):
+    """Adam's state of one try is gone in the next, where it would lie beside what the first step had freed."""
+    net = nn.Linear(8, 8).to(gpu)
+    adam, begun = torch.optim.Adam(net.parameters()), []
+
+    def step(batch):
+        begun.append((batch, bool(adam.state)))
+        net(torch.zeros(batch, 8, device=gpu)).sum().backward()
+        adam.step()
+
+    find_batch_size(step, net, adam, limit=2)
+    assert begun == [(1, False), (1, True), (2, False), (2, True)] and not adam.state
 
 
 def test_what_only_the_second_step_needs_counts(gpu):

@@ -62,7 +62,7 @@ def validation_loss(answer):
     result, found.result = found.result, None
     require(not isinstance(result, Tensor), "a tensor came back", "a number is asked for: a tensor may keep a graph")
     compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "that is the sum: divide by the batches"})
-    several = f"{found.peak / one.peak:.1f} times what one batch takes: batches, or layers, are kept for a backward()"
+    several = f"that is {found.peak / one.peak:.1f} times one batch's: are batches, or layers, kept for a backward()?"
     require_peak(found, one.peak + SLACK, several)
     require_left(found, SLACK, "something outside of the function refers to a tensor of it")
     require(net[0].weight.grad is None, "there are gradients now", "a validation has no backward()")
@@ -86,7 +86,7 @@ def features(answer):
     compare.device(result, gpu)
     require(not result.requires_grad, "the features have a graph", "torch.no_grad() or detach() is missing")
     outputs = BATCH * WIDTH * 4
-    why = "a slice is a view: as long as it lives, the whole tensor of 1,024 outputs does"
+    why = f"the results themselves take {right.nbytes / MiB:.2f} MiB: what else is alive with them?"
     require_peak(found, one.peak + outputs + 2 * right.nbytes + SLACK, why)
     require_small("the features keep", result.untyped_storage().nbytes(), right.nbytes + SLACK, why)
     require_left(
@@ -148,7 +148,7 @@ def accumulate(answer):
         compare.tensor(parameter.grad, gradient, rel=1e-3)
     # In a later piece the sum of the gradients is there while the new ones are made.
     most = one.peak + max(p.numel() * p.element_size() for p in net.parameters()) + SLACK
-    require_peak(found, most, "the graphs of all pieces are alive until the one backward(): call it for each piece")
+    require_peak(found, most, "all pieces are on the GPU at once: until when does each graph live?")
     return f"the peak is {found.peak / MiB:.1f} MiB, that of one piece of {PIECES}"
 
 
@@ -183,10 +183,12 @@ def train_with_drift(answer):
     found = Measured(gpu, lambda: call(answer, net, batches))
     _check_drift(found.result, own.result, net, weights)
     size = sum(p.numel() * p.element_size() for p in net.parameters())
-    why = f"{found.left / size:.1f} times the parameters: the averages remember, in a graph, how they were made"
+    why = f"that is {found.left / size:.1f} times the parameters: what do the averages still refer to?"
     # Averages that are not made in place exist twice for a moment, with what they are made of.
     require_peak(
-        found, own.peak + 4 * size + SLACK, "it grows with every batch: the averages carry a graph, or a list keeps all"
+        found,
+        own.peak + 4 * size + SLACK,
+        "it grows with every batch: what do the averages, or a list, still refer to?",
     )
     require_left(found, own.left + SLACK, why)
     return f"{found.left / MiB:.1f} MiB stay: gradients and averages, after any number of batches"

@@ -8,11 +8,13 @@
     draw_segments()                            segments and blocks of PyTorch's allocator, drawn
     write_viewer("memory.html")                PyTorch's own viewer of the same, as a file for a browser
     find_batch_size(step, model, optimizer)    the largest batch that fits; net and optimizer stay as they were
+    draw_cures()                               which cure to try first, as a decision tree
 
 The same on real and on virtual GPUs: everything comes from torch.cuda's snapshots and from Python's gc.
 """
 
 from helpers.oom.batch_size import find_batch_size
+from helpers.oom.cures import describe_cures, draw_cures
 from helpers.oom.errors import forget_error
 from helpers.oom.explain import Explanation, explain_memory, explain_oom
 from helpers.oom.leaks import Leaks, find_leaks
@@ -23,7 +25,9 @@ from helpers.oom.viewer import write_viewer
 __all__ = [
     "Explanation",
     "Leaks",
+    "describe_cures",
     "describe_segments",
+    "draw_cures",
     "draw_segments",
     "explain_memory",
     "explain_oom",

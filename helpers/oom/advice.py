@@ -64,7 +64,7 @@ def _graph(picture: Picture) -> Iterator[Advice]:
 def _optimizer(picture: Picture) -> Iterator[Advice]:
     held, parameters = (picture.by_kind().get(kind, 0) for kind in ("optimizer state", "parameters"))
     if held > 1.5 * parameters:
-        yield held - parameters, "SGD with momentum instead of Adam: one number less per parameter."
+        yield held // 2, "SGD with momentum instead of Adam: one number less per parameter."
 
 
 def _gradients(picture: Picture) -> Iterator[Advice]:

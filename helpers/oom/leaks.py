@@ -53,7 +53,8 @@ class Leaks:
         lines = [f"GPU {self.gpu}: {_change(self.change)} allocated than before"]
         for group, names in self.grown[:MOST_ROWS]:
             lines.append(f"  {group}")
-            lines += [f"             kept by {name}" for name in names]
+            what = "kept by" if group.count == 1 else "one of them kept by"
+            lines += [f"             {what} {name}" for name in names]
         lines += [f"             a graph of {nodes:,} nodes is alive: {name}" for name, nodes in self.graphs]
         if self.cycles:
             lines.append(f"  {format_bytes(self.cycles):>9}  came back only through gc.collect(): reference cycles")

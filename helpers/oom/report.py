@@ -8,6 +8,7 @@ from helpers.memory import Refusal, format_bytes
 from helpers.oom.live import KINDS, Block
 
 MOST_ROWS = 5
+ROUNDING = 0.01
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class Group:
 @dataclass(frozen=True)
 class Picture:
     """GPU number `gpu` at one moment, in bytes. `outside`: what others took on the card: the CUDA context, libraries,
-    other programs; `refused`: what was asked for, if memory ran out then."""
+    other programs; `refused`: what was asked for, if memory ran out then.
+
+    Blocks are looked at a moment after the refusal: the operation that failed has let go of its own by then (`gone`).
+    """
 
     gpu: int
     capacity: int
@@ -46,20 +50,27 @@ class Picture:
         return sum(block.size for block in self.blocks)
 
     @property
+    def gone(self) -> int:
+        """What the operation that failed held when memory ran out; 0 if it is within the rounding of PyTorch's text."""
+        gone = self.refused.allocated - self.allocated if self.refused else 0
+        return gone if gone > ROUNDING * self.allocated else 0
+
+    @property
     def cached(self) -> int:
-        """Reserved by PyTorch, and in no tensor's use."""
-        return max(0, self.reserved - self.allocated)
+        """Reserved by PyTorch, and in no tensor's use; when memory ran out, if it did."""
+        return max(0, self.reserved - self.allocated - self.gone)
 
     @property
     def free(self) -> int:
         return max(0, self.capacity - self.reserved - self.outside)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes per kind; those of `KINDS` that are there, then what is cached, taken by others, and free."""
+        """Bytes per kind; those of `KINDS` that are there, then what is gone, cached, taken by others, and free."""
         found = Counter()
         for block in self.blocks:
             found[block.kind] += block.size
         kinds = {kind: found[kind] for kind in KINDS if found[kind]}
+        kinds |= {"gone with the failed operation": self.gone} if self.gone else {}
         rest = {"cached by PyTorch": self.cached, "context and other programs": self.outside, "free": self.free}
         return kinds | rest
 
@@ -74,7 +85,7 @@ class Picture:
     def __str__(self) -> str:
         lines = [f"{self.refused}."] if self.refused else [f"GPU {self.gpu}, {format_bytes(self.capacity)}"]
         lines += ["", "what is there"]
-        lines += [f"  {kind:<28}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
+        lines += [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
         groups = self.groups()
         if groups:
             lines += ["", "the largest, and the line that made them"]

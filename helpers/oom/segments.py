@@ -19,7 +19,7 @@ Piece = tuple[int, int, str]  # offset in the segment and size in bytes; a kind,
 
 
 def draw_segments(gpu=0, ax: Axes | None = None, title: str | None = None) -> Axes:
-    """Draw the segments of one GPU, a row each: blocks in use by kind, holes white. Of many, the largest.
+    """Draw the segments of one GPU, a row each, the largest first: blocks in use by kind, holes white.
 
     A segment that is expandable shows the part that has memory. Returns the axes. Raises what `read_memory` raises,
     and ValueError for a GPU without segments.
@@ -71,7 +71,7 @@ def _look(kind: str) -> dict:
 
 
 def _finish(ax: Axes, shown: Sequence, rows: Sequence, name: str, title: str | None) -> None:
-    ax.set_yticks(range(len(shown)), [format_bytes(size) for size, _ in shown], fontsize=8)
+    ax.set_yticks(range(len(shown)), [f"segment {place}" for place in range(1, len(shown) + 1)], fontsize=8)
     ax.set_ylim(len(shown) - 0.4, -0.6)
     more = f" (the largest {len(shown)} of {len(rows)} segments)" if len(shown) < len(rows) else ""
     ax.set_xlabel(f"place in the segment, in {name}{more}")
