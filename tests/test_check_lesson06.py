@@ -137,7 +137,7 @@ def accumulate(net, x, y, pieces, at_once=False):
             loss.backward()
     if at_once:
         sum(losses).backward()
-    return float(sum(losses))
+    return sum(losses).item() if at_once else sum(losses)
 
 
 def mean_of_means(net, x, y, pieces):

@@ -11,7 +11,9 @@ from torch import nn
 
 from helpers.memory import MiB, Refusal
 from helpers.oom import (
+    describe_cures,
     describe_segments,
+    draw_cures,
     draw_segments,
     explain_memory,
     explain_oom,
@@ -23,10 +25,12 @@ from helpers.oom import (
     write_viewer,
 )
 from helpers.oom.advice import advise
+from helpers.oom.cures import CURES
 from helpers.oom.live import Block
 from helpers.oom.places import UNKNOWN, place
 from helpers.oom.referrers import holders
 from helpers.oom.report import Picture
+from helpers.plots.alt_text import alt_text
 from helpers.virtual import virtual_gpus
 
 matplotlib.use("Agg")
@@ -171,7 +175,7 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
         (picture([block("parameters", 500)], reserved=900 * MiB, free=100, requested=300), "expandable_segments", 400),
         (picture([block("tensors in variables", 50, n) for n in range(10)]), "10 tensors of one line", 450),
         (picture([block("held by autograd", 600)]), "inference_mode", 600),
-        (picture([block("parameters", 100), block("optimizer state", 200)]), "SGD", 100),
+        (picture([block("parameters", 100), block("optimizer state", 210)]), "SGD", 105),
         (picture([block("parameters", 100), block("gradients", 100)]), "zero_grad", 100),
     ],
 )
@@ -182,6 +186,15 @@ def test_advice(shown, first, size):
 
 def test_a_full_card_of_parameters_has_no_cheap_cure():
     assert advise(picture([block("parameters", 900)])) == []
+
+
+def test_the_tree_of_cures_is_told_and_drawn():
+    words = describe_cures()
+    assert len(words.splitlines()) == len(CURES) + 1 and "\n" not in words.splitlines()[0]
+    ax = draw_cures()
+    drawn = [text.get_text() for text in ax.texts]
+    assert {part for row in CURES for part in row} <= set(drawn) and drawn.count("no") == len(CURES) - 1
+    assert alt_text(ax) == words
 
 
 # --- leaks -----------------------------------------------------------------------------------------------
