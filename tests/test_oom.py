@@ -84,6 +84,14 @@ def test_looking_keeps_nothing_alive(gpu):
     assert torch.cuda.memory_allocated(gpu) == 0
 
 
+def test_modules_are_not_asked_what_they_hold(gpu, monkeypatch):
+    """On Python 3.12 asking `_asyncio` spoils the interpreter: see `helpers.oom.live`."""
+    asked, ask = [], gc.get_referents
+    monkeypatch.setattr(gc, "get_referents", lambda *objects: asked.extend(map(type, objects)) or ask(*objects))
+    explain_memory(gpu)
+    assert dict in asked and ModuleType not in asked
+
+
 def test_the_line_that_made_a_tensor_is_named(gpu):
     early = mebibytes(2, gpu)
     remember_places()

@@ -8,6 +8,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +69,11 @@ def _held_by_python() -> set[int]:
     """The ids of all tensors that an object or a running function of Python refers to.
 
     gc knows the tensors that C++ alone keeps, too: a tensor's Python object lives as long as the tensor does.
+    Modules are not asked, only their dicts: on Python 3.12 `_asyncio`, which runs in every notebook, gives out objects
+    that are free already (its freelist), and giving them back ties the list into a ring that gc never leaves.
     """
-    objects = gc.get_objects()  # taken first: nothing that is made from here on is in it
+    # Taken first: nothing that is made from here on is in it.
+    objects = [each for each in gc.get_objects() if type(each) is not ModuleType]
     classes = {each for each in set(map(type, objects)) if issubclass(each, Tensor)}
     tensors = {id(each) for each in objects if type(each) in classes}
     found = set()
