@@ -26,7 +26,6 @@ import torch
 
 from helpers.devices import renew_gpus
 from helpers.launch.errors import Failure
-from helpers.ranks import disconnect
 
 _kept = []  # files that must stay open as long as the rank lives
 
@@ -119,7 +118,8 @@ def run_rank(rank: int, job: Job) -> None:
     faulthandler.cancel_dump_traceback_later()
     _flush()
     _write(job.file(rank, "result"), result)
-    disconnect()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _work(rank: int, job: Job) -> bytes:
