@@ -119,6 +119,7 @@ def run_rank(rank: int, job: Job) -> None:
     _flush()
     _write(job.file(rank, "result"), result)
     if torch.distributed.is_initialized():
+        # Not ranks.disconnect, which keeps the connections: a rank that still waits for this one must see them close.
         torch.distributed.destroy_process_group()
 
 
