@@ -1,5 +1,6 @@
 """helpers.methods: every method on one job, what it takes, cuts, the table."""
 
+from dataclasses import replace
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -178,6 +179,16 @@ def test_stages_are_the_net(build):
         right = net(x.to(gpus[0]))
         stages = stages_of(net, 3, x, gpus[0])
         assert len(stages) == 3 and torch.equal(nn.Sequential(*stages)(x.to(gpus[0])), right)
+
+
+def test_a_peak_that_fits_is_not_enough():
+    """Memory in pieces: the PyramidNet's pipeline on TITAN Xps peaks at 11.1 of 11.6 GiB, and 768 samples fail."""
+    row = Row("small", "pipeline", 768, 1.0, (1.0,) * 4, (0,) * 4, (11 * GIB,) * 4)
+    assert row.fits(TITAN) and replace(row, largest=768).fits(TITAN)
+    failed = replace(row, largest=704)
+    assert not failed.fits(TITAN)
+    found, clusters = {("TITAN Xps", "small"): [failed]}, {"TITAN Xps": TITAN}
+    assert "11.00!" in table(found, clusters) and "too large: pipeline" in describe_methods(found, clusters)
 
 
 def test_table_and_picture(rows):

@@ -12,6 +12,9 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -65,14 +68,16 @@ def _context():
 def _rows(clusters: Mapping[str, Cluster], job: str, methods: Sequence[str], gpus: int, search: bool) -> dict:
     """In a process: {(cluster, job, method): row}."""
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported need not be looked through after every step
+    like_new = replace(_JOBS[job], build=partial(deepcopy, _JOBS[job].build()))  # initialising takes longer
     found: dict[tuple[str, str, str], Row] = {}
     before = None
     for name, cluster in clusters.items():
         for method in methods:
             like = found.get((before, job, method)) if search else None
             with modelled_gpus(gpus, cluster.kind, MEMORY, cluster.links) as devices:
-                found[name, job, method] = measure(_JOBS[job], method, devices, cluster, search=search, like=like)
+                gc.collect()
+                gc.freeze()  # imports and known shapes need not be looked through after every step
+                found[name, job, method] = measure(like_new, method, devices, cluster, search=search, like=like)
         before = name
     gc.unfreeze()
     return found

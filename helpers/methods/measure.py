@@ -48,8 +48,9 @@ class Row:
         return self.batch / self.seconds
 
     def fits(self, cluster: Cluster) -> bool:
-        """True if every GPU's peak is within the room on a card."""
-        return max(self.peaks) <= cluster.room
+        """True if every GPU's peak is within the room on a card, and the batch was not found too large: memory in
+        pieces can stop a step whose peak would fit."""
+        return max(self.peaks) <= cluster.room and (self.largest is None or self.largest >= self.batch)
 
 
 def measure(

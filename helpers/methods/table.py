@@ -21,7 +21,7 @@ Found = Mapping[tuple[str, str], Sequence[Row]]  # (name of the cluster, name of
 
 
 def table(found: Found, clusters: Mapping[str, Cluster]) -> str:
-    """A part per cluster and job, in it a line per method: batch, GiB on the fullest GPU ("!": more than the card has)
+    """A part per cluster and job, in it a line per method: batch, GiB on the fullest GPU ("!": does not fit the card)
     and on the emptiest, modelled ms of a step, samples per second, the busy share of the GPUs from least to most, and
     the largest batch that was found to fit."""
     lines = [_HEADING]
@@ -66,18 +66,18 @@ def _speed(axes: Axes, rows: Sequence[Row], cluster: Cluster, name: str) -> None
     axes.set_title(name, fontsize=10)
     speeds = [row.samples_per_second for row in rows]
     busy = [sum(row.utilisation) / len(row.utilisation) for row in rows]
-    said = [f"{speed:,.0f}, {100 * share:.0f} %" for speed, share in zip(speeds, busy, strict=True)]
+    said = [f"{speed:,.0f} | {100 * share:.0f} %" for speed, share in zip(speeds, busy, strict=True)]
     _bars(axes, rows, cluster, speeds, said)
-    axes.set_xlabel("samples/s, share busy; modelled", fontsize=8)
+    axes.set_xlabel("samples/s | share busy; modelled", fontsize=8)
 
 
 def _memory(axes: Axes, rows: Sequence[Row], cluster: Cluster) -> None:
     peaks = [max(row.peaks) / GiB for row in rows]
-    most = ["" if row.largest is None else f", {row.largest:,}" for row in rows]
+    most = ["" if row.largest is None else f" | {row.largest:,}" for row in rows]
     _bars(axes, rows, cluster, peaks, [f"{peak:.1f}{each}" for peak, each in zip(peaks, most, strict=True)])
-    axes.set_xlabel("GiB, fullest; largest batch", fontsize=8)
+    axes.set_xlabel("GiB, fullest | largest batch", fontsize=8)
     if cluster.room / GiB < 1.6 * max(peaks):
-        axes.axvline(cluster.room / GiB, color="0.3", linestyle=":")
+        axes.axvline(cluster.room / GiB, color="0.3", linestyle=":", zorder=0.5)
 
 
 def _bars(axes: Axes, rows: Sequence[Row], cluster: Cluster, values: Sequence[float], words: Sequence[str]) -> None:
