@@ -1,8 +1,11 @@
 """helpers.scaling: clusters, one rank's step laid out for many, laws, logs."""
 
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.launch import launch
+from helpers.methods import BERT, TrainStep
 from helpers.plots.alt_text import alt_text
 from helpers.scaling import (
     Bucket,
@@ -188,6 +192,28 @@ def test_logs_are_read_with_the_median_of_runs():
     assert read_log(text) == {1: 0.1, 2: 0.06}
     with pytest.raises(ValueError, match="scaling.py"):
         read_log("nothing")
+
+
+@pytest.mark.parametrize("mixed", ["gpus=2 batch=8 ", "gpus=4 batch=32 "])
+def test_a_strong_and_a_weak_series_are_not_mixed(mixed):
+    weak = "gpus=1 batch=8 step_ms=100\ngpus=2 batch=16 step_ms=110\n"
+    assert read_log(weak) == {1: 0.1, 2: 0.11}
+    with pytest.raises(ValueError, match="batches of 8, 16.* are mixed") if "=8" in mixed else nullcontext():
+        read_log(f"{weak}{mixed}step_ms=60")
+
+
+def test_the_job_measures_what_one_a100_can_hold():
+    """One GPU takes the whole batch in a strong series and that of each in a weak one."""
+    job = Path("notebooks/scripts/scaling.slurm").read_text()
+    program, batch = re.search(r"(\S+scaling\.py) --batch-size (\d+)", job).groups()
+    assert Path(program).is_file()  # from the course's folder, as the job says
+    with virtual_gpus(1, kind="A100", shapes_only=True) as gpus:
+        net = BERT.build().to(gpus[0])
+        step = TrainStep(BERT, net, partial(BERT.loss, net, gpu=gpus[0]))
+        step(int(batch)), step(int(batch))
+        step.clear()
+        with pytest.raises(torch.OutOfMemoryError):
+            step(2 * int(batch))
 
 
 def test_the_program_prints_what_is_read():

@@ -20,7 +20,7 @@ def speedup(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def efficiency(seconds: Mapping[int, float], weak: bool = False) -> dict[int, float]:
-    """Speed-up by GPUs, 0 to 1. weak: the work grew with the GPUs, so that the same time is 1."""
+    """Speed-up divided by the number of GPUs, 0 to 1. weak: the work grew with the GPUs, so that the same time is 1."""
     found = _checked(seconds)
     if weak:
         first = next(iter(found.values()))
