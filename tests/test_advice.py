@@ -59,6 +59,19 @@ def test_sharding_pays_its_weights_for_every_micro_batch():
     assert "sharding would fit as well, but is slower" in str(slow)
 
 
+def test_layers_bound_the_stages():
+    """Over a slow link 34 layers make a pipeline on 32 GPUs; on 64 they cannot, and it says so."""
+    slow = Cluster("A100", 8, network="Ethernet 10")
+    assert advise(SEVEN, 512, 32, slow).method == "pipeline"
+    many = advise(SEVEN, 512, 64, slow)
+    assert many.method == "sharding" and "34 layers cannot make 64 stages" in str(many)
+    assert "accumulating gradients over 4 micro-batches" in many.headline
+
+
+def test_long_times_are_seconds():
+    assert "80 s against 41 s" in str(advise(SEVEN, 64, 16, CLUSTER))
+
+
 def test_slow_links_make_it_a_pipeline():
     """No copy fits; exchanging weights over Ethernet takes longer than a pipeline's bubble."""
     net = Net("large", 4_000_000_000, 50 * MIB, 1000, 1e12, 32)

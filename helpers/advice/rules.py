@@ -31,7 +31,7 @@ class Advice:
     @property
     def headline(self) -> str:
         """The method in a line."""
-        more = f", in {self.micro_batches} micro-batches of gradients" if self.micro_batches > 1 else ""
+        more = f", accumulating gradients over {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         on = f" on {self.gpus} GPUs" if self.gpus > 1 and self.method != "more GPUs" else ""
         return f"Take {self.method}{on}{more}."
 
@@ -103,9 +103,9 @@ def _pieces(net: Net, way: str, batch: int, gpus: int, cluster: Cluster) -> int:
 def _split(net: Net, batch: int, gpus: int, cluster: Cluster, peaks: dict):
     """No GPU can have a copy of its own."""
     fitting = {way: n for way in ("pipeline", "sharding") if (n := _pieces(net, way, batch, gpus, cluster))}
-    if gpus > net.layers:
-        fitting.pop("pipeline", None)
     reasons = [_too_large(net, format_bytes(cluster.room))]
+    if gpus > net.layers and fitting.pop("pipeline", None):
+        reasons.append(f"no pipeline: {net.layers} layers cannot make {gpus} stages")
     if not fitting:
         return "more GPUs", gpus, 1, [*reasons, _how_many(net, cluster)]
     # Sharding gathers the weights for each micro-batch anew.
@@ -115,9 +115,13 @@ def _split(net: Net, batch: int, gpus: int, cluster: Cluster, peaks: dict):
     whole = f"with the whole batch at once the fullest GPU would hold {format_bytes(round(peaks[best]))}"
     reasons.append(f"{best}: {spread}; {whole}")
     for other in fitting.keys() - {best}:
-        against = f"{1e3 * times[other]:,.0f} ms against {1e3 * times[best]:,.0f} ms"
+        against = f"{_time(times[other])} against {_time(times[best])}"
         reasons.append(f"{other} would fit as well, but is slower: {against} (rough)")
     return best, gpus, fitting[best], reasons
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{1e3 * seconds:,.0f} ms"
 
 
 def _fits(pieces: int, what: str, peak: float, room: str) -> str:
