@@ -18,7 +18,8 @@ def ddp_bytes(parameters, states, per_sample, batch, gpus):
     return 4 * parameters * (2 + states) + max(4 * parameters, batch / gpus * per_sample)
 
 
-CHECKS = {check.serial_share: share, check.cheapest: cheapest, check.fits: ddp_bytes}
+CHOSEN = {"A": ("DDP", 8), "B": ("more GPUs", 0), "C": ("DDP", 16)}
+CHECKS = {check.serial_share: share, check.cheapest: cheapest, check.fits: ddp_bytes, check.choices: CHOSEN}
 
 
 @pytest.mark.parametrize(("test", "answer"), CHECKS.items())
@@ -58,6 +59,11 @@ W = 4
         (check.fits, lambda p, k, s, b, n: ddp_bytes(p / 4, k, s / 4, b, n), "four bytes"),
         (check.fits, lambda p, k, s, b, n: ddp_bytes(p, k, s, b * n, n), "share of the batch"),
         (check.fits, lambda p, k, s, b, n: ddp_bytes(p, k - 1, s, b, n), "buckets|2 % of"),
+        (check.choices, CHOSEN | {"A": ("DDP", 64)}, "efficiency of 4 %|takes longer than the samples"),
+        (check.choices, CHOSEN | {"B": ("sharding", 4)}, "no copy fits"),
+        (check.choices, CHOSEN | {"C": ("DDP", 8)}, "it fits"),
+        (check.choices, {"A": ...}, "still holds"),
+        (check.choices, CHOSEN | {"C": "DDP"}, "a method and a number of GPUs"),
         (check.fits, lambda p, k, s, b, n: W * p * (3 + k) + b / n * s, "only the larger"),
     ],
 )

@@ -1,10 +1,11 @@
 """Checks of lesson 07, choosing a method."""
 
+from helpers.advice import NETS, advise
 from helpers.check.core import call, exercise, not_yet, require, show
 from helpers.memory import MiB, format_bytes
-from helpers.scaling import amdahl_seconds
+from helpers.scaling import Cluster, amdahl_seconds
 
-__all__ = ["cheapest", "fits", "serial_share"]
+__all__ = ["cheapest", "choices", "fits", "serial_share"]
 
 
 # ------------------------------------------------------------------------------------------ 1: Amdahl backwards
@@ -108,3 +109,23 @@ def _why_bytes(found: float, weights: int, states: int, samples: float, gpus: in
     if near(weights * (3 + states) + mine):
         return "gradients come as activations go: of these two only the larger is there at the peak"
     return f"{format_bytes(round(right))} is what it comes to, by weights, buckets, states and the share of the batch"
+
+
+# ------------------------------------------------------------------------------------------------ 4: choose a method
+
+_NETWORKS = {"A": "Ethernet 10", "B": "Ethernet 10", "C": "InfiniBand HDR"}
+_ASKED = {"A": ("BERT of the article", 512, 64), "B": ("7 billion, 2,048 tokens", 64, 4),
+          "C": ("PyramidNet of the article", 512, 16)}  # fmt: skip
+
+
+@exercise
+def choices(answer):
+    """`answer` must give for "A", "B" and "C" (method, GPUs), as `helpers.advice.advise` does on A100s, 8 a machine."""
+    require(isinstance(answer, dict), f"{show(answer)} is no dict", 'give {"A": (method, GPUs), "B": ..., "C": ...}')
+    for case, (net, batch, gpus) in _ASKED.items():
+        found, told = answer.get(case), advise(NETS[net], batch, gpus, Cluster("A100", 8, network=_NETWORKS[case]))
+        is_pair = isinstance(found, tuple) and len(found) == 2
+        require(is_pair, f"{case} is {show(found)}", 'a method and a number of GPUs are asked for, as in ("DDP", 64)')
+        right = told.method, 0 if told.method == "more GPUs" else told.gpus
+        require(found == right, f"{case}: {show(found)}", " ".join(f"{reason}." for reason in told.reasons))
+    return "that is what the guide says, with its reasons in numbers"
