@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 notebooks/scripts/scaling.py --batch-size 256              # strong: 64 on each of four
     torchrun --nproc-per-node 4 notebooks/scripts/scaling.py --batch-size 256 --per-gpu    # weak: 256 on each
 
-Rank 0 prints one line, which `helpers.scaling.read_log` reads again; append the lines of several runs of a series to one file:
+Rank 0 prints one line, which `helpers.scaling.read_log` reads again; the lines of a series of runs go to one file:
 
     gpus=4 batch=256 step_ms=123.4 least_ms=120.1 most_ms=130.9
 
