@@ -108,7 +108,8 @@ class Lab:
 
     def _menu(self, *names: str) -> None:
         bar, item = names
-        for _ in range(5):
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
             self._accept_dialog()
             try:
                 self.page.locator(".lm-MenuBar-itemLabel", has_text=bar).first.click(timeout=8000)
@@ -116,7 +117,8 @@ class Lab:
                 return
             except PlaywrightTimeout:  # a dialog that came in between takes the clicks
                 self.page.keyboard.press("Escape")
-        raise TimeoutError(f"the menu {bar} > {item} could not be reached")
+        dialogs = self.page.locator("dialog").all_inner_texts()
+        raise TimeoutError(f"the menu {bar} > {item} could not be reached; dialogs that are open: {dialogs}")
 
     def _accept_dialog(self) -> None:
         """On a busy machine JupyterLab asks for the kernel that it is starting: the one that it proposes is right."""
