@@ -20,10 +20,13 @@ LENGTH, VOCABULARY = 163, 30_000  # words of a sentence, and different words in 
 
 
 class WordLoss(nn.Module):
-    """Cross entropy, mean over words: logits (N, T, V), words (N, T), which go to the GPU of the logits."""
+    """Cross entropy, mean over words: logits (N, T, V), words (N, T), which go to the GPU of the logits.
+
+    Images have one word each: logits (N, V), words (N,).
+    """
 
     def forward(self, logits: Tensor, words: Tensor) -> Tensor:
-        return cross_entropy(logits.flatten(0, 1), words.to(logits.device).flatten())
+        return cross_entropy(logits.flatten(0, -2), words.to(logits.device).flatten())
 
 
 def bert_peaks(

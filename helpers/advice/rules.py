@@ -79,15 +79,9 @@ def _fewer(net: Net, batch: int, gpus: int, cluster: Cluster, said: str):
         faster = step_seconds(net, "one GPU", batch, 1, cluster) / step_seconds(net, way, batch, fewer, cluster)
         pieces = _pieces(net, way, batch, fewer, cluster)
         if faster / fewer >= _WORTH and pieces:
-            better = (
-                f"{way} on {fewer} of one machine: {faster:.1f} times as fast as one GPU. Larger batches, gradients"
-            )
-            return (
-                way,
-                fewer,
-                pieces,
-                [slow, f"{better} accumulated under no_sync, or a faster network would change that"],
-            )
+            better = f"{way} on {fewer} of one machine: {faster:.1f} times as fast as one GPU"
+            change = "Larger batches, gradients accumulated under no_sync, or a faster network would change that"
+            return way, fewer, pieces, [slow, f"{better}. {change}"]
     return "DDP", gpus, 1, [slow]
 
 

@@ -9,7 +9,7 @@ from helpers.memory import GiB
 def with_values(least: int, fewer: str, without: str) -> list[torch.device]:
     """All GPUs: `least` of them at least, or "not yet, because `fewer`"; none that keeps no values (`without`)."""
     found = _all(least, fewer)
-    require(_keep_values(), "these GPUs keep no values", without)
+    require(keeps_values("cuda:0"), "these GPUs keep no values", without)
     return found
 
 
@@ -17,7 +17,7 @@ def four_without_values() -> list[torch.device]:
     """The first four GPUs; "not yet" where there are fewer, or where they would really compute the job."""
     found = _all(4, "four are asked for: run the cell above again")
     why = "a job of this size needs shapes_only=True: run the cell above again"
-    require(not _keep_values(), "these GPUs keep values", why)
+    require(not keeps_values("cuda:0"), "these GPUs keep values", why)
     return found[:4]
 
 
@@ -36,6 +36,7 @@ def _all(least: int, fewer: str) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def _keep_values() -> bool:
+def keeps_values(gpu: torch.device | str) -> bool:
+    """False for a GPU with shapes only."""
     # The value of a tensor without values is nan, even that of a zero.
-    return torch.zeros((), device="cuda:0").item() == 0
+    return torch.zeros((), device=gpu).item() == 0

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from helpers.article_job import LENGTH
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
 from helpers.check.gpus import four_cards_of_12_gb, four_without_values
@@ -15,7 +16,6 @@ from helpers.training import DataParallelTrainer
 
 __all__ = ["largest_vocabulary", "peak_moved", "piece_sizes", "without_prefix"]
 
-LENGTH = 163  # tokens per sentence of the article's BERT
 MOVED_BATCH, MOVED_VOCABULARY = 100, 20_000
 ARTICLE_BATCH, STEP = 200, 2_000
 

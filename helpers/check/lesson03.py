@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from helpers.article_job import LENGTH
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
 from helpers.check.gpus import four_cards_of_12_gb, four_without_values, with_values
@@ -16,7 +17,6 @@ from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, Loss
 
 __all__ = ["combine", "largest_fused", "masked_criterion", "peaks"]
 
-LENGTH = 163  # tokens per sentence of the article's BERT
 BATCH, VOCABULARY, KNOWN_VOCABULARY = 200, 20_000, 30_000
 FUSED_VOCABULARY, STEP, MOST = 10_000, 40, 4_000
 

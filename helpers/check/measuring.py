@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from helpers.check.core import require
+from helpers.check.gpus import keeps_values
 from helpers.memory import MiB
 
 SLACK = 1.0 * MiB  # for losses, counters and the rounding of the allocator
@@ -14,8 +15,8 @@ SLACK = 1.0 * MiB  # for losses, counters and the rounding of the allocator
 def gpu_with_values() -> torch.device:
     """The current GPU, free of what earlier cells left in cycles; "not yet" without one or where it keeps no values."""
     gpu = current_gpu()
-    kept = torch.zeros((), device=gpu).item() == 0
-    require(kept, "this GPU keeps no values", "this exercise needs some: gpu = use_gpus(1, memory='1 GiB')[0]")
+    why = "this exercise needs some: gpu = use_gpus(1, memory='1 GiB')[0]"
+    require(keeps_values(gpu), "this GPU keeps no values", why)
     gc.collect()
     return gpu
 

@@ -14,7 +14,7 @@ DDP is measured as one rank's step in this process; what its collectives take on
 
 from helpers.methods.compare import MEMORY, compare
 from helpers.methods.cuts import balanced_cuts, stages_of
-from helpers.methods.jobs import BERT, PYRAMIDNET, Job, Loss, micro_batches_on
+from helpers.methods.jobs import BERT, PYRAMIDNET, Job, micro_batches_on
 from helpers.methods.measure import METHODS, Row, TrainStep, measure
 from helpers.methods.table import describe_methods, methods_picture, table
 
@@ -24,7 +24,6 @@ __all__ = [
     "METHODS",
     "PYRAMIDNET",
     "Job",
-    "Loss",
     "Row",
     "TrainStep",
     "balanced_cuts",

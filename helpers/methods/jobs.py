@@ -7,23 +7,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
+from helpers.article_job import LENGTH, WordLoss
 from helpers.models import bert_article, pyramidnet_article
 
-__all__ = ["BERT", "PYRAMIDNET", "Job", "Loss", "micro_batches_on"]
+__all__ = ["BERT", "PYRAMIDNET", "Job", "micro_batches_on"]
 
 
 def micro_batches_on(gpus: int) -> int:
     """Of a pipeline on so many GPUs, here and in the guide: one per GPU. More shorten the bubble (lesson 05)."""
     return gpus
-
-
-class Loss(nn.Module):
-    """Cross entropy of (N, ..., classes) against whole numbers (N, ...), on the GPU of the outputs."""
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(outputs.flatten(0, -2), targets.to(outputs.device).flatten())
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class Job:
     targets: tuple[int, ...]
     words: bool
     optimizer: Callable[..., torch.optim.Optimizer]
-    criterion: Callable[[Tensor, Tensor], Tensor] = Loss()
+    criterion: Callable[[Tensor, Tensor], Tensor] = WordLoss()
 
     def loss(self, net: nn.Module, inputs: Tensor, targets: Tensor, gpu: torch.device) -> Tensor:
         """The loss of a net that takes its inputs on `gpu`."""
@@ -56,5 +49,5 @@ def _momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-BERT = Job("BERT", bert_article, 200, 50, (163,), (163,), True, torch.optim.Adam)
+BERT = Job("BERT", bert_article, 200, 50, (LENGTH,), (LENGTH,), True, torch.optim.Adam)
 PYRAMIDNET = Job("PyramidNet", pyramidnet_article, 768, 240, (3, 32, 32), (), False, _momentum)

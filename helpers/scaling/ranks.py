@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.intervals import merged
+from helpers.intervals import seconds_covered
 from helpers.scaling.clusters import Cluster
 from helpers.timeline import record_timeline
 
@@ -49,7 +49,7 @@ class RankStep:
     def utilisation_on(self, ranks: int, cluster: Cluster) -> float:
         """Share of the step in which each GPU is busy, all-reduces included: nvidia-smi counts NCCL's kernels too."""
         seconds, spans = self._laid_out(ranks, cluster)
-        return sum(end - start for start, end in merged(spans)) / seconds
+        return seconds_covered(spans) / seconds
 
     def _laid_out(self, ranks: int, cluster: Cluster) -> tuple[float, list[tuple[float, float]]]:
         """Seconds of the step, and (start, end) of everything on the GPU.
