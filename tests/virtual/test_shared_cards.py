@@ -80,8 +80,9 @@ def test_a_card_is_shared_with_a_child(context):
 
 def test_a_killed_process_gives_its_memory_back():
     with virtual_gpus(1, memory="2 GiB"):
-        process, _, (used, *_) = started(SPAWN, 500 * MIB)
+        process, pipe, (used, _, _) = started(SPAWN, 500 * MIB)
         assert torch.cuda.device_memory_used(0) == used
+        assert not pipe.closed  # the child would end by itself if nobody held the other end
         os.kill(process.pid, signal.SIGKILL)
         process.join(60)
         assert torch.cuda.device_memory_used(0) == 0
