@@ -143,6 +143,22 @@ def test_micro_batches_are_averaged_once():
         assert steps == 3 and len(calls) == 3
 
 
+def test_the_ranks_weights_are_added_up_a_step_ahead():
+    """So that no rank waits for another one's forward pass before its own `backward`."""
+
+    def what_happens():
+        seen, made = [], trainer()
+        load, step, shares = made.loader, made._step, made.shares
+        made.loader = (seen.append("load") or batch for batch in load)
+        made.shares = lambda batches: seen.append("add up") or shares(batches)
+        made._step = lambda *arguments: seen.append("step") or step(*arguments)
+        made.train(1)
+        return seen
+
+    one = ["load", "add up"]
+    assert in_ranks(2, what_happens) == [one * 2 + ["step", *one, "step", "step"]] * 2
+
+
 def test_clipping_uses_the_gradients_of_all_ranks():
     one = run(watch=True, clip=0.05)
     check_equal(one, in_ranks(4, watch=True, clip=0.05))

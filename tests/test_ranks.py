@@ -1,5 +1,6 @@
 """One rank among others: meeting anew after a failure, and what works without others."""
 
+import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,16 @@ import torch.distributed as dist
 
 from helpers import ranks
 from helpers.launch import launch
-from helpers.ranks import agree, disconnect, from_all, from_first, gather_to_first, local_device, rank_loader
+from helpers.ranks import (
+    agree,
+    disconnect,
+    from_all,
+    from_first,
+    gather_to_first,
+    local_device,
+    rank_loader,
+    sums_of_all,
+)
 from helpers.virtual import virtual_gpus
 
 # ------------------------------------------------------------------------------- a store with earlier attempts
@@ -72,7 +82,7 @@ def test_in_whatever_order_they_come(store):
 
 def test_the_only_rank():
     assert (ranks.rank(), ranks.world_size()) == (0, 1)
-    assert gather_to_first("a") == from_all("a") == ["a"]
+    assert gather_to_first("a") == from_all("a") == ["a"] and sums_of_all([3]) == [3]
     assert from_first(lambda: 3) == 3
     with pytest.raises(KeyError):
         from_first(lambda: {}["missing"])
@@ -111,6 +121,13 @@ def test_errors_and_values_reach_every_rank():
     assert len({first for first, _, _ in answers}) == 1
     assert [gathered for _, gathered, _ in answers] == [[0, 1, 2], [], []]
     assert [everyone for _, _, everyone in answers] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_numbers_are_added_up_exactly(gpus):
+    with virtual_gpus(3, shapes_only=True):
+        found = launch(lambda rank: sums_of_all([2**50 + rank, 0.5, math.nan]), ranks=3, gpus=gpus, show=False)
+    assert [sums[:2] for sums in found] == [[3 * 2**50 + 3, 1.5]] * 3 and all(math.isnan(sums[2]) for sums in found)
 
 
 def test_the_gpu_of_a_rank(monkeypatch):

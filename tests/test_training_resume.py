@@ -212,6 +212,47 @@ def test_ranks_on_virtual_gpus_with_accumulation(tmp_path):
         check_same(one, other)
 
 
+def augmented(accumulate=1, **options):
+    """Ranks load a step ahead: what loading draws lies between what the steps draw."""
+    made = with_schedule(batch=8 // accumulate, accumulate=accumulate, seed=None, **options)
+    made.loader = rank_loader(Augmented(), 8 // accumulate)
+    return made
+
+
+@pytest.mark.parametrize("ranks, accumulate", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("at, begins", [(9, (1, 2)), (11, (1, 4))])
+def test_ranks_with_random_augmentation(tmp_path, ranks, accumulate, at, begins):
+    make, at = partial(augmented, accumulate), 1 + (at - 1) * accumulate
+    expected = in_ranks(ranks, lambda: train(make))
+    found = in_ranks(ranks, lambda: interrupted(make, tmp_path / "last.pt", at=at))
+    for one, other in zip(expected, found, strict=True):
+        assert other["from"] == begins
+        check_same(one, other)
+
+
+def test_ranks_that_are_interrupted_twice(tmp_path):
+    path = tmp_path / "last.pt"
+
+    def again_and_again():
+        begun = []
+        for at in (4, 2, 7, None):
+            made = augmented(checkpoint=path, save_every=1, **({"loss": Interrupting(at)} if at else {}))
+            made.resume(missing_ok=True)
+            begun.append((made.epoch, made.steps_done))
+            torch.rand(5 if made.position else 0)
+            if at is None:
+                made.train(3 - made.epoch)
+                return summary(made, DROPOUT) | {"begun": begun}
+            with pytest.raises(Interruption):
+                made.train(3)
+            torch.distributed.barrier()
+
+    expected = in_ranks(2, lambda: train(augmented))
+    for one, other in zip(expected, in_ranks(2, again_and_again), strict=True):
+        assert other["begun"] == [(0, 0), (0, 3), (0, 4), (1, 4)]
+        check_same(one, other)
+
+
 def no_dropout(**options):
     return with_schedule(job=(mlp, DROPOUT[1], 8), **options)
 

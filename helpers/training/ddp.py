@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.checkpoints import unwrap
-from helpers.ranks import agree, from_all, from_first, gather_to_first, gpu_name, local_device
+from helpers.generators import generator_states
+from helpers.ranks import agree, from_all, from_first, gather_to_first, gpu_name, local_device, sums_of_all
 from helpers.training.checks import Device, check_group, check_own_gpus, check_sharded, existing_device
 from helpers.training.loop import Trainer
 from helpers.training.micro_batches import Batch, Shares
@@ -90,6 +91,20 @@ class DistributedTrainer(Trainer):
             return super().batches_of(loader)
         return (Batch(*batch) for batch in self._bar(loader))
 
+    def steps_to_come(self) -> Iterator[tuple[list[Batch], Any]]:
+        """A step ahead, where the ranks add up their weights: they have long done so when `backward` wants to know."""
+        found = super().steps_to_come()
+        if not self.exact_mean or self.world_size == 1:
+            yield from found
+            return
+        step = next(found, None)
+        while step is not None:
+            if self.save_every is not None:
+                self.position.loading = generator_states(None, self.gpus)
+            following = next(found, None)
+            yield step
+            step = following
+
     def shares(self, batches: list[Batch]) -> Any:
         if self.exact_mean and self.world_size > 1:
             return Shares(batches, self.loss, self.output_device, self.world_size)
@@ -115,13 +130,8 @@ class DistributedTrainer(Trainer):
         finally:
             self.network = network
 
-    def add_up(self, sums: Tensor) -> Tensor:
-        sums = sums.clone()
-        dist.all_reduce(sums)
-        return sums
-
-    def count(self, number: int) -> int:
-        return sum(from_all(number))
+    def add_up(self, numbers: list[float]) -> list[float]:
+        return sums_of_all(numbers)
 
     def gather(self, state: Any) -> list[Any]:
         return gather_to_first(state)

@@ -2,7 +2,7 @@
 
 Another form says only where it differs: `network`, the module that is called; `place_inputs`, where its inputs go;
 `output_device`, where its outputs meet the labels; and, with several ranks, how they add up and wait (`add_up`,
-`count`, `gather`, `read`, `gradients_later`). See `helpers.training` for how they are used.
+`steps_to_come`, `gather`, `read`, `gradients_later`). See `helpers.training` for how they are used.
 """
 
 import math
@@ -20,7 +20,7 @@ from helpers.training.checks import Device, adopt, check_loss, check_options, em
 from helpers.training.micro_batches import Batch, Shares, groups, real_batches
 from helpers.training.precision import Precision
 from helpers.training.progress import bar
-from helpers.training.scores import EpochRecord, Score, batch_sums, score_of
+from helpers.training.scores import EpochRecord, Score, batch_sums, score_of, values_of
 from helpers.training.state import Position, Resumable
 
 __all__ = ["Trainer"]
@@ -108,20 +108,21 @@ class Trainer(Resumable):
         """
         self.network.train()
         try:
-            for batches in groups(self._begin_epoch(), self.accumulate):
-                self._count(batches, self._step(batches))
+            for batches, shares in self.steps_to_come():
+                self._count(batches, self._step(batches, shares))
             return self._end_epoch()
         finally:
             self.position = None
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """One optimizer step on one batch; returns its `batch_sums`, on the output device."""
-        return self._step([Batch(inputs, labels)])
+        batches = [Batch(inputs, labels)]
+        return self._step(batches, self.shares(batches))
 
-    def _step(self, batches: list[Batch]) -> Tensor:
+    def _step(self, batches: list[Batch], shares: Any) -> Tensor:
         # Before the forward pass, so that old gradients and new activations are never in memory together.
         self.optimizer.zero_grad()
-        shares, sums = self.shares(batches), None
+        sums = None
         for number, batch in enumerate(batches, 1):
             with self.gradients_later(number < len(batches)):
                 loss, found = self.forward(batch.inputs, batch.labels)
@@ -156,15 +157,22 @@ class Trainer(Resumable):
             for batch in real_batches(loader, self._bar(loader)):
                 sums += self.forward(batch.inputs, batch.labels)[1] * batch.counts
                 batches += 1
-        if self.count(batches) == 0:
+        *totals, batches = self.add_up([*values_of(sums), batches])
+        if batches == 0:
             raise ValueError(empty_advice(loader))
-        return score_of(self.add_up(sums))
+        return score_of(totals)
 
     # --------------------------------------------------------------------- what other forms do in another way
 
     def place_inputs(self, inputs: Tensor) -> Tensor:
         """Inputs where the network wants them; `non_blocking` lets copies from pinned memory overlap."""
         return inputs.to(self.device, non_blocking=True)
+
+    def steps_to_come(self) -> Iterator[tuple[list[Batch], Any]]:
+        """The batches of each step of this epoch, and what their losses are multiplied by (`shares`)."""
+        for batches in groups(self._begin_epoch(), self.accumulate):
+            self._after_loading()
+            yield batches, self.shares(batches)
 
     def shares(self, batches: list[Batch]) -> Any:
         """What each batch's loss is multiplied by; None where it is the only one."""
@@ -174,13 +182,9 @@ class Trainer(Resumable):
         """Around the forward and backward pass of a batch; `later` for all but the last one of a step."""
         return nullcontext()
 
-    def add_up(self, sums: Tensor) -> Tensor:
-        """The sums of all ranks."""
-        return sums
-
-    def count(self, number: int) -> int:
-        """The same for a whole number."""
-        return number
+    def add_up(self, numbers: list[float]) -> list[float]:
+        """Each of them over all ranks."""
+        return numbers
 
     # ------------------------------------------------------------------------------------------- an epoch
 
@@ -189,7 +193,7 @@ class Trainer(Resumable):
         return real_batches(loader, self._bar(loader))
 
     def _begin_epoch(self) -> Iterator[Batch]:
-        """The batches that are still to come, with the generators as they were before the first of these."""
+        """The batches that are still to come, with the generators as they were before the first of these was loaded."""
         self._seed_epoch()
         at = self.position
         if at is None:
@@ -201,10 +205,21 @@ class Trainer(Resumable):
         batches = self.batches_of(self.loader)
         for _ in islice(batches, at.batches):
             pass
-        if at.generators is not None:
-            # Not the loader's own: it is drawn from while the loader goes on, and has just been brought there.
-            set_generators({**at.generators, "loader": None}, None, self.gpus)
+        self._draw_on_from(at.loading or at.generators)
         return batches
+
+    def _after_loading(self) -> None:
+        """After an interruption: where batches are loaded ahead, steps were made between this batch and the next."""
+        at = self.position
+        if at.generators is not None:
+            if at.loading is not None:
+                self._draw_on_from(at.generators)
+            at.generators = at.loading = None
+
+    def _draw_on_from(self, states: Any) -> None:
+        if states is not None:
+            # Not the loader's own: it is drawn from while the loader goes on, and has just been brought there.
+            set_generators({**states, "loader": None}, None, self.gpus)
 
     def _count(self, batches: list[Batch], sums: Tensor) -> None:
         """After each optimizer step."""
@@ -222,9 +237,10 @@ class Trainer(Resumable):
 
     def _record(self) -> EpochRecord:
         """The epoch so far; FloatingPointError if its loss is nan or infinite."""
-        at, score = self.position, score_of(self.add_up(self.position.sums))
-        largest = self.count(at.largest)
-        record = EpochRecord(self.name, self.epoch, largest, at.steps, at.rate, score.loss, score.accuracy)
+        at = self.position
+        *totals, largest = self.add_up([*values_of(at.sums), at.largest])
+        score = score_of(totals)
+        record = EpochRecord(self.name, self.epoch, int(largest), at.steps, at.rate, score.loss, score.accuracy)
         if self.stop_on_nan and not math.isfinite(score.loss):
             raise FloatingPointError(nan_advice(record))
         return record

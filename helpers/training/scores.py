@@ -6,13 +6,14 @@ batches would be wrong. The weight of a batch is the number of its labels, unles
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EpochRecord", "Score", "batch_sums", "ignored_label", "label_weight", "score_of"]
+__all__ = ["EpochRecord", "Score", "batch_sums", "ignored_label", "label_weight", "score_of", "values_of"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,12 @@ def batch_sums(loss: Tensor, logits: Tensor, labels: Tensor, criterion: Any = No
     return torch.stack([total, right.sum().float(), count, weight])
 
 
-def score_of(sums: Tensor) -> Score:
-    """Divide the sums, where the host waits for the GPU; nan where no label counts, or has a value."""
-    loss, right, count, weight = (total.item() for total in sums)
+def values_of(sums: Tensor) -> list[float]:
+    """`batch_sums` as numbers: here the host waits for the GPU. They are nan where tensors have no values."""
+    return [total.item() for total in sums]
+
+
+def score_of(sums: Sequence[float]) -> Score:
+    """Divide the four sums; nan where no label counts, or has a value."""
+    loss, right, count, weight = sums
     return Score(loss / weight if weight else math.nan, right / count if count else math.nan)

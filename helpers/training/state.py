@@ -38,6 +38,7 @@ class Position:
     largest     samples of the largest step
     start       the generators when the epoch began
     generators  the generators to go on with, after an interruption
+    loading     the generators before the batches of the next step were loaded, if that was a step ahead
     """
 
     rate: float
@@ -47,6 +48,7 @@ class Position:
     largest: int = 0
     start: dict[str, Any] | None = None
     generators: dict[str, Any] | None = None
+    loading: dict[str, Any] | None = None
 
 
 class Resumable:
@@ -148,8 +150,10 @@ def _other_ranks(before: int, now: int) -> str:
 
 
 def _position(trainer: Resumable, ranks: list[Mapping[str, Any]], same: bool) -> Position:
-    mine = ranks[trainer.rank] if trainer.rank < len(ranks) else {"generators": None, "position": {"start": None}}
-    position = Position(**{**ranks[0]["position"], "start": mine["position"]["start"]})
+    nothing = {"generators": None, "position": {"start": None, "loading": None}}
+    mine = ranks[trainer.rank] if trainer.rank < len(ranks) else nothing
+    drawn = {name: mine["position"].get(name) for name in ("start", "loading")}
+    position = Position(**{**ranks[0]["position"], **drawn})
     position.generators = mine["generators"]
     if same:
         position.sums, position.largest = mine["position"]["sums"], mine["position"]["largest"]
