@@ -1,6 +1,6 @@
 """What DistributedTrainer costs: an epoch on two ranks against other loops for the same job, as ratios.
 
-    python -m tests.benchmarks.ddp_cost               # about 3 minutes on two idle cores
+    python -m tests.benchmarks.ddp_cost               # about 5 minutes on two idle cores
     python -m tests.benchmarks.ddp_cost --rounds 1    # a quick look
 
 Against a loop written by hand around DistributedDataParallel, which adds up loss and right answers, as all do; against
@@ -45,6 +45,7 @@ from tests.benchmarks.step_cost import show
 LOSS = nn.CrossEntropyLoss()
 JOBS = {  # name -> (model, samples, batch of all ranks together)
     "ResNet-10, 32 x 32, batch 32": (lambda: small_resnet(norm=group_norm), lambda: random_images(256), 32),
+    "BERT, 64 words, batch 64": (lambda: bert_small(2000, 64, dropout=0.0), lambda: random_tokens(512, 64, 2000), 64),
     "BERT, 64 words, batch 16": (lambda: bert_small(2000, 64, dropout=0.0), lambda: random_tokens(128, 64, 2000), 16),
 }
 
@@ -240,7 +241,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="how often each loop is timed (default 3)")
-    parser.add_argument("--epochs", type=int, default=40, help="of which the median counts (default 40)")
+    parser.add_argument("--epochs", type=int, default=20, help="of which the median counts (default 20)")
     options = parser.parse_args()
     packages = [name for name in ("accelerate", "lightning") if importlib.util.find_spec(name)]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", *packages)]
