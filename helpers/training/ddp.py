@@ -33,8 +33,9 @@ class DistributedTrainer(Trainer):
     sync_batchnorm  every nn.BatchNorm computes mean and variance over all ranks' samples; on GPUs only
     exact_mean      the loss is the mean over all labels of all ranks, as on one GPU, also where ranks have unequally
                     many labels: an uneven last batch, labels that are left out. The sampler's padding does not count.
-                    Costs an all-reduce of one number per step, while the forward pass runs. False: what
-                    DistributedDataParallel does alone, the mean of the ranks' means, padding included
+                    Costs an all-reduce of one number per step; batches are loaded a step ahead, so that no rank waits
+                    for it. False: what DistributedDataParallel does alone, the mean of the ranks' means, padding
+                    included
     ddp             further arguments of DistributedDataParallel, such as {"find_unused_parameters": True}
 
     Every rank starts from rank 0's weights. All ranks have the same history and scores, summed over all of them; only

@@ -6,7 +6,7 @@ The mean over all labels of a step is not the mean of its batches' means, unless
     share = weight of the batch / weight of all batches of the step, on all ranks
 
 before `backward`, and the gradients add up to those of one large batch. The labels are known before the forward
-pass, so that the ranks can add up their weights while it runs.
+pass, so that the ranks can add up their weights while it, or the step before, runs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
