@@ -368,6 +368,15 @@ def test_benchmark_tries_large_kernels_once_and_empties_the_cache():
     assert first > second
 
 
+def test_a_shape_that_has_its_kernel_is_not_tried_when_the_flag_comes_later():
+    """Conv_v8.cpp looks for a plan of this shape first, and asks for the flag only if there is none."""
+    with virtual_gpus(1, kind="H200", shapes_only=True), torch.no_grad():
+        layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda"), torch.randn(32, 64, 32, 32, device="cuda")
+        _, before = peak_of(lambda: layer(x))
+        with torch.backends.cudnn.flags(True, benchmark=True):
+            assert peak_of(lambda: layer(x))[1] == before < peak_of(lambda: layer(x[:31]))[1]
+
+
 def test_a_workspace_that_does_not_fit_is_no_error():
     with virtual_gpus(1, memory="64 MiB", kind="H200", shapes_only=True), torch.no_grad():
         layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda"), torch.randn(64, 64, 32, 32, device="cuda")

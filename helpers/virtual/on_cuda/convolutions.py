@@ -7,7 +7,7 @@ workspace; backward the input's gradient first, then the filters', then the bias
 A workspace that does not fit is no error: PyTorch then tries cuDNN's other kernels, which need less (Conv_v8.cpp).
 
 `torch.backends.cudnn.benchmark`: the first convolution of a shape tries all kernels, with the largest workspace among
-them, and empties the cache afterwards. That largest one is an estimate.
+them, and empties the cache afterwards. That largest one is an estimate, by Winograd's numbers: no real card was asked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from helpers.virtual.on_cuda.call import Call, Held, nbytes, scratch
 from helpers.virtual.on_cuda.contiguous import CHANNELS_LAST
 
 _FIRST_WITH_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
-_tried = weakref.WeakKeyDictionary()  # GPU -> shapes whose kernels were compared, with `cudnn.benchmark`
+_known = weakref.WeakKeyDictionary()  # GPU -> shapes for which a kernel was found
 _workspace = {
     step: lru_cache(maxsize=4096)(getattr(workspaces, step)) for step in ("forward", "data_gradient", "weight_gradient")
 }
@@ -86,8 +86,12 @@ def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
 
 def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
     """Take and give back the workspace of one cuDNN call."""
-    if torch._C._get_cudnn_benchmark():
-        _compare_kernels(gpu, step, shape)
+    known = _known.setdefault(gpu, set())
+    if (step, shape) not in known:  # asked before the flag is: a kernel that was found without it stays
+        known.add((step, shape))
+        if torch._C._get_cudnn_benchmark():
+            _try(gpu, workspaces.largest(step, shape))
+            gpu.allocator.empty_cache()
     _try(gpu, _workspace[step](shape))
 
 
@@ -97,14 +101,6 @@ def _try(gpu: VirtualGPU, size: int) -> None:
             Held(gpu, size)
         except OutOfMemory:
             return  # another kernel needs less
-
-
-def _compare_kernels(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
-    tried = _tried.setdefault(gpu, set())
-    if (step, shape) not in tried:
-        tried.add((step, shape))
-        _try(gpu, workspaces.largest(step, shape))
-        gpu.allocator.empty_cache()
 
 
 def _laid_out(tensor: torch.Tensor | None, layout: torch.memory_format):
