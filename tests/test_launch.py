@@ -21,8 +21,14 @@ from tests.programs import held_port
 
 def children():
     """Processes of this one's that are alive, but for Python's own helper of spawn."""
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if p.status() != "zombie" and "resource_tracker" not in " ".join(p.cmdline())]
+    return [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
+
+
+def is_alive(process):
+    try:
+        return process.status() != "zombie" and "resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False  # it has ended meanwhile
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,49 @@ from test_launch import leaves_nothing  # noqa: F401  (a fixture for every test 
 
 from helpers.launch import RankError, launch
 from helpers.launch import errors as launch_errors
-from helpers.launch.errors import Failure, rank_error
+from helpers.launch import processes as launch_processes
+from helpers.launch.errors import Failure, is_whole, rank_error
 from helpers.launch.processes import _Ranks
 from helpers.virtual import virtual_gpus
+from tests.programs import until
+
+LIMIT_S = 5  # for ranks that shall hang: a busy machine may need a second until they do
 
 
-def is_gone(pid):
-    """True when the process has ended, if need be after a moment."""
-    for _ in range(250):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
+@pytest.fixture
+def all_fail_by_themselves(monkeypatch):
+    """Nobody ends ranks that fail or return by themselves, however long one of them waits for a core."""
+    monkeypatch.setattr(launch_processes, "_GRACE_S", 60)
+    monkeypatch.setattr(launch_errors, "_TOGETHER_S", 60)
+
+
+@pytest.fixture
+def ctrl_c_interrupts():
+    """SIGINT raises KeyboardInterrupt, also where a shell without job control started pytest in the background.
+
+    Such a program ignores SIGINT, and so does everything that it starts.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def wait_for_the_end(pid):
+    """Until the process has ended; AssertionError if it goes on."""
+    until(lambda: has_ended(pid), seconds=60)
+
+
+def has_ended(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def write_whole(path, text):
+    """In one step: who sees the file can read it."""
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
 
 
 def fails(fn, *args, **options):
@@ -63,6 +94,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_the_others_are_not()
     assert "Connection" not in text and "rank 0" not in text and "rank 2" not in text
 
 
+@pytest.mark.usefixtures("all_fail_by_themselves")
 def test_an_error_of_all_ranks_is_said_once():
     for _ in range(3):
         error = fails(lambda rank: inner())
@@ -74,6 +106,7 @@ def different(rank):
     raise KeyError(rank)
 
 
+@pytest.mark.usefixtures("all_fail_by_themselves")
 def test_different_errors_have_a_line_each():
     error = fails(different)
     assert str(error).split("\n")[:4] == ["rank 0 of 3 raised KeyError: 0", "rank 1 raised KeyError: 1",
@@ -94,6 +127,7 @@ def test_causes_and_several_lines_are_kept():
     assert "direct cause" in error.traceback
 
 
+@pytest.mark.usefixtures("all_fail_by_themselves")
 def test_what_was_printed_before_the_error_is_shown(capsys):
     def work(rank):
         print("so far")
@@ -127,6 +161,7 @@ def leaves_early(rank):
         dist.all_reduce(torch.ones(3))
 
 
+@pytest.mark.usefixtures("all_fail_by_themselves")
 def test_a_rank_that_leaves_early():
     error = fails(leaves_early)
     assert error.rank == 0 and "ranks 1, 2 had returned by then" in str(error)
@@ -162,6 +197,16 @@ def test_the_cause_is_the_earliest_and_nobody_who_only_lost_a_connection():
     sooner = Failure(2, "raised ValueError: soon", "", when=0.3)
     for failures, cause in (((lost, died), 1), ((later, sooner), 2), ((sooner, died), 1), ((lost,), 0)):
         assert rank_error(list(failures), 3, []).rank == cause
+
+
+def test_of_the_same_error_the_lowest_rank_is_named_whenever_it_came():
+    late, early = (Failure(rank, "raised ValueError: same", f"of {rank}", when=9.0 - 4 * rank) for rank in (0, 1))
+    error = rank_error([early, Failure(2, "raised ValueError: another", "", when=8.0), late], 3, [])
+    assert error.rank == 0 and error.traceback == "of 0"
+    assert str(error).split("\n")[:2] == [
+        "ranks 0, 1 of 3 raised ValueError: same",
+        "rank 2 raised ValueError: another",
+    ]
 
 
 def test_lost_connections_are_told_from_other_errors():
@@ -226,7 +271,7 @@ def test_a_rank_that_dies(how, capsys):
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
     def work(rank):
         child = subprocess.Popen(["sleep", "100"])
-        (tmp_path / str(rank)).write_text(str(child.pid))
+        write_whole(tmp_path / str(rank), str(child.pid))
         while not (tmp_path / "1").exists():
             pass
         if rank == 0:
@@ -234,7 +279,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
         time.sleep(100)
 
     fails(work, ranks=2)
-    assert is_gone(int((tmp_path / "1").read_text()))
+    wait_for_the_end(int((tmp_path / "1").read_text()))
 
 
 def test_the_ranks_die_with_their_parent(tmp_path):
@@ -258,7 +303,8 @@ def test_the_ranks_die_with_their_parent(tmp_path):
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    assert all(is_gone(int(file.read_text())) for file in files)
+    for file in files:
+        wait_for_the_end(int(file.read_text()))
     for folder in tmp_path.glob("ranks-*"):  # nobody is left who could remove it
         for path in sorted(folder.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -279,10 +325,10 @@ def hangs(rank):
 
 def test_a_rank_that_hangs_says_where():
     with pytest.raises(TimeoutError) as caught:
-        launch(hangs, ranks=3, timeout=1.5, show=False)
+        launch(hangs, ranks=3, timeout=LIMIT_S + 0.5, show=False)
     text = str(caught.value)
     assert text.startswith(
-        "3 ranks were not done within the time limit of 1.5 s (timeout=1.5). Where they were:\n\nrank 0 at:"
+        "3 ranks were not done within the time limit of 5.5 s (timeout=5.5). Where they were:\n\nrank 0 at:"
     )
     parts = text.split("\n\n")
     assert "in hangs\n    dist.recv(torch.ones(3), 1)\n" in parts[1] and "distributed_c10d.py" in parts[1]
@@ -293,20 +339,32 @@ def test_a_rank_that_hangs_says_where():
 
 def test_ranks_that_hang_at_the_same_place_are_said_together():
     with virtual_gpus(2), pytest.raises(TimeoutError) as caught:
-        launch(lambda rank: threading.Event().wait(), ranks=2, timeout=1, show=False)
+        launch(lambda rank: threading.Event().wait(), ranks=2, timeout=LIMIT_S, show=False)
     assert str(caught.value).count(" at:") == 1 and "ranks 0, 1 at:\n" in str(caught.value)
 
 
 def test_a_rank_that_never_gets_to_its_function(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args: os.environ["RANK"] == "1" or time.sleep(100))
     with pytest.raises(TimeoutError, match="rank 0 at:\n.*in refuse|rank 0 at:\n"):
-        launch(lambda rank: None, ranks=2, timeout=1, show=False)
+        launch(lambda rank: None, ranks=2, timeout=LIMIT_S, show=False)
+
+
+def test_a_stack_is_whole_when_the_main_thread_s_is():
+    lines = [
+        "Timeout (0:00:05)!", "Thread 0x1 (most recent call first):", '  File "/x/threading.py", line 1 in run', "",
+        "Thread 0x2 (most recent call first):", '  File "/x/7.py", line 7 in hangs',
+        '  File "/x/helpers/launch/rank.py", line 9 in _work', '  File "/x/helpers/launch/rank.py", line 8 in run_rank',
+        '  File "/x/process.py", line 3 in run',
+    ]  # fmt: skip
+    whole = [is_whole("\n".join(lines[:number])) for number in range(len(lines) + 1)]
+    assert whole == [False] * 8 + [True] * 2
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="Ctrl-C is the main thread's")
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
     pids = [tmp_path / str(rank) for rank in range(2)]
 
@@ -316,8 +374,7 @@ def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
         time.sleep(100)
 
     def interrupt():
-        while not all(path.exists() and path.read_text() for path in pids):
-            time.sleep(0.01)
+        until(lambda: all(path.exists() and path.read_text() for path in pids))
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -327,11 +384,13 @@ def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
         launch(work, ranks=2)
     thread.join()
     assert signal.getsignal(signal.SIGINT) is handler
-    assert all(is_gone(int(path.read_text())) for path in pids)
+    for path in pids:
+        wait_for_the_end(int(path.read_text()))
     assert "[rank 0] at work 0\n[rank 1] at work 1\n" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="Ctrl-C is the main thread's")
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_while_the_ranks_are_started(monkeypatch):
     def start(self):
         begin(self)

@@ -1,5 +1,7 @@
 """launch in a notebook: functions of cells, output that is the same in every run, the button that interrupts."""
 
+import asyncio
+
 import nbformat
 import psutil
 import pytest
@@ -34,8 +36,10 @@ CELLS = {
             dist.barrier()
         launch(bad, ranks=2)""",
     "interrupted": """
+        from pathlib import Path
         def long(rank):
             print("begun")
+            Path(os.environ["BEGUN"], str(rank)).touch()
             time.sleep(600)
         launch(long, ranks=2, timeout=None)""",
     "works again": "launch(work, ranks=2)",
@@ -43,25 +47,33 @@ CELLS = {
         import psutil
         print([p.status() for p in psutil.Process().children(recursive=True)])""",
 }
-INTERRUPTED_AFTER_S = 6
 
 
 def text_of(cell):
     return "".join(line.removeprefix("        ") for line in cell.lstrip("\n").splitlines(keepends=True))
 
 
+async def press_the_button(client, begun, ranks=2):
+    """As soon as every rank has begun."""
+    while len(list(begun.iterdir())) < ranks:
+        await asyncio.sleep(0.01)
+    await client.km.interrupt_kernel()
+
+
 @pytest.fixture(scope="module")
-def outputs():
+def outputs(tmp_path_factory):
     """Name of the cell -> its outputs: stream name, "result" or "error" -> text."""
+    begun, pressing = tmp_path_factory.mktemp("begun"), []
     cells = [nbformat.v4.new_code_cell(text_of(cell)) for cell in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    client = run_all.client_of(
-        notebook,
-        allow_errors=True,
-        interrupt_on_timeout=True,
-        timeout_func=lambda cell: INTERRUPTED_AFTER_S if "long" in cell.source else 120,
-    )
-    client.execute(env=run_all.kernel_environment())
+    client = run_all.client_of(notebook, allow_errors=True, timeout=120)
+
+    def beside(cell, cell_index):
+        if "long" in cell.source:
+            pressing.append(asyncio.create_task(press_the_button(client, begun)))
+
+    client.on_cell_execute = beside
+    client.execute(env=run_all.kernel_environment() | {"BEGUN": str(begun)})
     found = {}
     for name, cell in zip(CELLS, notebook.cells, strict=True):
         found[name] = {}

@@ -102,12 +102,14 @@ def _how(exit_code: int) -> str:
 def rank_error(failures: list[Failure], ranks: int, finished: list[int]) -> RankError:
     """The error of a run. The cause is named first: not who only lost the connection, and of others the earliest.
 
-    Ranks that fail within half a second of each other fail together, and the lowest is named: else it were chance.
+    Ranks that fail within half a second of each other fail together, and the lowest is named: else it were chance. So
+    is the lowest of those that fail with the same words, whenever they do: a rank may have to wait for a core.
     """
     own = [failure for failure in failures if not failure.lost] or failures
     first = min(failure.when for failure in own)
     together = [failure for failure in own if failure.when <= first + _TOGETHER_S]
     cause = min(together, key=lambda failure: failure.rank)
+    cause = min((failure for failure in own if failure.what == cause.what), key=lambda failure: failure.rank)
     same = [failure.rank for failure in own if failure.what == cause.what]
     lines = [f"{_names(sorted(same))} of {ranks} {cause.what}"]
     lines += [f"rank {f.rank} {f.what}" for f in sorted(own, key=lambda f: f.rank) if f.rank not in same]
@@ -165,6 +167,14 @@ def time_limit(stacks: dict[int, str | None], limit_s: float, ranks: int, labels
     ]
     lines += [f"\n{_names(found)} {place}" for place, found in places.items()]
     return TimeoutError("\n".join(lines))
+
+
+def is_whole(text: str) -> bool:
+    """Whether faulthandler has written the main thread's frames, which come last, down to where the rank's life begins.
+
+    It writes line by line, and a rank may lose its core in the middle. Of a hundred frames it leaves the others out.
+    """
+    return re.search(r"^  File .* in run_rank$", text, re.MULTILINE) is not None
 
 
 def _place(text: str, labels: dict[str, str]) -> str:

@@ -18,12 +18,14 @@ from multiprocessing.connection import wait
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
 
-from helpers.launch.errors import Failure, rank_error, time_limit
+from helpers.launch.errors import Failure, is_whole, rank_error, time_limit
 from helpers.launch.output import Output
 from helpers.launch.rank import Job, flush_c, run_rank
 
 _GRACE_S = 2.0  # after a failure: gloo tells the others at once, who then end by themselves and name no other cause
 _LEAVE_S = 5.0  # a rank has returned; what is left is its process's end
+_KILLED_S = 60.0  # a killed process is gone at once, unless it gets no core
+_STACKS_S = 5.0  # for the ranks to write where they are
 _LOOK_S = 0.02  # between two looks at the files
 _one_at_a_time = threading.Lock()  # threads that launch take turns
 
@@ -158,10 +160,9 @@ def _still_running(job: Job, processes: list, failures: dict[int, Failure]) -> l
 def _too_late(job: Job, processes: list) -> TimeoutError:
     """The ranks write where they are by themselves, at this moment."""
     running = _still_running(job, processes, {})
-    patience = time.monotonic() + 2.0
-    while time.monotonic() < patience and not all(_stack(job, rank) for rank in running):
+    patience = time.monotonic() + _STACKS_S
+    while time.monotonic() < patience and not all(is_whole(_stack(job, rank)) for rank in running):
         time.sleep(_LOOK_S)
-    time.sleep(0.1)  # the files have begun; let them be whole
     stacks = {rank: _stack(job, rank) if rank in running else None for rank in range(job.ranks)}
     return time_limit(stacks, job.limit_s, job.ranks, {name: label for name, (label, _) in job.cells.items()})
 
@@ -191,7 +192,7 @@ def end(processes) -> None:
             _kill_group(process)
             process.kill()
     for process in processes:
-        process.join(_LEAVE_S)
+        process.join(_KILLED_S)
 
 
 def _kill_group(process) -> None:
