@@ -5,7 +5,6 @@ torch/csrc/distributed/c10d/{comm,reducer}.cpp. Sizes are in float32 of 4 bytes,
 """
 
 import gc
-import time
 from datetime import timedelta
 
 import pytest
@@ -18,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel, comm, repli
 from helpers.virtual import virtual_gpus
 from helpers.virtual.machine import active
 from helpers.virtual.on_cuda import versions
+from tests.programs import until
 
 KIB, MIB = 2**10, 2**20
 CUBLAS = 32 * MIB
@@ -318,7 +318,7 @@ def hooked(rank):
     torch.cuda.reset_peak_memory_stats()
     mine = watch()[rank]
     loss.backward()
-    time.sleep(0.1)  # gloo's thread may hold what it sent for a moment
+    until(lambda: allocated()[rank] <= MODEL + BUCKETS + 2 * 512)  # gloo's thread may hold what it sent for a moment
     return [e for e in mine if e > MIB // 2], allocated()[rank], loss.nbytes
 
 

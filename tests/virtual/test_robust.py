@@ -126,10 +126,19 @@ def test_ctrl_c_at_any_moment():
 def test_ctrl_c_by_signal():
     """The real thing, at twenty moments of a loop."""
 
-    waiting = False
+    armed = False
+
+    def steps(training):
+        nonlocal armed
+        for _ in range(10_000):
+            armed = True
+            training.step()
 
     def press(signum, frame):
-        if waiting:
+        """Once per step, and only in the loop: the timer goes on where this process has lost its core."""
+        nonlocal armed
+        if armed and is_inside(frame, steps):
+            armed = False
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, press)
@@ -140,17 +149,14 @@ def test_ctrl_c_by_signal():
             training.step()
             base = allocated()
             for i in range(20):
-                waiting = True
                 signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0017 * i, 0.2)  # again, should C++ swallow one
                 try:
-                    for _ in range(10_000):
-                        training.step()
+                    steps(training)
                 except (
                     KeyboardInterrupt,
                     SystemError,
                 ) as error:  # C++ may wrap it when it asks for isinstance
                     pressed += isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
-                waiting = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 torch.set_grad_enabled(True)  # Ctrl-C inside PyTorch's own no_grad can leave it off, on any device
                 assert not snapshots.is_inside()
@@ -160,6 +166,12 @@ def test_ctrl_c_by_signal():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert pressed == 20
+
+
+def is_inside(frame, function):
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def test_ctrl_c_while_switching_on_and_off():
