@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
-from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from tests.programs import free_port
 
@@ -31,6 +30,18 @@ _SETTINGS = {
     "@jupyterlab/notebook-extension/tracker.jupyterlab-settings": {"windowingMode": "none"},
     "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false"},
 }
+
+# JupyterLab shows a kernel as idle before there is one, and asks which one to start if cells are run then.
+_HAS_A_KERNEL = """
+async (name) => {
+    const open = window.jupyterapp?.shell.currentWidget?.context;
+    if (!open?.path.endsWith(name)) return false;
+    await open.ready;
+    await open.sessionContext.ready;
+    return open.sessionContext.session?.kernel?.status === "idle";
+}
+"""
+_RUN_ALL = '() => { window.jupyterapp.commands.execute("notebook:run-all-cells"); }'
 
 
 def chromium() -> str | None:
@@ -48,18 +59,18 @@ class Lab:
         """Open a lesson such as "00_start_here", alone in the window, and wait until its kernel is idle."""
         self.page.goto(f"{self.url}/lab/tree/{lesson}.ipynb?reset&token={self.token}", wait_until="domcontentloaded")
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
-        self._wait_until_idle()
+        self.page.wait_for_function(_HAS_A_KERNEL, arg=f"{lesson}.ipynb", timeout=120_000)
 
     def run_all(self, timeout: float = 180) -> None:
-        """Run > Run All Cells, and wait for the last cell. Raises TimeoutError."""
-        deadline, asked = time.monotonic() + timeout, 0.0
+        """The command of the menu Run > Run All Cells, and wait for the last cell. Raises TimeoutError.
+
+        Given to JupyterLab itself: on a busy machine a menu may close again before it is clicked.
+        """
+        deadline = time.monotonic() + timeout
+        self.page.evaluate(_RUN_ALL)
         while not self._all_ran():
-            now = time.monotonic()
-            if now > deadline:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"cells still run after {timeout:.0f} s: {self.counts()}")
-            if now > asked + 10 and not self._has_begun():  # on a busy machine the menu may come before its command
-                self._menu("Run", "Run All Cells")
-                asked = now
             time.sleep(0.5)
         self._wait_until_idle()
 
@@ -103,29 +114,6 @@ class Lab:
         counts = self.counts()
         return bool(counts) and all(count.strip("[]: ").isdigit() for count in counts)
 
-    def _has_begun(self) -> bool:
-        return any(count.strip("[]: ") for count in self.counts())
-
-    def _menu(self, *names: str) -> None:
-        bar, item = names
-        deadline = time.monotonic() + 240
-        while time.monotonic() < deadline:
-            self._accept_dialog()
-            try:
-                self.page.locator(".lm-MenuBar-itemLabel", has_text=bar).first.click(timeout=8000)
-                self.page.locator(".lm-Menu-itemLabel", has_text=item).first.click(timeout=8000)
-                return
-            except PlaywrightTimeout:  # a dialog that came in between takes the clicks
-                self.page.keyboard.press("Escape")
-        dialogs = self.page.locator("dialog").all_inner_texts()
-        raise TimeoutError(f"the menu {bar} > {item} could not be reached; dialogs that are open: {dialogs}")
-
-    def _accept_dialog(self) -> None:
-        """On a busy machine JupyterLab asks for the kernel that it is starting: the one that it proposes is right."""
-        button = self.page.locator("dialog.jp-Dialog .jp-mod-accept")
-        if button.count():
-            button.first.click(timeout=8000)
-
     def _wait_until_idle(self) -> None:
         self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)
 
@@ -165,7 +153,7 @@ def _command(lessons: Path, port: int, token: str) -> list[str]:
     return [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
         f"--ServerApp.root_dir={lessons}", f"--IdentityProvider.token={token}", "--LabApp.news_url=",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.expose_app_in_browser=True",
     ]  # fmt: skip
 
 
