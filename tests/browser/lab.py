@@ -33,11 +33,9 @@ _SETTINGS = {
 
 # JupyterLab shows a kernel as idle before there is one, and asks which one to start if cells are run then.
 _HAS_A_KERNEL = """
-async (name) => {
+(name) => {
     const open = window.jupyterapp?.shell.currentWidget?.context;
-    if (!open?.path.endsWith(name)) return false;
-    await open.ready;
-    await open.sessionContext.ready;
+    if (!open?.path.endsWith(name) || !open.isReady || !open.sessionContext.isReady) return false;
     return open.sessionContext.session?.kernel?.status === "idle";
 }
 """

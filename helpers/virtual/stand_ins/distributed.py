@@ -25,6 +25,7 @@ _said = False
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
 _GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
+_GLOO_LETS_GO_IN_S = 5.0  # a tensor that it has sent: at once too, and this is how long it is waited for
 
 
 def _is_nccl(backend) -> bool:
@@ -200,7 +201,7 @@ def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
         gpu = gpu_of(tensors[numbers[0]])
         before = 0 if gpu is None else gpu.allocator.allocated
         _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
-        end = time.monotonic() + _GLOO_FINISHES_IN_S
+        end = time.monotonic() + _GLOO_LETS_GO_IN_S
         while gpu is not None and gpu.allocator.allocated > before and time.monotonic() < end:
             time.sleep(1e-4)  # gloo's thread still holds a flat tensor, and needs Python's lock to let it go
 
