@@ -132,12 +132,44 @@ class Cards:
             inherited = [a + b for a, b in zip(self._inherited, self._used, strict=True)]
             self._begin()  # a fork
             self._inherited = inherited
-        with self._lock:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(self.folder / _LOCK, "w") as file:
-                if fcntl is not None:
-                    fcntl.lockf(file, fcntl.LOCK_EX)
-                yield
+        with self._lock, _locked(self.folder):
+            yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path):
+    """Lock the folder, made if need be. Who leaves last removes it, perhaps while we wait: then once more."""
+    while (file := _lock_of(folder)) is None:
+        pass
+    with file:
+        yield
+
+
+def _lock_of(folder: Path):
+    """The folder's lock, open and ours; None if the folder went meanwhile."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = open(folder / _LOCK, "w")
+    except FileNotFoundError:
+        return None
+    except FileExistsError:  # mkdir says so as well of a folder that was there and is gone
+        if folder.is_file():
+            raise
+        return None
+    if fcntl is not None:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+    if _is_at(file, folder / _LOCK):
+        return file
+    file.close()
+    return None
+
+
+def _is_at(file, path: Path) -> bool:
+    """True if this open file is the one that has the name now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 class Share:

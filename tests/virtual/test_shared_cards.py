@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import GPUtil
 import pytest
 import torch
 
-from helpers.virtual import NotModelled, active_machine, virtual_gpus
+from helpers.virtual import NotModelled, active_machine, card_sharing, virtual_gpus
 from helpers.virtual.card_sharing import FOLDER
 
 MIB = 2**20
@@ -171,6 +172,39 @@ def test_programs_that_were_started_apart_share_a_folder_that_both_name(tmp_path
     assert os.environ[FOLDER] == str(tmp_path / "cards")
     assert [path.name for path in (tmp_path / "cards").iterdir()] == [".lock"]
     assert seen_by_a_program("2 GiB") == [0]
+
+
+@pytest.mark.parametrize("moment", ["mkdir", "open", "lockf"])
+def test_a_folder_may_go_while_it_is_locked(tmp_path, monkeypatch, moment):
+    """The last process that leaves removes it; another one may come just then, and finds or makes it anew."""
+    folder, went = tmp_path / "cards", []
+
+    def goes(act):
+        def stand_in(*given, **options):
+            if folder.is_dir() and not went:
+                went.append(shutil.rmtree(folder))
+                if moment == "mkdir":
+                    raise FileExistsError
+            return act(*given, **options)
+
+        return stand_in
+
+    monkeypatch.setenv(FOLDER, str(folder))
+    folder.mkdir()
+    owner = {"mkdir": card_sharing.Path, "open": card_sharing, "lockf": card_sharing.fcntl}[moment]
+    act = open if moment == "open" else getattr(owner, moment)
+    with virtual_gpus(1, memory="2 GiB"), monkeypatch.context() as patch:
+        patch.setattr(owner, moment, goes(act), raising=False)
+        x = empty(MIB)
+        assert went and torch.cuda.device_memory_used(0) > x.nbytes
+        assert len(list(folder.iterdir())) == 2  # the lock, and what this process holds
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "cards").touch()
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cards"))
+    with virtual_gpus(1), pytest.raises(FileExistsError, match="cards"):
+        empty(MIB)
 
 
 def test_workers_of_one_torchrun_find_each_other(monkeypatch):
