@@ -277,8 +277,10 @@ def test_outputs_lose_what_belongs_to_one_machine(lesson):
 
 RUNNABLE = [
     "import os, sys\nprint(os.environ['GPUS'], os.environ.get('PYTEST_CURRENT_TEST'))",
-    # What a child prints reaches the kernel through a thread of its own, now and then after the next cell has begun.
-    "import subprocess, time\n_ = subprocess.run([sys.executable, '-c', 'print(42)'])\ntime.sleep(0.5)",
+    # What a child prints reaches the kernel through a thread of its own, which may be late: the cell waits for it.
+    "import subprocess, threading\ncame, write = threading.Event(), sys.stdout.write\n"
+    "sys.stdout.write = lambda text: (write(text), came.set())[0]\n"
+    "_ = subprocess.run([sys.executable, '-c', 'print(42)'])\nassert came.wait(60)\ndel sys.stdout.write",
     "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()",
     "hash('a'), object()",
     "from tqdm.auto import tqdm\nfor _ in tqdm(range(2)):\n    print('.', end='', flush=True)",

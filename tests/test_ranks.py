@@ -27,8 +27,10 @@ from helpers.virtual import virtual_gpus
 # ------------------------------------------------------------------------------- a store with earlier attempts
 
 
-def meet(store, numbers, of, seconds=20.0):
+def meet(store, numbers, of, seconds=60.0):
     """The ranks `numbers` of `of` come together, as threads; each one's part of the store, or its error."""
+
+    store.set_timeout(timedelta(seconds=seconds))
 
     def one(number):
         try:
@@ -49,9 +51,7 @@ def agreed(parts):
 
 @pytest.fixture
 def store():
-    made = dist.HashStore()
-    made.set_timeout(timedelta(seconds=2))
-    return made
+    return dist.HashStore()
 
 
 def test_each_attempt_has_a_part_of_its_own(store):
