@@ -29,7 +29,7 @@ from nbval.plugin import get_sanitize_patterns
 
 FOLDER = Path(__file__).resolve().parent
 SANITIZE = FOLDER.parent / "tests" / "nbval_sanitize.cfg"
-CELL_TIMEOUT_S = 120
+CELL_TIMEOUT_S = 300
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
@@ -68,7 +68,7 @@ def client_of(notebook, **options):
     """What executes `notebook` in place, in this Python, whatever kernels the machine has installed."""
     manager = AsyncKernelManager(kernel_name="python3")
     manager.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
-    return NotebookClient(notebook, km=manager, coalesce_streams=True, **options)
+    return NotebookClient(notebook, km=manager, coalesce_streams=True, startup_timeout=180, **options)
 
 
 def run(notebook):

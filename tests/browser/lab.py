@@ -77,6 +77,15 @@ class Lab:
         cells = self.page.locator(".jp-Notebook .jp-CodeCell")
         return [text.strip() for text in cells.locator(".jp-InputArea .jp-InputPrompt").all_inner_texts()]
 
+    def missing(self, lines: list[str]) -> list[str]:
+        """Those of the lines that no output shows, when the page has had its time to draw what the kernel sent."""
+        deadline = time.monotonic() + 120
+        while left := [line for line in lines if line not in self.outputs()]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        return left
+
     def outputs(self) -> str:
         """The text of all outputs."""
         return "\n".join(self.page.locator(".jp-Notebook .jp-OutputArea").all_inner_texts())
@@ -131,11 +140,13 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
         _wait_for(server, f"{url}/api?token={token}")
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium(), args=list(_QUIET))
-            yield Lab(browser.new_page(viewport={"width": 1280, "height": 1000}), url, token)
+            page = browser.new_page(viewport={"width": 1280, "height": 1000})
+            page.set_default_timeout(120_000)  # milliseconds; for a machine that has other things to do
+            yield Lab(page, url, token)
             browser.close()
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(180)  # it ends its kernels first
 
 
 def _clear(lesson: Path) -> None:
@@ -167,7 +178,7 @@ def _environment(folder: Path) -> dict[str, str]:
     return os.environ | {name: str(value) for name, value in own.items()}
 
 
-def _wait_for(server: subprocess.Popen, url: str, seconds: float = 60) -> None:
+def _wait_for(server: subprocess.Popen, url: str, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
