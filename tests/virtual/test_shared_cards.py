@@ -408,6 +408,7 @@ def address(tensor) -> int:
     return tensor.untyped_storage()._home.block.address
 
 
+@pytest.mark.usefixtures("workspaces_given_back")
 def test_a_block_stays_as_long_as_another_stream_works_on_it():
     with virtual_gpus(1, memory="1 GiB"):
         side, a = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
