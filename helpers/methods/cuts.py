@@ -19,7 +19,7 @@ from helpers.models import PyramidNet
 from helpers.pipeline import layers_of
 from helpers.timeline import record_timeline
 
-__all__ = ["balanced_cuts", "stages_of"]
+__all__ = ["balanced_cuts", "layers_to_cut", "stages_of"]
 
 
 class _PyramidTail(nn.Module):
@@ -38,9 +38,14 @@ def stages_of(net: nn.Module, stages: int, inputs: Tensor, gpu) -> list[nn.Seque
 
     The layers are moved to `gpu`. Raises TypeError for another net.
     """
-    layers = [net.stem, *net.blocks, _PyramidTail(net)] if isinstance(net, PyramidNet) else layers_of(net)
+    layers = layers_to_cut(net)
     edges = [0, *balanced_cuts(_seconds(layers, inputs, gpu), stages), len(layers)]
     return [nn.Sequential(*layers[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def layers_to_cut(net: nn.Module) -> list[nn.Module]:
+    """The layers of a ResNet, `Bert` or `PyramidNet`, between which it can be cut. Raises TypeError for another net."""
+    return [net.stem, *net.blocks, _PyramidTail(net)] if isinstance(net, PyramidNet) else layers_of(net)
 
 
 def _seconds(layers: list[nn.Module], x: Tensor, gpu) -> list[float]:

@@ -158,11 +158,15 @@ class TrainStep:
         """Let go of the gradients, which otherwise stay until the next step."""
         self._optimizer.zero_grad()
 
-    def __call__(self, batch: int) -> None:
-        self.clear()
+    def backward(self, batch: int) -> None:
+        """Both passes: the gradients come on top of those that are there."""
         loss = self._loss_of(*self._job.batch_of(batch))
         if loss is not None:
             loss.backward()
+
+    def __call__(self, batch: int) -> None:
+        self.clear()
+        self.backward(batch)
         self._optimizer.step()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from helpers.hardware import GPU_KINDS as KINDS
-from helpers.hardware import NETWORKS, all_reduce_seconds, data_sheet
+from helpers.hardware import NETWORKS, Paces, all_reduce_seconds, copy_seconds, data_sheet, paces
 
 __all__ = ["Cluster", "KINDS", "NETWORKS"]
 
@@ -46,6 +46,11 @@ class Cluster:
         """Peak operations per second in float32, as PyTorch computes by default."""
         return data_sheet(self.kind).flops.fp32
 
+    @property
+    def paces(self) -> Paces:
+        """Operations and bytes per second that a card reaches, modelled."""
+        return paces(self.kind)
+
     def machines(self, ranks: int) -> int:
         """How many machines `ranks` GPUs take."""
         return -(-ranks // self.per_machine)
@@ -56,3 +61,10 @@ class Cluster:
         Raises ValueError for ranks that leave a machine partly empty.
         """
         return all_reduce_seconds(nbytes, ranks, self.kind, self.per_machine, self.links, self.network)
+
+    def copy_seconds(self, nbytes: float, ranks: int) -> float:
+        """Modelled seconds of a copy to a neighbour among `ranks` GPUs, over the slowest link between them.
+
+        Raises ValueError for ranks that leave a machine partly empty.
+        """
+        return copy_seconds(nbytes, ranks, self.kind, self.per_machine, self.links, self.network)
