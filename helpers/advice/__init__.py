@@ -5,29 +5,40 @@
     explore_advice()                                   # the panel
     guide_picture(Cluster("A100", 8))                  # nets against GPUs, a method in each field
 
-    sizes   memory per GPU and rough times, by formula
-    rules   `advise`
-    guide   the picture
-    panel   the panel
+    nets      what is told of a net: its layers in runs of like ones; the nets that are known
+    measured  `net_of`, the same of your own net
+    costs     what a card takes for each layer
+    stages    where a pipeline is cut
+    sizes     memory per GPU, by formula
+    times     rough times, by formula
+    rules     `advise`
+    guide     the picture
+    panel     the panel
 
-Nothing is run and no GPU is needed. Lesson 07 uses this.
+Nothing is run and no GPU is needed, but for `net_of`. Lesson 07 uses this.
 """
 
 from helpers.advice.guide import describe_guide, guide_picture
+from helpers.advice.measured import net_of
+from helpers.advice.nets import NETS, OPTIMIZERS, Layers, Net, layers_alike
 from helpers.advice.panel import explore_advice
 from helpers.advice.rules import Advice, advise
-from helpers.advice.sizes import METHODS, NETS, OPTIMIZERS, Net, peak_bytes, step_seconds
+from helpers.advice.sizes import peak_bytes
+from helpers.advice.times import METHODS, step_seconds
 
 __all__ = [
     "METHODS",
     "NETS",
     "OPTIMIZERS",
     "Advice",
+    "Layers",
     "Net",
     "advise",
     "describe_guide",
     "explore_advice",
     "guide_picture",
+    "layers_alike",
+    "net_of",
     "peak_bytes",
     "step_seconds",
 ]

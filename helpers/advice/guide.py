@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
+from helpers.advice.nets import NETS
 from helpers.advice.rules import Advice, advise
-from helpers.advice.sizes import NETS
 from helpers.plots import WIDTH
 from helpers.plots.alt_text import set_alt_text
 from helpers.plots.palette import OVER, style

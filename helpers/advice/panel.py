@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from helpers.advice.nets import NETS
 from helpers.advice.rules import Advice, advise
-from helpers.advice.sizes import NETS
 from helpers.memory import GiB, format_bytes
 from helpers.plots.palette import OVER
 from helpers.scaling import KINDS, NETWORKS, Cluster
@@ -50,7 +50,8 @@ def draw(advice: Advice, cluster: Cluster, words: str) -> Scene:
         scene.text(_LEFT + (inside + beyond) * pixels + 6, y + 18, said, halo=True, bold=chosen)
     edge, bottom = _LEFT + cluster.room * pixels, _TOP + _ROW * len(advice.peaks)
     scene.line((edge, edge), (_TOP, bottom), width=1.6, dotted=True)
-    note = f"dotted: the {cluster.room / GiB:.1f} GiB that a card has. Whole batch at once; rough, modelled times."
+    room = f"dotted: the {cluster.room / GiB:.1f} GiB that a card has"
+    note = f"{room}. Whole batch at once, a pipeline's in a micro-batch per GPU; modelled, rough times."
     scene.text(8, bottom + 15, note, size=11)
     return scene
 

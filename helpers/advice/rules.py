@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from helpers.advice.sizes import METHODS, Net, peak_bytes, step_seconds
+from helpers.advice.nets import Net
+from helpers.advice.sizes import peak_bytes
+from helpers.advice.times import METHODS, issuing_seconds, step_seconds
 from helpers.memory import format_bytes
 from helpers.methods import micro_batches_on
 from helpers.scaling import Cluster
@@ -15,8 +17,9 @@ _WORTH = 0.5  # efficiency below which more GPUs are not worth it
 
 @dataclass(frozen=True)
 class Advice:
-    """What to take on how many `gpus`, `micro_batches` to accumulate over (1: none), `reasons` as sentences, and per
-    method its bytes on the fullest of all GPUs that there are and its rough seconds on them."""
+    """What to take on how many `gpus`, in how many `micro_batches` (a pipeline's; else gradients are accumulated over
+    them, and 1 is the whole batch at once), `reasons` as sentences, and per method its bytes on the fullest of all GPUs
+    that there are and its rough seconds on them."""
 
     method: str
     gpus: int
@@ -31,7 +34,8 @@ class Advice:
     @property
     def headline(self) -> str:
         """The method in a line."""
-        more = f", accumulating gradients over {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        how = "of" if self.method == "pipeline" else "accumulating gradients over"
+        more = f", {how} {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         on = f" on {self.gpus} GPUs" if self.gpus > 1 and self.method != "more GPUs" else ""
         return f"Take {self.method}{on}{more}."
 
@@ -45,7 +49,7 @@ def advise(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
         raise ValueError(f"batch={batch}, gpus={gpus}: at least one of each is needed")
     cluster.all_reduce_seconds(1, gpus)
     ways = METHODS[:1] if gpus == 1 else METHODS
-    peaks = {way: peak_bytes(net, way, batch, 1 if way == "one GPU" else gpus) for way in ways}
+    peaks = {way: peak_bytes(net, way, batch, 1 if way == "one GPU" else gpus, cluster) for way in ways}
     seconds = {way: step_seconds(net, way, batch, gpus, cluster) for way in ways}
     method, used, micro_batches, reasons = _choose(net, batch, gpus, cluster, peaks, seconds)
     return Advice(method, used, micro_batches, tuple(reasons), peaks, seconds)
@@ -58,7 +62,7 @@ def _choose(net: Net, batch: int, gpus: int, cluster: Cluster, peaks: dict, seco
     if gpus == 1:
         if one:
             return "one GPU", 1, one, [_fits(one, "one GPU", peaks["one GPU"], room)]
-        return "more GPUs", 1, 1, [_too_large(net, room), _how_many(net, cluster)]
+        return "more GPUs", 1, 1, [_too_large(net, room), _how_many(net, batch, gpus, cluster)]
     if not many:
         return _split(net, batch, gpus, cluster, peaks)
     faster = seconds["one GPU"] / seconds["DDP"]
@@ -73,45 +77,61 @@ def _choose(net: Net, batch: int, gpus: int, cluster: Cluster, peaks: dict, seco
 
 def _fewer(net: Net, batch: int, gpus: int, cluster: Cluster, said: str):
     """So many GPUs are not worth it: the most within one machine that are, or one."""
-    slow = f"{said}: exchanging {format_bytes(net.weights)} of gradients takes longer than the samples in between"
+    why, change = _why_slow(net, gpus, cluster)
     for fewer in range(min(gpus - 1, cluster.per_machine), 0, -1):
         way = "DDP" if fewer > 1 else "one GPU"
         faster = step_seconds(net, "one GPU", batch, 1, cluster) / step_seconds(net, way, batch, fewer, cluster)
         pieces = _pieces(net, way, batch, fewer, cluster)
         if faster / fewer >= _WORTH and pieces:
             better = f"{way} on {fewer} of one machine: {faster:.1f} times as fast as one GPU"
-            change = "Larger batches, gradients accumulated under no_sync, or a faster network would change that"
-            return way, fewer, pieces, [slow, f"{better}. {change}"]
-    return "DDP", gpus, 1, [slow]
+            return way, fewer, pieces, [f"{said}: {why}", f"{better}. {change} would change that"]
+    return "DDP", gpus, 1, [f"{said}: {why}"]
+
+
+def _why_slow(net: Net, gpus: int, cluster: Cluster) -> tuple[str, str]:
+    """What keeps DDP's GPUs waiting, links or host, and what would help."""
+    links, host = cluster.all_reduce_seconds(net.weights, gpus), issuing_seconds(net)
+    if links < host:
+        return f"the host takes {_time(host)} to launch a step's kernels, however few the samples", "Larger batches"
+    why = f"exchanging {format_bytes(net.weights)} of gradients takes longer than the samples in between"
+    return why, "Larger batches, gradients accumulated under no_sync, or a faster network"
 
 
 def _pieces(net: Net, way: str, batch: int, gpus: int, cluster: Cluster) -> int:
     """The fewest micro-batches that fit; 0 if not even one sample per GPU does."""
-    if way == "pipeline" and batch < micro_batches_on(gpus):
-        return 0
-    most = batch // micro_batches_on(gpus) if way == "pipeline" else math.ceil(batch / gpus)
-    counts = [2**power for power in range(most.bit_length())] + [most]
-    return next((n for n in sorted(set(counts)) if peak_bytes(net, way, batch / n, gpus) <= cluster.room), 0)
+    least, most = (micro_batches_on(gpus), batch) if way == "pipeline" else (1, math.ceil(batch / gpus))
+    counts = {least * 2**power for power in range((most // least).bit_length())} | {most}
+    fitting = (
+        n for n in sorted(counts) if least <= n and peak_bytes(net, way, batch, gpus, cluster, n) <= cluster.room
+    )
+    return next(fitting, 0)
 
 
 def _split(net: Net, batch: int, gpus: int, cluster: Cluster, peaks: dict):
     """No GPU can have a copy of its own."""
     fitting = {way: n for way in ("pipeline", "sharding") if (n := _pieces(net, way, batch, gpus, cluster))}
     reasons = [_too_large(net, format_bytes(cluster.room))]
-    if gpus > net.layers and fitting.pop("pipeline", None):
-        reasons.append(f"no pipeline: {net.layers} layers cannot make {gpus} stages")
+    if gpus > len(net.layers) and fitting.pop("pipeline", None):
+        reasons.append(f"no pipeline: {len(net.layers)} layers cannot make {gpus} stages")
     if not fitting:
-        return "more GPUs", gpus, 1, [*reasons, _how_many(net, cluster)]
-    # Sharding gathers the weights for each micro-batch anew.
-    times = {way: n * step_seconds(net, way, batch / n, gpus, cluster) for way, n in fitting.items()}
+        return "more GPUs", gpus, 1, [*reasons, _how_many(net, batch, gpus, cluster)]
+    times = {way: _seconds(net, way, batch, gpus, cluster, n) for way, n in fitting.items()}
     best = min(times, key=times.__getitem__)
     spread = "its layers are spread over the GPUs" if best == "pipeline" else "each GPU keeps a part of every layer"
-    whole = f"with the whole batch at once the fullest GPU would hold {format_bytes(round(peaks[best]))}"
+    whole = "a micro-batch per GPU" if best == "pipeline" else "the whole batch at once"
+    whole = f"with {whole} the fullest GPU would hold {format_bytes(round(peaks[best]))}"
     reasons.append(f"{best}: {spread}; {whole}")
     for other in fitting.keys() - {best}:
         against = f"{_time(times[other])} against {_time(times[best])}"
         reasons.append(f"{other} would fit as well, but is slower: {against} (rough)")
     return best, gpus, fitting[best], reasons
+
+
+def _seconds(net: Net, way: str, batch: int, gpus: int, cluster: Cluster, pieces: int) -> float:
+    """Sharding gathers the weights for each micro-batch anew."""
+    if way == "sharding":
+        return pieces * step_seconds(net, way, batch / pieces, gpus, cluster)
+    return step_seconds(net, way, batch, gpus, cluster, pieces)
 
 
 def _time(seconds: float) -> str:
@@ -129,9 +149,12 @@ def _too_large(net: Net, room: str) -> str:
     return f"{states}, and a card has {room}: no copy fits with a sample"
 
 
-def _how_many(net: Net, cluster: Cluster) -> str:
-    size = net.weights * (2 + net.states) + net.at_loss
-    return f"by memory alone {math.ceil(1.2 * size / cluster.room)} such cards could hold it, if each keeps a part"
+def _how_many(net: Net, batch: int, gpus: int, cluster: Cluster) -> str:
+    for more in (gpus * 2**power for power in range(1, 13)):
+        ways = [way for way in ("sharding", "pipeline") if _pieces(net, way, batch, more, cluster)]
+        if ways:
+            return f"on {more} such cards {' or '.join(ways)} would fit"
+    return "no number of such cards up to thousands would do: the batch or the net is too large for them"
 
 
 def _why_not_dataparallel(net: Net, batch: int, gpus: int, peaks: dict, cluster: Cluster) -> str:

@@ -1,114 +1,71 @@
-"""What a method takes for a net, from a handful of its numbers: memory per GPU and a rough time.
+"""What a method takes for a net, from its layers: memory per GPU. Part of `helpers.advice`.
 
 With W the bytes of the parameters, k the optimizer's states per parameter (Adam 2, momentum 1, SGD 0), A those of the
 activations that a sample keeps for the backward pass, O its outputs, b the batch, n the GPUs, all in float32:
 
     one GPU         W (1 + k) + larger of W and b (A + 3 O)
-    DataParallel    the first GPU: W (1 + k) + larger of W and b A / n + 3 b O, since it gathers all outputs
+    DataParallel    the first GPU: W (1 + k) + larger of 2 W and b A / n + 3 b O, since it gathers all outputs
     parallel loss   W (1 + k) + larger of 2 W and b (A + 3 O) / n
     DDP             the same + W for the buckets
-    pipeline        n micro-batches (`helpers.methods.micro_batches_on`), 1F1B: the larger of the first stage, which
-                    keeps n of them, and the last, which has the outputs
+    pipeline        m micro-batches, 1F1B, stages that take about equally long: the fullest of them. With w, a and o of
+                    a stage, and i what the stage before hands it: w (1 + k) + b / m (f (a + i) + o). f: the
+                    micro-batches that it holds at once, as many as there are stages from it to the last, and no more
+                    than m (GPipe would hold all m). If f < m, gradients are there as well: + w. Last stage: o is 3 O
     sharding        W (2 + k) / n + a layer's weights + b (A + 3 O) / n
 
-3 O, at the loss: the log-softmax of the outputs and two gradients. Tests hold these against steps on virtual GPUs,
-within 10 %. The pipeline's stages are taken to be alike (30 %), but early layers of an image net keep far more than
-late ones: the PyramidNet's pipeline is said to take 7.1 GiB, and takes 10 to 12.5.
-Times are rough: a card is taken to reach 40 % of its peak, and two thirds of the computation, the backward pass, to
-hide communication. Against modelled steps of the course's two nets they are up to three times too long (PyramidNet on
-A100s) and half as long as they should be (on K80s): only their order is of use.
+3 O, at the loss: the log-softmax of the outputs and two gradients. If gradients are accumulated over m micro-batches, b
+is a micro-batch, and the gradients of those before stay: + W, but no larger of the two then.
+
+Tests hold these against the steps of lesson 07: all within 2 %, but for a pipeline that is cut at other layers (10 to
+12 %, PyramidNet on A100s, V100s and H200s: `costs` takes its first layers for quicker than they are there, and gives
+the first stage one more). Sharding is not run. Memory that lies in pieces comes on top.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from helpers.memory import MiB
+from helpers.advice.nets import Net
+from helpers.advice.stages import stages
+from helpers.advice.times import METHODS
 from helpers.methods import micro_batches_on
 from helpers.scaling import Cluster
 
-METHODS = ("one GPU", "DataParallel", "parallel loss", "DDP", "pipeline", "sharding")
-OPTIMIZERS = {"SGD": 0, "SGD with momentum": 1, "Adam": 2}
-_REACHED, _HIDDEN = 0.4, 2 / 3
 
-
-@dataclass(frozen=True)
-class Net:
-    """A net and its optimizer. activations, outputs: bytes of a sample; flops: of a sample, both passes; layers: how
-    many can be put on different GPUs."""
-
-    name: str
-    parameters: int
-    activations: float
-    outputs: float
-    flops: float
-    layers: int
-    optimizer: str = "Adam"
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the parameters in float32."""
-        return 4 * self.parameters
-
-    @property
-    def states(self) -> int:
-        """Optimizer states per parameter."""
-        return OPTIMIZERS[self.optimizer]
-
-    @property
-    def at_loss(self) -> float:
-        """Bytes per sample at the loss."""
-        return self.activations + 3 * self.outputs
-
-
-# Measured on virtual GPUs in shapes only (float32, PyTorch 2.15). The last one's follow from runs with one and with two
-# of its 32 layers.
-NETS = {net.name: net for net in (
-    Net("BERT of the article", 21_750_320, 37.3 * MiB, 18.65 * MiB, 14.3e9, 10),
-    Net("PyramidNet of the article", 24_253_410, 37.6 * MiB, 40, 24.2e9, 53, "SGD with momentum"),
-    Net("ResNet-50, 224 pixels", 25_557_032, 82.5 * MiB, 4_000, 24.3e9, 20, "SGD with momentum"),
-    Net("BERT large, 512 tokens", 365_375_290, 845 * MiB, 59.6 * MiB, 1.024e12, 26),
-    Net("7 billion, 2,048 tokens", 6_714_000_000, 18_000 * MiB, 250 * MiB, 80.8e12, 34),
-)}  # fmt: skip
-
-
-def peak_bytes(net: Net, method: str, batch: float, gpus: int) -> float:
-    """Bytes on the fullest GPU in a step of `batch` samples on all `gpus` together. ValueError: unknown method."""
-    own, mine = net.weights * (1 + net.states), batch / gpus
-    if method == "one GPU":
-        return own + max(net.weights, batch * net.at_loss)
-    if method == "DataParallel":
-        return own + max(2 * net.weights, mine * net.activations + 3 * batch * net.outputs)
-    if method == "parallel loss":
-        return own + max(2 * net.weights, mine * net.at_loss)
-    if method == "DDP":
-        return own + net.weights + max(net.weights, mine * net.at_loss)
+def peak_bytes(
+    net: Net, method: str, batch: float, gpus: int, cluster: Cluster, micro_batches: int | None = None
+) -> float:
+    """Bytes on the fullest GPU in a step of `batch` samples on all `gpus` together. cluster: its cards' pace says where
+    a pipeline is cut. micro_batches: that a step is done in; None: one, of a pipeline one per GPU. ValueError: unknown
+    method."""
     if method == "pipeline":
-        micro, stage = batch / micro_batches_on(gpus), net.activations / gpus
-        first, last = micro * stage * gpus, micro * (stage + 3 * net.outputs)
-        return (own + net.weights) / gpus + max(first, last)
+        return max(stage_bytes(net, batch, gpus, cluster, micro_batches))
+    weights, pieces = net.weights, micro_batches or 1
+    own, samples, mine = weights * (1 + net.states), batch / pieces, batch / pieces / gpus
+    gradients = weights if pieces > 1 else 0
+    if method == "one GPU":
+        return own + max(weights, gradients + samples * net.at_loss)
+    if method == "DataParallel":
+        return own + max(2 * weights, gradients + mine * net.activations + 3 * samples * net.outputs)
+    if method == "parallel loss":
+        return own + max(2 * weights, gradients + mine * net.at_loss)
+    if method == "DDP":
+        return own + weights + max(weights, gradients + mine * net.at_loss)
     if method == "sharding":
-        return (own + net.weights) / gpus + net.weights / net.layers + mine * net.at_loss
+        return (own + weights) / gpus + max(4 * run.parameters for run in net.runs) + mine * net.at_loss
     raise ValueError(f"no method {method!r}: choose one of {', '.join(METHODS)}")
 
 
-def computing(net: Net, batch: float, cluster: Cluster) -> float:
-    """Rough seconds that one card computes for `batch` samples."""
-    return batch * net.flops / (_REACHED * cluster.flops)
-
-
-def step_seconds(net: Net, method: str, batch: float, gpus: int, cluster: Cluster) -> float:
-    """Rough modelled seconds of a step, without Python's part, which DataParallel and the parallel loss suffer from."""
-    alone, shared = computing(net, batch, cluster), computing(net, batch / gpus, cluster)
-    sent = cluster.all_reduce_seconds(net.weights, gpus) if gpus > 1 else 0.0
-    if method == "one GPU" or gpus == 1:
-        return alone
-    if method == "pipeline":
-        micro_batches = micro_batches_on(gpus)
-        return shared * (micro_batches + gpus - 1) / micro_batches
-    if method == "DDP":
-        return shared + max(0.0, sent - _HIDDEN * shared)
-    if method == "sharding":  # weights are gathered in both passes, gradients scattered: three halves of an all-reduce
-        return shared + max(0.0, 1.5 * sent - _HIDDEN * shared)
-    outputs = cluster.all_reduce_seconds(batch * net.outputs, gpus) if method == "DataParallel" else 0.0
-    return shared + sent + outputs
+def stage_bytes(net: Net, batch: float, gpus: int, cluster: Cluster, micro_batches: int | None = None) -> list[float]:
+    """Bytes of each stage of a pipeline, at its peak."""
+    micro_batches = micro_batches or micro_batches_on(gpus)
+    micro, found, received = batch / micro_batches, [], 0.0
+    cut = stages(net, gpus, micro, cluster)
+    for number, stage in enumerate(cut):
+        last = number == len(cut) - 1
+        held = min(micro_batches, len(cut) - number)
+        weights, kept = (sum(getattr(layer, what) for layer in stage) for what in ("parameters", "activations"))
+        # At the end of the first backward pass the gradients are there; until then nothing has been let go of.
+        gradients = 4 * weights if held < micro_batches else 0.0
+        most = held * (kept + received) + (3 if last else 1) * stage[-1].output
+        found.append(4 * weights * (1 + net.states) + gradients + micro * most)
+        received = stage[-1].output
+    return found

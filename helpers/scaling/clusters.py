@@ -42,11 +42,6 @@ class Cluster:
         return data_sheet(self.kind).memory - data_sheet(self.kind).context
 
     @property
-    def flops(self) -> float:
-        """Peak operations per second in float32, as PyTorch computes by default."""
-        return data_sheet(self.kind).flops.fp32
-
-    @property
     def paces(self) -> Paces:
         """Operations and bytes per second that a card reaches, modelled."""
         return paces(self.kind)
