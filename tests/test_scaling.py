@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.hardware import data_sheet
 from helpers.launch import launch
 from helpers.methods import BERT, TrainStep
 from helpers.plots.alt_text import alt_text
 from helpers.scaling import (
+    KINDS,
     Bucket,
     Cluster,
     RankStep,
@@ -52,6 +54,22 @@ def test_the_slowest_link_sets_the_pace():
         for network, ranks in (("Ethernet 10", 8), ("Ethernet 10", 16), ("InfiniBand NDR", 16))
     )
     assert inside < infiniband < ethernet
+
+
+def test_a_copy_goes_over_the_slowest_link():
+    cluster = Cluster("A100", 8, network="Ethernet 25")
+    assert cluster.copy_seconds(MIB, 1) == 0 < cluster.copy_seconds(MIB, 2) == cluster.copy_seconds(MIB, 8)
+    assert cluster.copy_seconds(1000 * MIB, 16) == pytest.approx(1000 * MIB / (0.88 * 25e9 / 8), rel=1e-3)
+
+
+def test_what_cards_reach_is_below_their_data_sheets():
+    """Convolutions run on TF32's tensor cores where there are some, products do not."""
+    for kind in KINDS:
+        reached, sheet = Cluster(kind).paces, data_sheet(kind)
+        assert 0.5 * sheet.flops.fp32 < reached.products < sheet.flops.fp32
+        assert 0.2 * sheet.flops.fp32 < reached.convolutions < 0.4 * sheet.flops.tf32 or sheet.capability < (8, 0)
+        assert 0.7 * sheet.bandwidth <= reached.memory < sheet.bandwidth and 1e-6 <= reached.kernel <= 4e-6
+    assert Cluster("A100").paces.convolutions > 2 * Cluster("A100").paces.products
 
 
 def test_a_cluster_knows_its_cards():
