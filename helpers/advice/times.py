@@ -111,7 +111,9 @@ def _pipeline(net: Net, batch: float, gpus: int, cluster: Cluster, micro_batches
 
 
 def _sharding(net: Net, batch: float, gpus: int, cluster: Cluster) -> float:
-    computing, sent = _computing(net, batch / gpus, cluster), 1.5 * cluster.all_reduce_seconds(net.weights, gpus)
+    # Tensors are copied to be gathered and scattered, as DDP copies gradients.
+    computing = max(sum(layer_seconds(net, batch / gpus, cluster)), issuing_seconds(net))
+    sent = 1.5 * cluster.all_reduce_seconds(net.weights, gpus)
     return computing + max(0.0, sent - (1 - _FORWARD) * computing) + _update(net, net.parameters / gpus, cluster)
 
 
