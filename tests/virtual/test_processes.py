@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 from datetime import timedelta
+from threading import Timer
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.virtual import NotModelled, virtual_gpus
+from helpers.virtual import NotModelled, active_machine, virtual_gpus
 from helpers.virtual.stand_ins import distributed
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -352,3 +353,12 @@ def test_ddp_without_values_takes_the_same_memory(tmp_path, capfd):
             answers.append(ranks(ddp_memory, folder))
     assert answers[0] == answers[1] and answers[0][0][0] == answers[0][1][1] > (0, 0)
     assert "Warning" not in capfd.readouterr().err
+
+
+def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go():
+    with virtual_gpus(1):
+        with distributed._Buckets([], active_machine().gpus[0]):
+            held = [torch.empty(4, dtype=torch.int32, device="cpu")]
+            Timer(0.02, held.clear).start()  # as gloo's thread, a little after the broadcast has ended
+            bucket = torch.empty(256, device="cpu")
+        assert not held and torch.cuda.max_memory_allocated() == bucket.nbytes == 1024

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -19,7 +21,7 @@ from helpers.virtual.collectives import charge_barrier
 from helpers.virtual.copies import out_of_memory_as_torch
 from helpers.virtual.machine import VirtualGPU, active
 from helpers.virtual.on_cuda.call import nbytes, scratch
-from helpers.virtual.placement import gpu_of, place
+from helpers.virtual.placement import gpu_of, home_of, place
 
 _said = False
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
@@ -106,13 +108,22 @@ class _Buckets(TorchDispatchMode):
     def __init__(self, gpus: list[VirtualGPU], gpu: VirtualGPU):
         super().__init__()
         self._gpus, self._gpu = iter(gpus), gpu
+        self._sent: list[weakref.ref] = []  # Homes of the numbers in which rank 0 sends the order of the buckets
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and self._gpu.machine.shapes_only and gpu_of(args[0]) is None:
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         made = func(*args, **kwargs)
-        return _on(made, next(self._gpus, self._gpu)) if kwargs.get("device") is not None else made
+        return made if kwargs.get("device") is None else self._put(made)
+
+    def _put(self, made):
+        if made.dtype is not torch.int32:  # a bucket: the numbers have been sent
+            _until_gloo_lets_go(lambda: any(home() for home in self._sent))
+            return _on(made, next(self._gpus, self._gpu))
+        made = _on(made, self._gpu)
+        self._sent.append(weakref.ref(home_of(made)))
+        return made
 
 
 @out_of_memory_as_torch
@@ -201,9 +212,15 @@ def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
         gpu = gpu_of(tensors[numbers[0]])
         before = 0 if gpu is None else gpu.allocator.allocated
         _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
-        end = time.monotonic() + _GLOO_LETS_GO_IN_S
-        while gpu is not None and gpu.allocator.allocated > before and time.monotonic() < end:
-            time.sleep(1e-4)  # gloo's thread still holds a flat tensor, and needs Python's lock to let it go
+        if gpu is not None:
+            _until_gloo_lets_go(lambda gpu=gpu, before=before: gpu.allocator.allocated > before)
+
+
+def _until_gloo_lets_go(holds: Callable[[], bool]) -> None:
+    """Wait while gloo's thread `holds` a tensor of a finished collective: it needs Python's lock to let it go."""
+    end = time.monotonic() + _GLOO_LETS_GO_IN_S
+    while holds() and time.monotonic() < end:
+        time.sleep(1e-4)
 
 
 # ---- lists of tensors -----------------------------------------------------------------------------------------------
