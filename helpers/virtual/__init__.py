@@ -49,8 +49,11 @@ Known limits
 - PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) is read at the first touch of a GPU. Without options the allocator was
   measured against a real H200; what the options do is read from PyTorch's source.
 - A tensor that `record_stream` named comes back at the first allocation after the stream's work, by the modelled clock.
-- `torch.distributed.fsdp.fully_shard` does not work yet: it takes the CPU for the accelerator, moves the parameters
-  there, and the first forward pass says that tensors are on different devices.
+- `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`; so does
+  `torch.distributed.tensor.parallel`. Not compared with a real GPU: their memory beside the shares (buffers of the
+  collectives) and time. The collectives of DTensor itself (`full_tensor`, tensor parallel) take no modelled time.
+  `set_gradient_divide_factor` with a factor other than the number of ranks needs NCCL; gloo says so.
+  Gloo's thread may hold a collective's buffer for a moment: a peak may be one gathered layer too high, run by run.
 - `torch.autocast("cpu")` casts tensors on virtual GPUs as well, which it leaves alone on real ones.
 - Programs started with `subprocess` have no virtual GPUs of their own; put `python -m helpers.virtual` before them.
 - A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or

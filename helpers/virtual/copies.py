@@ -14,7 +14,7 @@ from helpers.virtual import errors, shapes
 from helpers.virtual.allocator import OutOfMemory
 from helpers.virtual.charges import charge_copy
 from helpers.virtual.machine import VirtualGPU, active
-from helpers.virtual.placement import Home, gpu_of, place
+from helpers.virtual.placement import Home, gpu_of, is_wrapper, place
 
 
 def out_of_memory_as_torch(function):
@@ -101,10 +101,21 @@ def raw_copy(
     tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format, blocking: bool = True
 ) -> torch.Tensor:
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
+    if is_wrapper(type(tensor)):
+        return _copy_of_wrapper(tensor, lambda part: raw_copy(part, target, dtype, memory_format, blocking))
     source = gpu_of(tensor)
     made = _copied(tensor, source, target, dtype, memory_format)
     charge_copy(source, target, tensor, dtype, blocking, into_pinned=target is None and not blocking)
     return made
+
+
+def _copy_of_wrapper(tensor, copy):
+    """A DTensor, say, around copies of what it holds."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    inner = {name: copy(part) if isinstance(part, torch.Tensor) else part for name, part in inner.items()}
+    with torch.no_grad():
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()).detach()
 
 
 def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:

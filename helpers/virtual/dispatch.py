@@ -19,7 +19,17 @@ from helpers.virtual.mixtures import adopt_destination, refuse_on_gpu, settle
 from helpers.virtual.on_cuda import RECIPES, autocast
 from helpers.virtual.on_cuda.call import Call
 from helpers.virtual.operators import operator
-from helpers.virtual.placement import caller, gpu_of, home_of, local, place_all, remember_birth, resized, storages
+from helpers.virtual.placement import (
+    caller,
+    gpu_of,
+    home_of,
+    is_wrapper,
+    local,
+    place_all,
+    remember_birth,
+    resized,
+    storages,
+)
 
 
 class Placement(TorchDispatchMode):
@@ -31,6 +41,8 @@ class Placement(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         machine = active()
+        if types and any(map(is_wrapper, types)):
+            return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
         if machine is None or getattr(local, "inside", False):
             return func(*args, **(kwargs or {}))
         try:

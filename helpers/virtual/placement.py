@@ -7,6 +7,7 @@ whoever holds it: a Python name, a view, or the autograd graph. When it goes, it
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from contextlib import contextmanager
@@ -75,13 +76,27 @@ class Home:
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """Every storage of a tensor: one of a dense tensor, those of indices and values of a sparse one."""
+    """Every storage of a tensor: one of a dense tensor, those of indices and values of a sparse one, of a wrapper's."""
+    if is_wrapper(type(tensor)):
+        return tuple(storage for part in parts_of(tensor) for storage in storages(part))
     try:
         return (tensor.untyped_storage(),)
     except (NotImplementedError, RuntimeError):
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # by vmap, grad, jvp
         parts = (torch._C._functorch.get_unwrapped(tensor),) if wrapped else _sparse_parts(tensor)
     return tuple(storage for part in parts for storage in storages(part))
+
+
+@functools.cache
+def is_wrapper(kind: type) -> bool:
+    """True for tensors that hold others and no data of their own: DTensor, the parameters of fully_shard."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper holds, wrappers among them."""
+    values = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [value for value in values if isinstance(value, torch.Tensor)]  # a DTensor lists its mesh too
 
 
 def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -101,8 +116,11 @@ def home_of(tensor: torch.Tensor) -> Home | None:
     try:
         home = tensor.untyped_storage()._home
     except (NotImplementedError, RuntimeError):
-        parts = storages(tensor)
-        home = parts[-1]._home if parts else None
+        home, parts = None, storages(tensor)
+        if parts:
+            home = parts[-1]._home
+    if home is None and is_wrapper(type(tensor)):
+        home = next(map(home_of, parts_of(tensor)), None)
     return home if home is None or home.gpu.machine.on else None
 
 

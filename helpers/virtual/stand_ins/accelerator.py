@@ -80,6 +80,11 @@ def get_memory_info(device_index=None, /) -> tuple[int, int]:
     return memory.mem_get_info(device_index)
 
 
+def _get_accelerator(check=None) -> torch.device:
+    """What C++ answers: the accelerator of this build, or of this machine with `check`; cpu where there is none."""
+    return torch.device("cuda" if active().gpus or not check else "cpu")
+
+
 _raw_get_device_module = torch.get_device_module
 
 
@@ -96,4 +101,4 @@ def rows():
     for alias, function in (("current_device_idx", current_device_index), ("set_device_idx", set_device_index)):
         if hasattr(torch.accelerator, alias):
             rows.append((torch.accelerator, alias, function))
-    return rows + [(torch, "get_device_module", get_device_module)]
+    return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

@@ -21,7 +21,7 @@ from helpers.virtual.collectives import charge_barrier
 from helpers.virtual.copies import out_of_memory_as_torch
 from helpers.virtual.machine import VirtualGPU, active
 from helpers.virtual.on_cuda.call import nbytes, scratch
-from helpers.virtual.placement import gpu_of, home_of, place
+from helpers.virtual.placement import below, gpu_of, home_of, place
 
 _said = False
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
@@ -77,6 +77,17 @@ def _barrier(function):
         return made
 
     return barrier
+
+
+def _below(function):
+    """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
+
+    @functools.wraps(function)
+    def wait(self, *args, **kwargs):
+        with below():
+            return function(self, *args, **kwargs)
+
+    return wait
 
 
 def _destroy(function):
@@ -260,5 +271,7 @@ def rows():
     rows = [(owner, name, stand_in) for name, stand_in in made.items() for owner in (c10d, torch.distributed)]
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
     rows += [(torch.distributed, function.__name__, function) for function in functions]
+    work = torch._C._distributed_c10d.Work
+    rows.append((work, "wait", _below(work.wait)))
     rows.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
     return rows + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]

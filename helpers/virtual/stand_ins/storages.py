@@ -11,6 +11,7 @@ from helpers.virtual.placement import Home, find_gpu, is_inside
 from helpers.virtual.stand_ins.numbers import named
 
 _raw_device = torch._C.StorageBase.device.__get__
+_raw_resize = torch._C.StorageBase.resize_
 
 
 def device(self) -> torch.device:
@@ -71,10 +72,19 @@ def clone(self):
     return _copy(self, gpu)
 
 
+@out_of_memory_as_torch
+def resize_(self, nbytes: int):
+    """Another size in place, on the same GPU: fully_shard empties a storage with 0 and fills it again."""
+    home = getattr(self, "_home", None)
+    if home is not None and home.gpu.machine.on and home.nbytes != nbytes:
+        home.resize(nbytes)  # first, so that what cannot fit fills nothing
+    return _raw_resize(self, nbytes)
+
+
 def rows():
     """`_home`, `_born`, `_product`, `_pinned` are class-wide defaults: asking a plain storage costs nothing."""
     storage = torch.UntypedStorage
     defaults = (("_home", None), ("_born", None), ("_product", None), ("_pinned", False))
     rows = [(storage, name, value) for name, value in defaults]
     rows += [(storage, "device", property(device))]
-    return rows + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone)]
+    return rows + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone, resize_)]

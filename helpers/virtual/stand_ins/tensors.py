@@ -88,6 +88,17 @@ def record_stream(self, stream) -> None:
         home.gpu.allocator.record_stream(home.block, other)
 
 
+_raw_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def _make_wrapper_subclass(*args, **kwargs):
+    """A tensor around others: C++ must not hear of a GPU that it does not know. `device` asks the tensors inside."""
+    device = kwargs.get("device")
+    if device is not None and active() is not None and torch.device(device).type == "cuda":
+        kwargs["device"] = torch.device("meta" if active().shapes_only else "cpu")
+    return _raw_make_wrapper(*args, **kwargs)
+
+
 def __dlpack__(self, *args, **kwargs):
     if _gpu(self) is not None:
         raise errors.not_modelled("DLPack export of a GPU tensor")
@@ -130,6 +141,7 @@ def rows():
     rows += [(tensor, f.__name__, f) for f in (__dlpack__, __dlpack_device__)]
     rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
     rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
+    rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
     rows += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
     if hasattr(torch, "get_device"):
         rows.append((torch, "get_device", get_device))
