@@ -123,13 +123,13 @@ def test_factor_explains(wrong, words):
 # --- 4: a loop with traps ---------------------------------------------------------------------------------
 
 
-def loop(set_epoch=True, through_ddp=True, logs=lambda rank: rank == 0, sampled=True, epochs=3):
+def loop(set_epoch=True, through_ddp=True, logs=lambda rank: rank == 0, sampled=True, epochs=3, seed=0, rate=0.1):
     """A function as the learner writes it, with the traps that are asked for."""
 
     def train(rank, samples, log):
-        torch.manual_seed(rank)
+        torch.manual_seed(seed + rank)  # DDP takes rank 0's
         net = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        sgd = torch.optim.SGD(net.parameters(), rate)
         sampler = DistributedSampler(samples) if sampled else None
         for epoch in range(epochs):
             if set_epoch and sampled:
@@ -152,9 +152,12 @@ def two_gpus():
         yield gpus
 
 
-def with_parts(rank, samples, log, set_epoch=True):
+def ranked(rank, samples, log, batch=4, set_epoch=True):
     """The lesson's solution."""
-    net, sgd, data = check.parts(rank, samples)
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = DataLoader(samples, batch_size=batch, sampler=DistributedSampler(samples))
     for epoch in range(3):
         if set_epoch:
             data.sampler.set_epoch(epoch)
@@ -164,13 +167,23 @@ def with_parts(rank, samples, log, set_epoch=True):
             sgd.step()
         if rank == 0:
             log(f"epoch {epoch}")
-    return net.module
+    return net
 
 
-def test_mended(two_gpus):
-    assert check.mended(loop())
-    assert check.mended(with_parts)
-    assert told(check.mended(partial(with_parts, set_epoch=False)), "which epoch it is")
+def test_ranked(two_gpus):
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert check.ranked(loop())
+    assert torch.rand(1) == drawn  # the check leaves the generator alone
+    assert check.ranked(ranked)
+    assert told(check.ranked(partial(ranked, set_epoch=False)), "which epoch it is")
+    assert told(check.ranked(partial(ranked, batch=8)), "8 samples per step are 4 on each rank")
+
+
+def test_the_exercise_s_samples():
+    data = check.samples()
+    assert len(data) == 32 and data[0][0].shape == (4,) and data[0][1].shape == (1,)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +195,17 @@ def test_mended(two_gpus):
         ({"logs": lambda rank: False}, "rank 0 logged 0 lines"),
         ({"sampled": False}, "3 epochs of 16"),
         ({"epochs": 2}, "3 epochs of 16"),
+        ({"seed": 1}, "net, seed, rate and loss"),
+        ({"rate": 0.2}, "net, seed, rate and loss"),
     ],
 )
-def test_mended_explains(two_gpus, wrong, words):
-    assert told(check.mended(loop(**wrong)), words)
+def test_ranked_explains(two_gpus, wrong, words):
+    assert told(check.ranked(loop(**wrong)), words)
 
 
-def test_mended_wants_the_net(two_gpus):
-    assert told(check.mended(lambda rank, samples, log: 3), "it returned 3, because the net is asked for")
+def test_ranked_wants_the_net(two_gpus):
+    assert told(check.ranked(lambda rank, samples, log: 3), "it returned 3, because the net is asked for")
+    assert told(check.ranked(lambda rank, samples, log: ...), "your answer is missing")
 
 
 def fails(rank, samples, log):
@@ -198,14 +214,14 @@ def fails(rank, samples, log):
     dist.barrier()
 
 
-def test_mended_names_the_rank_that_fails(two_gpus):
-    assert told(check.mended(fails), "rank 1 of 2 raised KeyError: 'my mistake'")
+def test_ranked_names_the_rank_that_fails(two_gpus):
+    assert told(check.ranked(fails), "rank 1 of 2 raised KeyError: 'my mistake'")
 
 
-def test_mended_needs_gpus():
-    assert told(check.mended(loop()), "there are 0 GPUs")
+def test_ranked_needs_gpus():
+    assert told(check.ranked(loop()), "there are 0 GPUs")
     with virtual_gpus(2, shapes_only=True):
-        assert told(check.mended(loop()), "without shapes_only")
+        assert told(check.ranked(loop()), "without shapes_only")
 
 
 # --- whatever is passed -----------------------------------------------------------------------------------
@@ -220,5 +236,5 @@ STRANGE = [
 
 @pytest.mark.parametrize("number", range(len(STRANGE)))
 def test_no_answer_makes_a_check_raise(two_gpus, number):
-    for each in (check.tree, check.shard, check.factor, check.mended):
+    for each in (check.tree, check.shard, check.factor, check.ranked):
         assert told(each(STRANGE[number]))

@@ -78,8 +78,12 @@ def call(fn: object, *args, **kwargs) -> object:
     """`fn(*args, **kwargs)` of a learner's function; "not yet" if it cannot be called or returns nothing or `...`."""
     if not callable(fn):
         not_yet(f"{show(fn)} cannot be called", "the check needs the function itself: its name without brackets")
+    return given(fn(*args, **kwargs), fn)
+
+
+def given(result: object, fn: object) -> object:
+    """What a learner's function returned; "not yet" if that is nothing or `...`."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    result = fn(*args, **kwargs)
     if result is ...:
         not_yet(f"{name} still returns ...", "your answer is missing: put it in the place of the dots")
     if result is None:

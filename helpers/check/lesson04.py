@@ -3,15 +3,14 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from helpers.check import compare
-from helpers.check.core import call, exercise, not_yet, require, show
+from helpers.check.core import call, exercise, given, not_yet, require, show
 from helpers.check.gpus import with_values
 from helpers.launch import launch
 
-__all__ = ["factor", "mended", "parts", "shard", "tree"]
+__all__ = ["factor", "ranked", "samples", "shard", "tree"]
 
 
 # ------------------------------------------------------------------------------------- 1: a broadcast as a tree
@@ -113,7 +112,7 @@ def _why_factor(factors: list[float], counts: list[int]) -> str:
 
 # ---------------------------------------------------------------------------------------- 4: a loop with traps
 
-SAMPLES, EPOCHS, RANKS = 32, 3, 2
+SAMPLES, EPOCHS, RANKS, BATCH = 32, 3, 2, 8
 
 
 class _Watched(Dataset):
@@ -133,11 +132,9 @@ class _Watched(Dataset):
         return self.x[number], self.y[number]
 
 
-def parts(rank: int, samples: Dataset) -> tuple[DistributedDataParallel, torch.optim.SGD, DataLoader]:
-    """What exercise 4 trains with, in a rank: the net in DDP, its optimizer, this rank's share of the samples."""
-    net = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
-    data = DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples))
-    return net, torch.optim.SGD(net.parameters(), lr=0.1), data
+def samples() -> Dataset:
+    """What exercise 4 trains on: 32 pairs, x of shape (4,) and y of shape (1,)."""
+    return _Watched()
 
 
 def _in_rank(rank: int, answer) -> dict:
@@ -148,26 +145,49 @@ def _in_rank(rank: int, answer) -> dict:
     if isinstance(net, nn.Module):
         weights = torch.cat([parameter.detach().flatten().cpu() for parameter in net.parameters()])
     dist.barrier()
-    return {"weights": weights, "asked": samples.asked, "logged": len(logged), "returned": show(net)}
+    empty = net if net is ... or net is None else show(net)
+    return {"weights": weights, "asked": samples.asked, "logged": len(logged), "returned": empty}
 
 
 @exercise
-def mended(answer):
-    """`answer(rank, samples, log)` must train for three epochs on two ranks, without any of the loop's three traps."""
+def ranked(answer):
+    """`answer(rank, samples, log)` must train for three epochs on two ranks, and end where one GPU ends."""
     require(callable(answer), f"{show(answer)} cannot be called", "the check needs the function itself")
     again = "run the cell with use_gpus above again"
     with_values(RANKS, fewer=f"two are asked for: {again}", without=f"{again}, without shapes_only")
     found = launch(_in_rank, answer, ranks=RANKS, show=False, timeout=30)
     for each in found:
-        require(each["weights"] is not None, f"it returned {each['returned']}", "the net is asked for")
-    _check_weights(*(each["weights"] for each in found))
-    _check_samples([each["asked"] for each in found])
+        returned = given(each["returned"], answer)
+        require(each["weights"] is not None, f"it returned {returned}", "the net is asked for")
+    weights, asked = ([each[name] for each in found] for name in ("weights", "asked"))
+    _check_weights(*weights)
+    _check_samples(asked)
     logged = [each["logged"] for each in found]
     require(logged[0] == EPOCHS, f"rank 0 logged {logged[0]} lines", f"one per epoch is asked for, {EPOCHS} in all")
     require(
         logged[1] == 0, f"rank 1 logged {logged[1]} lines", "with a hundred ranks nobody could read that: let rank 0"
     )
-    return "equal weights, another order in each epoch, one line of log"
+    one = _on_one_device(asked)
+    same = one.shape == weights[0].shape and torch.allclose(one, weights[0], atol=1e-4)
+    why = (
+        f"{BATCH} samples per step are {BATCH // RANKS} on each rank, and net, seed, rate and loss are those of `alone`"
+    )
+    require(same, "the ranks agree, but one GPU with the same samples ends with other weights", why)
+    return "one GPU's weights on both ranks, another order in each epoch, one line of log"
+
+
+def _on_one_device(asked: list[list[int]]) -> torch.Tensor:
+    """The weights of `alone` after the samples that the ranks took, a batch of all ranks per step."""
+    data, each = _Watched(), BATCH // RANKS
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for first in range(0, len(asked[0]), each):
+        numbers = sum((rank[first : first + each] for rank in asked), [])
+        sgd.zero_grad()
+        nn.functional.mse_loss(net(data.x[numbers]), data.y[numbers]).backward()
+        sgd.step()
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
 def _check_weights(first: torch.Tensor, second: torch.Tensor) -> None:
