@@ -110,7 +110,7 @@ def _why_factor(factors: list[float], counts: list[int]) -> str:
     return "a rank's share is its labels by all labels, and DDP divides by the number of ranks"
 
 
-# ---------------------------------------------------------------------------------------- 4: a loop with traps
+# --------------------------------------------------------------------------------------------- 4: make it DDP
 
 SAMPLES, EPOCHS, RANKS, BATCH = 32, 3, 2, 8
 
