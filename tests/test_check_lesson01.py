@@ -1,14 +1,18 @@
 """Lesson 01's checks: the solutions pass, stubs and usual mistakes are told apart, nothing raises."""
 
+import linecache
+
 import GPUtil
 import pytest
 import torch
 from torch import nn
 
 from helpers.check import lesson01 as check
+from helpers.check.core import NotYet
+from helpers.check.device_errors import explained, reading
 from helpers.virtual import virtual_gpus
 
-CHECKS = [check.with_positions, check.scaled, check.one_per_gpu, check.emptiest_gpu, check.batch_bytes]
+CHECKS = [check.with_positions, check.left_behind, check.one_per_gpu, check.emptiest_gpu, check.batch_bytes]
 
 
 @pytest.fixture(autouse=True)
@@ -72,75 +76,199 @@ def test_positions_elsewhere_are_explained(answer, said):
 
 # --- exercise 2 ------------------------------------------------------------------------------------------
 
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.register_buffer("scale", torch.tensor([1.0, 10.0, 100.0]))
-
-    def forward(self, x):
-        return self.linear(torch.cat([x, x.new_zeros(len(x), 1)], dim=1)) * self.scale
+LEFT = {"a": "net", "b": "batch", "c": "labels", "d": "net", "e": "batch"}
 
 
-class Broken(Scaled):
-    def forward(self, x):
-        return self.linear(torch.cat([x, torch.zeros(len(x), 1)], dim=1)) * self.scale
+def test_the_five_errors_are_pytorch_s_own():
+    said = check.errors()
+    assert list(said) == list(LEFT)
+    assert "mat1 is on cuda:1, different from other tensors on cpu" in said["a"]
+    assert "mat1 is on cuda:0, different from other tensors on cuda:1" in said["b"]
+    assert "target is on cuda:0" in said["c"] and "nll_loss_forward" in said["c"]
+    assert "index is on cuda:1, different from other tensors on cuda:0" in said["d"]
+    assert "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor)" in said["e"]
 
 
-class CopiedEachTime(Scaled):
-    def __init__(self):
-        super().__init__()
-        del self.scale
-        self.scale = torch.tensor([1.0, 10.0, 100.0])
-
-    def forward(self, x):
-        return self.linear(torch.cat([x, x.new_zeros(len(x), 1)], dim=1)) * self.scale.to(x.device)
+def test_what_was_left_behind_is_right():
+    assert check.left_behind(LEFT)
 
 
-class PlainTensor(CopiedEachTime):
-    forward = Scaled.forward
-
-
-class Trained(CopiedEachTime):
-    def __init__(self):
-        super().__init__()
-        del self.scale
-        self.scale = nn.Parameter(torch.tensor([1.0, 10.0, 100.0]))
-
-
-class Forgotten(CopiedEachTime):
-    def __init__(self):
-        super().__init__()
-        del self.scale
-        self.register_buffer("scale", torch.tensor([1.0, 10.0, 100.0]), persistent=False)
-
-
-class Renamed(nn.Identity):
-    pass
-
-
-def test_a_repaired_module_is_right():
-    assert check.scaled(Scaled)
+@pytest.mark.parametrize("letter", LEFT)
+@pytest.mark.parametrize("part", ["batch", "net", "labels"])
+def test_only_the_part_that_was_left_behind_mends_a_program(letter, part):
+    verdict = check.left_behind(LEFT | {letter: part})
+    assert bool(verdict) == (part == LEFT[letter])
+    assert verdict or f"{letter!r} ends as before when its {part} is brought to cuda:1" in verdict.text
 
 
 @pytest.mark.parametrize(
     "answer, said",
     [
-        (Broken, "is on cpu, different from other tensors on cuda:3"),
-        (PlainTensor, "found at least two devices, cuda:3 and cpu"),
-        (CopiedEachTime, "scale is no buffer"),
-        (Trained, "an optimizer would train it"),
-        (Forgotten, "persistent=False"),
-        (Renamed, "keep the names"),
-        (Scaled(), "give the class"),
+        (LEFT | {"a": "batch"}, "mat1 stands for the input of a linear layer, on cuda:1"),
+        (
+            LEFT | {"c": "batch"},
+            "the labels of a loss, on cuda:0, and the net's output, looked at before it, is on cuda:1",
+        ),
+        (LEFT | {"d": "batch"}, "the embedding's table, looked at before it, is on cuda:0"),
+        (LEFT | {"e": "net"}, "the input of a convolution is on the CPU"),
+        (LEFT | {"e": "weights"}, "'weights' for 'e', because it is one of batch, net, labels"),
+        ({"a": "net"}, "None for 'b'"),
+        (list(LEFT.values()), "is no dict"),
+        (LEFT | {"b": ...}, "still holds ..."),
     ],
 )
-def test_a_broken_module_is_explained(answer, said):
-    assert said in check.scaled(answer).text
+def test_a_wrong_reading_is_explained(answer, said):
+    assert said in check.left_behind(answer).text
 
 
 # --- exercise 3 ------------------------------------------------------------------------------------------
+
+BROKEN = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(4, 8), nn.ReLU()]
+        self.last = nn.Linear(8, 3)
+        self.scale = torch.tensor([1.0, 2.0, 3.0])
+
+    def forward(self, x):
+        x = x.masked_fill(torch.arange(4) == 2, 0.0)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x) * self.scale
+
+
+def train(net, device, x, y):
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net.to(device)
+    x.to(device)
+    for _ in range(3):
+        sgd.zero_grad()
+        nn.functional.cross_entropy(net(x), y.cuda()).backward()
+        sgd.step()
+    return net(x).argmax(1).numpy()
+"""
+MENDS = {  # in the order in which the errors come: the fault, its repair, the words of its error
+    "    x.to(device)": ("    x = x.to(device)", "mat1 is on cpu, different from other tensors on cuda:3"),
+    "torch.arange(4)": ("torch.arange(4, device=x.device)", "the mask was made on cpu, and x is on cuda:3"),
+    "[nn.Linear(4, 8), nn.ReLU()]": (
+        "nn.ModuleList([nn.Linear(4, 8), nn.ReLU()])",
+        "mat1 is on cuda:3, different from other tensors on cpu",
+    ),
+    "self.scale = torch.tensor([1.0, 2.0, 3.0])": (
+        'self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))',
+        "an element-wise operation met a tensor on cuda:3 and one on cpu",
+    ),
+    "y.cuda()": ("y.to(device)", "the labels of a loss, on cuda:0"),
+    ".numpy()": (".cpu().numpy()", "NumPy knows the computer's own memory only"),
+}
+
+
+def program(changes=None, **more):
+    """Net and train, with all repairs, or with those in `changes` (fault -> other text) in place of the right ones."""
+    text = BROKEN
+    for fault, (repair, _) in MENDS.items():
+        text = text.replace(fault, (changes or {}).get(fault, repair))
+    for old, new in more.items():
+        assert old in text
+        text = text.replace(old, new)
+    file = f"<cell {hash(text)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # so that errors know their line
+    names = {"torch": torch, "nn": nn}
+    exec(compile(text, file, "exec"), names)  # noqa: S102
+    return names["Net"], names["train"]
+
+
+def test_the_mended_training_is_right():
+    assert check.mended(*program())
+    before = {"sgd = torch": "net.to(device)\n    sgd = torch"}
+    assert check.mended(*program(**before))
+
+
+@pytest.mark.parametrize("count", range(len(MENDS)))
+def test_each_mend_leads_to_the_next_error(count):
+    left = list(MENDS)[count:]
+    said = check.mended(*program({fault: fault for fault in left})).text
+    assert MENDS[left[0]][1] in said and "on cuda:3 your code stopped at `" in said and "In other words: " in said
+
+
+@pytest.mark.parametrize(
+    "fault, repair, said",
+    [
+        ("y.cuda()", 'y.to("cuda:3")', "on cuda:0 your code stopped at `nn.functional.cross_entropy"),
+        ("torch.arange(4)", 'torch.arange(4, device="cuda")', "the mask was made on cuda:0, and x is on cuda:3"),
+        ("torch.arange(4)", "x.new_tensor([0, 1, 2, 3])", ""),
+        ("    x.to(device)", "    x, net = x.to(device), net.to(device)", ""),
+        ("    x.to(device)", '    x, device = x.to("cpu"), net.to("cpu") and "cpu"', "still on the CPU"),
+        (".numpy()", ".tolist()", "a NumPy array of classes is asked for"),
+        (".numpy()", ".cpu().numpy() * 0", "the classes are"),
+    ],
+)
+def test_other_mends(fault, repair, said):
+    verdict = check.mended(*program({fault: repair}))
+    assert said in verdict.text if said else verdict
+
+
+def test_layers_moved_by_hand_are_still_unknown():
+    by_hand = {"x = layer(x)": "x = layer.to(x.device)(x)"}
+    plain = {"[nn.Linear(4, 8), nn.ReLU()]": "[nn.Linear(4, 8), nn.ReLU()]"}
+    assert "lacks those of shape (8, 4) and (8,)" in check.mended(*program(plain, **by_hand)).text
+
+
+def test_a_scale_that_is_no_buffer_is_explained():
+    fault, made = "self.scale = torch.tensor([1.0, 2.0, 3.0])", "torch.tensor([1.0, 2.0, 3.0])"
+    copied = {"* self.scale": "* self.scale.to(x.device)"}
+    assert "scale is no buffer" in check.mended(*program({fault: fault}, **copied)).text
+    for frozen in ("", ", requires_grad=False"):
+        parameter = f"self.scale = nn.Parameter({made}{frozen})"
+        assert "scale became a parameter" in check.mended(*program({fault: parameter})).text
+    forgotten = f'self.register_buffer("scale", {made}, persistent=False)'
+    assert "persistent=False" in check.mended(*program({fault: forgotten})).text
+
+
+def test_another_training_is_explained():
+    assert "others than after three steps" in check.mended(*program(**{"lr=0.1": "lr=0.2"})).text
+    assert "ZeroDivisionError" in check.mended(*program(**{"sgd.step()": "1 / 0"})).text
+    assert "no `return`" in check.mended(*program(**{"return net(x).argmax": "net(x).argmax"})).text
+
+
+def test_the_class_is_asked_for():
+    net, train = program()
+    assert "give the class" in check.mended(net(), train).text
+    assert "cannot be called" in check.mended(net, "train").text
+
+
+@pytest.mark.parametrize("number", range(len(STRANGE)))
+def test_no_pair_of_answers_makes_mended_raise(number):
+    net, train = program()
+    assert not check.mended(STRANGE[number], train) and not check.mended(net, STRANGE[number])
+
+
+# --- the words of errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fails, said",
+    [
+        (lambda x: x @ torch.ones(3, 1), "mat2 stands for the second matrix of a product, on cpu"),
+        (lambda x: torch.cat([x, torch.ones(2, 3)]), "tensors stands for an argument of cat, on cpu"),
+        (lambda x: x[torch.tensor([0], device="cuda:2")], "an index may be on the CPU or beside its tensor"),
+        (lambda x: x.to("cuda:4"), "counted from 0"),
+        (lambda x: torch.optim.SGD(nn.Identity().parameters()), "a plain list hides"),
+    ],
+)
+def test_the_words_of_an_error_are_read(fails, said):
+    with pytest.raises(NotYet, match=f"^here your code stopped at .* because of .*{said}"), explained("here"):
+        fails(torch.ones(2, 3, device="cuda:1"))
+
+
+def test_other_errors_pass_unread():
+    assert reading("RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x1)") == ""
+    with pytest.raises(ZeroDivisionError), explained("here"):
+        failing()
+
+
+# --- exercise 4 ------------------------------------------------------------------------------------------
 
 
 class OnePerGPU(nn.Module):
@@ -232,7 +360,7 @@ def test_misplaced_layers_are_explained(answer, said):
     assert said in check.one_per_gpu(answer).text
 
 
-# --- exercise 4 ------------------------------------------------------------------------------------------
+# --- exercise 5 ------------------------------------------------------------------------------------------
 
 
 def most_free(figure):
@@ -262,7 +390,7 @@ def test_a_fuller_gpu_is_explained(answer, said):
     assert said in check.emptiest_gpu(answer).text
 
 
-# --- exercise 5 ------------------------------------------------------------------------------------------
+# --- exercise 6 ------------------------------------------------------------------------------------------
 
 IMAGES = 30 * 3 * 224 * 224
 

@@ -140,17 +140,21 @@ def _undisturbed() -> Iterator[None]:
 def _sentence(error: BaseException) -> str:
     if isinstance(error, NotYet):
         return str(error)
+    return f"your code stopped{where(error)}, because of {words(error)}"
+
+
+def words(error: BaseException) -> str:
+    """An error's kind and text as one line, shortened."""
     try:
         message = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - so may the text of an error
         message = "an error whose text cannot be shown"
     message = message if len(message) <= 300 else message[:296] + " ..."
-    told = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return f"your code stopped{_where(error)}, because of {told}"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def _where(error: BaseException) -> str:
-    """The learner's line: the last on the way to the error that is neither of this package nor installed."""
+def where(error: BaseException) -> str:
+    """Such as " at `x + y`": the learner's line, the last on the way that is neither installed nor of this package."""
     others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others) and "site-packages" not in frame.filename and frame.line:

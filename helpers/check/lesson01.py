@@ -3,11 +3,13 @@
 import gc
 import itertools
 
+import numpy as np
 import torch
 from torch import nn
 
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
+from helpers.check.device_errors import GPU, PARTS, error_of, errors, explained, told
 from helpers.memory.readings import MiB, format_bytes
 
 FILLING = 256 * MiB  # bytes by which one GPU is fuller than the next in `emptiest_gpu`
@@ -31,28 +33,41 @@ def with_positions(answer):
 
 
 @exercise
-def scaled(answer):
-    """Exercise 2: `answer`, a module class: linear(x and a column of zeros) * scale, on every device."""
-    require(
-        isinstance(answer, type) and issubclass(answer, nn.Module),
-        f"{show(answer)} is no module class",
-        "the check makes the module itself: give the class, without brackets",
-    )
-    net = answer()
-    weight, bias = _linear_of(net)
-    x = torch.linspace(-1, 1, 6).reshape(2, 3)
-    expected = (nn.functional.pad(x, (0, 1)) @ weight.T + bias) * torch.tensor([1.0, 10.0, 100.0])
-    for place in _places():
-        found = net.to(place)(x.to(place))
-        compare.tensor(found, expected)
-        compare.device(found, place)
-    _scale_is_a_buffer(net)
-    return "it works on every device, and .to and state_dict know scale"
+def left_behind(answer):
+    """Exercise 2: `answer[letter]` names what was left behind in that program of `errors`. It is brought along."""
+    _gpu_count()
+    require(isinstance(answer, dict), f"{show(answer)} is no dict", "one part for each letter is asked for")
+    for letter, said in errors().items():
+        part = answer.get(letter)
+        require(part in PARTS, f"{show(part)} for {letter!r}", f"it is one of {', '.join(PARTS)}")
+        again = error_of(letter, brought=part)
+        what = f"{letter!r} ends as before when its {part} is brought to {GPU}"
+        require(not again, what, told(said))
+    return f"brought to {GPU}, they let all five programs run"
+
+
+@exercise
+def mended(net_class, train):
+    """Exercise 3: `train(net, device, x, y)` trains a `net_class()` anywhere; what the net then says, as NumPy."""
+    is_class = isinstance(net_class, type) and issubclass(net_class, nn.Module)
+    why = "the check makes the module itself: give the class, without brackets"
+    require(is_class, f"{show(net_class)} is no module class", why)
+    x, y = torch.linspace(-2, 2, 24).sin().reshape(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    for place in reversed(_places()):
+        with explained(f"on {place}"):
+            net = net_class()
+            start = {tuple(weights.shape): weights.detach().clone() for weights in net.parameters()}
+            found = call(train, net, place, x.clone(), y.clone())
+        _layers_are_known(start)
+        _scale_is_a_buffer(net)
+        compare.device(net, place)
+        _trained_as_on_the_cpu(net, found, start, x, y)
+    return "the same weights and classes on every device. (SGD before .to was no mistake: it has no state yet)"
 
 
 @exercise
 def one_per_gpu(answer):
-    """Exercise 3: `answer(layers, gpus)` is a module with layer i on gpus[i]; a batch goes through all."""
+    """Exercise 4: `answer(layers, gpus)` is a module with layer i on gpus[i]; a batch goes through all."""
     gpus = [torch.device("cuda", i) for i in reversed(range(_gpu_count()))]  # not in order: gpus must be read
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in gpus]
@@ -70,7 +85,7 @@ def one_per_gpu(answer):
 
 @exercise
 def emptiest_gpu(answer):
-    """Exercise 4: `answer()` is the GPU with the most free memory; asked once per way of filling them."""
+    """Exercise 5: `answer()` is the GPU with the most free memory; asked once per way of filling them."""
     _gpu_count()
     for fullest in range(torch.cuda.device_count()):
         held = _fill(fullest)
@@ -85,7 +100,7 @@ def emptiest_gpu(answer):
 
 @exercise
 def batch_bytes(answer):
-    """Exercise 5: the bytes that 30 float16 images of 3 x 224 x 224 and 30 int64 labels take on a GPU."""
+    """Exercise 6: the bytes that 30 float16 images of 3 x 224 x 224 and 30 int64 labels take on a GPU."""
     _gpu_count()
     torch.cuda.empty_cache()  # a cached piece that is a little too large would be counted whole
     before = torch.cuda.memory_allocated(0)
@@ -111,23 +126,45 @@ def _gpu_count() -> int:
 
 
 def _places() -> list[torch.device]:
-    """The CPU and two GPUs, the current one last: what works only there is noticed."""
-    return [torch.device("cpu"), torch.device("cuda", _gpu_count() - 1), torch.device("cuda", 0)]
+    """The CPU and two GPUs, the current one not first: what works only there is noticed."""
+    return [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", _gpu_count() - 1)]
 
 
-def _linear_of(net: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    linear = getattr(net, "linear", None)
-    require(isinstance(linear, nn.Linear), "there is no `linear` in it", "keep the names of the exercise")
-    return linear.weight.detach().cpu().clone(), linear.bias.detach().cpu().clone()
+def _layers_are_known(start: dict[tuple, torch.Tensor]) -> None:
+    missing = [shape for shape in _SHAPES if shape not in start]
+    what = f"net.parameters() lacks those of shape {' and '.join(map(str, missing))}"
+    require(not missing, what, "a plain list hides a layer from .to and from the optimizer: take nn.ModuleList")
+
+
+def _trained_as_on_the_cpu(net: nn.Module, found: object, start: dict, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Three steps of SGD from the same start, written out for the CPU, must end with the same weights and classes."""
+    require(isinstance(found, np.ndarray), f"train returned {show(found)}", "a NumPy array of classes is asked for")
+    weights = [start[shape].cpu().requires_grad_() for shape in _SHAPES]
+    sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for _ in range(3):
+        sgd.zero_grad()
+        nn.functional.cross_entropy(_scores(weights, x), y).backward()
+        sgd.step()
+    ended = {tuple(each.shape): each for each in net.parameters()}
+    for shape, right in zip(_SHAPES, weights, strict=True):
+        same = torch.allclose(ended[shape].detach().cpu(), right.detach(), rtol=1e-3, atol=1e-4)
+        require(same, f"the weights of shape {shape} are others than after three steps on the CPU", _UNLIKE)
+    same = found.tolist() == _scores(weights, x).argmax(1).tolist()
+    require(same, f"the classes are {show(found)}", "after the same three steps on the CPU they are others")
+
+
+_SHAPES = [(8, 4), (8,), (3, 8), (3,)]
+_UNLIKE = "only places were to be mended: net, loss, rate, momentum and number of steps are right as they are"
+
+
+def _scores(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    hidden = nn.functional.linear(x * torch.tensor([1.0, 1.0, 0.0, 1.0]), *weights[:2]).relu()
+    return nn.functional.linear(hidden, *weights[2:]) * torch.tensor([1.0, 2.0, 3.0])
 
 
 def _scale_is_a_buffer(net: nn.Module) -> None:
-    parameters = [name for name, _ in net.named_parameters() if not name.startswith("linear.")]
-    require(
-        not parameters,
-        f"{', '.join(parameters)} became a parameter",
-        "an optimizer would train it: it should be a buffer",
-    )
+    trained = "scale" in dict(net.named_parameters())
+    require(not trained, "scale became a parameter", "the optimizer trains it: it should be a buffer")
     require(
         "scale" in dict(net.named_buffers()),
         "the values are right, but scale is no buffer",
@@ -201,4 +238,4 @@ def _is_emptiest(answer: object) -> None:
     not_yet(f"you chose {device} with {format_bytes(chosen)} free", why)
 
 
-__all__ = ["batch_bytes", "emptiest_gpu", "one_per_gpu", "scaled", "with_positions"]
+__all__ = ["batch_bytes", "emptiest_gpu", "errors", "left_behind", "mended", "one_per_gpu", "with_positions"]
