@@ -62,41 +62,100 @@ def test_tree_explains(wrong, words):
     assert told(check.tree(wrong), words)
 
 
-# --- 2: the sampler's share -------------------------------------------------------------------------------
+# --- 2: a validation --------------------------------------------------------------------------------------
 
 
-def shard(samples, ranks, rank):
-    size = -(-samples // ranks)
-    return [number % samples for number in range(rank, size * ranks, ranks)]
+@pytest.fixture
+def four_gpus():
+    with virtual_gpus(4) as gpus:
+        yield gpus
 
 
-def test_shard():
-    assert check.shard(shard)
+def dealt(rank, count):
+    return range(rank, count, 4)
 
 
-def in_blocks(samples, ranks, rank):
-    size = -(-samples // ranks)
-    return [number % samples for number in range(rank * size, (rank + 1) * size)]
+def side_by_side(rank, count):
+    each = -(-count // 4)
+    return range(count)[rank * each : (rank + 1) * each]
+
+
+def filled_up(rank, count):
+    return DistributedSampler(range(count), shuffle=False)
+
+
+def cut_off(rank, count):
+    return DistributedSampler(range(count), shuffle=False, drop_last=True)
+
+
+def by_sums(losses):
+    sums = torch.tensor([losses.sum(), len(losses)], device=losses.device)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def of_means(losses):
+    mean = losses.mean() if len(losses) else losses.sum()
+    dist.all_reduce(mean)
+    return mean.item() / 4
+
+
+def sum_over_all(losses):
+    dist.all_reduce(total := losses.sum())
+    return total
+
+
+def sum_by_own_count(losses):
+    mean = sum_over_all(losses) / 2.5
+    return mean.item()
+
+
+def validation(numbers=dealt, mean=by_sums):
+    return lambda rank, count, losses: mean(losses(numbers(rank, count)))
+
+
+def test_validate(four_gpus):
+    assert check.validate(validation())
+    assert check.validate(validation(side_by_side))
+    assert check.validate(validation(mean=lambda losses: torch.tensor([by_sums(losses)])))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("numbers", "mean", "words"),
     [
-        (in_blocks, "deals like cards"),
-        (lambda samples, ranks, rank: list(range(rank, samples, ranks)), "the same number"),
-        (lambda samples, ranks, rank: list(range(rank, -(-samples // ranks) * ranks, ranks)), "run from 0 to"),
-        (
-            lambda samples, ranks, rank: [
-                min(n, samples - 1) for n in range(rank, -(-samples // ranks) * ranks, ranks)
-            ],
-            "begins again",
-        ),
-        (lambda samples, ranks, rank: range(rank, samples, ranks), "is no list"),
-        (lambda samples, ranks, rank: None, "no `return`"),
+        (dealt, of_means, "the mean of the ranks' means, which have 3 + 3 + 2 + 2 samples"),
+        (dealt, lambda losses: losses.mean().item(), "their sums must meet"),
+        (dealt, lambda losses: by_sums(losses) if dist.get_rank() else (by_sums(losses), None)[1], "no `return`"),
+        (dealt, sum_over_all, "that is the sum"),
+        (dealt, lambda losses: by_sums(losses) / 4, "divided by the number of ranks"),
+        (dealt, sum_by_own_count, "the numbers of samples were not"),
+        (dealt, lambda losses: by_sums(losses) * 1.7, "too large"),
+        (dealt, lambda losses: [by_sums(losses)], "a number is asked for"),
+        (dealt, lambda losses: ..., "your answer is missing"),
+        (filled_up, by_sums, "[0, 1] were asked for twice, because DistributedSampler fills up"),
+        (cut_off, by_sums, "nobody asked for [8, 9]"),
+        (lambda rank, count: range(count), by_sums, "a rank asked for 10 of them"),
+        (lambda rank, count: range(0 if rank else count), by_sums, "a rank asked for 10 of them"),
+        (lambda rank, count: range(rank, count + 4, 4), by_sums, "IndexError"),
     ],
 )
-def test_shard_explains(wrong, words):
-    assert told(check.shard(wrong), words)
+def test_validate_explains(four_gpus, numbers, mean, words):
+    assert told(check.validate(validation(numbers, mean)), words)
+
+
+def test_validate_notices_ranks_without_samples(four_gpus):
+    """A mean times its number is a sum, but for a rank that has none: right with 10 samples, not with 3."""
+
+    def by_weighted_means(losses):
+        sums = torch.stack([losses.mean() * len(losses), torch.tensor(float(len(losses)), device=losses.device)])
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item()
+
+    assert told(check.validate(validation(mean=by_weighted_means)), "3 samples, 4 ranks: nan, nan, nan, nan")
+
+
+def test_validate_needs_gpus():
+    assert told(check.validate(validation()), "there are 0 GPUs")
 
 
 # --- 3: a weighted mean -----------------------------------------------------------------------------------
@@ -236,5 +295,5 @@ STRANGE = [
 
 @pytest.mark.parametrize("number", range(len(STRANGE)))
 def test_no_answer_makes_a_check_raise(two_gpus, number):
-    for each in (check.tree, check.shard, check.factor, check.ranked):
+    for each in (check.tree, check.validate, check.factor, check.ranked):
         assert told(each(STRANGE[number]))

@@ -1,16 +1,16 @@
-"""Checks of lesson 04, distributed data parallel. The last one starts two ranks of its own."""
+"""Checks of lesson 04, distributed data parallel. Two of them start ranks of their own."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
-from helpers.check import compare
+from helpers.check import compare, validation
 from helpers.check.core import call, exercise, given, not_yet, require, show
 from helpers.check.gpus import with_values
 from helpers.launch import launch
 
-__all__ = ["factor", "ranked", "samples", "shard", "tree"]
+__all__ = ["factor", "ranked", "samples", "tree", "validate"]
 
 
 # ------------------------------------------------------------------------------------- 1: a broadcast as a tree
@@ -50,35 +50,26 @@ def _targets(step: object, have: set[int], what: str, ranks: int) -> set[int]:
     return set(targets)
 
 
-# --------------------------------------------------------------------------------------- 2: the sampler's share
+# ------------------------------------------------------------------------------------------ 2: a validation
 
 
 @exercise
-def shard(answer):
-    """`answer(samples, ranks, rank)` must list the numbers that DistributedSampler deals out without shuffling."""
-    for samples, ranks in ((8, 4), (10, 4), (7, 2), (61, 4), (3, 8), (1, 4)):
-        for rank in range(ranks):
-            found, right = call(answer, samples, ranks, rank), _dealt(samples, ranks, rank)
-            require(isinstance(found, list), f"{show(found)} is no list", "a list of whole numbers is asked for")
-            if found != right:
-                what = f"{samples} samples, {ranks} ranks: rank {rank} gets {show(found)}"
-                not_yet(what, _why_not_dealt(found, samples, ranks, rank))
-    return "as DistributedSampler deals them, even where there are fewer samples than ranks"
+def validate(answer):
+    """`answer(rank, count, losses)` must give every one of four ranks the mean loss of all samples, each asked once."""
+    require(callable(answer), f"{show(answer)} cannot be called", "the check needs the function itself")
+    _gpus_with_values(validation.RANKS)
+    found = launch(validation.in_rank, answer, ranks=validation.RANKS, show=False, timeout=20)
+    for place, count in enumerate(validation.COUNTS):
+        values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
+        values = [given(value, answer) for value in values]
+        validation.check_shares(asked, count)
+        validation.check_mean(values, asked, count)
+    return "each sample counted once, the same mean on every rank, also where a rank has no sample"
 
 
-def _dealt(samples: int, ranks: int, rank: int) -> list[int]:
-    return list(DistributedSampler(range(samples), ranks, rank, shuffle=False))
-
-
-def _why_not_dealt(found: list, samples: int, ranks: int, rank: int) -> str:
-    size = len(_dealt(samples, ranks, rank))
-    if not all(type(number) is int and 0 <= number < samples for number in found):
-        return f"the numbers of samples are whole and run from 0 to {samples - 1}"
-    if len(found) != size:
-        return f"every rank gets {size} samples, the same number, so that no rank waits for the others"
-    if found == [number % samples for number in range(rank * size, (rank + 1) * size)]:
-        return "those lie side by side: the sampler deals like cards, one to each rank in turn"
-    return "when the samples are used up the sampler begins again with the first ones"
+def _gpus_with_values(count: int) -> None:
+    again = "run the cell with use_gpus above again"
+    with_values(count, fewer=f"{count} are asked for: {again}", without=f"{again}, without shapes_only")
 
 
 # ------------------------------------------------------------------------------------------ 3: a weighted mean
@@ -153,8 +144,7 @@ def _in_rank(rank: int, answer) -> dict:
 def ranked(answer):
     """`answer(rank, samples, log)` must train for three epochs on two ranks, and end where one GPU ends."""
     require(callable(answer), f"{show(answer)} cannot be called", "the check needs the function itself")
-    again = "run the cell with use_gpus above again"
-    with_values(RANKS, fewer=f"two are asked for: {again}", without=f"{again}, without shapes_only")
+    _gpus_with_values(RANKS)
     found = launch(_in_rank, answer, ranks=RANKS, show=False, timeout=30)
     for each in found:
         returned = given(each["returned"], answer)
