@@ -47,13 +47,21 @@ def _mixture_error(op: Operator, name: str, common, device, args) -> RuntimeErro
     if op.is_index and name == "indices":
         return errors.indices_elsewhere(common)
     if op.base == "convolution" and name == "weight":
-        return errors.convolution_weight_elsewhere(*(_type_name(t) for t in args[:2]))
+        return _convolution_error(common, device, args)
     if op.base in ("masked_fill", "masked_fill_") and name == "mask":
         return errors.mask_elsewhere(device, common)
     if op.checks_each or op.base == "embedding":
         return errors.argument_elsewhere(op.name, name, device, common)
     cuda = [d for d in (common, device) if d.type == "cuda"]
     return errors.two_devices(cuda[0], device if device != cuda[0] else common)
+
+
+def _convolution_error(common, device, args) -> RuntimeError:
+    """Types are compared first, and two GPUs have the same; then cuDNN's operator complains (Convolution.cpp)."""
+    if common.type == device.type:
+        operator = "cudnn_convolution_transpose" if args[6] else "cudnn_convolution"
+        return errors.argument_elsewhere(operator, "weight", device, common)
+    return errors.convolution_weight_elsewhere(*(_type_name(t) for t in args[:2]))
 
 
 def _type_name(tensor: torch.Tensor) -> str:

@@ -72,6 +72,16 @@ MIXTURES = {
         lambda: nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2, device=on(0))),
         "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same",
     ),
+    "convolution on another GPU": (
+        lambda: nn.Conv2d(1, 1, 1).to(on(1))(torch.ones(1, 1, 2, 2, device=on(0))),
+        "Expected all tensors to be on the same device, but got weight is on cuda:1, different from other tensors on "
+        "cuda:0 (when checking argument in method wrapper_CUDA__cudnn_convolution)",
+    ),
+    "transposed convolution on another GPU": (
+        lambda: nn.ConvTranspose1d(1, 1, 1).to(on(1))(torch.ones(1, 1, 2, device=on(0))),
+        "Expected all tensors to be on the same device, but got weight is on cuda:1, different from other tensors on "
+        "cuda:0 (when checking argument in method wrapper_CUDA__cudnn_convolution_transpose)",
+    ),
     "index on another GPU": (
         lambda: torch.ones(2, device=on(0))[torch.tensor([0], device=on(1))],
         "indices should be either on cpu or on the same device as the indexed tensor (cuda:0)",
