@@ -125,7 +125,8 @@ def test_validate(four_gpus):
     [
         (dealt, of_means, "the mean of the ranks' means, which have 3 + 3 + 2 + 2 samples"),
         (dealt, lambda losses: losses.mean().item(), "their sums must meet"),
-        (dealt, lambda losses: by_sums(losses) if dist.get_rank() else (by_sums(losses), None)[1], "no `return`"),
+        (dealt, lambda losses: [by_sums(losses), None][min(dist.get_rank(), 1)], "rank 1, 2, 3 returned None"),
+        (dealt, lambda losses: None, "no `return`"),
         (dealt, sum_over_all, "that is the sum"),
         (dealt, lambda losses: by_sums(losses) / 4, "divided by the number of ranks"),
         (dealt, sum_by_own_count, "the numbers of samples were not"),

@@ -61,6 +61,9 @@ def validate(answer):
     found = launch(validation.in_rank, answer, ranks=validation.RANKS, show=False, timeout=20)
     for place, count in enumerate(validation.COUNTS):
         values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
+        silent = [rank for rank, value in enumerate(values) if value is None]
+        what = f"rank {', '.join(map(str, silent))} returned None"
+        require(len(silent) in (0, len(values)), what, "all are to return the mean: an all-reduce gives it to each")
         values = [given(value, answer) for value in values]
         validation.check_shares(asked, count)
         validation.check_mean(values, asked, count)
