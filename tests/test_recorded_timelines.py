@@ -9,7 +9,16 @@ from matplotlib.colors import to_hex
 from torch import nn
 
 from helpers.plots.alt_text import alt_text
-from helpers.timeline import Timeline, Work, describe_timeline, format_time, record_timeline, timeline_bars
+from helpers.timeline import (
+    Timeline,
+    Work,
+    describe_time_use,
+    describe_timeline,
+    format_time,
+    record_timeline,
+    time_use,
+    timeline_bars,
+)
 from helpers.timeline.trace import BLOCK, work_of
 from helpers.virtual import virtual_gpus
 
@@ -94,6 +103,62 @@ def test_work_at_the_same_time_counts_once_and_copies_do_not():
     assert timeline.busy_seconds(0) == 6 and timeline.utilisation(0) == 0.6 and timeline.utilisation(1) == 0
 
 
+# ---- what a GPU waits for ------------------------------------------------------------------------------------------
+
+
+def of(seconds, *work, modelled=True):
+    timeline = Timeline()
+    timeline.seconds, timeline.work, timeline.modelled = seconds, [Work(*each, "") for each in work], modelled
+    return timeline
+
+
+def test_each_moment_counts_once_at_the_first_that_holds():
+    timeline = of(
+        20.0,
+        (0, 1, 4, "forward"),
+        (0, 3, 7, "collective"),
+        (0, 6, 9, "copy"),
+        (1, 8, 12, "forward"),
+        (1, 14, 15, "copy"),
+    )
+    used = time_use(timeline, 0)
+    assert used == (3, 3, 2, 4, 8) and used.waiting == 17  # 1 to 4; to 7; to 9; to 12 and 14 to 15; the rest
+    assert time_use(timeline, 1) == (4, 0, 1, 7, 8)
+    assert sum(used) == sum(time_use(timeline, 1)) == timeline.seconds
+
+
+def test_a_gpu_that_waits_for_another_and_for_copies(two_gpus):
+    for gpu in (0, 1):
+        used = time_use(two_gpus, gpu)
+        assert sum(used) == pytest.approx(two_gpus.seconds)
+        assert used.computing == pytest.approx(two_gpus.busy_seconds(gpu))
+        assert used.others > 0.3 * two_gpus.seconds and 0 < used.copying < 0.1 * two_gpus.seconds
+
+
+def test_a_gpu_that_waits_for_the_host():
+    with virtual_gpus(1, shapes_only=True), record_timeline() as timeline:
+        x = torch.empty(8, device="cuda:0")
+        for _ in range(20):
+            x = x + 1
+    used = time_use(timeline, 0)
+    assert used.nothing > 0.6 * timeline.seconds and used.others == used.copying == used.collective == 0
+
+
+def test_a_table_of_what_each_gpu_does():
+    told = describe_time_use({"a": of(0.01, (0, 0, 0.004, "forward"), (1, 0.004, 0.01, "step")), "b": of(1.0)})
+    assert told.splitlines() == [
+        "modelled ms   in all  computing collective    copying     others    nothing",
+        "a cuda:0        10.0        4.0        0.0        0.0        6.0        0.0",
+        "a cuda:1        10.0        6.0        0.0        0.0        4.0        0.0",
+    ]
+    assert describe_time_use(of(1.0, (3, 0, 1, "step"), modelled=False)).startswith("measured ms")
+
+
+def test_a_gpu_that_did_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"GPU 2 did nothing in this timeline, whose GPUs are \[0\]"):
+        time_use(of(1.0, (0, 0, 1, "step")), 2)
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(1.1324, "1,132 ms"), (0.0123456, "12.3 ms"), (2e-5, "0.02 ms")])
 def test_times_in_words(seconds, said):
     assert format_time(seconds) == said
@@ -125,12 +190,18 @@ def test_a_trace_is_read_as_work():
         launch(2, 1100, 2), kernel(2, "sgemm", 1110, 40, device=1),
         launch(3, 1310, 1), kernel(3, "multi_tensor", 1320, 10),
         launch(4, 1050, 1), kernel(4, "ncclDevKernel_AllReduce", 1060, 30),
-        event("gpu_memcpy", "Memcpy PtoP", 1200, 5, 7, device=0, correlation=9),
+        event("gpu_memcpy", "Memcpy PtoP", 1200, 5, 7, fromDevice=0, inDevice=0, toDevice=1, correlation=9),
+        event("gpu_memcpy", "Memcpy HtoD", 1250, 5, 7, device=1, correlation=10),
         kernel(77, "launched before the trace", 1400, 5),
     ]  # fmt: skip
     seconds, work = work_of(trace)
     assert seconds == pytest.approx(500e-6)
     assert [(w.gpu, w.kind) for w in work] == [
-        (0, "forward"), (0, "collective"), (1, "backward"), (0, "copy"), (0, "step"), (0, "forward"),
+        (0, "forward"), (0, "collective"), (1, "backward"), (0, "copy"), (1, "copy"), (1, "copy"), (0, "step"),
+        (0, "forward"),
     ]  # fmt: skip
     assert (work[0].start, work[0].end) == (pytest.approx(10e-6), pytest.approx(30e-6))
+    measured = Timeline()
+    measured.seconds, measured.work, measured.modelled = seconds, work, False
+    in_us = [1e6 * part for part in time_use(measured, 0)]  # 20 + 10 + 5 computing; 40 of the other, and its copy
+    assert in_us == pytest.approx([35, 30, 5, 45, 385])

@@ -5,6 +5,7 @@
     timeline.seconds, timeline.utilisation(0)
     timeline_bars({"two GPUs": timeline})          # a row per GPU: forward, backward, step, copies
     print(describe_timeline(timeline))
+    print(describe_time_use(timeline))             # a line per GPU: computing, or waiting, and for what
 
 Virtual GPUs have a modelled clock (`helpers.virtual`); on real ones torch.profiler measures, which slows the program
 itself down. `timeline.modelled` says which of the two it was, and so do picture and words.
@@ -12,10 +13,23 @@ itself down. `timeline.modelled` says which of the two it was, and so do picture
     record   `record_timeline`
     trace    the profiler's events, read
     picture  `timeline_bars`
+    use      `time_use`: what a GPU waits for
 """
 
 from helpers.timeline.picture import timeline_bars
 from helpers.timeline.record import Timeline, describe_timeline, format_time, record_timeline
 from helpers.timeline.trace import KINDS, Work
+from helpers.timeline.use import TimeUse, describe_time_use, time_use
 
-__all__ = ["KINDS", "Timeline", "Work", "describe_timeline", "format_time", "record_timeline", "timeline_bars"]
+__all__ = [
+    "KINDS",
+    "TimeUse",
+    "Timeline",
+    "Work",
+    "describe_time_use",
+    "describe_timeline",
+    "format_time",
+    "record_timeline",
+    "time_use",
+    "timeline_bars",
+]

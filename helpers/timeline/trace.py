@@ -43,8 +43,14 @@ def work_of(events: Sequence[dict]) -> tuple[float, list[Work]]:
             launch = launches.get(event["args"].get("correlation"))
             kind = _ON_GPU[event["cat"]] or _phase(event["name"], launch, thread, steps)
             start = (event["ts"] - begin) / 1e6
-            work.append(Work(event["args"]["device"], start, start + event["dur"] / 1e6, kind, event["name"]))
+            end = start + event["dur"] / 1e6
+            work += [Work(gpu, start, end, kind, event["name"]) for gpu in _gpus(event["args"])]
     return block["dur"] / 1e6, sorted(work, key=lambda each: each.start)
+
+
+def _gpus(args: dict) -> list[int]:
+    """One, or for a copy between two GPUs both: it names its ends, and no "device"."""
+    return [args["device"]] if "device" in args else sorted({args["fromDevice"], args["toDevice"]})
 
 
 def _phase(name: str, launch: dict | None, thread, steps) -> str:
