@@ -194,6 +194,7 @@ def test_backward_in_parts():
     [
         (in_parts(lambda y, labels, parts: 1 / len(parts)), "counts by its share"),
         (in_parts(lambda y, labels, parts: 1), "times as large"),
+        (in_parts(lambda y, labels, parts: len(y)), "their mean is asked for"),
         (in_parts(right, log=lambda loss, y, labels: loss.item()), "not yet"),
         (at_once, "more than a micro-batch"),
         (drops_the_last, "there are 50"),
