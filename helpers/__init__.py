@@ -13,6 +13,7 @@
     memory         memory readings per GPU, from GPUtil and from torch.cuda; what was refused; the largest batch
     monitor        memory over time: every allocation of a run, its phases, its peak and what held it
     timeline       who works when: modelled on virtual GPUs, torch.profiler's record on real ones
+    waiting        steps in which GPUs wait, for lesson 07's exercise
     oom            out of memory: what is on a GPU, who keeps it, how it lies there, how large a batch may be
     plots          readings in, matplotlib axes out
     widgets        panels: sliders for a job's memory on every GPU, memory while a training runs

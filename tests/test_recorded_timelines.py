@@ -23,6 +23,12 @@ from helpers.timeline.trace import BLOCK, work_of
 from helpers.virtual import virtual_gpus
 
 
+def of(seconds, *work, modelled=True):
+    timeline = Timeline()
+    timeline.seconds, timeline.work, timeline.modelled = seconds, [Work(*each, "") for each in work], modelled
+    return timeline
+
+
 def recorded():
     with virtual_gpus(2, shapes_only=True):
         nets = [nn.Linear(4096, 4096).to(gpu) for gpu in range(2)]
@@ -79,6 +85,27 @@ def test_bars_look_like_their_keys_and_a_short_copy_is_seen(two_gpus):
     assert face == edge and keys["copy"].get_linewidth() >= 1
 
 
+def corners(timeline, kind_at):
+    """(left, right, height) of the bars of the first axes, in ms and rows, by their place among the kinds drawn."""
+    bars = timeline_bars(timeline).axes[0].collections[kind_at]
+    found = [path.vertices for path in bars.get_paths()]
+    return [tuple(round(float(x), 3) for x in (*np.ptp(v, axis=0), v[:, 0].min())) for v in found]
+
+
+def test_a_bar_is_as_high_as_the_share_of_its_time_in_which_kernels_run():
+    often = [(0, tick / 1e4, tick / 1e4 + 2.5e-5, "forward") for tick in range(1000)]  # a quarter of 0.1 s
+    timeline = of(1.0, *often, (0, 0.5, 0.9, "forward"))
+    (low, whole) = corners(timeline, 1)
+    assert low[:2] == (99.925, pytest.approx(0.18, abs=1e-3)) and whole == (400, 0.72, 500)
+
+
+def test_kernels_lie_in_front_of_the_collective_that_runs_meanwhile():
+    figure = timeline_bars(of(1.0, (0, 0.2, 0.5, "backward"), (0, 0.1, 0.9, "collective")))
+    drawn = [look(bar)[0] for bar in figure.axes[0].collections if bar.get_paths()]
+    keys = {key.get_label(): look(key)[0] for key in figure.legends[0].get_patches()}
+    assert drawn == [keys["collective"], keys["backward"]]
+
+
 def test_nothing_to_draw_is_refused():
     for nothing in ({}, Timeline(), {"a": Timeline()}):
         with pytest.raises(ValueError, match="nothing to draw"):
@@ -104,12 +131,6 @@ def test_work_at_the_same_time_counts_once_and_copies_do_not():
 
 
 # ---- what a GPU waits for ------------------------------------------------------------------------------------------
-
-
-def of(seconds, *work, modelled=True):
-    timeline = Timeline()
-    timeline.seconds, timeline.work, timeline.modelled = seconds, [Work(*each, "") for each in work], modelled
-    return timeline
 
 
 def test_each_moment_counts_once_at_the_first_that_holds():

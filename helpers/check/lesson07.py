@@ -3,28 +3,64 @@
 from helpers.advice import NETS, advise
 from helpers.check.core import call, exercise, not_yet, require, show
 from helpers.memory import MiB, format_bytes
-from helpers.scaling import Cluster, amdahl_seconds
+from helpers.scaling import Cluster, amdahl, amdahl_seconds
+from helpers.timeline import Timeline, TimeUse, time_use
+from helpers.waiting import JOBS, record_job
 
-__all__ = ["cheapest", "choices", "fits", "serial_share"]
+__all__ = ["causes", "changes", "choices", "fits", "judge"]
 
 
-# ------------------------------------------------------------------------------------------ 1: Amdahl backwards
+# ------------------------------------------------------------------------------------------ 1: read a scaling log
+
+_PAYS = 1.5  # times as fast, by twice the GPUs
+
+
+def _log(one: float, serial: float, most: int, jump_at: int = 1024, factor: float = 1.0) -> dict[int, float]:
+    """{GPUs: seconds} by Amdahl's law, from `jump_at` GPUs on `factor` times as long."""
+    counts = [2**power for power in range(most.bit_length())]
+    return {n: amdahl_seconds(one, serial, n) * (factor if n >= jump_at else 1.0) for n in counts}
+
+
+_LOGS = (
+    _log(0.32, 0.02, 64, jump_at=16, factor=3.0),
+    _log(1.0, 0.0, 4),
+    _log(2.0, 0.15, 16),
+    _log(8.0, 0.05, 8, jump_at=4, factor=1.7),  # from 4 to 8 it pays again, but from 2 to 4 it does not
+)
 
 
 @exercise
-def serial_share(answer):
-    """`answer(one, many, gpus)` must give the share of one GPU's time that does not get shorter."""
-    for one, serial, gpus in ((100.0, 0.25, 4), (8.0, 0.0, 8), (3.0, 1.0, 2), (52.0, 0.04, 64), (0.5, 0.1, 3)):
-        many = amdahl_seconds(one, serial, gpus)
-        found = call(answer, one, many, gpus)
-        require(isinstance(found, (int, float)), f"{show(found)} is no number", "a share from 0 to 1 is asked for")
-        if not abs(found - serial) <= 1e-6:  # nan is no answer
-            what = f"one GPU {one:g} s, {gpus} GPUs {many:.3f} s: the share is {found:.3g}"
-            not_yet(what, _why_share(found, one, many, gpus))
-    return "from two runs you can say what a third would bring"
+def judge(answer):
+    """`answer(seconds)`, of {GPUs: seconds of a step}, must give (GPUs up to which doubling pays, Amdahl's share)."""
+    for seconds in _LOGS:
+        found = call(answer, dict(seconds))
+        is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+        require(is_pair, f"judge returned {show(found)}", "two numbers are asked for: (gpus, share)")
+        gpus, share = found
+        log = ", ".join(f"{n}: {each:.3g} s" for n, each in seconds.items())
+        _check_count(gpus, seconds, f"{log}: up to {show(gpus)} GPUs")
+        require(isinstance(share, (int, float)), f"{show(share)} is no number", "a share from 0 to 1 is asked for")
+        one, many = seconds[1], seconds[gpus]
+        right = (many / one - 1 / gpus) / (1 - 1 / gpus)
+        if not abs(share - right) <= 1e-6:  # nan is no answer
+            not_yet(f"{log}: a serial share of {share:.3g}", _why_share(share, one, many, gpus, seconds))
+    return "it pays up to where the links change, and the law holds up to there"
 
 
-def _why_share(found: float, one: float, many: float, gpus: int) -> str:
+def _check_count(gpus: object, seconds: dict[int, float], what: str) -> None:
+    require(isinstance(gpus, int) and gpus in seconds, what, f"one of {', '.join(map(str, seconds))} is asked for")
+    gains = {n: seconds[n // 2] / seconds[n] for n in seconds if n > 1}
+    for n, gain in gains.items():
+        pays = f"from {n // 2} to {n} GPUs the step gets {gain:.2f} times as fast, and {_PAYS} is asked for"
+        if n <= gpus:
+            require(gain >= _PAYS, what, pays)
+        elif n == 2 * gpus:
+            require(gain < _PAYS, what, f"it goes on paying: {pays}")
+
+
+def _why_share(found: float, one: float, many: float, gpus: int, seconds: dict[int, float]) -> str:
+    if abs(found - amdahl(seconds)) < 1e-6:
+        return f"that fits all of the log, also where doubling does not pay; T(1) and T({gpus}) are asked for"
     if abs(found - many / one) < 1e-6:
         return "that is the whole time that is left; a part of it is parallel work, 1/n of what it was"
     if abs(found - (many / one - 1 / gpus)) < 1e-6:
@@ -34,33 +70,96 @@ def _why_share(found: float, one: float, many: float, gpus: int) -> str:
     return f"with this share Amdahl's law would give {amdahl_seconds(one, found, gpus):.3f} s on {gpus} GPUs"
 
 
-# --------------------------------------------------------------------------- 2: how many GPUs are worth their money
+# --------------------------------------------------------------------------------------------- 2: why does it wait?
 
-_RUNS = (
-    {1: 100.0, 2: 52.0, 4: 28.0, 8: 17.0, 16: 13.0},
-    {1: 10.0, 2: 5.0, 4: 2.5, 8: 1.25},
-    {1: 60.0, 2: 55.0, 4: 54.0},
-    {8: 20.0, 4: 30.0, 2: 50.0, 1: 90.0},
-)
+CAUSES = ("other stage", "link", "host", "slower rank")
 
 
 @exercise
-def cheapest(answer):
-    """`answer(hours, deadline)` must give the number of GPUs with the fewest GPU-hours that is done in time, or 0."""
-    for hours in _RUNS:
-        for deadline in (1.0, *(each * 1.01 for each in hours.values()), 1000.0):
-            found = call(answer, dict(hours), deadline)
-            require(isinstance(found, int), f"{show(found)} is no whole number", "a number of GPUs is asked for, or 0")
-            in_time = [gpus for gpus, each in hours.items() if each <= deadline]
-            right = min(in_time, key=lambda gpus: gpus * hours[gpus], default=0)
-            if not in_time:
-                require(found == 0, f"{hours}, {deadline:g} h: {found}", "none of them is done in time: 0 is asked for")
-            elif found not in hours or found not in in_time:
-                not_yet(f"{hours}, {deadline:g} h: {found} GPUs", "they are not done in time")
-            elif found * hours[found] > right * hours[right] + 1e-9:
-                paid = f"{found * hours[found]:g} GPU-hours, and {right} GPUs take {right * hours[right]:g}"
-                not_yet(f"{hours}, {deadline:g} h: {found} GPUs", f"these cost {paid}")
-    return "efficiency is money: at 50 % every result costs twice as much"
+def causes(answer):
+    """`answer` must give for each of `helpers.waiting.JOBS` what its GPUs wait for, one of `CAUSES`."""
+    _one_for_each_job(answer, "a cause")
+    for job in JOBS:
+        known = isinstance(answer[job], str) and answer[job].strip().lower() in CAUSES
+        require(known, f"{job}: {show(answer[job])}", f"the words to choose from are {', '.join(map(repr, CAUSES))}")
+        _check_cause(job, answer[job].strip().lower())
+    return "each follows from what runs while a GPU does not compute, and from nothing else"
+
+
+def _check_cause(job: str, found: str) -> None:
+    name, gpu, used = _longest_wait(record_job(job))
+    others = [time_use(each, own) for other, each in record_job(job).items() if other != name for own in each.gpus]
+    if found == _cause(used):
+        return
+    waits = f"of the {_ms(used.waiting)} modelled ms in which cuda:{gpu} does not compute"
+    refuted = {
+        "other stage": f"another GPU of its process works in only {_ms(used.others)} {waits}",
+        "host": f"in only {_ms(used.nothing)} {waits} no GPU of its process does anything",
+        "slower rank": f"it is in a collective for only {_ms(used.collective)} {waits}",
+        "link": _why_no_link(waits, used, others),
+    }
+    not_yet(f"{job}: {found!r}", refuted[found])
+
+
+def _cause(used: TimeUse) -> str:
+    """What most of a GPU's waiting is."""
+    parts = {"slower rank": used.collective, "link": used.copying, "other stage": used.others, "host": used.nothing}
+    return max(parts, key=parts.get)
+
+
+def _why_no_link(waits: str, used: TimeUse, others: list[TimeUse]) -> str:
+    if used.collective > used.copying and others:
+        least = _ms(min(other.collective for other in others))
+        rank = f"it is in a collective for {_ms(used.collective)} {waits}, and the other rank for {least} ms"
+        return f"{rank}: a slow link would hold up both"
+    return f"a copy from or to it runs in only {_ms(used.copying)} {waits}"
+
+
+def _longest_wait(timelines: dict[str, Timeline]) -> tuple[str, int, TimeUse]:
+    """Of all GPUs the one that waits longest: the timeline's name, its number, and its time."""
+    every = [(name, gpu, time_use(each, gpu)) for name, each in timelines.items() for gpu in each.gpus]
+    return max(every, key=lambda each: each[2].waiting)
+
+
+@exercise
+def changes(answer):
+    """`answer` must give for each job a dict with one argument; the job is run so, and must wait half as long."""
+    _one_for_each_job(answer, "a dict with an argument")
+    for job, told in JOBS.items():
+        change = answer[job]
+        one = isinstance(change, dict) and len(change) == 1
+        first = next(iter(told.arguments))
+        require(one, f"{job}: {show(change)}", f"a dict with one argument is asked for, as in {{{first!r}: ...}}")
+        try:
+            after = record_job(job, **change)
+        except (ValueError, TypeError) as error:
+            not_yet(f"{job}: {show(change)}", str(error))
+        _check_change(f"{job} with {show(change)}", record_job(job), after)
+    return "and each was measured: what to change follows from what the GPUs wait for"
+
+
+def _check_change(what: str, before: dict, after: dict) -> None:
+    (_, _, was), (_, gpu, used) = _longest_wait(before), _longest_wait(after)
+    step = f"a step takes {_ms(sum(used))} ms, before {_ms(sum(was))}"
+    meanwhile = {
+        "another GPU works": used.others,
+        "copies run": used.copying,
+        "nothing runs": used.nothing,
+        "it is in a collective": used.collective,
+    }
+    most, asked = max(meanwhile, key=meanwhile.get), _ms(was.waiting / 2)
+    still = f"cuda:{gpu} waits for {_ms(used.waiting)} ms, mostly while {most}, and at most {asked} are asked for"
+    require(used.waiting <= was.waiting / 2, what, f"{still}; {step} (modelled)")
+    require(sum(used) < sum(was), what, f"it waits less, but {step} (modelled): busy is not fast")
+
+
+def _one_for_each_job(answer: object, what: str) -> None:
+    whole = isinstance(answer, dict) and set(answer) == set(JOBS)
+    require(whole, show(answer), f"{what} for each of {', '.join(JOBS)} is asked for")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
 
 
 # ------------------------------------------------------------------------------------ 3: which methods fit a card

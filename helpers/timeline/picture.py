@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.intervals import merged
+from helpers.intervals import merged, seconds_covered
 from helpers.plots.alt_text import set_alt_text
 from helpers.plots.palette import styles
 from helpers.timeline.record import Timeline, describe_timeline
@@ -27,7 +29,8 @@ _GAP = 0.002  # of the width: kernels nearer than that are drawn as one bar
 def timeline_bars(timelines: Mapping[str, Timeline] | Timeline, width: float = 7.0) -> Figure:
     """Draw each timeline in axes of its own, named by its key. Returns the figure.
 
-    Copies lie in a narrow strip below their GPU's row. Raises ValueError for a timeline without work.
+    Kernels too near to be told apart are one bar, as high as the share of its time in which they run. Copies lie in a
+    narrow strip below their GPU's row. Raises ValueError for a timeline without work.
     """
     timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
     if not timelines or not all(timeline.work for timeline in timelines.values()):
@@ -57,10 +60,21 @@ def words(timelines: Mapping[str, Timeline]) -> str:
 
 def _rows(ax, timeline: Timeline, longest: float) -> None:
     for row, gpu in enumerate(timeline.gpus):
-        for kind in KINDS:
-            low, high = (row + 0.34, 0.1) if kind == "copy" else (row - 0.4, 0.72)
-            pieces = merged([(w.start, w.end) for w in timeline.work if (w.gpu, w.kind) == (gpu, kind)], _GAP * longest)
-            ax.broken_barh([(1e3 * a, 1e3 * (b - a)) for a, b in pieces], (low, high), **LOOKS[kind])
+        for kind in ("collective", *KINDS[:-1]):  # behind the kernels that run meanwhile
+            spans = sorted((w.start, w.end) for w in timeline.work if (w.gpu, w.kind) == (gpu, kind))
+            bars = [_bar(row, kind, piece, spans) for piece in merged(spans, _GAP * longest)]
+            ax.add_collection(PolyCollection(bars, **LOOKS[kind]))
     ax.set_yticks(range(len(timeline.gpus)), [f"cuda:{gpu}" for gpu in timeline.gpus])
     ax.set_ylim(len(timeline.gpus) - 0.5, -0.5)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def _bar(row: int, kind: str, piece: tuple[float, float], spans: list[tuple[float, float]]) -> list:
+    """Corners of a piece, in ms and rows."""
+    start, end = piece
+    low, high = (row + 0.44, row + 0.34) if kind == "copy" else (row + 0.32, row - 0.4)
+    if kind != "copy" and end > start:
+        inside = spans[bisect_left(spans, (start, 0.0)) : bisect_left(spans, (end, 0.0))]
+        share = seconds_covered(inside) / (end - start)
+        high = low + share * (high - low)
+    return [(1e3 * start, low), (1e3 * start, high), (1e3 * end, high), (1e3 * end, low)]

@@ -16,7 +16,8 @@ class TimeUse(NamedTuple):
 
     computing: it runs a kernel that is no collective's. collective: it is in a collective, and so sends or waits for
     another rank (nvidia-smi calls that busy). copying: a copy from or to it is on its way. others: another GPU of this
-    timeline works. nothing: no GPU does anything, so the host has issued nothing that could begin.
+    timeline works; a GPU may need what that one computes, or the host may be late, busy with the other GPU. nothing: no
+    GPU does anything, so the host has issued nothing that could begin.
     """
 
     computing: float
