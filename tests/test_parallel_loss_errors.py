@@ -42,7 +42,7 @@ def test_outputs_that_are_no_list(four):
         criterion(nn.DataParallel(net().to("cuda:0"))(numbers(10, 6)), classes(10))
     with pytest.raises(ValueError, match="0 outputs for 4 GPUs"):
         criterion([], classes(10))
-    with pytest.raises(ValueError, match=r"outputs\[1\] has no tensor"):
+    with pytest.raises(ValueError, match=r"outputs\[1\], a str, has no tensor that can be found"):
         criterion([batch()[0], "text"], classes(10))
 
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import gather, scatter
 
 from helpers.parallel_loss.loss_checks import check_dim, check_fit, check_ignored, check_weight
 from helpers.parallel_loss.loss_in_forward import LossInForward, total
-from helpers.parallel_loss.on_gpus import Devices, OnGPUs, sizes_in
+from helpers.parallel_loss.on_gpus import Devices, OnGPUs, check_alike, sizes_in
 from helpers.parallel_loss.reductions import (
     Weight,
     count_labels,
@@ -37,7 +37,7 @@ from helpers.parallel_loss.reductions import (
     weight_along,
     weighted_loss,
 )
-from helpers.parallel_loss.shards import as_arguments, device_of, each, is_cut, tensors_in
+from helpers.parallel_loss.shards import arguments_of, device_of, each, is_cut, tensors_in
 
 __all__ = [
     "DataParallelCriterion",
@@ -97,11 +97,12 @@ class DataParallelCriterion(OnGPUs):
     dim         the dimension of the samples in the targets, and in what the criterion gets: 1 for (T, N, ...)
 
     outputs     a list, one entry per GPU. A tuple or a list in it becomes several arguments of the criterion, so that
-                a model that returns (anchor, positive, negative) fits nn.TripletMarginLoss; a dict or a named tuple
-                stays one argument
+                a model that returns (anchor, positive, negative) fits nn.TripletMarginLoss; it stays one if the
+                criterion takes it only so. A dict, a named tuple or a dataclass always stays one argument
     targets     any number of tensors (N, ...), or nested tuples, lists and dicts of them, on one device: they are cut
-                as the inputs were. A list of one entry per output, each on its output's GPU, is taken as cut
-                already; so are the outputs of another call of the model
+                as the inputs were, each tensor along `dim`, so stack a list of one tensor per sample. What is no
+                tensor goes whole to every GPU. A list of one entry per output, each on its output's GPU, is taken as
+                cut already; so are the outputs of another call of the model
 
     Returns, on the first GPU: for "mean" and "sum" one number, shape (); for "none" the losses (N, ...) in order.
     A criterion that returns several losses, in a tuple, list or dict, gets them back so, each one combined; what
@@ -200,18 +201,21 @@ class DataParallelCriterion(OnGPUs):
 
     def _shards(self, outputs: list, targets: tuple, options: dict, devices: list) -> tuple[list[tuple], list[dict]]:
         """The arguments and the keyword arguments of the criterion, GPU by GPU."""
-        columns = [self._cut(target, devices, f"target {number}") for number, target in enumerate(targets)]
-        named = {name: self._cut(value, devices, name) for name, value in options.items()}
+        given = {f"target {number}": target for number, target in enumerate(targets)} | options
+        cut = {name: value for name, value in given.items() if is_cut(value, devices, name)}
+        whole = {name: value for name, value in given.items() if name not in cut}
+        check_alike("targets", list(whole.values()), len(devices), self.dim)
+        cut |= {name: self._cut(value, devices, name) for name, value in whole.items()}
+        named = [{name: cut[name][number] for name in options} for number in range(len(outputs))]
+        columns = [cut[f"target {number}"] for number in range(len(targets))]
         arguments = [
-            (*as_arguments(output), *(column[number] for column in columns)) for number, output in enumerate(outputs)
+            arguments_of(self.module, output, [column[number] for column in columns], named[number])
+            for number, output in enumerate(outputs)
         ]
-        return arguments, [{name: cut[i] for name, cut in named.items()} for i in range(len(outputs))]
+        return arguments, named
 
     def _cut(self, target: Any, devices: list[torch.device], name: str) -> list[Any]:
         """One piece of a target per output."""
-        if is_cut(target, devices, name):
-            return target
-        sizes_in(target, self.dim)
         pieces = scatter(target, self.device_ids[: len(devices)], self.dim) if self.device_ids else [target]
         if len(pieces) != len(devices):
             sizes = sorted(set(sizes_in(target, self.dim)))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from helpers.parallel_loss.loss_checks import check_dim, check_fit, check_ignored, check_weight
 from helpers.parallel_loss.reductions import Weight, find_reduction, one_number, weight_along, weighted_loss
-from helpers.parallel_loss.shards import as_arguments, device_of, each
+from helpers.parallel_loss.shards import arguments_of, device_of, each
 
 __all__ = ["LossInForward", "total"]
 
@@ -59,7 +59,7 @@ class LossInForward(nn.Module):
         if len(inputs) < 2:
             raise TypeError("call it with the inputs of the model and then the targets: net(images, labels)")
         *inputs, targets = inputs
-        arguments = (*as_arguments(self.module(*inputs, **kwargs)), targets)
+        arguments = arguments_of(self.criterion, self.module(*inputs, **kwargs), [targets], {})
         where = str(device_of(targets, "the last argument, the targets,"))
         check_fit(self.criterion, arguments, {}, where, self.dim)
         if self.reduction == "sum":

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import scatter
 
-from helpers.parallel_loss.shards import tensors_in
+from helpers.parallel_loss.shards import left_whole, tensors_in
 
-__all__ = ["Devices", "OnGPUs"]
+__all__ = ["Devices", "OnGPUs", "check_alike", "sizes_in"]
 
 Devices = Sequence[torch.device | str | int]
 
@@ -51,13 +52,8 @@ class OnGPUs(nn.DataParallel):
         """
         if not inputs and not kwargs:
             return (), ()
-        sizes = sorted(set(sizes_in([inputs, kwargs], self.dim)))
+        check_alike("inputs", [inputs, kwargs or {}], len(device_ids), self.dim)
         pieces = scatter((inputs, kwargs or {}), device_ids, self.dim)
-        if sizes and len(pieces) < _pieces(sizes[-1], len(device_ids)):
-            raise ValueError(
-                f"inputs of {' and '.join(map(str, sizes))} samples cannot be cut alike, and samples would be lost: "
-                "every tensor needs one row per sample (x.expand(samples, -1)), or is a buffer of the module"
-            )
         return tuple(piece[0] for piece in pieces), tuple(piece[1] for piece in pieces)
 
     def parallel_apply(self, replicas: Sequence, inputs: Sequence, kwargs: Any) -> list[Any]:
@@ -68,6 +64,25 @@ class OnGPUs(nn.DataParallel):
         """
         here = _settings()
         return super().parallel_apply([partial(_apply, here, replica) for replica in replicas], inputs, kwargs)
+
+
+def check_alike(name: str, things: list, gpus: int, dim: int) -> None:
+    """ValueError if the tensors are not all cut at the same samples: these would be mixed up or lost, without a word.
+
+    Twice as many rows for each sample are allowed: 8 and 16 make 2 and 4 per GPU.
+    """
+    whole = next(left_whole(things), None)
+    if gpus > 1 and whole is not None:
+        raise ValueError(
+            f"{name} in a {type(whole).__name__} are not cut, and each GPU would get all of them: PyTorch cuts "
+            "tensors, and tuples, lists and dicts of them. Give one of these, such as vars(...) of a dataclass"
+        )
+    sizes = sorted(set(sizes_in(things, dim)))
+    if len({_borders(size, gpus) for size in sizes}) > 1:
+        raise ValueError(
+            f"{name} of {' and '.join(map(str, sizes))} samples cannot be cut alike, and samples would be mixed up or "
+            "lost: every tensor needs one row per sample (x.expand(samples, -1)), or is a buffer of the module"
+        )
 
 
 def sizes_in(thing: Any, dim: int) -> list[int]:
@@ -98,9 +113,10 @@ def _apply(settings: list[Callable], module: Callable, *inputs: Any, **kwargs: A
         return module(*inputs, **kwargs)
 
 
-def _pieces(samples: int, gpus: int) -> int:
-    """How many pieces torch.chunk makes: all of the first one's size, but for the last."""
-    return math.ceil(samples / math.ceil(samples / gpus)) if samples else 0
+def _borders(samples: int, gpus: int) -> tuple[Fraction, ...]:
+    """Where torch.chunk cuts, as parts of the whole: pieces of the first one's size, but for the last."""
+    size = math.ceil(samples / gpus)
+    return tuple(Fraction(border, samples) for border in range(0, samples, max(size, 1)))
 
 
 def _named(gpu: torch.device | str | int) -> Any:

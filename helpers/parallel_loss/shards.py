@@ -1,23 +1,35 @@
 """Pieces of a batch on several GPUs: what tensors are in them, and where those are. Used by `helpers.parallel_loss`."""
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["as_arguments", "device_of", "each", "is_cut", "tensors_in"]
+__all__ = ["arguments_of", "device_of", "each", "is_cut", "left_whole", "tensors_in"]
 
 
 def tensors_in(thing: Any) -> Iterator[Tensor]:
-    """Every tensor in a tensor, or in nested lists, tuples and dicts, in order: where `nn.DataParallel` looks too."""
+    """Every tensor in a tensor, or in nested lists, tuples, dicts (other mappings too) and dataclasses, in order."""
     if isinstance(thing, Tensor):
         yield thing
-    elif isinstance(thing, dict):
-        yield from tensors_in(list(thing.values()))
-    elif isinstance(thing, (list, tuple)):
-        for part in thing:
+    elif isinstance(thing, (Mapping, list, tuple)):
+        for part in thing.values() if isinstance(thing, Mapping) else thing:
             yield from tensors_in(part)
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        yield from tensors_in([getattr(thing, field.name) for field in dataclasses.fields(thing)])
+
+
+def left_whole(thing: Any) -> Iterator[Any]:
+    """What has tensors in it, and yet is not cut: `nn.DataParallel` looks into lists, tuples and dicts only."""
+    if isinstance(thing, (dict, list, tuple)) and not isinstance(thing, PackedSequence):
+        for part in thing.values() if isinstance(thing, dict) else thing:
+            yield from left_whole(part)
+    elif not isinstance(thing, Tensor) and any(True for _ in tensors_in(thing)):
+        yield thing
 
 
 def each(function: Callable[[list], Any], things: Sequence[Any]) -> Any:
@@ -48,17 +60,36 @@ def _shown(thing: Any) -> str:
     return f"{len(thing)} parts" if isinstance(thing, (tuple, list)) else f"a {type(thing).__name__}"
 
 
-def as_arguments(output: Any) -> tuple:
-    """A plain tuple or list is several arguments; a named tuple is one, since its fields are reached by name."""
-    return tuple(output) if isinstance(output, (tuple, list)) and not hasattr(output, "_fields") else (output,)
+def arguments_of(criterion: nn.Module, output: Any, targets: Sequence, options: dict[str, Any]) -> tuple:
+    """What `criterion` is called with, `options` apart: an output and its targets.
+
+    A plain tuple or list is several arguments, unless the criterion takes it only as one. A named tuple is one, since
+    its fields are reached by name.
+    """
+    whole = (output, *targets)
+    if not isinstance(output, (tuple, list)) or hasattr(output, "_fields"):
+        return whole
+    several = (*output, *targets)
+    return whole if _takes(criterion, whole, options) and not _takes(criterion, several, options) else several
+
+
+def _takes(criterion: nn.Module, arguments: tuple, options: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(criterion.forward).bind(*arguments, **options)
+    except (TypeError, ValueError):  # ValueError: written in C++, so that nobody knows
+        return False
+    return True
 
 
 def device_of(thing: Any, name: str) -> torch.device:
     """The device of all tensors in a shard; ValueError if it has none, or some elsewhere."""
     devices = {tensor.device for tensor in tensors_in(thing)}
     if len(devices) != 1:
-        found = "no tensor" if not devices else f"tensors on {', '.join(sorted(map(str, devices)))}"
-        raise ValueError(f"{name} has {found}: a shard must have tensors, all on one GPU")
+        found = f"tensors on {', '.join(sorted(map(str, devices)))}" if devices else "no tensor that can be found"
+        raise ValueError(
+            f"{name}, a {type(thing).__name__}, has {found}: a shard must have tensors, all on one GPU, alone or in "
+            "tuples, lists, dicts or dataclasses"
+        )
     return devices.pop()
 
 
