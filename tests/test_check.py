@@ -123,6 +123,29 @@ def test_an_error_names_the_learners_own_line():
     assert "nn.Linear(2, 2)(torch.ones(3, 3))" in wrong_shapes and "shapes cannot be multiplied" in wrong_shapes
 
 
+class Breaks(nn.Module):
+    def forward(self, x):
+        return self.how(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda x: x.nonsense, "AttributeError: 'Tensor' object has no attribute 'nonsense'"),
+        (lambda x: torch.empty(2**40, device=x.device), "OutOfMemoryError: CUDA out of memory. Tried to allocate 4096"),
+    ],
+    ids=["attribute", "memory"],
+)
+def test_an_error_in_a_thread_of_data_parallel_is_told_in_its_own_words(how, words):
+    """Its text is a whole traceback, whose end would be cut off."""
+    module = Breaks()
+    module.how = how
+    with virtual_gpus(2):
+        verdict = exercise(lambda answer: nn.DataParallel(answer)(torch.ones(4, 2, device="cuda")))(module)
+    assert verdict.text.startswith("not yet: your code stopped at `") and f"because of {words}" in verdict.text
+    assert "Traceback" not in verdict.text and "lambda x: " in verdict.text
+
+
 def test_a_check_leaves_the_random_state_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()

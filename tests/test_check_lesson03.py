@@ -1,9 +1,13 @@
 """The checks of lesson 03: solutions pass, typical mistakes are explained, nothing raises."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from helpers.check import cuts
 from helpers.check import lesson03 as check
 from helpers.parallel_loss import DataParallelCriterion
 from helpers.virtual import virtual_gpus
@@ -11,7 +15,7 @@ from tests.check_answers import Hostile, measured_once, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
-CHECKS = (check.combine, check.masked_criterion, check.peaks, check.largest_fused)
+CHECKS = (check.combine, check.masked_criterion, check.losses, check.peaks, check.largest_fused)
 
 
 @pytest.fixture(params=[2, 4])
@@ -103,7 +107,80 @@ def test_what_needs_values_says_so(titans):
     assert told(check.masked_criterion(answer), "use_gpus(4, memory='16 GiB')")
 
 
-# --- 3: four peaks --------------------------------------------------------------------------------------
+# --- 3: which losses can be cut -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers():
+    with virtual_gpus(4):
+        yield {"binary": cuts.AS_IT_IS, "present": lambda scores, tags: tags.sum(), "triplet": cuts.AS_IT_IS} | (
+            dict.fromkeys(("root", "Dice", "ranking"), cuts.NOT_AT_ALL)
+        )
+
+
+def samples(scores, tags):
+    return len(scores)
+
+
+def test_losses(answers):
+    assert check.losses(answers)
+    assert check.losses(answers | {"binary": samples, "present": lambda scores, tags: (tags == 1).sum().item()})
+
+
+def both_sums(scores, tags):
+    return (scores.sigmoid() + tags).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("binary", cuts.NOT_AT_ALL, "it can be had: one GPU 1.104, 4 GPUs 1.104"),
+        ("triplet", cuts.NOT_AT_ALL, "What is its mean over?"),
+        ("present", cuts.NOT_AT_ALL, "it can be had"),
+        ("present", cuts.AS_IT_IS, "as it is: one GPU 0.996, 4 GPUs 0.972"),
+        ("present", samples, "with your weight: one GPU 0.996, 4 GPUs 0.972"),
+        ("present", lambda scores, tags: tags.mean(), "make another mean"),
+        ("triplet", lambda scores, tags: tags.sum(), "make another mean"),
+        ("root", cuts.AS_IT_IS, "make another mean"),
+        ("Dice", cuts.AS_IT_IS, "make another mean"),
+        ("Dice", both_sums, "the gradient is off by 31%: a weight counts as a constant"),
+        ("ranking", cuts.AS_IT_IS, "make another mean"),
+        ("ranking", lambda scores, tags: (tags == 1).sum() * (tags == 0).sum(), "make another mean"),
+        ("root", True, "'not at all' or the weight"),
+        ("root", lambda scores: 1, "your code stopped"),
+        ("root", lambda scores, tags: None, "your code stopped"),
+    ],
+)  # fmt: skip
+def test_losses_explains(answers, name, wrong, words):
+    assert told(check.losses(answers | {name: wrong}), name if "stopped" not in words else "", words)
+
+
+def test_losses_wants_all_and_four_gpus(answers):
+    assert told(check.losses({"root": cuts.AS_IT_IS}), "these are: binary, present")
+    assert told(check.losses(answers | {"root": ...}), "still holds ...")
+    with virtual_gpus(2):
+        assert told(check.losses(answers), "there are 2 GPUs", "use_gpus(4, ...)")
+
+
+def test_an_answer_does_not_tell_the_next(answers):
+    """One loss at a time, and no word of the other kinds of answer."""
+    told_of = check.losses(dict.fromkeys(answers, cuts.NOT_AT_ALL)).text
+    assert "binary" in told_of and not any(word in told_of for word in ("present", "triplet", "weight", cuts.AS_IT_IS))
+
+
+def test_the_lesson_shows_the_losses_that_are_checked():
+    lesson = json.loads((Path(__file__).parents[1] / "notebooks" / "03_parallel_loss.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in lesson["cells"] if cell["cell_type"] == "code"]
+    (shown,) = [cell for cell in cells if "\nlosses = {" in cell]
+    names = {}
+    exec(shown, names)
+    scores, tags = torch.randn(4, 6), torch.arange(24).reshape(4, 6) % 2
+    assert list(names["losses"]) == list(cuts.LOSSES)
+    for name, loss in names["losses"].items():
+        torch.testing.assert_close(loss(scores, tags.float()), cuts.LOSSES[name](scores, tags.float()))
+
+
+# --- 4: four peaks --------------------------------------------------------------------------------------
 
 PEAKS = {"DataParallel": 9.36, "output_device=1": 2.83, "loss in forward": 3.89, "parallel loss": 3.89}
 LOGITS = 200 * 163 * 20_000 * 4 / 2**30
@@ -131,7 +208,7 @@ def test_peaks_wants_all_four(titans):
     assert told(check.peaks(PEAKS | {"parallel loss": ...}), "still holds ...")
 
 
-# --- 4: what limits now ---------------------------------------------------------------------------------
+# --- 5: what limits now ---------------------------------------------------------------------------------
 
 
 def test_largest_fused(titans):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -143,12 +144,16 @@ def _sentence(error: BaseException) -> str:
     return f"your code stopped{where(error)}, because of {words(error)}"
 
 
+# An error in a thread of nn.DataParallel: its text is a whole traceback, with the error's own words at the end.
+_IN_A_THREAD = re.compile(
+    r"Caught (?P<kind>\w+) in replica .*\nOriginal Traceback(?P<lines>[\s\S]*)\n[\w.]*(?P=kind): (?P<message>[\s\S]*)"
+)
+_LINES = re.compile(r'  File "(.+)", line \d+, in .+\n    (.+)\n')
+
+
 def words(error: BaseException) -> str:
     """An error's kind and text as one line, shortened."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - so may the text of an error
-        message = "an error whose text cannot be shown"
+    message = " ".join(_text(error, "message").split())
     message = message if len(message) <= 300 else message[:296] + " ..."
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
@@ -156,7 +161,18 @@ def words(error: BaseException) -> str:
 def where(error: BaseException) -> str:
     """Such as " at `x + y`": the learner's line, the last on the way that is neither installed nor of this package."""
     others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(others) and "site-packages" not in frame.filename and frame.line:
-            return f" at `{frame.line}`"
+    on_the_way = [(frame.filename, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
+    for filename, line in reversed(on_the_way + _LINES.findall(_text(error, "lines"))):
+        if not filename.startswith(others) and "site-packages" not in filename and line:
+            return f" at `{line}`"
     return ""
+
+
+def _text(error: BaseException, part: str) -> str:
+    """The `message` of an error, or the `lines` of the traceback that is in its text: none for most."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the text of an error may raise, too
+        text = "an error whose text cannot be shown"
+    in_a_thread = _IN_A_THREAD.match(text)
+    return in_a_thread[part] if in_a_thread else {"message": text, "lines": ""}[part]

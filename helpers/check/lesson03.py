@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.article_job import LENGTH
-from helpers.check import compare
+from helpers.check import compare, cuts
 from helpers.check.core import call, exercise, not_yet, require, show
 from helpers.check.gpus import four_cards_of_12_gb, four_without_values, with_values
 from helpers.data import random_tokens
@@ -15,7 +15,7 @@ from helpers.memory import GiB, largest_batch, peak_memory
 from helpers.models import bert_article
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
 
-__all__ = ["combine", "largest_fused", "masked_criterion", "peaks"]
+__all__ = ["combine", "largest_fused", "losses", "masked_criterion", "peaks"]
 
 BATCH, VOCABULARY, KNOWN_VOCABULARY = 200, 20_000, 30_000
 FUSED_VOCABULARY, STEP, MOST = 10_000, 40, 4_000
@@ -101,7 +101,20 @@ def _check_masked(criterion: nn.Module, gpus: list[torch.device], inputs: Tensor
         compare.tensor(gradient, wanted)
 
 
-# ------------------------------------------------------------------------------------------------ 3: four peaks
+# ------------------------------------------------------------------------------------ 3: which losses can be cut
+
+
+@exercise
+def losses(answers):
+    """For each loss of `cuts.LOSSES`: "as it is", "not at all", or the weight that DataParallelCriterion needs."""
+    cuts.check_names(answers)
+    gpus = _gpus_with_values(4)
+    for name in cuts.LOSSES:
+        cuts.check_cut(name, answers[name], gpus)
+    return "loss and gradient of one GPU wherever they can be had, and only there"
+
+
+# ------------------------------------------------------------------------------------------------ 4: four peaks
 
 
 class _PerWord(nn.CrossEntropyLoss):
@@ -172,7 +185,7 @@ def _why_peak(value: float, peak: float, held: float) -> str:
     return f"it is too {'large' if value > peak else 'small'}: GPU 0 holds {count} at its peak here"
 
 
-# ------------------------------------------------------------------------------------------- 4: what limits now
+# ------------------------------------------------------------------------------------------- 5: what limits now
 
 
 @exercise

@@ -170,7 +170,8 @@ def _weight_tensor(weight: Any, loss: Tensor) -> Tensor:
     if isinstance(weight, (int, float)):
         # Filled in on the GPU: copying a number there would make the host wait.
         return torch.full((), weight, dtype=_wide(loss), device=loss.device)
-    raise TypeError(f"weight= must return one number, what the shard's mean averages over, not {type(weight).__name__}")
+    got = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+    raise TypeError(f"weight= must return one number, what the shard's mean averages over, not {got}")
 
 
 def _wide(loss: Tensor) -> torch.dtype:
