@@ -65,8 +65,8 @@ class DataParallelModel(OnGPUs):
     in order, torch.cat([output.cpu() for output in outputs]) has them. Under torch.autocast("cuda", dtype) every
     GPU computes in that dtype; those of nn.DataParallel compute in float16, whatever the dtype.
 
-    ValueError for device_ids on a machine without GPUs, and for inputs that cannot be cut alike, of which
-    nn.DataParallel would drop samples.
+    ValueError for device_ids on a machine without GPUs, and for inputs that nn.DataParallel would drop, cut at other
+    samples than the rest, or hand whole to every GPU (a dataclass).
     """
 
     def __init__(self, module: nn.Module, device_ids: Devices | None = None, *, dim: int = 0):
