@@ -83,7 +83,8 @@ class Track:
     def load(self, now: float) -> float:
         """Share of the last second before `now` (of the time so far, if that is less) in which kernels ran."""
         since = max(0.0, now - _WINDOW)
-        busy = sum(max(0.0, min(end, now) - max(start, since)) for start, end in self.busy)
+        spans = self.busy.copy()  # in one piece: whoever asks, such as a live panel, is often another thread
+        busy = sum(max(0.0, min(end, now) - max(start, since)) for start, end in spans)
         return busy / (now - since) if now > since else 0.0
 
     @property

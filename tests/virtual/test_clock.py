@@ -67,6 +67,20 @@ def test_the_load_is_that_of_the_last_second():
     assert len(clock.tracks[0].busy) < 2000
 
 
+def test_the_load_can_be_asked_for_while_another_thread_works():
+    """A live panel asks in the midst of a training."""
+    clock = Clock(1)
+
+    class Span(list):
+        def __iter__(self):
+            clock.launch(0, 0, 0.25 * MS, 1 * MS, "kernel")
+            return super().__iter__()
+
+    clock.tracks[0].busy.extend([Span([0.0, 1 * MS]), Span([2 * MS, 3 * MS])])
+    clock.now = 4 * MS
+    assert clock.tracks[0].load(clock.now) == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("kind", kinds())
 def test_costs_are_finite_and_grow_with_size_on_every_gpu(kind):
     for name in ("mm", "add", "_softmax", "sum"):
