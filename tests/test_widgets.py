@@ -1,6 +1,7 @@
 """The interactive panels: the explorer's sliders, words and still picture; the live panel's thread, end and remains."""
 
 import re
+import struct
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -227,13 +228,14 @@ def test_a_job_that_is_given_is_what_the_controls_say():
 
 
 class Page:
-    """What a notebook's page would show: the bundles of one output."""
+    """What a notebook's page would show: the bundles of one output, and how large it is told that the last one is."""
 
     def __init__(self, bundle):
-        self.bundles = [bundle]
+        self.bundles, self.size = [bundle], None
 
-    def update(self, bundle, raw):
+    def update(self, bundle, metadata, raw):
         self.bundles.append(bundle)
+        self.size = metadata["image/png"]
 
 
 @pytest.fixture
@@ -249,6 +251,11 @@ def page(monkeypatch):
     monkeypatch.setattr(IPython.display, "display", display)
     yield pages
     assert not [thread for thread in threading.enumerate() if thread.name == "live_memory"]
+
+
+def png_size(encoded):
+    """Width and height in pixels, which a PNG file's header says."""
+    return struct.unpack(">II", b64decode(encoded)[16:24])
 
 
 @pytest.fixture
@@ -280,13 +287,15 @@ def test_what_remains_are_the_peaks(page, gpus, capsys):
         with live_memory(every=0.005) as panel:
             torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
             time.sleep(0.02)
-        remains.append(page[-1].bundles[-1]["image/png"])
+        remains.append(page[-1].bundles[-1])
         assert [reading.peak_allocated for reading in panel.readings] == [0, GIB]
         assert capsys.readouterr().out == panel.words + "\n"
         assert panel.words.startswith("GPU 1 holds 1.00 GiB (peak allocated) of 2.00 GiB")
         assert texts(panel._picture.value)[0] == "Peaks of this run"
         torch.cuda.empty_cache()
     assert remains[0] == remains[1]  # however often the thread had looked
+    assert set(remains[0]) == {"image/png"}  # a panel would be gone from the page with its kernel
+    assert png_size(remains[0]["image/png"]) == (page[0].size["width"], page[0].size["height"])
     assert all("text/plain" not in bundle for each in page for bundle in each.bundles)
 
 
@@ -358,6 +367,32 @@ def test_a_long_run_keeps_a_short_curve(page, gpus):
         for _ in range(1000):
             panel._look([0])
     assert len(panel._history[0]) <= live_panel.MOST
+
+
+def of(allocated, reserved, capacity=16 * GIB):
+    return Readings([Reading(0, "GPU", capacity, allocated, allocated, reserved, reserved)])
+
+
+@pytest.mark.parametrize(
+    ("reserved", "whole", "filled"),
+    [(2**20, "1.00 MiB", 1), (100 * 2**20, "128 MiB", 100 / 128), (128 * 2**20, "128 MiB", 1), (0, "1.00 MiB", 0),
+     (129 * 2**20, "256 MiB", 129 / 256), (2 * GIB, "the card", 1 / 8)],
+)  # fmt: skip
+def test_the_scale_of_the_bars_is_said_and_seldom_changes(reserved, whole, filled):
+    """A learner reads off how long a frame is: a power of two, or the card."""
+    for scene in (live_picture.now(of(0, reserved), {}), live_picture.peaks(of(0, reserved))):
+        frame, *bars = [part for part in scene._parts if part_is_bar(part)]
+        assert f"whole frame: {whole}" in texts(scene.svg())
+        assert sum(bar.width for bar in bars) == pytest.approx(filled * frame.width, abs=0.01)
+
+
+def part_is_bar(part):
+    return getattr(part, "height", 0) in (16, 20)
+
+
+def test_a_long_line_is_cut_and_a_short_one_is_not():
+    for line, shown in (("epoch 3", "epoch 3"), ("x" * 96, "x" * 96), ("x" * 97, "x" * 95 + "…")):
+        assert texts(live_picture.now(of(0, 0), {}, line).svg())[0] == shown
 
 
 def test_what_the_driver_says_is_shown_where_it_is_known():

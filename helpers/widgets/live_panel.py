@@ -84,7 +84,8 @@ class LivePanel:
         import ipywidgets
         from IPython.display import display
 
-        self._picture = ipywidgets.HTML()
+        # As high as the image that takes its place: below an image JupyterLab leaves 3 pixels.
+        self._picture = ipywidgets.HTML(layout=ipywidgets.Layout(margin="0 0 3px 0"))
         self._look(indices)
         self._display = display(self._view(), raw=True, display_id=True)
 
@@ -94,10 +95,10 @@ class LivePanel:
         return {kind: data for kind, data in bundle.items() if kind != "text/plain"}
 
     def _close(self) -> None:
-        """Leave the peaks: in the panel, in the notebook's file, and as words."""
+        """Leave the peaks: on the page and in the notebook's file as an image, which needs no kernel, and as words."""
         scene = live_picture.peaks(self.readings)
-        self._picture.value = scene.svg()
-        self._display.update(self._view() | _png(scene), raw=True)
+        self._picture.value = scene.svg()  # the same picture, for the moment until the image is there
+        self._display.update(_png(scene), metadata=_size(scene), raw=True)
         print(self.words)
         if self.error is not None:
             what = f"{type(self.error).__name__}: {self.error}"
@@ -135,6 +136,11 @@ def _in_a_notebook() -> bool:
 
 def _png(scene: Scene) -> dict:
     return {"image/png": b64encode(scene.png()).decode()}
+
+
+def _size(scene: Scene) -> dict:
+    """So that the page keeps the image's place free before it is decoded: nothing below moves."""
+    return {"image/png": {"width": scene.width, "height": scene.height}}
 
 
 __all__ = ["LivePanel", "live_memory"]

@@ -105,7 +105,7 @@ class Scene:
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(self.words)}" '
-            f'font-family="{_FONT}" style="max-width:100%"><defs>{patterns}</defs>'
+            f'font-family="{_FONT}" style="display:block;max-width:100%;height:auto"><defs>{patterns}</defs>'
             f'<rect width="100%" height="100%" fill="white"/>{parts}</svg>'
         )
 
