@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
+from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Page, sync_playwright
+from run_all import METADATA
 
 from tests.programs import free_port
 
@@ -50,8 +53,13 @@ def chromium() -> str | None:
 class Lab:
     """A running JupyterLab, and a browser page in it."""
 
-    def __init__(self, page: Page, url: str, token: str):
-        self.page, self.url, self.token = page, url, token
+    def __init__(self, page: Page, url: str, token: str, folder: Path):
+        self.page, self.url, self.token, self.folder = page, url, token, folder
+
+    def write(self, name: str, cells: list[str]) -> None:
+        """A notebook of one's own beside the lessons, for `open`."""
+        notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=METADATA)
+        (self.folder / f"{name}.ipynb").write_text(nbformat.writes(notebook), encoding="utf-8")
 
     def open(self, lesson: str) -> None:
         """Open a lesson such as "00_start_here", alone in the window, and wait until its kernel is idle."""
@@ -64,8 +72,16 @@ class Lab:
 
         Given to JupyterLab itself: on a busy machine a menu may close again before it is clicked.
         """
-        deadline = time.monotonic() + timeout
+        self.start()
+        self.wait_for_the_end(timeout)
+
+    def start(self) -> None:
+        """Run all cells, and do not wait."""
         self.page.evaluate(_RUN_ALL)
+
+    def wait_for_the_end(self, timeout: float = 180) -> None:
+        """Of the last cell. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout
         while not self._all_ran():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"cells still run after {timeout:.0f} s: {self.counts()}")
@@ -142,7 +158,7 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
             browser = playwright.chromium.launch(executable_path=chromium(), args=list(_QUIET))
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
             page.set_default_timeout(120_000)  # milliseconds; for a machine that has other things to do
-            yield Lab(page, url, token)
+            yield Lab(page, url, token, lessons)
             browser.close()
     finally:
         server.terminate()

@@ -1,4 +1,7 @@
-"""A lesson as a learner runs it: JupyterLab in a real browser, Run All Cells, and what then stands on the page."""
+"""A lesson as a learner runs it: JupyterLab in a real browser, Run All Cells, and what then stands on the page.
+
+And a training under the live panel, which the test holds up until it has seen the panel change.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,93 @@ def test_a_slider_of_lesson_03_moves_and_the_numbers_change(lab):
     assert int(number.replace(",", "")) < 200
     assert f"batch {number}" in after and after != before
     assert len(lab.errors()) == len(errors), lab.errors()
+
+
+# ---- the live panel ------------------------------------------------------------------------------------------------
+
+TRAINING = (
+    """import itertools, time
+from pathlib import Path
+import torch
+from torch import nn
+from helpers import use_gpus
+from helpers.training import DataParallelTrainer
+from helpers.widgets import live_memory, live_picture
+numbers = itertools.count()
+def gate():
+    door = Path(f"door_{next(numbers)}")
+    while not door.exists():
+        time.sleep(0.02)
+class Batches(list):
+    def __iter__(self):
+        gate()
+        return super().__iter__()
+gpus = use_gpus(2, memory="4 GiB")
+net = nn.Linear(1024, 1024)
+job = net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
+batches = Batches([(torch.ones(8, 1024), torch.zeros(8, dtype=torch.long))])""",
+    """with live_memory(every=0.1) as panel:
+    gate()
+    DataParallelTrainer(*job, batches, gpus, log=panel.log, progress=False).train(2)""",
+    """from base64 import b64encode
+print(b64encode(live_picture.peaks(panel.readings).png()).decode())""",
+)
+# What a reader calls flicker: the panel leaves the page, its height changes, a frame is drawn without a picture.
+WATCH = """
+() => {
+    const cell = document.querySelectorAll(".jp-Notebook .jp-CodeCell")[1];
+    const picture = () => cell.querySelector(".jp-OutputArea-output svg[role=img], .jp-OutputArea-output img");
+    window.seen = {panel: cell.querySelector(".widget-html"), removed: 0, blank: 0, heights: []};
+    const look = new MutationObserver((changes) => {
+        for (const change of changes)
+            for (const node of change.removedNodes) window.seen.removed += node.contains(window.seen.panel);
+    });
+    look.observe(cell, {childList: true, subtree: true});
+    const frame = () => {
+        const height = cell.querySelector(".jp-OutputArea-child")?.getBoundingClientRect().height ?? 0;
+        if (window.seen.heights.at(-1) !== height) window.seen.heights.push(height);
+        window.seen.blank += !(picture()?.getBoundingClientRect().height > 100);
+        requestAnimationFrame(frame);
+    };
+    frame();
+}
+"""
+FLICKER = "() => ({removed: seen.removed, blank: seen.blank, heights: seen.heights, still: seen.panel.isConnected})"
+OTHER = """
+(before) => {
+    const texts = [...document.querySelectorAll(".jp-Notebook .widget-html svg text")].map((text) => text.textContent);
+    const now = texts.find((text) => text.includes("MiB, peak"));
+    return now !== before && now;
+}
+"""
+
+
+def wait_for_other_numbers(lab, before: str) -> str:
+    """What the panel says of GPU 0's memory, once it is something else than `before`."""
+    return lab.page.wait_for_function(OTHER, arg=before, timeout=60_000).json_value()
+
+
+def test_the_live_panel_changes_without_flicker_and_leaves_the_peaks(lab):
+    """While a training waits at a door, its memory is on the page; then it may go on. In the end the peaks remain."""
+    lab.write("live_panel", TRAINING)
+    lab.open("live_panel")
+    lab.start()
+    shown = [wait_for_other_numbers(lab, "")]
+    lab.page.evaluate(WATCH)
+    for door in range(2):
+        (lab.folder / f"door_{door}").touch()
+        shown.append(wait_for_other_numbers(lab, shown[-1]))
+    assert shown[0].startswith("0.00 MiB, peak 0.00 MiB") and len(set(shown)) == 3, shown
+    flicker = lab.page.evaluate(FLICKER)
+    assert flicker["still"] and flicker["removed"] == flicker["blank"] == 0 and len(flicker["heights"]) == 1, flicker
+
+    (lab.folder / "door_2").touch()
+    lab.wait_for_the_end(timeout=120)
+    image, words = lab.page.locator(".jp-RenderedImage img"), r"GPU 0 holds .* \(peak allocated\) of 4.00 GiB"
+    image.wait_for()
+    lab.screenshot(SCREENSHOTS / "live_panel.png")
+    flicker = lab.page.evaluate(FLICKER)
+    assert flicker["removed"] == 1 and flicker["blank"] == 0, flicker  # the image took its place, all at once
+    assert max(flicker["heights"]) - min(flicker["heights"]) < 5, flicker
+    assert image.get_attribute("src").split(",")[1].strip() in lab.outputs().split() and re.search(words, lab.outputs())
+    assert lab.page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0, lab.outputs()
