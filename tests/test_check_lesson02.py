@@ -1,5 +1,7 @@
 """The checks of lesson 02: solutions pass, typical mistakes are explained, nothing raises."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +129,16 @@ def test_largest_vocabulary(titans, monkeypatch):
             assert told(verdict, f"{words:,} words", "still fit")
         if words > right[0]:
             assert told(verdict, f"{words:,} words", "GPU 0 runs out of memory")
+
+
+def test_an_answer_that_did_not_fit_leaves_nothing_that_spoils_the_next(titans):
+    gc.collect()
+    gc.disable()  # when it comes by itself is chance
+    try:
+        assert told(check.largest_vocabulary(30_000), "GPU 0 runs out of memory")
+        assert told(check.largest_vocabulary(20_000), "still fit")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("wrong", [24, 24.5, 25_000, 0, -2_000])

@@ -1,5 +1,6 @@
 """Checks of lesson 02, DataParallel."""
 
+import gc
 from collections.abc import Mapping
 
 import torch
@@ -132,6 +133,8 @@ def _fits(vocabulary: int, gpus: list[torch.device]) -> bool:
 
 def _peak(batch: int, vocabulary: int, gpus: list[torch.device], output_device=None) -> int:
     """Bytes of GPU 0 at the peak of the second training step: the first makes Adam's state."""
+    gc.collect()  # a try that ran out of memory leaves its net behind, in cycles
+    torch.cuda.empty_cache()
     model = bert_article(vocabulary)
     adam, loss = torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
     trainer = DataParallelTrainer(model, adam, loss, [], gpus, output_device, progress=False)
