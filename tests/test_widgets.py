@@ -382,7 +382,7 @@ def test_the_scale_of_the_bars_is_said_and_seldom_changes(reserved, whole, fille
     """A learner reads off how long a frame is: a power of two, or the card."""
     for scene in (live_picture.now(of(0, reserved), {}), live_picture.peaks(of(0, reserved))):
         frame, *bars = [part for part in scene._parts if part_is_bar(part)]
-        assert f"whole frame: {whole}" in texts(scene.svg())
+        assert f"frame: {whole}" in texts(scene.svg())
         assert sum(bar.width for bar in bars) == pytest.approx(filled * frame.width, abs=0.01)
 
 

@@ -76,7 +76,7 @@ def _scale(scene: Scene, readings: Readings, width: float) -> float:
     """Pixels per byte, where the longest frame has `width` pixels; what a frame stands for is said above them."""
     length = _length(readings)
     whole = "the card" if length == max(reading.capacity for reading in readings) else format_bytes(length)
-    scene.text(LEFT + width, 40, f"whole frame: {whole}", size=11, anchor="end")
+    scene.text(LEFT + width, 40, f"frame: {whole}", size=11, anchor="end")
     for row, reading in enumerate(readings):
         scene.box(LEFT, TOP + ROW * row + 18, min(reading.capacity / length, 1) * width, 20, CARD)
     return width / length
