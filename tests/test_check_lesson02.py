@@ -13,7 +13,7 @@ from tests.check_answers import Hostile, measured_once, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
-CHECKS = (check.piece_sizes, check.without_prefix, check.peak_moved, check.largest_vocabulary)
+CHECKS = (check.piece_sizes, check.without_prefix, check.peak_moved, check.largest_vocabulary, check.damaged)
 
 
 # --- 1: uneven batches ----------------------------------------------------------------------------------
@@ -150,6 +150,59 @@ def test_largest_vocabulary_wants_the_articles_cards(titans):
     assert told(check.largest_vocabulary(10**9), "no card of 12 GB holds that")
     with virtual_gpus(4, memory="24 GiB", shapes_only=True):
         assert told(check.largest_vocabulary(24_000), "cards of 12 GB are asked for")
+
+
+# --- 5: damaged copies ----------------------------------------------------------------------------------
+
+
+def arrives(source, target, send, sent):
+    return torch.equal(send(sent.to(source), target).cpu(), sent)
+
+
+def ways(gpus, send, fails):
+    return [(a, b) for a in gpus for b in gpus if a != b and fails(a, b, send)]
+
+
+def one_way(a, b, send):
+    return not arrives(a, b, send, torch.randn(1000))
+
+
+def there_and_back(a, b, send):
+    sent = torch.randn(1000)
+    return not torch.equal(send(send(sent.to(a), b), a).cpu(), sent)
+
+
+def test_damaged(four):
+    assert check.damaged(lambda gpus, send: ways(gpus, send, one_way))
+    assert check.damaged(lambda gpus, send: [[a.index, b.index] for a, b in ways(gpus, send, one_way)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda gpus, send: ways(gpus, send, there_and_back), "each direction is a way of its own"),
+        (lambda gpus, send: ways(gpus, send, lambda a, b, send: True), "all ways are whole"),
+        (
+            lambda gpus, send: ways(gpus, send, lambda *way: not arrives(*way, torch.zeros(9))),
+            "send numbers that are not",
+        ),
+        (lambda gpus, send: ways(gpus, torch.Tensor.to, one_way), "by `send`"),
+        (lambda gpus, send: ways(gpus[:2], send, one_way), "on every way"),
+        (lambda gpus, send: [way for way in ways(gpus, send, one_way) if way[0].index < way[1].index], "on every way"),
+        (lambda gpus, send: [a for a, _ in ways(gpus, send, one_way)], "a pair (source, target)"),
+        (lambda gpus, send: len(ways(gpus, send, one_way)), "is no list"),
+        (lambda gpus, send: [("cuda:1", "cuda:2")], "two of `gpus`"),
+        (lambda gpus, send: ..., "your answer is missing"),
+    ],
+)
+def test_damaged_explains(four, wrong, words):
+    assert told(check.damaged(wrong), words)
+
+
+def test_damaged_wants_four_gpus_with_values(titans):
+    assert told(check.damaged(print), "copies of no values")
+    with virtual_gpus(2):
+        assert told(check.damaged(print), "four are asked for")
 
 
 # --- whatever is passed ---------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ from torch import nn
 from helpers.article_job import LENGTH
 from helpers.check import compare
 from helpers.check.core import call, exercise, not_yet, require, show
-from helpers.check.gpus import four_cards_of_12_gb, four_without_values
+from helpers.check.gpus import four_cards_of_12_gb, four_without_values, with_values
 from helpers.data import random_tokens
 from helpers.memory import GiB, peak_memory
 from helpers.models import bert_article
 from helpers.training import DataParallelTrainer
 
-__all__ = ["largest_vocabulary", "peak_moved", "piece_sizes", "without_prefix"]
+__all__ = ["damaged", "largest_vocabulary", "peak_moved", "piece_sizes", "without_prefix"]
 
 MOVED_BATCH, MOVED_VOCABULARY = 100, 20_000
 ARTICLE_BATCH, STEP = 200, 2_000
@@ -141,3 +141,40 @@ def _peak(batch: int, vocabulary: int, gpus: list[torch.device], output_device=N
     trainer.step(*random_tokens(batch, LENGTH, vocabulary))
     readings = peak_memory(lambda: trainer.step(*random_tokens(batch, LENGTH, vocabulary)), gpus)
     return readings[0].peak_allocated
+
+
+# ------------------------------------------------------------------------------------------ 5: damaged copies
+
+
+@exercise
+def damaged(answer):
+    """`answer(gpus, send)` must list the ways (source, target) where `send(tensor, device)` copies wrong numbers."""
+    fewer = "four are asked for: run the cell above again"
+    gpus = with_values(4, fewer, "copies of no values cannot be tested: run the cell above again")[:4]
+    for broken in (set(), {(1, 2)}, {(0, 3), (3, 0), (2, 1)}):
+        found = call(answer, gpus, _sender(broken))
+        require(isinstance(found, list), f"{show(found)} is no list", "a list of pairs (source, target) is asked for")
+        ways = {_way(pair) for pair in found}
+        said = (
+            f"damaged are the ways {sorted(broken)}, your list has {sorted(ways)}" if broken else "all ways are whole"
+        )
+        require(not ways - broken, said, "each direction is a way of its own, to be tested without the way back")
+        require(not broken - ways, said, "zeros arrive there: send numbers that are not zero, by `send`, on every way")
+    return "every damaged way, and no other"
+
+
+def _sender(broken: set[tuple[int, int]]):
+    """Copies as a machine does on which zeros arrive on the `broken` ways."""
+
+    def send(tensor, device):
+        there = tensor.to(device)
+        return torch.zeros_like(there) if (tensor.device.index, there.device.index) in broken else there
+
+    return send
+
+
+def _way(pair) -> tuple[int, int]:
+    require(isinstance(pair, tuple | list) and len(pair) == 2, show(pair), "a pair (source, target) is asked for")
+    indices = tuple(gpu.index if isinstance(gpu, torch.device) else gpu for gpu in pair)
+    require(all(type(index) is int for index in indices), show(pair), "two of `gpus` are asked for")
+    return indices
