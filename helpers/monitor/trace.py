@@ -72,12 +72,14 @@ class Blocks:
         self.used: dict[int, tuple[int, int, bool]] = {}
         for segment in segments:
             start, small = segment["address"], segment["segment_type"] == "small"
+            if segment.get("is_expandable"):  # it splits whatever it can, so rounding is all
+                start = 0
             for block in segment["blocks"]:
                 place = block["size"], start, small
-                if block["state"] == "inactive":
-                    self._put(block["address"], place)
-                else:
+                if block["state"] != "inactive":
                     self.used[block["address"]] = place
+                elif start:
+                    self._put(block["address"], place)
 
     def _put(self, address: int, place: tuple[int, int, bool]) -> None:
         self._free[address] = place
@@ -100,7 +102,6 @@ class Blocks:
     def allocate(self, address: int, requested: int) -> int:
         """The bytes that a request at `address` got."""
         size = max(ROUND, -(-requested // ROUND) * ROUND)
-        # Expandable segments are not among the segments here; they split whatever they can, so rounding is all.
         found, segment, small = self._take(address) or (size, 0, False)
         rest = found - size
         if rest >= ROUND if small else rest > KEPT_WHOLE:
