@@ -1,10 +1,12 @@
 """Readings, peaks, the search for the largest batch: on a stand-in for torch.cuda, then on virtual GPUs."""
 
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 
 import GPUtil
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -96,6 +98,23 @@ def test_devices_that_are_no_gpus(monkeypatch):
         read_memory([4])
 
 
+@pytest.mark.parametrize(
+    ("devices", "error", "said"),
+    [([], ValueError, "None for all GPUs"), ("graphics", ValueError, "'graphics' is not a GPU"),
+     ("0", ValueError, "'0' is not a GPU"), (True, TypeError, "True is no device"), (1.5, TypeError, "1.5 is"),
+     ([None], TypeError, "None is no device"), ([[0]], TypeError, "is no device")],
+)  # fmt: skip
+def test_what_is_no_device_is_told_in_our_words(monkeypatch, devices, error, said):
+    Machine(monkeypatch)
+    with pytest.raises(error, match=said.replace("[", r"\[")):
+        read_memory(devices)
+
+
+def test_a_device_that_is_named_twice_is_read_once(monkeypatch):
+    Machine(monkeypatch)
+    assert [reading.index for reading in read_memory([2, "cuda:2", 0])] == [2, 0]
+
+
 @pytest.mark.parametrize("read", [read_memory, memory.reset_peaks, lambda: memory.peak_memory(lambda: None)])
 def test_without_any_gpu_a_sentence_says_what_to_do(monkeypatch, read):
     Machine(monkeypatch, visible=())
@@ -153,6 +172,21 @@ def test_a_broken_nvidia_smi_or_gputil_is_told(monkeypatch):
     assert "GPUtil failed (import of GPUtil" in read_memory().note
 
 
+@pytest.mark.parametrize(
+    "error", [IndexError("list index out of range"), FileNotFoundError("nvidia-smi"), TimeoutError()]
+)
+def test_whatever_the_driver_s_tool_does_pytorch_s_figures_are_there(monkeypatch, error):
+    Machine(monkeypatch)
+
+    def broken():
+        raise error
+
+    monkeypatch.setattr(GPUtil, "getGPUs", broken)
+    readings = read_memory()
+    assert f"GPUtil failed ({str(error) or 'TimeoutError'})" in readings.note
+    assert readings[1].allocated == 3 * MiB + 1 and readings[1].driver_used is None
+
+
 def test_figures_that_the_driver_does_not_know(monkeypatch):
     machine = Machine(monkeypatch)
     machine.cards[0].memoryUsed = machine.cards[0].load = float("nan")
@@ -178,6 +212,41 @@ def test_a_block_that_fails_is_still_read(monkeypatch):
         machine.use(0, MiB)
         raise KeyError
     assert readings[0].peak_allocated == 4 * MiB + 3 and "matched by UUID" in readings.note
+
+
+def test_blocks_in_blocks_have_peaks_of_their_own(monkeypatch):
+    machine = Machine(monkeypatch, visible=(0, 1))
+    with memory.measure_memory() as outer:
+        machine.use(0, 100 * MiB)
+        with memory.measure_memory([0]) as inner:
+            machine.use(0, 10 * MiB)
+            memory.reset_peaks()
+            machine.use(1, MiB)
+        machine.use(1, 7 * MiB)
+    assert [reading.peak_allocated // MiB for reading in inner] == [13]
+    assert [reading.peak_allocated // MiB for reading in outer] == [103, 10]
+    assert [reading.peak_allocated // MiB for reading in memory.peak_memory(lambda: None)] == [3, 3]  # all over
+
+
+def test_blocks_in_threads_have_peaks_of_their_own(monkeypatch):
+    """The second begins in the middle of the first, and ends after it."""
+    machine, begun, ended = Machine(monkeypatch, visible=(0,)), threading.Event(), threading.Event()
+
+    def second():
+        with memory.measure_memory() as found:
+            begun.set()
+            assert ended.wait(30)
+        later.append(found[0].peak_allocated // MiB)
+
+    later, thread = [], threading.Thread(target=second)
+    with memory.measure_memory() as first:
+        machine.use(0, 100 * MiB)
+        thread.start()
+        assert begun.wait(30)
+        machine.use(0, 10 * MiB)
+    ended.set()
+    thread.join()
+    assert first[0].peak_allocated // MiB == 103 and later == [13]
 
 
 def bounded(largest: int, tried: list[int]):
@@ -299,6 +368,20 @@ def test_the_peaks_of_a_step_come_back_the_same_every_time():
         assert all(reading.peak_allocated > reading.allocated for reading in first)
         assert first[0].peak_allocated > first[1].peak_allocated >= first[3].peak_allocated
         assert first[1].allocated == 0  # replicas and their outputs are gone
+
+
+@pytest.mark.parametrize("wrong", [{"start": 1.5}, {"limit": float("inf")}, {"multiple_of": "4"}, {"jump": 2.0}])
+def test_batches_are_whole_numbers(wrong):
+    (name,) = wrong
+    with pytest.raises(TypeError, match=f"{name}=.*: give a whole number"):
+        largest_batch(lambda batch: batch <= 5, **wrong)
+
+
+@pytest.mark.parametrize("false", [False, np.False_, torch.tensor(False)])
+@pytest.mark.parametrize("true", [True, None, 0, 0.0, torch.tensor(0.0), np.True_, torch.tensor(True)])
+def test_false_of_any_kind_is_too_large_and_a_loss_of_zero_is_not(false, true, monkeypatch):
+    monkeypatch.setattr(memory.gc, "collect", lambda: None)
+    assert largest_batch(lambda batch: true if batch <= 5 else false, limit=100) == 5
 
 
 def test_the_largest_batch_fills_a_virtual_gpu_and_leaves_it_empty():

@@ -14,14 +14,16 @@ Usage:  print(read_memory())                 a table of now
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
+from numbers import Integral
 
 import torch
 
 from helpers.memory.driver import driver_view
+from helpers.memory.peaks import Block, set_back
 from helpers.memory.readings import GiB, MiB, Reading, Readings, Refusal, format_bytes
 from helpers.memory.refusals import read_refusal
 
@@ -48,7 +50,8 @@ NO_GPU = (
 def read_memory(devices=None) -> Readings:
     """Read the memory of `devices` (a device, an index, or a list of them; all visible GPUs if None).
 
-    Raises RuntimeError without any GPU, ValueError for a device that is no GPU or does not exist.
+    Raises RuntimeError without any GPU, ValueError for a device that is no GPU or does not exist, and for an empty
+    list, TypeError for what is no device.
     """
     indices = gpu_indices(devices)
     drivers, note = driver_view(indices)
@@ -59,8 +62,7 @@ def reset_peaks(devices=None) -> None:
     """Let the peaks of `devices` (all if None) start again from what is held now. Errors: `read_memory`."""
     indices = gpu_indices(devices)
     torch.cuda.init()  # before CUDA has started PyTorch refuses to reset anything
-    for index in indices:
-        torch.cuda.reset_peak_memory_stats(index)
+    set_back(indices)
 
 
 @contextmanager
@@ -71,11 +73,13 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
     held then; the other GPUs' peaks are of what ran until then. The error passes through, as any other does, but not
     with `catch=True`: then the program goes on after the block.
 
-    Memory that PyTorch had cached before counts as reserved: call `torch.cuda.empty_cache()` first for a
-    fresh start.
+    Blocks may lie in each other, or run in several threads: each has its own peaks. Memory that PyTorch had cached
+    before counts as reserved: call `torch.cuda.empty_cache()` first for a fresh start.
     """
     gc.collect()  # cycles left by earlier cells would otherwise count, or not, as chance has it
-    reset_peaks(devices)
+    indices = gpu_indices(devices)
+    torch.cuda.init()
+    block = Block(indices)
     readings, refusal, said = Readings(), None, ""
     try:
         yield readings
@@ -87,7 +91,8 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
         # Its frames refer to each other in a circle (this one, and contextlib's that holds the error): cut it.
         error.__traceback__ = None
     finally:
-        found = _with_refusal(read_memory(devices), refusal, said)
+        block.end()
+        found = _with_refusal(block.peaks_of(read_memory(indices)), refusal, said)
         readings.extend(found)
         readings.note = found.note
 
@@ -119,8 +124,18 @@ def largest_batch(
     card: 120 run once, 100 run for ever.) Only multiples of `multiple_of` are tried (4 for four GPUs).
     `report(batch, fitted)` is called after every try; between two tries memory is given back. Returns 0 when
     not even the smallest batch fits. `jump`: `start` is a good guess, so go on from it by this many multiples, up or
-    down, then by twice as many, and so on. Raises ValueError for arguments that leave nothing to try.
+    down, then by twice as many, and so on. Raises ValueError for arguments that leave nothing to try, TypeError for
+    numbers that are not whole.
     """
+    for name, value in {
+        "start": start,
+        "limit": limit,
+        "multiple_of": multiple_of,
+        "steps": steps,
+        "jump": jump,
+    }.items():
+        if value is not None and not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r}: give a whole number.")
     if multiple_of < 1 or start < 1 or limit < multiple_of or steps < 1 or (jump is not None and jump < 1):
         raise ValueError(
             f"Nothing to try: start={start}, limit={limit}, multiple_of={multiple_of}, steps={steps}, jump={jump}. "
@@ -148,7 +163,7 @@ def _next(good: int, bad: int | None, jump: int | None) -> int:
 def _fits(fits: Callable[[int], object], batch: int, steps: int, report) -> bool:
     """One try. Clean-up comes after `except`, since the error's traceback keeps the step's tensors alive."""
     try:
-        fitted = all(fits(batch) is not False for _ in range(steps))
+        fitted = not any(_is_false(fits(batch)) for _ in range(steps))
     except torch.OutOfMemoryError:
         fitted = False
     gc.collect()
@@ -158,23 +173,37 @@ def _fits(fits: Callable[[int], object], batch: int, steps: int, report) -> bool
     return fitted
 
 
+def _is_false(result: object) -> bool:
+    """NumPy's and PyTorch's False too; None, and a loss of 0, are none."""
+    return result is False or (str(getattr(result, "dtype", "")) in ("bool", "torch.bool") and not result)
+
+
 def gpu_indices(devices=None) -> list[int]:
     """The numbers of GPUs given as numbers, "cuda:1" or torch.device; None: of all.
 
-    Raises RuntimeError without GPUs, ValueError for one that is not there.
+    Each once. Raises RuntimeError without GPUs, ValueError for one that is not there and for none, TypeError for what
+    is no device.
     """
     count = torch.cuda.device_count()
     if count == 0:
         raise RuntimeError(NO_GPU)
     if devices is None:
         return list(range(count))
-    single = isinstance(devices, (int, str, torch.device))
-    return [_index(device, count) for device in ([devices] if single else devices)]
+    single = isinstance(devices, (int, str, torch.device)) or not isinstance(devices, Iterable)
+    found = [_index(device, count) for device in ([devices] if single else devices)]
+    if not found:
+        raise ValueError("No device was given: give some, such as ['cuda:0'], or None for all GPUs.")
+    return list(dict.fromkeys(found))  # each once
 
 
 def _index(device, count: int) -> int:
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(f"{device!r} is no device: give a number, a name like 'cuda:0', a torch.device, or a list.")
     if not isinstance(device, int):
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"{device!r} is not a GPU: give devices like 'cuda:0', or None for all of them.") from None
         if device.type != "cuda":
             raise ValueError(f"{device} is not a GPU: give devices like 'cuda:0', or None for all of them.")
         device = torch.cuda.current_device() if device.index is None else device.index

@@ -19,8 +19,9 @@ def driver_view(indices: list[int]) -> tuple[list, str]:
         import GPUtil  # here, since GPUtil 1.4.0 does not even import from Python 3.12 on without setuptools
 
         cards = GPUtil.getGPUs()
-    except (ImportError, ValueError) as error:  # ValueError: nvidia-smi answered, but not with its table
-        return [None] * len(indices), f"The driver's figures are missing: GPUtil failed ({error})."
+    except Exception as error:  # GPUtil picks nvidia-smi's text apart; PyTorch's figures are there whatever it says
+        why = str(error) or type(error).__name__
+        return [None] * len(indices), f"The driver's figures are missing: GPUtil failed ({why})."
     if not cards:
         return [None] * len(indices), "The driver's figures are missing: GPUtil found no nvidia-smi."
     uuids = [_uuid(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in indices]
