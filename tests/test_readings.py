@@ -15,7 +15,7 @@ TWO = Readings(
     )
     for i in range(2)
 )  # fmt: skip
-LARGEST = Reading(0, "GPU", *[9_000 * GiB] * 7, driver_load=1.0, driver_index=11)
+LARGEST = Reading(0, "GPU", *[900 * GiB] * 7, driver_load=1.0, driver_index=11)
 
 
 def changed(readings, **fields) -> Readings:
@@ -112,9 +112,19 @@ def test_without_driver_figures_its_columns_are_dashes():
 @pytest.mark.parametrize("readings", [TWO, Readings([LARGEST] * 3, "a rather long sentence about this " * 9)])
 def test_the_text_fits_into_a_cell(readings):
     lines = str(readings).splitlines()
-    assert max(map(len, lines)) <= 100
-    table = lines[2 : 3 + len(readings)]
+    assert max(map(len, lines)) <= 88
+    start = next(place for place, line in enumerate(lines) if line.startswith("GPU"))
+    table = lines[start : start + 1 + len(readings)]
     assert len({len(line) for line in table}) == 1  # right-aligned down to the last column
+
+
+def test_a_wide_table_has_headings_of_two_lines():
+    """What two cards of a cluster that counts others show, below each other in 700 pixels."""
+    readings = changed(TWO, driver_index=3, driver_total=80_000 * MiB)
+    first, second = str(readings).splitlines()[2:4]
+    assert first.split() == ["peak", "peak"] and second.split()[:5] == ["GPU", *["allocated"] * 2, *["reserved"] * 2]
+    assert first.index("peak") + 4 == second.index("allocated", 10 + second.index("allocated")) + 9
+    assert "peak allocated" in str(TWO)
 
 
 def test_no_readings_yet():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from helpers.memory.sizes import MiB, digits
 
-WIDTH = 100  # characters of the text table at most, for readings of less than 10 TiB
+WIDTH = 88  # characters of the text table at most, for readings of less than 1 TiB: a notebook of 700 pixels
 _PYTORCH = (
     ("allocated", "allocated"),
     ("peak allocated", "peak_allocated"),
@@ -29,9 +29,11 @@ def as_text(readings) -> str:
     """The table in plain text, at most `WIDTH` characters wide; the note below it."""
     if not readings:
         return "No readings yet."
-    top, *rows = zip(*(_as_lines(group) for group in _groups(readings)), strict=True)
-    lines = [fill(_caption(readings), WIDTH), "  ".join(top).rstrip(), *("  ".join(row) for row in rows)]
-    return "\n".join([*lines, *([fill(readings.note, WIDTH)] if readings.note else [])])
+    groups = _groups(readings)
+    rows = _as_rows(groups)
+    if max(map(len, rows)) > WIDTH:
+        rows = _as_rows([_folded(group) for group in groups])
+    return "\n".join([fill(_caption(readings), WIDTH), *rows, *([fill(readings.note, WIDTH)] if readings.note else [])])
 
 
 def as_html(readings) -> str:
@@ -79,6 +81,20 @@ def _in_mib(values: list[int | None]) -> list[str]:
     largest = max((value or 0 for value in values), default=0) / MiB
     decimals = 0 if largest >= 1000 else 1 if largest >= 100 else 2
     return ["-" if value is None else digits(value / MiB, decimals) for value in values]
+
+
+def _as_rows(groups: Sequence[_Group]) -> list[str]:
+    return ["  ".join(row).rstrip() for row in zip(*map(_as_lines, groups), strict=True)]
+
+
+def _folded(group: _Group) -> _Group:
+    """The same with headings of two lines: "peak" above "allocated"."""
+    return group._replace(columns=[[*_two_lines(heading), *cells] for heading, *cells in group.columns])
+
+
+def _two_lines(heading: str) -> tuple[str, str]:
+    first, _, second = heading.rpartition(" ")
+    return first, second
 
 
 def _as_lines(group: _Group) -> list[str]:
