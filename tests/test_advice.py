@@ -246,7 +246,7 @@ def test_the_panel_follows_its_controls():
     assert "Take one GPU" in panel.words
     panel.controls["per_machine"].value, panel.controls["gpus"].value = 8, 64
     assert "64 x NVIDIA TITAN Xp" in panel.words
-    bundle = panel._repr_mimebundle_()
+    bundle, _ = panel._repr_mimebundle_()
     assert bundle["text/plain"] == panel.words and bundle["image/png"]
     with pytest.raises(ValueError, match="choose one of"):
         explore_advice(gpus=5)

@@ -11,13 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers import monitor as monitor_module
-from helpers.memory import MiB
+from helpers.memory import GiB, MiB
 from helpers.monitor import KINDS, MemoryMonitor
 from helpers.monitor import counters as monitor_counters
 from helpers.monitor import plot as monitor_plot
 from helpers.monitor.run import Mark, Run, Span
 from helpers.monitor.trace import Count, timeline
 from helpers.monitor.watch import Known
+from helpers.plots.alt_text import alt_text
 from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -490,6 +491,10 @@ def test_errors_say_what_to_do():
         for ask in (monitor.peak, monitor.plot, monitor.describe, monitor.driver_peak):
             with pytest.raises(RuntimeError, match="Nothing was recorded"):
                 ask()
+        with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as stopped:  # that is not nothing
+            torch.empty(2000 * GiB, dtype=torch.uint8, device="cuda")
+        assert stopped.describe().startswith("GPU 0: peak 0.00 MiB (event 0 of 0); out of memory after event 0")
+        assert "out of memory" in [text.get_text() for text in stopped.plot().legends[0].get_texts()]
         with MemoryMonitor() as full:
             kept = torch.ones(5, device="cuda")
         with pytest.raises(ValueError, match="GPU 1 was not recorded"):
@@ -556,7 +561,19 @@ def test_the_picture_and_its_words():
         curve = ax.lines[0].get_ydata()
         assert max(curve) == monitor.peak(gpu).bytes / MiB == marks[0].get_ydata()[0]
     assert "MiB" in figure.get_supylabel() and figure.get_suptitle() == "Two steps"
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"forward", "backward", "step"}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"forward", "backward", "step", "peak"}
+    assert alt_text(figure) == f"Two steps\n{monitor.describe()}"
+    for ax in figure.axes:  # what is said about the peak stands above it, where the curve never is
+        (number,) = [text for text in ax.texts if text.get_text().endswith("iB")]
+        assert number.get_va() == "bottom" and number.xyann[1] > 0
+
+
+def test_phases_of_other_names_have_colours_of_their_own():
+    """Even hatched they could be taken for forward, backward or step."""
+    with virtual_gpus(1, shapes_only=True):
+        figure = by_hand(["forward", "evaluation", "backward", "warm-up", "step", "save", "load"]).plot()
+    looks = [patch.get_facecolor() for patch in figure.axes[0].patches]
+    assert len(looks) == len(set(looks)) == 7
 
 
 def test_the_picture_of_what_is_around_the_peak():
@@ -606,7 +623,7 @@ def test_the_picture_of_many_steps_is_a_band(names):
     assert len(ax.patches) == 0 and not ax.texts[0].get_text().startswith("forward")  # no phases
     assert max(high) == mark[0] == monitor.peak().bytes / MiB == 6 and set(low) == {0}
     assert sorted(set(high)) == [5, 6] and len(high) == (100 if "step" in names else 300) + 1  # and the end
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [monitor_plot.BAND]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [monitor_plot.BAND, "peak"]
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -653,6 +670,16 @@ def test_expandable_segments_are_rounded():
     ]
     line = timeline([], trace, Count(0, 0, 0), Count(1, 0, 0))
     assert line.allocated == [0, 15 * MiB + 512] and line.reserved == 19 * MiB
+
+
+def test_expandable_segments_that_were_there_before_are_split_wherever_it_may_be(monkeypatch):
+    """A large segment that is not expandable hands out a block whole where less than 1 MiB would be left of it."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with virtual_gpus(1, shapes_only=True):
+        torch.empty(20 * MiB, dtype=torch.uint8, device="cuda")
+        with MemoryMonitor() as monitor:
+            kept = torch.empty(20 * MiB - 4096, dtype=torch.uint8, device="cuda")
+        assert monitor.peak().bytes == torch.cuda.memory_allocated() == kept.nbytes and monitor.note() == ""
 
 
 def test_a_curve_that_differs_from_the_allocators_count_says_so():

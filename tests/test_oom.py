@@ -306,6 +306,7 @@ def test_segments_in_words_and_drawn(gpu):
     said = "1 segment, 24.0 MiB reserved: 12.0 MiB used in 1 block, 12.0 MiB free in 1 piece, the largest 12.0 MiB."
     assert describe_segments(gpu) == said and first.is_cuda
     ax = draw_segments(gpu, title="holes")
+    assert alt_text(ax) == f"holes\n{describe_segments(gpu)}"
     assert ax.get_title(loc="left") == "holes"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["segment 1"]
     assert [bar.get_width() for bar in ax.patches] == [24, 12]

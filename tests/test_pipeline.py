@@ -252,7 +252,7 @@ def test_the_panel_says_what_the_formula_says_and_follows_its_sliders():
     assert "at most 4 of 8" in panel.words and panel._picture.value != before
     panel.controls["micro_batches"].value = 1
     assert "75.0 % of the step, 3/4" in panel.words
-    bundle = panel._repr_mimebundle_()
+    bundle, _ = panel._repr_mimebundle_()
     assert bundle["text/plain"] == panel.words == repr(panel) and bundle["image/png"]
 
 

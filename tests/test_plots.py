@@ -189,6 +189,7 @@ def test_a_reference_appears_as_markers_and_in_words():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
         "DataParallel",
         "output_device=1",
+        "capacity",
         "article",
     ]
     assert ax.get_xlabel() == "peak allocated, memory in GiB"
@@ -341,13 +342,17 @@ def test_what_the_driver_saw_as_memory_ran_out():
 def test_a_limit_is_the_edge_where_it_stood_in_the_way():
     ax = memory_bars(LIMITED)
     assert pieces(ax)["asked for"] == [(7.5, 8)] and pieces(ax)["over the edge"] == [(8, 8.5)] and edges(ax) == [8]
-    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == "limit"
+    assert [text.get_text() for text in ax.get_legend().get_texts()][-2:] == ["limit", "capacity"]
 
 
 def test_the_unit_is_that_of_the_longest_bar():
     assert memory_bars(FAR).get_xlabel() == "memory in GiB" and memory_bars(FAR[1:]).get_xlabel().startswith(
         "memory in M"
     )
+    between = Readings([replace(BERT[0], peak_allocated=GiB, peak_reserved=3 * GiB // 2)])
+    ax = memory_bars(between)  # numbers on bars and on the axis are of one unit
+    assert ax.get_xlabel().startswith("memory in GiB") and ax.texts[1].get_text() == "1.50 GiB"
+    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == "capacity"  # the frame
 
 
 def test_nothing_else_looks_like_what_is_over_the_edge():

@@ -82,10 +82,10 @@ def test_a_panel_follows_its_controls_and_says_what_cannot_be():
     assert panel._panel.children[1:] == (panel._said, panel._picture)
     panel.controls["side"].value = 50
     assert texts(panel._picture.value)[-1] == "50 px" and panel.chosen == {"side": 50, "shape": "square"}
-    assert "image/png" in panel._repr_mimebundle_()
+    assert "image/png" in panel._repr_mimebundle_()[0]
     panel = Squares(65)
     assert panel.words == "Not possible: too large: take <60>" and "&lt;60&gt;" in panel._said.value
-    assert panel._picture.value == "" and "image/png" not in panel._repr_mimebundle_()
+    assert panel._picture.value == "" and "image/png" not in panel._repr_mimebundle_()[0]
 
 
 def test_controls_of_a_panel():
@@ -121,7 +121,7 @@ def test_every_control_changes_picture_and_words(name):
     picture, words, control = explorer._picture.value, explorer.words, explorer.controls[name]
     control.value = control.value + control.step if name in SLIDERS else control.options[1]
     assert explorer._picture.value != picture and explorer.words != words
-    assert explorer.words.splitlines()[0] in explorer._said.value.replace("<br>", "\n")
+    assert explorer.words.splitlines()[0] in explorer._said.value.replace("<br>", "\n").replace("\u00a0", " ")
 
 
 def test_fits_and_fragmented():
@@ -129,6 +129,12 @@ def test_fits_and_fragmented():
     explorer = explore_memory(batch=170)
     assert "on GPU 0 the peak would, but what is free is in pieces, none large enough (fragmentation)" in explorer.words
     assert any(text.endswith(": fragmented") for text in texts(explorer._picture.value))
+    keys = {
+        batch: next(text for text in texts(explore_memory(batch=batch)._picture.value) if "box:" in text)
+        for batch in (40, 170, 200)
+    }
+    assert ["orange: what is over" in keys[batch] for batch in keys] == [False, False, True]
+    assert ["pale: free, in pieces" in keys[batch] for batch in keys] == [False, True, False]
     assert "8 GPUs" in explore_memory(gpus=8, kind="H200").words
 
 
@@ -143,8 +149,8 @@ def test_sliders_that_ask_for_the_impossible_show_a_sentence():
     explorer.controls["gpus"].value = 1
     assert explorer.words.startswith("Not possible: output_device=1 is the second GPU")
     assert explorer._picture.value == "" and "take 2 GPUs" in explorer._said.value
-    bundle = explorer._repr_mimebundle_()
-    assert "image/png" not in bundle and bundle["text/plain"] == explorer.words
+    bundle, metadata = explorer._repr_mimebundle_()
+    assert metadata == {} and "image/png" not in bundle and bundle["text/plain"] == explorer.words
     explorer.controls["gpus"].value = 2
     assert "GPU 1 allocates" in explorer.words
 
@@ -168,10 +174,11 @@ def test_bad_arguments_are_refused(arguments):
 
 
 def test_a_notebook_gets_panel_picture_and_words():
-    bundle = explore_memory()._repr_mimebundle_()
+    bundle, metadata = explore_memory()._repr_mimebundle_()
+    assert metadata == {"image/png": {"alt": bundle["text/plain"]}}
     assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
     assert b64decode(bundle["image/png"]).startswith(b"\x89PNG")
-    again = explore_memory()._repr_mimebundle_()
+    again, _ = explore_memory()._repr_mimebundle_()
     assert [again[kind] for kind in ("image/png", "text/plain")] == [
         bundle[kind] for kind in ("image/png", "text/plain")
     ]

@@ -56,7 +56,7 @@ class MemoryMonitor:
     """
 
     def __init__(self, gpus=None, every: float = 0.005):
-        if not every > 0:
+        if isinstance(every, str) or every is None or not 0 < every < float("inf"):
             raise ValueError(f"every={every}: give the seconds between two looks at the driver, more than 0.")
         self._gpus, self._every = gpus, every
         self._started = self._ended = False
@@ -205,7 +205,7 @@ class MemoryMonitor:
             raise RuntimeError("The run is not over: results are there after the `with MemoryMonitor()` block.")
         if gpu not in self._runs:
             raise ValueError(f"GPU {gpu!r} was not recorded: recorded were {self.indices}.")
-        if not any(run.timeline.last for run in self._runs.values()):
+        if not any(run.timeline.last or run.timeline.ooms for run in self._runs.values()):
             raise RuntimeError("Nothing was recorded: no GPU memory was allocated or freed in the monitor's block.")
         return self._runs[gpu]
 

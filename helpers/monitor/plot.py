@@ -7,14 +7,18 @@ from itertools import pairwise
 from textwrap import fill
 
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from helpers.memory.readings import GiB, MiB, format_bytes
 from helpers.monitor.run import Run, Span
 from helpers.plots import COLOURS, HATCHES, WIDTH
+from helpers.plots.alt_text import set_alt_text
 
 MOST_POINTS = 4_000  # more than the picture has pixels
 MOST_PHASES = 60  # in more, neither their colours nor the curve's ups and downs can be told apart
@@ -23,6 +27,9 @@ BAND = "from lowest to highest of each step; phases are left out"
 PER_CHARACTER = 0.0115  # of the width of the axes, at the size of a phase's name
 # A colour and a hatch each, light enough for a dark line on top; other names take what is left, in order.
 PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
+SPARE = [colour for colour in COLOURS if colour not in {colour for colour, _ in PHASES.values()}]
+PEAK = {"marker": "D", "color": "#D55E00", "mec": "white", "ms": 7, "ls": "none"}
+CROSS = {"marker": "x", "color": "black", "ms": 11, "mew": 2.5, "ls": "none"}
 
 
 def plot_memory(monitor, title: str | None = None, x: str = "event", around: int | None = None) -> Figure:
@@ -41,18 +48,24 @@ def plot_memory(monitor, title: str | None = None, x: str = "event", around: int
     runs = whole if around is None else [_near_the_peak(run, around) for run in whole]
     styles = _styles(runs)
     title = fill(title or "", 66)
-    height = 0.95 + (1.75 if len(runs) <= 4 else 1.4) * len(runs) + 0.2 * (_rows(styles) + title.count("\n"))
+    handles = _handles(runs, styles)
+    columns, few = _columns(handles), len(runs) <= 4
+    height = 0.95 + (1.75 if few else 1.5) * len(runs) + 0.2 * (-(-len(handles) // columns) + title.count("\n"))
     figure, rows = plt.subplots(len(runs), figsize=(WIDTH, height), squeeze=False, sharey=True, layout="constrained")
     top = max(max(run.timeline.allocated) for run in runs)
-    unit, name = (GiB, "GiB") if top >= 2 * GiB else (MiB, "MiB")
+    unit, name = (GiB, "GiB") if top >= GiB else (MiB, "MiB")
     for run, full, ax in zip(runs, whole, rows[:, 0], strict=True):
         _draw(ax, run, unit, x, styles)
         text = _headline(full, monitor.watched).replace(f" {name}", f"\u00a0{name}")  # number and unit stay together
         ax.set_title(fill(text, 92), loc="left", fontsize=9)
-    rows[0, 0].set_ylim(0, 1.3 * top / unit or 1)  # above the peak there is room for the phases' names
+    # Above the peak there is room for its figure, and above that for the phases' names.
+    rows[0, 0].set_ylim(0, (1.42 if few else 1.6) * top / unit or 1)
     rows[-1, 0].set_xlabel("event (an allocation or a free)" if x == "event" else "time in ms")
     figure.supylabel(f"allocated memory in {name}", fontsize=10)
-    _legend(figure, styles, title, any(map(_is_long, runs)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    set_alt_text(figure, "\n".join(filter(None, (title, describe_memory(monitor)))))
     plt.close(figure)  # a cell that ends with it shows it once, and figures do not pile up
     return figure
 
@@ -93,7 +106,7 @@ def _near_the_peak(run: Run, around: int) -> Run:
 def _styles(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
     names = dict.fromkeys(span.phase for run in runs if not _is_long(run) for span in _phases(run))
     others = [name for name in names if name not in PHASES]
-    spare = {name: (COLOURS[(3 + i) % 7], HATCHES[(3 + i) % 7]) for i, name in enumerate(others)}
+    spare = {name: (SPARE[i % len(SPARE)], HATCHES[(3 + i) % 7]) for i, name in enumerate(others)}
     return {name: PHASES.get(name) or spare[name] for name in names}
 
 
@@ -111,16 +124,7 @@ def _draw(ax: Axes, run: Run, unit: int, x: str, styles: dict) -> None:
         ax.plot([places[i] for i in kept], [line.allocated[i] / unit for i in kept], color="black", lw=1.1,
                 drawstyle="steps-post")  # fmt: skip
     for event in line.ooms:
-        ax.plot(
-            places[max(0, event - line.lost)],
-            line.after(event) / unit,
-            marker="x",
-            color="black",
-            ms=11,
-            mew=2.5,
-            zorder=7,
-            clip_on=False,
-        )
+        ax.plot(places[max(0, event - line.lost)], line.after(event) / unit, **CROSS, zorder=7, clip_on=False)
     _mark_peak(ax, places[peak.event - line.lost], peak.bytes / unit, places[0], end, format_bytes(peak.bytes))
     ax.set_xlim(places[0], end)
     if x == "event":
@@ -146,7 +150,7 @@ def _is_long(run: Run) -> bool:
 def _shade(ax: Axes, name: str, edges: Sequence[float], width: float, styles: dict) -> None:
     """A phase, with its name where that has room; the legend names them all."""
     colour, hatch = styles[name]
-    ax.axvspan(*edges, facecolor=colour, alpha=0.25, hatch=hatch, edgecolor="white", linewidth=0)
+    ax.axvspan(*edges, **_tint(colour, hatch))
     if edges[1] - edges[0] > width * PER_CHARACTER * (len(name) + 1):
         ax.text(sum(edges) / 2, 0.985, name, transform=ax.get_xaxis_transform(), ha="center", va="top", fontsize=8,
                 color="0.25")  # fmt: skip
@@ -172,11 +176,11 @@ def _starts(run: Run) -> list[int]:
 
 
 def _mark_peak(ax: Axes, where: float, height: float, start: float, end: float, text: str) -> None:
-    ax.plot(where, height, marker="D", color="#D55E00", mec="white", ms=7, ls="none", zorder=5, clip_on=False)
+    """The peak and its figure: above it, where the curve never is."""
+    ax.plot(where, height, **PEAK, zorder=5, clip_on=False)
     left = where > (start + end) / 2
-    ax.annotate(text, (where, height), (-7 if left else 7, 0), textcoords="offset points", fontsize=9, zorder=6,
-                ha="right" if left else "left", va="center", annotation_clip=False,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})  # fmt: skip
+    ax.annotate(text, (where, height), (4 if left else -4, 5), textcoords="offset points", fontsize=9, zorder=6,
+                ha="right" if left else "left", va="bottom", annotation_clip=False)  # fmt: skip
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
@@ -191,29 +195,27 @@ def _thinned(values: Sequence[int]) -> list[int]:
     return sorted(kept)
 
 
-def _columns(labels: Sequence[str]) -> int:
-    """How many labels fit next to each other."""
-    longest = max(map(len, labels), default=1)
-    return max(1, min(4, len(labels), 92 // (longest + 9)))
-
-
-def _rows(styles: dict) -> int:
-    return -(-len(styles) // _columns([_short(name) for name in styles]))
+def _columns(handles: Sequence[Artist]) -> int:
+    """How many entries of the legend fit next to each other."""
+    longest = max(len(handle.get_label()) for handle in handles)
+    return max(1, min(5, len(handles), 92 // (longest + 9)))
 
 
 def _short(name: str) -> str:
     return name if len(name) <= 40 else f"{name[:24]}…{name[-15:]}"
 
 
-def _legend(figure: Figure, styles: dict, title: str, is_long: bool) -> None:
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    patches = [
-        Patch(facecolor=colour, alpha=0.25, hatch=hatch, edgecolor="0.4", linewidth=0, label=_short(name))
-        for name, (colour, hatch) in styles.items()
-    ]
-    if is_long:
-        patches.append(Patch(facecolor="#56B4E9", alpha=0.45, edgecolor="black", label=BAND))
-    if patches:
-        columns = _columns([patch.get_label() for patch in patches])
-        figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+def _tint(colour: str, hatch: str) -> dict:
+    """A light colour with a hatch of the same: a dark line on top is read well."""
+    return {"facecolor": to_rgba(colour, 0.25), "edgecolor": to_rgba(colour, 0.4), "hatch": hatch, "linewidth": 0}
+
+
+def _handles(runs: Sequence[Run], styles: dict) -> list[Artist]:
+    """The legend's: phases, the band of a long run, peak and cross."""
+    found: list[Artist] = [Patch(**_tint(*look), label=_short(name)) for name, look in styles.items()]
+    if any(map(_is_long, runs)):
+        found.append(Patch(facecolor="#56B4E9", alpha=0.45, edgecolor="black", label=BAND))
+    found.append(Line2D([], [], **PEAK, label="peak"))
+    if any(run.timeline.ooms for run in runs):
+        found.append(Line2D([], [], **CROSS, label="out of memory"))
+    return found

@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 from helpers.memory import GiB, MiB, format_bytes, read_memory
 from helpers.oom.live import KINDS, live_blocks, segments_of
 from helpers.plots import COLOURS, HATCHES, WIDTH
+from helpers.plots.alt_text import set_alt_text
 
 MOST_ROWS = 24
 Piece = tuple[int, int, str]  # offset in the segment and size in bytes; a kind, or "" for free
@@ -30,13 +31,14 @@ def draw_segments(gpu=0, ax: Axes | None = None, title: str | None = None) -> Ax
     shown = sorted(rows, key=lambda row: -row[0])[:MOST_ROWS]
     if ax is None:
         _, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(shown)), layout="constrained")
-    unit, name = (GiB, "GiB") if shown[0][0] >= 2 * GiB else (MiB, "MiB")
+    unit, name = (GiB, "GiB") if shown[0][0] >= GiB else (MiB, "MiB")
     for place, (size, pieces) in enumerate(shown):
         ax.barh(place, size / unit, 0.8, facecolor="white", edgecolor="0.3", linewidth=1, zorder=3, fill=False)
         for start, length, kind in pieces:
             if kind:
                 ax.barh(place, length / unit, 0.8, left=start / unit, **_look(kind))
     _finish(ax, shown, rows, name, title)
+    set_alt_text(ax, "\n".join(filter(None, (title, describe_segments(gpu)))))
     return ax
 
 

@@ -16,6 +16,7 @@ from helpers.memory.sizes import GiB, MiB
 from helpers.plots.palette import OVER
 
 MARKER = {"marker": "D", "color": "black", "mec": "white", "ms": 7, "ls": "none"}
+FRAME = {"marker": "s", "mfc": "white", "mec": "0.55", "ms": 9, "ls": "none"}
 EDGE = {"color": "black", "linewidth": 2.5, "solid_capstyle": "butt"}
 
 
@@ -63,7 +64,7 @@ def draw_bars(
     top, capacity = max(bar.end for bar in bars), max(bar.capacity for bar in bars)
     zoomed = 0 < top < capacity / 8
     length = top if zoomed else max(top, capacity)
-    unit, name = (GiB, "GiB") if length >= 2 * GiB else (MiB, "MiB")
+    unit, name = (GiB, "GiB") if length >= GiB else (MiB, "MiB")
     for y, height, full in outlines:
         ax.barh(y, full / unit, height, facecolor="white", edgecolor="0.55", linewidth=1, zorder=1)
     _draw(ax, bars, unit)
@@ -108,7 +109,7 @@ def _draw_part(ax: Axes, bar: Bar, start: float, end: float, unit: int, style: d
 
 
 def _draw_edges(ax: Axes, bars: Sequence[Bar], outlines: Sequence[tuple[float, float, float]], unit: int) -> None:
-    """A line across each box out of which a bar reaches."""
+    """A line across each box out of which a bar reaches; the legend says what the boxes and the lines are."""
     edges = {
         (bar.edge / unit, y - height / 2, y + height / 2): "capacity" if bar.limit is None else "limit"
         for bar in bars
@@ -119,6 +120,8 @@ def _draw_edges(ax: Axes, bars: Sequence[Bar], outlines: Sequence[tuple[float, f
         ax.plot([x, x], [low, high], **EDGE, zorder=2.5)
     for name in dict.fromkeys(edges.values()):
         ax.plot([], [], marker="|", ls="none", ms=11, mew=2.5, color="black", label=name)
+    if "capacity" not in edges.values():
+        ax.plot([], [], **FRAME, label="capacity")
 
 
 def _legend(ax: Axes) -> float:

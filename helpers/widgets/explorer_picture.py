@@ -32,7 +32,7 @@ def draw(job: Job, gpus: Sequence[GPUMemory], verdicts: Sequence[Verdict]) -> Sc
     _legend(scene)
     room, length = job.card.room, _length(gpus, job.card.room, Verdict.PIECES in verdicts)
     pixels = (WIDTH - LEFT - RIGHT) / length
-    _axis(scene, length, pixels, len(gpus), room <= length)
+    _axis(scene, length, pixels, len(gpus), _key(verdicts, room <= length))
     for row, (gpu, verdict) in enumerate(zip(gpus, verdicts, strict=True)):
         y = TOP + ROW * row
         scene.text(LEFT - 8, y + 20, f"GPU {gpu.index}", anchor="end")
@@ -61,18 +61,25 @@ def _legend(scene: Scene) -> None:
         x += 35 + 6.3 * len(kind)
 
 
-def _axis(scene: Scene, length: float, pixels: float, rows: int, whole: bool) -> None:
-    """Grid and numbers, at round steps of GiB or MiB."""
+def _axis(scene: Scene, length: float, pixels: float, rows: int, key: str) -> None:
+    """Grid and numbers, at round steps of GiB or MiB, and `key`: what the colours mean."""
     bottom = TOP + ROW * rows
-    unit, name = (GiB, "GiB") if length >= 2 * GiB else (MiB, "MiB")
+    unit, name = (GiB, "GiB") if length >= GiB else (MiB, "MiB")
     step = round_step(length / unit)
     for number in range(int(length / unit / step) + 1):
         x = LEFT + number * step * unit * pixels
         scene.line((x, x), (TOP, bottom), colour="#e0e0e0")
         scene.text(x, bottom + 15, f"{number * step:,g}", size=11, anchor="middle")
-    box = "box: the room for it; orange: what is over" if whole else "the card has far more room than shown"
-    label = f"memory in {name}. Dark: the peak that PyTorch allocates; {box}"
-    scene.text((LEFT + WIDTH - RIGHT) / 2, bottom + 34, label, size=11, anchor="middle")
+    scene.text((LEFT + WIDTH - RIGHT) / 2, bottom + 34, f"memory in {name}. {key}", size=11, anchor="middle")
+
+
+def _key(verdicts: Sequence[Verdict], whole: bool) -> str:
+    """What the colours mean that are there."""
+    if not whole:
+        return "Dark: peak allocated; the card has far more room than shown"
+    over = "; orange: what is over" if Verdict.OVER in verdicts else ""
+    pieces = "; pale: free, in pieces" if Verdict.PIECES in verdicts else ""
+    return f"Dark: peak allocated; box: the room for it{over}{pieces}"
 
 
 def round_step(length: float) -> float:

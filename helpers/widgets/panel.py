@@ -15,6 +15,7 @@ of the kernel whose output would go nowhere.
 
 from __future__ import annotations
 
+import re
 import threading
 from abc import ABC, abstractmethod
 from base64 import b64encode
@@ -40,7 +41,7 @@ class Panel(ABC):
         self.controls, self._lock = dict(controls), threading.Lock()
         self._picture, self._said = self._picture_widget(), ipywidgets.HTML()
         self._nothing = self._picture.value
-        grid = ipywidgets.Layout(grid_template_columns="repeat(2, 340px)", grid_gap="0 10px")
+        grid = ipywidgets.Layout(grid_template_columns="repeat(auto-fill, 340px)", grid_gap="0 10px")
         below = [self._said, self._picture] if self._words_first else [self._picture, self._said]
         self._panel = ipywidgets.VBox([ipywidgets.GridBox(list(self.controls.values()), layout=grid), *below])
         self._update()
@@ -63,19 +64,23 @@ class Panel(ABC):
             except ValueError as error:
                 self.words, self._shown = f"Not possible: {error}", None
             self._picture.value = self._nothing if self._shown is None else _moving(self._shown)
-            lines = "<br>".join(escape(line) for line in self.words.splitlines())
+            lines = "<br>".join(_together(escape(line)) for line in self.words.splitlines())
             self._said.value = f'<div style="line-height: 1.4; max-width: 700px">{lines}</div>'
 
     def __repr__(self) -> str:
         return self.words
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        """For a notebook: the panel, and for readers without a kernel a still picture and the words."""
+    def _repr_mimebundle_(self, include=None, exclude=None) -> tuple[dict, dict]:
+        """For a notebook: the panel, and for readers without a kernel a still picture and the words.
+
+        The words are the picture's alternative text as well, in the metadata (see `helpers.plots.alt_text`).
+        """
         bundle = dict(self._panel._repr_mimebundle_() or {})
         bundle["text/plain"] = self.words
-        if self._shown is not None:
-            bundle["image/png"] = b64encode(_still(self._shown)).decode()
-        return bundle
+        if self._shown is None:
+            return bundle, {}
+        bundle["image/png"] = b64encode(_still(self._shown)).decode()
+        return bundle, {"image/png": {"alt": self.words}}
 
 
 def slider(label: str, value: float, low: float, high: float, step: float = 1) -> ipywidgets.ValueWidget:
@@ -94,6 +99,11 @@ def choice(label: str, options: Sequence, value) -> ipywidgets.ValueWidget:
         raise ValueError(f"{label}={value!r}: choose one of {', '.join(map(str, options))}")
     kind = ipywidgets.SelectionSlider if isinstance(value, int) else ipywidgets.Dropdown
     return kind(options=options, value=value, description=label, **_style())
+
+
+def _together(text: str) -> str:
+    """A number and its unit do not part at the end of a line."""
+    return re.sub(r"(?<=\d) (?=(?:[KMG]iB|ms|%)(?!\w))", "\u00a0", text)
 
 
 def _moving(picture: Scene | bytes) -> str | bytes:
