@@ -1,5 +1,6 @@
 """MemoryMonitor: its curve is the allocator's to the byte, its kinds add up, and it leaves nothing behind."""
 
+import pickle
 import threading
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers import monitor as monitor_module
+from helpers.launch import launch
 from helpers.memory import GiB, MiB
 from helpers.monitor import KINDS, MemoryMonitor
 from helpers.monitor import counters as monitor_counters
@@ -457,6 +459,38 @@ def test_a_history_that_was_too_short_says_so(monkeypatch):
         assert (
             f"the first {line.lost:,} events were no longer" in monitor.note() and monitor.note() in monitor.describe()
         )
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_monitor_can_be_sent_when_it_is_over(watched):
+    with virtual_gpus(2, shapes_only=True):
+        monitor = recorded(2)
+        if not watched:
+            monitor._watches = []
+        with MemoryMonitor() as other, pytest.raises(RuntimeError, match="after its `with` block"):
+            pickle.dumps(other)
+        sent = pickle.loads(pickle.dumps(monitor))
+        assert sent.describe() == monitor.describe() and sent.watched == watched
+        assert [sent.driver_peak(gpu) for gpu in (0, 1)] == [monitor.driver_peak(gpu) for gpu in (0, 1)]
+        if watched:
+            assert sent.at_peak(1) == monitor.at_peak(1)
+        with pytest.raises(RuntimeError, match="over"):
+            sent.watch(net())
+    assert alt_text(sent.plot()) == monitor.describe()  # where no GPU is on any more
+
+
+def test_ranks_return_their_monitors():
+    def train_one(rank):
+        model = nn.parallel.DistributedDataParallel(net().to("cuda"))
+        with MemoryMonitor(rank).watch(model) as monitor:
+            model(torch.randn(8, 512, device="cuda")).sum().backward()
+        return monitor
+
+    with virtual_gpus(2):
+        monitors = launch(train_one, ranks=2, show=False)
+    assert [monitor.indices for monitor in monitors] == [[0], [1]]
+    words = [monitor.describe() for monitor in monitors]
+    assert words[1].startswith("GPU 1: peak") and words[0].replace("GPU 0", "GPU 1") == words[1]
 
 
 def test_two_monitors_at_once():

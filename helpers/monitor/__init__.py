@@ -38,6 +38,7 @@ from helpers.devices import is_virtual
 from helpers.memory import gpu_indices
 from helpers.monitor.counters import Sampler, count, driver_used
 from helpers.monitor.run import KINDS, Mark, Peak, Run
+from helpers.monitor.sent import results
 from helpers.monitor.trace import timeline
 from helpers.monitor.watch import Holdings, Storages, Watch
 
@@ -197,6 +198,7 @@ class MemoryMonitor:
         return self
 
     # ---- results
+    __getstate__ = results  # can be pickled when it is over, so a rank can return it
 
     def run(self, gpu: int = 0) -> Run:
         """All that was recorded on one GPU. Raises RuntimeError for a run that is not over or in which nothing happened

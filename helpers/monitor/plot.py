@@ -153,7 +153,7 @@ def _shade(ax: Axes, name: str, edges: Sequence[float], width: float, styles: di
     ax.axvspan(*edges, **_tint(colour, hatch))
     if edges[1] - edges[0] > width * PER_CHARACTER * (len(name) + 1):
         ax.text(sum(edges) / 2, 0.985, name, transform=ax.get_xaxis_transform(), ha="center", va="top", fontsize=8,
-                color="0.25")  # fmt: skip
+                color="0.25", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.6})  # fmt: skip
 
 
 def _band(ax: Axes, run: Run, places: Sequence[float], unit: int) -> None:
@@ -178,9 +178,10 @@ def _starts(run: Run) -> list[int]:
 def _mark_peak(ax: Axes, where: float, height: float, start: float, end: float, text: str) -> None:
     """The peak and its figure: above it, where the curve never is."""
     ax.plot(where, height, **PEAK, zorder=5, clip_on=False)
-    left = where > (start + end) / 2
-    ax.annotate(text, (where, height), (4 if left else -4, 5), textcoords="offset points", fontsize=9, zorder=6,
-                ha="right" if left else "left", va="bottom", annotation_clip=False)  # fmt: skip
+    share = (where - start) / (end - start)
+    side, shift = ("left", 4 if share < 0.02 else -4) if share < 0.5 else ("right", 4 if share < 0.98 else -4)
+    ax.annotate(text, (where, height), (shift, 5), textcoords="offset points", fontsize=9, zorder=6, ha=side,
+                va="bottom", annotation_clip=False)  # fmt: skip
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
