@@ -504,6 +504,24 @@ def test_two_monitors_at_once():
         assert (inner.peak(1).event, outer.peak(1).event) == (1, 2) and outer.peak(0).bytes == 0
 
 
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_monitors_whose_runs_overlap(first_ends_first):
+    """As in two threads. The history goes on until the last has ended, and both leave nothing behind."""
+    with virtual_gpus(1):
+        model, engine = net().to("cuda"), torch.autograd.backward
+        first, second = MemoryMonitor().watch(model), MemoryMonitor().watch(model)
+        first.__enter__()
+        second.__enter__()
+        ends = (first, second) if first_ends_first else (second, first)
+        ends[0].__exit__(None, None, None)
+        model(torch.randn(8, 512, device="cuda")).sum().backward()
+        ends[1].__exit__(None, None, None)
+        spans = [span.phase for span in ends[1].run().spans() if span.start < span.end and span.phase]
+        assert spans == ["forward", "backward"] and ends[1].note() == ""
+        assert torch.autograd.backward is engine and not torch._C._cuda_isHistoryEnabled()
+        assert ends[1].peak().bytes == torch.cuda.max_memory_allocated()
+
+
 def test_errors_say_what_to_do():
     with pytest.raises(RuntimeError, match="Call use_gpus first"), MemoryMonitor():
         pass

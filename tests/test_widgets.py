@@ -133,8 +133,8 @@ def test_fits_and_fragmented():
         batch: next(text for text in texts(explore_memory(batch=batch)._picture.value) if "box:" in text)
         for batch in (40, 170, 200)
     }
-    assert ["orange: what is over" in keys[batch] for batch in keys] == [False, False, True]
-    assert ["pale: free, in pieces" in keys[batch] for batch in keys] == [False, True, False]
+    assert ["past the dots: over" in keys[batch] for batch in keys] == [False, False, True]
+    assert ["pale: in pieces" in keys[batch] for batch in keys] == [False, True, False]
     assert "8 GPUs" in explore_memory(gpus=8, kind="H200").words
 
 

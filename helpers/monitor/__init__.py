@@ -36,7 +36,7 @@ from torch import nn
 
 from helpers.devices import is_virtual
 from helpers.memory import gpu_indices
-from helpers.monitor.counters import Sampler, count, driver_used
+from helpers.monitor.counters import Sampler, count, driver_used, memory_history
 from helpers.monitor.run import KINDS, Mark, Peak, Run
 from helpers.monitor.sent import results
 from helpers.monitor.trace import timeline
@@ -80,19 +80,14 @@ class MemoryMonitor:
         self._started = True
         self.holdings = Holdings(self.indices)
         with ExitStack() as undo:  # kept for the end; if anything fails here, undone at once
-            self._record(undo)
+            undo.enter_context(memory_history(MOST_EVENTS))
             self._begin(undo)
             self._undo = undo.pop_all()
         return self
 
-    def _record(self, undo: ExitStack) -> None:
-        if not torch._C._cuda_isHistoryEnabled():  # else whoever records already keeps their settings
-            torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
-            undo.callback(torch.cuda.memory._record_memory_history, None)
+    def _begin(self, undo: ExitStack) -> None:
         segments = torch.cuda.memory._snapshot()["segments"]
         self._segments = {index: [s for s in segments if s["device"] == index] for index in self.indices}
-
-    def _begin(self, undo: ExitStack) -> None:
         self._driver_before = {index: driver_used(index) for index in self.indices}
         self._before = {index: count(index) for index in self.indices}
         self._marks = {index: [] for index in self.indices}
@@ -125,6 +120,8 @@ class MemoryMonitor:
 
     def _backward(self, *args, **kwargs):
         """torch.autograd.backward while the monitor is on: no hook of PyTorch's runs before a pass's first node."""
+        if self._ended:  # one that began in the run still calls this
+            return self._engine(*args, **kwargs)
         with self.lock:
             if not self.in_backward:
                 self._count_gradients()  # zero_grad() may have let some go since the forward pass began
@@ -145,8 +142,10 @@ class MemoryMonitor:
         return {key: place for watch in self._watches for key, place in watch.count_gradients().items()}
 
     def _restore_backward(self) -> None:
-        if getattr(torch.autograd.backward, "__self__", None) is self:
-            torch.autograd.backward = self._engine
+        found = getattr(torch.autograd.backward, "__self__", None)
+        while found is self or (isinstance(found, MemoryMonitor) and found._ended):
+            torch.autograd.backward = found._engine
+            found = getattr(torch.autograd.backward, "__self__", None)
 
     def mark(self, phase, gpus: Collection[int] | None = None, same_phase=False, **new: Storages) -> None:
         """From here on it is `phase`, or still the same one, on `gpus` (all if None). Called by the hooks.

@@ -1,7 +1,8 @@
 """What `MemoryMonitor` reads: the allocator's counters, and what the driver says, which a thread samples."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +21,34 @@ def count(index: int) -> Count:
     events = stats["allocation"]["all"]
     bytes_now, reserved = stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
     return Count(events["allocated"] + events["freed"], bytes_now, reserved)
+
+
+class _History:
+    """PyTorch's memory history, of which there is one: how many monitors need it, and whether they switched it on."""
+
+    def __init__(self):
+        self.lock, self.monitors, self.ours = threading.Lock(), 0, False
+
+
+_history = _History()
+
+
+@contextmanager
+def memory_history(most_events: int) -> Iterator[None]:
+    """PyTorch's memory history is on until the last of all such blocks ends; who records already keeps theirs."""
+    with _history.lock:
+        if not _history.monitors:
+            _history.ours = not torch._C._cuda_isHistoryEnabled()
+            if _history.ours:
+                torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=most_events)
+        _history.monitors += 1
+    try:
+        yield
+    finally:
+        with _history.lock:
+            _history.monitors -= 1
+            if _history.ours and not _history.monitors:
+                torch.cuda.memory._record_memory_history(None)
 
 
 class Sampler(threading.Thread):

@@ -74,11 +74,11 @@ def _axis(scene: Scene, length: float, pixels: float, rows: int, key: str) -> No
 
 
 def _key(verdicts: Sequence[Verdict], whole: bool) -> str:
-    """What the colours mean that are there."""
+    """What is what, of what is there: in words that need no name of a colour."""
     if not whole:
         return "Dark: peak allocated; the card has far more room than shown"
-    over = "; orange: what is over" if Verdict.OVER in verdicts else ""
-    pieces = "; pale: free, in pieces" if Verdict.PIECES in verdicts else ""
+    over = "; past the dots: over" if Verdict.OVER in verdicts else ""
+    pieces = "; pale: in pieces" if Verdict.PIECES in verdicts else ""
     return f"Dark: peak allocated; box: the room for it{over}{pieces}"
 
 
