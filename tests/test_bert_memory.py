@@ -14,6 +14,7 @@ from helpers.widgets.bert_fits import Verdict, judge
 from helpers.widgets.bert_memory import KINDS, METHODS, OPTIMIZERS, Job, step_memory
 from helpers.widgets.bert_sizes import Sizes
 from helpers.widgets.cards import Card, block, card
+from helpers.widgets.explorer import SLIDERS
 from tests.benchmarks.explorer_time import errors, random_job, run
 
 MIB = 2**20
@@ -37,6 +38,17 @@ def test_the_article_s_job(method):
 def test_random_jobs_from_anywhere_on_the_sliders(seed):
     """More of them: python -m tests.benchmarks.explorer_time --points 100."""
     job = random_job(random.Random(f"peaks {seed}"), most=24)
+    assert max(map(abs, errors(job))) < CLOSE, job
+
+
+ENDS = [{name: slider[end]} for name, slider in SLIDERS.items() for end in (1, 2)]
+SMALLEST, LARGEST = ({name: slider[end] for name, slider in SLIDERS.items()} for end in (1, 2))
+
+
+@pytest.mark.parametrize("ends", [*ENDS, SMALLEST, LARGEST | {"gpus": 2}], ids=str)
+def test_the_ends_of_every_slider(ends):
+    """Each with the rest of the article's job, half of its layers; and all at once, the largest on two GPUs."""
+    job = Job(**{"layers": 4, "method": "loss in forward"} | ends)
     assert max(map(abs, errors(job))) < CLOSE, job
 
 
