@@ -25,9 +25,9 @@ _WITHOUT_EFFECT = {
     "release_lock_on_hipmalloc": bool, "graph_capture_record_stream_reuse": bool,
 }  # fmt: skip
 _NOT_MODELLED = {"expandable_segments_reserve", "expandable_segments_reserve_by_class"}
-# What PyTorch 2.11 does not know yet, with the first of 2.13 and 2.15 that does.
+# What PyTorch 2.11 does not know yet, with the first version that does (asked of each, 2.12 to 2.15).
 _NEWER = {"pinned_max_round_threshold_mb": (2, 13), "pinned_max_cached_size_mb": (2, 13),
-          "pinned_free_catch_all": (2, 13), "throw_on_cudamalloc_oom": (2, 13),
+          "pinned_free_catch_all": (2, 12), "throw_on_cudamalloc_oom": (2, 12),
           "expandable_segments_reserve": (2, 15), "expandable_segments_reserve_by_class": (2, 15)}  # fmt: skip
 
 
