@@ -90,8 +90,9 @@ class CachingAllocator(Figures):
                     block = self._allocate(nbytes, (nbytes + 511) & -512, stream, owner)
                 if block is None:
                     error = self._out_of_memory(nbytes)
-                elif self.observers:
-                    self._tell("alloc", block.address, block.size)
+                else:
+                    for observer in self.observers:  # `_tell`, without its call
+                        observer("alloc", block.address, block.size)
             except BaseException:
                 self._rebuild()
                 raise
@@ -162,8 +163,9 @@ class CachingAllocator(Figures):
                 else:
                     self._reclaim(block)
             pending.popleft()
-            if size and self.observers:
-                self._tell(event, address, size)
+            if size:
+                for observer in self.observers:
+                    observer(event, address, size)
 
     def _rebuild(self):
         while self._pending:  # blocks that were being freed are out of _live already, or come out here

@@ -3,6 +3,8 @@
 Nothing here decides where memory goes; that is `allocator.py`. Sizes are bytes. No torch is imported.
 """
 
+from operator import attrgetter
+
 METRICS = (
     "allocation",
     "allocated_bytes",
@@ -15,7 +17,6 @@ METRICS = (
 EVENTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 _KINDS = ("", "_up", "_peak")  # what is there, all that was ever added, the most that was ever there
-_FIGURES = ("current", "peak", "allocated", "freed")
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -114,34 +115,37 @@ def drop_peaks(small, large, both):
     both.raise_active_peaks(small.active + large.active, small.active_bytes + large.active_bytes)
 
 
-def _pool_entry(tally, name):
-    return {
-        "current": getattr(tally, name),
-        "peak": getattr(tally, name + "_peak"),
-        "allocated": getattr(tally, name + "_up") - tally.base_up[name],
-        "freed": tally.down(name) - tally.base_down[name],
+_nows, _peaks, _ups = (attrgetter(*(name + kind for name in METRICS)) for kind in ("", "_peak", "_up"))
+
+
+def _figures(tally):
+    """Of every metric: now, peak, all that was added, and what of that and of what was taken away does not count."""
+    return zip(_nows(tally), _peaks(tally), _ups(tally), tally.base_up.values(), tally.base_down.values(), strict=False)
+
+
+def _entry(small, large, peak):
+    """One metric of both pools, out of `_figures`. They need not have had their peaks at the same time."""
+    now, small_peak, up, base_up, base_down = small
+    first = {"current": now, "peak": small_peak, "allocated": up - base_up, "freed": up - now - base_down}
+    now, large_peak, up, base_up, base_down = large
+    second = {"current": now, "peak": large_peak, "allocated": up - base_up, "freed": up - now - base_down}
+    total = {
+        "current": first["current"] + now,
+        "peak": peak,
+        "allocated": first["allocated"] + second["allocated"],
+        "freed": first["freed"] + second["freed"],
     }
-
-
-def _entry(name, small, large, both):
-    parts = {"small_pool": _pool_entry(small, name), "large_pool": _pool_entry(large, name)}
-    total = {key: parts["small_pool"][key] + parts["large_pool"][key] for key in _FIGURES}
-    total["peak"] = getattr(both, name + "_peak")  # the pools need not have had their peaks at the same time
-    return {"all": total, **parts}
+    return {"all": total, "small_pool": first, "large_pool": second}
 
 
 def _active_entry(name, like, small, large, both):
     """`active` goes up as `allocation` does and comes down later, where a block waits for another stream."""
-    entry = _entry(like, small, large, both)
-    for key, tally in (("small_pool", small), ("large_pool", large)):
-        current = getattr(tally, name)
-        entry[key]["current"] = current
-        entry[key]["freed"] = getattr(tally, like + "_up") - current - tally.base_down[name]
-    for figure in ("current", "freed"):
-        entry["all"][figure] = entry["small_pool"][figure] + entry["large_pool"][figure]
-    for key, tally in (("small_pool", small), ("large_pool", large), ("all", both)):
-        entry[key]["peak"] = max(entry[key]["peak"], getattr(tally, name + "_peak"))
-    return entry
+
+    def figures(tally):
+        peak = max(getattr(tally, like + "_peak"), getattr(tally, name + "_peak"))
+        return getattr(tally, name), peak, getattr(tally, like + "_up"), tally.base_up[like], tally.base_down[name]
+
+    return _entry(figures(small), figures(large), max(getattr(both, like + "_peak"), getattr(both, name + "_peak")))
 
 
 def nested_stats(small, large, both, events, oversize, max_split):
@@ -149,7 +153,7 @@ def nested_stats(small, large, both, events, oversize, max_split):
 
     oversize: the entries of blocks and segments of at least `max_split` bytes, which is -1 without a limit.
     """
-    stats = {name: _entry(name, small, large, both) for name in METRICS}
+    stats = dict(zip(METRICS, map(_entry, _figures(small), _figures(large), _peaks(both)), strict=False))
     stats["active"] = _active_entry("active", "allocation", small, large, both)
     stats["active_bytes"] = _active_entry("active_bytes", "allocated_bytes", small, large, both)
     stats.update(oversize)

@@ -12,14 +12,22 @@ from helpers.virtual.machine import active
 from helpers.virtual.placement import device_of, gpu_of, is_inside, local, place, storages
 
 _raw_grad = torch._C.TensorBase.grad
+_get_raw_grad = _raw_grad.__get__
 _raw_apply = torch.autograd.function.BackwardCFunction.apply
 _raw_run_backward = torch.autograd.graph._engine_run_backward
 
 
 def _get_grad(self):
     """`p.grad`: a gradient of zeros, which C++ made without asking for a GPU, belongs where p is."""
-    gradient = _raw_grad.__get__(self)
-    return gradient if gradient is None or is_inside() else _beside(gradient, self)
+    gradient = _get_raw_grad(self)
+    if gradient is None:
+        return None
+    try:
+        if gradient.untyped_storage()._home is not None:  # as almost always, and optimizers ask often
+            return gradient
+    except (NotImplementedError, RuntimeError):
+        pass
+    return gradient if is_inside() else _beside(gradient, self)
 
 
 @out_of_memory_as_torch

@@ -144,7 +144,7 @@ def _cuda_memorySnapshot(request=None) -> dict:
     segments, traces = [], []
     for recorder, gpu in zip(kept.recorders, active().gpus, strict=True):
         found = gpu.allocator.snapshot(gpu.index)  # before the trace is read: it sees to it that all frees are in there
-        traces.append([history.Entry(*entry) for entry in recorder.entries.copy()] if with_traces else [])
+        traces.append(recorder.events() if with_traces else [])
         segments += [(recorder, segment) for segment in found] if pool == _DEFAULT_POOL else []
         recorder.snapshot_taken(sum(segment["active_size"] for segment in found))
     return _as_dictionary(kept, segments, traces)
@@ -157,7 +157,7 @@ def _as_dictionary(kept, segments, traces) -> dict:
     ]
     blocks = {address: recorder.origin(address) for recorder, address in used}
     entries = [entry for trace in traces for entry in trace]
-    frames = stacks.named([*origins.values(), *(made[0] for made in blocks.values()), *(e.stack for e in entries)])
+    frames = stacks.named([*origins.values(), *(made[0] for made in blocks.values()), *(entry[5] for entry in entries)])
     for _, segment in segments:
         segment["frames"] = frames.get(id(origins[segment["address"]]), [])
         for block in segment["blocks"]:
@@ -178,23 +178,28 @@ def _as_dictionary(kept, segments, traces) -> dict:
     return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= (2, 14) else {})
 
 
-def _event(entry: history.Entry, frames: dict, epoch: int) -> dict:
-    """One event as PyTorch describes it. `epoch`: nanoseconds from perf_counter_ns to Unix time."""
+_HAS_POOLS = INSTALLED >= (2, 12)
+
+
+def _event(entry: tuple, frames: dict, epoch: int) -> dict:
+    """One event, the fields of a `history.Entry`, as PyTorch describes it. `epoch`: nanoseconds from perf_counter_ns to
+    Unix time."""
+    action, value, size, stream, moment, stack, forward, metadata = entry
     event = {
-        "action": entry.action,
-        "device_free" if entry.action == "oom" else "addr": entry.value,
-        "size": entry.size,
-        "stream": entry.stream,
-        "time_us": (entry.time + epoch) // 1000,
+        "action": action,
+        "device_free" if action == "oom" else "addr": value,
+        "size": size,
+        "stream": stream,
+        "time_us": (moment + epoch) // 1000,
         "compile_context": "N/A",
-        "user_metadata": entry.metadata,
+        "user_metadata": metadata,
     }
-    if INSTALLED >= (2, 12):
+    if _HAS_POOLS:
         event["pool_id"] = _DEFAULT_POOL
-    if entry.stack is not None:
-        event["frames"] = frames[id(entry.stack)]
-    if entry.forward is not None:
-        event["forward_frames"] = entry.forward
+    if stack is not None:
+        event["frames"] = frames[id(stack)]
+    if forward is not None:
+        event["forward_frames"] = forward
     return event
 
 

@@ -6,7 +6,7 @@ import torch
 
 from helpers.virtual import errors
 from helpers.virtual.machine import active
-from helpers.virtual.placement import device_of, gpu_of, is_inside, storages
+from helpers.virtual.placement import device_of, gpu_of, is_inside, local, storages
 
 _raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
 _raw_is_cpu = torch._C.TensorBase.is_cpu.__get__
@@ -41,6 +41,12 @@ def is_meta(self) -> bool:
 
 def get_device(self) -> int:
     """The GPU's index, -1 for the CPU."""
+    try:  # `_gpu`, without its calls: the monitor asks every parameter
+        home = self.untyped_storage()._home
+    except (NotImplementedError, RuntimeError):
+        home = None
+    if home is not None and home.gpu.machine.on and not getattr(local, "inside", False):
+        return home.gpu.index
     gpu = _gpu(self)
     return _raw_get_device(self) if gpu is None else gpu.index
 
