@@ -118,6 +118,8 @@ class Run:
 
     def _copies_at(self, event: int) -> set[Life]:
         """DataParallel's copies that are in use at `event`: when a replica begins, the last blocks of their sizes."""
+        if not any(mark.copies for mark in self.marks):
+            return set()
         lives, found = sorted(self.timeline.lives, key=lambda life: life.born), set()
         for mark in self.marks:
             wanted = Counter(mark.copies)

@@ -7,7 +7,7 @@ beginning, so that the sum is `torch.cuda.memory_allocated`, to the byte. Events
 counters count them: 1 for an allocation, 1 for a free.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -141,32 +141,41 @@ class _Player:
         self.peak_reserved = self.reserved
         self._born = {address: (place[0], 0, 0) for address, place in self.blocks.used.items()}
 
-    def play(self, entry: Mapping) -> None:
-        action, size = entry["action"], entry["size"]
-        if action == "alloc":
-            block = self.blocks.allocate(entry["addr"], size)
-            self._count(block, entry)
-            self._born[entry["addr"]] = block, self.event, size
-        elif action == "free_requested":
-            block, born, requested = self._born.pop(entry["addr"], (-(-size // ROUND) * ROUND, 0, 0))
-            self._count(-block, entry)
-            self.lives.append(Life(block, born, self.event, requested))
-        elif action == "free_completed":
+    def play(self, entries: Iterable[Mapping]) -> None:
+        """Play events of the trace back, in their order. Cut up no further: each call costs, per event."""
+        blocks, born, now = self.blocks, self._born, self.allocated[-1]
+        for entry in entries:
+            action = entry["action"]
+            if action == "alloc":
+                address, requested = entry["addr"], entry["size"]
+                size = blocks.allocate(address, requested)
+                self.event += 1
+                now += size
+                born[address] = size, self.event, requested
+            elif action == "free_requested":
+                size, since, requested = born.pop(entry["addr"], (-(-entry["size"] // ROUND) * ROUND, 0, 0))
+                self.event += 1
+                now -= size
+                self.lives.append(Life(size, since, self.event, requested))
+            else:
+                self._play_another(action, entry)
+                continue
+            self.allocated.append(now)
+            self.ms.append(entry["time_us"] / 1000)
+
+    def _play_another(self, action: str, entry: Mapping) -> None:
+        """An event that does not change how much is allocated."""
+        if action == "free_completed":
             self.blocks.free(entry["addr"])
         elif action in ("segment_alloc", "segment_map"):
-            self._reserve(size)
+            self._reserve(entry["size"])
             if action == "segment_alloc":
-                self.blocks.segment(entry["addr"], size)
+                self.blocks.segment(entry["addr"], entry["size"])
         elif action in ("segment_free", "segment_unmap"):
-            self._reserve(-size)
+            self._reserve(-entry["size"])
             self.blocks.give_back(entry["addr"])
         elif action == "oom":
             self.ooms.append(self.event)
-
-    def _count(self, size: int, entry: Mapping) -> None:
-        self.event += 1
-        self.allocated.append(self.allocated[-1] + size)
-        self.ms.append(entry["time_us"] / 1000)
 
     def _reserve(self, size: int) -> None:
         self.reserved += size
@@ -184,11 +193,9 @@ def timeline(segments: Sequence[Mapping], trace: Sequence[Mapping], before: Coun
     end, by the number of events that the counters saw.
     """
     total = max(0, after.events - before.events)  # less where somebody set the counters to 0; `Run.note` tells
-    mine = _last(trace, total)
-    lost = total - sum(_counts(entry) for entry in mine)
+    mine, lost = _last(trace, total)
     player = _Player(Blocks([] if lost else segments), [before.allocated], before.reserved, lost)
-    for entry in mine:
-        player.play(entry)
+    player.play(mine)
     if lost:  # what was there when the history begins is known only from the end
         shift = after.allocated - player.allocated[-1]
         player.allocated = [size + shift for size in player.allocated]
@@ -198,14 +205,11 @@ def timeline(segments: Sequence[Mapping], trace: Sequence[Mapping], before: Coun
     return Timeline(player.allocated, ms, lives, player.ooms, player.reserved, player.peak_reserved, lost)
 
 
-def _counts(entry: Mapping) -> bool:
-    return entry["action"] in ("alloc", "free_requested")
-
-
-def _last(trace: Sequence[Mapping], total: int) -> Sequence[Mapping]:
-    """The end of `trace` with `total` events, and what happened to segments on the way to the first of them."""
-    start, missing = len(trace), total
-    while start and (missing or trace[start - 1]["action"].startswith(("segment", "oom"))):
+def _last(trace: Sequence[Mapping], total: int) -> tuple[Sequence[Mapping], int]:
+    """The end of `trace` with `total` events, and what happened to segments on the way to the first of them; and how
+    many of these events the trace does not have."""
+    places = [place for place, entry in enumerate(trace) if entry["action"] in ("alloc", "free_requested")]
+    start = 0 if total > len(places) else places[-total] if total else len(trace)
+    while start and trace[start - 1]["action"].startswith(("segment", "oom")):
         start -= 1
-        missing -= _counts(trace[start])
-    return trace[start:]
+    return trace[start:], max(0, total - len(places))

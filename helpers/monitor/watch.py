@@ -36,13 +36,13 @@ Storages = dict[int, tuple[int, int]]  # storage -> (GPU, bytes that it asked th
 
 def storages(tensors: Iterable[torch.Tensor | None]) -> Storages:
     """The storages of the tensors that are on GPUs, each once."""
-    found = {}
+    found, strided = {}, torch.strided
     for tensor in tensors:
-        gpu = -1 if tensor is None else tensor.get_device()  # -1 for the CPU
-        if gpu >= 0:
-            for part in (tensor,) if tensor.layout is torch.strided else _parts(tensor):
-                storage = part.untyped_storage()
-                found[storage._cdata] = gpu, storage.nbytes()
+        if tensor is None or (gpu := tensor.get_device()) < 0:  # -1 for the CPU
+            continue
+        for part in (tensor,) if tensor.layout is strided else _parts(tensor):
+            storage = part.untyped_storage()
+            found[storage._cdata] = gpu, storage.nbytes()
     return found
 
 
@@ -125,8 +125,9 @@ class Watch:
         self._monitor.holdings.tell(kind, self, found)
 
     def _count_parameters(self) -> None:
-        self._parameters = list(self._model.parameters())
-        self._own = storages([*self._parameters, *self._model.buffers()])
+        modules = _modules(self._model)
+        self._parameters = [part for module in modules for part in module._parameters.values() if part is not None]
+        self._own = storages([*self._parameters, *(part for module in modules for part in module._buffers.values())])
         self._tell("parameters", self._own)
 
     def _count_states(self) -> None:
@@ -171,6 +172,17 @@ class Watch:
     def _step_ends(self, optimizer, arguments, keywords) -> None:
         self._count_states()
         self._monitor.mark("backward" if self._monitor.in_backward else None)  # a step may be a gradient's hook
+
+
+def _modules(model: nn.Module) -> set[nn.Module]:
+    """`model.modules()`, whose generators within generators take as long as all the counting."""
+    found, left = set(), [model]
+    while left:
+        module = left.pop()
+        if module is not None and module not in found:
+            found.add(module)
+            left += module._modules.values()
+    return found
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
