@@ -208,6 +208,20 @@ def test_sparse_gradients():
         assert held["optimizer state"] == 2 * rounded(model.parameters())
 
 
+def test_a_model_with_a_part_in_two_places_and_parts_that_are_none():
+    with virtual_gpus(1, shapes_only=True):
+        shared = nn.Linear(300, 300, bias=False)
+        model = nn.Sequential(shared, nn.BatchNorm1d(300), nn.Sequential(shared, nn.Linear(300, 300)))
+        model[2][1].weight = shared.weight
+        model.register_buffer("nothing", None)
+        model[1].register_module("absent", None)
+        model.to("cuda:0")
+        with MemoryMonitor() as monitor:
+            monitor.watch(model)
+            model(torch.ones(2, 300, device="cuda")).sum().backward()
+        assert monitor.at_peak()["parameters"] == rounded([*model.parameters(), *model.buffers()])
+
+
 def test_state_in_lists():
     """LBFGS keeps its history so."""
     with virtual_gpus(1):

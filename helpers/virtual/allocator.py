@@ -36,10 +36,6 @@ class Owner(weakref.ref):
 
     __slots__ = ("address",)
 
-    def __init__(self, thing, callback):
-        super().__init__(thing, callback)
-        self.address = None  # no block yet
-
 
 class CachingAllocator(Figures):
     """The memory of one GPU with `capacity` bytes, `context` of them taken by this process's CUDA context.
@@ -121,7 +117,9 @@ class CachingAllocator(Figures):
 
         No line of Python runs at that moment, so Ctrl-C cannot hit it and be lost, and no block is either.
         """
-        return Owner(thing, self._pending.append)
+        owner = Owner(thing, self._pending.append)
+        owner.address = None  # no block yet
+        return owner
 
     def record_stream(self, block, stream):
         """Note that `stream` uses the block too: freed, it is not used again before that stream has come so far.

@@ -22,7 +22,8 @@ _allows_tf32 = torch._C._get_fp32_precision_getter
 
 def charge(gpu: VirtualGPU, func, op, tensors, result) -> None:
     """Put one operator on the GPU's clock. tensors: among its arguments; result: as it returned it."""
-    key = (gpu.spec.kind, func, *[(t.shape, t.dtype) for t in tensors], _shape_of(result))
+    shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
+    key = (gpu.spec.kind, op, shape, *[(t.shape, t.dtype) for t in tensors])
     if op.has_products:
         key += (_allows_tf32("cuda", op.has_products),)
     found = _known.get(key)
@@ -76,7 +77,7 @@ def charge_lists(func, op, first, gpus, args, kwargs) -> None:
     for gpu in {id(gpu): gpu for gpu in gpus if gpu is not None}.values():
         rows = [row for row, where in enumerate(gpus) if where is gpu]
         tensors = [column[row] for column in columns for row in rows if row < len(column)]
-        key = (gpu.spec.kind, func, len(rows), *[(t.shape, t.dtype) for t in tensors])
+        key = (gpu.spec.kind, op, len(rows), *[(t.shape, t.dtype) for t in tensors])
         found = _known.get(key)
         if found is None:
             made = () if op.base.endswith("_") else [first[row] for row in rows]

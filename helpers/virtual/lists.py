@@ -18,7 +18,7 @@ from helpers.virtual.placement import device_of, gpu_of, local, place, place_all
 def run(machine: VirtualMachine, func, op: Operator, args, kwargs):
     """Run `func`; element i of the result belongs where element i of the first list is."""
     first = _first_list(args)
-    gpus = [gpu_of(tensor) for tensor in first]
+    gpus = _gpus(first)
     if op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
         _refuse_mixtures(args, kwargs)
     if not op.is_collective:
@@ -66,10 +66,25 @@ def _first_list(args) -> list[torch.Tensor]:
     return []
 
 
+def _gpus(tensors) -> list:
+    """`gpu_of` each. Optimizers have hundreds of tensors, so it is written out for those that are on a GPU."""
+    found = []
+    for tensor in tensors:
+        try:
+            home = tensor.untyped_storage()._home
+        except (NotImplementedError, RuntimeError):
+            home = None
+        found.append(home.gpu if home is not None and home.gpu.machine.on else gpu_of(tensor))
+    return found
+
+
 def _refuse_mixtures(args, kwargs) -> None:
     """Elements of one position must share a device; a 0-dim CPU tensor counts as a number."""
     values = (*args, *kwargs.values())
     columns = [v for v in values if isinstance(v, (list, tuple)) and v and isinstance(v[0], torch.Tensor)]
+    gpus = [gpu for column in columns for gpu in _gpus(column)]
+    if gpus and gpus[0] is not None and gpus.count(gpus[0]) == len(gpus):  # as almost always
+        return
     for first, *others in zip(*columns, strict=False):
         gpu = gpu_of(first)
         for other in others:

@@ -63,6 +63,7 @@ class Operator:
         "changes_size",
         "crosses",
         "draws_by_default",
+        "func",
         "has_device",
         "has_generator",
         "has_products",
@@ -84,6 +85,7 @@ class Operator:
     def __init__(self, func: torch._ops.OpOverload):
         schema = func._schema
         arguments = schema.arguments
+        self.func = func  # kept, so that no other overload gets its id
         self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         self.base = self.name.partition(".")[0]
         self.names = [a.name for a in arguments]
@@ -158,12 +160,12 @@ def _runs_on_cuda(func) -> bool:
     return has(name, "CUDA") or has(name, "SparseCUDA") or not has(name, "CPU")
 
 
-_known: dict[torch._ops.OpOverload, Operator] = {}
+_known: dict[int, Operator] = {}  # by the overload's id, since its own hash is a call into Python
 
 
 def operator(func: torch._ops.OpOverload) -> Operator:
     """The facts of `func`, from the cache after the first time."""
-    found = _known.get(func)
+    found = _known.get(id(func))
     if found is None:
-        found = _known[func] = Operator(func)
+        found = _known[id(func)] = Operator(func)
     return found

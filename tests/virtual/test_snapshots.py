@@ -309,6 +309,34 @@ def test_only_the_last_entries_are_kept():
     assert [e["action"] for e in trace()] == ["free_completed"]
 
 
+@pytest.mark.parametrize("max_entries", [1, 2, 3, 4, 5, 10_000])
+def test_a_history_without_stacks_has_the_same_events(max_entries):
+    """It is noted on another path, in fewer entries."""
+    found = []
+    for context in (None, "state", "all"):
+        with virtual_gpus(1):
+            memory._record_memory_history(context=context, max_entries=max_entries)
+            train(2)
+            events = [(e["action"], e["addr"], e["size"], e["stream"], e["user_metadata"]) for e in trace()]
+        found.append(events)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == max_entries or 100 < len(found[0]) < max_entries
+
+
+def test_a_longer_ring_does_not_bring_back_what_was_dropped():
+    memory._record_memory_history(context=None, max_entries=3)
+    for n in range(1, 4):
+        torch.ones(n, device="cuda")
+    memory._record_memory_history(context=None, max_entries=100)
+    assert [(e["action"], e["size"]) for e in trace()] == [
+        ("alloc", 12),
+        ("free_requested", 12),
+        ("free_completed", 12),
+    ]
+    torch.ones(4, device="cuda")
+    assert [e["action"] for e in trace()][3:] == ["snapshot", "alloc", "free_requested", "free_completed"]
+
+
 def test_skipped_actions_history_kept_and_cleared():
     memory._record_memory_history(skip_actions=["free_requested", "snapshot"])
     torch.ones(1, device="cuda")
