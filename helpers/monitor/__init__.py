@@ -12,8 +12,9 @@ allocation and every free, which a thread that samples would miss (a temporary l
 same curve every time. A thread samples, every `every` seconds, what the history cannot see: what the driver says is
 taken on the card, by other programs and libraries too.
 
-Cost on virtual GPUs: 1.01 to 1.05 times a step of ResNet-18 or of a small GPT, but 1.3 to 1.4 times one of hardly any
-arithmetic, where some 0.3 ms per step show (`python -m tests.benchmarks.monitor_cost`). On real ones about a
+Cost on virtual GPUs: 1.01 to 1.05 times a step of ResNet-18 or of a small GPT, 1.1 times one of ResNet-18 in shapes
+only, 1.2 times one of a tiny net, where 0.4 ms per step show; to enter and leave, and the kinds at the peak, make that
+1.25 and 1.3, shared among the steps of a run (`python -m tests.benchmarks.monitor_cost`). On real ones about a
 microsecond per event and a reading of the counters at five moments of a step, per GPU: not measured yet.
 
 How each kind in `at_peak` is known:
