@@ -303,6 +303,7 @@ def test_what_remains_are_the_peaks(page, gpus, capsys):
     assert remains[0] == remains[1]  # however often the thread had looked
     assert set(remains[0]) == {"image/png"}  # a panel would be gone from the page with its kernel
     assert png_size(remains[0]["image/png"]) == (page[0].size["width"], page[0].size["height"])
+    assert page[0].size["alt"] == panel.words
     assert all("text/plain" not in bundle for each in page for bundle in each.bundles)
 
 

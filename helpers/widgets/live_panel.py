@@ -98,7 +98,7 @@ class LivePanel:
         """Leave the peaks: on the page and in the notebook's file as an image, which needs no kernel, and as words."""
         scene = live_picture.peaks(self.readings)
         self._picture.value = scene.svg()  # the same picture, for the moment until the image is there
-        self._display.update(_png(scene), metadata=_size(scene), raw=True)
+        self._display.update(_png(scene), metadata={"image/png": _size(scene) | {"alt": self.words}}, raw=True)
         print(self.words)
         if self.error is not None:
             what = f"{type(self.error).__name__}: {self.error}"
@@ -140,7 +140,7 @@ def _png(scene: Scene) -> dict:
 
 def _size(scene: Scene) -> dict:
     """So that the page keeps the image's place free before it is decoded: nothing below moves."""
-    return {"image/png": {"width": scene.width, "height": scene.height}}
+    return {"width": scene.width, "height": scene.height}
 
 
 __all__ = ["LivePanel", "live_memory"]
