@@ -127,7 +127,7 @@ def _ring(gpu: VirtualGPU, places, kind: str, nbytes: int) -> float:
 
 def _exchange(group, numbers: list[float]) -> list[list[float]]:
     """`numbers` of every process of the group, in order of rank."""
-    mine = torch.tensor(numbers, dtype=torch.float64)
+    mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
         group.allgather([found], [mine]).wait()
@@ -138,7 +138,7 @@ def _point_to_point(sends: bool, gpu: VirtualGPU, group, args) -> None:
     peer, tag = (value for value in args if isinstance(value, int) and not isinstance(value, bool))
     began, nbytes = _begins(gpu), _bytes(args)
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        message = torch.tensor([began, *_place(gpu)], dtype=torch.float64)
+        message = torch.tensor([began, *_place(gpu)], dtype=torch.float64, device="cpu")
         work = (group.send if sends else group.recv)([message], peer, tag + _CLOCK_TAG)
     _on_their_way.append((work, message))
     if not sends:

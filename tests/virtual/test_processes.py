@@ -355,6 +355,33 @@ def test_ddp_without_values_takes_the_same_memory(tmp_path, capfd):
     assert "Warning" not in capfd.readouterr().err
 
 
+def under_a_default_device(rank):
+    """The memory of DDP, a collective and a message, in both ways to have a default device, and first without one."""
+    found, there = [], torch.device("cuda", rank)
+    for default in (torch.device("cpu"), there, None):
+        net, batch = network().to(rank), [part.to(rank) for part in data()]
+        torch.cuda.reset_peak_memory_stats(rank)
+        if default is None:
+            torch.set_default_device(there)
+        with default or torch.device(rank):
+            training(DistributedDataParallel(net, device_ids=[rank]), rank, *batch)
+            one = torch.ones(2, device=there)
+            dist.all_reduce(one)
+            dist.recv(one, 0) if rank else dist.send(one, 1)
+            dist.barrier()
+        found.append((torch.cuda.memory_allocated(rank), torch.cuda.max_memory_allocated(rank)))
+        del net, batch, one
+    torch.set_default_device(None)
+    return found
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_a_default_device_changes_nothing_between_processes(tmp_path, shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        for plain, inside, default in ranks(under_a_default_device, tmp_path):
+            assert plain == inside == default > (0, 0)
+
+
 def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go():
     with virtual_gpus(1):
         with distributed._Buckets([], active_machine().gpus[0]):
