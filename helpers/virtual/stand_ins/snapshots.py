@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch
 
-from helpers.virtual import errors, history, stacks
+from helpers.virtual import errors, stacks
 from helpers.virtual.allocator_options import Options
 from helpers.virtual.dispatch import enter_thread
-from helpers.virtual.history import ACTIONS, ALL, ALLOC, NEVER, STATE, Settings, history_of
+from helpers.virtual.history import history_of
+from helpers.virtual.history_entries import ACTIONS, ALL, ALLOC, NEVER, STATE, Settings, thread
 from helpers.virtual.machine import active
 from helpers.virtual.on_cuda.versions import INSTALLED
 from helpers.virtual.placement import home_of, local
@@ -76,12 +77,12 @@ def _cuda_isHistoryEnabled() -> bool:
 
 def _cuda_setMemoryMetadata(metadata: str) -> None:
     """Label this thread's events from now on."""
-    history.thread.metadata = metadata
+    thread.metadata = metadata
 
 
 def _cuda_getMemoryMetadata() -> str:
     """The label of this thread's events, or ""."""
-    return history.thread.metadata
+    return thread.metadata
 
 
 def _cuda_memoryMetadataSupported() -> bool:
@@ -182,8 +183,8 @@ _HAS_POOLS = INSTALLED >= (2, 12)
 
 
 def _event(entry: tuple, frames: dict, epoch: int) -> dict:
-    """One event, the fields of a `history.Entry`, as PyTorch describes it. `epoch`: nanoseconds from perf_counter_ns to
-    Unix time."""
+    """One event, the fields of a `history_entries.Entry`, as PyTorch describes it. `epoch`: nanoseconds from
+    perf_counter_ns to Unix time."""
     action, value, size, stream, moment, stack, forward, metadata = entry
     event = {
         "action": action,
