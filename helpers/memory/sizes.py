@@ -7,11 +7,16 @@ GiB = 2**30
 UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": MiB, "GiB": GiB, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+def unit_of(count: float) -> tuple[int, str]:
+    """The unit in which figures and axes give `count` bytes: its bytes and its name, GiB from 1 GiB on, else MiB."""
+    return (GiB, "GiB") if abs(count) >= GiB else (MiB, "MiB")
+
+
 def format_bytes(count: float | None, unit: str | None = None) -> str:
     """`count` bytes with three digits or more and a unit: "1.25 MiB", "16.3 GiB"; in `unit` if given."""
     if count is None:
         return "unknown"
-    unit = unit or ("GiB" if abs(count) >= GiB else "MiB")
+    unit = unit or unit_of(count)[1]
     value = count / {"GiB": GiB, "MiB": MiB}[unit]
     return f"{digits(value, 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2)} {unit}"
 

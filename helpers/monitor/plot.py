@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from helpers.memory.readings import GiB, MiB, format_bytes
+from helpers.memory.sizes import GiB, format_bytes, unit_of
 from helpers.monitor.run import Run, Span
 from helpers.plots import COLOURS, HATCHES, WIDTH
 from helpers.plots.alt_text import set_alt_text
@@ -53,7 +53,7 @@ def plot_memory(monitor, title: str | None = None, x: str = "event", around: int
     height = 0.95 + (1.75 if few else 1.5) * len(runs) + 0.2 * (-(-len(handles) // columns) + title.count("\n"))
     figure, rows = plt.subplots(len(runs), figsize=(WIDTH, height), squeeze=False, sharey=True, layout="constrained")
     top = max(max(run.timeline.allocated) for run in runs)
-    unit, name = (GiB, "GiB") if top >= GiB else (MiB, "MiB")
+    unit, name = unit_of(top)
     for run, full, ax in zip(runs, whole, rows[:, 0], strict=True):
         _draw(ax, run, unit, x, styles)
         text = _headline(full, monitor.watched).replace(f" {name}", f"\u00a0{name}")  # number and unit stay together

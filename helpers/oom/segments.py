@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from helpers.memory import GiB, MiB, format_bytes, read_memory
+from helpers.memory import format_bytes, read_memory
+from helpers.memory.sizes import unit_of
 from helpers.oom.live import KINDS, live_blocks, segments_of
 from helpers.plots import COLOURS, HATCHES, WIDTH
 from helpers.plots.alt_text import set_alt_text
@@ -31,7 +32,7 @@ def draw_segments(gpu=0, ax: Axes | None = None, title: str | None = None) -> Ax
     shown = sorted(rows, key=lambda row: -row[0])[:MOST_ROWS]
     if ax is None:
         _, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(shown)), layout="constrained")
-    unit, name = (GiB, "GiB") if shown[0][0] >= GiB else (MiB, "MiB")
+    unit, name = unit_of(shown[0][0])
     for place, (size, pieces) in enumerate(shown):
         ax.barh(place, size / unit, 0.8, facecolor="white", edgecolor="0.3", linewidth=1, zorder=3, fill=False)
         for start, length, kind in pieces:

@@ -12,7 +12,7 @@ from textwrap import fill
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 
-from helpers.memory.sizes import GiB, MiB
+from helpers.memory.sizes import unit_of
 from helpers.plots.palette import OVER
 
 MARKER = {"marker": "D", "color": "black", "mec": "white", "ms": 7, "ls": "none"}
@@ -64,7 +64,7 @@ def draw_bars(
     top, capacity = max(bar.end for bar in bars), max(bar.capacity for bar in bars)
     zoomed = 0 < top < capacity / 8
     length = top if zoomed else max(top, capacity)
-    unit, name = (GiB, "GiB") if length >= GiB else (MiB, "MiB")
+    unit, name = unit_of(length)
     for y, height, full in outlines:
         ax.barh(y, full / unit, height, facecolor="white", edgecolor="0.55", linewidth=1, zorder=1)
     _draw(ax, bars, unit)

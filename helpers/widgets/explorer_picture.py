@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from helpers.memory.sizes import GiB, MiB, format_bytes
+from helpers.memory.sizes import MiB, format_bytes, unit_of
 from helpers.plots.palette import OVER, styles
 from helpers.widgets.bert_fits import Verdict
 from helpers.widgets.bert_memory import KINDS, GPUMemory, Job
@@ -64,7 +64,7 @@ def _legend(scene: Scene) -> None:
 def _axis(scene: Scene, length: float, pixels: float, rows: int, key: str) -> None:
     """Grid and numbers, at round steps of GiB or MiB, and `key`: what the colours mean."""
     bottom = TOP + ROW * rows
-    unit, name = (GiB, "GiB") if length >= GiB else (MiB, "MiB")
+    unit, name = unit_of(length)
     step = round_step(length / unit)
     for number in range(int(length / unit / step) + 1):
         x = LEFT + number * step * unit * pixels
