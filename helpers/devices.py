@@ -1,6 +1,6 @@
 """The one switch of the course: real GPUs where the machine has enough, else virtual ones.
 
-The only lesson-facing module that switches `helpers.virtual` on; after `use_gpus` nothing else needs to know of it.
+The only lesson-facing module that switches `virtual_gpus` on; after `use_gpus` nothing else needs to know of it.
 (`helpers.hardware` takes figures from there.)
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 
 import torch
-
-from helpers.virtual import active_machine, record_timeline, virtual_gpus
-from helpers.virtual.addresses import block_address as virtual_address
-from helpers.virtual.machine import remove
+from virtual_gpus import active_machine, record_timeline, virtual_gpus
+from virtual_gpus.machine import remove
+from virtual_gpus.placement.addresses import block_address as virtual_address
 
 _CHOICES = ("auto", "virtual", "real")
 _ours: tuple | None = None  # the virtual GPUs of the last call and their machine, so that a cell can be run again
@@ -34,7 +33,7 @@ def use_gpus(
     # CUDA_VISIBLE_DEVICES speaks of real cards here (a cluster sets it): virtual ones are all visible.
     wanted = virtual_gpus(count, memory=memory, kind=kind, shapes_only=shapes_only, honour_visible_devices=False)
     ours = _ours and _ours[1]
-    if active_machine() is not ours:  # somebody else switched them on: python -m helpers.virtual, a test
+    if active_machine() is not ours:  # somebody else switched them on: python -m virtual_gpus, a test
         return _take_what_is_on(count, choice, shapes_only)
     _switch_off()
     real = torch.cuda.device_count()

@@ -7,20 +7,20 @@
 
 Nothing is switched on here, and whatever GPUs are on stay as they are. The figures are those of virtual GPUs, so that
 what is reckoned is what they count: beside `helpers.devices` the only lesson-facing module that knows of
-`helpers.virtual`.
+`virtual_gpus`.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from helpers.virtual.allocator import CachingAllocator, OutOfMemory
-from helpers.virtual.cost import CONVOLUTIONS_BACKWARD
-from helpers.virtual.cost_products import peak, tensor_cores
-from helpers.virtual.links import NETWORKS, REACHED, arrange
-from helpers.virtual.paces import HOST, pace
-from helpers.virtual.specs import GPUSpec, kinds, spec
-from helpers.virtual.traffic import ring_seconds
+from virtual_gpus.clock.calibration import HOST, pace
+from virtual_gpus.clock.cost import CONVOLUTIONS_BACKWARD
+from virtual_gpus.clock.cost_matmul import peak, tensor_cores
+from virtual_gpus.clock.links import NETWORKS, REACHED, arrange
+from virtual_gpus.clock.traffic import ring_seconds
+from virtual_gpus.gpus import GPUSpec, kinds, spec
+from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory
 
 GPU_KINDS = tuple(kinds())
 
@@ -42,7 +42,8 @@ class Paces(NamedTuple):
 
 
 def paces(kind: str) -> Paces:
-    """The clock's shares of a data sheet's peaks, as rates: `help("helpers.virtual.paces")` says where they come from.
+    """The clock's shares of a data sheet's peaks, as rates; `help("virtual_gpus.clock.calibration")` has
+    their sources.
 
     Raises ValueError for a kind that is not known.
     """

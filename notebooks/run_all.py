@@ -121,7 +121,7 @@ def _tidy_output(output):
 
 
 def _is_of_a_stand_in(frame):
-    return re.search(r"helpers[/\\]virtual[/\\]", frame.split("\n", 1)[0]) is not None
+    return re.search(r"virtual_gpus[/\\]", frame.split("\n", 1)[0]) is not None
 
 
 def _sanitize(content):

@@ -11,7 +11,7 @@ def workspaces_given_back(monkeypatch):
 
     For tests that count what a training leaves behind, under every PyTorch from 2.11 on.
     """
-    from helpers.virtual.on_cuda import blas
+    from virtual_gpus.ops import blas
 
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
     monkeypatch.setattr(blas, "keeps_workspaces", lambda version: False)
@@ -32,7 +32,7 @@ def small_program():
 @pytest.fixture
 def four():
     """Four virtual GPUs."""
-    from helpers.virtual import virtual_gpus
+    from virtual_gpus import virtual_gpus
 
     with virtual_gpus(4) as gpus:
         yield gpus
@@ -41,7 +41,7 @@ def four():
 @pytest.fixture
 def titans():
     """The article's four cards, without values."""
-    from helpers.virtual import virtual_gpus
+    from virtual_gpus import virtual_gpus
 
     with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
         yield gpus

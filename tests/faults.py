@@ -257,7 +257,7 @@ def _(folder):
 
 @fault("two ranks on one GPU")
 def _(folder):
-    from helpers.virtual import virtual_gpus
+    from virtual_gpus import virtual_gpus
 
     def act(rank):
         made = mlp()

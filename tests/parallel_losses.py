@@ -5,8 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-
-from helpers.virtual import virtual_gpus
+from virtual_gpus import virtual_gpus
 
 
 def counts(*numbers_of_gpus):

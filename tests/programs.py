@@ -19,7 +19,12 @@ class Program:
 
     def __init__(self, command, log, environment=None):
         self.log = Path(log)
-        settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "PYTHONUNBUFFERED": "1"}
+        settings = {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'virtual-gpus' / 'src'}",
+            "OMP_NUM_THREADS": "1",
+            "TQDM_DISABLE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         with open(self.log, "wb") as file:
             self.process = subprocess.Popen(

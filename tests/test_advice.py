@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.advice import (
     METHODS,
@@ -32,7 +33,6 @@ from helpers.models import bert_article, parameter_count, pyramidnet_article
 from helpers.plots.alt_text import alt_text
 from helpers.scaling import Cluster
 from helpers.timeline import record_timeline
-from helpers.virtual import virtual_gpus
 from tests.benchmarks.methods import STORED, said
 from tests.benchmarks.nets import measured_nets
 

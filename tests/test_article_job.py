@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers import article_job
 from helpers.article_job import WordLoss, bert_peaks
 from helpers.memory import MiB
 from helpers.models import parameter_bytes
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel
-from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

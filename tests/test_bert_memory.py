@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
+from virtual_gpus import virtual_gpus
+from virtual_gpus.gpus import kinds, spec
+from virtual_gpus.ops.reductions import buffers
 
 from helpers.models import Bert, bert_article, parameter_bytes
-from helpers.virtual import virtual_gpus
-from helpers.virtual.on_cuda.reductions import buffers
-from helpers.virtual.specs import kinds, spec
 from helpers.widgets.bert_fits import Verdict, judge
 from helpers.widgets.bert_memory import KINDS, METHODS, OPTIMIZERS, Job, step_memory
 from helpers.widgets.bert_sizes import Sizes

@@ -5,11 +5,11 @@ import sys
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.check import compare
 from helpers.check.core import NotYet, call, exercise, not_yet, require, show
 from helpers.memory.readings import GiB, MiB
-from helpers.virtual import virtual_gpus
 from tests.check_answers import Hostile
 
 

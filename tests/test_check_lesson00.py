@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.check import lesson00 as check
-from helpers.virtual import virtual_gpus
 from tests.check_answers import Hostile
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

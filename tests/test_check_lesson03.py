@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.check import cuts
 from helpers.check import lesson03 as check
 from helpers.parallel_loss import DataParallelCriterion
-from helpers.virtual import virtual_gpus
 from tests.check_answers import Hostile, measured_once, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

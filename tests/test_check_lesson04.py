@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from virtual_gpus import virtual_gpus
 
 from helpers.check import lesson04 as check
-from helpers.virtual import virtual_gpus
 from tests.check_answers import Hostile, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

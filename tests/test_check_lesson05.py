@@ -5,10 +5,10 @@ from itertools import combinations
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from virtual_gpus import virtual_gpus
 
 from helpers.check import lesson05 as check
 from helpers.pipeline import bubble, gpipe, one_f_one_b
-from helpers.virtual import virtual_gpus
 from tests.check_answers import Hostile, told
 
 CHECKS = [check.best_cuts, check.fewest, check.frugal, check.backward_in_parts]

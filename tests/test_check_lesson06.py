@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from virtual_gpus import virtual_gpus
 
 from helpers.check import lesson06 as check
-from helpers.virtual import virtual_gpus
 from tests.check_answers import told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
@@ -218,7 +218,7 @@ def test_budget_of_what_is_on_the_gpu_already(gpu):
 
 def test_kept_workspaces_make_no_target_larger(monkeypatch):
     """PyTorch before 2.15 keeps cuBLAS's workspace from the first product on: the reference must not count it."""
-    monkeypatch.setattr("helpers.virtual.on_cuda.blas.keeps_workspaces", lambda version: True)
+    monkeypatch.setattr("virtual_gpus.ops.blas.keeps_workspaces", lambda version: True)
     keeps_graphs = lambda net, batches: (sum(loss_of(net, x, y) for x, y in batches) / len(batches)).item()  # noqa: E731
     assert told(check.validation_loss(keeps_graphs), "the peak is")
 

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
+from virtual_gpus import virtual_gpus
 
 from helpers.launch import launch
 from helpers.ranks import rank_loader
 from helpers.training import DistributedTrainer
 from helpers.training.micro_batches import real_batches
 from helpers.training.scores import label_weight
-from helpers.virtual import virtual_gpus
 from tests.ddp_jobs import JOBS, LOSS, SGD, in_ranks, largest_difference, mlp, numbers, run, run_in_rank, same, trainer
 
 

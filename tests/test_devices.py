@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from virtual_gpus import active_machine, virtual_gpus
 
 from helpers import devices, use_gpus
-from helpers.virtual import active_machine, virtual_gpus
 
 GIB = 1 << 30
 

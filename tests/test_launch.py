@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from virtual_gpus import virtual_gpus
 
 from helpers.launch import launch
 from helpers.launch import rank as launch_rank
 from helpers.memory import read_memory
-from helpers.virtual import virtual_gpus
 from tests.programs import held_port
 
 

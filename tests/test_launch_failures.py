@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_launch import leaves_nothing  # noqa: F401  (a fixture for every test here too)
+from virtual_gpus import virtual_gpus
 
 from helpers.launch import RankError, launch
 from helpers.launch import errors as launch_errors
 from helpers.launch import processes as launch_processes
 from helpers.launch.errors import Failure, is_whole, rank_error
 from helpers.launch.processes import _Ranks
-from helpers.virtual import virtual_gpus
 from tests.programs import until
 
 LIMIT_S = 5  # for ranks that shall hang: a busy machine may need a second until they do
@@ -153,7 +153,7 @@ def test_errors_on_virtual_gpus():
     with virtual_gpus(2, memory="64 MiB"):
         error = fails(lambda rank: torch.ones(1 << (20 + 8 * rank), device="cuda"), ranks=2)
         assert str(error).startswith("rank 1 of 2 raised torch.OutOfMemoryError: CUDA out of memory.")
-        assert "helpers/virtual" not in str(error)
+        assert "virtual_gpus" not in str(error)
 
 
 def leaves_early(rank):

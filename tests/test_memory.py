@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers import memory
 from helpers.memory import GiB, MiB, Reading, largest_batch, read_memory
-from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

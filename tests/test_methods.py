@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from virtual_gpus import virtual_gpus
 
 from helpers.devices import modelled_gpus
 from helpers.launch import RankError, launch
@@ -30,7 +31,6 @@ from helpers.methods.measure import step_by
 from helpers.models import Bert, PyramidNet
 from helpers.plots.alt_text import alt_text
 from helpers.scaling import Cluster
-from helpers.virtual import virtual_gpus
 
 TITAN = Cluster("TITAN Xp")
 LARGE = Job("large", lambda: Bert(30_000, 256, 2, 8, 128), 64, 16, (128,), (128,), True, torch.optim.Adam)

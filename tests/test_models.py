@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers import models
 from helpers.models import parameter_bytes, parameter_count
-from helpers.virtual import virtual_gpus
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from virtual_gpus import virtual_gpus
 
 from helpers import monitor as monitor_module
 from helpers.launch import launch
@@ -21,7 +22,6 @@ from helpers.monitor.run import Mark, Run, Span
 from helpers.monitor.trace import Count, timeline
 from helpers.monitor.watch import Known
 from helpers.plots.alt_text import alt_text
-from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

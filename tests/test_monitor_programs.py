@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from virtual_gpus import virtual_gpus
 
 from helpers.memory import MiB
 from helpers.monitor import KINDS, MemoryMonitor
-from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)

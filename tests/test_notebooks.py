@@ -229,15 +229,15 @@ def test_a_lesson_may_talk_of_use_gpus(lesson):
 # --- notebooks/run_all.py --------------------------------------------------------------------------------
 
 
-def test_frames_of_the_stand_ins_are_left_out_of_stored_tracebacks(lesson):
+def test_frames_of_the_patches_are_left_out_of_stored_tracebacks(lesson):
     mine, torchs = (
-        "File /course/helpers/virtual/dispatch.py:7\n  raise",
-        "File /lib/torch/nn/x.py:1\n  helpers/virtual/",
+        "File /course/virtual_gpus/dispatch/mode.py:7\n  raise",
+        "File /lib/torch/nn/x.py:1\n  virtual_gpus/",
     )
     error = {"output_type": "error", "ename": "E", "evalue": "e", "traceback": ["Cell In[1]", mine, torchs, "E: e"]}
     lesson["cells"][4]["outputs"] = [error]
     stored = run_all.tidy(lesson).cells[4].outputs[0]["traceback"]
-    assert len(stored) == 3 and "dispatch" not in "".join(stored) and stored[0] == "Cell In[1]" and stored[-1] == "E: e"
+    assert len(stored) == 3 and "mode.py" not in "".join(stored) and stored[0] == "Cell In[1]" and stored[-1] == "E: e"
 
 
 def test_tidying_twice_changes_nothing(lesson):

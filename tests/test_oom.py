@@ -8,6 +8,7 @@ import matplotlib
 import pytest
 import torch
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.memory import MiB, Refusal
 from helpers.oom import (
@@ -31,7 +32,6 @@ from helpers.oom.places import UNKNOWN, place
 from helpers.oom.referrers import holders
 from helpers.oom.report import Picture
 from helpers.plots.alt_text import alt_text
-from helpers.virtual import virtual_gpus
 
 matplotlib.use("Agg")
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")

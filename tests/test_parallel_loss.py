@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.models import bert_small
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
-from helpers.virtual import virtual_gpus
 from tests.parallel_losses import PerSample, Summed, counts, first, numbers
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from virtual_gpus import NotModelled, virtual_gpus
 
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.virtual import NotModelled, virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torchvision.models import resnet50
+from virtual_gpus import virtual_gpus
 
 from helpers.memory import peak_memory
 from helpers.models import bert_small, group_norm, small_resnet
@@ -24,7 +25,6 @@ from helpers.pipeline import (
     split,
 )
 from helpers.timeline import record_timeline
-from helpers.virtual import virtual_gpus
 
 SCHEDULES = [gpipe, one_f_one_b]
 

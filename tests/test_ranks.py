@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from virtual_gpus import virtual_gpus
 
 from helpers import ranks
 from helpers.launch import launch
@@ -22,7 +23,6 @@ from helpers.ranks import (
     rank_loader,
     sums_of_all,
 )
-from helpers.virtual import virtual_gpus
 
 # ------------------------------------------------------------------------------- a store with earlier attempts
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.plots.alt_text import alt_text
 from helpers.timeline import (
@@ -20,7 +21,6 @@ from helpers.timeline import (
     timeline_bars,
 )
 from helpers.timeline.trace import BLOCK, work_of
-from helpers.virtual import virtual_gpus
 
 
 def of(seconds, *work, modelled=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from virtual_gpus import virtual_gpus
 
 from helpers.hardware import data_sheet
 from helpers.launch import launch
@@ -32,7 +33,6 @@ from helpers.scaling import (
     speedup,
 )
 from helpers.timeline import record_timeline
-from helpers.virtual import virtual_gpus
 
 MIB = 2**20
 
@@ -236,7 +236,7 @@ def test_the_job_measures_what_one_a100_can_hold():
 
 def test_the_program_prints_what_is_read():
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run += ["-m", "helpers.virtual", "--gpus", "2", "--shapes-only", "notebooks/scripts/scaling.py"]
+    run += ["-m", "virtual_gpus", "--gpus", "2", "--shapes-only", "notebooks/scripts/scaling.py"]
     run += ["--model", "small", "--batch-size", "8", "--per-gpu", "--warm-up", "1", "--steps", "2"]
     said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     assert list(read_log(said)) == [2] and "batch=16 " in said

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.launch import RankError, launch
 from helpers.tensor_parallel import ColumnLinear, RowLinear
-from helpers.virtual import virtual_gpus
 
 
 def layers(bias):

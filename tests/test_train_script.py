@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from virtual_gpus import virtual_gpus
 
-from helpers.virtual import virtual_gpus
 from tests.ddp_jobs import largest_difference
 from tests.programs import ROOT, SCRIPT, free_port, rank_processes, torchrun, until
 
@@ -84,7 +84,7 @@ def test_bert_and_going_on_where_it_stopped(tmp_path, capsys):
 
 
 def test_on_virtual_gpus_under_torchrun(tmp_path, undisturbed):
-    start = ["--standalone", "--nproc-per-node", 2, "-m", "helpers.virtual", "--gpus", 2]
+    start = ["--standalone", "--nproc-per-node", 2, "-m", "virtual_gpus", "--gpus", 2]
     with torchrun(*start, *DDP, "--snapshot", tmp_path / "last.pt", log=tmp_path / "log") as run:
         output = run.wait()
     assert [line.replace("cuda", "cpu") for line in lines(output)] == lines(undisturbed[1])

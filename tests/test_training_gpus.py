@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from virtual_gpus import virtual_gpus
 
 from helpers.checkpoints import load_checkpoint
 from helpers.models import PyramidNet, bert_small, group_norm, small_resnet
 from helpers.training import DataParallelTrainer, Trainer
-from helpers.virtual import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

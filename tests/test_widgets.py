@@ -13,9 +13,9 @@ import pytest
 import run_all
 import torch
 from nbformat.v4 import new_code_cell, new_notebook
+from virtual_gpus import active_machine, virtual_gpus
 
 from helpers.memory.readings import Reading, Readings
-from helpers.virtual import active_machine, virtual_gpus
 from helpers.widgets import explore_memory, live_memory, live_panel, live_picture
 from helpers.widgets.bert_memory import METHODS, OPTIMIZERS, Job
 from helpers.widgets.explorer import SLIDERS, MemoryExplorer

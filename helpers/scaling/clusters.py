@@ -4,7 +4,7 @@
     cluster.room                                    # bytes that PyTorch can have on a card
     cluster.all_reduce_seconds(87_001_280, 64)      # around a ring of 64 GPUs in eight machines
 
-The figures are those that virtual GPUs use (`help("helpers.virtual.links")` says where they come from): a ring moves
+The figures are those that virtual GPUs use (`help("virtual_gpus.clock.links")` says where they come from): a ring moves
 2 (n - 1) / n of the bytes over each link, and its slowest link sets the pace. No GPU is needed, real or virtual.
 """
 

@@ -7,7 +7,7 @@
     print(describe_timeline(timeline))
     print(describe_time_use(timeline))             # a line per GPU: computing, or waiting, and for what
 
-Virtual GPUs have a modelled clock (`helpers.virtual`); on real ones torch.profiler measures, which slows the program
+Virtual GPUs have a modelled clock (`virtual_gpus`); on real ones torch.profiler measures, which slows the program
 itself down. `timeline.modelled` says which of the two it was, and so do picture and words.
 
     record   `record_timeline`

@@ -8,7 +8,7 @@ Rank 0 prints one line, which `helpers.scaling.read_log` reads again; the lines 
     gpus=4 batch=256 step_ms=123.4 least_ms=120.1 most_ms=130.9
 
 It is the median of the timed steps, with the shortest and the longest beside it. A step ends when the slowest rank is
-done. CUDA's events measure it, so that on virtual GPUs the times are modelled (put -m helpers.virtual --gpus 4 before
+done. CUDA's events measure it, so that on virtual GPUs the times are modelled (put -m virtual_gpus --gpus 4 before
 the script's name, --shapes-only to compute nothing). Under SLURM: scaling.slurm beside this file.
 """
 

@@ -8,8 +8,8 @@ From the course's folder, on GPUs or, slower, without any:
 
 On virtual GPUs:
 
-    python -m helpers.virtual --gpus 4 notebooks/scripts/train.py --method dp
-    torchrun --nproc-per-node 4 -m helpers.virtual --gpus 4 notebooks/scripts/train.py --method ddp
+    python -m virtual_gpus --gpus 4 notebooks/scripts/train.py --method dp
+    torchrun --nproc-per-node 4 -m virtual_gpus --gpus 4 notebooks/scripts/train.py --method ddp
 
 Surviving failures: torchrun starts all ranks again when one dies, and they go on from the last snapshot:
 

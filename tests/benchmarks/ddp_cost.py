@@ -31,6 +31,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from benchmarks.step_cost import show
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -40,7 +41,6 @@ from helpers.launch import launch
 from helpers.models import bert_small, group_norm, small_resnet
 from helpers.ranks import rank_loader
 from helpers.training import DistributedTrainer
-from tests.benchmarks.step_cost import show
 
 LOSS = nn.CrossEntropyLoss()
 JOBS = {  # name -> (model, samples, batch of all ranks together)

@@ -18,7 +18,9 @@ import time
 from unittest import mock
 
 import torch
+from benchmarks.step_cost import show
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.data import random_tokens
 from helpers.memory import peak_memory
@@ -26,12 +28,10 @@ from helpers.models import Bert
 from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from helpers.parallel_loss.reductions import count_labels
 from helpers.training import DataParallelTrainer, Trainer
-from helpers.virtual import virtual_gpus
 from helpers.widgets.bert_memory import METHODS, OPTIMIZERS, Job, step_memory
 from helpers.widgets.cards import card
 from helpers.widgets.explorer import SLIDERS, MemoryExplorer
 from helpers.widgets.live_panel import LivePanel
-from tests.benchmarks.step_cost import show
 
 KINDS = ("K80", "TITAN Xp", "V100", "T4", "A100", "H200")
 PLENTY = "200000 GiB"  # of which no job asks for all

@@ -18,9 +18,9 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from benchmarks.step_cost import show
 
 from helpers.launch import launch
-from tests.benchmarks.step_cost import show
 
 
 def empty(rank) -> None:

@@ -22,11 +22,11 @@ import time
 
 import torch
 import torch.nn.functional as F
+from benchmarks.jobs import gpt_b8, resnet18_b64
 from torch import nn
+from virtual_gpus import virtual_gpus
 
 from helpers.monitor import MemoryMonitor
-from helpers.virtual import virtual_gpus
-from tests.benchmarks.jobs import gpt_b8, resnet18_b64
 
 
 def tiny_mlp(device: str, gpus: int = 1):

@@ -1,7 +1,8 @@
 """The monitor's benchmark runs and prints its table. Times are never asserted."""
 
+from benchmarks.jobs import tiny
+
 from tests.benchmarks import monitor_cost
-from tests.benchmarks.test_benchmarks import tiny
 
 
 def test_the_table_has_a_row_per_job(monkeypatch):

@@ -1,0 +1,116 @@
+"""The modelled clock against a real H200 (tests/data/h200), printed as tables. Half a minute.
+
+    python -m benchmarks.clock                       # every training step: GPU-busy and wall seconds
+    python -m benchmarks.clock resnet18_cifar_b64    # only that one
+    python -m benchmarks.clock --operators           # single operators and copies
+    python -m benchmarks.clock --kernels gpt_small_b8    # the kernels of a step, operator by operator
+    python -m benchmarks.clock --plot clock.png      # steps as a picture
+
+Kernels: the seconds of all kernels of a step, of the run that timed operator by operator. Profiler: the sum that the
+other run reported, in which the optimizer counts twice (see reference/timing.py), modelled in the same way. The
+wall time is the median of 15 steps; where the host is the bottleneck, it moved by 1.6 x between two runs of one day.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from benchmarks import clock_plot
+from benchmarks.reference import measure, timing
+from benchmarks.reference.cases import CASES
+
+_MS, _US = 1e3, 1e6
+# What the H200's profiler calls an operator, and what the dispatch mode sees.
+_SAME = {"cudnn_convolution": "convolution", "cudnn_batch_norm": "native_batch_norm", "clamp_min_": "relu_",
+         "cudnn_batch_norm_backward": "native_batch_norm_backward", "clamp_min": "relu", "gather": "embedding",
+         "_efficient_attention_forward": "_scaled_dot_product_efficient_attention",
+         "_efficient_attention_backward": "_scaled_dot_product_efficient_attention_backward",
+         "_cudnn_attention_forward": "_scaled_dot_product_cudnn_attention",
+         "_cudnn_attention_backward": "_scaled_dot_product_cudnn_attention_backward"}  # fmt: skip
+
+
+def percent(part: float) -> str:
+    """'  +1.2 %': eight wide."""
+    return f"{100 * part:+6.1f} %"
+
+
+def table_of_steps(measured: dict, modelled: dict) -> list[str]:
+    """Per case: kernels, the profiler's sum and the wall time, measured, modelled and the error."""
+    width = max(map(len, modelled))
+    figures = ("kernels", "annotated", "wall")
+    heading = "".join(f"{name + ', ms':^29}" for name in ("kernels", "profiler's sum", "wall"))
+    lines = [f"{'':{width}} {heading}".rstrip(), f"{'':{width}} " + "    real  modelled     error" * 3 + "  fastest"]
+    for name, case in modelled.items():
+        real = measured[name]
+        cells = "".join(f"{real[f] * _MS:8.2f}  {case[f] * _MS:8.2f}  {percent(timing.error(real[f], case[f])):>9}"
+                        for f in figures)  # fmt: skip
+        lines.append(f"{name:{width}} {cells} {real['fastest'] * _MS:8.2f}")
+    medians = (f"{name} {100 * timing.median_error(measured, modelled, f):.1f} %"
+               for f, name in zip(figures, ("kernels", "profiler's sum", "wall"), strict=True))  # fmt: skip
+    return [*lines, "", "Median error: " + ", ".join(medians)]
+
+
+def table_of_operators(rows) -> list[str]:
+    """Per operator of ops.json: measured, modelled, error."""
+    lines = [f"{'operator':14} {'type':8} {'size':>20}  real, us  modelled, us     error"]
+    for op, dtype, size, real, modelled in rows:
+        kind, size = dtype.removeprefix("torch."), " x ".join(map(str, size)) if isinstance(size, list) else f"{size:,}"
+        numbers = f"{real * _US:9.1f} {modelled * _US:13.1f}  {percent(timing.error(real, modelled)):>9}"
+        lines.append(f"{op:14} {kind:8} {size:>20} {numbers}")
+    off = [abs(timing.error(real, modelled)) for *_, real, modelled in rows]
+    within = sum(e <= timing.OPERATORS_EACH for e in off)
+    limit = f"{100 * timing.OPERATORS_EACH:.0f} %"
+    return [*lines, "", f"{within} of {len(off)} within {limit}, largest error {100 * max(off):.0f} %"]
+
+
+def table_of_kernels(name: str) -> list[str]:
+    """Each operator of a step: calls, measured and modelled microseconds, the largest difference first."""
+    real, modelled, calls = defaultdict(float), defaultdict(float), defaultdict(int)
+    for op, _, count, seconds in measure.load("operator_seconds.json.gz")[name]:
+        op = op.removeprefix("aten::")
+        real[_SAME.get(op, op)] += seconds
+        calls[_SAME.get(op, op)] += count
+    version = measure.load("steps.json")["meta"]["torch"]
+    for span in measure.on_virtual_gpu(lambda: timing.timeline_of(name), version).spans:
+        if span.gpu is not None:
+            modelled[span.name] += span.end - span.start
+    names = sorted({*real, *modelled}, key=lambda op: -abs(real[op] - modelled[op]))
+    lines = [f"{'operator':50} calls  real, us  modelled, us"]
+    return lines + [f"{op:50} {calls[op]:5} {real[op] * _US:9.1f} {modelled[op] * _US:13.1f}" for op in names]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.clock", description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help=f"only these training steps, of: {', '.join(CASES)}")
+    parser.add_argument("--operators", action="store_true", help="single operators and copies")
+    parser.add_argument("--kernels", metavar="CASE", choices=list(CASES), help="the kernels of one step")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the steps (.png, .svg, .pdf)")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in CASES]:
+        parser.error(f"unknown: {', '.join(unknown)}. There are: {', '.join(CASES)}")
+    return options
+
+
+def main() -> None:
+    """Print what was asked for."""
+    options, meta = arguments(), measure.load("steps.json")["meta"]
+    print(f"real: {meta['gpu']}, torch {meta['torch']}; modelled: torch {torch.__version__}\n")
+    if options.operators:
+        print("\n".join(table_of_operators(timing.operators())))
+    elif options.kernels:
+        print("\n".join(table_of_kernels(options.kernels)))
+    else:
+        measured, modelled = timing.measured_steps(), timing.steps(options.names or list(CASES))
+        print("\n".join(table_of_steps(measured, modelled)))
+        if options.plot:
+            clock_plot.steps(measured, modelled, meta).savefig(options.plot, dpi=150)
+            print(f"\nDrawn: {options.plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Measure a training step or an operator on the GPU that is at hand: a virtual one, or a real one.
+
+    measured = load("steps.json")["cases"]["mlp_adamw_b256"]      # what the H200 said
+    modelled = on_virtual_gpu(lambda: training_steps(CASES["mlp_adamw_b256"]), "2.11.0")
+    modelled["memory"][0]["peak_allocated"] / measured["memory"][0]["peak_allocated"]
+
+Figures are bytes; allocated ones above what was in use before.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from virtual_gpus import virtual_gpus
+
+FOLDER = Path(__file__).parents[2] / "tests" / "data" / "h200"
+FIGURES = ("allocated", "peak_allocated", "reserved", "peak_reserved")
+STEPS = 3
+
+
+@functools.cache
+def load(name: str) -> dict:
+    """What a file of tests/data/h200 holds (.json or .json.gz)."""
+    content = (FOLDER / name).read_bytes()
+    return json.loads(gzip.decompress(content) if name.endswith(".gz") else content)
+
+
+def on_virtual_gpu(act: Callable, torch_version: str, shapes_only: bool = True, kind: str = "H200"):
+    """What `act()` returns on one fresh virtual GPU that uses memory as that version of PyTorch does."""
+    with virtual_gpus(1, kind=kind, shapes_only=shapes_only, torch_version=torch_version):
+        return act()
+
+
+def emptied(act: Callable):
+    """What `act()` returns on an empty card: cuBLAS's workspaces go first, then the cache that they were in."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return act()
+
+
+def steps_in_order(builds: dict[str, Callable]) -> dict[str, dict]:
+    """All training steps one after the other, as the H200 ran them: each finds what the one before left in the cache.
+
+    There the cache was emptied first and cuBLAS's workspaces given back afterwards, into the cache. (Nobody wrote that
+    down. In the other order five of its nine cases differ by some hundred KiB; in this one they are equal.)
+    """
+    measured = {}
+    for name, build in builds.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._C._cuda_clearCublasWorkspaces()
+        measured[name] = training_steps(build)
+    return measured
+
+
+def training_steps(build: Callable, count: int = STEPS, device: str = "cuda") -> dict:
+    """model_bytes, base, losses and per step the four figures, as in steps.json."""
+    base = torch.cuda.memory_allocated()
+    step = build(device)
+    model_bytes = torch.cuda.memory_allocated() - base
+    losses, memory = [], []
+    for _ in range(count):
+        torch.cuda.reset_peak_memory_stats()
+        losses.append(step())
+        memory.append(_figures(base))
+    del step
+    gc.collect()
+    return {"model_bytes": model_bytes, "base": base, "losses": losses, "memory": memory}
+
+
+def _figures(base: int) -> dict[str, int]:
+    """Allocated memory above `base`; reserved memory as it is."""
+    ask = torch.cuda
+    allocated = ask.memory_allocated() - base, ask.max_memory_allocated() - base
+    return dict(zip(FIGURES, (*allocated, ask.memory_reserved(), ask.max_memory_reserved()), strict=True))
+
+
+def operator_rounds(build: Callable, rounds: int = 2, device: str = "cuda") -> dict:
+    """inputs and per round of forward and backward six figures, as in operator_memory.json."""
+    base = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    inputs, forward = build(device)
+    measured = {"inputs": torch.cuda.memory_allocated() - base, "steps": []}
+    for _ in range(rounds):
+        figures = {"before": torch.cuda.memory_allocated()}
+        torch.cuda.reset_peak_memory_stats()
+        output = forward()
+        figures |= _moment("forward")
+        torch.cuda.reset_peak_memory_stats()
+        output.float().sum().backward()
+        figures |= _moment("backward")
+        del output
+        figures["after_del"] = torch.cuda.memory_allocated()
+        measured["steps"].append({name: nbytes - base for name, nbytes in figures.items()})
+    del inputs, forward
+    return measured
+
+
+def operators_in_order(builds: dict[str, Callable]) -> dict[str, dict]:
+    """All of them one after the other. What an LSTM with dropout keeps in cuDNN shifts the blocks of later ones."""
+    return {name: emptied(functools.partial(operator_rounds, build)) for name, build in builds.items()}
+
+
+def _moment(name: str) -> dict[str, int]:
+    return {f"after_{name}": torch.cuda.memory_allocated(), f"peak_{name}": torch.cuda.max_memory_allocated()}
+
+
+def mem_tracker_peak(build: Callable, count: int = STEPS) -> int:
+    """The peak of the same steps by PyTorch's own MemTracker, which watches them on the CPU."""
+    step = build("cpu")
+    tracker = MemTracker()
+    tracker.track_external(step.net, step.optimizer, *step.batch)
+    with tracker:
+        for _ in range(count):
+            step()
+            tracker.reset_mod_stats()  # it refuses a second step otherwise
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]

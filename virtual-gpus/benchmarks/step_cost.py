@@ -1,0 +1,110 @@
+"""What virtual GPUs cost: ratios of training steps, taken in one run, printed as tables.
+
+    python -m benchmarks.step_cost                # both tables, about 6 minutes on two cores
+    python -m benchmarks.step_cost --rounds 1     # a quick look
+
+Table 1: a step on one virtual GPU, and the same step on the CPU under PyTorch's MemTracker, against the plain CPU step.
+Table 2: nn.DataParallel over 1 to 16 virtual GPUs at a fixed total batch, against one virtual GPU.
+Each round times all columns one after the other, so that a busy machine slows them alike; the median of the rounds'
+ratios is shown, with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from virtual_gpus import virtual_gpus
+
+from benchmarks.jobs import JOBS, resnet18_b64
+
+
+def seconds(step, steps: int) -> float:
+    """Wall seconds of one step: the fastest of `steps`, after one that warms up."""
+    step()
+    taken = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def on_cpu(job, steps: int) -> float:
+    """The plain step."""
+    return seconds(job("cpu")[0], steps)
+
+
+def on_virtual_gpus(job, steps: int, gpus: int = 1) -> float:
+    """The same step on virtual GPUs, under nn.DataParallel when there are several."""
+    with virtual_gpus(gpus):
+        return seconds(job("cuda", gpus)[0], steps)
+
+
+def under_mem_tracker(job, steps: int) -> float:
+    """The same step on the CPU while PyTorch's own memory tracker watches."""
+    step, net, optimizer = job("cpu")
+    tracker = MemTracker()
+    tracker.track_external(net, optimizer)
+
+    def tracked() -> None:
+        step()
+        tracker.reset_mod_stats()  # it refuses a second step otherwise
+
+    with tracker:
+        return seconds(tracked, steps)
+
+
+def ratios(baseline, others, rounds: int) -> list[list[float]]:
+    """For each of `others` its ratio to `baseline`, once per round."""
+    found = [[] for _ in others]
+    for _ in range(rounds):
+        base = baseline()
+        for column, other in zip(found, others, strict=True):
+            column.append(other() / base)
+    return found
+
+
+def show(values: list[float]) -> str:
+    """'1.09 (1.07 to 1.12)'."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def table_of_steps(rounds: int, steps: int) -> list[str]:
+    """One virtual GPU and MemTracker against the plain CPU step."""
+    lines = ["| training step | one virtual GPU / CPU | MemTracker / CPU |", "|---|---|---|"]
+    for name, job in JOBS.items():
+        others = (lambda job=job: on_virtual_gpus(job, steps), lambda job=job: under_mem_tracker(job, steps))
+        virtual, tracker = ratios(lambda job=job: on_cpu(job, steps), others, rounds)
+        lines.append(f"| {name} | {show(virtual)} | {show(tracker)} |")
+    return lines
+
+
+def table_of_gpus(rounds: int, steps: int, counts=(2, 4, 8, 16)) -> list[str]:
+    """DataParallel at a fixed total batch: every replica runs in turn, so the cost is that of more, smaller steps."""
+    others = [lambda n=n: on_virtual_gpus(resnet18_b64, steps, n) for n in counts]
+    columns = ratios(lambda: on_virtual_gpus(resnet18_b64, steps), others, rounds)
+    lines = ["| ResNet-18, total batch 64 | step / step on one virtual GPU |", "|---|---|", "| 1 GPU | 1.00 |"]
+    return lines + [f"| {n} GPUs, DataParallel | {show(c)} |" for n, c in zip(counts, columns, strict=True)]
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="how often each column is timed (default 5)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="steps per timing, of which the fastest counts (default 5)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default 2)")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds\n")
+    print("\n".join(table_of_steps(options.rounds, options.steps)), end="\n\n")
+    print("\n".join(table_of_gpus(options.rounds, options.steps)))
+
+
+if __name__ == "__main__":
+    main()

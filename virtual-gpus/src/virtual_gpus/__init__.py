@@ -1,0 +1,188 @@
+"""Virtual GPUs: the cells of a multi-GPU lesson on a machine without GPUs.
+
+    with virtual_gpus(4, memory="16 GiB"):
+        x = torch.randn(1000, 1000, device="cuda:3")
+        torch.cuda.memory_allocated(3)  # 4 MB, counted by a model of PyTorch's caching allocator
+
+Numbers, shapes, gradients and errors are real: every operator runs, on the CPU. Which GPU a tensor is on, how much
+memory each GPU has left and what does not fit is modelled. `python -m virtual_gpus --gpus 4 script.py` runs a whole
+program so. With `shapes_only=True` sizes are kept and values are not: a job of 100 GiB is measured on a laptop.
+
+A modelled clock says how long it would take and who would wait for whom: `torch.cuda.Event.elapsed_time`,
+`torch.cuda.utilization` and GPUtil's load answer from it, and
+
+    with record_timeline() as t:
+        step()
+    t.seconds, t.utilisation(0)  # modelled
+    t.plot(), t.save("step.json")
+
+How near it is to a real H200: `python -m benchmarks.clock`. The kernels of nine training steps take 1 to 10 %
+less than there (median 3 %), their wall time is within 24 % (median 17 %), each of 119 timings of single operators and
+copies within 30 %. These very figures are what the constants were fitted to (`virtual_gpus.clock.calibration` says
+which were, and which are estimates): another network, and any other GPU, will be farther off.
+
+Known limits
+------------
+- Nothing is faster: the clock runs beside the program, whose own seconds are the CPU's.
+- The clock knows what PyTorch is asked to do. Time that a program spends on its own (loading and changing data, Python
+  without tensors, `time.sleep`) does not pass on it, nor does work on CPU tensors.
+- Where the host is the bottleneck, a modelled wall time is that of one machine: the constants in
+  `virtual_gpus.clock.calibration.HOST`. There the H200's own wall seconds differed by up to 1.6 x between two
+  runs of a day.
+- Kernels of several streams of one GPU take turns, also where small ones would run side by side. CUDA's launch queue
+  has no end. Links that several copies share are shared per GPU, not per switch. NCCL's rings are modelled, not its
+  trees.
+- Numbers never depend on streams: a program that forgets to wait is right here and may be wrong on a real GPU.
+- Of torch.distributed, collectives and messages of GPU tensors take modelled time; those of CPU tensors take none.
+- Memory is that of CUDA's operators and libraries; `help("virtual_gpus.ops")` says where it comes from and how
+  near it is. Estimated: cuDNN's workspaces, every GPU but the H200. Not counted: memory that is not PyTorch's (NCCL,
+  cuSOLVER), temporaries of sorting. The context is one figure per kind of GPU.
+- Processes see each other's memory where one started the other, or torchrun both, with the same number, kind and memory
+  of GPUs; programs that were started apart where VIRTUAL_GPUS_FOLDER names the same folder for both. A fork's copies of
+  its parent's tensors count once. On Windows two processes may both take the last free memory.
+- Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
+- `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
+  Memory is that of a run with numbers, but for sparse gradients, which then have no entries. Collectives then send
+  the time and nothing else, so that a rank does not notice other sizes on another rank.
+- Refused with an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
+  processes, nested tensors, DLPack, NCCL by hand, temperature and power sensors, the allocator settings
+  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve. The backend "nccl" means gloo.
+- PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) is read at the first touch of a GPU. Without options the allocator was
+  measured against a real H200; what the options do is read from PyTorch's source.
+- A tensor that `record_stream` named comes back at the first allocation after the stream's work, by the modelled clock.
+- `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`; so does
+  `torch.distributed.tensor.parallel`. Not compared with a real GPU: their memory beside the shares (buffers of the
+  collectives) and time. The collectives of DTensor itself (`full_tensor`, tensor parallel) take no modelled time.
+  `set_gradient_divide_factor` with a factor other than the number of ranks needs NCCL; gloo says so.
+  Gloo's thread may hold a collective's buffer for a moment: a peak may be one gathered layer too high, run by run.
+- `torch.autocast("cpu")` casts tensors on virtual GPUs as well, which it leaves alone on real ones.
+- Programs started with `subprocess` have no virtual GPUs of their own; put `python -m virtual_gpus` before them.
+- A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or
+  of an event loop join for each call). Stopped by another thread than started them, they leave an idle dispatch mode on
+  the starting one, until it starts others and stops them.
+- Tensors that outlive the GPUs they were on are ordinary CPU tensors afterwards (meta tensors with `shapes_only`).
+- `torch.load(..., map_location=None)` and `torch.save` work; a file saved from a virtual GPU loads on a real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+
+import torch
+
+from virtual_gpus import errors, machine, patches
+from virtual_gpus.dispatch import mode
+from virtual_gpus.errors import NotModelled
+from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.memory import history
+from virtual_gpus.timeline.record import record_timeline
+
+__all__ = ["NotModelled", "active_machine", "record_timeline", "virtual_gpus"]
+
+_switching = threading.RLock()
+
+
+class virtual_gpus:
+    """`count` virtual GPUs: a context manager, a decorator, or `.start()` and `.stop()`. Nests; restores everything.
+
+    memory: per GPU, bytes or text ("16 GiB", "512 MiB"); None takes the kind's own. kind: K80, TITAN Xp, V100, T4,
+    A100, H100 or H200. shapes_only: sizes without data or arithmetic, for jobs larger than this computer.
+    links, hosts, network: how the GPUs are joined, for the modelled clock (`help("virtual_gpus.clock.links.arrange")`).
+    honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder cards, as on a real machine. torch_version: use
+    memory as that PyTorch does ("2.11" to "2.15"), say a cluster's; None: as the installed one does. Entering gives the
+    list of devices. Raises ValueError for a bad argument.
+    """
+
+    def __init__(
+        self,
+        count: int = 1,
+        *,
+        memory: int | str | None = None,
+        kind: str = "H200",
+        shapes_only: bool = False,
+        honour_visible_devices: bool = True,
+        torch_version: str | None = None,
+        links=None,
+        hosts: int = 1,
+        network: str = "Ethernet 100",
+    ):
+        self._arguments = {
+            "count": count,
+            "memory": memory,
+            "kind": kind,
+            "shapes_only": shapes_only,
+            "honour_visible_devices": honour_visible_devices,
+            "torch_version": torch_version,
+            "links": links,
+            "hosts": hosts,
+            "network": network,
+        }
+        VirtualMachine(**self._arguments)  # a bad argument shows here, where it was written
+        self._machine: VirtualMachine | None = None
+
+    def start(self) -> list[torch.device]:
+        """Switch on. Returns the devices, cuda:0 first."""
+        with _switching:
+            if self._machine is not None:
+                raise RuntimeError("these virtual GPUs are on already: call stop() first, or make new ones")
+            first = active() is None
+            self._machine = made = VirtualMachine(**self._arguments)
+            made.first_options = lambda: patches.allocator_settings.from_environment(made)
+            made.no_room_for_context = errors.no_room_for_context
+            machine.push(made)
+            try:
+                if first:
+                    patches.install()
+                mode.enter_thread()
+            except BaseException:
+                self.stop()
+                raise
+            return [torch.device("cuda", gpu.index) for gpu in self._machine.gpus]
+
+    def stop(self) -> None:
+        """Switch off and put everything back. Does nothing when they are off."""
+        with _switching:
+            if self._machine is None:
+                return
+            machine.remove(self._machine)
+            patches.streams.forget(self._machine)
+            history.forget(self._machine)
+            self._machine = None
+            if active() is None:
+                mode.leave_thread()
+                patches.uninstall()
+
+    def __enter__(self) -> list[torch.device]:
+        return self.start()
+
+    def __exit__(self, *error) -> None:
+        self.stop()
+
+    def __call__(self, function):
+        """As a decorator: fresh GPUs for every call. A generator has them from its first `next` until it ends."""
+
+        @functools.wraps(function)
+        def with_gpus(*args, **kwargs):
+            with virtual_gpus(**self._arguments):
+                return function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def generator_with_gpus(*args, **kwargs):
+            with virtual_gpus(**self._arguments):
+                return (yield from function(*args, **kwargs))
+
+        @functools.wraps(function)
+        async def coroutine_with_gpus(*args, **kwargs):
+            with virtual_gpus(**self._arguments):
+                return await function(*args, **kwargs)
+
+        if inspect.iscoroutinefunction(function):
+            return coroutine_with_gpus
+        return generator_with_gpus if inspect.isgeneratorfunction(function) else with_gpus
+
+
+def active_machine() -> VirtualMachine | None:
+    """The machine that answers now, or None: for tools that draw or explain it."""
+    return active()

@@ -1,0 +1,112 @@
+"""Run an unmodified program on virtual GPUs.
+
+python -m virtual_gpus --gpus 4 --memory 16GiB train.py --epochs 1
+python -m virtual_gpus --gpus 2 -m package.module arguments
+torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import types
+
+from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split our options from the program and its arguments. Bad ones print what is wrong and exit with 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m virtual_gpus", description="Run a program on virtual GPUs.", allow_abbrev=False
+    )
+    parser.add_argument("--gpus", type=int, default=1, help="how many GPUs (default 1)")
+    parser.add_argument("--memory", default=None, help="memory per GPU, such as 16GiB (default: the kind's own)")
+    parser.add_argument("--kind", default="H200", help="K80, TITAN Xp, V100, T4, A100, H100 or H200 (default)")
+    parser.add_argument("--shapes-only", action="store_true", help="sizes only: no data, no arithmetic")
+    parser.add_argument("--torch", default=None, help="use memory as this PyTorch does, such as 2.11 (default: yours)")
+    parser.add_argument(
+        "--links", default=None, help=f"between GPUs: {', '.join(ARRANGEMENTS)} (default: the kind's own)"
+    )
+    parser.add_argument("--hosts", type=int, default=1, help="machines that the GPUs are spread over (default 1)")
+    parser.add_argument("--network", default="Ethernet 100", help=f"between machines: {', '.join(NETWORKS)}")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module name")
+    parser.add_argument("program", help="a script, or a module name after -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the program")
+    options = parser.parse_args(arguments)
+    if options.module and not _is_module(options.program):
+        parser.error(f"there is no module named {options.program!r}")
+    if not options.module and not os.path.isfile(options.program):
+        parser.error(f"there is no file {options.program!r}; for a module write -m {options.program}")
+    try:
+        options.made = virtual_gpus(
+            options.gpus,
+            memory=options.memory,
+            kind=options.kind,
+            shapes_only=options.shapes_only,
+            torch_version=options.torch,
+            links=options.links,
+            hosts=options.hosts,
+            network=options.network,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return options, options.arguments
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its package is missing
+        return False
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Switch the GPUs on and run the program as __main__, as Python itself would.
+
+    They stay on until the process ends: threads and exit handlers of the program need them as well.
+    """
+    options, rest = parse(sys.argv[1:] if arguments is None else arguments)
+    options.made.start()
+    active_machine().look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
+    sys.argv = [options.program, *rest]
+    try:
+        if options.module:
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(options.program)
+    except BaseException:
+        sys.excepthook = _without_our_frames(sys.excepthook)
+        raise
+
+
+def _run_script(program: str) -> None:
+    """`python program`. Not by runpy, which takes the module away again while threads may still need it."""
+    path = os.path.abspath(program)
+    sys.path.insert(0, os.path.dirname(path))
+    script = types.ModuleType("__main__")
+    vars(script).update(__file__=path, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = script
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(script))
+
+
+def _without_our_frames(hook):
+    """`hook` for uncaught exceptions, shown a traceback that starts in the program."""
+
+    def show(kind, error, trace):
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        hook(kind, error.with_traceback(trace), trace)
+
+    return show
+
+
+if __name__ == "__main__":
+    main()

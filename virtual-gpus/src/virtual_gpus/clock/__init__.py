@@ -1,0 +1,1 @@
+"""The modelled clock: what operators, copies and collectives cost, and who waits for whom."""

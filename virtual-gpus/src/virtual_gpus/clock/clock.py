@@ -1,0 +1,233 @@
+"""The clock: one host that issues work, GPUs that do it on streams, and who waits for whom. No torch here.
+
+    clock = Clock(2)
+    clock.launch(0, stream=0, seconds=1e-3, host=1e-5, name="mm")  # the host goes on after 10 microseconds
+    clock.wait(clock.mark(0, 0))                                   # ... and waits until the GPU is done
+
+Times are modelled seconds since the machine was switched on. The rules are CUDA's. The host pays to issue each
+operator. A stream does its work in order, each piece once the host has issued it and the stream is free. Streams of one
+GPU share its multiprocessors, so their kernels take turns; copies and collectives run beside them. Events carry a time
+from one stream to another, or to the host. Nothing else makes anybody wait.
+
+Whatever is issued has its times at once, since nothing issued later can change them. So nothing needs to be kept, and
+the clock costs a few microseconds per operator. What is kept: for each GPU when it was busy during the last second
+(what nvidia-smi shows), and everything while a `Timeline` records.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from virtual_gpus.clock.calibration import HOST, HostPace
+
+COPY_IN, COPY_OUT, COLLECTIVES = "copy in", "copy out", "collectives"
+HOST_LANE = "host"
+_WINDOW = 1.0  # seconds that nvidia-smi's utilization looks back: a sixth of a second to one second
+_KEPT_GAPS = 64
+
+
+class Span(NamedTuple):
+    """Work on a GPU (or waiting of the host, gpu None): stream or engine, start and end in seconds, what it was."""
+
+    gpu: int | None
+    lane: int | str
+    start: float
+    end: float
+    kind: str
+    name: str
+
+
+class Track:
+    """One GPU: when each stream is free, and when the multiprocessors are."""
+
+    __slots__ = ("busy", "free", "gaps", "late", "streams")
+
+    def __init__(self):
+        self.streams: dict[int | str, float] = {}
+        self.free = 0.0  # the multiprocessors, after the last kernel so far
+        self.gaps: deque[list[float]] = deque(maxlen=_KEPT_GAPS)  # idle times before that, if streams share them
+        self.busy: deque[list[float]] = deque()  # [start, end], merged, of the last second
+        self.late: dict = {}  # id of a storage's home -> what says when a collective has filled it, see `collectives`
+
+    def take(self, earliest: float, seconds: float) -> float:
+        """When a kernel that may start at `earliest` gets the multiprocessors."""
+        free = self.free
+        if earliest >= free:
+            if len(self.streams) > 1 and earliest > free:
+                self.gaps.append([free, earliest])
+            self.free = earliest + seconds
+            return earliest
+        for gap in self.gaps:
+            start = max(gap[0], earliest)
+            if start + seconds <= gap[1]:
+                if gap[1] - start - seconds > start - gap[0]:
+                    gap[0] = start + seconds
+                else:
+                    gap[1] = start
+                return start
+        self.free = free + seconds
+        return free
+
+    def note(self, start: float, end: float) -> None:
+        """Remember a busy time for `load`."""
+        busy = self.busy
+        if not busy or start > busy[-1][1]:
+            busy.append([start, end])
+            if len(busy) > 512 and busy[0][1] < end - _WINDOW:
+                while busy[0][1] < end - _WINDOW:
+                    busy.popleft()
+        elif end > busy[-1][1]:
+            busy[-1][1] = end
+
+    def load(self, now: float) -> float:
+        """Share of the last second before `now` (of the time so far, if that is less) in which kernels ran."""
+        since = max(0.0, now - _WINDOW)
+        spans = self.busy.copy()  # in one piece: whoever asks, such as a live panel, is often another thread
+        busy = sum(max(0.0, min(end, now) - max(start, since)) for start, end in spans)
+        return busy / (now - since) if now > since else 0.0
+
+    @property
+    def done(self) -> float:
+        """When all work issued so far is done."""
+        return max(self.streams.values(), default=0.0)
+
+
+class Clock:
+    """`count` GPUs and their host. now: the host's time. share: how many threads share its interpreter (see `Crew`)."""
+
+    def __init__(self, count: int, host: HostPace = HOST):
+        self.host = host
+        self.now = 0.0
+        self.share = 1
+        self.tracks = [Track() for _ in range(count)]
+        self.timelines: list = []
+        self.issued = 0  # operators so far
+        self._threads: dict[int, float] | None = None  # autograd's, one per GPU, during a backward pass
+        self._began = 0.0
+
+    # ---- the host ----
+
+    def spend(self, seconds: float, gpu: int | None = None) -> float:
+        """The host works; on behalf of `gpu` during a backward pass, whose thread then pays. Returns its time after."""
+        threads = self._threads
+        if threads is None or gpu is None:
+            self.now += seconds * self.share
+            return self.now
+        now = threads[gpu] = threads.get(gpu, self._began) + seconds * self.share
+        return now
+
+    def time_of(self, gpu: int) -> float:
+        """The time of the host thread that issues work to `gpu`."""
+        return self.now if self._threads is None else self._threads.get(gpu, self._began)
+
+    def wait(self, until: float, gpu: int | None = None) -> None:
+        """The host stands still until a time that a stream or an event gave."""
+        before = self.now if gpu is None else self.time_of(gpu)
+        after = max(before, until)
+        if self._threads is not None and gpu is not None:
+            self._threads[gpu] = after
+        else:
+            self.now = after
+        if self.timelines and after > before:
+            self._record(Span(None, HOST_LANE, before, after, "wait", "wait"))
+
+    def start_backward(self) -> None:
+        """Autograd has a thread per GPU, in C++: they issue work side by side."""
+        if self._threads is None:
+            self._began = self.now
+            self._threads = {}
+
+    def end_backward(self) -> None:
+        """The caller goes on when the last thread is through."""
+        if self._threads is not None:
+            self.now = max([self.now, *self._threads.values()])
+            self._threads = None
+
+    def meet(self, first: int, second: int) -> float:
+        """One thread of autograd hands work to another: both are as late as the later one. Returns that time."""
+        if self._threads is None:
+            return self.now
+        late = max(self.time_of(first), self.time_of(second))
+        self._threads[first] = self._threads[second] = late
+        return late
+
+    # ---- the GPUs ----
+
+    def launch(self, gpu: int, stream: int, seconds: float, host: float, name: str, further: float = 0.0) -> None:
+        """Kernels of one operator. host: seconds to issue the first one; further: to issue the others, meanwhile.
+
+        Kernels that end before the next one is issued leave gaps, which count as idle: the span is moved to its end.
+        """
+        threads = self._threads
+        if threads is None:
+            now = self.now = self.now + host * self.share
+        else:
+            now = self.spend(host, gpu)
+        self.issued += 1
+        track = self.tracks[gpu]
+        ready = track.streams.get(stream, 0.0)
+        start = track.take(ready if ready > now else now, seconds)
+        end = start + seconds
+        if further:
+            end = max(end, self.spend(further, gpu))
+            start, track.free = end - seconds, max(track.free, end)
+        track.streams[stream] = end
+        track.note(start, end)
+        if self.timelines:
+            self._record(Span(gpu, stream, start, end, "", name))
+
+    def occupy(self, gpu: int, lane: int | str, start: float, end: float, kind: str, name: str, kernel: bool) -> None:
+        """Note work whose times somebody else found: a copy or a collective on `lane`. kernel: if it counts as load."""
+        track = self.tracks[gpu]
+        track.streams[lane] = max(track.streams.get(lane, 0.0), end)
+        self.issued += 1
+        if kernel:
+            track.note(start, end)
+        if self.timelines and end > start:
+            self._record(Span(gpu, lane, start, end, kind, name))
+
+    def ready(self, gpu: int, lane: int | str) -> float:
+        """When a stream or engine has done what was issued to it."""
+        return self.tracks[gpu].streams.get(lane, 0.0)
+
+    def hold(self, gpu: int, lane: int | str, until: float) -> None:
+        """Work that comes to this stream waits until then."""
+        streams = self.tracks[gpu].streams
+        if until > streams.get(lane, 0.0):
+            streams[lane] = until
+
+    def mark(self, gpu: int, stream: int) -> float:
+        """An event: the time when the work issued to `stream` so far is done, or now if it is done already."""
+        return max(self.ready(gpu, stream), self.time_of(gpu))
+
+    def done(self, gpu: int) -> float:
+        """When all streams of a GPU are through."""
+        return self.tracks[gpu].done
+
+    # ---- who looks on ----
+
+    def _record(self, span: Span) -> None:
+        for timeline in self.timelines:
+            timeline.add(span)
+
+
+class Crew:
+    """Threads of one Python process that run side by side: they share the interpreter, so each is slowed by the others.
+
+    Here they run one after the other. Each begins at the time when the first one began and pays each cost as many times
+    over as there are threads; the caller goes on when the last one is through. DataParallel's replicas are such a crew.
+    """
+
+    def __init__(self, clock: Clock, members: int):
+        self.clock, self.members = clock, members
+        self.began = self.ended = clock.now
+        self.share = clock.share
+
+    def __enter__(self) -> None:
+        self.clock.now, self.clock.share = self.began, self.share * self.members
+
+    def __exit__(self, *_) -> None:
+        clock = self.clock
+        self.ended = max(self.ended, clock.now)
+        clock.now, clock.share = self.ended, self.share

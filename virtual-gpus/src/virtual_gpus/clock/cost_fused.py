@@ -1,0 +1,71 @@
+"""Seconds of what CUDA does in one operator and the CPU in many: attention and recurrent networks. No torch here."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from virtual_gpus.clock.calibration import pace
+from virtual_gpus.clock.cost import Cost
+from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
+from virtual_gpus.gpus import GPUSpec
+
+_TILE = 64  # rows and columns of the scores that a block of threads works on
+# Share of the peak that the kernels reach: the memory-efficient one works without fp32 tensor cores.
+_SHARE, _SHARE_ON_CORES = 0.21, 0.45
+_BACKWARD_FLOPS = 2.5  # five products where the forward pass has two
+_DROPOUT = 1.25  # random numbers are drawn again in the backward pass
+# In shortest kernels: to start; and the backward pass's other kernels, which read the gradient and the output once.
+_START, _START_BACKWARD, _OTHERS = 4.5, 12.0, 4
+
+
+class Attention(NamedTuple):
+    """Sizes of a call: samples times heads, rows and columns of the scores, width of a head, bytes of an element."""
+
+    heads: int
+    rows: int
+    columns: int
+    width: int
+    itemsize: int
+    causal: bool
+    dropout: bool
+
+
+def attention(call: Attention, spec: GPUSpec, precision: str, backward: bool) -> Cost:
+    """A fused kernel (flash, memory-efficient, cuDNN), which skips tiles that the causal mask empties."""
+    down, across = ceil(call.rows / _TILE), ceil(call.columns / _TILE)
+    tiles = down * across
+    if call.causal:
+        tiles = sum(min(across, row + 1) for row in range(down))
+    flops = 4 * call.heads * tiles * _TILE * _TILE * call.width * (_BACKWARD_FLOPS if backward else 1)
+    cores, card = tensor_cores(spec, precision), pace(spec.kind)
+    share = (_SHARE_ON_CORES if cores else _SHARE) * (1 / _DROPOUT if call.dropout else 1)
+    read = call.heads * (2 * call.rows + 2 * call.columns) * call.width * call.itemsize
+    seconds = max(flops / (peak(spec, precision) * share), read / (spec.bandwidth * card.memory))
+    if not backward:
+        return Cost(seconds + _START * card.kernel, 1, "product")
+    seconds += 2 * read / (spec.bandwidth * card.memory)
+    return Cost(seconds + _START_BACKWARD * card.kernel, 1 + _OTHERS, "product")
+
+
+# A step of one layer in microseconds of an H200: the chain of kernels that nothing can shorten, and the share of the
+# peak that its small products reach.
+_STEP, _STEP_BACKWARD = 4.0, 11.0
+_STEP_SHARE = 0.3
+_KERNELS, _KERNELS_BACKWARD = 2, 3.5
+
+
+def recurrent(net, spec: GPUSpec, backward: bool) -> Cost:
+    """An LSTM, GRU or RNN: products of all inputs at once, then step by step. net: `recurrent_sizes.Network`."""
+    card, steps = pace(spec.kind), net.time * net.inner
+    precision = {2: "fp16", 8: "fp64"}.get(net.itemsize, "fp32")
+    rows, width = net.gates * net.hidden, net.output
+    flops = 2 * net.batch * rows * width * (2 if backward else 1)
+    chain = (_STEP_BACKWARD if backward else _STEP) * card.kernel
+    step = chain + flops / (peak(spec, precision) * _STEP_SHARE)
+    inputs = 0.0
+    for layer in range(net.layers):
+        size = net.input if layer == 0 else net.output * net.directions
+        seconds, _ = product(spec, net.time * net.batch, rows, size, 1, precision)
+        inputs += net.directions * seconds * (3 if backward else 1)
+    return Cost(steps * step + inputs, round(steps * (_KERNELS_BACKWARD if backward else _KERNELS)))

@@ -1,0 +1,62 @@
+"""Seconds of a matrix product as cuBLAS computes it: in tiles, one per multiprocessor at a time. No torch here.
+
+A product of (m, k) and (k, n) is cut into tiles of the result. As many tiles as there are multiprocessors run at once,
+so work comes in waves, and a wave that is not full leaves multiprocessors idle. For few tiles cuBLAS also cuts along k
+and adds the parts up (split-K). cuBLAS takes what it thinks fastest; here the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from virtual_gpus.clock.calibration import pace
+from virtual_gpus.gpus import GPUSpec
+
+# Tile (rows, columns) and the share of the large products' speed that a kernel with such tiles reaches.
+_SIMT_TILES = ((128, 64, 1.0), (64, 64, 0.65), (32, 32, 0.55))
+_TENSOR_TILES = ((128, 256, 1.0), (128, 128, 0.85), (64, 64, 0.65))
+_SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+_LEAST_K = 96  # of a part, in split-K
+_START = 4.2  # kernels' floors: to start, and to add the parts of split-K up, in shortest kernels
+_ADD_UP = 3.9
+_TENSOR_START = 2.8
+_WITH_BIAS = 1.13  # cublasLt's kernels that add the bias do not split k, and are a little slower
+
+
+def tensor_cores(spec: GPUSpec, precision: str) -> bool:
+    """True if a product of that precision ("fp32", "tf32", "fp16", "bf16", "fp64") runs on tensor cores."""
+    least = {"fp16": (7, 0), "bf16": (8, 0), "tf32": (8, 0)}.get(precision)
+    return least is not None and spec.capability >= least
+
+
+def peak(spec: GPUSpec, precision: str) -> float:
+    """Operations per second on the data sheet."""
+    return getattr(spec.flops, precision)
+
+
+@lru_cache(maxsize=8192)
+def product(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False):
+    """(seconds, kernels) of `batch` products of (m, k) and (k, n)."""
+    if not m * n * k * batch:
+        return 0.0, 0
+    card, cores = pace(spec.kind), tensor_cores(spec, precision)
+    rate = peak(spec, precision) * (card.tensor if cores else card.simt) / spec.multi_processor_count
+    start = card.kernel * (_TENSOR_START if cores else _START)
+    best = None
+    for rows, columns, share in _TENSOR_TILES if cores else _SIMT_TILES:
+        tiles = ceil(m / rows) * ceil(n / columns) * batch
+        for split in (1,) if with_bias else _SPLITS:
+            if split > 1 and k / split < _LEAST_K:
+                break
+            waves = ceil(tiles * split / spec.multi_processor_count)
+            seconds = waves * 2 * rows * columns * ceil(k / split) / (rate * share)
+            seconds += start + (split > 1) * _ADD_UP * card.kernel
+            if best is None or seconds < best[0]:
+                best = seconds, 1 + (split > 1)
+    least = _bytes(m, n, k, batch, 2 if precision in ("fp16", "bf16") else 4) / (spec.bandwidth * card.memory)
+    return max(best[0] * (_WITH_BIAS if with_bias and not cores else 1), least + card.kernel), best[1]
+
+
+def _bytes(m, n, k, batch, itemsize) -> int:
+    return itemsize * batch * (m * k + k * n + m * n)

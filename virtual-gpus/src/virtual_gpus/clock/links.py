@@ -1,0 +1,121 @@
+"""How GPUs are joined: links, the topology of a machine, and several machines on a network. No torch here.
+
+    topology = arrange(spec("A100"), 8, "NVLink pairs")
+    topology.between(0, 1).bandwidth      # 100e9 bytes per second: four NVLinks
+    print(topology.drawn())               # as `nvidia-smi topo -m` prints it
+
+Where the figures come from: the specifications of PCI Express, NVLink (25 GB/s per link and direction), Ethernet and
+InfiniBand. The share of a link's peak that copies reach was measured for PCIe 5 on an H200 (55.4 of 63 GB/s); the
+others', what a road across two bridges or two processors loses, and the latencies of networks are estimates.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from virtual_gpus.gpus import PCIE3, PCIE4, PCIE5, GPUSpec, LinkSpec, draw_topology
+
+REACHED = 0.88  # share of a link's peak that a copy reaches
+REACHED_BY_COLLECTIVES = 0.78  # NCCL's rings, and they start with kernels
+_NVLINK = 25e9  # bytes per second of one NVLink in one direction, generations 2 to 4
+_NVLINK_LATENCY = 5e-6
+# PCIe between two GPUs: what nvidia-smi calls the road, and the share of PCIe's speed that is left on it.
+_ROADS = {"PIX": 1.0, "PXB": 0.95, "PHB": 0.9, "NODE": 0.85, "SYS": 0.6}
+
+_GIGABIT = 1e9 / 8
+NETWORKS = {
+    "Ethernet 10": LinkSpec("Ethernet 10 Gbit/s", "NET", 10 * _GIGABIT, 30e-6),
+    "Ethernet 25": LinkSpec("Ethernet 25 Gbit/s", "NET", 25 * _GIGABIT, 30e-6),
+    "Ethernet 100": LinkSpec("Ethernet 100 Gbit/s", "NET", 100 * _GIGABIT, 20e-6),
+    "InfiniBand EDR": LinkSpec("InfiniBand EDR 100 Gbit/s", "NET", 100 * _GIGABIT, 5e-6),
+    "InfiniBand HDR": LinkSpec("InfiniBand HDR 200 Gbit/s", "NET", 200 * _GIGABIT, 5e-6),
+    "InfiniBand NDR": LinkSpec("InfiniBand NDR 400 Gbit/s", "NET", 400 * _GIGABIT, 5e-6),
+}
+_PCIE = {"PCIe 3": PCIE3, "PCIe 4": PCIE4, "PCIe 5": PCIE5}
+ARRANGEMENTS = (*_PCIE, "NVLink pairs", "NVSwitch")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """labels: [count][count], what nvidia-smi writes between two GPUs. pcie: the link to the host, and between GPUs
+    without NVLink. hosts: the machine that each GPU is in; network: the link between machines."""
+
+    labels: tuple[tuple[str, ...], ...]
+    pcie: LinkSpec
+    hosts: tuple[int, ...]
+    network: LinkSpec
+
+    def between(self, first: int, second: int) -> LinkSpec:
+        """The link between two GPUs, by slot. Its bandwidth is the peak."""
+        if self.hosts[first] != self.hosts[second]:
+            return self.network
+        return link_of(self.labels[first][second], self.pcie)
+
+    def drawn(self) -> str:
+        """What `nvidia-smi topo -m` prints, without the columns of the CPU. Of the first machine if there are more."""
+        here = [slot for slot, host in enumerate(self.hosts) if host == self.hosts[0]]
+        return draw_topology([[self.labels[row][column] for column in here] for row in here])
+
+
+def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
+    """The link that a label of nvidia-smi stands for: "NV4" is four NVLinks, "SYS" PCIe across two processors."""
+    if match := re.fullmatch(r"NV(\d+)", label):
+        return LinkSpec(f"NVLink x{match[1]}", label, int(match[1]) * _NVLINK, _NVLINK_LATENCY)
+    if label not in _ROADS:
+        raise ValueError(f"unknown link {label!r}: choose NV and a number, or one of {', '.join(_ROADS)}")
+    return LinkSpec(f"{pcie.name}, {label}", label, pcie.bandwidth * _ROADS[label], pcie.latency)
+
+
+def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str = "Ethernet 100") -> Topology:
+    """The topology of `count` GPUs on `hosts` machines, evenly.
+
+    links: None for the kind's own; "PCIe 3", "PCIe 4" or "PCIe 5"; "NVLink pairs" (0 with 1, 2 with 3, ..., all else
+    over PCIe, half of the GPUs on each of two processors); "NVSwitch" (each with each at full speed); or a matrix of
+    labels as nvidia-smi prints them, "X" on the diagonal. network: a name of `NETWORKS`. Raises ValueError.
+    """
+    if count < 1:
+        raise ValueError(f"a machine needs at least one GPU, not {count}")
+    if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1 or count % hosts:
+        raise ValueError(f"{count} GPUs cannot be spread evenly over {hosts!r} machines")
+    if network not in NETWORKS:
+        raise ValueError(f"no network {network!r}: choose one of {', '.join(NETWORKS)}")
+    own = _PCIE.get(links, spec.host_link) if isinstance(links, str) else spec.host_link
+    where = tuple(slot * hosts // count for slot in range(count))
+    return Topology(_labels(spec, count, links, count // hosts), own, where, NETWORKS[network])
+
+
+def _labels(spec: GPUSpec, count: int, links, per_host: int):
+    if links is not None and not isinstance(links, str):
+        return _checked(links, count)
+    if links is not None and links not in ARRANGEMENTS:
+        raise ValueError(f"no links {links!r}: choose one of {', '.join(ARRANGEMENTS)}, or give a matrix of labels")
+    return tuple(
+        tuple("X" if row == column else _label(spec, links, row % per_host, column % per_host, per_host)
+              for column in range(count))
+        for row in range(count)
+    )  # fmt: skip
+
+
+def _label(spec: GPUSpec, links, row: int, column: int, count: int) -> str:
+    if links is None:
+        return spec.link.label
+    if links == "NVSwitch":
+        return spec.link.label if spec.link.label.startswith("NV") else "NV6"
+    if links == "NVLink pairs":
+        if row // 2 == column // 2:
+            return "NV4"
+        half = max(1, (count + 1) // 2)
+        return "NODE" if row // half == column // half else "SYS"
+    return "PHB"
+
+
+def _checked(matrix, count: int):
+    rows = tuple(tuple(row) for row in matrix)
+    draw_topology(rows)  # says what is wrong with it
+    if len(rows) != count:
+        raise ValueError(f"the matrix of links is for {len(rows)} GPUs, not for {count}")
+    for row in range(count):
+        if rows[row][row] != "X" or any(rows[row][column] != rows[column][row] for column in range(row)):
+            raise ValueError("the matrix of links must be the same both ways, with X on its diagonal")
+    return rows

@@ -1,0 +1,147 @@
+"""Copies between the computer's memory and the GPUs, and from GPU to GPU.
+
+C++ thinks that such a copy goes from the CPU to the CPU and would hand a gradient on untouched, on the wrong GPU. So
+the copy is an autograd function of its own, whose backward copies back to where the tensor came from.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.timing import charge_copy
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.memory.allocator import OutOfMemory
+from virtual_gpus.placement.storages import Home, gpu_of, is_wrapper, place
+from virtual_gpus.shapes import valueless
+
+
+def out_of_memory_as_torch(function):
+    """Turn the allocator's OutOfMemory into torch.OutOfMemoryError. This and other errors end at the learner's line."""
+
+    @functools.wraps(function)
+    def guarded(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except OutOfMemory as error:
+            text = errors.out_of_memory_text(error, error.gpu)
+            error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
+        except BaseException as error:
+            error.__traceback__ = errors.beyond_this_package(error.__traceback__)
+            args = kwargs = None
+            raise
+        args = kwargs = None  # the traceback must keep no tensor alive
+        raise torch.OutOfMemoryError(text)
+
+    return guarded
+
+
+class ToCopy(torch.autograd.Function):
+    """A copy to `target` (None: the CPU) whose gradient goes back to the source's device and dtype.
+
+    `jvp` and `vmap` let forward-mode derivatives and torch.func go through it.
+    """
+
+    @staticmethod
+    def forward(tensor, target, dtype, memory_format, blocking):
+        """Copy. Called by `move`."""
+        return raw_copy(tensor, target, dtype, memory_format, blocking)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Note both ends of the copy."""
+        tensor, ctx.target, ctx.dtype, *_ = inputs
+        ctx.source, ctx.source_dtype = gpu_of(tensor), tensor.dtype
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Copy the gradient back; to the CPU if the source's virtual GPUs are off by now."""
+        if active() is None:
+            return gradient.to(ctx.source_dtype), None, None, None, None
+        source = ctx.source if ctx.source is not None and ctx.source.machine.on else None
+        return move(gradient, source, ctx.source_dtype, None, False), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        """Copy the tangent along."""
+        return move(tangent, ctx.target, ctx.dtype, None, False)
+
+    @staticmethod
+    def vmap(info, in_dims, tensor, target, dtype, memory_format, blocking):
+        """All samples in one copy."""
+        return ToCopy.apply(tensor, target, dtype, memory_format, blocking), in_dims[0]
+
+
+def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy: bool = False, blocking: bool = True):
+    """`tensor` on `target` as `dtype`: itself when nothing would change, else a copy that autograd follows.
+
+    blocking: whether the modelled host waits for it.
+    """
+    memory_format = memory_format or torch.preserve_format
+    dtype = dtype or tensor.dtype
+    source = gpu_of(tensor)
+    if source is target and not copy and dtype == tensor.dtype and _has_format(tensor, memory_format):
+        return tensor
+    if (tensor.requires_grad and torch.is_grad_enabled()) or _is_transformed():
+        return ToCopy.apply(tensor, target, dtype, memory_format, blocking)
+    return raw_copy(tensor, target, dtype, memory_format, blocking)
+
+
+def _is_transformed() -> bool:
+    """True inside torch.func's transforms and forward-mode differentiation, which follow tensors without a flag."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _has_format(tensor, memory_format) -> bool:
+    return memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
+
+
+def raw_copy(
+    tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format, blocking: bool = True
+) -> torch.Tensor:
+    """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
+    if is_wrapper(type(tensor)):
+        return _copy_of_wrapper(tensor, lambda part: raw_copy(part, target, dtype, memory_format, blocking))
+    source = gpu_of(tensor)
+    made = _copied(tensor, source, target, dtype, memory_format)
+    charge_copy(source, target, tensor, dtype, blocking, into_pinned=target is None and not blocking)
+    return made
+
+
+def _copy_of_wrapper(tensor, copy):
+    """A DTensor, say, around copies of what it holds."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    inner = {name: copy(part) if isinstance(part, torch.Tensor) else part for name, part in inner.items()}
+    with torch.no_grad():
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()).detach()
+
+
+def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
+    machine = (target or source).machine if target or source else None
+    if machine is not None and machine.shapes_only:
+        return _copy_shape(tensor, target, dtype, memory_format)
+    home = None
+    if target is not None and tensor.layout == torch.strided:
+        home = Home(target, tensor.numel() * dtype.itemsize)  # first, so that what cannot fit fills nothing
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))
+    if home is not None:
+        made.untyped_storage()._home = home
+    elif target is not None:
+        place(made, target)
+    return made
+
+
+def _format_for(tensor, memory_format):
+    return memory_format if tensor.layout == torch.strided else None
+
+
+def _copy_shape(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format) -> torch.Tensor:
+    if target is None:
+        return valueless.to_host(tensor, dtype)
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        made = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=memory_format)
+    return place(made, target)

@@ -1,0 +1,209 @@
+"""What each operator costs on the clock: its sizes are looked up once, its seconds are kept.
+
+The dispatch mode calls `charge` after every operator on a GPU; code that computes below the mode calls `charge_as` with
+the operator that CUDA would have run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.clock.cost import Operand, cost
+from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
+from virtual_gpus.clock.traffic import host_copy, peer_copy, read_value
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.placement.storages import gpu_of, home_of, local, storages
+
+_PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+_known: dict[tuple, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
+_CHAINED = 1.75  # cuDNN's kernels for RNNs cost the host more: events between several streams
+_allows_tf32 = torch._C._get_fp32_precision_getter
+
+
+def charge(gpu: VirtualGPU, func, op, tensors, result) -> None:
+    """Put one operator on the GPU's clock. tensors: among its arguments; result: as it returned it."""
+    shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
+    key = (gpu.spec.kind, op, shape, *[(t.shape, t.dtype) for t in tensors])
+    if op.has_products:
+        key += (_allows_tf32("cuda", op.has_products),)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _look_up(gpu, op, tensors, result)
+        if len(_known) > 65536:
+            _known.clear()
+    seconds, host, further = found
+    clock = gpu.machine.clock
+    if seconds:
+        track = clock.tracks[gpu.slot]
+        stream = gpu.stream if gpu.streams else 0
+        if getattr(local, "backward", False) or (_grad_enabled() and _builds_graph(tensors)):
+            host += clock.host.training
+        if track.late:
+            _await(gpu, stream, tensors)
+        clock.launch(gpu.slot, stream, seconds, host, op.base, further)
+    else:
+        clock.spend(host, gpu.slot)
+
+
+def charge_as(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:
+    """Put work on the clock that the dispatch mode does not see. inputs, outputs: operands as `cost` takes them."""
+    seconds, host, further = times(gpu, name, inputs, outputs, precision)
+    gpu.machine.clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
+
+
+def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
+    """A fused attention kernel, `name` as PyTorch calls it."""
+    samples, heads, rows, width = query.shape
+    call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
+                     bool(numbers.dropout))  # fmt: skip
+    found = attention(call, gpu.spec, _precision("", [query]), name.endswith("_backward"))
+    clock = gpu.machine.clock
+    host = clock.host.operator + clock.host.product + clock.host.training
+    clock.launch(gpu.slot, gpu.stream, found.seconds, host, name, clock.host.kernel * (found.kernels - 1))
+
+
+def charge_recurrent(gpu: VirtualGPU, net, backward: bool) -> None:
+    """An LSTM, GRU or RNN by cuDNN; net: its sizes."""
+    found, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
+    name = "_cudnn_rnn_backward" if backward else "_cudnn_rnn"
+    clock = gpu.machine.clock
+    further = pace.kernel * _CHAINED * (found.kernels - 1)
+    clock.launch(gpu.slot, gpu.stream, found.seconds, pace.operator + pace.training, name, further)
+
+
+def charge_lists(func, op, first, gpus, args, kwargs) -> None:
+    """An operator on lists of tensors: for each GPU among them, one call with its elements."""
+    columns = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
+    for gpu in {id(gpu): gpu for gpu in gpus if gpu is not None}.values():
+        rows = [row for row, where in enumerate(gpus) if where is gpu]
+        tensors = [column[row] for column in columns for row in rows if row < len(column)]
+        key = (gpu.spec.kind, op, len(rows), *[(t.shape, t.dtype) for t in tensors])
+        found = _known.get(key)
+        if found is None:
+            made = () if op.base.endswith("_") else [first[row] for row in rows]
+            found = _known[key] = times(gpu, op.base, operands(tensors), operands(made), first=len(rows))
+        track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
+        if track.late:
+            _await(gpu, stream, tensors)
+        gpu.machine.clock.launch(gpu.slot, stream, found[0], found[1], op.base, found[2])
+
+
+def charge_value(gpu: VirtualGPU, tensors=()) -> None:
+    """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
+    if gpu.machine.clock.tracks[gpu.slot].late and tensors:
+        _await(gpu, gpu.stream, tensors)
+    read_value(gpu)
+
+
+def charge_crossing(op, args) -> None:
+    """`copy_`, whose two tensors may be on different devices."""
+    if not op.base.endswith("copy_") or len(args) < 2 or not _is_tensor(args[0]):
+        return
+    target, source = args[:2]
+    if _is_tensor(source):
+        blocking = not (len(args) > 2 and args[2])
+        charge_copy(gpu_of(source), gpu_of(target), source, target.dtype, blocking, is_pinned(target))
+
+
+def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False) -> None:
+    """A copy of `tensor` from one GPU (None: the computer) to another. A cast is a kernel on the source's side."""
+    nbytes, itemsize = tensor.numel() * tensor.dtype.itemsize, dtype.itemsize
+    here = source or target
+    if here is None:
+        return
+    if source is not None and source.machine.clock.tracks[source.slot].late:
+        _await(source, source.stream, [tensor])
+    if source is target or (dtype != tensor.dtype and source is not None):
+        shape = (tensor.numel(),)
+        charge_as(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
+    if source is target or (source and target and source.machine is not target.machine):
+        return
+    if source is not None and target is not None:
+        peer_copy(source, target, tensor.numel() * itemsize)
+    else:
+        pinned = into_pinned if source is not None else is_pinned(tensor)
+        host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
+
+
+def is_pinned(tensor) -> bool:
+    """True for a CPU tensor that says it is pinned."""
+    return all([storage._pinned for storage in storages(tensor)])
+
+
+def _is_tensor(value) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _await(gpu: VirtualGPU, stream: int, tensors) -> None:
+    """Work on what a collective fills waits for the collective. What is past is forgotten."""
+    clock = gpu.machine.clock
+    late, ready = clock.tracks[gpu.slot].late, clock.ready(gpu.slot, stream)
+    for tensor in tensors:
+        home = home_of(tensor)
+        arrival, owner = late.get(id(home), (None, None))
+        if arrival is not None and owner() is home:
+            clock.hold(gpu.slot, stream, arrival.time())
+    for key in [k for k, (a, owner) in late.items() if owner() is None or (a.known and a.time() <= ready)]:
+        del late[key]
+
+
+_grad_enabled = torch.is_grad_enabled
+
+
+def _builds_graph(tensors) -> bool:
+    """True if autograd notes this operator down, which costs the host more."""
+    for tensor in tensors:  # no generator: one that is cut short swallows a Ctrl-C that hits its end
+        if tensor.requires_grad:
+            return True
+    return False
+
+
+def _shape_of(result):
+    if isinstance(result, torch.Tensor):
+        return result.shape
+    if isinstance(result, (list, tuple)):
+        return tuple(map(_shape_of, result))
+    return None
+
+
+def _look_up(gpu: VirtualGPU, op, tensors, result, first: int = 0) -> tuple[float, float, float]:
+    if op.is_view:
+        return 0.0, gpu.machine.clock.host.view, 0.0
+    inputs = operands(tensors)
+    if not op.written:
+        outputs = operands(_flat(result))
+    else:
+        outputs = () if op.by_element else inputs[:1]
+    in_place = bool(op.written)
+    return times(gpu, op.base, inputs, outputs, _precision(op.has_products, tensors), first, in_place)
+
+
+def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):
+    """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
+    found, pace = cost(name, inputs, outputs, gpu.spec, precision, first), gpu.machine.clock.host
+    if not found.kernels:
+        return 0.0, pace.view, 0.0
+    host = pace.in_place if in_place else pace.operator
+    host += {"product": pace.product, "convolution": pace.convolution}.get(found.kind, 0.0)
+    if found.kind == "list":
+        host += pace.tensor * len(inputs)
+    return found.seconds, host, pace.kernel * (found.kernels - 1)
+
+
+def _flat(result):
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [t for part in result for t in _flat(part)] if isinstance(result, (list, tuple)) else []
+
+
+def operands(tensors) -> tuple[Operand, ...]:
+    """Tensors as `cost` takes them."""
+    return tuple(Operand(tuple(t.shape), t.dtype.itemsize) for t in tensors)
+
+
+def _precision(library: str, tensors) -> str:
+    """ "fp32", or what tensor cores make of it: TF32 is on for convolutions and off for products, as PyTorch has it."""
+    dtype = [*[t.dtype for t in tensors if t.dtype.is_floating_point], torch.float32][0]
+    if dtype == torch.float32 and library and _allows_tf32("cuda", library) == "tf32":
+        return "tf32"
+    return _PRECISION.get(dtype, "fp32")

@@ -1,0 +1,254 @@
+"""A virtual GPU and the machine it sits in: data sheets, allocators and the current device. No torch here.
+
+One machine is *active* at a time; machines nest like a stack, the newest on top answers. A GPU owns a model of the
+caching allocator; the machine owns a clock, and the topology of its links.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+
+from virtual_gpus.clock.clock import Clock
+from virtual_gpus.clock.links import arrange
+from virtual_gpus.gpus import GPUSpec, parse_bytes, spec
+from virtual_gpus.memory.allocator import FIRST_ADDRESS, CachingAllocator
+from virtual_gpus.memory.options import Options
+from virtual_gpus.processes.shared_memory import Cards
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
+
+
+class _StreamTimes:
+    """What an allocator asks about streams (`allocator_rules.NoClock`), answered by the machine's clock."""
+
+    def __init__(self, machine: VirtualMachine):
+        self._machine = machine
+
+    def mark(self, stream: tuple[int, int]) -> float:
+        return self._machine.clock.mark(*stream)
+
+    def has_passed(self, mark: float) -> bool:
+        return mark <= self._machine.clock.now
+
+    def wait_for(self, mark: float) -> None:
+        self._machine.clock.wait(mark)
+
+
+class VirtualGPU:
+    """One card: its place among the visible GPUs (`index`), its place in the box (`slot`), spec and memory."""
+
+    def __init__(self, slot: int, gpu_spec: GPUSpec, memory: int, machine: VirtualMachine):
+        self.slot = slot
+        self.index = slot  # renumbered by the machine when CUDA_VISIBLE_DEVICES hides cards
+        self.spec = gpu_spec
+        self.memory = memory
+        self.machine = machine
+        # Cards do not share addresses: a snapshot of four GPUs must not show one block four times.
+        self.allocator = CachingAllocator(memory, first_address=FIRST_ADDRESS + (slot << 44))
+        self.allocator.clock = _StreamTimes(machine)
+        self.generator = None  # made on first use, with torch (see random_numbers)
+        self.blas = None  # likewise (see ops.blas)
+        self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
+        self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
+
+    @property
+    def stream(self) -> int:
+        """The running thread's current stream on this GPU: 0, the default, or a number. Blocks belong to a stream."""
+        return self.streams.get(threading.get_ident(), 0)
+
+    def start_context(self) -> None:
+        """Count the memory that a CUDA context takes; a real card pays it at the process's first touch.
+
+        Raises `machine.no_room_for_context` where other processes left too little.
+        """
+        if not self.allocator.context:
+            self.machine.start_cuda()
+            if not self.allocator.take_context(min(self.spec.context, self.memory // 8)):
+                raise self.machine.no_room_for_context()
+
+    def __repr__(self) -> str:
+        return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"
+
+
+class VirtualMachine:
+    """`count` virtual GPUs of one kind.
+
+    `memory`: bytes per GPU, or text such as "16 GiB"; None takes the kind's own. `gpus` are the cards that
+    CUDA_VISIBLE_DEVICES leaves, in its order, read when somebody first asks; all of them if it is not honoured.
+    `torch_version`: whose rules of memory hold, as text; None for the installed PyTorch's. `links`, `hosts`, `network`:
+    how the cards are joined, see `links.arrange`.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        memory: int | str | None = None,
+        kind: str = "H200",
+        shapes_only: bool = False,
+        honour_visible_devices: bool = True,
+        torch_version: str | None = None,
+        links=None,
+        hosts: int = 1,
+        network: str = "Ethernet 100",
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"the number of virtual GPUs must be a whole number of at least 1, not {count!r}")
+        gpu_spec = spec(kind)
+        size = gpu_spec.memory if memory is None else parse_bytes(memory)
+        self.kind = kind
+        self.shapes_only = shapes_only
+        self.honour_visible_devices = honour_visible_devices
+        self.torch_version = None if torch_version is None else parse_version(torch_version)
+        self.slots = [VirtualGPU(i, gpu_spec, size, self) for i in range(count)]
+        self.links, self.hosts, self.network = links, hosts, network
+        self.topology = arrange(gpu_spec, count, links, hosts, network)
+        self.clock = Clock(count)
+        self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
+        self.on = False  # tensors of a machine that went off are ordinary CPU tensors
+        self.cards: Cards | None = None  # while it is on: what other processes hold
+        self.options: Options | None = None  # of all allocators; None before CUDA's start
+        self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
+        self.no_room_for_context: Callable[[], Exception] = MemoryError
+        self._local = threading.local()
+
+    @functools.cached_property
+    def gpus(self) -> list[VirtualGPU]:
+        """The visible cards, cuda:0 first. Settled at the first touch: programs set CUDA_VISIBLE_DEVICES early on."""
+        found = self._visible()
+        for index, gpu in enumerate(found):
+            gpu.index = index
+        return found
+
+    def _visible(self) -> list[VirtualGPU]:
+        visible = visible_slots(len(self.slots)) if self.honour_visible_devices else None
+        return self.slots if visible is None else [self.slots[i] for i in visible]
+
+    def count_visible(self) -> int:
+        """How many cards are visible. To ask is no touch yet, as on a real machine."""
+        return len(vars(self).get("gpus", self._visible()))
+
+    def look_again(self) -> None:
+        """Forget which cards are visible: CUDA_VISIBLE_DEVICES may still be set by a program that starts now."""
+        vars(self).pop("gpus", None)
+
+    def start_cuda(self) -> None:
+        """What PyTorch does at the process's first touch of any card: make the allocators, with their options."""
+        if self.options is None:
+            self.set_options(self.first_options(), first=True)
+
+    def set_options(self, options: Options, first: bool = False) -> None:
+        """Let all allocators behave as `options` say. `first`: they are only being made (see `Options.fraction`)."""
+        self.options = options
+        for gpu in self.slots:
+            gpu.allocator.set_options(options, first)
+
+    @property
+    def current(self) -> int:
+        """Index of this thread's current GPU; every thread starts at 0, as in CUDA."""
+        return getattr(self._local, "index", 0)
+
+    @current.setter
+    def current(self, index: int) -> None:
+        self._local.index = index
+
+    @contextmanager
+    def without_time(self):
+        """For work that the caller puts on the clock in another form: what happens here goes to a spare clock."""
+        clock, self.clock = self.clock, Clock(len(self.slots), self.clock.host)
+        try:
+            yield
+        finally:
+            self.clock = clock
+
+    def load(self, gpu: VirtualGPU) -> float:
+        """Share of the last modelled second in which `gpu` ran kernels, 0 to 1.
+
+        The clock stands still when nobody uses it: after a second of real time without any work the GPUs are idle.
+        """
+        issued, since = self._last_seen
+        if issued != self.clock.issued:
+            self._last_seen = self.clock.issued, time.monotonic()
+        elif time.monotonic() > since + 1:
+            return 0.0
+        return self.clock.tracks[gpu.slot].load(self.clock.now)
+
+    @property
+    def is_inherited(self) -> bool:
+        """True in a forked process, if its parent put the machine on."""
+        return self.cards is not None and self.cards.made_by != os.getpid()
+
+    def name_of_cards(self) -> str:
+        """Text that another machine has only if its cards are the same."""
+        return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.kind))}x{self.slots[0].memory}"
+
+    def settings(self) -> dict:
+        """What another process needs to build the same machine (see `processes`)."""
+        return {
+            "count": len(self.slots),
+            "memory": self.slots[0].memory,
+            "kind": self.kind,
+            "shapes_only": self.shapes_only,
+            "honour_visible_devices": self.honour_visible_devices,
+            "torch_version": self.torch_version and "{}.{}".format(*self.torch_version),
+            "links": self.links,
+            "hosts": self.hosts,
+            "network": self.network,
+        }
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """ "2.11", "2.11.0" or "2.11.0+cu130" as (2, 11). Raises ValueError for a version whose memory is not known."""
+    match = re.match(r"(\d+)\.(\d+)(?:[.+]|$)", str(text))
+    version = match and (int(match[1]), int(match[2]))
+    if not version or not OLDEST_TORCH <= version <= NEWEST_TORCH:
+        oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TORCH, NEWEST_TORCH))
+        raise ValueError(f"torch_version is text from {oldest!r} to {newest!r}, such as '2.13', not {text!r}")
+    return version
+
+
+def visible_slots(count: int) -> list[int] | None:
+    """What CUDA_VISIBLE_DEVICES says, read as CUDA reads it: up to the first entry that names no card."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    slots: list[int] = []
+    for entry in text.split(","):
+        entry = entry.strip()
+        if not entry.isdigit() or int(entry) >= count:
+            break
+        if int(entry) in slots:  # CUDA shows no card at all when one is named twice
+            return []
+        slots.append(int(entry))
+    return slots
+
+
+_stack: list[VirtualMachine] = []
+
+
+def active() -> VirtualMachine | None:
+    """The machine that answers now, or None when no virtual GPUs are on."""
+    return _stack[-1] if _stack else None
+
+
+def push(machine: VirtualMachine) -> None:
+    """Put `machine` on top; `active()` gives it from now on."""
+    machine.cards = Cards(machine.name_of_cards(), len(machine.slots))
+    for gpu in machine.slots:
+        gpu.allocator.shared = machine.cards.share(gpu.slot)
+    _stack.append(machine)
+    machine.on = True
+
+
+def remove(machine: VirtualMachine) -> None:
+    """Take `machine` away wherever it stands in the stack (blocks may be stopped out of order)."""
+    _stack.remove(machine)
+    machine.on = False
+    for gpu in machine.slots:  # tensors that outlive it still give their blocks back
+        gpu.allocator.shared = None
+    machine.cards.close()

@@ -1,0 +1,99 @@
+"""What the caching allocator says: segments as `torch.cuda.memory_snapshot` lists them, and its out-of-memory error.
+
+Sizes are bytes. No torch is imported.
+"""
+
+from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING
+from virtual_gpus.memory.stats import format_size
+
+
+def _state(block):
+    if block.state == FREE:
+        return "inactive"
+    return "active_pending_free" if block.state == WAITING else "active_allocated"
+
+
+def _block_entry(block):
+    return {
+        "address": block.address,
+        "size": block.size,
+        "requested_size": block.requested if block.state else 0,
+        "state": _state(block),
+        "frames": [],
+    }
+
+
+def is_head(block):
+    """True for the first block of what a snapshot calls a segment: of an expandable one, each range with memory."""
+    return block.prev is None or block.prev.state == UNMAPPED
+
+
+def segment_entry(head, device):
+    """One segment as `torch.cuda.memory_snapshot` describes it; `head` is its first block."""
+    blocks, block = [], head
+    while block is not None and block.state != UNMAPPED:
+        blocks.append(_block_entry(block))
+        block = block.next
+    active = [entry for entry in blocks if entry["state"] != "inactive"]
+    return {
+        "device": device,
+        "address": head.address,
+        "total_size": sum(entry["size"] for entry in blocks),
+        "allocated_size": sum(entry["size"] for entry in active if entry["state"] == "active_allocated"),
+        "active_size": sum(entry["size"] for entry in active),
+        "requested_size": sum(entry["requested_size"] for entry in active),
+        "stream": head.pool.stream,
+        "segment_type": "small" if head.pool.small else "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": head.arena is not None,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+class OutOfMemory(Exception):
+    """An allocation found no memory, even after the cache was emptied. All figures in bytes.
+
+    requested: the segment that was asked of the GPU; capacity, free: the GPU's; used: this process, with its
+    context; allowed: the limit of `set_fraction`, or None; allocated, reserved: the allocator's; others: (process id,
+    bytes) of each other process on the GPU; expandable: whether segments were expandable.
+    """
+
+    def __init__(self, requested, capacity, free, used, allowed, allocated, reserved, others=(), expandable=False):
+        self.requested, self.capacity, self.free, self.used = requested, capacity, free, used
+        self.allowed, self.allocated, self.reserved = allowed, allocated, reserved
+        self.others, self.expandable = tuple(others), expandable
+        left = f"{format_size(free)} of {format_size(capacity)}"
+        super().__init__(f"{format_size(requested)} wanted, {left} free")
+
+
+def oom_message(error, gpu_index, version=(2, 15)):
+    """PyTorch's own text (that of 2.11 seen on a real H200) for an `OutOfMemory` on GPU `gpu_index`.
+
+    `version`: whose words; from 2.15 on there are others for expandable segments. The other processes come first: in
+    which order a driver lists them is not documented.
+    """
+    allowed = "" if error.allowed is None else f"{format_size(error.allowed)} allowed; "
+    others = "".join(f"Process {pid} has {format_size(used)} memory in use. " for pid, used in error.others)
+    return (
+        f"CUDA out of memory. Tried to allocate {format_size(error.requested)}. GPU {gpu_index} has a total"
+        f" capacity of {format_size(error.capacity)} of which {format_size(error.free)} is free."
+        f" {others}Including non-PyTorch memory, this process has {format_size(error.used)} memory in use. {allowed}"
+        f"Of the allocated memory {format_size(error.allocated)} is allocated by PyTorch, and"
+        f" {format_size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
+        f"{_EXPANDABLE if error.expandable and version >= (2, 15) else _HINT}"
+    )
+
+
+_HINT = (
+    " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    " to avoid fragmentation.  See documentation for Memory Management "
+    " (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+    "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+)
+_EXPANDABLE = (
+    " expandable_segments is enabled. If instead the process is running out of virtual address space (VSZ),"
+    " expandable segments may be over-reserving VA (each segment reserves ~9/8 of device memory, times the number of"
+    " streams); reduce it via PYTORCH_CUDA_ALLOC_CONF expandable_segments_reserve /"
+    " expandable_segments_reserve_by_class."
+)

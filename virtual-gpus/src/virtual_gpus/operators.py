@@ -1,0 +1,171 @@
+"""What the dispatch mode must know about each ATen operator, read once from its schema.
+
+Most operators need nothing: their inputs must share a GPU and their outputs stay there. The few groups that differ
+(factories, random numbers, lists of tensors, copies across devices) are recognised here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.errors import checks_each_argument
+
+# Arguments that CUDA wants, or takes, on the CPU.
+_ON_THE_HOST = {
+    "_pack_padded_sequence": {"lengths"},
+    "_pad_packed_sequence": {"batch_sizes"},
+    "_pack_padded_sequence_backward": {"batch_sizes"},
+    "lstm": {"batch_sizes"},
+    "gru": {"batch_sizes"},
+    "rnn_tanh": {"batch_sizes"},
+    "rnn_relu": {"batch_sizes"},
+    "index": {"indices"},
+    "_unsafe_index": {"indices"},
+    "index_put": {"indices"},
+    "index_put_": {"indices"},
+    "_index_put_impl_": {"indices"},
+    "_unsafe_index_put": {"indices"},
+    "index_fill_": {"index"},  # x[i] = 5 ends here when C++ thinks that x is on the CPU; on CUDA it is index_put_
+    "_ctc_loss": {"input_lengths", "target_lengths"},
+    "tensor_split": {"tensor_indices_or_sections"},
+}
+# Those of them that CUDA refuses on a GPU.
+_NEVER_ON_A_GPU = {"_pack_padded_sequence": "lengths"}
+# Results that stay on the CPU: the lengths of a packed sequence.
+_RESULTS_ON_THE_HOST = {"_pack_padded_sequence": 1, "_pad_packed_sequence": 1}
+# Operators that the CPU build of a composite picks, where CUDA picks another: a GPU is never asked for these.
+_CPU_TWINS = {
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
+    "_mkldnn_reshape",
+    "mkldnn_convolution",
+    "_convolution_double_backward",
+    "_thnn_fused_lstm_cell",
+}
+_CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
+                    "_has_compatible_shallow_copy_type"}  # fmt: skip
+
+
+# Which setting says whether fp32 numbers may be multiplied as TF32: that of matrix products or that of convolutions.
+_PRODUCTS = dict.fromkeys(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_addmm_activation"), "matmul")
+_PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
+
+
+class Operator:
+    """The facts of one overload (`aten.mm.default`), found once and kept."""
+
+    __slots__ = (
+        "allowed_on_host",
+        "base",
+        "by_element",
+        "changes_size",
+        "crosses",
+        "draws_by_default",
+        "func",
+        "has_device",
+        "has_generator",
+        "has_products",
+        "host_only",
+        "host_result",
+        "is_collective",
+        "is_composite",
+        "is_index",
+        "is_view",
+        "keeps_answers",
+        "name",
+        "names",
+        "needs_values",
+        "on_cuda",
+        "with_generator",
+        "written",
+    )
+
+    def __init__(self, func: torch._ops.OpOverload):
+        schema = func._schema
+        arguments = schema.arguments
+        self.func = func  # kept, so that no other overload gets its id
+        self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
+        self.base = self.name.partition(".")[0]
+        self.names = [a.name for a in arguments]
+        self.has_device = "device" in self.names
+        self.has_generator = "generator" in self.names
+        self.with_generator = _overload_with_generator(func)
+        self.draws_by_default = (
+            torch.Tag.nondeterministic_seeded in func.tags and not self.has_generator and not self.with_generator
+        )
+        lists = bool(arguments) and arguments[0].type.kind() == "ListType"
+        self.by_element = (
+            self.base.startswith("_foreach_")
+            or (self.base.startswith("_fused_") and lists)
+            or func.namespace in ("c10d", "_c10d_functional")
+        )
+        self.is_collective = func.namespace in ("c10d", "_c10d_functional")
+        self.crosses = self.base in _CROSSES_DEVICES
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+        self.is_index = "index" in self.base and "indices" in self.names
+        self.allowed_on_host = _ON_THE_HOST.get(self.base, frozenset())
+        self.host_only = _NEVER_ON_A_GPU.get(self.base)
+        self.host_result = _RESULTS_ON_THE_HOST.get(self.base)
+        self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        returns = func._schema.returns
+        self.is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        self.has_products = _PRODUCTS.get(self.base, "")
+        self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
+        self.keeps_answers = _keeps_answers(self, func)
+        self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+        self.on_cuda = self.base in _CPU_TWINS or _runs_on_cuda(func)
+
+    @property
+    def checks_each(self) -> bool:
+        """True if CUDA refuses even a 0-dim CPU tensor here (looked up on the first mixture of devices only)."""
+        return checks_each_argument(self.name)
+
+    def named(self, args, kwargs):
+        """Yield (argument name, tensor) in the schema's order; a list of tensors gives its name several times."""
+        for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif isinstance(value, (list, tuple)):
+                for part in value:
+                    if isinstance(part, torch.Tensor):
+                        yield name, part
+
+
+def _keeps_answers(op: Operator, func) -> bool:
+    """True if all that an operator does to tensors without values is to make new ones from given ones, if anything."""
+    takes_tensors = any("Tensor" in str(a.type) for a in func._schema.arguments)
+    moves = op.is_view or op.crosses or op.changes_size or torch.Tag.inplace_view in func.tags
+    return func.namespace == "aten" and takes_tensors and not moves
+
+
+def _overload_with_generator(func) -> torch._ops.OpOverload | None:
+    """`randn.default` -> `randn.generator`, `randint.low` -> `randint.low_generator`; None where there is none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    overload = func._schema.overload_name
+    twin = f"{overload}_generator" if overload else "generator"
+    packet = func.overloadpacket
+    return getattr(packet, twin) if twin in packet.overloads() else None
+
+
+def _runs_on_cuda(func) -> bool:
+    """True if PyTorch has a CUDA kernel (or a composite one). Only a CUDA build of PyTorch can tell; others say yes."""
+    if torch.version.cuda is None:
+        return True
+    name = func._schema.name + (f".{func._schema.overload_name}" if func._schema.overload_name else "")
+    has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    return has(name, "CUDA") or has(name, "SparseCUDA") or not has(name, "CPU")
+
+
+_known: dict[int, Operator] = {}  # by the overload's id, since its own hash is a call into Python
+
+
+def operator(func: torch._ops.OpOverload) -> Operator:
+    """The facts of `func`, from the cache after the first time."""
+    found = _known.get(id(func))
+    if found is None:
+        found = _known[id(func)] = Operator(func)
+    return found

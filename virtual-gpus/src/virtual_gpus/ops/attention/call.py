@@ -1,0 +1,44 @@
+"""One call of scaled_dot_product_attention as the choice of kernel sees it, and the versions that it hangs on."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from virtual_gpus.versions import INSTALLED, current
+
+MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # as torch.nn.attention.SDPBackend
+HALF = (torch.float16, torch.bfloat16)
+# Where torch was built without cuDNN: what the wheels of that version bring.
+_CUDNN_OF_WHEELS = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000}
+_NEWEST_CUDNN = 92600
+
+
+class Asked:
+    """One call: tensors (N, heads, T, width), the mask or None, and the GPU's compute capability (major, minor).
+
+    version: of the PyTorch whose rules hold, (major, minor).
+    """
+
+    __slots__ = ("capability", "causal", "dropout", "gqa", "key", "mask", "query", "trains", "value", "version")
+
+    def __init__(self, query, key, value, mask, dropout, causal, gqa, capability):
+        self.query, self.key, self.value, self.mask = query, key, value, mask
+        self.dropout, self.causal, self.gqa, self.capability = dropout, causal, gqa, capability
+        self.version = current()
+        self.trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+
+    @property
+    def parts(self):
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+
+@functools.cache
+def cudnn_version(version: tuple[int, int] = INSTALLED) -> int:
+    """cuDNN's version as PyTorch counts it, 91900 for 9.19.0: the installed one, or that of a version's wheels."""
+    if version != INSTALLED or not torch.backends.cudnn.is_available():
+        return _CUDNN_OF_WHEELS.get(version, _NEWEST_CUDNN)
+    major, minor, patch = torch._C._cudnn.getCompileVersion()
+    return major * 10000 + minor * 100 + patch

@@ -1,0 +1,1 @@
+"""`torch.autocast` as CUDA casts."""

@@ -1,0 +1,82 @@
+"""Operators whose CUDA kernels want packed inputs: others are copied first, and the copy lives as long as the kernel.
+
+The CPU's kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was
+expanded from one number, as after `loss.sum()`. Sources: the `contiguous` and `expect_contiguous` calls of
+aten/src/ATen/native/cuda (SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu, ...) and of
+aten/src/ATen/native/cudnn/BatchNorm.cpp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.dispatch.call import Call, nbytes
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+# Operator -> inputs that must be packed, in the order of their copies.
+_PACKED = {
+    "_softmax": ("self",),
+    "_log_softmax": ("self",),
+    "_softmax_backward_data": ("grad_output", "output"),
+    "_log_softmax_backward_data": ("grad_output", "output"),
+    "embedding": ("indices",),
+    "nll_loss_forward": ("target",),
+    "nll_loss_backward": ("target",),
+    "max_pool2d_with_indices": ("self",),
+    "max_pool2d_with_indices_backward": ("grad_output", "self"),
+    "max_pool3d_with_indices": ("self",),
+    "max_pool3d_with_indices_backward": ("grad_output", "self"),
+    "avg_pool2d": ("self",),
+    "avg_pool2d_backward": ("self", "grad_output"),
+    "avg_pool3d": ("self",),
+    "avg_pool3d_backward": ("self", "grad_output"),
+    "_adaptive_avg_pool2d_backward": ("grad_output",),
+    "_adaptive_avg_pool3d_backward": ("grad_output",),
+    "adaptive_max_pool2d_backward": ("grad_output",),
+    "reflection_pad2d_backward": ("grad_output",),
+    "replication_pad2d_backward": ("grad_output",),
+    "upsample_nearest1d_backward": ("grad_output",),
+    "upsample_nearest2d": ("self",),
+    "upsample_nearest2d_backward": ("grad_output",),
+    "upsample_nearest3d_backward": ("grad_output",),
+    "upsample_bilinear2d_backward": ("grad_output",),
+    "upsample_trilinear3d_backward": ("grad_output",),
+    "upsample_bicubic2d_backward": ("grad_output",),
+}
+
+
+def packed_copy(tensor: torch.Tensor | None) -> int:
+    """Bytes of the packed copy that CUDA makes of `tensor`; 0 if it is packed, in either order of channels."""
+    if tensor is None or tensor.is_contiguous():
+        return 0
+    last = CHANNELS_LAST.get(tensor.dim())
+    return 0 if last is not None and tensor.is_contiguous(memory_format=last) else nbytes(tensor)
+
+
+def packed_copies(call: Call, names: tuple[str, ...]) -> list[int]:
+    """Bytes of the copy of each named input that is not packed."""
+    return [size for name in names if (size := packed_copy(call[name]))]
+
+
+def with_packed(call: Call, names: tuple[str, ...], finish=Call.run):
+    """`finish(call)` while packed copies of the named inputs exist."""
+    sizes = packed_copies(call, names)
+    if not sizes:
+        return finish(call)
+    with call.scratches(sizes):
+        return finish(call)
+
+
+def _recipe(names: tuple[str, ...]):
+    def run_and_pack(call: Call):
+        """These kernels have their results first."""
+        sizes = packed_copies(call, names)
+        result = call.run()
+        with call.scratches(sizes):
+            return result
+
+    return run_and_pack
+
+
+RECIPES = {name: _recipe(inputs) for name, inputs in _PACKED.items()}

@@ -1,0 +1,194 @@
+"""Temporaries of normalization layers on CUDA.
+
+Layer norm adds up the gradients of its parameters in two steps when there are very many rows (layer_norm_kernel.cu in
+aten/src/ATen/native/cuda). Group norm keeps a scale and a shift per channel (group_norm_kernel.cu). Batch norm over
+channels that lie together, (N, C) or channels_last, adds up partial sums in GPU memory (Normalization.cuh); cuDNN's,
+for (N, C, H, W), needs nothing beyond a packed gradient. RMS norm is one fused kernel that keeps one number per row,
+where the CPU's is made of five operators (aten/src/ATen/native/layer_norm.cpp).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.dispatch.call import Call, nbytes, scratch
+from virtual_gpus.dispatch.copies import out_of_memory_as_torch
+from virtual_gpus.dispatch.timing import charge_as, operands
+from virtual_gpus.ops.contiguous import packed_copies, with_packed
+from virtual_gpus.placement.storages import Home, below, gpu_of, place, place_all
+
+_MANY_ROWS = 64 * 1024
+_LAST_BLOCK, _ELEMENTS_PER_THREAD = 512, 16  # of the channels-last kernels
+
+
+def layer_norm(call: Call):
+    """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
+    sizes = packed_copies(call, ("input",))
+    result = call.compute()
+    call.place(result[0])
+    for kept in result[1:]:
+        if kept.element_size() < 4:
+            kept.untyped_storage()._home = Home(call.gpu, kept.numel() * 4)
+    call.place(result)
+    with call.scratches(sizes):
+        return result
+
+
+def layer_norm_backward(call: Call):
+    """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
+    sizes = packed_copies(call, ("input", "grad_out"))
+    result = call.run()
+    with call.scratches(sizes + _partial_gradients(call)):
+        return result
+
+
+def _partial_gradients(call: Call) -> list[int]:
+    tensor, columns = call["input"], torch.Size(call["normalized_shape"]).numel()
+    rows = tensor.numel() // max(1, columns)
+    if rows <= _MANY_ROWS or columns // 32 >= call.gpu.spec.multi_processor_count // 2:
+        return []
+    blocks = min(_MANY_ROWS // 2 // -(-columns // 32), -(-rows // 32))
+    size = blocks * columns * tensor.element_size()
+    return [size for name in ("weight", "bias") if call[name] is not None]
+
+
+def group_norm(call: Call):
+    """A scale and a shift per sample and channel, in float."""
+    size = call["N"] * call["C"] * 4
+    with call.scratch(size), call.scratch(size):
+        return with_packed(call, ("input",))
+
+
+def group_norm_backward(call: Call):
+    """Sums and factors per sample and channel, and two factors per group."""
+    channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
+    sizes = [channels, channels] + ([channels] if call["weight"] is not None else []) + [groups, groups]
+
+    def finish(call: Call):
+        result = call.run()
+        with call.scratches(sizes):
+            return result
+
+    return with_packed(call, ("grad_out", "input"), finish)
+
+
+def batch_norm(call: Call):
+    """cuDNN's for (N, C, ...), PyTorch's own kernels for (N, C), half types with half weights and channels_last."""
+    result = call.run()
+    tensor = call["input"]
+    if call["training"] and not _cudnn(tensor, call["weight"]) and _channels_last(tensor):
+        _partial_sums(call, tensor, 4)
+    return result
+
+
+def batch_norm_backward(call: Call):
+    """cuDNN wants a packed gradient; the kernels for channels that lie together take partial sums."""
+    tensor = call["input"]
+    if _cudnn(tensor, call["weight"]):
+        return with_packed(call, ("grad_out",))
+    result = call.run()
+    if call["train"] and _channels_last(tensor) and _channels_last(call["grad_out"]):
+        _partial_sums(call, tensor, 2)
+    return result
+
+
+def _cudnn(tensor, weight) -> bool:
+    """PyTorch's conditions for cuDNN (aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend)."""
+    if not torch.backends.cudnn.enabled or weight is None or tensor.dtype == torch.bfloat16 or tensor.dim() < 3:
+        return False
+    return tensor.dtype != torch.float16 or weight.dtype == torch.float32
+
+
+def _channels_last(tensor) -> bool:
+    return tensor.stride(1) == 1 and tensor.numel() > 0 and (tensor.dim() == 2 or not tensor.is_contiguous())
+
+
+def _partial_sums(call: Call, tensor, per_block: int) -> None:
+    """`per_block` floats per channel and thread block, and a semaphore per column of blocks."""
+    channels = tensor.shape[1]
+    rows = tensor.numel() // channels
+    blocks = _blocks(rows, channels)
+    if blocks > 1:
+        with call.scratch(per_block * channels * blocks * 4), call.scratch(-(-channels // 32) * 4):
+            pass
+
+
+def _blocks(rows: int, channels: int) -> int:
+    """How many blocks share a channel (flexible_launch_configs: at least 16 rows per thread, at most 128 blocks)."""
+    width = min(_power(channels), 32)
+    height = min(_power(-(-rows // _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
+    blocks = min(128, -(-rows // (height * _ELEMENTS_PER_THREAD)))
+    return blocks if blocks >= 8 else 1  # fewer are not worth their trouble
+
+
+def _power(n: int) -> int:
+    return 1 << max(n.bit_length() - 1, 0)
+
+
+# ---- RMS norm ------------------------------------------------------------------------------------------------------
+
+_raw_rms_norm = torch.rms_norm
+
+
+class RMSNorm(torch.autograd.Function):
+    """The fused kernel's memory: forward keeps one float per row, backward works in place of its results."""
+
+    @staticmethod
+    def forward(ctx, input, weight, shape, eps):
+        """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
+        gpu = gpu_of(input)
+        rows = input.numel() // max(1, torch.Size(shape).numel())
+        with below():
+            result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
+            kept = torch.empty(rows, device=result.device)
+        place(result, gpu)
+        charge_as(gpu, "native_layer_norm", operands([input]), operands([result]))
+        ctx.save_for_backward(input, weight, place(kept, gpu))
+        ctx.shape, ctx.eps = shape, eps
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        """Gradients of input and weight."""
+        input, weight, _ = ctx.saved_tensors
+        gpu = gpu_of(input)
+        with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
+            gradients = _gradients(input, weight, ctx.shape, ctx.eps, gradient)
+            place_all(gradients, gpu)
+            charge_as(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
+        return *gradients, None, None
+
+
+def _gradients(input, weight, shape, eps, gradient):
+    """Those of the CPU's operator, computed below the accounting."""
+    with below(), torch.enable_grad():
+        x = input.detach().requires_grad_()
+        w = None if weight is None else weight.detach().requires_grad_()
+        parts = [x] if w is None else [x, w]
+        found = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), parts, gradient)
+        return found if w is not None else (found[0], None)
+
+
+@out_of_memory_as_torch
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
+    same = weight is None or weight.dtype == getattr(input, "dtype", None)
+    if gpu_of(input) is None or not same or torch._C._functorch.is_functorch_wrapped_tensor(input):
+        return _raw_rms_norm(input, normalized_shape, weight, eps)
+    return RMSNorm.apply(input, weight, tuple(normalized_shape), eps)
+
+
+def rows():
+    """See `patches`. torch.nn.functional calls torch.rms_norm."""
+    return [(torch, "rms_norm", rms_norm)]
+
+
+RECIPES = {
+    "native_layer_norm": layer_norm,
+    "native_layer_norm_backward": layer_norm_backward,
+    "native_group_norm": group_norm,
+    "native_group_norm_backward": group_norm_backward,
+    "native_batch_norm": batch_norm,
+    "native_batch_norm_backward": batch_norm_backward,
+}

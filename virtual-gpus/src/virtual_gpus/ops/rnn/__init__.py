@@ -1,0 +1,1 @@
+"""LSTM, GRU and RNN as cuDNN runs them."""

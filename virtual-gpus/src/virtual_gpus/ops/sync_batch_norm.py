@@ -1,0 +1,95 @@
+"""The five operators of `torch.nn.SyncBatchNorm`, which PyTorch has for CUDA only.
+
+The layer itself is Python (torch/nn/modules/_functions.py): each rank takes the statistics of its own samples, the
+ranks exchange them, and each normalizes with those of all. Here the operators are computed with the CPU's, in float32
+or wider, as on CUDA (aten/src/ATen/native/cuda/Normalization.cu). `mean` and `invstd` (1 / standard deviation) have one
+entry per channel, the second dimension of the input. The partial sums of CUDA's kernels are not counted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.dispatch.call import Call
+from virtual_gpus.placement.storages import below
+
+
+def _wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Half types as float32, in which CUDA adds up."""
+    return tensor.float() if tensor is not None and tensor.element_size() < 4 else tensor
+
+
+def _others(tensor: torch.Tensor) -> list[int]:
+    return [d for d in range(tensor.dim()) if d != 1]
+
+
+def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(C) -> (1, C, 1, ...), to be combined with the input."""
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def stats(call: Call):
+    """Mean and invstd of this rank's samples."""
+    with below():
+        variance, mean = torch.var_mean(_wide(call["input"]), _others(call["input"]), correction=0)
+        return call.place((mean, torch.rsqrt(variance + call["eps"])))
+
+
+def gather_stats(call: Call):
+    """Mean and invstd of all ranks' samples from theirs, (ranks, C) each; the running ones move towards them."""
+    with below():
+        means, counts = _wide(call["mean"]), _wide(call["counts"]).view(-1, 1)
+        mean = (counts * means).sum(0) / counts.sum()
+        squares = counts * (_wide(call["invstd"]) ** -2 - call["eps"] + (means - mean) ** 2)
+        variance = squares.sum(0) / counts.sum()
+        unbiased = variance * counts.sum() / (counts.sum() - 1)
+        for running, found in ((call["running_mean"], mean), (call["running_var"], unbiased)):
+            if running is not None:
+                running.lerp_(found.to(running.dtype), call["momentum"])
+        return call.place((mean, torch.rsqrt(variance + call["eps"])))
+
+
+def normalize(call: Call):
+    """(input - mean) * invstd * weight + bias, in the type of the input."""
+    x = call["input"]
+    with below():
+        scale, shift = call["invstd"], -call["mean"] * call["invstd"]
+        if call["weight"] is not None:
+            scale, shift = scale * call["weight"], shift * call["weight"]
+        if call["bias"] is not None:
+            shift = shift + call["bias"]
+        made = torch.addcmul(_per_channel(shift, x), _wide(x), _per_channel(scale, x))
+        return call.place(made.to(x.dtype))
+
+
+def backward_reduce(call: Call):
+    """This rank's sums: of the gradient, of the gradient times (input - mean); gradients of weight and bias."""
+    x = call["input"]
+    with below():
+        gradient = _wide(call["grad_out"])
+        sum_dy = gradient.sum(_others(x))
+        sum_dy_xmu = (gradient * (_wide(x) - _per_channel(call["mean"], x))).sum(_others(x))
+        of_weight = (sum_dy_xmu * call["invstd"]).to((x if call["weight"] is None else call["weight"]).dtype)
+        return call.place((sum_dy, sum_dy_xmu, of_weight, sum_dy.to(of_weight.dtype, copy=True)))
+
+
+def backward_elemt(call: Call):
+    """The gradient of the input from the sums of all ranks; `count`: each rank's samples."""
+    x = call["input"]
+    with below():
+        gradient, total = _wide(call["grad_out"]), call["count"].sum()
+        scale = call["invstd"] if call["weight"] is None else call["invstd"] * call["weight"]
+        of_mean = _per_channel(call["sum_dy"] / total, x)
+        of_variance = _per_channel(call["sum_dy_xmu"] / total * call["invstd"] ** 2, x)
+        centred = _wide(x) - _per_channel(call["mean"], x)
+        made = (gradient - of_mean - centred * of_variance) * _per_channel(scale, x)
+        return call.place(made.to(x.dtype))
+
+
+RECIPES = {
+    "batch_norm_stats": stats,
+    "batch_norm_gather_stats_with_counts": gather_stats,
+    "batch_norm_elemt": normalize,
+    "batch_norm_backward_reduce": backward_reduce,
+    "batch_norm_backward_elemt": backward_elemt,
+}

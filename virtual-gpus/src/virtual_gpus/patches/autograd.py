@@ -1,0 +1,154 @@
+"""What autograd checks about devices in C++, where every tensor of a virtual GPU looks like a CPU tensor."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+
+from virtual_gpus.dispatch.copies import move, out_of_memory_as_torch
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import device_of, gpu_of, is_inside, local, place, storages
+
+_raw_grad = torch._C.TensorBase.grad
+_get_raw_grad = _raw_grad.__get__
+_raw_apply = torch.autograd.function.BackwardCFunction.apply
+_raw_run_backward = torch.autograd.graph._engine_run_backward
+
+
+def _get_grad(self):
+    """`p.grad`: a gradient of zeros, which C++ made without asking for a GPU, belongs where p is."""
+    gradient = _get_raw_grad(self)
+    if gradient is None:
+        return None
+    try:
+        if gradient.untyped_storage()._home is not None:  # as almost always, and optimizers ask often
+            return gradient
+    except (NotImplementedError, RuntimeError):
+        pass
+    return gradient if is_inside() else _beside(gradient, self)
+
+
+@out_of_memory_as_torch
+def _beside(gradient, tensor):
+    if gpu_of(gradient) is None and isinstance(tensor, torch.Tensor) and _was_made_in_cpp(gradient):
+        target = gpu_of(tensor)
+        if target is not None:
+            return place(gradient, target)
+        for storage in storages(gradient):
+            storage._born = None  # a CPU tensor like any other from now on
+    return gradient
+
+
+def _set_grad(self, gradient) -> None:
+    """`p.grad = g`: on p's own device only (torch/csrc/autograd/python_variable.cpp)."""
+    if isinstance(gradient, torch.Tensor) and not is_inside() and active() and gpu_of(gradient) is not gpu_of(self):
+        raise RuntimeError("assigned grad has data located on a different device")
+    _raw_grad.__set__(self, gradient)
+
+
+def _engine_run_backward(outputs, *args, **kwargs):
+    """The start of every backward pass: a gradient that is handed in must be where its output is."""
+    if is_inside():  # a recipe that lets the CPU find gradients
+        return _raw_run_backward(outputs, *args, **kwargs)
+    gradients = args[0] if args else ()
+    checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))
+    if len(checked) == len(gradients):
+        args = (checked, *args[1:])
+    outer = getattr(local, "backward", False)
+    clock = None if outer or active() is None else active().clock
+    local.backward = True
+    try:
+        if clock is not None:
+            clock.start_backward()
+        found = _raw_run_backward(outputs, *args, **kwargs)
+    except BaseException:
+        if not outer:
+            _drop_what_waits()
+        raise
+    finally:
+        local.backward = outer
+        if clock is not None:
+            clock.end_backward()
+    inputs = args[3] if len(args) > 3 else ()
+    return found if not found or len(found) != len(inputs) else tuple(map(_beside_input, found, inputs))
+
+
+_oldest: list[torch.Tensor] = []
+
+
+def _drop_what_waits() -> None:
+    """Let go of what a failed pass had still to do, gradients and all, as the engine's thread of a real GPU does.
+
+    The CPU's queue belongs to the calling thread and keeps it. Youngest nodes come out first, numbered by the thread
+    that made them: a pass through the first node of a new thread gets everything else out of its way.
+    """
+    if not _oldest:
+        maker = threading.Thread(target=_make_oldest)
+        maker.start()
+        maker.join()
+    leaf, node = _oldest
+    _raw_run_backward((node,), (leaf.detach(),), True, False, (leaf,), allow_unreachable=True, accumulate_grad=False)
+
+
+def _make_oldest() -> None:
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    _oldest[:] = leaf, leaf.clone()
+
+
+def _beside_input(gradient, tensor):
+    return gradient if gradient is None else _beside(gradient, tensor)
+
+
+def _checked(number: int, output, gradient):
+    """As the engine's validate_outputs (torch/csrc/autograd/engine.cpp): 0-dim gradients move, others are refused."""
+    if not (isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor)):
+        return gradient
+    target = gpu_of(output)
+    if gpu_of(gradient) is target:
+        return gradient
+    if gradient.dim() == 0:
+        return move(gradient, target)
+    raise RuntimeError(
+        f"invalid gradient at index {number} - expected device {device_of(output)} but got {device_of(gradient)}"
+    )
+
+
+@out_of_memory_as_torch
+def _apply(self, *gradients):
+    """The backward pass of a Python function: outputs that nobody used get gradients of zeros, on their own GPU."""
+    return _raw_apply(self, *_placed(self, gradients))
+
+
+def _placed(node, gradients):
+    """Give the zeros that the engine made in C++ a GPU: that of the node's other gradients, or the replica's."""
+    homeless = [(number, g) for number, g in enumerate(gradients) if _was_made_in_cpp(g)]
+    if not homeless or active() is None:
+        return gradients
+    if type(node)._forward_cls is torch.nn.parallel._functions.Broadcast:
+        for number, gradient in homeless:
+            place(gradient, active().gpus[node.target_gpus[number // node.num_inputs]])
+        return gradients
+    gpus = {gpu_of(g) for g in gradients if isinstance(g, torch.Tensor)} - {None}
+    for _, gradient in homeless if len(gpus) == 1 else ():
+        place(gradient, next(iter(gpus)))
+    return gradients
+
+
+def _was_made_in_cpp(gradient) -> bool:
+    return (
+        isinstance(gradient, torch.Tensor)
+        and gpu_of(gradient) is None
+        and any(storage._born is not None for storage in storages(gradient))
+    )
+
+
+def rows():
+    """See `patches`."""
+    grad = property(_get_grad, _set_grad, _raw_grad.__delete__, _raw_grad.__doc__)
+    name = _engine_run_backward.__name__
+    users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))
+    node = torch.autograd.function.BackwardCFunction
+    rows = [(torch.Tensor, "grad", grad), (node, "apply", _apply)]
+    return rows + [(sys.modules[m], name, _engine_run_backward) for m in users]

@@ -1,0 +1,277 @@
+"""torch.distributed: NCCL cannot run without GPUs, so under virtual GPUs "nccl" means gloo, and says so once.
+
+What the collectives need on a GPU beside the tensors that they are given: NCCL has buffers of its own, which it takes
+from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi only) and which are not modelled. PyTorch's
+NCCL backend copies lists of tensors through one flat tensor; that is. Gloo's own buffers are the computer's memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from virtual_gpus.dispatch.call import nbytes, scratch
+from virtual_gpus.dispatch.collectives import charge_barrier
+from virtual_gpus.dispatch.copies import out_of_memory_as_torch
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.placement.storages import below, gpu_of, home_of, place
+
+_said = False
+_raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
+_raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
+_GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
+_GLOO_LETS_GO_IN_S = 5.0  # a tensor that it has sent: at once too, and this is how long it is waited for
+
+
+def _is_nccl(backend) -> bool:
+    return "nccl" in str(backend).lower()
+
+
+def _say_once() -> None:
+    """One line, from one of the processes."""
+    global _said
+    if not _said and torch.distributed.get_rank() == 0:
+        print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
+    _said = True
+
+
+def _with_gloo(function, choice_is_nccl: bool):
+    """`function` with gloo in the place of NCCL, and without what only NCCL takes.
+
+    `choice_is_nccl`: whether PyTorch, left to choose the backend, takes NCCL for GPUs.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
+        asked = given.get("backend")
+        if _is_nccl(asked):
+            given.pop("pg_options", None)
+        if _is_nccl(asked) or (asked is None and choice_is_nccl):
+            given["backend"] = "gloo"
+        made = function(**given)
+        if _is_nccl(asked):
+            _say_once()
+        return made
+
+    return call
+
+
+def _barrier(function):
+    @functools.wraps(function)
+    def barrier(*args, device_ids=None, **kwargs):
+        made = function(*args, **kwargs)  # NCCL needs to know the GPU, gloo refuses to be told
+        group = args[0] if args else kwargs.get("group")
+        group = torch.distributed.group.WORLD if group is None else group
+        if active().gpus and isinstance(group, torch.distributed.ProcessGroup):
+            charge_barrier(active().gpus[active().current], group)
+        return made
+
+    return barrier
+
+
+def _below(function):
+    """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
+
+    @functools.wraps(function)
+    def wait(self, *args, **kwargs):
+        with below():
+            return function(self, *args, **kwargs)
+
+    return wait
+
+
+def _destroy(function):
+    """Let gloo's threads finish before the group goes.
+
+    A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
+    among them, and needs Python's lock for that. If DDP's reducer holds the last reference to the group and goes at
+    that moment, it waits for the thread with the lock in its hand, for ever. Sleeping gives the lock away.
+    """
+
+    @functools.wraps(function)
+    def destroy_process_group(*args, **kwargs):
+        time.sleep(_GLOO_FINISHES_IN_S)
+        function(*args, **kwargs)
+
+    return destroy_process_group
+
+
+# ---- DistributedDataParallel's buckets ------------------------------------------------------------------------------
+
+
+class _Buckets(TorchDispatchMode):
+    """Puts tensors on GPUs that C++ makes where it thinks that the parameters are, on "cpu".
+
+    DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) names a device for its buckets and for the map of used
+    parameters, and none for what it keeps in the computer's memory. `gpus`: of one after the other, and of all others.
+    """
+
+    def __init__(self, gpus: list[VirtualGPU], gpu: VirtualGPU):
+        super().__init__()
+        self._gpus, self._gpu = iter(gpus), gpu
+        self._sent: list[weakref.ref] = []  # Homes of the numbers in which rank 0 sends the order of the buckets
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and self._gpu.machine.shapes_only and gpu_of(args[0]) is None:
+            return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
+        made = func(*args, **kwargs)
+        return made if kwargs.get("device") is None else self._put(made)
+
+    def _put(self, made):
+        if made.dtype is not torch.int32:  # a bucket: the numbers have been sent
+            _until_gloo_lets_go(lambda: any(home() for home in self._sent))
+            return _on(made, next(self._gpus, self._gpu))
+        made = _on(made, self._gpu)
+        self._sent.append(weakref.ref(home_of(made)))
+        return made
+
+
+@out_of_memory_as_torch
+def _on(tensor, gpu: VirtualGPU):
+    return place(tensor, gpu)
+
+
+def _on_gpu(base):
+    """DDP's reducer, with its buckets on the GPU from the start, and again when they are made anew.
+
+    C++ makes them anew in the order of the gradients before the second forward pass. Without
+    `gradient_as_bucket_view` they are memory beside the gradients, of the same size.
+    """
+
+    class Reducer(base):
+        def __init__(self, params, bucket_indices, *args, **kwargs):
+            self._gpus = [gpu_of(parameter) for parameter in params]
+            with self._making([self._gpus[indices[0]] for indices in bucket_indices]):
+                super().__init__(params, bucket_indices, *args, **kwargs)
+
+        def _making(self, gpus=()):
+            first = self._gpus[0]
+            return nullcontext() if first is None or not first.machine.on else _Buckets(gpus, first)
+
+        def _rebuild_buckets(self):
+            if len({id(gpu) for gpu in self._gpus}) > 1:
+                return False  # C++ would mix GPUs, which it cannot tell apart: the first buckets stay
+            with self._making():
+                return super()._rebuild_buckets()
+
+        def _set_static_graph(self):
+            with self._making():
+                return super()._set_static_graph()
+
+    return Reducer
+
+
+def _without_times(base):
+    """DDP's logger, which with shapes only would warn that it has no timer for such tensors."""
+
+    class Logger(base):
+        def __init__(self, reducer):
+            super().__init__(reducer)
+            gpu = reducer._gpus[0]
+            self._timed = gpu is None or not gpu.machine.shapes_only
+
+        def set_runtime_stats_and_log(self):
+            if self._timed:
+                super().set_runtime_stats_and_log()
+
+    return Logger
+
+
+def _numbers_by_gpu(tensors) -> list[list[int]]:
+    """The places in a list of tensors, one list per GPU: C++, which sees one CPU, must not mix them."""
+    places: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        places.setdefault(id(gpu_of(tensor)), []).append(number)
+    return list(places.values())
+
+
+def _compute_bucket_assignment_by_size(tensors, limits, expect_sparse=(), *args, **kwargs):
+    """Buckets of parameters, of one GPU each."""
+    compute = torch._C._distributed_c10d._compute_bucket_assignment_by_size
+    if args or kwargs or len(groups := _numbers_by_gpu(tensors)) < 2:
+        return compute(tensors, limits, expect_sparse, *args, **kwargs)
+    found = []
+    for numbers in groups:
+        sparse = [expect_sparse[n] for n in numbers] if expect_sparse else []
+        buckets, sizes = compute([tensors[n] for n in numbers], limits, sparse)
+        found += [([numbers[i] for i in bucket], size) for bucket, size in zip(buckets, sizes, strict=True)]
+    found.sort(key=lambda pair: min(pair[0]))
+    return [bucket for bucket, _ in found], [size for _, size in found]
+
+
+def _verify_params_across_processes(process_group, tensors, *args, **kwargs) -> None:
+    """Compare the parameters' sizes with the other ranks'; without values there is nothing to compare by."""
+    gpu = gpu_of(tensors[0]) if tensors else None
+    if gpu is None or not gpu.machine.shapes_only:
+        _raw_verify(process_group, tensors, *args, **kwargs)
+
+
+def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
+    """Parameters or buffers in flat tensors, of one GPU each, which are gone when it returns."""
+    for numbers in _numbers_by_gpu(tensors):
+        gpu = gpu_of(tensors[numbers[0]])
+        before = 0 if gpu is None else gpu.allocator.allocated
+        _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
+        if gpu is not None:
+            _until_gloo_lets_go(lambda gpu=gpu, before=before: gpu.allocator.allocated > before)
+
+
+def _until_gloo_lets_go(holds: Callable[[], bool]) -> None:
+    """Wait while gloo's thread `holds` a tensor of a finished collective: it needs Python's lock to let it go."""
+    end = time.monotonic() + _GLOO_LETS_GO_IN_S
+    while holds() and time.monotonic() < end:
+        time.sleep(1e-4)
+
+
+# ---- lists of tensors -----------------------------------------------------------------------------------------------
+
+
+def _through_a_flat_tensor(function, name: str):
+    """`function`, with the flat tensor that ProcessGroupNCCL copies the list `name` through if all have one size."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    @out_of_memory_as_torch
+    def call(*args, **kwargs):
+        tensors = signature.bind(*args, **kwargs).arguments[name]
+        gpu = gpu_of(tensors[0]) if tensors and isinstance(tensors[0], torch.Tensor) else None
+        if gpu is None or len({tensor.shape for tensor in tensors}) > 1:
+            return function(*args, **kwargs)
+        with scratch(gpu, sum(map(nbytes, tensors))):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def rows():
+    """See `patches`."""
+    if not torch.distributed.is_available():
+        return []
+    import torch.distributed.distributed_c10d as c10d
+
+    made = {
+        "init_process_group": _with_gloo(c10d.init_process_group, True),
+        "new_group": _with_gloo(c10d.new_group, False),
+        "barrier": _barrier(c10d.barrier),
+        "destroy_process_group": _destroy(c10d.destroy_process_group),
+        "all_gather": _through_a_flat_tensor(c10d.all_gather, "tensor_list"),
+        "reduce_scatter": _through_a_flat_tensor(c10d.reduce_scatter, "input_list"),
+    }
+    rows = [(owner, name, stand_in) for name, stand_in in made.items() for owner in (c10d, torch.distributed)]
+    functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
+    rows += [(torch.distributed, function.__name__, function) for function in functions]
+    work = torch._C._distributed_c10d.Work
+    rows.append((work, "wait", _below(work.wait)))
+    rows.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
+    return rows + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]

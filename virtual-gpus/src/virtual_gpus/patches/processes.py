@@ -1,0 +1,117 @@
+"""New threads and new processes see the virtual GPUs too.
+
+Dispatch modes are per thread, so every thread that starts enters one; so does a thread that was there before, for
+each call that an executor or an event loop gives it. A forked process inherits all of it. A spawned one starts bare:
+the stand-in sends the machine's settings along and the child switches its own GPUs on, before it imports the main
+program and before it unpickles any argument.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread
+import functools
+import multiprocessing.process
+import multiprocessing.queues
+import multiprocessing.spawn
+import sys
+import threading
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.mode import enter_thread, leave_thread
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import gpu_of
+
+_raw_preparation = multiprocessing.spawn.get_preparation_data
+_raw_put = multiprocessing.queues.Queue.put
+_MAIN = ("init_main_from_name", "init_main_from_path")
+
+
+def _in_mode(run):
+    """`run`, with this thread's operators visible; afterwards the thread is as it was."""
+
+    @functools.wraps(run)
+    def visibly(self, *args):
+        entered = enter_thread()
+        try:
+            return run(self, *args)
+        finally:
+            if entered:
+                leave_thread()
+
+    return visibly
+
+
+def get_preparation_data(name):
+    """What a spawned child is told first; importing the main program is put off until its GPUs are on."""
+    return {k: v for k, v in _raw_preparation(name).items() if k not in _MAIN}
+
+
+class _FirstOfAll:
+    """Unpickling goes from left to right: this switches the GPUs on before it comes to classes of the main program."""
+
+    def __init__(self, settings: dict, main: dict):
+        self._arguments = (settings, main)
+
+    def __reduce__(self):
+        return _switch_on, self._arguments
+
+
+def _reduce_process(self, protocol):
+    """Pickle a process so that the child switches its virtual GPUs on before anything else of it is unpickled."""
+    main = {k: v for k, v in _raw_preparation(self._name).items() if k in _MAIN}
+    make, arguments, *rest = object.__reduce_ex__(self, protocol)
+    return (_rebuild_process, (_FirstOfAll(active().settings(), main), make, arguments), *rest)
+
+
+def _switch_on(settings: dict, main: dict) -> None:
+    from virtual_gpus import virtual_gpus
+
+    virtual_gpus(**settings).start()
+    active().look_again()
+    if "init_main_from_name" in main:
+        multiprocessing.spawn._fixup_main_from_name(main["init_main_from_name"])
+    elif "init_main_from_path" in main:
+        multiprocessing.spawn._fixup_main_from_path(main["init_main_from_path"])
+
+
+def _rebuild_process(_, make, arguments):
+    return make(*arguments)
+
+
+def put(self, obj, *args, **kwargs):
+    """`Queue.put`. It pickles in a thread of its own, which could only print the error: refuse here instead."""
+    _refuse_gpu_tensors(obj)
+    return _raw_put(self, obj, *args, **kwargs)
+
+
+def _refuse_gpu_tensors(value) -> None:
+    if isinstance(value, torch.Tensor) and gpu_of(value) is not None:
+        raise _cannot_send()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            _refuse_gpu_tensors(part)
+
+
+def _cannot_send() -> Exception:
+    return errors.not_modelled("sending a GPU tensor to another process (send x.cpu() instead)")
+
+
+def _share_cuda_(self, *args, **kwargs):
+    raise _cannot_send()
+
+
+def rows():
+    """See `patches`."""
+    runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
+    if "asyncio.events" in sys.modules:  # else no event loop is running
+        runs.append((sys.modules["asyncio.events"].Handle, "_run"))
+    return [(owner, name, _in_mode(getattr(owner, name))) for owner, name in runs] + [
+        (multiprocessing.spawn, "get_preparation_data", get_preparation_data),
+        (multiprocessing.process.BaseProcess, "__reduce_ex__", _reduce_process),
+        (multiprocessing.queues.Queue, "put", put),
+        (torch.UntypedStorage, "_share_cuda_", _share_cuda_),
+    ]

@@ -1,0 +1,85 @@
+"""Names that a real GPU has and a virtual one does not: they raise, with their name, instead of failing obscurely."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from virtual_gpus import errors
+
+_CUDA = (
+    "CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "MemPool", "use_mem_pool", "cudart",
+    "GreenContext", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
+    "caching_allocator_delete", "caching_allocator_enable", "current_blas_handle", "current_solver_handle",
+    "get_stream_from_external", "ExternalStream", "set_sync_debug_mode", "get_sync_debug_mode", "host_memory_stats",
+    "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
+    "export_dot", "export_graph_data", "_sleep",
+)  # fmt: skip
+_MEMORY = ("_allocation_traceback",)  # it wants a GPU's address, and tensors have the CPU's
+_NCCL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id", "version")
+
+
+def _refuse(path: str, original):
+    def refused(*args, **kwargs):
+        raise errors.not_modelled(path)
+
+    return functools.update_wrapper(refused, original)
+
+
+class _LegacyType(type):
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.type() == f"torch.cuda.{cls.__name__}"
+
+    def __call__(cls, *args, **kwargs):
+        raise errors.not_modelled(f'torch.cuda.{cls.__name__}(...) (write torch.tensor(..., device="cuda"))')
+
+
+def _legacy(name: str) -> type:
+    """torch.cuda.FloatTensor and its kin: isinstance works, making one is refused."""
+    return _LegacyType(name, (), {})
+
+
+_raw_to_dlpack = torch.utils.dlpack.to_dlpack
+
+
+def to_dlpack(tensor):
+    """DLPack would hand out a CPU address as if it were a GPU's."""
+    if tensor.is_cuda:
+        raise errors.not_modelled("DLPack export of a GPU tensor")
+    return _raw_to_dlpack(tensor)
+
+
+_NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
+
+
+def _on_cpu_only(name: str, original):
+    @functools.wraps(original)
+    def call(data, *args, device=None, **kwargs):
+        parts = data if isinstance(data, (list, tuple)) else [data]
+        on_gpu = any(isinstance(part, torch.Tensor) and part.is_cuda for part in parts)
+        if on_gpu or (device is not None and torch.device(device).type == "cuda"):
+            raise errors.not_modelled(f"torch.nested.{name} on a GPU")
+        return original(data, *args, device=device, **kwargs)
+
+    return call
+
+
+def rows():
+    """See `patches`. A name that this PyTorch version lacks gives no row."""
+    owners = [(torch.accelerator, "torch.accelerator", ("Graph", "empty_host_cache", "get_device_capability")),
+              (torch.cuda, "torch.cuda", _CUDA), (torch.cuda.memory, "torch.cuda.memory", _MEMORY + _CUDA),
+              (torch.cuda.nccl, "torch.cuda.nccl", _NCCL), (torch, "torch", ("compile",))]  # fmt: skip
+    rows = [
+        (owner, name, _refuse(f"{path}.{name}", vars(owner)[name]))
+        for owner, path, names in owners
+        for name in names
+        if name in vars(owner)
+    ]
+    rows += [
+        (torch.cuda, name, _legacy(name)) for name in vars(torch.cuda) if name.endswith("Tensor") and name[0] != "_"
+    ]
+    rows += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
+    return rows + [
+        (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED
+    ]

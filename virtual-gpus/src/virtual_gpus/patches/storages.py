@@ -1,0 +1,90 @@
+"""Storages: where they say they are, and how torch.save, torch.load and deepcopy carry them to a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.copies import out_of_memory_as_torch
+from virtual_gpus.machine import active
+from virtual_gpus.patches.numbers import named
+from virtual_gpus.placement.storages import Home, find_gpu, is_inside
+
+_raw_device = torch._C.StorageBase.device.__get__
+_raw_resize = torch._C.StorageBase.resize_
+
+
+def device(self) -> torch.device:
+    """cuda:i for the storage of a tensor on a virtual GPU."""
+    gpu = None if is_inside() else _gpu(self)
+    return _raw_device(self) if gpu is None else torch.device("cuda", gpu.index)
+
+
+def _gpu(storage):
+    """The GPU that holds a storage; None if none does, or if its virtual GPUs are off."""
+    home = getattr(storage, "_home", None)
+    return home.gpu if home is not None and home.gpu.machine.on else None
+
+
+@out_of_memory_as_torch
+def to(self, *, device, non_blocking: bool = False):
+    """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
+    device = torch.device(named(device))
+    machine = active()
+    if machine is None or (device.type != "cuda" and _gpu(self) is None):
+        return torch._utils._to(self, device, non_blocking)
+    target = find_gpu(machine, device) if device.type == "cuda" else None
+    if target is not None and _gpu(self) is target:
+        return self
+    return _copy(self, target)
+
+
+def _copy(storage, target):
+    """A new storage with the same bytes, on `target` (None: the CPU)."""
+    shapes_only = target is not None and target.machine.shapes_only
+    if _raw_device(storage).type == "meta" and not shapes_only:
+        raise errors.needs_values("copying a storage to the CPU")
+    made = torch.UntypedStorage(storage.nbytes(), device="meta" if shapes_only else "cpu")
+    if not shapes_only:
+        with torch._C._DisableTorchDispatch():
+            made.copy_(storage, False)
+    if target is not None:
+        made._home = Home(target, made.nbytes())
+    return made
+
+
+def cuda(self, device=None, non_blocking: bool = False):
+    """`to` the current GPU, or to the one named."""
+    return self.to(device="cuda" if device is None else device)
+
+
+def cpu(self):
+    """A copy in the computer's memory; the storage itself when it is there."""
+    return self if _gpu(self) is None else _copy(self, None)
+
+
+@out_of_memory_as_torch
+def clone(self):
+    """A copy on the same device (deepcopy uses this)."""
+    gpu = _gpu(self)
+    if gpu is None:
+        return type(self)(self.nbytes(), device=_raw_device(self)).copy_(self)
+    return _copy(self, gpu)
+
+
+@out_of_memory_as_torch
+def resize_(self, nbytes: int):
+    """Another size in place, on the same GPU: fully_shard empties a storage with 0 and fills it again."""
+    home = getattr(self, "_home", None)
+    if home is not None and home.gpu.machine.on and home.nbytes != nbytes:
+        home.resize(nbytes)  # first, so that what cannot fit fills nothing
+    return _raw_resize(self, nbytes)
+
+
+def rows():
+    """`_home`, `_born`, `_product`, `_pinned` are class-wide defaults: asking a plain storage costs nothing."""
+    storage = torch.UntypedStorage
+    defaults = (("_home", None), ("_born", None), ("_product", None), ("_pinned", False))
+    rows = [(storage, name, value) for name, value in defaults]
+    rows += [(storage, "device", property(device))]
+    return rows + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone, resize_)]

@@ -1,0 +1,226 @@
+"""Streams and events on the modelled clock: queues of work on a GPU, and marks in them.
+
+The numbers themselves never depend on streams, since every operator has run by the time its call returns. When it
+would have run on a GPU, and who would have waited for whom, is the clock's. A program that forgets to make one stream
+wait for another gets right numbers here and may get wrong ones on a real GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.cuda import gpu_at
+from virtual_gpus.patches.table import in_package
+
+_ids = itertools.count(1)
+_current = threading.local()  # (machine id, GPU index) -> stream, per thread as in CUDA
+_CUDA = 1  # c10::DeviceType::CUDA
+
+
+class Stream:
+    """A queue of work on one GPU. `Stream(device=None, priority=0)`; also a context manager, as torch.Stream is."""
+
+    def __init__(self, device=None, priority: int = 0, *, stream_id: int | None = None, **kwargs):
+        self._index = gpu_at(device).index
+        self.priority = priority
+        self.stream_id = next(_ids) if stream_id is None else stream_id
+        self.device_type = _CUDA
+        self._outer: list[tuple[Stream, int]] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The stream's GPU."""
+        return torch.device("cuda", self._index)
+
+    @property
+    def device_index(self) -> int:
+        """Index of the stream's GPU."""
+        return self._index
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle: 0 for the default stream."""
+        return self.stream_id
+
+    @property
+    def _gpu(self) -> VirtualGPU:
+        return gpu_at(self._index)
+
+    def _mark(self) -> float:
+        gpu = self._gpu
+        return gpu.machine.clock.mark(gpu.slot, self.stream_id)
+
+    def query(self) -> bool:
+        """True if all work given so far is done, on the modelled clock."""
+        clock = self._gpu.machine.clock
+        return clock.ready(self._gpu.slot, self.stream_id) <= clock.now
+
+    def synchronize(self) -> None:
+        """The host waits for the work given so far."""
+        _host_waits(self._gpu, self._mark())
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Work given later waits for what `stream` has been given so far."""
+        self._hold(stream._mark())
+
+    def wait_event(self, event: Event) -> None:
+        """Work given later waits for `event`, if it was recorded."""
+        if event._time is not None:
+            self._hold(event._time)
+
+    def _hold(self, until: float) -> None:
+        gpu = self._gpu
+        gpu.machine.clock.hold(gpu.slot, self.stream_id, until)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Put an event behind the work given so far."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def is_capturing(self) -> bool:
+        """CUDA graphs are not modelled."""
+        return False
+
+    def __enter__(self):
+        self._outer.append((current_stream(self._index), active().current))
+        active().current = self._index
+        set_stream(self)
+        return self
+
+    def __exit__(self, *error) -> None:
+        outer, index = self._outer.pop()
+        set_stream(outer)
+        active().current = index
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Stream) and (self._index, self.stream_id) == (other._index, other.stream_id)
+
+    def __hash__(self) -> int:
+        return hash((self._index, self.stream_id))
+
+    def __repr__(self) -> str:
+        return f"torch.cuda.Stream(device=cuda:{self._index}, stream_id={self.stream_id})"
+
+
+class Event:
+    """A mark in a stream. `Event(enable_timing=False, blocking=False, interprocess=False)`."""
+
+    def __init__(
+        self, device=None, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **kwargs
+    ):
+        if isinstance(device, bool):  # torch.cuda.Event has no device argument: its first one is enable_timing
+            device, enable_timing = None, device
+        self.enable_timing = enable_timing
+        self._stream: Stream | None = None
+        self._time: float | None = None  # modelled seconds at which the mark is passed
+
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU that the event was recorded on."""
+        return None if self._stream is None else self._stream.device
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Put the mark behind the work given so far to `stream` (default: the current one)."""
+        self._stream = current_stream() if stream is None else stream
+        self._time = self._stream._mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Make `stream` (default: the current one) wait for the mark."""
+        (current_stream() if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        """True if all work before the mark is done, on the modelled clock."""
+        return self._time is None or self._time <= self._stream._gpu.machine.clock.now
+
+    def synchronize(self) -> None:
+        """The host waits for the mark."""
+        if self._time is not None:
+            _host_waits(self._stream._gpu, self._time)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Modelled milliseconds between two marks. Errors as PyTorch's, and CUDA's while a mark is not passed yet."""
+        if not (self.enable_timing and end_event.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._stream is None or end_event._stream is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise errors.not_ready()
+        return (end_event._time - self._time) * 1e3
+
+    def __repr__(self) -> str:
+        return "<torch.cuda.Event uninitialized>" if self._stream is None else f"<torch.cuda.Event on {self.device}>"
+
+
+def _host_waits(gpu: VirtualGPU, until: float) -> None:
+    clock = gpu.machine.clock
+    clock.wait(until)
+    clock.spend(clock.host.wait)
+
+
+def _streams() -> dict:
+    if not hasattr(_current, "streams"):
+        _current.streams = {}
+    return _current.streams
+
+
+def default_stream(device=None) -> Stream:
+    """The stream that everything runs on unless told otherwise (id 0)."""
+    return Stream(gpu_at(device).index, stream_id=0)
+
+
+def current_stream(device=None) -> Stream:
+    """This thread's stream on a GPU."""
+    gpu = gpu_at(device)
+    return _streams().get((id(gpu.machine), gpu.index)) or default_stream(gpu.index)
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make `stream` this thread's stream on its GPU."""
+    if stream is not None:
+        gpu = gpu_at(stream.device)
+        _streams()[id(gpu.machine), gpu.index] = stream
+        gpu.streams.pop(threading.get_ident(), None)
+        if stream.stream_id:
+            gpu.streams[threading.get_ident()] = stream.stream_id
+
+
+class StreamContext:
+    """`with torch.cuda.stream(s):`; None changes nothing."""
+
+    def __init__(self, stream: Stream | None):
+        self.stream = stream
+
+    def __enter__(self):
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *error) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    """A context in which work goes to `stream`."""
+    return StreamContext(stream)
+
+
+def forget(machine) -> None:
+    """Drop this thread's streams of a machine that went off."""
+    for key in [key for key in _streams() if key[0] == id(machine)]:
+        del _streams()[key]
+
+
+def rows():
+    """See `patches`."""
+    return in_package(
+        "torch.cuda", Stream, Event, StreamContext, stream, set_stream, current_stream, default_stream
+    ) + [
+        (torch, "Stream", Stream),
+        (torch, "Event", Event),
+    ]

@@ -1,0 +1,154 @@
+"""What a tensor says of itself: device, is_cuda, get_device, type, numpy."""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import device_of, gpu_of, is_inside, local, storages
+
+_raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
+_raw_is_cpu = torch._C.TensorBase.is_cpu.__get__
+_raw_is_meta = torch._C.TensorBase.is_meta.__get__
+_raw_get_device = torch._C.TensorBase.get_device
+_raw_numpy = torch._C.TensorBase.numpy
+_raw_type = torch._C.TensorBase.type
+_raw_record_stream = torch._C.TensorBase.record_stream
+_raw_dlpack = torch.Tensor.__dlpack__
+_raw_dlpack_device = torch.Tensor.__dlpack_device__
+_raw_tolist = torch._C.TensorBase.tolist
+
+
+def _gpu(tensor: torch.Tensor):
+    return None if is_inside() or active() is None else gpu_of(tensor)
+
+
+def is_cuda(self) -> bool:
+    """True for a tensor on a virtual GPU."""
+    return _gpu(self) is not None or _raw_is_cuda(self)
+
+
+def is_cpu(self) -> bool:
+    """False for a tensor on a virtual GPU."""
+    return _gpu(self) is None and _raw_is_cpu(self)
+
+
+def is_meta(self) -> bool:
+    """False for a tensor on a virtual GPU, with shapes_only as well."""
+    return _gpu(self) is None and _raw_is_meta(self)
+
+
+def get_device(self) -> int:
+    """The GPU's index, -1 for the CPU."""
+    try:  # `_gpu`, without its calls: the monitor asks every parameter
+        home = self.untyped_storage()._home
+    except (NotImplementedError, RuntimeError):
+        home = None
+    if home is not None and home.gpu.machine.on and not getattr(local, "inside", False):
+        return home.gpu.index
+    gpu = _gpu(self)
+    return _raw_get_device(self) if gpu is None else gpu.index
+
+
+def numpy(self, *, force: bool = False):
+    """As PyTorch: a GPU tensor refuses, unless `force=True` copies it first."""
+    if _gpu(self) is None:
+        return _raw_numpy(self, force=force)
+    if not force:
+        device, self = device_of(self), None  # a kept traceback must not keep the tensor
+        raise errors.numpy_of_gpu_tensor(device)
+    return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+
+def tolist(self):
+    """Nested lists of numbers; with shapes_only there are none to give."""
+    gpu = _gpu(self)
+    if gpu is not None and gpu.machine.shapes_only:
+        raise errors.needs_values("tolist()")
+    return _raw_tolist(self)
+
+
+def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
+    """`x.type()` names the GPU's class; `x.type(dtype)` converts, as PyTorch does."""
+    if _gpu(self) is None and not _is_cuda_type(dtype):
+        return _raw_type(self) if dtype is None else _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
+    if dtype is None:
+        return _raw_type(self).replace("torch.", "torch.cuda.", 1)
+    if not isinstance(dtype, torch.dtype):
+        raise errors.not_modelled(f"Tensor.type({dtype!r}) on a GPU (write x.to(device, dtype))")
+    return _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
+
+
+def _is_cuda_type(dtype) -> bool:
+    return isinstance(dtype, str) and dtype.startswith("torch.cuda.")
+
+
+def record_stream(self, stream) -> None:
+    """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
+    if _gpu(self) is None:
+        _raw_record_stream(self, stream)
+        return
+    other = active().gpus[stream.device_index].slot, stream.stream_id
+    for home in (storage._home for storage in storages(self)):
+        home.gpu.allocator.record_stream(home.block, other)
+
+
+_raw_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def _make_wrapper_subclass(*args, **kwargs):
+    """A tensor around others: C++ must not hear of a GPU that it does not know. `device` asks the tensors inside."""
+    device = kwargs.get("device")
+    if device is not None and active() is not None and torch.device(device).type == "cuda":
+        kwargs["device"] = torch.device("meta" if active().shapes_only else "cpu")
+    return _raw_make_wrapper(*args, **kwargs)
+
+
+def __dlpack__(self, *args, **kwargs):
+    if _gpu(self) is not None:
+        raise errors.not_modelled("DLPack export of a GPU tensor")
+    return _raw_dlpack(self, *args, **kwargs)
+
+
+def __dlpack_device__(self):
+    if _gpu(self) is not None:
+        raise errors.not_modelled("DLPack export of a GPU tensor")
+    return _raw_dlpack_device(self)
+
+
+def apply_(self, function):
+    """As PyTorch: only for CPU tensors."""
+    _refuse_on_gpu("apply_", self)
+    return torch._C.TensorBase.apply_(self, function)
+
+
+def map_(self, tensor, function):
+    """As PyTorch: only for CPU tensors."""
+    _refuse_on_gpu("map_", self, tensor)
+    return torch._C.TensorBase.map_(self, tensor, function)
+
+
+def _refuse_on_gpu(name: str, *tensors) -> None:
+    if any(_gpu(tensor) is not None for tensor in tensors):
+        raise TypeError(f"{name} is only implemented on CPU tensors")
+
+
+def _cuda_array_interface(self):
+    if _gpu(self) is None:
+        raise AttributeError(f"Can't get __cuda_array_interface__ on non-CUDA tensor type: {self.type()}")
+    raise errors.not_modelled("__cuda_array_interface__")
+
+
+def rows():
+    """See `patches`."""
+    tensor = torch.Tensor
+    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, apply_, map_)]
+    rows += [(tensor, f.__name__, f) for f in (__dlpack__, __dlpack_device__)]
+    rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
+    rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
+    rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
+    rows += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
+    if hasattr(torch, "get_device"):
+        rows.append((torch, "get_device", get_device))
+    return rows

@@ -1,0 +1,1 @@
+"""Which storage lives on which virtual GPU."""

@@ -1,0 +1,1 @@
+"""What several processes know of one another."""

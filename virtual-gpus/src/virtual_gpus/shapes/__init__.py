@@ -1,0 +1,1 @@
+"""`shapes_only`: sizes without values."""

@@ -1,0 +1,147 @@
+"""`shapes_only`: what an operator's meta kernel answered, kept for the next call with tensors of the same form.
+
+PyTorch computes on meta tensors with kernels of its own, many of them in Python: batch norm's takes milliseconds to
+find three shapes. What comes out follows from the shapes, strides and types that go in and from the other arguments, so
+the first call of a kind asks PyTorch, and from then on an equal answer is made at once. Whatever is out of the
+ordinary (another layout, a CPU tensor among the inputs, results that share memory, a mode below) is asked every time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from virtual_gpus.operators import Operator
+from virtual_gpus.shapes.rules import RULES
+
+_MISSING = object()
+_FIRST = object()  # the answer of an operator in place: its first argument
+_META = torch.device("meta")
+_MOST = 16384  # answers that are kept
+_SETTINGS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+                       torch.memory_format))  # fmt: skip
+_keys_of = torch._C._dispatch_keys
+_PLAIN = _keys_of(torch.empty(0, device=_META))
+with torch.inference_mode():
+    _OF_INFERENCE = _keys_of(torch.empty(0, device=_META))
+
+
+class _Form(NamedTuple):
+    """What a new tensor is made from."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Unusual(Exception):
+    """Something about which nothing is kept."""
+
+
+_known: dict[tuple, object] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
+
+
+def ask(func, op: Operator, args, kwargs, run):
+    """The results of `func` on meta tensors: made at once if they are known, else by `run(func, args, kwargs)`."""
+    asked = _question(op, args, kwargs) if op.keeps_answers else None
+    if asked is None:
+        return run(func, args, kwargs)
+    found = _known.get(asked, _MISSING)
+    if found is not _MISSING:
+        return args[0] if found is _FIRST else _made(found)
+    rule = RULES.get(func)
+    result = None if rule is None else rule(*args, **kwargs)
+    if result is None:
+        result = run(func, args, kwargs)
+    _keep(asked, op, args, kwargs, result)
+    return result
+
+
+def _question(op: Operator, args, kwargs) -> tuple | None:
+    """All that the answer hangs on; None if it may hang on more, or if somebody else wants to see every operator."""
+    if torch._C._len_torch_dispatch_stack():
+        return None
+    asked = [op, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    by_element = op.by_element
+    try:
+        for value in args:
+            _add(asked, value, by_element)
+        for name, value in kwargs.items():
+            asked.append(name)
+            _add(asked, value, by_element)
+    except _Unusual:
+        return None
+    return tuple(asked)
+
+
+def _add(asked: list, value, by_element: bool) -> None:
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if not _is_plain(value):
+            raise _Unusual
+        asked += value.shape, value.stride(), value.dtype
+    elif kind is float and by_element:
+        asked.append(float)  # of Adam's factors, which differ from step to step, none changes a shape
+    elif kind in _SETTINGS:
+        asked += kind, value  # with the type: 1 == 1.0 == True
+    elif kind is list or kind is tuple:
+        asked += kind, len(value)
+        for part in value:
+            _add(asked, part, by_element)
+    elif isinstance(value, torch._C.Generator):
+        asked.append(torch._C.Generator)  # no shape is drawn
+    else:
+        raise _Unusual
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A strided meta tensor, neither conjugated nor negated nor wrapped."""
+    keys = _keys_of(tensor)
+    return keys == _PLAIN or keys == _OF_INFERENCE
+
+
+def _made(form):
+    kind = type(form)
+    if kind is _Form:
+        return torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
+    return None if form is None else kind(map(_made, form))
+
+
+def _keep(asked: tuple, op: Operator, args, kwargs, result) -> None:
+    """Keep what PyTorch answered, unless it is out of the ordinary."""
+    try:
+        if op.written:
+            if _question(op, args, kwargs) != asked or not (result is None or result is args[0]):
+                return
+            found = None if result is None else _FIRST
+        else:
+            found = _form(result, {t.untyped_storage()._cdata for t in _tensors(args)})
+    except _Unusual:
+        return
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[asked] = found
+
+
+def _tensors(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _form(result, seen: set[int]):
+    """seen: the storages that a result may not share, which grow by its own."""
+    if type(result) in (list, tuple):
+        return type(result)([_form(part, seen) for part in result])
+    if result is None:
+        return None
+    if type(result) is not torch.Tensor or not _is_plain(result) or result.storage_offset():
+        raise _Unusual
+    storage, form = result.untyped_storage(), _Form(tuple(result.shape), result.stride(), result.dtype)
+    if storage._cdata in seen or storage.nbytes() != _made(form).untyped_storage().nbytes():
+        raise _Unusual
+    seen.add(storage._cdata)
+    return form

@@ -1,0 +1,46 @@
+"""The picture of a timeline: a row per stream, forward, backward, step, copies and collectives told apart."""
+
+from __future__ import annotations
+
+from virtual_gpus.timeline.intervals import merged
+from virtual_gpus.timeline.record import KINDS, lane_name, rows_of
+
+# Okabe and Ito's colours, which people with colour-blind eyes can tell apart.
+_COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#BBBBBB"), strict=True))
+_HEIGHT = 0.8
+
+
+def draw(timeline, axes=None):
+    """Draw into `axes`, or into a new figure. Returns the figure."""
+    import matplotlib.pyplot as plt
+
+    spans = timeline.spans
+    rows = rows_of(spans)
+    if axes is None:
+        _, axes = plt.subplots(figsize=(10, 0.8 + 0.4 * max(1, len(rows))), layout="constrained")
+    used = [kind for kind in KINDS if any(s.kind == kind for s in spans)]
+    for place, row in enumerate(rows):
+        for kind in used:
+            pieces = merged([(s.start, s.end) for s in spans if (s.gpu, s.lane) == row and s.kind == kind])
+            bars = [(1e3 * start, 1e3 * (end - start)) for start, end in pieces]
+            label = kind if place == _first_with(kind, rows, spans) else None
+            axes.broken_barh(bars, (place - _HEIGHT / 2, _HEIGHT), color=_COLOURS[kind], linewidth=0, label=label)
+    axes.set_yticks(range(len(rows)), [_title(row) for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("modelled time in ms")
+    axes.set_xlim(0, 1e3 * timeline.seconds or 1)
+    if used:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return axes.figure
+
+
+def _first_with(kind: str, rows, spans) -> int:
+    """The row whose bars carry the label in the legend."""
+    return next(
+        place for place, row in enumerate(rows) if any((s.gpu, s.lane) == row and s.kind == kind for s in spans)
+    )
+
+
+def _title(row) -> str:
+    gpu, lane = row
+    return f"host, {lane_name(lane)}" if gpu is None else f"cuda:{gpu}, {lane_name(lane)}"

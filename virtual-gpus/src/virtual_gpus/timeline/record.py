@@ -1,0 +1,166 @@
+"""`record_timeline`: what the modelled host and GPUs did during a block of code, and when.
+
+    with record_timeline() as t:
+        step()
+    t.seconds             # modelled wall time of the step, all of its work included
+    t.busy_seconds(0)     # of it, in which GPU 0 ran kernels
+    t.plot()              # a row per stream
+    t.save("step.json")   # opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing
+
+The GPUs are idle when the block begins and when it ends, as with `torch.cuda.synchronize()` on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from virtual_gpus.clock.clock import HOST_LANE, Span
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import local
+from virtual_gpus.timeline.intervals import seconds_covered
+
+KINDS = ("forward", "backward", "step", "copy", "collective", "wait")
+
+
+class Timeline:
+    """The spans of work that were recorded. Times are modelled seconds from the beginning of the block."""
+
+    def __init__(self, machine):
+        self._machine = machine
+        self._began = self._ended = None
+        self._hooks: list = []
+        self._in_step = False
+        self._raw: list[Span] = []
+
+    # ---- recording ----
+
+    def __enter__(self) -> Timeline:
+        if self._began is not None:
+            raise RuntimeError("this timeline has been recorded: make a new one with record_timeline()")
+        self._began = self._wait_for_all()
+        self._hooks = [register_optimizer_step_pre_hook(self._step_begins),
+                       register_optimizer_step_post_hook(self._step_ends)]  # fmt: skip
+        self._machine.clock.timelines.append(self)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._machine.clock.timelines.remove(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._ended = self._wait_for_all()
+
+    def _wait_for_all(self) -> float:
+        clock = self._machine.clock
+        clock.wait(max(track.done for track in clock.tracks))
+        return clock.now
+
+    def _step_begins(self, *_) -> None:
+        self._in_step = True
+
+    def _step_ends(self, *_) -> None:
+        self._in_step = False
+
+    def add(self, span: Span) -> None:
+        """Called by the clock for every span."""
+        self._raw.append(span if span.kind else span._replace(kind=self._phase()))
+
+    def _phase(self) -> str:
+        if self._in_step:
+            return "step"
+        return "backward" if getattr(local, "backward", False) else "forward"
+
+    # ---- what it says ----
+
+    def _check(self) -> None:
+        if self._ended is None:
+            raise RuntimeError("the timeline is still recording: ask after the `with` block")
+
+    @property
+    def seconds(self) -> float:
+        """Modelled wall seconds of the block, until the last of its work was done."""
+        self._check()
+        return self._ended - self._began
+
+    @property
+    def spans(self) -> list[Span]:
+        """All work, in the order of issue: GPU (its index; None: the host), lane, start, end, kind, name."""
+        self._check()
+        index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
+        return [
+            s._replace(
+                gpu=None if s.gpu is None else index[s.gpu], start=s.start - self._began, end=s.end - self._began
+            )
+            for s in self._raw
+            if s.gpu is None or s.gpu in index
+        ]
+
+    def busy_seconds(self, gpu: int, copies: bool = False) -> float:
+        """Seconds in which a GPU ran kernels, collectives' among them, as nvidia-smi counts; two at once count once.
+
+        copies: count copies too, as a profiler's sum over everything on the GPU does.
+        """
+        index = self._index(gpu)
+        return seconds_covered((s.start, s.end) for s in self.spans if s.gpu == index and (copies or s.kind != "copy"))
+
+    def _index(self, gpu) -> int:
+        index = gpu if isinstance(gpu, int) else torch.device(gpu).index
+        if not isinstance(index, int) or not 0 <= index < len(self._machine.gpus):
+            raise ValueError(f"there is no GPU {gpu!r}: choose 0 to {len(self._machine.gpus) - 1}")
+        return index
+
+    def utilisation(self, gpu: int) -> float:
+        """Share of the block's time in which a GPU ran kernels, 0 to 1: what nvidia-smi calls its utilization."""
+        busy = self.busy_seconds(gpu)
+        return busy / self.seconds if self.seconds else 0.0
+
+    def plot(self, axes=None):
+        """Draw a row per stream (modelled milliseconds from left to right). Returns the matplotlib figure."""
+        from virtual_gpus.timeline.plot import draw
+
+        return draw(self, axes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the timeline in Chrome's trace format, which Perfetto opens: JSON, times in microseconds."""
+        path = Path(path)
+        half_done = path.with_name(path.name + ".part")
+        half_done.write_text(json.dumps({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}), "utf-8")
+        os.replace(half_done, path)
+
+    def _events(self):
+        rows = rows_of(self.spans)
+        for row, (gpu, lane) in enumerate(rows):
+            process = -1 if gpu is None else gpu
+            name = "host (modelled)" if gpu is None else f"cuda:{gpu} (modelled)"
+            yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": lane_name(lane)}}
+        places = {key: row for row, key in enumerate(rows)}
+        for s in self.spans:
+            yield {"ph": "X", "name": s.name, "cat": s.kind, "pid": -1 if s.gpu is None else s.gpu,
+                   "tid": places[s.gpu, s.lane], "ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}  # fmt: skip
+
+
+def rows_of(spans) -> list[tuple[int | None, int | str]]:
+    """The (GPU, lane) pairs that have work: the host first, then each GPU: streams, copies, collectives."""
+    found = {(s.gpu, s.lane) for s in spans}
+    return sorted(found, key=lambda r: (-1 if r[0] is None else r[0], isinstance(r[1], str), str(r[1]).zfill(9)))
+
+
+def lane_name(lane: int | str) -> str:
+    """ "stream", "stream 3", or the name of an engine."""
+    if isinstance(lane, str):
+        return "waits" if lane == HOST_LANE else lane
+    return f"stream {lane}" if lane else "stream"
+
+
+def record_timeline() -> Timeline:
+    """Record what the modelled host and GPUs do: `with record_timeline() as t:`. Raises RuntimeError without virtual
+    GPUs: on real ones, torch.profiler does this."""
+    machine = active()
+    if machine is None:
+        raise RuntimeError("no virtual GPUs are on: use torch.profiler on real ones, or virtual_gpus(...) first")
+    return Timeline(machine)

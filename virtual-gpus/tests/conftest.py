@@ -1,0 +1,47 @@
+"""Fixtures for the tests."""
+
+import gc
+
+import pytest
+
+
+@pytest.fixture
+def workspaces_given_back(monkeypatch):
+    """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever.
+
+    For tests that count what a training leaves behind, under every PyTorch from 2.11 on.
+    """
+    from virtual_gpus.ops import blas
+
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    monkeypatch.setattr(blas, "keeps_workspaces", lambda version: False)
+
+
+@pytest.fixture(scope="module")
+def small_program():
+    """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.
+
+    For tests that ask gc often: each time it would go through all of them. What the tests make it sees.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def four():
+    """Four virtual GPUs."""
+    from virtual_gpus import virtual_gpus
+
+    with virtual_gpus(4) as gpus:
+        yield gpus
+
+
+@pytest.fixture
+def titans():
+    """The article's four cards, without values."""
+    from virtual_gpus import virtual_gpus
+
+    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
+        yield gpus

@@ -1,0 +1,100 @@
+"""A picture of everything in the process that virtual GPUs touch, to compare before and after."""
+
+import asyncio
+import concurrent.futures.thread
+import multiprocessing.process
+import multiprocessing.queues
+import multiprocessing.spawn
+import random
+import sys
+import threading
+
+import torch
+import torch.distributed
+import torch.utils._device
+from torch.utils import _python_dispatch
+from virtual_gpus import active_machine, patches
+from virtual_gpus.placement.storages import is_inside, local
+
+_OWNERS = {
+    "torch": torch,
+    "Tensor": torch.Tensor,
+    "UntypedStorage": torch.UntypedStorage,
+    "cuda": torch.cuda,
+    "cuda.memory": torch.cuda.memory,
+    "cuda.random": torch.cuda.random,
+    "cuda.streams": torch.cuda.streams,
+    "cuda.nccl": torch.cuda.nccl,
+    "accelerator": torch.accelerator,
+    "cudnn": torch.backends.cudnn,
+    "autocast": torch.amp.autocast_mode.autocast,
+    "Thread": threading.Thread,
+    "WorkItem": concurrent.futures.thread._WorkItem,
+    "Handle": asyncio.events.Handle,
+    "BaseProcess": multiprocessing.process.BaseProcess,
+    "Queue": multiprocessing.queues.Queue,
+    "spawn": multiprocessing.spawn,
+    "distributed": torch.distributed,
+    "c10d": torch.distributed.distributed_c10d,
+    "parallel.comm": sys.modules["torch.nn.parallel.comm"],
+    "parallel_apply": sys.modules["torch.nn.parallel.parallel_apply"],
+    "parallel._functions": sys.modules["torch.nn.parallel._functions"],
+    "foreach": sys.modules["torch.utils._foreach_utils"],
+    "optimizer": sys.modules["torch.optim.optimizer"],
+    "clip_grad": sys.modules["torch.nn.utils.clip_grad"],
+}
+if "GPUtil" in sys.modules or sys.version_info < (3, 12):
+    import GPUtil.GPUtil  # noqa: F401 - found in sys.modules below
+
+    _OWNERS |= {"GPUtil": sys.modules["GPUtil"], "GPUtil.GPUtil": sys.modules["GPUtil.GPUtil"]}
+
+_rows = [(owner, name) for owner, name, _ in patches.rows()]
+_ABSENT = "absent"
+_at_import = [vars(owner).get(name, _ABSENT) for owner, name in _rows]  # before any virtual GPU was on
+
+
+def names() -> dict:
+    """Every name that a stand-in takes, and every other name beside it, with what it stands for."""
+    found = {(repr(owner), name): vars(owner).get(name, _ABSENT) for owner, name in _rows}
+    for title, owner in _OWNERS.items():
+        found |= {(title, name): value for name, value in vars(owner).items() if not name.startswith("__")}
+    return found
+
+
+def state() -> dict:
+    """Modes, flags and default values of this thread and of the process."""
+    return {
+        "machine": active_machine(),
+        "dispatch modes": _python_dispatch._len_torch_dispatch_stack(),
+        "in a mode": _python_dispatch._is_in_torch_dispatch_mode,
+        "in a user mode": _python_dispatch._is_in_non_infra_torch_dispatch_mode,
+        "our mode": getattr(local, "mode", None),
+        "function modes": torch._C._len_torch_function_stack(),
+        "inside": is_inside(),
+        "default device": torch.get_default_device(),
+        "default dtype": torch.get_default_dtype(),
+        "constructors": {id(f) for f in torch.utils._device._device_constructors()},
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "python random": random.getstate(),
+        "a tensor": (torch.ones(2) + 1).device,
+    }
+
+
+def differences(before: tuple[dict, dict]) -> list[str]:
+    """What is not as it was when `picture` was taken, in words; the empty list if all is."""
+    now = [vars(owner).get(name, _ABSENT) for owner, name in _rows]
+    pairs = zip(_rows, _at_import, now, strict=True)
+    found = [f"{name} of {owner!r} stayed" for (owner, name), was, now in pairs if was is not now]
+    for old, new in zip(before, picture(), strict=True):
+        for key in old.keys() | new.keys():
+            was, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
+            if was is not now and not (isinstance(key, str) and was == now):
+                found.append(f"{key}: {was!r} became {now!r}")
+    return found
+
+
+def picture() -> tuple[dict, dict]:
+    """Everything at once. Owners are compared by identity, states by value."""
+    return names(), state()

@@ -1,0 +1,31 @@
+"""The benchmarks run and print their tables. Times are never asserted: CI's machines are busy."""
+
+from benchmarks import step_cost
+from benchmarks.jobs import tiny
+
+
+def test_the_tables_have_a_row_per_job_and_per_count(monkeypatch):
+    monkeypatch.setattr(step_cost, "JOBS", {"tiny": tiny})
+    monkeypatch.setattr(step_cost, "resnet18_b64", tiny)
+    steps = step_cost.table_of_steps(rounds=2, steps=2)
+    gpus = step_cost.table_of_gpus(rounds=1, steps=1, counts=(2, 3))
+    assert len(steps) == 3 and steps[-1].startswith("| tiny | ") and " to " in steps[-1]
+    assert [line.split(",")[0] for line in gpus[3:]] == ["| 2 GPUs", "| 3 GPUs"]
+
+
+def test_ratios_are_taken_within_a_round():
+    values = iter([2.0, 6.0, 4.0, 4.0])
+    assert step_cost.ratios(lambda: next(values), [lambda: next(values)], rounds=2) == [[3.0, 1.0]]
+
+
+def test_every_job_trains_on_a_virtual_gpu_as_on_the_cpu():
+    from virtual_gpus import virtual_gpus
+
+    for job in step_cost.JOBS.values():
+        step, net, _ = job("meta")
+        step_parameters = sum(p.numel() for p in net.parameters())
+        with virtual_gpus(2, shapes_only=True):
+            step, net, _ = job("cuda", 2)
+            step()
+            assert all(p.grad is not None and p.is_cuda for p in net.parameters())
+            assert sum(p.numel() for p in net.parameters()) == step_parameters

@@ -1,0 +1,240 @@
+"""The clock's rules: host, streams, events, copies, threads. Times follow from the rules; here they are counted out."""
+
+import math
+
+import pytest
+import torch
+from virtual_gpus import active_machine, record_timeline, virtual_gpus
+from virtual_gpus.clock.clock import Clock, Crew
+from virtual_gpus.clock.cost import Operand, cost
+from virtual_gpus.gpus import kinds, spec
+
+MS = 1e-3
+
+
+# ---- the rules, without torch ----
+
+
+def test_a_stream_starts_when_the_host_has_issued_and_the_stream_is_free():
+    clock = Clock(1)
+    clock.launch(0, 0, seconds=5.0, host=1.0, name="first")
+    assert clock.now == 1.0 and clock.mark(0, 0) == 6.0
+    clock.launch(0, 0, seconds=2.0, host=1.0, name="second")  # waits for the first
+    assert clock.now == 2.0 and clock.mark(0, 0) == 8.0
+    clock.wait(clock.mark(0, 0))
+    clock.launch(0, 0, seconds=2.0, host=1.0, name="third")  # the GPU waits for the host
+    assert clock.now == 9.0 and clock.mark(0, 0) == 11.0
+
+
+def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
+    clock = Clock(1)
+    clock.launch(0, 0, 4.0, 0.0, "a")
+    clock.launch(0, 1, 4.0, 0.0, "b")
+    assert clock.mark(0, 1) == 8.0
+    clock.hold(0, 2, 20.0)
+    clock.launch(0, 2, 1.0, 0.0, "late")
+    clock.launch(0, 0, 3.0, 0.0, "into the gap")
+    assert clock.mark(0, 2) == 21.0 and clock.mark(0, 0) == 11.0
+
+
+def test_threads_of_one_interpreter_slow_each_other_down():
+    clock = Clock(2)
+    crew = Crew(clock, 2)
+    for gpu in (0, 1):
+        with crew:
+            for _ in range(10):
+                clock.launch(gpu, 0, 1.0, 1.0, "kernel")
+    assert clock.now == 20.0 and clock.share == 1
+    assert clock.mark(0, 0) == clock.mark(1, 0) == 21.0
+
+
+def test_autograds_threads_issue_side_by_side():
+    clock = Clock(2)
+    clock.start_backward()
+    for gpu in (0, 1):
+        for _ in range(10):
+            clock.launch(gpu, 0, 0.5, 1.0, "kernel")
+    clock.end_backward()
+    assert clock.now == 10.0 and clock.mark(0, 0) == clock.mark(1, 0) == 10.5
+
+
+def test_the_load_is_that_of_the_last_second():
+    clock = Clock(1)
+    for _ in range(3000):
+        clock.launch(0, 0, 0.25 * MS, 1 * MS, "kernel")
+    assert clock.tracks[0].load(clock.now) == pytest.approx(0.25, rel=0.01)
+    assert len(clock.tracks[0].busy) < 2000
+
+
+def test_the_load_can_be_asked_for_while_another_thread_works():
+    """A live panel asks in the midst of a training."""
+    clock = Clock(1)
+
+    class Span(list):
+        def __iter__(self):
+            clock.launch(0, 0, 0.25 * MS, 1 * MS, "kernel")
+            return super().__iter__()
+
+    clock.tracks[0].busy.extend([Span([0.0, 1 * MS]), Span([2 * MS, 3 * MS])])
+    clock.now = 4 * MS
+    assert clock.tracks[0].load(clock.now) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_costs_are_finite_and_grow_with_size_on_every_gpu(kind):
+    for name in ("mm", "add", "_softmax", "sum"):
+        seconds = [cost(name, [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], spec(kind)).seconds for n in (512, 4096)]
+        assert 0 < seconds[0] < seconds[1] < math.inf
+
+
+def test_no_product_is_faster_than_the_data_sheet():
+    for kind in kinds():
+        for precision in ("fp32", "fp16", "bf16", "fp64"):
+            seconds = cost(
+                "mm", [Operand((8192, 8192), 4)] * 2, [Operand((8192, 8192), 4)], spec(kind), precision
+            ).seconds
+            assert 2 * 8192**3 / seconds < getattr(spec(kind).flops, precision)
+
+
+# ---- on virtual GPUs ----
+
+
+@pytest.fixture
+def gpus():
+    with virtual_gpus(2, kind="A100", shapes_only=True):
+        yield active_machine()
+
+
+def events(count=2):
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+def matrix(gpu=0, n=8192):
+    return torch.empty(n, n, device=f"cuda:{gpu}")
+
+
+PRODUCT = cost("mm", [Operand((8192, 8192), 4)] * 2, [Operand((8192, 8192), 4)], spec("A100")).seconds
+
+
+def test_events_time_the_gpu_and_the_host_runs_ahead(gpus):
+    x, (start, end) = matrix(), events()
+    start.record()
+    x @ x
+    end.record()
+    assert start.query() and not end.query()
+    assert gpus.clock.now < PRODUCT
+    with pytest.raises(torch.AcceleratorError, match="device not ready"):
+        start.elapsed_time(end)
+    end.synchronize()
+    assert start.elapsed_time(end) == pytest.approx(1e3 * PRODUCT, rel=0.01)
+    assert gpus.clock.now >= PRODUCT
+
+
+def test_tf32_is_off_until_somebody_turns_it_on(gpus):
+    x, (start, middle, end) = matrix(), events(3)
+    start.record()
+    x @ x
+    middle.record()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        x @ x
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(middle) > 5 * middle.elapsed_time(end)
+
+
+WAITS = {
+    "synchronize": lambda x: torch.cuda.synchronize(),
+    "item": lambda x: x.sum().item(),
+    "cpu": lambda x: x[0, 0].cpu(),
+    "to": lambda x: x[0].to("cpu"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_synchronize_item_and_cpu_make_the_host_wait(gpus, wait):
+    x, before = matrix(), gpus.clock.now
+    x @ x
+    assert gpus.clock.now - before < 1 * MS
+    WAITS[wait](x)
+    assert gpus.clock.now - before > PRODUCT
+
+
+def test_another_stream_waits_only_if_it_is_told(gpus):
+    x, y, side = matrix(), torch.empty(10, device="cuda"), torch.cuda.Stream()
+    x @ x
+    pinned = torch.empty(10).pin_memory()
+    with torch.cuda.stream(side):
+        y.copy_(pinned, non_blocking=True)
+    assert side.record_event()._time < PRODUCT  # beside the product
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y.copy_(pinned, non_blocking=True)
+    assert side.record_event()._time > PRODUCT
+    assert not side.query()
+    side.synchronize()
+    assert side.query() and gpus.clock.now > PRODUCT
+
+
+def test_only_copies_from_pinned_memory_let_the_host_go_on(gpus):
+    pageable, nbytes = torch.empty(1 << 26), 4 << 26
+    taken = []
+    for source, non_blocking in ((pageable, False), (pageable, True), (pageable.pin_memory(), False),
+                                 (pageable.pin_memory(), True)):  # fmt: skip
+        torch.cuda.synchronize()
+        before = gpus.clock.now
+        source.to("cuda", non_blocking=non_blocking)
+        taken.append(gpus.clock.now - before)
+    link = gpus.topology.pcie
+    assert taken[0] == pytest.approx(taken[1]) and taken[0] > taken[2] > nbytes / link.bandwidth
+    assert taken[3] < 0.1 * MS
+
+
+def test_a_copy_between_gpus_waits_for_both_and_the_host_goes_on(gpus):
+    x, before = matrix(0), gpus.clock.now
+    y = x @ x
+    moved = y.to("cuda:1")
+    assert gpus.clock.now - before < 1 * MS
+    arrived = torch.cuda.current_stream(1).record_event()._time
+    link = gpus.topology.between(0, 1)
+    assert arrived - before >= PRODUCT + moved.numel() * 4 / link.bandwidth
+    assert moved.device.index == 1
+
+
+def test_load_and_utilization_answer_from_the_clock(gpus):
+    import GPUtil
+
+    assert torch.cuda.utilization(1) == 0 and GPUtil.getGPUs()[1].load == 0.0
+    x = matrix(1)
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize(1)
+    assert torch.cuda.utilization(1) > 90 and torch.cuda.utilization(0) == 0
+    assert GPUtil.getGPUs()[1].load == pytest.approx(torch.cuda.utilization(1) / 100, abs=0.01)
+
+
+def test_each_machine_has_a_clock_of_its_own():
+    with virtual_gpus(1, shapes_only=True):
+        matrix() @ matrix()
+        outer = active_machine().clock.now
+        with virtual_gpus(1, shapes_only=True):
+            assert active_machine().clock.now == 0.0
+        assert active_machine().clock.now == outer > 0
+
+
+def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
+    def program():
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5)).to("cuda")
+        net(torch.ones(8, 64, device="cuda")).sum().backward()
+        torch.cuda.synchronize()
+        return active_machine().clock.now
+
+    found = []
+    for shapes_only in (False, True):
+        with virtual_gpus(1, shapes_only=shapes_only):
+            found.append(program())
+        with virtual_gpus(1, shapes_only=shapes_only), record_timeline():
+            found.append(program())
+    assert found == pytest.approx([found[0]] * 4, rel=1e-12)

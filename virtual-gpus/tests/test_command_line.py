@@ -1,0 +1,203 @@
+"""`python -m virtual_gpus`: unmodified programs, under plain Python and under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from virtual_gpus.__main__ import parse
+
+ROOT = Path(__file__).resolve().parents[1] / "src"
+
+# What programs do on GPUs, written as if there were no virtual ones.
+SCRIPT = """\
+import atexit, json, os, sys, threading
+import torch
+from torch import nn
+import beside
+
+first = torch.cuda.is_available(), torch.cuda.device_count()
+os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"  # before the first touch, as programs do
+
+
+def main():
+    torch.manual_seed(0)
+    facts = {"argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "beside": beside.WHERE}
+    facts["first"], facts["count"] = first, torch.cuda.device_count()
+    facts["cards"] = [torch.cuda.get_device_properties(i).pci_bus_id - 1 for i in range(2)]
+    facts["kind"], facts["memory"] = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    x = torch.ones(100).to("cuda:1")
+    with torch.cuda.device(1):
+        facts["places"] = [str(x.device), str(torch.ones(1).cuda().device), torch.cuda.current_device()]
+    net = nn.DataParallel(nn.Linear(4, 2).cuda())
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.randn(8, 4).cuda()).sum().backward()
+    optimizer.step()
+    facts["grad"] = str(net.module.weight.grad.device)
+    try:
+        import GPUtil
+    except ImportError:  # GPUtil needs setuptools from Python 3.12 on
+        facts["used"] = None
+    else:
+        facts["used"] = [gpu.memoryUsed > 0 for gpu in GPUtil.getGPUs()]
+    facts["main"] = sys.modules["__main__"].main is main
+    json.dump(facts, open("facts.json", "w"))
+    threading.Thread(target=later, args=(x,)).start()
+    atexit.register(lambda: print("at exit", torch.cuda.max_memory_allocated(1) > 0))
+    sys.exit(7)
+
+
+def later(x):
+    threading.main_thread().join(0.2)
+    print("later", (x + 1).device)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+PACKAGE = """\
+import json, os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+assert torch.cuda.is_available() and torch.cuda.device_count() == 2  # at the import, in every process
+
+
+class Net(torch.nn.Linear):
+    pass
+
+
+def rank_main(rank, net, meet):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=2)
+    ddp = DistributedDataParallel(net.cuda(), device_ids=[rank])
+    ddp(torch.full((2, 4), rank + 1.0).cuda()).sum().backward()
+    facts = {"weight": str(ddp.module.weight.device), "grad": ddp.module.weight.grad[0].tolist()}
+    facts["allocated"] = [torch.cuda.memory_allocated(i) for i in range(2)]
+    json.dump(facts, open(f"rank{rank}.json", "w"))
+    dist.destroy_process_group()
+
+
+def main():
+    mp.spawn(rank_main, args=(Net(4, 1), f"file://{os.getcwd()}/meet"), nprocs=2)
+    raise ValueError(" ".join(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+TORCHRUN = """\
+import json, os, sys
+import torch, torch.distributed as dist
+
+local = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(local)
+dist.init_process_group("nccl")
+x = torch.full((3,), float(dist.get_rank()), device="cuda")
+dist.all_reduce(x)
+total = torch.cuda.get_device_properties(local).total_memory
+json.dump([str(x.device), x.tolist(), sys.argv[1:], total], open(f"torchrun{local}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def run(folder, *command, **environment):
+    """The finished process of `python ...` in `folder`."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "GPUS")}
+    environment = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_an_unmodified_script(tmp_path):
+    program = tmp_path / "programs" / "train.py"
+    program.parent.mkdir()
+    program.write_text(SCRIPT)
+    (program.parent / "beside.py").write_text("WHERE = __file__")
+    options = ["--gpus", "3", "--memory", "1GiB", "--kind", "A100"]
+    done = run(tmp_path, "-m", "virtual_gpus", *options, "programs/train.py", "--gpus", "9", "-m", "--", "x y")
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout.splitlines() == ["later cuda:1", "at exit True"]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["argv"] == ["programs/train.py", "--gpus", "9", "-m", "--", "x y"]
+    assert (facts["path"], facts["file"], facts["name"]) == (str(program.parent), str(program), "__main__")
+    assert facts["beside"] == str(program.parent / "beside.py") and facts["main"]
+    assert facts["first"] == [True, 3] and facts["count"] == 2 and facts["cards"] == [2, 0]
+    assert "A100" in facts["kind"] and facts["memory"] == 1 << 30
+    assert facts["places"] == ["cuda:1", "cuda:1", 1] and facts["grad"] == "cuda:0"
+    assert facts["used"] in ([True, False, True], None)  # GPUtil sees the hidden card as well
+
+
+def test_an_unmodified_package_that_spawns(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "trainer.py").write_text(PACKAGE)
+    done = run(tmp_path, "-m", "virtual_gpus", "--gpus", "2", "-m", "package.trainer", "--epochs", "1")
+    assert done.returncode == 1
+    first, *_, last = done.stderr.splitlines()
+    assert first == "Traceback (most recent call last):" and last == "ValueError: --epochs 1"
+    assert "runpy" not in done.stderr and "virtual_gpus" not in done.stderr and 'trainer.py", line' in done.stderr
+    assert done.stdout == 'virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead\n'
+    for rank in range(2):
+        facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert facts["weight"] == f"cuda:{rank}" and facts["grad"] == [3.0] * 4  # the mean of 2 and 4
+        assert facts["allocated"][1 - rank] == 0 < facts["allocated"][rank]
+
+
+def test_under_torchrun(tmp_path):
+    (tmp_path / "train.py").write_text(TORCHRUN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run(tmp_path, *torchrun, "-m", "virtual_gpus", "--gpus", "2", "--memory", "2GiB", "train.py", "-v")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = json.loads((tmp_path / f"torchrun{rank}.json").read_text())
+        assert found == [f"cuda:{rank}", [1.0] * 3, ["-v"], 2 << 30]
+    assert done.stdout.count("gloo") == 1
+
+
+# ---- arguments, without starting anything ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: program"),
+        (["nowhere.py"], "there is no file 'nowhere.py'; for a module write -m nowhere.py"),
+        (["json.tool"], "there is no file 'json.tool'; for a module write -m json.tool"),
+        (["-m", "no.such.module"], "there is no module named 'no.such.module'"),
+        (["-m", "no_such_module"], "there is no module named 'no_such_module'"),
+        (["--gpus", "0", __file__], "must be a whole number of at least 1, not 0"),
+        (["--gpus", "two", __file__], "invalid int value: 'two'"),
+        (["--memory", "much", __file__], "much"),
+        (["--kind", "Z80", __file__], "Z80"),
+        (["--gpu", "2", __file__], "--gpu"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        parse(arguments)
+    assert error.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: python -m virtual_gpus") and message in said
+
+
+def test_help_says_what_there_is(capsys):
+    with pytest.raises(SystemExit) as error:
+        parse(["--help"])
+    said = capsys.readouterr().out
+    assert error.value.code == 0
+    assert all(option in said for option in ("--gpus", "--memory", "--kind", "--shapes-only", "-m"))
+
+
+def test_defaults_and_the_rest():
+    options, rest = parse([__file__, "--gpus", "4", "-m", "--help"])
+    assert (options.gpus, options.memory, options.kind, options.shapes_only) == (1, None, "H200", False)
+    assert options.program == __file__ and not options.module and rest == ["--gpus", "4", "-m", "--help"]
+    options, rest = parse(["--gpus", "2", "--shapes-only", "--memory", "12 GiB", "-m", "json.tool", "x"])
+    assert options.module and options.program == "json.tool" and rest == ["x"] and options.shapes_only

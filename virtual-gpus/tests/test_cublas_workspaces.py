@@ -1,0 +1,317 @@
+"""Workspaces of cuBLAS and cublasLt: how large, for whom, for how long. Expected figures are derived by hand."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from virtual_gpus import versions, virtual_gpus
+from virtual_gpus.machine import active
+
+MIB = 2**20
+CUBLAS, LT = 32 * MIB, MIB  # on Hopper
+MEASURED = json.loads((Path(__file__).parent / "data" / "h200" / "operator_memory.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    names = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+             "TORCH_CUBLAS_WORKSPACE_CACHE", "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(versions, "INSTALLED", (2, 11))
+
+
+def matrix(*shape, **options):
+    return torch.zeros(*shape, device="cuda", **options)
+
+
+def kept(function, kind="H200"):
+    """Bytes that stay after `function(a)` with a matrix of 4 x 4, and its result, are gone."""
+    with virtual_gpus(1, kind=kind):
+        function(matrix(4, 4))
+        return torch.cuda.memory_allocated()
+
+
+def multiply(a):
+    a @ a
+
+
+def with_bias(a):
+    torch.addmm(a.new_zeros(4), a, a)
+
+
+# ---- versions and settings -----------------------------------------------------------------------------------------
+
+
+UNIFIED_OFF = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
+UNIFIED_ON = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}
+CACHE = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}
+RULES = [  # PyTorch, environment, kept by a product, kept by one with a bias
+    ((2, 11), {}, CUBLAS, CUBLAS + LT),
+    ((2, 11), UNIFIED_ON, CUBLAS, CUBLAS),
+    ((2, 13), {}, CUBLAS, CUBLAS),
+    ((2, 13), UNIFIED_OFF, CUBLAS, LT),
+    ((2, 15), {}, 0, 0),
+    ((2, 15), UNIFIED_ON, 0, 0),
+    ((2, 15), CACHE, CUBLAS, CUBLAS),
+    ((2, 15), CACHE | UNIFIED_OFF, CUBLAS, LT),
+]
+
+
+@pytest.mark.parametrize(("version", "settings", "product", "biased"), RULES)
+def test_by_version_and_environment(monkeypatch, version, settings, product, biased):
+    monkeypatch.setattr(versions, "INSTALLED", version)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert (kept(multiply), kept(with_bias)) == (product, biased)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("K80", 8320), ("T4", 8320), ("A100", 8320), ("H100", 32768)])
+def test_by_kind(kind, size):
+    assert kept(multiply, kind) == size * 1024
+
+
+@pytest.mark.parametrize(
+    ("config", "size"), [(":4096:8", 32768), (":16:8", 128), (":4096:2:16:8", 8320), ("nonsense", 32768), (":0:0", 0)]
+)
+def test_the_environment_sets_the_size(monkeypatch, config, size):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    assert kept(multiply) == size * 1024
+
+
+def test_the_environment_sets_the_size_of_cublaslt(monkeypatch):
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    assert kept(with_bias) == CUBLAS + 4 * MIB
+    monkeypatch.setenv("DISABLE_ADDMM_CUDA_LT", "1")
+    assert kept(with_bias) == CUBLAS
+
+
+def events(function):
+    with virtual_gpus(1):
+        a = matrix(4, 4)
+        found = []
+        active().gpus[0].allocator.observers.append(lambda what, _, size: found.append((what, size)))
+        result = function(a)
+        torch.cuda.memory_allocated()  # whoever looks at the figures sees what was given back
+        found = [event for event in found if not event[0].startswith("segment")]
+        del result
+        return found
+
+
+def test_since_2_15_each_operator_takes_and_returns_its_workspace(monkeypatch):
+    monkeypatch.setattr(versions, "INSTALLED", (2, 15))
+    once = [("alloc", 512), ("alloc", CUBLAS), ("free", CUBLAS)]
+    assert events(lambda a: a @ a) == once
+    assert events(lambda a: torch.addmm(a[0], a, a)) == [("alloc", 512), ("alloc", LT), ("free", LT)]
+
+
+def test_until_2_14_the_first_operator_takes_it():
+    assert events(lambda a: (a @ a, a @ a)) == [("alloc", 512), ("alloc", CUBLAS), ("alloc", 512)]
+
+
+def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monkeypatch):
+    for version in ((2, 11), (2, 15)):
+        monkeypatch.setattr(versions, "INSTALLED", version)
+        with virtual_gpus(1, memory="30 MiB"):
+            a = matrix(4, 4)
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 32.00 MiB"):
+                a @ a
+            assert torch.cuda.memory_allocated() == 512
+
+
+# ---- which operators -----------------------------------------------------------------------------------------------
+
+
+TAKERS = {
+    "mm": (lambda a, v, b: torch.mm(a, a), CUBLAS),
+    "bmm": (lambda a, v, b: torch.bmm(b, b), CUBLAS),
+    "baddbmm": (lambda a, v, b: torch.baddbmm(b, b, b), CUBLAS),
+    "mv": (lambda a, v, b: torch.mv(a, v), CUBLAS),
+    "addmv": (lambda a, v, b: torch.addmv(v, a, v), CUBLAS),
+    "dot": (lambda a, v, b: torch.dot(v, v), CUBLAS),
+    "einsum": (lambda a, v, b: torch.einsum("bij,bjk->bik", b, b), CUBLAS),
+    "in place": (lambda a, v, b: a.addmm_(a, a), CUBLAS),
+    "out": (lambda a, v, b: torch.mm(a, a, out=torch.empty_like(a)), CUBLAS),
+    "linear": (lambda a, v, b: nn.functional.linear(a, a, v), CUBLAS + LT),
+    "linear in 3 dimensions": (lambda a, v, b: nn.functional.linear(b, a, v), CUBLAS + LT),
+    "linear without a bias": (lambda a, v, b: nn.functional.linear(b, a), CUBLAS),
+    "a row as bias": (lambda a, v, b: torch.addmm(v[None], a, a), CUBLAS + LT),
+    "a matrix as bias": (lambda a, v, b: torch.addmm(a, a, a), CUBLAS),
+    "beta": (lambda a, v, b: torch.addmm(v, a, a, beta=2), CUBLAS),
+    "one number as bias": (lambda a, v, b: torch.addmm(v[:1], a, a), CUBLAS),
+    "a bias with gaps": (lambda a, v, b: torch.addmm(a[:, 0], a, a), CUBLAS),
+    "one column": (lambda a, v, b: torch.addmm(v[:1], a, a[:, :1]), CUBLAS),
+    "one row times many": (lambda a, v, b: torch.addmm(v, a[:1], a), CUBLAS + LT),
+    "complex": (lambda a, v, b: torch.addmm(v + 0j, a + 0j, a + 0j), CUBLAS),
+    "half": (lambda a, v, b: torch.addmm(v.half(), a.half(), a.half()), CUBLAS + LT),
+    "triangular": (lambda a, v, b: torch.linalg.solve_triangular(a + torch.eye(4).cuda(), a, upper=True), CUBLAS),
+    "no columns": (lambda a, v, b: a @ a[:, :0], 0),
+    "nothing to add": (lambda a, v, b: a[:, :0] @ a[:0], 0),
+    "elementwise": (lambda a, v, b: a * a, 0),
+    "convolution": (lambda a, v, b: nn.functional.conv1d(b, b[:, :, :1]), 0),
+}
+
+
+@pytest.mark.parametrize("name", TAKERS)
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_operators(name, shapes_only):
+    function, expected = TAKERS[name]
+    with virtual_gpus(1, shapes_only=shapes_only):
+        inputs = matrix(4, 4), matrix(4), matrix(4, 4, 4)
+        before = torch.cuda.memory_allocated()
+        function(*inputs)
+        assert torch.cuda.memory_allocated() - before == expected
+
+
+def test_a_preferred_library():
+    chosen = torch.backends.cuda.preferred_blas_library()
+    try:
+        with virtual_gpus(1):
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            a = matrix(4, 4)
+            a @ a
+            assert torch.cuda.memory_allocated() == 512 + CUBLAS + LT
+            torch.backends.cuda.preferred_blas_library("cublas")
+    finally:
+        torch.backends.cuda.preferred_blas_library(chosen)
+
+
+MODULES = {
+    "linear_bias": (lambda: nn.Linear(2048, 1024), (4096, 2048), torch.float32),
+    "linear_nobias": (lambda: nn.Linear(2048, 1024, bias=False), (4096, 2048), torch.float32),
+    "linear_3d": (lambda: nn.Linear(512, 512), (16, 128, 512), torch.float32),
+    "linear_bf16": (lambda: nn.Linear(2048, 1024), (4096, 2048), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_as_measured_on_an_h200(name):
+    """Both rounds: what stays after forward, after backward and after the output is gone, to the byte."""
+    make, shape, dtype = MODULES[name]
+    with virtual_gpus(1, shapes_only=True):
+        module, x = make().to("cuda", dtype), matrix(*shape, dtype=dtype).requires_grad_()
+        start = torch.cuda.memory_allocated() - MEASURED[name]["inputs"]
+        for measured in MEASURED[name]["steps"]:
+            out = module(x)
+            assert torch.cuda.memory_allocated() - start == measured["after_forward"]
+            out.float().sum().backward()
+            assert torch.cuda.memory_allocated() - start == measured["after_backward"]
+            del out
+            assert torch.cuda.memory_allocated() - start == measured["after_del"]
+
+
+# ---- threads, streams, GPUs ----------------------------------------------------------------------------------------
+
+
+def test_backward_has_a_handle_of_its_own():
+    with virtual_gpus(1):
+        a = matrix(4, 4).requires_grad_()
+        out = (a @ a).sum()
+        forward = torch.cuda.memory_allocated()
+        for _ in range(2):
+            out.backward(retain_graph=True)
+        assert torch.cuda.memory_allocated() == forward + 512 + CUBLAS  # the gradient, and the workspace
+
+
+def test_threads_at_once_have_handles_of_their_own():
+    with virtual_gpus(1):
+        a, meet = matrix(4, 4), threading.Barrier(3)
+
+        def work():
+            a @ a
+            meet.wait()
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        a @ a
+        meet.wait()
+        for thread in threads:
+            thread.join()
+        assert torch.cuda.memory_allocated() == 512 + 3 * CUBLAS
+
+
+def test_a_thread_takes_the_handle_that_another_left():
+    with virtual_gpus(1):
+        a = matrix(4, 4)
+        for _ in range(3):
+            thread = threading.Thread(target=multiply, args=(a,))
+            thread.start()
+            thread.join()
+        a @ a
+        assert torch.cuda.memory_allocated() == 512 + CUBLAS
+
+
+def test_each_stream_has_a_workspace_in_segments_of_its_own():
+    with virtual_gpus(1):
+        a = matrix(4, 4)
+        a @ a
+        side = torch.cuda.Stream()
+        for _ in range(2):
+            with torch.cuda.stream(side):
+                b = a @ a
+        assert torch.cuda.memory_allocated() == 2 * 512 + 2 * CUBLAS
+        assert torch.cuda.memory_reserved() == 2 * 2 * MIB + 2 * CUBLAS
+        del b
+        a @ a
+        assert torch.cuda.memory_allocated() == 512 + 2 * CUBLAS
+
+
+def test_each_gpu_has_its_own():
+    with virtual_gpus(2):
+        for index in (0, 1):
+            a = torch.zeros(4, 4, device=index)
+            a @ a
+            del a
+        assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [CUBLAS, CUBLAS]
+
+
+# ---- giving them back, other sizes ---------------------------------------------------------------------------------
+
+
+def test_clear():
+    with virtual_gpus(2):
+        for index in (0, 1):
+            a = torch.zeros(4, 4, device=index)
+            torch.addmm(a[0], a, a)
+            del a
+        torch._C._cuda_clearCublasWorkspaces()
+        assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [0, 0]
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved(1) == 0
+        assert kept(multiply) == CUBLAS
+        a = matrix(4, 4)
+        a @ a
+        assert torch.cuda.memory_allocated() == 512 + CUBLAS
+
+
+sizes = pytest.mark.skipif(not hasattr(torch.backends.cuda, "cublas_workspace_size"), reason="new in PyTorch 2.13")
+
+
+@sizes
+def test_the_program_sets_sizes(monkeypatch):
+    monkeypatch.setattr(versions, "INSTALLED", (2, 13))
+    settings = torch.backends.cuda
+    with virtual_gpus(1):
+        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
+        a = matrix(4, 4)
+        a @ a
+        assert settings.cublas_workspace_size(40 * MIB) == 40 * MIB
+        assert torch.cuda.memory_allocated() == 512 + CUBLAS  # lazily
+        a @ a
+        assert torch.cuda.memory_allocated() == 512 + 40 * MIB
+        settings.cublas_workspace_size(MIB)
+        a @ a
+        assert torch.cuda.memory_allocated() == 512 + 40 * MIB  # what is there is large enough
+        torch._C._cuda_clearCublasWorkspaces()
+        a @ a
+        assert torch.cuda.memory_allocated() == 512 + MIB
+        assert settings.cublaslt_workspace_size(8 * MIB) == MIB  # it works in cuBLAS's
+        torch._C._cuda_resetCublasWorkspaceSize()
+        torch._C._cuda_resetCublasLtWorkspaceSize()
+        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
+    with virtual_gpus(1, kind="T4"):
+        assert settings.cublas_workspace_size() == 8320 * 1024

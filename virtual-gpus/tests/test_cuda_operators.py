@@ -1,0 +1,319 @@
+"""What single CUDA kernels take beyond their results, against figures from an H200 and PyTorch's sources."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from virtual_gpus import virtual_gpus
+from virtual_gpus.gpus import spec
+from virtual_gpus.machine import active
+from virtual_gpus.ops.matrices import copied_bytes
+from virtual_gpus.ops.reductions import buffers
+
+H200 = spec("H200")
+MIB = 1 << 20
+
+
+@pytest.fixture(params=[False, True], ids=["numbers", "shapes"])
+def gpu(request):
+    """One virtual H200; every test runs with numbers and with shapes only, and expects the same."""
+    with virtual_gpus(1, kind="H200", shapes_only=request.param):
+        yield torch.device("cuda")
+
+
+def peak_of(work) -> int:
+    """Bytes that were in use at the most while `work` ran, above what was there before."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def sizes_of(work) -> list[int]:
+    """Every allocation that `work` made."""
+    made: list[int] = []
+
+    def note(event, _, size):
+        if event == "alloc":
+            made.append(size)
+
+    observers = active().gpus[0].allocator.observers
+    observers.append(note)
+    try:
+        work()
+    finally:
+        observers.remove(note)
+    return made
+
+
+# ---- reductions ----------------------------------------------------------------------------------------------------
+
+# Rows, columns and element size of matrices whose rows were added up; bytes of partial results and of semaphores, both
+# rounded up to blocks of 512, in traces of training steps.
+COLUMN_SUMS = [
+    (2048, 384, 4, 6_291_456, 512),
+    (2048, 1536, 4, 25_165_824, 512),
+    (2048, 1152, 4, 18_874_368, 512),
+    (2608, 20_000, 4, 143_360_000, 1024),
+    (2608, 256, 4, 5_373_952, 512),
+    (2608, 1024, 4, 21_495_808, 512),
+    (2608, 768, 4, 16_121_856, 512),
+    (4096, 1024, 2, 33_554_432, 512),
+]
+
+
+@pytest.mark.parametrize("rows, columns, size, partial, semaphores", COLUMN_SUMS)
+def test_partial_sums_over_rows(rows, columns, size, partial, semaphores):
+    dtype = {4: torch.float32, 2: torch.bfloat16}[size]
+    found = buffers(torch.empty(rows, columns, dtype=dtype, device="meta"), [0], H200, 4)
+    assert tuple(-(-n // 512) * 512 for n in found) == (partial, semaphores)
+
+
+def test_partial_sums_over_everything():
+    """The mean of 10,000,000 losses took 3,072 bytes beside them."""
+    partial, semaphores = buffers(torch.empty(1000, 10_000, device="meta"), None, H200, 4)
+    assert (partial, semaphores) == (4 * 528, 4)
+
+
+def test_partial_sums_depend_on_the_gpu_and_the_layout():
+    matrix = torch.empty(8192, 256, device="meta")
+    assert buffers(matrix, [0], H200, 4)[0] > buffers(matrix, [0], spec("K80"), 4)[0]
+    assert buffers(matrix, [1], H200, 4) == (0, 0)  # 8,192 outputs keep the GPU busy: no need to cut the rows up
+    assert buffers(matrix[:8], [0], H200, 4) == (0, 0)
+    assert buffers(torch.empty(0, 4, device="meta"), [0], H200, 4) == (0, 0)
+    assert buffers(torch.empty((), device="meta"), None, H200, 4) == (0, 0)
+
+
+def test_bias_gradients_take_partial_sums(gpu):
+    gradient = torch.ones(2048, 384, device=gpu)
+    sizes = sizes_of(lambda: gradient.sum(0))
+    assert sizes == [1536, 6_291_456, 512]
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.mean((0, 2)),
+        lambda x: x.max(),
+        lambda x: x.amax(0),
+        lambda x: x.argmax(),
+        lambda x: x.var(1),
+        lambda x: x.norm(),
+        lambda x: x.sum(-1, keepdim=True),
+        lambda x: x.long().sum(0),
+        lambda x: x.bool().any(),
+        lambda x: x.transpose(0, 2).sum(1),
+        lambda x: x.double().std(),
+    ],
+)
+def test_reductions_give_the_same_numbers(reduce):
+    x = torch.randn(64, 96, 80)
+    with virtual_gpus(1):
+        assert torch.equal(reduce(x.cuda()).cpu(), reduce(x))
+
+
+# ---- matrices ------------------------------------------------------------------------------------------------------
+
+
+def test_only_matrices_that_cublas_cannot_read_are_copied():
+    matrix = torch.empty(6, 8, device="meta")
+    for readable in (matrix, matrix.t(), matrix[:, :4], matrix[::2], matrix.t()[2:], torch.empty(3, 4, 5).mT):
+        assert copied_bytes(readable) == 0
+    assert copied_bytes(torch.empty((), device="meta").expand(6, 8)) == 6 * 8 * 4
+    assert copied_bytes(matrix[:, ::2]) == 6 * 4 * 4
+    assert copied_bytes(torch.empty(2, 1, 1, device="meta").expand(2, 3, 4)) == 2 * 3 * 4 * 4
+
+
+def test_an_expanded_gradient_is_copied_once_per_product(gpu):
+    """A linear layer of 2,048 x 1,024 at 4,096 rows: 75,498,496 bytes on an H200, workspaces apart."""
+    net, x = nn.Linear(2048, 1024, bias=False, device=gpu), torch.randn(4096, 2048, device=gpu, requires_grad=True)
+    for _ in range(2):  # the first time pays for gradients and workspaces
+        out = net(x)
+        grown = torch.cuda.memory_allocated()
+        peak = peak_of(lambda out=out: out.sum().backward()) + grown
+        net.weight.grad, x.grad, out = None, None, None
+    assert peak - torch.cuda.memory_allocated() <= 75_498_496 + 34 * MIB
+    assert peak - torch.cuda.memory_allocated() >= 75_498_496
+
+
+# ---- losses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
+def test_a_mean_loss_keeps_the_storage_of_all_losses(gpu, loss):
+    """1,000 x 10,000 floats on an H200: 40,000,000 bytes stay, 80,003,072 at the peak."""
+    x, y = torch.zeros(1000, 10_000, device=gpu), torch.zeros(1000, 10_000, device=gpu)
+    before = torch.cuda.memory_allocated()
+    kept = []
+    assert peak_of(lambda: kept.append(loss(x, y))) == 80_003_072
+    assert torch.cuda.memory_allocated() - before == 40_000_000
+    assert sizes_of(lambda: loss(x, y, reduction="none")) == [40_000_000]
+
+
+def test_log_sigmoid_keeps_no_buffer(gpu):
+    x = torch.zeros(1000, 1000, device=gpu, requires_grad=True)
+    assert sizes_of(lambda: F.logsigmoid(x)) == [4_000_256]
+
+
+# ---- look-ups ------------------------------------------------------------------------------------------------------
+
+
+def test_embedding_gradients_sort_many_indices(gpu):
+    """20,000 words of 256 numbers: 10,432 indices took 13,093,376 bytes on an H200, an unsplit 832,512 among them."""
+    table = nn.Embedding(20_000, 256, device=gpu)
+    out = table(torch.zeros(10_432, dtype=torch.long, device=gpu))
+    gradient = torch.zeros_like(out)
+    sizes = sizes_of(lambda: torch.autograd.grad(out, table.weight, gradient))
+    whole, rows = sizes[-8], sizes[-1]
+    assert whole in (20_480_000, 20_971_520) and rows in (11_750_400, 12_582_912)
+    kept = sizes[:2] + sizes[-7:-1] + [12_582_912]  # not the two that only the sort needs
+    assert sum(kept) == 13_093_376
+
+
+def test_embedding_gradients_of_few_indices_take_nothing(gpu):
+    table = nn.Embedding(1000, 64, device=gpu)
+    out = table(torch.zeros(3072, dtype=torch.long, device=gpu))
+    gradient = torch.zeros_like(out)
+    assert sizes_of(lambda: torch.autograd.grad(out, table.weight, gradient)) == [256_000]
+
+
+def test_the_gradient_of_indexing_is_written_in_place(gpu):
+    """PyTorch's formula copies the zeros when a dispatch mode is on, as it is here; on CUDA it does not."""
+    x = torch.zeros(1000, 1000, device=gpu, requires_grad=True)
+    out = x[torch.arange(10, device=gpu)]
+    gradient = torch.zeros_like(out)
+    before = torch.cuda.memory_allocated()
+    found = []
+    peak = peak_of(lambda: found.append(torch.autograd.grad(out, x, gradient, retain_graph=True)))
+    assert 4_000_256 <= peak < 4_000_256 + MIB
+    assert torch.cuda.memory_allocated() == before + 4_000_256
+    del found[:]
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_indexing_with_repeats_gives_the_same_gradient():
+    x, i = torch.randn(50, 8), torch.randint(0, 50, (400,))
+    found = []
+    for device in ("cpu", "cuda"):
+        with virtual_gpus(1):
+            leaf = x.detach().to(device, copy=True).requires_grad_()
+            (leaf[i.to(device)] * 2).sum().backward()
+            found.append(leaf.grad.cpu())
+    assert torch.equal(*found)
+
+
+# ---- normalization -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm_is_one_kernel_with_the_same_numbers(weighted):
+    x, weight, gradient = torch.randn(32, 64), torch.randn(64) if weighted else None, torch.randn(32, 64)
+    found = []
+    for device in ("cpu", "cuda"):
+        with virtual_gpus(1):
+            leaves = [t.to(device, copy=True).requires_grad_() for t in (x, weight) if t is not None]
+            out = F.rms_norm(leaves[0], (64,), *leaves[1:])
+            out.backward(gradient.to(device))
+            found.append([t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))])
+    for cpu, virtual in zip(*found, strict=True):
+        assert torch.equal(cpu, virtual)
+
+
+def test_rms_norm_keeps_one_number_per_row(gpu):
+    """8,000 rows of 1,024: 33,586,688 bytes after the forward pass on an H200."""
+    norm, x = nn.RMSNorm(1024, device=gpu), torch.zeros(8000, 1024, device=gpu, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    out = norm(x)
+    assert torch.cuda.memory_allocated() - before == 33_586_688
+    torch.autograd.grad(out, x, torch.zeros_like(out))
+
+
+def test_group_norm_keeps_scales_and_shifts_on_the_way(gpu):
+    """32 samples of 64 channels: 16,384 bytes on the way in the forward pass, 26,624 in the backward pass."""
+    norm, x = nn.GroupNorm(8, 64, device=gpu), torch.zeros(32, 64, 32, 32, device=gpu, requires_grad=True)
+    assert peak_of(lambda: norm(x)) == 8_388_608 + 2 * 1024 + 16_384
+    out = norm(x)
+    sizes = sizes_of(lambda: torch.autograd.grad(out, x, torch.zeros_like(out)))
+    assert sum(sizes[-5:]) == 26_624
+
+
+def test_batch_norm_of_channels_that_lie_together_takes_partial_sums(gpu):
+    """4,096 x 1,024: 262,656 bytes on an H200."""
+    norm, x = nn.BatchNorm1d(1024, device=gpu), torch.zeros(4096, 1024, device=gpu)
+    sizes = sizes_of(lambda: norm(x))
+    assert sum(sizes[-2:]) == 262_656 and sizes[-1] == 512
+
+
+def test_packed_copies_of_expanded_gradients(gpu):
+    """After loss.sum() the gradient is one number, expanded: softmax's kernel wants it written out."""
+    x = torch.zeros(1000, 1000, device=gpu, requires_grad=True)
+    out = x.softmax(-1)
+    gradient = torch.ones((), device=gpu).expand_as(out)
+    assert sizes_of(lambda: torch.autograd.grad(out, x, gradient, retain_graph=True)) == [4_000_256] * 2
+    assert sizes_of(lambda: torch.autograd.grad(out, x, gradient.contiguous())) == [4_000_256] * 2  # its own copy
+
+
+def test_a_kernel_that_runs_out_of_memory_on_the_way_leaves_nothing_behind():
+    with virtual_gpus(1, memory="1 GiB", kind="H200"):
+        gradient = torch.ones(2048, 20_000, device="cuda")
+        filler = torch.empty(700 * MIB, dtype=torch.uint8, device="cuda")
+        before = torch.cuda.memory_allocated()
+        with pytest.raises(torch.OutOfMemoryError):
+            gradient.sum(0)
+        assert torch.cuda.memory_allocated() == before
+        del filler
+        assert gradient.sum(0).shape == (20_000,)
+
+
+# ---- gradients that meet -------------------------------------------------------------------------------------------
+
+
+def residual(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Two paths that join: x times weight, and x."""
+    return (x * 1) @ weight + x
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
+def test_gradients_that_meet_are_added_in_place_unless_held(gpu, held):
+    """Where x's paths join, the engine adds the second gradient to the first, as it does without a dispatch mode."""
+    weight = torch.zeros(512, 512, device=gpu)
+    x = torch.zeros(1024, 512, device=gpu, requires_grad=True)
+    hidden = x * 1
+    out = residual(hidden, weight)
+    kept = []
+    if held:
+        out.register_hook(kept.append)
+    loss = (out * 2).sum()
+    sizes = sizes_of(lambda: torch.autograd.grad(loss, x))
+    whole = [size for size in sizes if size == 1024 * 512 * 4]
+    # the gradients of out * 2, of both factors on the way to x, and of their sum, where that is a tensor of its own
+    assert len(whole) == (5 if held else 4)
+
+
+def test_gradients_that_meet_are_the_cpus():
+    found = []
+    for device in ("cpu", "cuda"):
+        with virtual_gpus(1):
+            torch.manual_seed(0)
+            weight, x = torch.randn(8, 8).to(device), torch.randn(4, 8).to(device).requires_grad_()
+            out = residual(residual(x, weight).relu(), weight)
+            (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            found.append((first.detach().cpu(), second.cpu()))
+    for cpu, virtual in zip(*found, strict=True):
+        assert torch.equal(cpu, virtual)
+
+
+def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
+    """For a 3-dimensional input that is not packed, `linear` is a product and then a sum."""
+    layer = nn.Linear(64, 512, device=gpu)
+    x = torch.zeros(32, 128, 64, device=gpu).transpose(0, 1)
+    whole = 32 * 128 * 512 * 4
+    with torch.no_grad():
+        assert sizes_of(lambda: layer(x)).count(whole) == 1
+        assert sizes_of(lambda: x @ layer.weight.t() + layer.bias).count(whole) == 2
+        product = x @ layer.weight.t()
+        assert sizes_of(lambda: product + layer.bias).count(whole) == 1
+        assert sizes_of(lambda: product + layer.bias).count(whole) == 1

@@ -1,0 +1,213 @@
+"""`fully_shard` (FSDP2) on virtual GPUs: one GPU's numbers, each rank's share of memory."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy, mse_loss
+from virtual_gpus import record_timeline, virtual_gpus
+
+from helpers.launch import RankError, launch
+from helpers.models import bert_small
+
+WIDTH, BLOCKS = 256, 4
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one linear layer
+SGD, ADAM = (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}), (torch.optim.Adam, {"lr": 1e-3})
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+
+
+def numbers():
+    make = torch.Generator().manual_seed(1)
+    return torch.randn(8, WIDTH, generator=make), torch.randn(8, WIDTH, generator=make)
+
+
+def bert():
+    torch.manual_seed(0)
+    return bert_small(30, 8, dropout=0.0)
+
+
+def words():
+    make = torch.Generator().manual_seed(1)
+    return torch.randint(0, 30, (8, 8), generator=make), torch.randint(0, 30, (8, 8), generator=make)
+
+
+JOBS = {"mlp": (mlp, list, numbers, lambda y, wanted: mse_loss(y.float(), wanted)),
+        "bert": (bert, lambda net: list(net.blocks), words,
+                 lambda scores, y: cross_entropy(scores.flatten(0, 1), y.flatten()))}  # fmt: skip
+
+
+def allocated():
+    """Bytes in use once gloo's thread, which may hold the tensors of the last collective for a moment, lets them go."""
+    time.sleep(0.5)  # microseconds, if the thread has a core
+    return torch.cuda.memory_allocated()
+
+
+def steps(net, x, y, loss_of, optimizer):
+    """Three steps; the losses, and of the last one the bytes before it, at its peak, and after it, gradients kept."""
+    kind, options = optimizer
+    optimizer, losses = kind(net.parameters(), **options), []
+    for number in range(3):
+        optimizer.zero_grad()
+        if number == 2:
+            before = allocated()
+            torch.cuda.reset_peak_memory_stats()
+        loss = loss_of(net(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        del loss
+    return losses, (before, torch.cuda.max_memory_allocated(), allocated())
+
+
+def sharded(rank, job, optimizer, ranks, with_mesh, options):
+    build, blocks, data, loss_of = JOBS[job]
+    if with_mesh:
+        options = {**options, "mesh": init_device_mesh("cuda", (ranks,))}
+    net = build().cuda()
+    for part in (*blocks(net), net):
+        fully_shard(part, **options)
+    x, y = (part.chunk(ranks)[rank].cuda() for part in data())
+    found = steps(net, x, y, loss_of, optimizer)
+    one = next(net.parameters())
+    where = {str(tensor.device) for tensor in (one, one.grad, one.to_local(), one.full_tensor())}
+    full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    host = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    where_host = {str(tensor.device) for tensor in host.values()}
+    return *found, {name: tensor.cpu() for name, tensor in full.items()}, where, where_host
+
+
+def on_one(job, optimizer):
+    build, _, data, loss_of = JOBS[job]
+    net = build().cuda()
+    return *steps(net, *(part.cuda() for part in data()), loss_of, optimizer), net.cpu().state_dict()
+
+
+@pytest.mark.parametrize(
+    "job, optimizer, ranks, with_mesh",
+    [("mlp", SGD, 2, True), ("mlp", SGD, 4, False), ("bert", SGD, 2, False)],
+)
+def test_numbers_are_those_of_one_gpu(job, optimizer, ranks, with_mesh):
+    with virtual_gpus(ranks):
+        losses, _, weights = on_one(job, optimizer)
+        found = launch(sharded, job, optimizer, ranks, with_mesh, {}, ranks=ranks, show=False)
+    mean = torch.tensor([rank[0] for rank in found]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    for rank, (_, _, full, where, host) in enumerate(found):
+        torch.testing.assert_close(full, dict(weights), rtol=1e-4, atol=1e-5)
+        assert where == {f"cuda:{rank}"} and host == ({"cpu"} if rank == 0 else set())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_holds_its_share(ranks):
+    """Parameters, gradients and Adam's two states of 4 layers, of which each rank has one part in `ranks`."""
+    with virtual_gpus(ranks, torch_version="2.15"):  # cuBLAS keeps no workspace from then on
+        found = launch(sharded, "mlp", ADAM, ranks, False, {}, ranks=ranks, show=False)
+    share = BLOCKS * LAYER // ranks
+    for _, (before, peak, after), *_ in found:
+        room = 128 * 2**10  # the batch, Adam's step counters, and blocks of 512 bytes
+        assert 3 * share <= before < 3 * share + room
+        assert 4 * share <= after < 4 * share + room
+        assert peak > after + LAYER  # at least one gathered layer
+
+
+def after_forward(rank, reshard):
+    net = mlp().cuda()
+    for block in net:
+        fully_shard(block, reshard_after_forward=reshard)
+    scores = net(numbers()[0].cuda())
+    assert scores.requires_grad
+    return allocated()
+
+
+def test_layers_that_stay_gathered_cost_memory():
+    with virtual_gpus(2):
+        freed, kept = (launch(after_forward, reshard, ranks=2, show=False)[0] for reshard in (True, False))
+    assert kept - freed == BLOCKS * LAYER
+
+
+def clocked(rank):
+    net = mlp().cuda()
+    for part in (*net, net):
+        fully_shard(part)
+    x = numbers()[0].cuda()
+    net(x).sum().backward()
+    with record_timeline() as timeline:
+        net(x).sum().backward()
+    return [(span.kind, span.name) for span in timeline.spans if span.kind in ("collective", "copy")]
+
+
+def test_each_layer_is_gathered_twice_and_its_gradients_are_scattered():
+    """Nothing else is sent: what gloo copies on its own account is no copy of a GPU."""
+    with virtual_gpus(2):
+        found = launch(clocked, ranks=2, show=False)[0]
+    assert sorted(found) == [("collective", "all_gather")] * 2 * BLOCKS + [("collective", "reduce_scatter")] * BLOCKS
+
+
+def sizes(rank):
+    net = mlp().cuda()
+    for part in (*net, net):
+        fully_shard(part)
+    return steps(net, *(torch.randn(8, WIDTH, device="cuda") for _ in "xy"), mse_loss, ADAM)[1]
+
+
+def test_shapes_only_needs_the_same_memory():
+    found = []
+    for shapes_only in (False, True):
+        with virtual_gpus(4, shapes_only=shapes_only):
+            found.append(launch(sizes, ranks=4, show=False))
+    for (before, peak, after), (start, highest, end) in zip(*found, strict=True):
+        assert (before, after) == (start, end)
+        assert highest <= peak <= highest + LAYER  # gloo's thread may hold a gathered layer a moment too long
+
+
+def tensor_parallel(rank):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).cuda()
+    if rank is not None:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(net, init_device_mesh("cuda", (2,)), plan)
+    x = torch.linspace(-1, 1, 8 * 16, device="cuda").reshape(8, 16)
+    losses, (before, *_) = steps(net, x, torch.ones(8, 4, device="cuda"), mse_loss, SGD)
+    return losses, before, str(net(x).device)
+
+
+def test_tensor_parallel_layers_of_pytorch():
+    """A column and a row layer: the numbers of one GPU, each rank with half of the first and of the second matrix."""
+    with virtual_gpus(2):
+        losses, whole, _ = tensor_parallel(None)
+        found = launch(tensor_parallel, ranks=2, show=False)
+    for rank, (ours, before, device) in enumerate(found):
+        assert ours == pytest.approx(losses, rel=1e-5) and device == f"cuda:{rank}"
+        assert before < whole
+
+
+def test_in_bfloat16_the_shares_stay_fp32():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with virtual_gpus(2):
+        losses, _, _ = on_one("mlp", SGD)
+        found = launch(sharded, "mlp", SGD, 2, False, {"mp_policy": policy}, ranks=2, show=False)
+    mean = torch.tensor([rank[0] for rank in found]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=2e-2, atol=1e-3)
+    assert {tensor.dtype for tensor in found[0][2].values()} == {torch.float32}
+
+
+def too_large(rank):
+    net = mlp().cuda()
+    fully_shard(net)  # 1 MiB in shares of 0.5 MiB; the whole is gathered at once
+    ballast = torch.empty(torch.cuda.mem_get_info()[0] - 2**20, dtype=torch.uint8, device="cuda")
+    net(torch.randn(8, WIDTH, device="cuda"))
+    return ballast
+
+
+def test_gathering_what_does_not_fit_runs_out_of_memory():
+    with virtual_gpus(2, memory="700 MiB"), pytest.raises(RankError, match="CUDA out of memory"):
+        launch(too_large, ranks=2, show=False)

@@ -1,0 +1,271 @@
+"""Answers of meta kernels that are kept, and rules instead of meta kernels: always what PyTorch itself answers."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from virtual_gpus import virtual_gpus
+from virtual_gpus.operators import operator
+from virtual_gpus.shapes import known, rules
+
+aten = torch.ops.aten
+META = {"device": "meta"}
+
+
+def t(*shape, dtype=torch.float32, form=torch.contiguous_format):
+    return torch.empty(shape, dtype=dtype, memory_format=form, **META)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(known, "_known", {})
+
+
+class Asked:
+    """Stands for the meta kernel and counts."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __call__(self, func, args, kwargs):
+        self.times += 1
+        return func(*args, **kwargs)
+
+
+def ask(asked, func, *args, **kwargs):
+    return known.ask(func, operator(func), args, kwargs, asked)
+
+
+def forms(result):
+    if isinstance(result, (list, tuple)):
+        return type(result), [forms(part) for part in result]
+    if result is None:
+        return None
+    return result.shape, result.stride(), result.dtype, result.storage_offset(), result.untyped_storage().nbytes()
+
+
+LAST = torch.channels_last
+CALLS = {
+    "add": lambda: (aten.add.Tensor, t(4, 3), t(3)),
+    "add to a column": lambda: (aten.add.Tensor, t(4, 3), t(5, 4).t()[:, :1]),
+    "types": lambda: (aten.mul.Tensor, t(4, dtype=torch.int64), t(4, dtype=torch.bfloat16)),
+    "addmm": lambda: (aten.addmm.default, t(5), t(4, 3), t(5, 3).t()),
+    "transposed": lambda: (aten.relu.default, t(4, 3).t()),
+    "channels last": lambda: (aten.relu.default, t(2, 3, 4, 5, form=LAST)),
+    "convolution": lambda: (aten.convolution.default, t(2, 3, 9, 9), t(4, 3, 3, 3), None, [2, 2], [1, 1], [1, 1],
+                            False, [0, 0], 1),
+    "its gradients": lambda: (aten.convolution_backward.default, t(2, 4, 9, 9), t(2, 3, 9, 9), t(4, 3, 3, 3), None,
+                              [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False]),
+    "layer norm": lambda: (aten.native_layer_norm.default, t(6, 5, 8), [8], t(8), t(8), 1e-5),
+    "dropout": lambda: (aten.native_dropout.default, t(6, 5), 0.5, True),
+    "gradient of gelu": lambda: (aten.gelu_backward.default, t(6, 5), t(6, 5)),
+    "lookup": lambda: (aten.index.Tensor, t(6, 5), [None, t(7, dtype=torch.int64)]),
+    "cat": lambda: (aten.cat.default, [t(6, 5), t(2, 5)]),
+    "one of each": lambda: (aten._foreach_sqrt.default, [t(6, 5), t(2)]),
+    "of a gradient that is one number": lambda: (aten.threshold_backward.default, t(1).expand(3, 4), t(3, 4), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_second_answer_is_the_first_in_new_memory(call):
+    asked = Asked()
+    func, *args = CALLS[call]()
+    first = ask(asked, func, *args)
+    func, *args = CALLS[call]()
+    second = ask(asked, func, *args)
+    assert asked.times == 1
+    assert forms(second) == forms(first) == forms(func(*args))
+    flat = [r for r in (second if isinstance(second, (list, tuple)) else [second]) if r is not None]
+    given = [a for a in args if isinstance(a, torch.Tensor)]
+    assert len({r.untyped_storage()._cdata for r in (*flat, *given)}) == len(flat) + len(given)
+
+
+def test_in_place():
+    asked, x = Asked(), t(4, 3)
+    for _ in range(2):
+        assert ask(asked, aten.add_.Tensor, x, t(3)) is x
+        assert ask(asked, aten._foreach_add_.List, [x, t(2)], [t(4, 3), t(2)]) is None
+    assert asked.times == 2
+
+
+def test_the_factors_of_an_optimizer_may_differ():
+    asked = Asked()
+    for factor in (0.1, 0.2):
+        ask(asked, aten._foreach_mul_.Scalar, [t(3)], factor)
+        ask(asked, aten._foreach_div_.ScalarList, [t(3), t(2)], [factor, 2 * factor])
+    assert asked.times == 2
+    ask(asked, aten._foreach_mul_.Scalar, [t(3)], 1)  # but not their type
+    assert asked.times == 3
+
+
+DIFFERENT = {
+    "shape": [(t(4, 3), 1), (t(4, 4), 1)],
+    "stride": [(t(4, 4), 1), (t(4, 4).t(), 1)],
+    "type": [(t(4, 3), 1), (t(4, 3, dtype=torch.float64), 1)],
+    "number": [(t(4, dtype=torch.int64), n) for n in (1, 1.0, True)],
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_differs_is_asked_again(what):
+    asked = Asked()
+    for args in DIFFERENT[what]:
+        assert forms(ask(asked, aten.add.Tensor, *args)) == forms(aten.add.Tensor(*args))
+    assert asked.times == len(DIFFERENT[what])
+
+
+def test_the_default_type_is_part_of_the_question():
+    asked, whole = Asked(), t(3, dtype=torch.int64)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert ask(asked, aten.true_divide.Tensor, whole, whole).dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Silent(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+UNUSUAL = {
+    "a CPU tensor": lambda: (aten.add.Tensor, t(4, 3), torch.tensor(1.0)),
+    "a conjugate": lambda: (aten.add.Tensor, t(3, dtype=torch.complex64).conj(), 1),
+    "a sparse one": lambda: (aten.add.Tensor, *[torch.empty(3, 3, layout=torch.sparse_coo, **META)] * 2),
+    "a view": lambda: (aten.view.default, t(4, 3), [12]),
+    "another shape in place": lambda: (aten.unsqueeze_.default, t(4, 3), 0),
+    "a new size": lambda: (aten.resize_.default, t(4, 3), [2]),
+    "somebody's own operator": lambda: (torch.ops.test_known_shapes.twice.default, t(4)),
+}
+
+
+@torch.library.custom_op("test_known_shapes::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_what_is_unusual_is_asked_every_time(what):
+    asked = Asked()
+    for _ in range(2):
+        func, *args = UNUSUAL[what]()
+        ask(asked, func, *args)
+    assert asked.times == 2 and not known._known
+
+
+def test_out_is_asked_every_time():
+    asked = Asked()
+    for _ in range(2):
+        ask(asked, aten.add.out, t(4), t(4), out=t(0))
+    assert asked.times == 2
+
+
+def test_results_that_share_memory_are_asked_every_time():
+    x = t(4, 3)
+    for made in (lambda: x, lambda: x[0], lambda: t(8, 3)[:4], lambda: (lambda one: (one, one))(t(2)), lambda: 3):
+        times = []
+        for _ in range(2):
+            known.ask(aten.relu.default, operator(aten.relu.default), (x,), {},
+                             lambda *_, made=made, times=times: times.append(1) or made())  # fmt: skip
+        assert len(times) == 2
+
+
+def test_a_mode_below_sees_every_operator():
+    asked = Asked()
+    with Silent():
+        for _ in range(2):
+            ask(asked, aten.add.Tensor, t(4), t(4))
+    assert asked.times == 2
+
+
+def test_errors_stay_errors():
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            ask(Asked(), aten.add.Tensor, t(4, 3), t(4))
+
+
+def test_no_end_of_answers(monkeypatch):
+    monkeypatch.setattr(known, "_MOST", 3)
+    for n in range(1, 12):
+        ask(Asked(), aten.relu.default, t(n))
+    assert len(known._known) <= 3
+
+
+# ---- rules ------------------------------------------------------------------------------------------------------
+
+SHAPES = [(8, 3), (8, 3, 5), (4, 3, 5, 6), (2, 3, 2, 3, 4), (1, 3, 5, 5), (4, 1, 5, 5), (4, 3, 1, 1), (1, 1, 4, 1)]
+
+
+def norm(shape, training, affine=True, tracked=True, **options):
+    x, c = t(*shape, **options), shape[1]
+    affine = [t(c), t(c)] if affine else [None, None]
+    tracked = [t(c), t(c)] if tracked else [None, None]
+    return x, *affine, *tracked, training, 0.1, 1e-5
+
+
+def gradient(x, weight, bias, mean, variance, training, momentum, eps, wanted, like=None):
+    saved = t(x.shape[1]), t(x.shape[1])
+    return torch.empty_like(x if like is None else like), x, weight, mean, variance, *saved, training, eps, wanted
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_by_rule(shape, training, affine):
+    args = norm(shape, training, affine)
+    rule = rules.RULES[aten.native_batch_norm.default]
+    assert forms(rule(*args)) == forms(aten.native_batch_norm.default(*args))
+    rule = rules.RULES[aten.native_batch_norm_backward.default]
+    for wanted in ([True, True, True], [True, False, False], [False, True, True]):
+        args = gradient(*norm(shape, training, affine), wanted)
+        assert forms(rule(*args)) == forms(aten.native_batch_norm_backward.default(*args))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        norm((4, 3, 5, 6), True, form=LAST),
+        norm((4, 3, 5, 6), True, dtype=torch.bfloat16),
+        norm((4, 3), True, tracked=False)[:5] + (False, 0.1, 1e-5),
+        (t(3, 4).t(), *norm((4, 3), True)[1:]),
+        (t(4, 2), *norm((4, 3), True)[1:]),
+        norm((1, 3), True),
+    ],
+)
+def test_no_rule_for_what_is_not_plain(args):
+    assert rules.RULES[aten.native_batch_norm.default](*args) is None
+    backward = rules.RULES[aten.native_batch_norm_backward.default]
+    assert backward(*gradient(*args, [True] * 3)) is None
+
+
+def test_no_rule_for_a_gradient_that_lies_otherwise():
+    x, *rest = norm((4, 3, 5, 6), True)
+    rule = rules.RULES[aten.native_batch_norm_backward.default]
+    assert rule(*gradient(x, *rest, [True] * 3, like=t(4, 3, 5, 6, form=LAST))) is None
+    args = gradient(x, *rest, [True] * 3)
+    assert rule(t(1).expand(4, 3, 5, 6), *args[1:]) is None
+
+
+# ---- on virtual GPUs ------------------------------------------------------------------------------------------------
+
+
+def test_virtual_gpus_ask_once():
+    with virtual_gpus(2, shapes_only=True):
+        for device in ("cuda:0", "cuda:1"):
+            x = torch.empty(4, 3, device=device, requires_grad=True)
+            (torch.nn.functional.gelu(x) + 1).sum().backward()
+            assert x.grad.device == x.device and torch.cuda.memory_allocated(device) == 1024
+        names = {key[0].name for key in known._known}
+    assert {"gelu", "gelu_backward", "add.Tensor"} <= names
+
+
+def test_with_numbers_nothing_is_kept():
+    with virtual_gpus(1):
+        assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
+    assert not known._known

@@ -1,0 +1,85 @@
+"""Links, topologies and networks, and how long bytes take on them."""
+
+import pytest
+from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.__main__ import parse
+from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS, REACHED_BY_COLLECTIVES, arrange, link_of
+from virtual_gpus.clock.traffic import ring_seconds
+from virtual_gpus.gpus import PCIE3, PCIE4, spec
+
+# Eight GPUs of which pairs are joined by four NVLinks, as nvidia-smi showed them to the author of a series on
+# multi-GPU training.
+PAIRS = """\
+        GPU0    GPU1    GPU2    GPU3    GPU4    GPU5    GPU6    GPU7
+GPU0     X      NV4     NODE    NODE    SYS     SYS     SYS     SYS
+GPU1    NV4      X      NODE    NODE    SYS     SYS     SYS     SYS
+GPU2    NODE    NODE     X      NV4     SYS     SYS     SYS     SYS
+GPU3    NODE    NODE    NV4      X      SYS     SYS     SYS     SYS
+GPU4    SYS     SYS     SYS     SYS      X      NV4     NODE    NODE
+GPU5    SYS     SYS     SYS     SYS     NV4      X      NODE    NODE
+GPU6    SYS     SYS     SYS     SYS     NODE    NODE     X      NV4
+GPU7    SYS     SYS     SYS     SYS     NODE    NODE    NV4      X"""
+
+
+def test_nvlink_in_pairs_is_printed_as_nvidia_smi_prints_it():
+    drawn = arrange(spec("A100"), 8, "NVLink pairs").drawn()
+    assert drawn.startswith(PAIRS + "\n\nLegend:")
+    matrix = [line.split()[1:] for line in PAIRS.splitlines()[1:]]
+    assert arrange(spec("A100"), 8, matrix).drawn() == drawn
+
+
+def test_roads_differ_in_speed():
+    topology = arrange(spec("A100"), 8, "NVLink pairs")
+    speeds = [topology.between(0, other).bandwidth for other in (1, 2, 4)]
+    assert speeds == sorted(speeds, reverse=True) and speeds[0] == 4 * 25e9 and speeds[1] < PCIE4.bandwidth
+    assert arrange(spec("A100"), 2, "PCIe 3").between(0, 1).bandwidth < PCIE3.bandwidth
+    assert arrange(spec("A100"), 4, "NVSwitch").between(0, 3).bandwidth == 300e9
+    assert link_of("NV12", PCIE4).bandwidth == 300e9
+
+
+def test_gpus_of_several_machines_meet_on_the_network():
+    topology = arrange(spec("H100"), 8, hosts=2, network="InfiniBand NDR")
+    assert topology.between(0, 3).label == "NV18" and topology.between(3, 4) is NETWORKS["InfiniBand NDR"]
+    assert topology.drawn().count("GPU") == 4 + 4  # one machine's
+    with virtual_gpus(4, hosts=2, links="PCIe 4", network="Ethernet 10"):
+        assert active_machine().topology.between(0, 2).bandwidth == 1.25e9
+
+
+def test_the_command_line_takes_links_hosts_and_network():
+    options, _ = parse(["--gpus", "4", "--links", "PCIe 3", "--hosts", "2", "--network", "Ethernet 25", __file__])
+    with options.made:
+        topology = active_machine().topology
+        assert topology.between(0, 1).name.startswith("PCIe 3") and topology.between(1, 2) is NETWORKS["Ethernet 25"]
+    with pytest.raises(SystemExit):
+        parse(["--gpus", "3", "--hosts", "2", __file__])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"links": "NVLink triples"}, {"hosts": 3}, {"hosts": 0}, {"network": "pigeons"}, {"links": [["X"]]},
+     {"links": [["X", "NV4"], ["SYS", "X"]]}, {"links": [["X", "NV"], ["NV", "X"]]}],
+)  # fmt: skip
+def test_what_cannot_be_arranged_is_refused(wrong):
+    with pytest.raises(ValueError):
+        virtual_gpus(2, **wrong)
+
+
+def test_every_arrangement_works_for_any_number():
+    for links in (None, *ARRANGEMENTS):
+        for count in (1, 2, 3, 4, 8):
+            assert "GPU0" in arrange(spec("T4"), count, links).drawn()
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 64])
+def test_a_ring_all_reduce_sends_2_n_minus_1_over_n_of_the_bytes(count):
+    """Patarasuk and Yuan 2009: the least that any algorithm can send. Tolerance: 1 %, for 1 GiB."""
+    link, nbytes = link_of("NV12", PCIE4), 1 << 30
+    less, more = (ring_seconds([link] * count, count, "all_reduce", n) for n in (nbytes, 2 * nbytes))
+    wire = nbytes / (link.bandwidth * REACHED_BY_COLLECTIVES)
+    assert (more - less) / wire == pytest.approx(2 * (count - 1) / count, rel=0.01)
+
+
+def test_the_slowest_link_sets_the_pace_of_a_ring():
+    fast, slow = link_of("NV12", PCIE4), NETWORKS["Ethernet 10"]
+    alone = ring_seconds([fast] * 4, 4, "all_reduce", 1 << 28)
+    assert ring_seconds([fast, fast, fast, slow], 4, "all_reduce", 1 << 28) > 100 * alone

@@ -1,0 +1,128 @@
+"""The memory comparison prints its tables, draws its picture, and stores what a card says. The figures are tested in
+tests/virtual/test_reference_memory.py."""
+
+import json
+import sys
+
+import pytest
+from benchmarks import memory, memory_plot, memory_tables, memory_trace
+from benchmarks.reference import measure, real_gpu
+from virtual_gpus import virtual_gpus
+
+CASE = "mlp_adamw_b256"
+META = measure.load("steps.json")["meta"]
+
+
+def run(monkeypatch, capsys, *arguments):
+    """What `python -m benchmarks.memory` prints, line by line."""
+    monkeypatch.setattr(sys, "argv", ["memory", "--threads", "1", *map(str, arguments)])
+    memory.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_steps_are_printed_and_drawn(monkeypatch, capsys, tmp_path):
+    lines = run(monkeypatch, capsys, CASE, "resnet18_cifar_b64", "--plot", tmp_path / "memory.png")
+    assert lines[0].startswith("real: NVIDIA H200, torch 2.11")
+    (peaks,) = [line.split() for line in lines if line.startswith(f"{CASE} ")]
+    assert peaks[1] == "545.63" and len(peaks) == 8  # real, virtual, error, MemTracker's, error
+    assert sum(line.startswith(("   1  ", "   2  ", "   3  ")) for line in lines) == 6
+    figures = ["allocated", "peak allocated", "reserved", "peak reserved"]
+    found = [line.split("  ")[0] for line in lines if line.endswith((" reached", " missed"))]
+    assert found == figures * 2  # in the H200's order, and each on a card of its own
+    assert max(map(len, lines)) <= 130
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_operators_are_printed(monkeypatch, capsys):
+    lines = run(monkeypatch, capsys, "--operators", "dropout_fp32", "sgd")
+    assert [line.split()[:2] for line in lines[-4:-2]] == [["dropout_fp32", "162.13"], ["sgd", "156.69"]]
+    assert lines[-1].startswith("2 of 2 operators are within 3 %")
+
+
+def test_every_allocation_is_laid_beside_its_twin(monkeypatch, capsys):
+    lines = run(monkeypatch, capsys, "--trace", CASE, "--all")
+    assert "61 allocations real, 61 virtual, 61 agree in size and order" in lines
+    assert sum("|" in line for line in lines) == 62  # and the heading
+    assert any(line.endswith("scratch  mm") or line.endswith("passing  mm") for line in lines)
+
+
+def test_differences_get_names():
+    ask = memory_trace.Request
+    real = [ask(512, "kept"), ask(4096, "scratch"), ask(1024, "passing")]
+    virtual = [ask(512, "kept", "mm"), ask(1024, "passing", "add"), ask(2048, "kept", "sum")]
+    lines = memory_trace.side_by_side(real, virtual, everything=False)
+    assert lines[0] == "* only real, scratch, between mm and add"
+    assert lines[2] == "* only virtual, kept, in sum"
+    assert "3 allocations real, 3 virtual, 2 agree in size and order" in lines
+
+
+def test_a_block_is_scratch_passing_or_kept():
+    events = [(100, 1), (50, 2), (-50, 2), (-100, 1), (70, 1)]
+    requests = memory_trace.requests([memory_trace.Event(*event) for event in events])
+    assert [request.life for request in requests] == ["passing", "scratch", "kept"]
+    assert memory_trace.rise([memory_trace.Event(*event) for event in events]) == 1024
+
+
+def test_what_a_card_says_is_stored_and_compared(monkeypatch, capsys, tmp_path):
+    """A virtual card stands in for the real one: `--real-gpu` cannot tell, and must then find no difference."""
+    file = tmp_path / "here.json"
+    with virtual_gpus(1, shapes_only=True):
+        lines = run(monkeypatch, capsys, CASE, "--real-gpu", file, "--without-mem-tracker")
+    stored = json.loads(file.read_text())
+    assert stored["meta"]["gpu"] == "NVIDIA H200" and stored["meta"]["torch"]
+    known = measure.load("steps.json")["cases"][CASE]
+    assert set(stored["cases"][CASE]) <= set(known)
+    assert set(stored["cases"][CASE]["memory"][0]) == set(known["memory"][0])
+    (peaks,) = [line for line in lines if line.startswith(f"{CASE} ")]
+    assert "+0.00 %" in peaks
+
+
+def test_without_a_card_it_says_so(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no real GPU"):
+        real_gpu.measure_cases({})
+
+
+@pytest.mark.parametrize(
+    ("meta", "kind"),
+    [
+        ({"gpu": "NVIDIA H200"}, "H200"),
+        ({"gpu": "NVIDIA A100-SXM4-80GB", "capability": [8, 0]}, "A100"),
+        ({"gpu": "NVIDIA GeForce RTX 4090", "capability": [8, 9]}, "A100"),
+        ({"gpu": "NVIDIA B200", "capability": [10, 0]}, "H200"),
+    ],
+)
+def test_a_card_is_compared_with_its_kind_or_the_next_older(meta, kind):
+    assert real_gpu.kind_of(meta) == kind
+
+
+def test_unknown_names_are_refused(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsys, "resnet19")
+    assert "unknown: resnet19. There are: mlp_adamw_b256" in capsys.readouterr().err
+
+
+def test_names_in_the_picture_do_not_run_into_each_other():
+    places = memory_plot._apart([1.0, 1.01, 1.02, 3.0], 1.0, 100.0)
+    gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+    assert min(gaps) > 0.03 * 4.6 and places[3] == 3.0
+
+
+def test_sizes_and_errors_are_aligned():
+    assert memory_tables.mib(1 << 30) == "   1024.00" and memory_tables.percent(-0.0123) == "   -1.23 %"
+
+
+@pytest.mark.parametrize("case", ["mlp_adamw_b256", "bert_small_b16", "gpt_small_b8", "lstm_words_b32"])
+def test_a_step_asks_for_the_same_blocks_in_the_same_order_as_on_the_h200(case):
+    """Every allocation of the second step: bytes, rounded up to 512, order, and how long the block lives."""
+    real = memory_trace.requests(memory_trace.real_events(case))
+    virtual = measure.on_virtual_gpu(lambda: memory_trace.virtual_events(case), META["torch"])
+    assert [block[:2] for block in memory_trace.requests(virtual)] == [block[:2] for block in real]
+
+
+def test_most_convolutions_ask_for_the_blocks_of_the_h200():
+    """Of ResNet-18's 327 allocations at least 320: cuDNN's workspaces are an estimate."""
+    lines = memory_trace.report("resnet18_cifar_b64", META)
+    (counted,) = [line for line in lines if line.endswith("agree in size and order")]
+    real, _, agree = [int(word) for word in counted.split() if word.isdigit()]
+    assert real == 327 and agree >= 320

@@ -1,0 +1,423 @@
+"""Every optimizer of torch.optim, on one GPU and spread over two, against the CPU's plain loop over the parameters."""
+
+import copy
+import gc
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+from virtual_gpus import virtual_gpus
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    torch.set_num_threads(1)
+    with virtual_gpus(3, memory="16 GiB") as devices:
+        yield devices
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection():
+    """What PyTorch's import left behind need not be looked through a hundred times."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def allocated():
+    return [torch.cuda.memory_allocated(gpu) for gpu in range(3)]
+
+
+# ---- the optimizers, found by inspection: a new one in a new PyTorch is tested too ---------------------------------
+
+SPECIAL = {"LBFGS", "SparseAdam"}  # need a closure, need sparse gradients: below
+NEEDS_MATRICES = {"Muon"}  # refuses parameters that are not 2-D
+
+
+def optimizers():
+    found = {}
+    for name, value in vars(torch.optim).items():
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and name not in ("Optimizer", *SPECIAL):
+            found[name] = value
+    return found
+
+
+OPTIMIZERS = optimizers()
+
+
+def refuses_fused_on_cuda(name):
+    """Adagrad has a fused kernel for CUDA only in newer versions of PyTorch, and says so itself."""
+    group = getattr(OPTIMIZERS[name], "_init_group", None)
+    return group is not None and "cuda_unsupported=True" in inspect.getsource(group)
+
+
+def ways(name):
+    """Every combination of this optimizer's own switches: foreach, fused, capturable."""
+    accepted = inspect.signature(OPTIMIZERS[name]).parameters
+    ways = [{}]
+    if "foreach" in accepted:
+        ways = [{"foreach": False}, {"foreach": True}]
+    if "capturable" in accepted:
+        ways += [{**way, "capturable": True} for way in ways]
+    if "fused" in accepted and not refuses_fused_on_cuda(name):
+        ways.append({"fused": True})
+        if "capturable" in accepted:
+            ways.append({"fused": True, "capturable": True})
+    return ways
+
+
+CASES = [(name, way) for name in OPTIMIZERS for way in ways(name)]
+NAMES = [" ".join([name, *(f"{k}={v}" for k, v in way.items())]) for name, way in CASES]
+
+
+def extras(name):
+    """Options that reach more of an optimizer's arithmetic than its defaults do."""
+    accepted = inspect.signature(OPTIMIZERS[name]).parameters
+    wanted = {"momentum": 0.9, "weight_decay": 0.01, "amsgrad": True}
+    return {key: value for key, value in wanted.items() if key in accepted}
+
+
+def net_on(name, places):
+    """Three layers; layer i lives on places[i % len(places)]."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, bias=name not in NEEDS_MATRICES) for _ in range(3)]
+    return nn.ModuleList(layer.to(places[i % len(places)]) for i, layer in enumerate(layers))
+
+
+def forward(layers):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    for layer in layers:
+        x = layer(x.to(layer.weight.device)).tanh()
+    return x.square().mean()
+
+
+def steps(name, places, count=3, **options):
+    layers = net_on(name, places)
+    optimizer = OPTIMIZERS[name](layers.parameters(), lr=0.05, **extras(name), **options)
+    for _ in range(count):
+        optimizer.zero_grad()
+        forward(layers).backward()
+        optimizer.step()
+    return layers, optimizer
+
+
+def on_the_cpu(name):
+    accepted = inspect.signature(OPTIMIZERS[name]).parameters
+    return steps(name, ["cpu"], **({"foreach": False} if "foreach" in accepted else {}))
+
+
+def assert_same_weights(found, expected):
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert one.grad.device == one.device
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=2e-6, rtol=1e-5)
+
+
+def assert_state_beside_parameters(optimizer, way):
+    """All but 0-dim counters are on the parameter's GPU; those are too where the kernels read them there."""
+    assert optimizer.state or "momentum" not in optimizer.defaults
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                if value.dim() or way.get("fused") or way.get("capturable"):
+                    assert value.device == parameter.device, key
+                elif key == "step" and not isinstance(optimizer, torch.optim.ASGD):  # ASGD always keeps it there
+                    assert value.device == torch.device("cpu"), key
+
+
+def test_the_optimizers_were_found():
+    assert {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adafactor"} <= OPTIMIZERS.keys()
+    assert len(CASES) > 30
+
+
+@pytest.mark.parametrize("name, way", CASES, ids=NAMES)
+@pytest.mark.parametrize("places", [["cuda:1"], ["cuda:2", "cuda:0"]], ids=["one GPU", "two GPUs"])
+def test_optimizers(gpus, name, way, places):
+    gc.collect()
+    before = allocated()
+    layers, optimizer = steps(name, places, **way)
+    assert_same_weights(layers, on_the_cpu(name)[0])
+    assert_state_beside_parameters(optimizer, way)
+    assert all((allocated()[gpu.index] > before[gpu.index]) == (str(gpu) in places) for gpu in gpus)
+    del layers, optimizer
+    gc.collect()
+    assert allocated() == before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_default_way_on_gpus(gpus, name):
+    """Without any switch PyTorch takes foreach on a GPU: memory and numbers must hold there too."""
+    layers, optimizer = steps(name, ["cuda:1", "cuda:2"])
+    assert_same_weights(layers, on_the_cpu(name)[0])
+    before = allocated()
+    for _ in range(5):
+        optimizer.zero_grad()
+        forward(layers).backward()
+        optimizer.step()
+    gc.collect()
+    assert allocated() == before  # no step leaves anything behind
+
+
+def test_foreach_is_the_default_on_a_gpu(gpus):
+    """As on a real GPU, and unlike on the CPU: it needs memory for temporaries as large as the parameters."""
+
+    def peak(foreach):
+        net = nn.Linear(256, 256, bias=False, device=gpus[1])
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer = torch.optim.Adam([net.weight], foreach=foreach)
+        optimizer.step()
+        torch.cuda.reset_peak_memory_stats(1)
+        start = torch.cuda.memory_allocated(1)
+        optimizer.step()
+        return torch.cuda.max_memory_allocated(1) - start
+
+    assert peak(None) == peak(True) >= 256 * 256 * 4
+
+
+def test_groups_without_parameters_on_a_gpu_and_frozen_ones(gpus):
+    layers = net_on("Adam", ["cuda:1", "cpu", "cuda:2"])
+    layers[1].weight.requires_grad_(False)
+    optimizer = torch.optim.Adam([{"params": layer.parameters(), "lr": 0.1 * i} for i, layer in enumerate(layers)])
+    kept = layers[1].weight.clone()
+    forward(layers).backward()
+    optimizer.step()
+    assert torch.equal(layers[1].weight, kept) and layers[1].weight.grad is None
+    assert {p.device.type for p in layers[1].parameters()} == {"cpu"}
+
+
+def test_maximize_and_tensor_learning_rates(gpus):
+    def run(place, lr):
+        layers = net_on("Adam", [place])
+        optimizer = torch.optim.Adam(layers.parameters(), lr=lr, maximize=True, capturable=place != "cpu")
+        for _ in range(2):
+            optimizer.zero_grad()
+            forward(layers).backward()
+            optimizer.step()
+        return layers
+
+    expected = run("cpu", 0.05)
+    for lr in (torch.tensor(0.05), torch.tensor(0.05, device=gpus[1])):
+        assert_same_weights(run(gpus[1], lr), expected)
+
+
+def test_fused_needs_floating_point_parameters_of_a_gpu(gpus):
+    for name in filter(refuses_fused_on_cuda, OPTIMIZERS):
+        with pytest.raises(RuntimeError, match="but torch.float32 and cuda"):
+            steps(name, ["cuda:1"], fused=True)
+    turn = nn.Parameter(torch.ones(3, dtype=torch.complex64, device=gpus[1]))
+    turn.grad = torch.ones_like(turn)
+    with pytest.raises(RuntimeError, match="`fused=True` requires all the params to be floating point Tensors"):
+        torch.optim.Adam([turn], fused=True).step()
+    with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
+        torch.optim.Adam([nn.Parameter(torch.ones(3, device=gpus[1]))], fused=True, foreach=True)
+
+
+def test_complex_parameters(gpus):
+    def run(place, **options):
+        p = nn.Parameter(torch.complex(torch.arange(3.0), torch.ones(3)).to(place))
+        optimizer = torch.optim.Adam([p], lr=0.1, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (p.abs() ** 2).sum().backward()
+            optimizer.step()
+        return p
+
+    expected = run("cpu", foreach=False)
+    for foreach in (False, True):
+        found = run(gpus[2], foreach=foreach)
+        assert found.device == found.grad.device == gpus[2]
+        torch.testing.assert_close(found.detach().cpu(), expected.detach())
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("places", [["cuda:1"], ["cuda:1", "cuda:1", "cuda:1"]])
+def test_lbfgs(gpus, search, places):
+    def run(places):
+        layers = net_on("LBFGS", places)
+        optimizer = torch.optim.LBFGS(layers.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = forward(layers)
+            loss.backward()
+            return loss
+
+        return layers, [optimizer.step(closure).item() for _ in range(2)]
+
+    (layers, losses), (expected, expected_losses) = run(places), run(["cpu"])
+    assert losses == pytest.approx(expected_losses, abs=1e-6) and losses[1] < losses[0]
+    for one, other in zip(layers.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_lbfgs_refuses_parameters_on_two_gpus_as_on_real_ones(gpus):
+    layers = net_on("LBFGS", gpus[:2])
+    optimizer = torch.optim.LBFGS(layers.parameters())
+
+    def closure():
+        loss = forward(layers)
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        optimizer.step(closure)
+
+
+def test_sparse_adam(gpus):
+    def run(places):
+        torch.manual_seed(0)
+        tables = [nn.Embedding(8, 3, sparse=True).to(place) for place in places]
+        optimizer = torch.optim.SparseAdam([table.weight for table in tables], lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            for table in tables:
+                table(torch.tensor([1, 1, step + 2], device=table.weight.device)).square().sum().backward()
+            optimizer.step()
+        return [table.weight for table in tables], optimizer
+
+    (found, optimizer), (expected, _) = run(["cuda:2", "cuda:1"]), run(["cpu", "cpu"])
+    for one, other in zip(found, expected, strict=True):
+        assert one.grad.is_sparse and one.grad.device == one.device == optimizer.state[one]["exp_avg"].device
+        torch.testing.assert_close(one.detach().cpu(), other.detach())
+
+
+# ---- states --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}])
+def test_an_optimizer_goes_on_after_its_state_was_loaded(gpus, way):
+    undisturbed, _ = steps("AdamW", ["cuda:1"], count=4, **way)
+    layers, first = steps("AdamW", ["cuda:1"], count=2, **way)
+    moved = copy.deepcopy(layers).to(gpus[2])
+    second = torch.optim.AdamW(moved.parameters(), lr=0.05, **extras("AdamW"), **way)
+    second.load_state_dict(first.state_dict())
+    assert_state_beside_parameters(second, way)
+    for _ in range(2):
+        second.zero_grad()
+        forward(moved).backward()
+        second.step()
+    for one, other in zip(moved.parameters(), undisturbed.parameters(), strict=True):
+        assert one.device == gpus[2]
+        torch.testing.assert_close(one.detach().cpu(), other.detach().cpu())
+
+
+# ---- schedulers, averages, scalers ---------------------------------------------------------------------------------
+
+SCHEDULES = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.01),
+}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["float", "tensor on the GPU"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rate_schedules(gpus, name, on_gpu):
+    def run(place, lr):
+        layers = net_on("SGD", [place])
+        optimizer = torch.optim.SGD(layers.parameters(), lr=lr, momentum=0.9)
+        schedule, rates = SCHEDULES[name](optimizer), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            forward(layers).backward()
+            optimizer.step()
+            schedule.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        return layers, rates
+
+    (found, rates), (expected, expected_rates) = (
+        run(gpus[1], torch.tensor(0.1, device=gpus[1]) if on_gpu else 0.1),
+        run("cpu", 0.1),
+    )
+    assert rates == pytest.approx(expected_rates) and len(set(rates)) > 1
+    assert_same_weights(found, expected)
+
+
+def test_reduce_on_plateau_takes_a_loss_on_the_gpu(gpus):
+    layers = net_on("SGD", [gpus[1]])
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for _ in range(3):
+        schedule.step(forward(layers).detach())
+    assert optimizer.param_groups[0]["lr"] < 0.1
+
+
+AVERAGES = {"mean": None, "ema": swa_utils.get_ema_multi_avg_fn(0.9), "swa": swa_utils.get_swa_multi_avg_fn()}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("places", [["cuda:1"], ["cuda:1", "cuda:2"]], ids=["one GPU", "two GPUs"])
+def test_averaged_models(gpus, kind, places):
+    def run(places):
+        layers = net_on("SGD", places)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+        average = swa_utils.AveragedModel(layers, multi_avg_fn=AVERAGES[kind])
+        for _ in range(3):
+            optimizer.zero_grad()
+            forward(layers).backward()
+            optimizer.step()
+            average.update_parameters(layers)
+        return layers, average
+
+    (layers, found), (_, expected) = run(places), run(["cpu"])
+    for one, other, source in zip(
+        found.module.parameters(), expected.module.parameters(), layers.parameters(), strict=True
+    ):
+        assert one.device == source.device
+        torch.testing.assert_close(one.detach().cpu(), other.detach())
+    assert found.n_averaged == 3
+
+
+def test_batch_norm_of_an_averaged_model(gpus):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(gpus[1])
+    average = swa_utils.AveragedModel(net)
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    swa_utils.update_bn([x[:6], x[6:]], average, device=gpus[1])
+    y = net[0](x.to(gpus[1]))
+    torch.testing.assert_close(average.module[1].running_mean, (y[:6].mean(0) + y[6:].mean(0)) / 2)
+
+
+@pytest.mark.parametrize("places", [["cuda:1"], ["cuda:1", "cuda:2"]], ids=["one GPU", "two GPUs"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_scaling(gpus, places, fused):
+    layers = net_on("Adam", places)
+    optimizer = torch.optim.Adam(layers.parameters(), lr=0.05, weight_decay=0.01, amsgrad=True, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = forward(layers)
+        scaler.scale(loss).backward()
+        if step == 1:  # one step overflows: it is left out, and the scale is halved
+            layers[0].weight.grad[0, 0] = float("inf")
+        else:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(layers.parameters(), 1e6)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512.0 and scaler._scale.device.type == "cuda"
+    for one, other in zip(layers.parameters(), on_the_cpu("Adam")[0].parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_state_that_stayed_on_the_cpu_is_refused(gpus, foreach):
+    """The classic mistake: the optimizer trained on the CPU, the net moved to a GPU, its momentum did not."""
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    net.to(gpus[1])
+    net(torch.ones(2, 3, device=gpus[1])).sum().backward()
+    with pytest.raises(RuntimeError, match="found at least two devices, cuda:1 and cpu!"):
+        optimizer.step()

@@ -1,0 +1,381 @@
+"""Memory of DataParallel and DistributedDataParallel, allocation by allocation.
+
+Expected sequences are derived by hand from torch/csrc/cuda/comm.cpp, torch/nn/parallel/comm.py and
+torch/csrc/distributed/c10d/{comm,reducer}.cpp. Sizes are in float32 of 4 bytes, rounded up to 512 bytes.
+"""
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel, comm, replicate
+from virtual_gpus import versions, virtual_gpus
+from virtual_gpus.machine import active
+from waiting import until
+
+KIB, MIB = 2**10, 2**20
+CUBLAS = 32 * MIB
+
+
+@pytest.fixture(autouse=True)
+def rules_of_2_11(monkeypatch):
+    monkeypatch.setattr(versions, "INSTALLED", (2, 11))
+    torch.set_num_threads(1)
+
+
+def allocated():
+    return [torch.cuda.memory_allocated(gpu.index) for gpu in active().gpus]
+
+
+def rounded(*numbers):
+    """Bytes of float32 tensors with so many numbers."""
+    return sum(-(-4 * n // 512) * 512 for n in numbers)
+
+
+def watch():
+    """One list of events per GPU that grows from now on: bytes, positive for alloc and negative for free."""
+    allocated()  # what is free by now is not seen any more
+    lists = [[] for _ in active().gpus]
+    for gpu, events in zip(active().gpus, lists, strict=True):
+        gpu.allocator.observers.append(lambda what, _, size, events=events: note(events, what, size))
+    return lists
+
+
+def note(events, what, size):
+    if what in ("alloc", "free"):
+        events.append(size if what == "alloc" else -size)
+
+
+def zeros(*sizes, gpu=0, **options):
+    return [torch.zeros(size, device=gpu, **options) for size in sizes]
+
+
+# ---- the communication functions -----------------------------------------------------------------------------------
+
+
+def test_broadcast_coalesced_sends_chunks_that_the_last_tensor_fills():
+    with virtual_gpus(3):
+        tensors = zeros(300, 100, 500, 200)
+        first, *others = watch()
+        copies = comm.broadcast_coalesced(tensors, [0, 1, 2], buffer_size=1600)
+        # 300 + 100 numbers are 1,600 bytes: full. 500 are 2,000: full by themselves, sent without a flat copy.
+        # 200 remain, and are sent as they are as well.
+        assert first == [2048]
+        assert others == [[2048, 2048, 1024]] * 2
+        assert all(one is other for one, other in zip(copies[0], tensors, strict=True))
+        assert [t.shape for t in copies[1]] == [t.shape for t in tensors]
+        shared = [t.untyped_storage().data_ptr() for t in copies[1]]
+        assert shared[0] == shared[1] and len(set(shared)) == 3
+        del copies, tensors
+        assert allocated() == [0, 0, 0]
+        assert first[:2] == [2048, -2048]  # the flat copy at the source was gone at once
+
+
+def test_broadcast_coalesced_goes_type_by_type():
+    with virtual_gpus(2):
+        counters, numbers = zeros(1, 1, dtype=torch.int64), zeros(300, 300)
+        tensors = [numbers[0], counters[0], numbers[1], counters[1]]
+        source, target = watch()
+        copies = comm.broadcast_coalesced(tensors, [0, 1])
+        assert target == [512, 2560]  # int64 comes before float32 in c10::ScalarType, whatever came first in the list
+        assert source[0] == 512 and 2560 in source
+        assert [t.dtype for t in copies[1]] == [t.dtype for t in tensors]
+
+
+def test_a_tensor_that_is_not_contiguous_is_copied_first():
+    with virtual_gpus(2):
+        weight = torch.arange(24.0, device="cuda").view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+        source, target = watch()
+        (copy,) = comm.broadcast_coalesced([weight], [0, 1])[1]
+        assert source == [512] and target == [512]
+        assert copy.is_contiguous() and torch.equal(copy.cpu(), weight.cpu())
+
+
+def test_reduce_add_coalesced_closes_a_chunk_before_it_overflows():
+    with virtual_gpus(2):
+        inputs = [zeros(300, 200, 100, gpu=gpu) for gpu in (0, 1)]
+        first, second = watch()
+        sums = comm.reduce_add_coalesced(inputs, 0, buffer_size=1600)
+        # 300 and 200 numbers do not fit into 1,600 bytes: [300], [200, 100]
+        assert second[:1] == [1536] and [e for e in first if e > 0] == [1536, 1536, 1536]
+        assert sums[1].untyped_storage().data_ptr() == sums[2].untyped_storage().data_ptr()
+        assert sums[0].untyped_storage().data_ptr() != sums[1].untyped_storage().data_ptr()
+
+
+def test_gather_makes_one_tensor():
+    with virtual_gpus(2):
+        parts = [torch.zeros(4, 100, device=gpu) for gpu in (0, 1)]
+        first, second = watch()
+        comm.gather(parts, 0, 0)
+        assert first[0] == rounded(800) and second == []
+        images = [torch.zeros(2, 3, 4, 4, device=gpu).to(memory_format=torch.channels_last) for gpu in (0, 1)]
+        assert comm.gather(images, 0, 0).is_contiguous(memory_format=torch.channels_last)
+        assert comm.gather([image.contiguous() for image in images], 0, 0).is_contiguous()
+
+
+def test_inputs_from_the_cpu_are_copied_on_a_stream_of_their_own():
+    with virtual_gpus(2):
+        weight = zeros(10)
+        net = DataParallel(nn.Identity())
+        x = torch.zeros(8, 100_000)
+        out = net(x)  # 1.6 MB per GPU: a segment of 20 MiB of the copy's stream, and one for the gathered output
+        assert [torch.cuda.memory_reserved(i) for i in (0, 1)] == [(2 + 20 + 20) * MIB, 20 * MIB]
+        del out, weight
+        y = torch.zeros(400_000, device="cuda:1")  # not from that segment, which belongs to the other stream
+        assert torch.cuda.memory_reserved(1) == 40 * MIB
+        del y
+
+
+# ---- DataParallel --------------------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    """Parameters and buffers of known sizes, and no matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(500))
+        self.register_buffer("mean", torch.zeros(200))
+        self.register_buffer("variance", torch.zeros(200))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        return x * self.one * self.two[:300] + self.mean.sum()
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_replicas_live_in_flat_buffers(shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        net = Scale().cuda()
+        source, target = watch()
+        replicas = replicate(net, [0, 1])
+        # the parameters, then the buffers: int64 first, as it is; then the two of float32
+        assert source[:2] == [rounded(800), -rounded(800)] and source[-1] in (rounded(400), -rounded(400))
+        assert target == [rounded(800), 512, rounded(400)]
+        one, two = replicas[1].one, replicas[1].two
+        del replicas
+        gc.collect()
+        assert allocated()[1] == rounded(800)
+        del one
+        assert allocated()[1] == rounded(800)  # a view holds the whole buffer
+        del two
+        assert allocated()[1] == 0
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_a_step_of_data_parallel(shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        net = DataParallel(Scale().cuda())
+        model = rounded(300, 500, 200, 200) + 512
+        assert allocated() == [model, 0]
+        out = net(torch.zeros(6, 300))
+        # kept for backward: x, x * one, and a view of `two`, which on GPU 1 holds the buffer of all parameters
+        kept = 2 * rounded(900)
+        assert allocated() == [model + kept + rounded(1800), rounded(800) + kept]
+        out.sum().backward()
+        del out
+        # both gradients are parts of one flat tensor
+        assert allocated() == [model + rounded(800), 0]
+        net.zero_grad()
+        assert allocated() == [model, 0]
+
+
+def test_replicas_use_cublas_in_threads_of_their_own():
+    """The first step's threads leave their handles to autograd's, so the second needs new ones."""
+    with virtual_gpus(2):
+        net = DataParallel(nn.Linear(4, 4, bias=False).cuda())
+        x = torch.zeros(4, 4)
+        workspaces = []
+        for _ in range(3):
+            out = net(x)
+            workspaces.append([size // MIB for size in allocated()])
+            out.sum().backward()
+            del out
+            workspaces.append([size // MIB for size in allocated()])
+        one, two = [32, 32], [64, 64]
+        assert workspaces == [one, one, two, two, two, two]
+
+
+def test_the_main_thread_keeps_its_handle():
+    with virtual_gpus(2):
+        net = DataParallel(nn.Linear(4, 4, bias=False).cuda())
+        net.module(torch.zeros(4, 4, device="cuda"))
+        net(torch.zeros(4, 4))
+        assert [size // CUBLAS for size in allocated()] == [2, 1]
+
+
+# ---- DistributedDataParallel ---------------------------------------------------------------------------------------
+
+
+def ranks(function, folder, *args):
+    """What `function(rank, *args)` returns in two forked processes of one process group."""
+    mp.start_processes(one_rank, args=(function, str(folder), args), nprocs=2, start_method="fork")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def one_rank(rank, function, folder, args):
+    torch.set_num_threads(1)
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    torch.save(function(rank, *args), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+LAYERS = (300_000, 1000, 500)  # numbers: 1.2 MB, more than the first bucket's 1 MiB
+MODEL = rounded(*LAYERS)
+
+
+class Layers(nn.Module):
+    def __init__(self, sizes=LAYERS):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(size) for size in sizes)
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x + weight.sum()
+        return x
+
+
+def stages(rank, options, set_to_none=True):
+    """Bytes on this rank's GPU: built, then after forward, backward and zero_grad of three steps."""
+    net = DistributedDataParallel(Layers().to(rank), device_ids=[rank], **options)
+    found = [allocated()[rank]]
+    x = torch.zeros(1, device=rank)
+    for _ in range(3):
+        net(x).sum().backward()
+        found.append(allocated()[rank])
+        net.zero_grad(set_to_none=set_to_none)
+        found.append(allocated()[rank])
+    assert allocated()[1 - rank] == 0
+    return [size - 512 if number else size for number, size in enumerate(found)]  # without x
+
+
+# Until the first step all in one bucket; then buckets in the order of the gradients: 500, 1,000 and 300,000 numbers,
+# of which the last closes the first one at 1 MiB. With unused parameters so from the start.
+BUCKETS = rounded(sum(LAYERS))
+GRADIENTS = rounded(*LAYERS)
+CASES = {
+    "copies": ({}, True, [BUCKETS] + [BUCKETS + GRADIENTS, BUCKETS] * 3),
+    "zeroed in place": ({}, False, [BUCKETS] + [BUCKETS + GRADIENTS] * 6),
+    "views": ({"gradient_as_bucket_view": True}, True, [BUCKETS] * 7),
+    "views zeroed in place": ({"gradient_as_bucket_view": True}, False, [BUCKETS] * 7),
+    # a map of used parameters, three numbers of int32
+    "unused": (
+        {"find_unused_parameters": True},
+        True,
+        [BUCKETS + 512] + [BUCKETS + GRADIENTS + 512, BUCKETS + 512] * 3,
+    ),
+    "static graph": ({"static_graph": True}, True, [BUCKETS + 512] + [BUCKETS + GRADIENTS + 512, BUCKETS + 512] * 3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_buckets(tmp_path, name):
+    options, set_to_none, expected = CASES[name]
+    with virtual_gpus(2):
+        answers = ranks(stages, tmp_path, options, set_to_none)
+    assert answers == [[MODEL + size for size in expected]] * 2
+
+
+def several_buckets(rank):
+    """Three tensors of 700 KiB with a cap of 1 MiB: one bucket, then one of two and one of one."""
+    size = 700 * KIB // 4
+    net = Layers([size] * 3).to(rank)
+    mine = watch()[rank]
+    net = DistributedDataParallel(net, device_ids=[rank], bucket_cap_mb=1)
+    built, x = [e for e in mine if e > 0], torch.zeros(1, device=rank)
+    net(x).sum().backward()
+    del mine[:]
+    net.zero_grad()
+    net(x)
+    rebuilt = [e // KIB for e in mine if abs(e) > 600 * KIB]
+    return [e // KIB for e in built], rebuilt
+
+
+def test_buckets_are_made_anew_before_the_second_forward(tmp_path):
+    with virtual_gpus(2):
+        answers = ranks(several_buckets, tmp_path)
+    # All parameters in one flat tensor to send them, then the bucket. Later three gradients go, and the old bucket
+    # before the new ones come.
+    assert answers == [([2100, 2100], [-700, -700, -700, -2100, 1400, 700])] * 2
+
+
+def hooked(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    net = DistributedDataParallel(Layers().to(rank), device_ids=[rank], gradient_as_bucket_view=True)
+    net.register_comm_hook(None, fp16_compress_hook)
+    x = torch.zeros(1, device=rank)
+    loss = net(x).sum()
+    torch.cuda.reset_peak_memory_stats()
+    mine = watch()[rank]
+    loss.backward()
+    until(lambda: allocated()[rank] <= MODEL + BUCKETS + 2 * 512)  # gloo's thread may hold what it sent for a moment
+    return [e for e in mine if e > MIB // 2], allocated()[rank], loss.nbytes
+
+
+def test_a_communication_hook_that_compresses(tmp_path):
+    with virtual_gpus(2):
+        (events, after, _), _ = ranks(hooked, tmp_path)
+    half = -(-2 * sum(LAYERS) // 512) * 512
+    # the largest gradient (copied into its bucket and let go), then the bucket in half precision
+    assert events == [rounded(LAYERS[0]), half]
+    assert after == MODEL + BUCKETS + 2 * 512  # x and the loss
+
+
+class TwoGPUs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layers([1000, 500]).to("cuda:0"), Layers([2000]).to("cuda:1")
+
+    def forward(self, x):
+        return self.second(self.first(x).to("cuda:1"))
+
+
+def model_parallel(rank):
+    net = DistributedDataParallel(TwoGPUs())
+    built = allocated()
+    x = torch.zeros(1, device="cuda:0")
+    for _ in range(3):
+        net.zero_grad()
+        net(x).sum().backward()
+    return built, allocated(), [str(parameter.grad.device) for parameter in net.parameters()]
+
+
+def test_a_model_on_two_gpus_has_buckets_on_both(tmp_path):
+    with virtual_gpus(2):
+        answers = ranks(model_parallel, tmp_path)
+    first, second = rounded(1000, 500), rounded(2000)
+    buckets = rounded(1500), rounded(2000)
+    for built, after, places in answers:
+        assert built == [first + buckets[0], second + buckets[1]]
+        assert after == [2 * first + buckets[0] + 512, 2 * second + buckets[1]]
+        assert places == ["cuda:0", "cuda:0", "cuda:1"]
+
+
+def lists(rank):
+    """Peaks of collectives on lists, above what is there."""
+    x, parts = torch.zeros(1000, device=rank), [torch.zeros(1000, device=rank) for _ in range(2)]
+    peaks = []
+    for collective in (
+        lambda: dist.all_gather(parts, x),
+        lambda: dist.reduce_scatter(x, parts),
+        lambda: dist.all_reduce(x),
+    ):
+        torch.cuda.reset_peak_memory_stats()
+        before = allocated()[rank]
+        collective()
+        assert allocated()[rank] == before
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return peaks
+
+
+def test_lists_go_through_a_flat_tensor(tmp_path):
+    with virtual_gpus(2):
+        assert ranks(lists, tmp_path) == [[rounded(2000), rounded(2000), 0]] * 2

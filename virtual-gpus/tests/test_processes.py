@@ -1,0 +1,403 @@
+"""Forked and spawned processes, torch.distributed and DistributedDataParallel."""
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import time
+from datetime import timedelta
+from threading import Timer
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+from virtual_gpus import NotModelled, active_machine, virtual_gpus
+from virtual_gpus.patches import distributed
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+FORK = mp.get_context("fork")
+SPAWN = mp.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(distributed, "_said", False)
+
+
+def join(process):
+    """The exit code of a process that must end by itself."""
+    process.join(120)
+    if process.is_alive():
+        process.kill()
+        pytest.fail("the process hangs")
+    return process.exitcode
+
+
+def in_fork(function):
+    """What `function` returns in a forked process, by way of JSON."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=lambda: sender.send(json.dumps(function())))
+    process.start()
+    sender.close()
+    answer = json.loads(receiver.recv())
+    assert join(process) == 0
+    return answer
+
+
+# ---- fork --------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_process_inherits_gpus_and_tensors():
+    with virtual_gpus(2):
+        x = torch.full((1000,), 3.0, device="cuda:1")
+
+        def child():
+            y = x * 2
+            return str(y.device), y[0].item(), torch.cuda.memory_allocated(1), torch.cuda.memory_allocated(0)
+
+        assert in_fork(child) == ["cuda:1", 6.0, 8192, 0]
+        assert torch.cuda.memory_allocated(1) == 4096  # the parent's books are its own
+
+
+def test_a_fork_without_gpus_may_switch_its_own_on():
+    def child():
+        with virtual_gpus(3):
+            return torch.cuda.device_count(), str(torch.ones(2, device="cuda:2").device)
+
+    assert in_fork(child) == [3, "cuda:2"]
+    assert not torch.cuda.is_available() or torch.cuda.device_count() != 3
+
+
+def leave(how):
+    x = torch.ones(10, device="cuda:1")
+    if how == "os._exit":
+        os._exit(x.get_device() + 4)
+    if how == "sys.exit":
+        sys.exit(x.get_device() + 5)
+    raise KeyError(how)
+
+
+@pytest.mark.parametrize(("how", "code"), [("os._exit", 5), ("sys.exit", 6), ("an exception", 1)])
+def test_ways_to_leave_a_process(how, code, capfd):
+    with virtual_gpus(2):
+        process = FORK.Process(target=leave, args=(how,))
+        process.start()
+        assert join(process) == code
+        assert torch.ones(2, device="cuda:1").is_cuda
+    assert ("KeyError: 'an exception'" in capfd.readouterr().err) == (code == 1)
+
+
+def test_a_failing_rank_of_mp_spawn_shows_its_error():
+    with virtual_gpus(2):
+        with pytest.raises(mp.ProcessRaisedException, match="at least two devices, cuda:0 and cuda:1"):
+            mp.start_processes(mix_devices, nprocs=2, start_method="fork")
+
+
+def mix_devices(rank):
+    torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+
+
+# ---- spawn -------------------------------------------------------------------------------------------------
+
+
+def spawned_rank(rank, folder, batch):
+    """Everything in a process that starts bare: the GPUs are on, with the settings of the parent's."""
+    x = batch.to(rank)
+    answer = {
+        "device": str((x + 1).device),
+        "gpus": torch.cuda.device_count(),
+        "memory": torch.cuda.get_device_properties(rank).total_memory,
+        "name": torch.cuda.get_device_name(rank),
+        "allocated": [torch.cuda.memory_allocated(i) for i in range(2)],
+        "at import": AT_IMPORT,
+    }
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(answer, file)
+
+
+AT_IMPORT = torch.cuda.is_available() and torch.cuda.device_count()
+
+
+class Worker(SPAWN.Process):
+    """A process class with a `run` of its own, which chooses its card before it touches any."""
+
+    def __init__(self, folder):
+        super().__init__(name="a worker")
+        self.folder = folder
+
+    def run(self):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        torch.ones(10, device="cuda")
+        properties = torch.cuda.get_device_properties(0)
+        with open(f"{self.folder}/worker.json", "w") as file:
+            json.dump([torch.cuda.device_count(), properties.pci_bus_id, self.name], file)
+
+
+def test_spawned_processes(tmp_path):
+    with virtual_gpus(2, memory="1 GiB", kind="T4"):
+        worker = Worker(str(tmp_path))
+        worker.start()
+        mp.spawn(spawned_rank, args=(str(tmp_path), torch.ones(100)), nprocs=2)
+        assert join(worker) == 0
+    for rank in range(2):
+        answer = json.loads((tmp_path / f"{rank}.json").read_text())
+        allocated = [0, 0]
+        allocated[rank] = 512
+        assert answer == {"device": f"cuda:{rank}", "gpus": 2, "memory": 1 << 30, "name": answer["name"],
+                          "allocated": allocated, "at import": 2}  # fmt: skip
+        assert "T4" in answer["name"]
+    assert json.loads((tmp_path / "worker.json").read_text()) == [1, 2, "a worker"]
+
+
+# ---- tensors between processes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (0, {"loss": x})])
+def test_a_gpu_tensor_in_a_queue_is_refused(wrap):
+    with virtual_gpus(2):
+        x = torch.ones(2, device="cuda:1")
+        waiting, simple = FORK.Queue(), FORK.SimpleQueue()
+        for refuse in (waiting.put, waiting.put_nowait, simple.put):
+            with pytest.raises(NotModelled, match=r"GPU tensor to another process \(send x.cpu\(\) instead\)"):
+                refuse(wrap(x))
+        waiting.put(wrap(x.cpu()))
+        assert waiting.get(timeout=60) is not None
+
+
+def test_a_gpu_tensor_as_an_argument_of_a_spawned_process_is_refused():
+    with virtual_gpus(2):
+        with pytest.raises(NotModelled, match="GPU tensor to another process"):
+            SPAWN.Process(target=print, args=(torch.nn.Linear(2, 2).to("cuda:1"),)).start()
+        assert multiprocessing.active_children() == []
+
+
+# ---- torch.distributed -------------------------------------------------------------------------------------
+
+
+def ranks(function, folder):
+    """Run `function(rank)` in two forked processes, each in the process group; the answers, rank 0's first."""
+    mp.start_processes(one_rank, args=(function, str(folder)), nprocs=2, start_method="fork")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def one_rank(rank, function, folder):
+    torch.set_num_threads(1)
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2, device_id=device,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    torch.save(function(rank), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def settled(gpu):
+    """The GPU's allocated memory once it has not changed for half a second: gloo's thread may hold a tensor longer."""
+    gc.collect()
+    seen, since = torch.cuda.memory_allocated(gpu), time.monotonic()
+    while time.monotonic() < since + 0.5:
+        time.sleep(0.01)
+        now = torch.cuda.memory_allocated(gpu)
+        if now != seen:
+            seen, since = now, time.monotonic()
+    return seen
+
+
+def collectives(rank):
+    """Name -> what the collective left on this rank's GPU."""
+
+    def mine(value=None, n=2):
+        return torch.full((n,), float(rank + 1) if value is None else value, device="cuda")
+
+    made = {"backend": dist.get_backend()}
+    made["all_reduce"] = mine()
+    dist.all_reduce(made["all_reduce"])
+    made["mean"] = mine()
+    dist.all_reduce(made["mean"], op=dist.ReduceOp.AVG)
+    made["broadcast"] = mine()
+    dist.broadcast(made["broadcast"], src=1)
+    parts = [mine(0.0) for _ in range(2)]
+    dist.all_gather(parts, mine())
+    made["all_gather"] = torch.cat(parts)
+    made["into"] = mine(0.0, 4)
+    dist.all_gather_into_tensor(made["into"], mine())
+    made["scatter"] = mine(0.0, 1)
+    dist.reduce_scatter_tensor(made["scatter"], torch.arange(2.0, device="cuda"))
+    made["later"] = mine()
+    dist.all_reduce(made["later"], async_op=True).wait()
+    made["sent"] = mine()
+    dist.recv(made["sent"], 0) if rank else dist.send(made["sent"], 1)
+    pair = dist.new_group([0, 1], None, "nccl")
+    made["group"] = mine()
+    dist.all_reduce(made["group"], group=pair)
+    objects = [None, None]
+    dist.all_gather_object(objects, f"rank {rank}")
+    dist.barrier(device_ids=[rank])
+    made["functional"] = torch.distributed._functional_collectives.all_reduce(mine(), "sum", pair) + 0
+    where = {n: str(t.device) for n, t in made.items() if isinstance(t, torch.Tensor)}
+    allocated = [settled(i) for i in range(2)]
+    values = {n: t.tolist() if isinstance(t, torch.Tensor) else t for n, t in made.items()}
+    return values | {"objects": objects, "where": where, "allocated": allocated}
+
+
+def test_collectives_on_gpu_tensors(tmp_path, capfd):
+    with virtual_gpus(2):
+        answers = ranks(collectives, tmp_path)
+    for rank, answer in enumerate(answers):
+        assert answer["backend"] == "gloo" and set(answer["where"].values()) == {f"cuda:{rank}"}, answer["where"]
+        assert answer["all_reduce"] == answer["later"] == answer["group"] == answer["functional"] == [3.0, 3.0]
+        assert answer["mean"] == [1.5, 1.5] and answer["broadcast"] == [2.0, 2.0] and answer["sent"] == [1.0, 1.0]
+        assert answer["all_gather"] == answer["into"] == [1.0, 1.0, 2.0, 2.0]
+        assert answer["scatter"] == [2.0 * rank] and answer["objects"] == ["rank 0", "rank 1"]
+        assert answer["allocated"][1 - rank] == 0
+        assert answer["allocated"][rank] == 12 * 512  # ten results and the two parts that were gathered
+    said = capfd.readouterr().out
+    assert said.count('backend "nccl" needs real GPUs; "gloo" answers instead') == 1
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
+
+
+def training(net, device, inputs, targets):
+    """Five steps; the losses."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(5):
+        loss = torch.nn.functional.mse_loss(net(inputs.to(device)), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(8, 6, generator=generator), torch.rand(8, 3, generator=generator)
+
+
+def ddp(rank):
+    inputs, targets = (t.chunk(2)[rank] for t in data())
+    net = DistributedDataParallel(network().to(rank), device_ids=[rank], bucket_cap_mb=0.001)
+    losses = training(net, rank, inputs, targets)
+    weights = [p.detach().cpu() for p in net.parameters()]
+    places = {str(p.grad.device) for p in net.parameters()} | {str(p.device) for p in net.parameters()}
+    parameters = sum(p.numel() * 4 for p in net.parameters())
+    allocated = [torch.cuda.memory_allocated(i) for i in range(2)]
+    return {
+        "losses": losses,
+        "weights": weights,
+        "places": places,
+        "allocated": allocated,
+        "bytes": parameters,
+    }
+
+
+def test_ddp_trains_as_one_process_does(tmp_path):
+    net = network()
+    expected = training(net, "cpu", *data())
+    with virtual_gpus(2, memory="1 GiB"):
+        answers = ranks(ddp, tmp_path)
+    losses = [sum(pair) / 2 for pair in zip(*(a["losses"] for a in answers), strict=True)]
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
+    for rank, answer in enumerate(answers):
+        assert answer["places"] == {f"cuda:{rank}"}
+        torch.testing.assert_close(answer["weights"], [p.detach() for p in net.parameters()])
+        # weights, momentum, and gradients as views into the buckets: three times the parameters, and little more
+        assert answer["allocated"][1 - rank] == 0
+        assert 3 * answer["bytes"] <= answer["allocated"][rank] <= 3 * answer["bytes"] + 64 * 512
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "NCCL", "gloo", "cpu:gloo", None])
+def test_every_way_to_ask_for_a_backend(tmp_path, backend, capfd):
+    with virtual_gpus(1):
+        device = torch.device("cuda:0")
+        dist.init_process_group(
+            backend=backend, init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, device_id=device
+        )
+        try:
+            x = torch.ones(2, device="cuda")
+            dist.all_reduce(x)
+            assert x.tolist() == [1.0, 1.0] and "gloo" in dist.get_backend()
+        finally:
+            dist.destroy_process_group()
+    assert ("needs real GPUs" in capfd.readouterr().out) == ("nccl" in str(backend).lower())
+    assert not dist.is_initialized()
+
+
+def test_an_operator_of_nccl_only_is_named(tmp_path):
+    with virtual_gpus(1):
+        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+        try:
+            x = torch.ones(2, 3, device="cuda")
+            with pytest.raises(NotModelled, match="batch_norm_gather_stats"):
+                torch.batch_norm_gather_stats(x, x, x, None, None, 0.1, 1e-5, 2)
+            with pytest.raises(NotModelled, match="torch.cuda.nccl.all_reduce"):
+                torch.cuda.nccl.all_reduce([torch.ones(2, device="cuda")])
+        finally:
+            dist.destroy_process_group()
+
+
+def ddp_memory(rank):
+    """Several steps, as the buckets are made anew after the first; bytes of memory, now and at the peak."""
+    net = DistributedDataParallel(network().to(rank), device_ids=[rank], bucket_cap_mb=0.001)
+    training(net, rank, *data())
+    found = [(settled(i), torch.cuda.max_memory_allocated(i)) for i in range(2)]
+    dist.all_gather([torch.empty(2, device="cuda") for _ in range(2)], torch.ones(2, device="cuda"))
+    dist.recv(torch.empty(2, device="cuda"), 0) if rank else dist.send(torch.ones(2, device="cuda"), 1)
+    dist.barrier()
+    return found
+
+
+def test_ddp_without_values_takes_the_same_memory(tmp_path, capfd):
+    answers = []
+    for shapes_only in (False, True):
+        (folder := tmp_path / str(shapes_only)).mkdir()
+        with virtual_gpus(2, shapes_only=shapes_only):
+            answers.append(ranks(ddp_memory, folder))
+    assert answers[0] == answers[1] and answers[0][0][0] == answers[0][1][1] > (0, 0)
+    assert "Warning" not in capfd.readouterr().err
+
+
+def under_a_default_device(rank):
+    """The memory of DDP, a collective and a message, in both ways to have a default device, and first without one."""
+    found, there = [], torch.device("cuda", rank)
+    for default in (torch.device("cpu"), there, None):
+        net, batch = network().to(rank), [part.to(rank) for part in data()]
+        if default is None:
+            torch.set_default_device(there)
+        with default or torch.device(rank):
+            training(DistributedDataParallel(net, device_ids=[rank]), rank, *batch)
+            one = torch.ones(2, device=there)
+            dist.all_reduce(one)
+            dist.recv(one, 0) if rank else dist.send(one, 1)
+            dist.barrier()
+        found.append(settled(rank))
+        del net, batch, one
+    torch.set_default_device(None)
+    return found
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_a_default_device_changes_nothing_between_processes(tmp_path, shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        for plain, inside, default in ranks(under_a_default_device, tmp_path):
+            assert plain == inside == default > 0
+
+
+def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go():
+    with virtual_gpus(1):
+        with distributed._Buckets([], active_machine().gpus[0]):
+            held = [torch.empty(4, dtype=torch.int32, device="cpu")]
+            Timer(0.02, held.clear).start()  # as gloo's thread, a little after the broadcast has ended
+            bucket = torch.empty(256, device="cpu")
+        assert not held and torch.cuda.max_memory_allocated() == bucket.nbytes == 1024

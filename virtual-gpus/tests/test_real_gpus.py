@@ -1,0 +1,336 @@
+"""Virtual GPUs held against a real one, and what only a real one can tell of the helpers.
+
+Skipped, with the reason, on machines that have none. Those of the monitor and of the parallel loss run on virtual GPUs
+in the card's place as well, which tries the tests themselves:
+
+    GPUS=auto python -m virtual_gpus --gpus 3 -m pytest -n0 tests/test_real_gpus.py -k "monitor or parallel or oom"
+"""
+
+import copy
+import functools
+import gc
+import threading
+
+import pytest
+import torch
+from benchmarks.reference import compare, measure, real_gpu
+from benchmarks.reference.cases import CASES
+from benchmarks.reference.further import FURTHER
+from benchmarks.reference.operators import OPERATORS
+from test_errors import MIXTURES
+from torch import nn
+from virtual_gpus import virtual_gpus
+
+from helpers import use_gpus
+from helpers.memory import read_memory
+from helpers.models import group_norm, small_resnet
+from helpers.monitor import KINDS, MemoryMonitor
+from helpers.oom import describe_segments, explain_oom, find_leaks, forget_places, remember_places, write_viewer
+from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+
+pytestmark = pytest.mark.gpu
+WITH_ONE_GPU = ("GPU and CPU", "in place into a number on the CPU", "matrix product", "net on the CPU",
+                "batch on the CPU", "targets on the CPU", "concatenation", "convolution", "mask")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def real(monkeypatch):
+    monkeypatch.setenv("GPUS", "auto")
+    assert use_gpus(1) == [torch.device("cuda", 0)]
+    gc.collect()  # what another test left behind must not be freed in the middle of this one
+    torch.cuda.empty_cache()
+
+
+def test_use_gpus_says_that_they_are_real(capsys):
+    use_gpus(1)
+    assert capsys.readouterr().out.startswith("1 real GPU (")
+
+
+@pytest.mark.parametrize("name", WITH_ONE_GPU)
+def test_the_error_texts_are_the_real_ones(name):
+    act, text = MIXTURES[name]
+    with pytest.raises(RuntimeError) as error:
+        act()
+    assert str(error.value).startswith(text)
+
+
+def test_numpy_and_a_gpu_that_does_not_exist():
+    with pytest.raises(TypeError, match="^can't convert cuda:0 device type tensor to numpy"):
+        torch.ones(1, device="cuda").numpy()
+    with pytest.raises(
+        torch.AcceleratorError, match="^CUDA error: invalid device ordinal\nGPU device may be out of range"
+    ):
+        torch.ones(1).to(f"cuda:{torch.cuda.device_count()}")
+
+
+def test_tensors_take_the_same_memory():
+    def figures():
+        torch.cuda.empty_cache()
+        start = torch.cuda.memory_allocated()
+        sizes = (1, 512, 513, 2**20, 2**20 + 1, 12 * 2**20)
+        kept = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+        full = torch.cuda.memory_allocated() - start
+        del kept[::2]
+        left, reserved = torch.cuda.memory_allocated() - start, torch.cuda.memory_reserved()
+        large = torch.empty(256 * 2**20 + 1, dtype=torch.uint8, device="cuda")  # a segment of its own
+        grown = torch.cuda.memory_reserved() - reserved
+        del large
+        return full, left, grown
+
+    on_the_card = figures()
+    with virtual_gpus(1):
+        assert figures() == on_the_card
+
+
+def test_a_training_step_gives_the_same_numbers():
+    def step(device):
+        torch.manual_seed(0)
+        net = small_resnet(norm=group_norm).to(device)
+        loss = nn.functional.cross_entropy(net(images.to(device)), labels.to(device))
+        loss.backward()
+        return loss.detach().cpu(), net.fc.weight.grad.cpu()
+
+    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8)
+    for on_the_card, on_the_cpu in zip(step("cuda"), step("cpu"), strict=True):
+        torch.testing.assert_close(on_the_card, on_the_cpu, rtol=1e-2, atol=1e-3)  # convolutions may use TF32
+
+
+def test_readings_see_the_card():
+    kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+    (reading,) = read_memory([0])
+    assert reading.allocated >= kept.numel() and reading.capacity > reading.reserved >= reading.allocated
+    assert reading.driver_used is None or reading.driver_used > reading.reserved
+
+
+@pytest.mark.parametrize("name", {**CASES, **FURTHER})
+def test_training_steps_take_the_memory_that_virtual_gpus_say(name):
+    build = {**CASES, **FURTHER}[name]
+    real = real_gpu.measure_cases({name: build})
+    kind = real_gpu.kind_of(real["meta"])
+    virtual = measure.on_virtual_gpu(lambda: measure.training_steps(build), torch.__version__, kind=kind)
+    errors = compare.step_errors(real["cases"][name], virtual)
+    far = [
+        (figure, part) for step in errors for figure, part in step.items() if abs(part) > compare.GOAL[figure].largest
+    ]
+    assert not far
+
+
+@functools.cache
+def operators():
+    """What they all need on the card, and on a virtual GPU of its kind."""
+    kind = real_gpu.kind_of(real_gpu.description())
+    real = measure.operators_in_order(OPERATORS)
+    act = functools.partial(measure.operators_in_order, OPERATORS)
+    return real, measure.on_virtual_gpu(act, torch.__version__, kind=kind)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_take_the_memory_that_virtual_gpus_say(name):
+    if name in compare.KNOWN_DIFFERENCES:
+        pytest.skip(compare.KNOWN_DIFFERENCES[name])
+    real, virtual = operators()
+    assert compare.worst(compare.operator_errors(real[name], virtual[name])) <= compare.OPERATOR_LIMIT
+
+
+# ---- the monitor ---------------------------------------------------------------------------------------------------
+
+
+def monitored(gpus=(0,), steps=2):
+    """The monitor of a small network's training; the allocator's own peaks are those of its block then."""
+    torch.manual_seed(0)
+    net = small_resnet(norm=group_norm).to("cuda:0")
+    model = nn.DataParallel(net, list(gpus)) if len(gpus) > 1 else net
+    optimizer = torch.optim.Adam(net.parameters())
+    images, labels = torch.randn(4 * len(gpus), 3, 32, 32), torch.arange(4 * len(gpus)) % 10
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    with MemoryMonitor(list(gpus), every=0.001) as monitor:
+        monitor.watch(model, optimizer)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images.to("cuda:0")), labels.to("cuda:0")).backward()
+            optimizer.step()
+    return monitor, net, optimizer
+
+
+def rounded(tensors):
+    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors if tensor.is_cuda)
+
+
+def assert_curve(monitor, gpu):
+    line, peak = monitor.run(gpu).timeline, monitor.peak(gpu)
+    assert monitor.note(gpu) == ""
+    assert line.allocated[-1] == torch.cuda.memory_allocated(gpu)
+    assert line.allocated[peak.event] == peak.bytes == torch.cuda.max_memory_allocated(gpu)
+    assert line.reserved == torch.cuda.memory_reserved(gpu)
+    assert line.peak_reserved == torch.cuda.max_memory_reserved(gpu)
+    assert monitor.driver_peak(gpu) >= line.peak_reserved
+    held = monitor.at_peak(gpu)
+    assert tuple(held) == KINDS and sum(held.values()) == peak.bytes and min(held.values()) >= 0
+
+
+def test_the_monitors_curve_is_the_allocators():
+    monitor, net, optimizer = monitored()
+    assert_curve(monitor, 0)
+    phases = [span.phase for span in monitor.run().spans() if span.phase and span.start < span.end]
+    assert phases == ["forward", "backward", "step"] * 2
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    last = monitor.run().marks[-1].known
+    assert last.parameters == rounded([*net.parameters(), *net.buffers()])
+    assert last.gradients == rounded(parameter.grad for parameter in net.parameters())
+    assert last.states == rounded(states) >= 2 * rounded(net.parameters())
+
+
+def test_the_monitor_of_a_batch_that_is_mostly_activations():
+    net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.Tanh())]).to("cuda")
+    inputs = torch.ones(50_000, 512, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    with MemoryMonitor() as monitor:
+        monitor.watch(net)
+        net(inputs).sum().backward()
+    assert_curve(monitor, 0)
+    held = monitor.at_peak()
+    assert monitor.peak().phase in ("forward", "backward")
+    assert 3 <= held["activations"] / inputs.nbytes < 5.5  # each Tanh keeps its outputs, the last perhaps not yet
+    assert held["parameters"] == rounded(net.parameters())
+
+
+def test_the_monitor_when_memory_runs_out():
+    kept = []
+    with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as monitor:
+        kept.append(torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda"))
+        torch.empty(torch.cuda.mem_get_info()[1] + 2**30, dtype=torch.uint8, device="cuda")
+    assert monitor.run().timeline.ooms == [1] and monitor.note() == ""
+    assert "out of memory after event 1" in monitor.describe()
+    assert monitor.run().timeline.allocated[-1] == torch.cuda.memory_allocated()
+
+
+def test_the_monitor_leaves_no_thread_and_no_history():
+    monitored(steps=1)
+    assert not torch._C._cuda_isHistoryEnabled()
+    assert not any(thread.name == "MemoryMonitor" for thread in threading.enumerate())
+
+
+@pytest.mark.gpu(2)
+def test_the_monitor_of_data_parallel_on_every_gpu():
+    """Replicas run in threads of their own, and so do the GPUs' backward passes."""
+    gpus = range(torch.cuda.device_count())
+    monitor, net, _ = monitored(gpus, steps=3)
+    for gpu in gpus:
+        assert_curve(monitor, gpu)
+        phases = [span.phase for span in monitor.run(gpu).spans() if span.phase and span.start < span.end]
+        assert [phase for phase in phases if phase != "step"] == ["forward", "backward"] * 3
+        # Copies come in flat buffers, where each parameter is not rounded up to 512 bytes.
+        assert 0.8 * rounded(net.parameters()) < monitor.at_peak(gpu)["parameters"] < 1.2 * rounded(net.parameters())
+
+
+# ---- the parallel loss ---------------------------------------------------------------------------------------------
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 4)).to("cuda:0")
+
+
+def uneven_batch():
+    """A last shard that is smaller, and labels that do not count, not equally many on each GPU."""
+    samples = 3 * torch.cuda.device_count() - 1
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 4, (samples,), generator=generator)
+    labels[samples // 2 :: 2] = -100
+    return torch.randn(samples, 20, generator=generator), labels
+
+
+def _parallel(net, criterion):
+    model, loss = DataParallelModel(net), DataParallelCriterion(criterion)
+    return lambda inputs, labels: loss(model(inputs), labels)
+
+
+def _in_forward(net, criterion, wrap=nn.DataParallel):
+    model = wrap(LossInForward(net, criterion))
+    return lambda inputs, labels: total(model(inputs, labels))
+
+
+FORMS = {
+    "parallel loss": _parallel,
+    "loss in forward": _in_forward,
+    "loss in forward, DataParallelModel": functools.partial(_in_forward, wrap=DataParallelModel),
+}
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_parallel_loss_equals_one_gpus(form, reduction):
+    criterion = nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 1.0, 3.0], device="cuda:0"), reduction=reduction)
+    net, (inputs, labels) = small_net(), uneven_batch()
+    alone = copy.deepcopy(net)
+    expected = criterion(alone(inputs.to("cuda:0")), labels.to("cuda:0"))
+    got = FORMS[form](net, criterion)(inputs, labels)
+    assert got.device == torch.device("cuda:0")
+    expected.backward(), got.backward()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu(2)
+def test_the_parallel_models_outputs_stay_on_their_gpus():
+    outputs = DataParallelModel(small_net())(uneven_batch()[0])
+    assert [output.device.index for output in outputs] == list(range(torch.cuda.device_count()))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_parallel_models_gpus_compute_in_autocasts_dtype(dtype):
+    if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        pytest.skip("these GPUs have no bfloat16")
+    net, (inputs, labels) = small_net(), uneven_batch()
+    with torch.autocast("cuda", dtype=dtype):
+        outputs = DataParallelModel(net)(inputs)
+        loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, labels)
+        gathered = nn.DataParallel(net)(inputs)
+    assert {output.dtype for output in outputs} == {dtype} and loss.dtype == torch.float32
+    assert gathered.dtype == torch.float16  # whatever was asked for: if this fails, PyTorch has mended it
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in net.parameters())
+
+
+# ---- the tools of lesson 06
+
+WHOLE_CARD = 2**40  # larger than any
+
+
+@pytest.fixture
+def places():
+    remember_places()
+    yield
+    forget_places()
+
+
+def too_much():
+    kept = torch.zeros(2**26, device="cuda")
+    return kept, torch.empty(WHOLE_CARD, dtype=torch.uint8, device="cuda")
+
+
+def test_an_oom_is_explained_and_cleaned_up(places):
+    before = torch.cuda.memory_allocated()
+    with explain_oom(0) as why:
+        too_much()
+    assert why.picture.refused.requested == pytest.approx(WHOLE_CARD, rel=0.01)
+    assert why.picture.by_kind()["tensors in variables"] >= 2**28
+    assert "kept = torch.zeros(2**26" in str(why) and "larger than the whole card" in str(why)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_an_oom_tool_finds_what_a_list_keeps(places):
+    kept = []
+    with find_leaks(0) as leaks:
+        kept.append(torch.zeros(2**22, device="cuda"))
+    assert leaks.change == 2**24 and "`kept[0]`" in str(leaks)
+
+
+def test_oom_pictures(places, tmp_path):
+    kept = torch.zeros(2**24, device="cuda")
+    assert "segment" in describe_segments(0) and kept.is_cuda
+    assert "MemoryViz" in write_viewer(tmp_path / "memory.html").read_text()

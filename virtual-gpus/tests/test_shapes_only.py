@@ -1,0 +1,145 @@
+"""shapes_only: sizes without values. The figures must be those of a run with real numbers."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from virtual_gpus import virtual_gpus
+
+from helpers import models
+
+NAMES = ("allocated_bytes.all", "reserved_bytes.all", "requested_bytes.all", "allocation.all", "segment.all")
+
+
+def figures():
+    """The allocator's counters of every GPU."""
+    wanted = [f"{name}.{when}" for name in NAMES for when in ("current", "peak", "allocated")]
+    return [{key: torch.cuda.memory_stats(i)[key] for key in wanted} for i in range(torch.cuda.device_count())]
+
+
+def train(net, batch, target, optimizer, parallel, steps=3):
+    torch.manual_seed(0)
+    net = net().cuda()
+    net = nn.DataParallel(net) if parallel else net
+    optimizer = optimizer(net.parameters())
+    for _ in range(steps):
+        output = net(batch.cuda())
+        loss = F.cross_entropy(output.flatten(0, -2), target.cuda().flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    return loss.item(), figures()
+
+
+IMAGES = (torch.randn(6, 3, 32, 32), torch.randint(0, 10, (6,)))
+WORDS = (torch.randint(0, 100, (6, 12)), torch.randint(0, 100, (6, 12)))
+ADAM, SGD = torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+JOBS = {
+    "mlp": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 10)), *IMAGES, ADAM),
+    "resnet": (lambda: models.resnet18(10), *IMAGES, SGD),
+    "pyramidnet": (lambda: models.PyramidNet(20, 12), *IMAGES, SGD),
+    "bert": (lambda: models.Bert(100, hidden=32, layers=2, heads=2, length=12), *WORDS, ADAM),
+    "bert, fused": (lambda: models.Bert(100, 32, 2, 2, 12, dropout=0.0, fused=True), *WORDS, ADAM),
+    "bert, fused, dropout": (lambda: models.Bert(100, 32, 2, 2, 12, dropout=0.1, fused=True), *WORDS, ADAM),
+}
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["one GPU", "DataParallel"])
+@pytest.mark.parametrize("job", JOBS)
+def test_same_memory_as_with_numbers(job, parallel):
+    results = []
+    for shapes_only in (False, True):
+        with virtual_gpus(3, memory="8 GiB", shapes_only=shapes_only):
+            results.append(train(*JOBS[job], parallel))
+    (loss, with_numbers), (unknown, with_shapes) = results
+    assert math.isfinite(loss) and math.isnan(unknown)
+    assert with_shapes == with_numbers
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"),
+    [(None, False), (None, True), ("bool", False), ("float", False), ("needs a gradient", False)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_takes_the_same_kernel(mask, causal, dtype):
+    def attend():
+        query, key, value = (torch.randn(2, 4, 100, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv")
+        allowed = torch.ones(100, 100, dtype=torch.bool, device="cuda").tril()
+        added = torch.zeros(2, 1, 100, 100, device="cuda", dtype=dtype, requires_grad=mask == "needs a gradient")
+        masks = {None: None, "bool": allowed, "float": added, "needs a gradient": added}
+        F.scaled_dot_product_attention(query, key, value, masks[mask], is_causal=causal).sum().backward()
+        return figures()
+
+    results = []
+    for shapes_only in (False, True):
+        with virtual_gpus(1, shapes_only=shapes_only):
+            results.append(attend())
+    assert results[0] == results[1]
+
+
+def test_what_needs_values_says_so():
+    with virtual_gpus(2, shapes_only=True):
+        x, n = torch.randn(3, device="cuda:1"), torch.ones(3, dtype=torch.long, device="cuda")
+        assert x.device == torch.device("cuda", 1) and x.is_cuda and not x.is_meta
+        assert math.isnan(x.sum().item()) and math.isnan(float(x[0])) and torch.isnan(x.cpu()).all()
+        assert torch.isnan(torch.zeros(3).copy_(x)).all()
+        for act in (
+            lambda: n.sum().item(),
+            lambda: bool((x > 0).any()),
+            lambda: n.cpu(),
+            lambda: x.tolist(),
+            lambda: x.nonzero(),
+            lambda: x[x > 0],
+            lambda: torch.equal(x, x),
+            lambda: torch.zeros(3, dtype=torch.long).copy_(n),
+            lambda: torch.save(x, "/dev/null"),
+        ):
+            with pytest.raises(RuntimeError, match="shapes_only=True keeps none"):
+                act()
+
+
+def test_cpu_tensors_keep_their_values():
+    with virtual_gpus(2, shapes_only=True):
+        assert torch.tensor([1, 2]).sum().item() == 3
+        x = torch.zeros(4, 2, device="cuda")
+        assert x[torch.tensor([0, 1])].shape == (2, 2) and x[0].shape == (2,)
+        assert (x + torch.tensor(1.0)).device.index == 0
+
+
+def test_module_to_keeps_the_parameters_that_an_optimizer_knows():
+    with virtual_gpus(2, shapes_only=True):
+        net = nn.Linear(3, 4)
+        weight, optimizer = net.weight, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        assert net.to("cuda:1") is net and net.weight is weight and weight.device.index == 1
+        net(torch.ones(2, 3, device="cuda:1")).sum().backward()
+        optimizer.step()
+        assert optimizer.state[weight]["momentum_buffer"].device.index == 1
+
+
+def test_mixed_devices_and_out_of_memory_stay_errors():
+    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
+        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
+            torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+        with pytest.raises(RuntimeError, match="got mat2 is on cpu"):
+            torch.ones(2, 2, device="cuda:0") @ torch.ones(2, 2)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 400.00 GiB"):
+            torch.empty(100, 2**30, device="cuda")
+
+
+def test_the_article_jobs_need_no_memory_of_this_computer():
+    """The BERT and the PyramidNet of the lessons at full size; this would be 100 GB with numbers."""
+    with virtual_gpus(4, memory="24 GiB", shapes_only=True):
+        net = nn.DataParallel(models.bert_article().cuda())
+        tokens = torch.randint(0, 30_000, (200, 163))
+        F.cross_entropy(net(tokens.cuda()).flatten(0, 1), tokens.cuda().flatten()).backward()
+        peaks = [torch.cuda.max_memory_allocated(i) for i in range(4)]
+        logits = 200 * 163 * 30_000 * 4
+        assert peaks[0] - peaks[1] > 2.5 * logits and max(peaks[1:]) - min(peaks[1:]) < 2**24
+    with virtual_gpus(4, memory="12 GiB", kind="K80", shapes_only=True):
+        net = nn.DataParallel(models.pyramidnet_article().cuda())
+        net(torch.randn(768, 3, 32, 32)).sum().backward()
+        peaks = [torch.cuda.max_memory_allocated(i) for i in range(4)]
+        assert max(peaks) < 1.05 * min(peaks)

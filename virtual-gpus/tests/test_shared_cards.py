@@ -1,0 +1,428 @@
+"""Several processes on the same virtual cards, and allocator options through torch."""
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import GPUtil
+import pytest
+import torch
+from virtual_gpus import NotModelled, active_machine, virtual_gpus
+from virtual_gpus.processes import shared_memory
+from virtual_gpus.processes.shared_memory import FOLDER
+
+MIB = 2**20
+FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", FOLDER):
+        monkeypatch.delenv(name, raising=False)
+
+
+def empty(nbytes, device="cuda"):
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def holder(pipe, nbytes, index):
+    """A process that holds memory on a card until it is told to end."""
+    x = empty(nbytes, f"cuda:{index}")
+    pipe.send([torch.cuda.device_memory_used(index), torch.cuda.mem_get_info(index)[0], x.numel()])
+    pipe.recv()
+
+
+def started(context, nbytes, index=0):
+    ours, theirs = context.Pipe()
+    process = context.Process(target=holder, args=(theirs, nbytes, index))
+    process.start()
+    assert ours.poll(60)
+    return process, ours, ours.recv()
+
+
+def stop(process, pipe):
+    pipe.send("end")
+    process.join(60)
+    assert process.exitcode == 0
+
+
+# ---- processes see each other's memory
+
+
+@pytest.mark.parametrize("context", [FORK, SPAWN], ids=["fork", "spawn"])
+def test_a_card_is_shared_with_a_child(context):
+    with virtual_gpus(2, memory="2 GiB"):
+        process, pipe, (used, free, _) = started(context, 600 * MIB, 1)
+        child = used
+        assert 600 * MIB < child < 1200 * MIB and free == 2048 * MIB - child
+        assert [g.memoryUsed for g in GPUtil.getGPUs()] == [0, child / MIB]
+        assert torch.cuda.mem_get_info(1)[0] == 2048 * MIB - child - (child - 600 * MIB)  # and a context of our own
+        mine = active_machine().gpus[1].allocator
+        assert f"process {process.pid:>10d} uses" in torch.cuda.list_gpu_processes(1)
+        assert torch.cuda.memory_reserved(1) == 0  # PyTorch knows nothing of the other process
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            empty(1200 * MIB, "cuda:1")
+        text = (
+            f"Process {process.pid} has {child / MIB:.2f} MiB memory in use. Including non-PyTorch memory, this process"
+        )
+        assert f"{text} has {mine.context / MIB:.2f} MiB memory in use. Of the allocated" in str(caught.value)
+        assert f"of which {(2048 * MIB - child - mine.context) / MIB:.2f} MiB is free" in str(caught.value)
+        stop(process, pipe)
+        assert GPUtil.getGPUs()[1].memoryUsed == mine.context / MIB
+        assert empty(1200 * MIB, "cuda:1").is_cuda
+
+
+def test_a_killed_process_gives_its_memory_back():
+    with virtual_gpus(1, memory="2 GiB"):
+        process, pipe, (used, _, _) = started(SPAWN, 500 * MIB)
+        assert torch.cuda.device_memory_used(0) == used
+        assert not pipe.closed  # the child would end by itself if nobody held the other end
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+        assert torch.cuda.device_memory_used(0) == 0
+        folder = Path(os.environ[FOLDER])
+    assert not folder.exists() and FOLDER not in os.environ
+
+
+def test_a_fork_does_not_count_its_parents_tensors_twice():
+    with virtual_gpus(1, memory="2 GiB"):
+        x = empty(1100 * MIB)
+        before = torch.cuda.device_memory_used(0)
+        process, pipe, (used, free, _) = started(FORK, 300 * MIB)
+        assert used == before + 300 * MIB == torch.cuda.device_memory_used(0) and free == 2048 * MIB - used
+        stop(process, pipe)
+        del x
+
+
+def test_two_cannot_both_take_the_last_memory():
+    """Each of four processes takes 20 MiB until there is no more: together no more is given out than the card has."""
+    with virtual_gpus(1, memory="4 GiB"):
+        ours, theirs = FORK.Pipe()
+        start, end = FORK.Event(), FORK.Event()
+        processes = [FORK.Process(target=take_pieces, args=(theirs, start, end)) for _ in range(4)]
+        for process in processes:
+            process.start()
+        assert [ours.recv() for _ in processes] == ["here"] * 4  # each has its context
+        start.set()
+        taken = [ours.recv() for _ in processes]
+        end.set()
+        for process in processes:
+            process.join(60)
+        context = taken[0][1]
+        given = sum(count for count, _ in taken) * 20 * MIB + 4 * context
+        assert 4096 * MIB - 20 * MIB < given <= 4096 * MIB
+
+
+def take_pieces(pipe, start, end):
+    held = []
+    torch.cuda.mem_get_info()
+    pipe.send("here")
+    start.wait(60)
+    try:
+        while True:
+            held.append(empty(20 * MIB))
+    except torch.OutOfMemoryError:
+        pass
+    pipe.send([len(held), active_machine().gpus[0].allocator.context])
+    end.wait(60)
+
+
+def test_a_full_card_takes_no_further_process():
+    with virtual_gpus(1, memory="2 GiB"):
+        process, pipe, _ = started(FORK, 1700 * MIB)
+        with pytest.raises(torch.AcceleratorError, match="CUDA error: out of memory"):
+            empty(1)
+        stop(process, pipe)
+        assert empty(1).is_cuda
+
+
+def test_other_cards_are_not_shared():
+    with virtual_gpus(1, memory="2 GiB"):
+        x = empty(MIB)
+        with virtual_gpus(1, memory="2 GiB"):  # one inside another: other cards
+            assert torch.cuda.device_memory_used(0) == 0
+        used = torch.cuda.device_memory_used(0)
+        assert seen_by_a_program("1 GiB", "2 GiB") == [0, used]  # started from here: the same cards, or others
+        del x
+
+
+def seen_by_a_program(*memories):
+    """What a program of its own finds in use on a card of so much memory."""
+    program = "import json, sys, torch; from virtual_gpus import virtual_gpus\nfound = []\n"
+    program += "for memory in sys.argv[1:]:\n    with virtual_gpus(1, memory=memory):\n"
+    program += "        found.append(torch.cuda.device_memory_used(0))\nprint(json.dumps(found))"
+    command = [sys.executable, "-c", program, *memories]
+    root = Path(__file__).parents[1] / "src"
+    return json.loads(subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120, check=True).stdout)
+
+
+def test_programs_that_were_started_apart_share_a_folder_that_both_name(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cards"))
+    with virtual_gpus(1, memory="2 GiB"):
+        x = empty(MIB)
+        assert seen_by_a_program("2 GiB") == [torch.cuda.device_memory_used(0)]
+        del x
+    assert os.environ[FOLDER] == str(tmp_path / "cards")
+    assert [path.name for path in (tmp_path / "cards").iterdir()] == [".lock"]
+    assert seen_by_a_program("2 GiB") == [0]
+
+
+@pytest.mark.parametrize("moment", ["mkdir", "open", "lockf"])
+def test_a_folder_may_go_while_it_is_locked(tmp_path, monkeypatch, moment):
+    """The last process that leaves removes it; another one may come just then, and finds or makes it anew."""
+    folder, went = tmp_path / "cards", []
+
+    def goes(act):
+        def stand_in(*given, **options):
+            if folder.is_dir() and not went:
+                went.append(shutil.rmtree(folder))
+                if moment == "mkdir":
+                    raise FileExistsError
+            return act(*given, **options)
+
+        return stand_in
+
+    monkeypatch.setenv(FOLDER, str(folder))
+    folder.mkdir()
+    owner = {"mkdir": shared_memory.Path, "open": shared_memory, "lockf": shared_memory.fcntl}[moment]
+    act = open if moment == "open" else getattr(owner, moment)
+    with virtual_gpus(1, memory="2 GiB"), monkeypatch.context() as patch:
+        patch.setattr(owner, moment, goes(act), raising=False)
+        x = empty(MIB)
+        assert went and torch.cuda.device_memory_used(0) > x.nbytes
+        assert len(list(folder.iterdir())) == 2  # the lock, and what this process holds
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "cards").touch()
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cards"))
+    with virtual_gpus(1), pytest.raises(FileExistsError, match="cards"):
+        empty(MIB)
+
+
+def test_workers_of_one_torchrun_find_each_other(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    with virtual_gpus(1):
+        first = os.environ[FOLDER]
+    with virtual_gpus(1):
+        assert os.environ[FOLDER] == first and str(os.getppid()) in first
+
+
+def test_nested_and_stopped_out_of_order():
+    outer, inner = virtual_gpus(1), virtual_gpus(1)
+    outer.start()
+    first = os.environ[FOLDER]
+    inner.start()
+    assert os.environ[FOLDER] != first
+    outer.stop()
+    inner.stop()
+    assert FOLDER not in os.environ
+
+
+# ---- options through torch
+
+
+def set_options(text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings(text)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_the_environment_is_read_at_the_first_touch(monkeypatch, name):
+    with virtual_gpus(1, memory="1 GiB"):
+        monkeypatch.setenv(name, "expandable_segments:True,max_split_size_mb:200")
+        x = empty(30 * MIB)
+        monkeypatch.setenv(name, "expandable_segments:False")
+        y = empty(15 * MIB)
+        assert torch.cuda.memory_reserved() == 60 * MIB  # 45 MiB in pages of 20
+        (segment,) = torch.cuda.memory_snapshot()
+        assert segment["is_expandable"] and segment["total_size"] == 60 * MIB
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        assert settings["expandable_segments"] and settings["max_split_size"] == 200 * MIB
+        assert torch.cuda.memory_stats()["max_split_size"] == 200 * MIB
+        del x, y
+
+
+def test_the_older_name_counts_where_both_are_set(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    with virtual_gpus(1):
+        assert torch.ones(1, device="cuda").is_cuda
+        assert not torch.cuda.memory_snapshot()[0]["is_expandable"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("max_split_size_mb:3", ValueError, "CachingAllocator option max_split_size_mb too small, must be >= 20"),
+        (
+            "expandable_segments:true",
+            ValueError,
+            "Expected 'True' or 'False' at index 2 in ConfigTokenizer but got 'true'",
+        ),
+        ("backend:cudaMallocAsync", NotModelled, 'allocator setting "backend:cudaMallocAsync" is not modelled'),
+    ],
+)
+def test_a_wrong_environment_shows_at_the_first_touch(monkeypatch, text, error, message):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+    with virtual_gpus(1):
+        for _ in range(2):
+            with pytest.raises(error, match=re.escape(message)):
+                torch.ones(1, device="cuda")
+
+
+def test_a_call_changes_the_options_of_all_gpus():
+    with virtual_gpus(2, memory="1 GiB"):
+        x = [empty(30 * MIB, f"cuda:{i}") for i in range(2)]
+        set_options("expandable_segments:True")
+        x += [empty(30 * MIB, f"cuda:{i}") for i in range(2)]
+        assert [torch.cuda.memory_reserved(i) for i in range(2)] == [70 * MIB] * 2
+        set_options("per_process_memory_fraction:0.1")  # counts at CUDA's start only
+        assert torch.cuda.get_per_process_memory_fraction() == 1.0
+        with pytest.raises(ValueError, match="Unrecognized key 'expandable'"):
+            set_options("expandable:False")
+        assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+        del x
+
+
+CASES = [
+    "max_split_size_mb:3", "max_split_size_mb", "max_split_size_mb:", "foo:1", "a", ",", "", "max_split_size_mb;30",
+    "expandable_segments:true", "expandable_segments", "garbage_collection_threshold:1.0",
+    "garbage_collection_threshold:0", "garbage_collection_threshold:x", "garbage_collection_threshold:.5e0",
+    "max_split_size_mb:abc", "max_split_size_mb:-3", "max_split_size_mb:40x", f"max_split_size_mb:{10**23}",
+    "roundup_power2_divisions:3", "roundup_power2_divisions:[256:3]", "roundup_power2_divisions:[100:4,>:2]",
+    "roundup_power2_divisions:[256:1", "roundup_power2_divisions:[256:1,512", "roundup_power2_divisions:[256:1,>:4]",
+    "roundup_power2_divisions:[]", "max_non_split_rounding_mb:1", "max_split_size_mb:30,expandable_segments:True",
+    "max_split_size_mb:30 garbage_collection_threshold:0.5", "max_split_size_mb:30,", "max_split_size_mb:30,,a:b",
+    "large_segment_size_mb:10", "large_segment_size_mb:12,max_split_size_mb:13", "per_process_memory_fraction:2",
+    "max_split_size_mb:31,large_segment_size_mb:32", "per_process_memory_fraction:0.4", "backend:foo", "backend:",
+    "pinned_num_register_threads:3", "pinned_num_register_threads:256", "pinned_use_background_threads:1",
+    "release_lock_on_cudamalloc:True", "pinned_free_catch_all:x", "throw_on_cudamalloc_oom:maybe",
+    "pinned_reserve_segment_size_mb:0", "pinned_max_cached_size_mb:a", "expandable_segments_reserve:0.5",
+]  # fmt: skip
+ASK = """
+import json, sys, torch
+def answer(text):
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+print(json.dumps([answer(text) for text in json.loads(sys.argv[1])]))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch without CUDA knows only part of the settings")
+def test_the_installed_pytorch_refuses_the_same_texts_with_the_same_words():
+    """Its parser runs without a GPU. In a process of its own, since it keeps what it reads."""
+    done = subprocess.run([sys.executable, "-c", ASK, json.dumps(CASES)], capture_output=True, text=True, timeout=120)
+    real = [found and [found[0], wording(found[1])] for found in json.loads(done.stdout)]
+    assert [ours(text) for text in CASES] == real
+
+
+def ours(text):
+    with virtual_gpus(1):
+        try:
+            torch._C._accelerator_setAllocatorSettings(text)
+        except NotModelled:
+            return None
+        except Exception as error:
+            return [type(error).__name__, wording(str(error))]
+
+
+def wording(text):
+    """An error's words without its C++ stack, and without where in a file an assertion stands."""
+    return re.sub(r'FAILED at "[^"]*"(:\d+)?', "FAILED", text.partition("\nException raised")[0]).strip()
+
+
+# ---- history, streams and CPU offload with all that
+
+
+def test_the_history_of_an_expandable_segment(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with virtual_gpus(1, memory="1 GiB"):
+        torch.cuda.memory._record_memory_history()
+        x = empty(30 * MIB)
+        del x
+        torch.cuda.empty_cache()
+        y = empty(10)
+        snapshot = torch.cuda.memory._snapshot()
+        found = [(e["action"], e["size"]) for e in snapshot["device_traces"][0]]
+        assert found == [
+            ("segment_map", 40 * MIB), ("alloc", 30 * MIB), ("free_requested", 30 * MIB), ("free_completed", 30 * MIB),
+            ("segment_unmap", 40 * MIB), ("segment_map", 2 * MIB), ("alloc", 10),
+        ]  # fmt: skip
+        (segment,) = snapshot["segments"]
+        assert segment["segment_type"] == "small" and segment["frames"][0]["name"].startswith("empty")
+        del y
+
+
+def test_record_stream_keeps_a_block_until_the_next_allocation():
+    with virtual_gpus(1, memory="1 GiB"):
+        torch.cuda.memory._record_memory_history()
+        side, x = torch.cuda.Stream(), empty(30 * MIB)
+        x.record_stream(torch.cuda.current_stream())
+        x.record_stream(side)
+        address = x.untyped_storage()._home.block.address
+        del x
+        stats = torch.cuda.memory_stats()
+        assert stats["allocated_bytes.all.current"] == 0 and stats["active_bytes.all.current"] == 30 * MIB
+        assert torch.cuda.memory_snapshot()[0]["blocks"][0]["state"] == "active_pending_free"
+        y = empty(30 * MIB)  # the side stream has nothing to do: the block is back
+        assert y.untyped_storage()._home.block.address == address and torch.cuda.memory_reserved() == 30 * MIB
+        actions = [e["action"] for e in torch.cuda.memory._snapshot()["device_traces"][0] if e["action"] != "snapshot"]
+        assert actions == ["segment_alloc", "alloc", "free_requested", "free_completed", "alloc"]
+        del y
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
+def test_cpu_offload_needs_less_of_a_full_card(monkeypatch, text):
+    """Ten activations of 64 MiB do not fit on a card of 512 MiB; in the computer's memory they do."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+
+    def step():
+        x = torch.ones(16 * MIB, device="cuda", requires_grad=True)
+        y = x
+        for _ in range(10):
+            y = y.exp().log()
+        y.sum().backward()
+        return x.grad.device
+
+    with virtual_gpus(1, memory="512 MiB", shapes_only=True):
+        with pytest.raises(torch.OutOfMemoryError):
+            step()
+        with torch.autograd.graph.save_on_cpu():
+            assert step() == torch.device("cuda", 0)
+        assert torch.cuda.memory_allocated() == 0
+
+
+def address(tensor) -> int:
+    return tensor.untyped_storage()._home.block.address
+
+
+@pytest.mark.usefixtures("workspaces_given_back")
+def test_a_block_stays_as_long_as_another_stream_works_on_it():
+    with virtual_gpus(1, memory="1 GiB"):
+        side, a = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+        held = torch.cuda.memory_allocated()
+        b = torch.randn(2048, 2048, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a @ b
+        b.record_stream(side)
+        where = address(b)
+        del b
+        early = torch.empty(2048, 2048, device="cuda")  # the host is far ahead of the product
+        torch.cuda.synchronize()
+        late = torch.empty(2048, 2048, device="cuda")
+        assert address(early) != where
+        assert address(late) == where
+        assert torch.cuda.memory_allocated() == held + 2 * 2048 * 2048 * 4

@@ -1,0 +1,717 @@
+"""Memory snapshots of virtual GPUs: their structure is PyTorch's, and PyTorch's own viewer reads them."""
+
+import base64
+import gc
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+import virtual_gpus as package
+from torch import nn
+from torch.cuda import _memory_viz as viz
+from virtual_gpus import NotModelled, virtual_gpus
+from virtual_gpus.machine import active
+
+MIB = 2**20
+HERE = os.path.abspath(__file__)
+PACKAGE = os.path.dirname(os.path.abspath(package.__file__)) + os.sep
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+memory = torch.cuda.memory
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with virtual_gpus(2, memory="1 GiB"):
+        yield
+
+
+def line():
+    """The number of the caller's line."""
+    return sys._getframe(1).f_lineno
+
+
+def trace(device=0):
+    return memory._snapshot()["device_traces"][device]
+
+
+def places(frames):
+    """The frames in this file, innermost first, as line numbers."""
+    return [frame["line"] for frame in frames if frame["filename"] == HERE]
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.1), nn.ReLU(), nn.Linear(128, 10)).cuda()
+
+
+def train(steps=2):
+    net = small_net()
+    optimizer = torch.optim.Adam(net.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.ones(32, 64, device="cuda")).logsumexp(1).sum().backward()
+        optimizer.step()
+
+
+def used_after_each(events):
+    """Replay a whole trace: {address: requested bytes} after each event; complains about events that cannot be."""
+    used, requested = {}, {}
+    for event in events:
+        if event["action"] == "alloc":
+            assert event["addr"] not in used
+            used[event["addr"]] = event["size"]
+        elif event["action"] == "free_requested":
+            requested[event["addr"]] = used[event["addr"]]
+            assert event["size"] == used[event["addr"]]
+        elif event["action"] == "free_completed":
+            assert requested.pop(event["addr"]) == used.pop(event["addr"]) == event["size"]
+        yield used
+
+
+# ---- structure -----------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_has_the_keys_of_pytorch():
+    memory._record_memory_history()
+    x = torch.ones(1000, device="cuda:1")
+    snapshot = memory._snapshot()
+    expected = ["segments", "device_traces", "allocator_settings", "external_annotations"]
+    assert list(snapshot) == expected + (["host_segments", "host_traces"] if VERSION >= (2, 14) else [])
+    (segment,) = snapshot["segments"]
+    frames = segment.pop("frames")
+    blocks = segment.pop("blocks")
+    assert segment == {
+        "device": 1, "address": blocks[0]["address"], "total_size": 2 * MIB, "allocated_size": 4096,
+        "active_size": 4096, "requested_size": 4000, "stream": 0, "segment_type": "small", "segment_pool_id": (0, 0),
+        "is_expandable": False,
+    }  # fmt: skip
+    assert all(set(frame) == {"name", "filename", "line"} for frame in frames) and frames
+    assert [set(block) for block in blocks] == [{"address", "size", "requested_size", "state", "frames"}] * 2
+    assert [(b["size"], b["requested_size"], b["state"]) for b in blocks] == [
+        (4096, 4000, "active_allocated"), (2 * MIB - 4096, 0, "inactive")]  # fmt: skip
+    assert blocks[0]["frames"] == frames and blocks[1]["frames"] == []
+    assert len(snapshot["device_traces"]) == 2 and snapshot["device_traces"][0] == []
+    keys = ["action", "addr", "size", "stream", "time_us", "compile_context", "user_metadata"]
+    keys += (["pool_id"] if VERSION >= (2, 12) else []) + ["frames"]
+    segment_alloc, alloc = snapshot["device_traces"][1]
+    assert list(segment_alloc) == list(alloc) == keys
+    assert (segment_alloc["action"], segment_alloc["size"]) == ("segment_alloc", 2 * MIB)
+    assert (alloc["action"], alloc["size"], alloc["addr"]) == ("alloc", 4000, blocks[0]["address"])
+    assert snapshot["allocator_settings"]["expandable_segments"] is False
+    assert ("max_cached_size" in snapshot["allocator_settings"]) == (VERSION >= (2, 13))
+    del x
+
+
+def test_times_are_microseconds_since_1970_and_in_order():
+    memory._record_memory_history()
+    train(1)
+    times = [event["time_us"] for event in trace()]
+    assert times == sorted(times) and times[0] > 1_500_000_000_000_000
+
+
+def test_a_trace_replays_to_what_the_allocator_says():
+    memory._record_memory_history()
+    held = [torch.ones(n, device="cuda") for n in (1, 10, 1000, 300_000, 3_000_000)]
+    del held[1:4:2]
+    train()
+    snapshot = memory._snapshot()
+    events = snapshot["device_traces"][0]
+    totals = [sum((size + 511) & -512 for size in used.values()) for used in used_after_each(events)]
+    assert 0 < totals[-1] <= torch.cuda.memory_allocated() and max(totals) <= torch.cuda.max_memory_allocated()
+    blocks = [b for s in snapshot["segments"] for b in s["blocks"] if b["state"] == "active_allocated"]
+    *_, used = used_after_each(events)
+    assert used == {block["address"]: block["requested_size"] for block in blocks}
+    reserved = sum(e["size"] * {"segment_alloc": 1, "segment_free": -1}.get(e["action"], 0) for e in events)
+    assert reserved == torch.cuda.memory_reserved() == sum(s["total_size"] for s in snapshot["segments"])
+    assert sum(map(viz.calc_active, snapshot["segments"])) == torch.cuda.memory_allocated()
+    del held
+
+
+def test_sizes_are_those_requested():
+    memory._record_memory_history()
+    x = [torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (0, 1, 513, 5 * MIB + 1)]
+    assert [event["size"] for event in trace() if event["action"] == "alloc"] == [1, 513, 5 * MIB + 1]
+    del x
+
+
+def test_numbers_and_shapes_only_have_the_same_history():
+    def actions(shapes_only):
+        with virtual_gpus(1, shapes_only=shapes_only):
+            memory._record_memory_history()
+            train()
+            return [(event["action"], event["size"]) for event in trace()]
+
+    assert actions(True) == actions(False)
+
+
+def test_every_action_has_its_event():
+    memory._record_memory_history()
+    x = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    del x
+    torch.cuda.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 * 2**30 + 1, dtype=torch.uint8, device="cuda")
+    memory._snapshot()
+    events = trace()
+    assert [event["action"] for event in events] == [
+        "segment_alloc", "alloc", "free_requested", "free_completed", "segment_free", "oom", "snapshot"]  # fmt: skip
+    assert events[5]["size"] == 3 * 2**30 + 512 and events[5]["device_free"] == torch.cuda.mem_get_info()[0]
+    assert "addr" not in events[5] and places(events[5]["frames"])
+    assert events[6]["addr"] == events[6]["size"] == 0 and "frames" not in events[6]
+
+
+# ---- frames --------------------------------------------------------------------------------------------------------
+
+
+def test_frames_are_the_learners_lines_innermost_first():
+    def make():
+        return torch.ones(5, device="cuda"), line()
+
+    memory._record_memory_history()
+    (x, inner), outer = make(), line()
+    del x
+    died = line() - 1
+    alloc, requested, completed = [event for event in trace() if event["action"] != "segment_alloc"]
+    assert places(alloc["frames"])[:2] == [inner, outer]
+    assert alloc["frames"][0]["name"].endswith("make") and alloc["frames"][0]["filename"] == HERE
+    assert places(requested["frames"])[0] == places(completed["frames"])[0] == died
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_no_frame_shows_how_virtual_gpus_work(shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        memory._record_memory_history()
+        net = nn.DataParallel(small_net(), [0, 1])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(torch.ones(8, 64).to("cuda:0")).sum().backward()
+        optimizer.step()
+        with torch.inference_mode():
+            torch.addmm(torch.ones(10, device="cuda"), *[torch.ones(10, 10, device="cuda")] * 2)
+        torch.ones(3, device="cuda:1").to("cuda:0", torch.float16)
+        worker = threading.Thread(target=train, args=(1,))
+        worker.start()
+        worker.join()
+        snapshot = memory._snapshot()
+    stacks = [event["frames"] for events in snapshot["device_traces"] for event in events]
+    assert len(stacks) > 100
+    for frames in stacks:
+        names = [frame["filename"] for frame in frames]
+        assert frames and not [name for name in names if name.startswith(PACKAGE) or name.endswith("torch/_ops.py")]
+        assert places(frames) or names[0] == threading.__file__, names
+    to = next(e for e in snapshot["device_traces"][0] if e["size"] == 8 * 64 * 4 and e["action"] == "alloc")
+    assert to["frames"][0]["filename"] == HERE  # not torch/autograd/function.py, which only our copies go through
+    assert any("run" in {frame["name"].split(".")[-1] for frame in frames} for frames in stacks)  # the thread's
+
+
+def test_a_module_and_a_function_of_the_learners_own_are_there():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    memory._record_memory_history()
+    x = torch.ones(100, device="cuda", requires_grad=True)
+    Twice.apply(nn.Linear(100, 1, device="cuda")(x)).backward()
+    stacks = [[f["name"].split(".")[-1] for f in event["frames"]] for event in trace() if event["action"] == "alloc"]
+    assert "forward" in {names[0] for names in stacks if "apply" in names[1:2] or names[1].startswith("test_")}
+    assert ["backward", "apply", "_engine_run_backward"] in [names[:3] for names in stacks]
+    assert ["forward", "_call_impl", "_wrapped_call_impl"] in [names[:3] for names in stacks]
+
+
+def test_backward_names_the_line_that_called_it_and_with_anomaly_detection_the_forward():
+    memory._record_memory_history()
+    with torch.autograd.set_detect_anomaly(True):
+        x = torch.ones(1000, device="cuda", requires_grad=True)
+        y = x.exp()
+        forward = line() - 1
+        y.sum().backward()
+        backward = line() - 1
+    events = [event for event in trace() if event["action"] == "alloc" and "forward_frames" in event]
+    assert events and all(places(event["frames"])[0] == backward for event in events)
+    assert any(f"line {forward}," in entry for event in events for entry in event["forward_frames"])
+    assert not [e for event in events for e in event["forward_frames"] if PACKAGE in e]
+    del x, y
+
+
+def test_blocks_remember_where_they_were_made():
+    before = torch.ones(700, device="cuda")
+    memory._record_memory_history()
+    after = torch.ones(800, device="cuda")
+    made = line() - 1
+    segments = torch.cuda.memory_snapshot()
+    blocks = {b["requested_size"]: places(b["frames"]) for s in segments for b in s["blocks"] if b["requested_size"]}
+    assert blocks[2800] == [] and blocks[3200][0] == made
+    assert segments[0]["frames"] == []  # it was there before
+    del before, after
+
+
+# ---- what is recorded ----------------------------------------------------------------------------------------------
+
+
+def frames_of(context, **options):
+    """Which events have a stack, and whether a block has one."""
+    memory._record_memory_history(context=context, clear_history=True, **options)
+    x, y = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
+    del y
+    snapshot = memory._snapshot()
+    has = {event["action"]: "frames" in event for event in snapshot["device_traces"][0]}
+    alloc, free = (
+        next(e for e in snapshot["device_traces"][0] if e["action"] == a) for a in ("alloc", "free_requested")
+    )
+    block = any(b["frames"] for s in snapshot["segments"] for b in s["blocks"])
+    del x
+    return has, block, alloc.get("frames") == free.get("frames")
+
+
+def test_how_many_stacks_are_kept():
+    has, block, _ = frames_of(None)
+    assert not any(has.values()) and not block
+    has, block, _ = frames_of("state")
+    assert not any(has.values()) and block
+    has, block, _ = frames_of("alloc")
+    assert has["alloc"] and has["free_requested"] and block
+    has, block, same = frames_of("all", stacks="python")
+    assert has["alloc"] and has["free_completed"] and block and not same
+
+
+def test_with_context_alloc_a_free_shows_where_its_block_was_made():
+    memory._record_memory_history(context="alloc")
+    x = torch.ones(1000, device="cuda")
+    made = line() - 1
+    del x
+    assert [places(event["frames"])[0] for event in trace()] == [made] * 4
+
+
+def test_only_the_last_entries_are_kept():
+    memory._record_memory_history(max_entries=3)
+    for n in range(1, 6):
+        torch.ones(n, device="cuda")
+    assert [(e["action"], e["size"]) for e in trace()] == [
+        ("alloc", 20),
+        ("free_requested", 20),
+        ("free_completed", 20),
+    ]
+    memory._record_memory_history("state", clear_history=True)
+    torch.ones(7, device="cuda")
+    assert [e["action"] for e in trace()] == ["free_completed"]
+
+
+@pytest.mark.parametrize("max_entries", [1, 2, 3, 4, 5, 10_000])
+def test_a_history_without_stacks_has_the_same_events(max_entries):
+    """It is noted on another path, in fewer entries."""
+    found = []
+    for context in (None, "state", "all"):
+        with virtual_gpus(1):
+            memory._record_memory_history(context=context, max_entries=max_entries)
+            train(2)
+            events = [(e["action"], e["addr"], e["size"], e["stream"], e["user_metadata"]) for e in trace()]
+        found.append(events)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == max_entries or 100 < len(found[0]) < max_entries
+
+
+def test_a_longer_ring_does_not_bring_back_what_was_dropped():
+    memory._record_memory_history(context=None, max_entries=3)
+    for n in range(1, 4):
+        torch.ones(n, device="cuda")
+    memory._record_memory_history(context=None, max_entries=100)
+    assert [(e["action"], e["size"]) for e in trace()] == [
+        ("alloc", 12),
+        ("free_requested", 12),
+        ("free_completed", 12),
+    ]
+    torch.ones(4, device="cuda")
+    assert [e["action"] for e in trace()][3:] == ["snapshot", "alloc", "free_requested", "free_completed"]
+
+
+def test_skipped_actions_history_kept_and_cleared():
+    memory._record_memory_history(skip_actions=["free_requested", "snapshot"])
+    torch.ones(1, device="cuda")
+    assert [e["action"] for e in trace()] == ["segment_alloc", "alloc", "free_completed"]
+    memory._record_memory_history()
+    assert len(trace()) == 3
+    memory._record_memory_history(clear_history=True)
+    assert trace() == []
+    with pytest.raises(RuntimeError, match="Unknown TraceEntry action: allocate"):
+        memory._record_memory_history(skip_actions=["allocate"])
+
+
+def test_legacy_calls():
+    memory._record_memory_history(True, trace_alloc_max_entries=100, trace_alloc_record_context=True)
+    x = torch.ones(1, device="cuda")
+    assert [event["action"] for event in trace()] == ["segment_alloc", "alloc"] and trace()[1]["frames"]
+    memory._record_memory_history(True, record_context=False)
+    assert "frames" not in trace()[-1] and len(trace()) == 1
+    memory._record_memory_history(False)
+    assert trace() == [] and not torch._C._cuda_isHistoryEnabled()
+    del x
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [({"enabled": "alloc"}, "expected state to be 'state', 'all', or None"),
+     ({"context": "none"}, "expected context to be 'state', 'alloc', 'all', or None"),
+     ({"stacks": "cpp"}, "expected stacks to be 'python', or 'all'")],
+)  # fmt: skip
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        memory._record_memory_history(**arguments)
+
+
+@pytest.mark.skipif(VERSION < (2, 14), reason="this PyTorch has no history of pinned memory")
+def test_pinned_memory_has_no_history():
+    with pytest.raises(NotModelled, match="record_pinned_host_memory"):
+        memory._record_memory_history(record_pinned_host_memory=True)
+    memory._record_memory_history(record_cuda=False)
+    assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_stopping_forgets_the_history_and_blocks_keep_their_stacks():
+    memory._record_memory_history()
+    kept, lost = torch.ones(1000, device="cuda"), torch.ones(3000, device="cuda")
+    memory._record_memory_history(enabled=None)
+    del lost
+    later = torch.ones(2900, device="cuda")  # takes the place of `lost`, unseen
+    snapshot = memory._snapshot()
+    assert snapshot["device_traces"] == [[], []] and active().gpus[0].allocator.observers == []
+    blocks = {b["requested_size"]: b["frames"] for s in snapshot["segments"] for b in s["blocks"]}
+    assert blocks[4000] and blocks[11600] == []
+    memory._record_memory_history()
+    blocks = {b["requested_size"]: b["frames"] for s in memory._snapshot()["segments"] for b in s["blocks"]}
+    assert blocks[4000] and blocks[11600] == []
+    del kept, later
+
+
+def test_recording_ends_with_the_gpus():
+    with virtual_gpus(1):
+        memory._record_memory_history()
+        x = torch.ones(10, device="cuda")
+        inner = active()
+        assert len(trace()) == 2
+    assert not torch._C._cuda_isHistoryEnabled() and memory._snapshot()["device_traces"] == [[], []]
+    allocator = inner.gpus[0].allocator
+    assert allocator.observers == [] and not inner.history.recorders[0].entries
+    del x
+    with virtual_gpus(1):
+        assert trace() == [] and not torch._C._cuda_isHistoryEnabled()
+
+
+def test_recording_keeps_no_tensor_alive():
+    class Module(nn.PReLU):  # no matmul: its workspace would stay
+        pass
+
+    gc.disable()
+    try:
+        memory._record_memory_history()
+        net, x = Module(100, device="cuda"), torch.ones(10, 100, device="cuda")
+        dead = weakref.ref(net), weakref.ref(x)
+        net(x).sum().backward()
+        del net, x
+        assert [ref() for ref in dead] == [None, None] and torch.cuda.memory_allocated() == 0
+        *_, used = used_after_each(trace())
+        assert used == {}
+        snapshot = memory._snapshot()
+        assert not [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.is_cuda] and snapshot
+    finally:
+        gc.enable()
+
+
+def test_metadata_and_annotations():
+    memory._record_memory_history()
+    memory._set_memory_metadata("step 1")
+    x = torch.ones(10, device="cuda")
+    assert memory._get_memory_metadata() == "step 1"
+    memory._set_memory_metadata("")
+    y = torch.ones(10, device="cuda")
+    with torch.profiler.record_function("forward"):
+        pass
+    other = threading.Thread(target=lambda: torch.profiler.record_function("elsewhere").__enter__())
+    other.start()
+    other.join()
+    snapshot = memory._snapshot()
+    assert [event["user_metadata"] for event in snapshot["device_traces"][0]] == ["step 1", "step 1", ""]
+    marks = snapshot["external_annotations"]
+    assert [(m["name"], m["stage"], m["device"]) for m in marks] == [("forward", "START", 0), ("forward", "END", 0)]
+    assert all(set(mark) == {"name", "stage", "device", "time_us"} for mark in marks)
+    if hasattr(memory, "_annotate_tensor"):
+        memory._annotate_tensor(x[3:], "kept for backward")
+        event = trace()[-1]
+        assert (event["action"], event["user_metadata"], event["size"]) == ("annotate", "kept for backward", 40)
+        with pytest.raises(ValueError, match="expected a CUDA tensor"):
+            memory._annotate_tensor(torch.ones(3), "no")
+    del x, y
+
+
+def test_torchscript_still_compiles_record_function():
+    def scripted(x):
+        with torch.autograd.profiler.record_function("inside"):
+            y = x + 1
+        return y
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # from 2.13 on torch.jit is deprecated
+        compiled = torch.jit.script(scripted)
+    assert compiled(torch.ones(2, device="cuda")).tolist() == [2, 2]
+
+
+def test_allocator_settings():
+    with pytest.warns(FutureWarning):
+        memory._set_allocator_settings("per_process_memory_fraction:0.5,pinned_use_background_threads:True")
+    assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
+    settings = memory._snapshot()["allocator_settings"]
+    assert settings["PYTORCH_CUDA_ALLOC_CONF"].startswith("per_process_memory_fraction:0.5")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False, backend:native")
+    with pytest.raises(NotModelled, match="backend:cudaMallocAsync"):
+        torch._C._accelerator_setAllocatorSettings("per_process_memory_fraction:0.9,backend:cudaMallocAsync")
+    assert torch.cuda.get_per_process_memory_fraction(0) == 0.5
+    with pytest.raises(ValueError, match="Unrecognized key 'max_split'"):
+        torch._C._accelerator_setAllocatorSettings("max_split:3")
+
+
+# ---- several GPUs, threads, interruptions --------------------------------------------------------------------------
+
+
+def test_each_gpu_has_a_trace_of_its_own():
+    memory._record_memory_history()
+    a = torch.ones(100, device="cuda:1")
+    b = a.to("cuda:0")
+    traces = memory._snapshot()["device_traces"]
+    assert [[(e["action"], e["size"]) for e in t] for t in traces] == [[("segment_alloc", 2 * MIB), ("alloc", 400)]] * 2
+    assert traces[0][0]["time_us"] >= traces[1][-1]["time_us"]
+    del a, b
+
+
+def test_threads_on_two_gpus_leave_traces_that_make_sense():
+    memory._record_memory_history()
+
+    def work(number):
+        torch.manual_seed(number)
+        held = []
+        for n in range(60):
+            held.append(torch.empty(1 + 997 * n * (number + 1), dtype=torch.uint8, device=f"cuda:{n % 2}"))
+            if n % 3 == 0:
+                del held[n // 5]
+            if n % 20 == 0:
+                memory._snapshot()
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for device in range(2):
+        *_, used = used_after_each(trace(device))
+        assert used == {} and torch.cuda.memory_allocated(device) == 0
+        names = {frame["name"].split(".")[-1] for event in trace(device) for frame in event.get("frames", [])}
+        assert "work" in names
+
+
+def test_garbage_that_dies_in_cycles_is_traced():
+    memory._record_memory_history()
+    for _ in range(3):
+        cycle = [torch.ones(50, device="cuda")]
+        cycle.append(cycle)
+    del cycle
+    gc.collect()
+    collected = line() - 1
+    events = trace()
+    *_, used = used_after_each(events)
+    assert used == {}
+    assert collected in {places(event["frames"])[0] for event in events if event["action"] == "free_requested"}
+
+
+def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
+    files = tuple(PACKAGE + name for name in ("history.py", "stacks.py"))
+    moment, happened = 0, True
+    while happened:
+        happened, left = False, moment
+
+        def interrupt(frame, event, argument):
+            nonlocal happened, left
+            if event == "line" and frame.f_code.co_filename in files:
+                left -= 1
+                if left == 0:
+                    happened = True
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return interrupt
+
+        memory._record_memory_history(clear_history=True)
+        moment += 1
+        left = moment
+        sys.settrace(interrupt)
+        try:
+            for _ in range(2):
+                x = torch.ones(30, device="cuda")
+                y = x.to("cuda:1")
+                del x, y
+            torch.cuda.empty_cache()
+        except KeyboardInterrupt:
+            assert happened
+        finally:
+            sys.settrace(None)
+        x = y = None
+        z = torch.ones(40, device="cuda")
+        assert torch.cuda.memory_allocated(0) == 512 and torch.cuda.memory_allocated(1) == 0
+        assert [e["size"] for e in trace() if e["action"] == "alloc"][-1] == 160
+        del z
+        assert torch.cuda.memory_allocated(0) == 0
+        assert [e["size"] for e in trace() if e["action"] == "free_completed"][-1] == 160
+        torch.cuda.empty_cache()
+    assert moment > 50
+
+
+# ---- out of memory -------------------------------------------------------------------------------------------------
+
+
+def test_an_observer_dumps_a_snapshot_when_memory_runs_out(tmp_path):
+    seen = []
+
+    def observer(device, alloc_size, device_total, device_free):
+        seen.append((device, alloc_size, device_total, device_free))
+        memory._dump_snapshot(str(tmp_path / "oom.pickle"))
+
+    memory._record_memory_history()
+    torch._C._cuda_attach_out_of_memory_observer(observer)
+    held = torch.ones(100 * MIB, dtype=torch.uint8, device="cuda:1")
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB") as caught:
+        torch.ones(2**31 - 1, dtype=torch.uint8, device="cuda:1")
+    failed = caught.traceback[0].lineno + 1
+    free = torch.cuda.mem_get_info(1)[0]
+    assert seen == [(1, 2**31, 2**30, free)]
+    with open(tmp_path / "oom.pickle", "rb") as file:
+        snapshot = pickle.load(file)
+    *_, event = snapshot["device_traces"][1]
+    assert event["action"] == "oom" and event["device_free"] == free and places(event["frames"])[0] == failed
+    assert "OutOfMemoryError" in viz.trace(snapshot)
+    active_blocks = [b for s in snapshot["segments"] for b in s["blocks"] if b["state"] == "active_allocated"]
+    assert [b["size"] for b in active_blocks] == [100 * MIB]
+    torch.cuda.set_per_process_memory_fraction(0.25, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ones(2**30, dtype=torch.uint8, device="cuda:1")
+    assert seen[1][2] == 256 * MIB
+    del held
+
+
+def test_an_observer_may_use_the_gpu_and_free_memory():
+    held, made = [torch.ones(600 * MIB, dtype=torch.uint8, device="cuda")], []
+
+    def observer(*figures):
+        held.clear()
+        made.append(torch.ones(10, device="cuda") * 2)
+
+    torch._C._cuda_attach_out_of_memory_observer(observer)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ones(600 * MIB, dtype=torch.uint8, device="cuda") + 1
+    assert made[0].device == torch.device("cuda:0") and made[0].tolist() == [2] * 10
+    assert torch.cuda.memory_allocated() == 512
+    assert torch.ones(600 * MIB, dtype=torch.uint8, device="cuda").is_cuda  # now it fits
+
+
+def test_what_an_observer_raises_is_raised():
+    def observer(*figures):
+        raise LookupError("from the observer")
+
+    torch._C._cuda_attach_out_of_memory_observer(observer)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="from the observer"):
+            torch.ones(2**31, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() == 0 and torch.ones(3, device="cuda").is_cuda
+
+
+# ---- PyTorch's own tools -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dumped(tmp_path):
+    memory._record_memory_history()
+    before = memory._snapshot()
+    train(1)
+    x = torch.ones(45 * MIB, dtype=torch.uint8, device="cuda")  # more than any workspace: a segment of its own
+    memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    del x
+    return before, tmp_path / "snapshot.pickle"
+
+
+def test_text_tools(dumped):
+    before, path = dumped
+    snapshot = pickle.loads(path.read_bytes())
+    text = viz.segsum(snapshot)
+    assert "[aaa] 46.0MiB allocated, 1.0MiB (100.0% internal) free" in text
+    assert f"segments: {len(snapshot['segments'])}" in text
+    told = viz.trace(snapshot)
+    assert "cudaMalloc(" in told and "45.0MiB]" in told and "free completed for" in told
+    for flamegraph in (viz.memory(snapshot, str), viz.segments(snapshot, str)):
+        assert re.search(r"active_allocated;.*test_snapshots.py:\d+:dumped 47185920", flamegraph)
+    compared = viz.compare(before["segments"], snapshot["segments"], str)
+    assert re.search(r"only_after;.*;active_allocated;.*:dumped 47185920", compared)
+    allocated = sum(map(viz.calc_active, snapshot["segments"]))
+    assert allocated >= 45 * MIB and allocated % 512 == 0
+    filtered = viz.filter_alloc_free_pairs(pickle.loads(path.read_bytes()))
+    assert [e["size"] for e in filtered["device_traces"][0] if e["action"] == "alloc"].count(45 * MIB) == 1
+
+
+def data_in(page):
+    """The snapshot in a page that PyTorch wrote, and the kind of plot."""
+    files, kind = re.search(r"local_files = (\[.*\])\nadd_local_files\(local_files, '(.*)'\)", page).groups()
+    (file,) = json.loads(files)
+    return pickle.loads(base64.b64decode(file["base64"])), kind
+
+
+def test_pages_carry_the_snapshot(dumped):
+    snapshot = pickle.loads(dumped[1].read_bytes())
+    for page, kind in ((viz.trace_plot(snapshot), "Active Memory Timeline"),
+                       (viz.segment_plot(snapshot), "Allocator State History")):  # fmt: skip
+        assert data_in(page) == (snapshot, kind)
+
+
+def test_the_command_line_writes_a_page_and_reads_a_snapshot_without_gpus(dumped, tmp_path):
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-m", "torch.cuda._memory_viz"]
+    subprocess.run([*command, "trace_plot", str(dumped[1]), "-o", str(page)], check=True, capture_output=True)
+    assert data_in(page.read_text())[0] == pickle.loads(dumped[1].read_bytes())
+    done = subprocess.run([*command, "stats", str(dumped[1])], check=True, capture_output=True, text=True)
+    assert "46.0MiB allocated" in done.stdout
+
+
+def test_usage_flamegraphs(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_segments", lambda snapshot: viz.segments(snapshot, str))  # else it wants the network
+    monkeypatch.setattr(memory, "_memory", lambda snapshot: viz.memory(snapshot, str))
+    memory._record_memory_history()
+    x = torch.ones(1000, device="cuda")
+    for save in (memory._save_segment_usage, memory._save_memory_usage):
+        save(str(tmp_path / "usage.svg"))
+        assert "active_allocated" in (tmp_path / "usage.svg").read_text()
+    del x
+
+
+def test_the_profilers_plot(recwarn):
+    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as profile:
+        x = torch.ones(1000, device="cuda", requires_grad=True)
+        (x * 2).sum().backward()
+    snapshot, kind = data_in(viz.profile_plot(profile))
+    assert kind == "Active Memory Timeline" and any(snapshot["device_traces"])
+
+
+def test_the_rest_of_memory_reporting_works_beside_it():
+    memory._record_memory_history()
+    x = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    assert "3072 KiB" in torch.cuda.memory_summary()
+    (segment,) = torch.cuda.memory_snapshot()
+    assert segment["allocated_size"] == 3 * MIB and places(segment["blocks"][0]["frames"])
+    assert torch.cuda.memory_snapshot(mempool_id=(0, 0)) and torch.cuda.memory_snapshot(mempool_id=(0, 1)) == []
+    with pytest.raises(NotModelled, match="host_memory_stats"):
+        torch.cuda.host_memory_stats()
+    del x

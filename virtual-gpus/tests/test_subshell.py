@@ -1,0 +1,61 @@
+"""JupyterLab runs widget callbacks in a kernel subshell, a thread of its own: a slider may name a GPU too."""
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+START = """
+import torch
+from virtual_gpus import virtual_gpus
+virtual_gpus(3, memory="1 GiB").start()
+weight = torch.ones(1000, device="cuda:2", requires_grad=True)
+"""
+CALLBACK = """
+import threading
+x = torch.zeros(3, device="cuda:1")
+y = (weight * 2).sum()
+y.backward()
+print(threading.current_thread() is threading.main_thread(), x.device, y.device, weight.grad.device,
+      torch.cuda.memory_allocated(1), torch.cuda.current_device())
+"""
+
+
+def run(client, code, subshell=None):
+    """Run `code` in the main shell or in a subshell; what it printed. Fails on an error in the cell."""
+    content = {"code": code, "silent": False, "store_history": False, "user_expressions": {},
+               "allow_stdin": False, "stop_on_error": True}  # fmt: skip
+    message = client.session.msg("execute_request", content)
+    message["header"]["subshell_id"] = subshell
+    client.shell_channel.send(message)
+    printed = []
+    while True:
+        reply = client.get_iopub_msg(timeout=120)
+        if reply["parent_header"].get("msg_id") != message["header"]["msg_id"]:
+            continue
+        if reply["msg_type"] == "stream" and reply["content"]["name"] == "stdout":
+            printed.append(reply["content"]["text"])
+        assert reply["msg_type"] != "error", reply["content"]["evalue"]
+        if reply["msg_type"] == "status" and reply["content"]["execution_state"] == "idle":
+            return "".join(printed)
+
+
+def create_subshell(client):
+    message = client.session.msg("create_subshell_request")
+    client.control_channel.send(message)
+    reply = client.get_control_msg(timeout=60)
+    return reply["content"]["subshell_id"]
+
+
+@pytest.mark.parametrize("subshell_first", [False, True], ids=["new thread", "thread from before"])
+def test_a_subshell_sees_the_gpus(subshell_first):
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        subshell = create_subshell(client) if subshell_first else None
+        if subshell_first:
+            run(client, "1 + 1", subshell)  # the thread exists before there are virtual GPUs
+        run(client, START)
+        subshell = subshell or create_subshell(client)
+        assert run(client, CALLBACK, subshell).strip() == "False cuda:1 cuda:2 cuda:2 512 0"
+        assert run(client, CALLBACK).strip().startswith("True cuda:1 cuda:2 cuda:2")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

@@ -1,0 +1,337 @@
+"""On, off, nested, out of order, by decorator, from several threads: afterwards everything is as it was."""
+
+import asyncio
+import concurrent.futures
+import importlib
+import pkgutil
+import threading
+
+import pytest
+import snapshots
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from virtual_gpus import NotModelled, active_machine, patches, virtual_gpus
+
+
+@pytest.fixture(autouse=True)
+def all_as_before(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with virtual_gpus(1):  # once, so that what PyTorch imports on first use is there
+        x = torch.ones(2, device="cuda", requires_grad=True)
+        torch.optim.SGD([x], lr=0.1).step()
+    before = snapshots.picture()
+    assert before[1]["machine"] is None and before[1]["dispatch modes"] == 0
+    yield
+    assert snapshots.differences(before) == []
+
+
+def train():
+    """A little of everything that switches modes: autograd, an optimizer, DataParallel, random numbers."""
+    net = torch.nn.DataParallel(torch.nn.Linear(4, 3).to("cuda:0"))
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.randn(8, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    return torch.cuda.memory_allocated(0)
+
+
+def in_thread(function):
+    """What `function` returns, or raises, in a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+# ---- the three forms ---------------------------------------------------------------------------------------
+
+
+def test_context_manager():
+    with virtual_gpus(3, memory="1 GiB") as gpus:
+        assert gpus == [torch.device("cuda", i) for i in range(3)]
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 3
+        assert torch.ones(2, device="cuda:2").is_cuda
+        assert train() > 0
+    assert active_machine() is None
+
+
+def test_start_and_stop():
+    gpus = virtual_gpus(2)
+    assert gpus.start() == [torch.device("cuda:0"), torch.device("cuda:1")]
+    with pytest.raises(RuntimeError, match="on already"):
+        gpus.start()
+    assert torch.cuda.device_count() == 2
+    gpus.stop()
+    gpus.stop()  # does nothing
+    assert gpus.start() and torch.cuda.memory_allocated() == 0  # and again, as new
+    gpus.stop()
+
+
+def test_decorator_gives_fresh_gpus_to_every_call():
+    @virtual_gpus(2)
+    def allocate(n, *, kept):
+        """A docstring."""
+        assert torch.cuda.memory_allocated(1) == 0
+        kept.append(torch.ones(n, device="cuda:1"))
+        return active_machine()
+
+    kept = []
+    first, second = allocate(10, kept=kept), allocate(10, kept=kept)
+    assert first is not second and active_machine() is None
+    assert allocate.__name__ == "allocate" and allocate.__doc__ == "A docstring."
+
+
+def test_decorated_function_calls_itself():
+    @virtual_gpus(2)
+    def count(depth):
+        return torch.cuda.device_count() if depth == 0 else count(depth - 1)
+
+    assert count(5) == 2
+
+
+def test_decorated_generator_has_its_gpus_until_it_ends():
+    @virtual_gpus(2)
+    def batches():
+        for i in range(3):
+            sent = yield torch.full((2,), i, device="cuda:1")
+            assert sent is None
+        return "done"
+
+    assert active_machine() is None
+    assert [b.device.type for b in batches()] == ["cuda"] * 3  # asked while it ran
+    unfinished = batches()
+    assert next(unfinished).is_cuda and active_machine() is not None
+    unfinished.close()
+    assert active_machine() is None
+
+
+def test_decorated_coroutine():
+    @virtual_gpus(2)
+    async def work():
+        await asyncio.sleep(0)
+        return torch.ones(2, device="cuda:1").is_cuda
+
+    assert asyncio.run(work()) is True
+
+
+def test_bad_arguments_show_where_they_are_written():
+    for bad in ({"count": 0}, {"count": 2.5}, {"memory": "much"}, {"kind": "Z80"}):
+        with pytest.raises(ValueError):
+            virtual_gpus(**bad)
+
+
+# ---- nesting -----------------------------------------------------------------------------------------------
+
+
+def test_inner_gpus_are_other_cards():
+    with virtual_gpus(4, memory="2 GiB"):
+        outer = torch.ones(1000, device="cuda:3")
+        with virtual_gpus(2, memory="1 GiB"):
+            assert torch.cuda.device_count() == 2 and torch.cuda.memory_allocated(1) == 0
+            with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
+                torch.ones(1, device="cuda:3")
+            assert torch.cuda.get_device_properties(0).total_memory == 1 << 30
+        assert torch.cuda.device_count() == 4 and torch.cuda.memory_allocated(3) == 4096
+        assert (outer + 1).device == torch.device("cuda:3")
+
+
+def test_outer_tensors_inside_stay_on_their_own_cards():
+    with virtual_gpus(4):
+        outer = torch.ones(1000, device="cuda:1")
+        with virtual_gpus(2):
+            inner = torch.ones(1000, device="cuda:1")
+            with pytest.raises(RuntimeError, match="belongs to other virtual_gpus.*sets inside one another"):
+                outer + inner
+            more = outer * 2  # works, over there
+            assert torch.cuda.memory_allocated(1) == 4096
+            assert (outer.to("cuda:1") + inner).sum().item() == 2000.0
+            assert outer.cpu().sum().item() == 1000.0
+        assert torch.cuda.memory_allocated(1) == 8192
+        del more, inner
+        assert torch.cuda.memory_allocated(1) == 4096
+
+
+def test_current_device_of_the_outer_comes_back():
+    with virtual_gpus(4):
+        torch.cuda.set_device(3)
+        with virtual_gpus(2):
+            assert torch.cuda.current_device() == 0
+            torch.cuda.set_device(1)
+        assert torch.cuda.current_device() == 3
+
+
+def test_stopped_out_of_order():
+    outer, inner = virtual_gpus(4), virtual_gpus(2)
+    outer.start()
+    x = torch.ones(10, device="cuda:3")
+    inner.start()
+    outer.stop()
+    assert torch.cuda.device_count() == 2 and x.device.type == "cpu"
+    assert torch.ones(2, device="cuda:1").is_cuda
+    inner.stop()
+
+
+def test_stopped_under_a_mode_that_stays():
+    class Other(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Other.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    gpus = virtual_gpus(2)
+    gpus.start()
+    with Other():
+        assert torch.ones(2, device="cuda:1").is_cuda
+        gpus.stop()
+        seen = Other.seen
+        assert torch.ones(2).device.type == "cpu" and Other.seen > seen
+
+
+# ---- whatever happens inside -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_exceptions_inside(error):
+    with pytest.raises(error):
+        with virtual_gpus(4):
+            with virtual_gpus(2):
+                train()
+                raise error
+    with pytest.raises(error):
+
+        @virtual_gpus(2)
+        def fails():
+            train()
+            raise error
+
+        fails()
+
+
+def test_errors_of_pytorch_inside():
+    with virtual_gpus(2, memory="64 MiB"):
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(1 << 26, device="cuda:1")
+        with pytest.raises(NotModelled, match="torch.compile"):
+            torch.compile(torch.nn.Linear(2, 2))
+
+
+def test_a_failure_while_switching_on(monkeypatch):
+    monkeypatch.setattr(patches.smi, "rows", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
+    with pytest.raises((TypeError, AttributeError)):
+        virtual_gpus(2).start()
+
+
+def test_a_default_device_that_goes_with_the_gpus():
+    with virtual_gpus(2):
+        torch.set_default_device("cuda:1")
+        assert torch.ones(2).device == torch.ones(2, device="cuda:1").device
+    assert torch.ones(2).device.type == "cpu"
+
+
+def test_the_device_context_afterwards():
+    with virtual_gpus(2):
+        with torch.device("cuda:1"):
+            assert torch.tensor([1.0]).is_cuda and torch.zeros(2).is_cuda
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta and torch.zeros(2).is_meta
+
+
+def test_tensors_that_outlive_their_gpus_are_cpu_tensors():
+    weight = torch.ones(3, requires_grad=True)
+    with virtual_gpus(4):
+        x = torch.ones(3, device="cuda:3")
+        loss = (weight.to("cuda:2") * 2).to("cuda:1").sum()
+    assert not x.is_cuda and (x + torch.ones(3)).sum().item() == 6.0 and x.cpu() is x and x.numpy().sum() == 3.0
+    with virtual_gpus(2):  # other GPUs know nothing of them
+        assert not x.is_cuda and (x + torch.ones(3)).device.type == "cpu" and x.to("cuda:1").is_cuda
+        assert x.clone().untyped_storage().device.type == "cpu"
+    loss.backward()
+    assert weight.grad.tolist() == [2.0] * 3
+
+
+# ---- threads that switch -----------------------------------------------------------------------------------
+
+
+def test_started_in_one_thread_and_stopped_in_another():
+    gpus = virtual_gpus(2)
+    gpus.start()
+    in_thread(gpus.stop)
+    assert active_machine() is None and torch.ones(2).device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError)):  # not on a GPU any more
+        torch.ones(2, device="cuda")
+    with virtual_gpus(1):  # the idle mode goes with the next ones
+        assert torch.ones(2, device="cuda").is_cuda
+
+
+def test_started_in_another_thread():
+    gpus = virtual_gpus(2)
+    in_thread(gpus.start)
+    assert torch.ones(2, device="cuda:1").is_cuda and train() > 0
+    gpus.stop()
+
+
+def test_a_thread_that_outlives_the_gpus():
+    ready, go, seen = threading.Event(), threading.Event(), []
+
+    def work():
+        seen.append(torch.ones(2, device="cuda:1").is_cuda)
+        ready.set()
+        go.wait()
+        seen.append((torch.ones(2) + 1).device.type)
+        seen.append(snapshots._python_dispatch._len_torch_dispatch_stack())
+
+    with virtual_gpus(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        ready.wait()
+    go.set()
+    thread.join()
+    assert seen == [True, "cpu", 1]
+
+
+def test_many_threads_switch_at_once():
+    def work(count):
+        gpus = virtual_gpus(count)
+        for _ in range(20):
+            gpus.start()
+            torch.ones(2, device="cuda:0")
+            gpus.stop()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(1, 5)))
+    assert active_machine() is None
+
+
+# ---- the public names --------------------------------------------------------------------------------------
+
+PUBLIC = {
+    "virtual_gpus": {"NotModelled", "active_machine", "record_timeline", "virtual_gpus"},
+    "virtual_gpus.__main__": {"main", "parse"},
+}
+
+
+def public_names(module) -> set[str]:
+    """`__all__`, or every name without an underscore that was defined in the module itself."""
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
+    own = {n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+    return {n for n in own if not n.startswith("_")}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_frozen(name):
+    assert public_names(importlib.import_module(name)) == PUBLIC[name]
+
+
+def test_the_public_class_is_frozen():
+    assert {n for n in vars(virtual_gpus) if not n.startswith("_")} == {"start", "stop"}
+
+
+def test_importing_a_module_switches_nothing_on():
+    package = importlib.import_module("virtual_gpus")
+    names = [m.name for m in pkgutil.walk_packages(package.__path__, "virtual_gpus.")]
+    assert len(names) > 50
+    for name in names:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    assert active_machine() is None

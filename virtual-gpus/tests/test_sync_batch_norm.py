@@ -1,0 +1,76 @@
+"""SyncBatchNorm on two virtual GPUs, one rank each: the same numbers as BatchNorm on one GPU with all samples."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from virtual_gpus import virtual_gpus
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+SIZES = [3, 4]  # samples per rank, unequal
+SHAPES = {"images": (7, 5, 3, 3), "rows": (7, 5), "one sample on a rank": (7, 5, 1, 1)}
+
+
+def network(dimensions, affine):
+    torch.manual_seed(1)
+    norm = nn.BatchNorm2d(5, affine=affine) if dimensions == 4 else nn.BatchNorm1d(5, affine=affine)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    first = nn.Conv2d(5, 5, 1) if dimensions == 4 else nn.Linear(5, 5)
+    return nn.Sequential(first, norm, nn.Tanh())
+
+
+def results(net, x, y, share):
+    """Two steps: gradients of the second (of input and parameters), and the running statistics."""
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        net.zero_grad()
+        loss = ((net(x) - y) ** 2).sum() * share
+        loss.backward()
+    return [p.grad.cpu() for p in net.parameters()] + [b.cpu() for b in net.buffers()]
+
+
+def rank_main(rank, folder, shape, sizes, affine):
+    torch.set_num_threads(1)
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(network(len(shape), affine)).to("cuda")
+    net = DistributedDataParallel(net, device_ids=[rank])
+    x, y = (part.split(sizes)[rank].to("cuda") for part in data(shape))
+    torch.save(results(net, x, y, share=2), f"{folder}/{rank}.pt")  # DDP takes the mean of two ranks
+    dist.destroy_process_group()
+
+
+def data(shape):
+    torch.manual_seed(0)
+    return torch.randn(shape), torch.randn(shape)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("what", SHAPES)
+def test_as_batch_norm_with_all_samples(what, affine, tmp_path):
+    shape, sizes = SHAPES[what], [1, 6] if what.startswith("one") else SIZES
+    with virtual_gpus(2):
+        args = (str(tmp_path), shape, sizes, affine)
+        mp.start_processes(rank_main, args=args, nprocs=2, start_method="fork")
+    answers = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    torch.testing.assert_close(*answers)
+    expected = results(network(len(shape), affine), *data(shape), share=1)
+    torch.testing.assert_close(answers[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_added_up_in_float32(dtype):
+    x = torch.randn(64, 3, 5, 5)
+    with virtual_gpus(1):
+        on_gpu = x.to("cuda", dtype)
+        mean, invstd = torch.batch_norm_stats(on_gpu, 1e-5)
+        assert mean.dtype == invstd.dtype == torch.float32 and mean.is_cuda
+        normal = torch.batch_norm_elemt(on_gpu, None, None, mean, invstd, 1e-5)
+        assert normal.dtype == dtype
+        torch.testing.assert_close(mean.cpu(), x.to(dtype).float().mean((0, 2, 3)))
+        assert normal.float().mean().abs().item() < 1e-2
+        assert torch.cuda.memory_allocated() == 2 * (64 * 3 * 25 * 2 // 512 + 1) * 512 + 2 * 512

@@ -1,0 +1,70 @@
+"""virtual_gpus(torch_version=...): memory as another PyTorch uses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from virtual_gpus import __main__ as program
+from virtual_gpus import active_machine, versions, virtual_gpus
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    for name in ("TORCH_CUBLAS_WORKSPACE_CACHE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def left_by_a_product(torch_version: str | None) -> int:
+    """Bytes that are in use after a product of two matrices, above the matrices."""
+    with virtual_gpus(1, kind="H200", shapes_only=True, torch_version=torch_version):
+        a = torch.empty(64, 64, device="cuda")
+        before = torch.cuda.memory_allocated()
+        a @ a
+        return torch.cuda.memory_allocated() - before
+
+
+def test_cublas_keeps_its_workspace_up_to_2_14():
+    """32 MiB on Hopper, kept until 2.14, given back after each operator from 2.15 on."""
+    assert [left_by_a_product(f"2.{minor}") for minor in range(11, 16)] == [32 * MIB] * 4 + [0]
+
+
+def test_the_installed_version_is_the_default():
+    installed = ".".join(torch.__version__.split(".")[:2])
+    assert left_by_a_product(None) == left_by_a_product(installed)
+    with virtual_gpus(1):
+        assert versions.current() == versions.INSTALLED
+
+
+def test_versions_nest_with_their_gpus():
+    with virtual_gpus(1, torch_version="2.11.0+cu130"):
+        assert versions.current() == (2, 11)
+        with virtual_gpus(1, torch_version="2.13"):
+            assert versions.current() == (2, 13)
+        assert versions.current() == (2, 11)
+    assert versions.current() == versions.INSTALLED
+
+
+@pytest.mark.parametrize("wrong", ["2.10", "3.0", "new", "", "2", "2.1x", (2, 11)])
+def test_a_version_that_is_not_known_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"torch_version is text from '2\.11' to '2\.15', such as '2\.13', not"):
+        virtual_gpus(1, torch_version=wrong)
+
+
+def test_other_processes_get_the_same_version():
+    with virtual_gpus(2, torch_version="2.12"):
+        assert active_machine().settings()["torch_version"] == "2.12"
+    with virtual_gpus(2):
+        assert active_machine().settings()["torch_version"] is None
+
+
+def test_programs_choose_it_on_the_command_line(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    options, _ = program.parse(["--gpus", "1", "--torch", "2.11", str(script)])
+    with options.made:
+        assert versions.current() == (2, 11)
+    with pytest.raises(SystemExit):
+        program.parse(["--torch", "1.0", str(script)])
+    assert "torch_version is text from '2.11' to '2.15'" in capsys.readouterr().err
