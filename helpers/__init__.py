@@ -29,6 +29,6 @@
 Importing has no side effect; `use_gpus` switches GPUs on.
 """
 
-from helpers.devices import use_gpus
+from helpers.gpus import use_gpus
 
 __all__ = ["use_gpus"]

@@ -6,7 +6,7 @@
     block = CachingAllocator(capacity, context).malloc(nbytes)       # or OutOfMemory
 
 Nothing is switched on here, and whatever GPUs are on stay as they are. The figures are those of virtual GPUs, so that
-what is reckoned is what they count: beside `helpers.devices` the only lesson-facing module that knows of
+what is reckoned is what they count: beside `helpers.gpus` the only lesson-facing module that knows of
 `virtual_gpus`.
 """
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from helpers.launch import launch
 from helpers.models import bert_small, group_norm, small_resnet
-from helpers.ranks import rank_loader, world_size
-from helpers.training import DistributedTrainer, Trainer
+from helpers.parallel.launching import launch
+from helpers.parallel.ranks import rank_loader, world_size
+from helpers.train.loops import DistributedTrainer, Trainer
 
 LOSS = nn.CrossEntropyLoss()
 

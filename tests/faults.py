@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from helpers.launch import RankError, launch
-from helpers.ranks import connect, disconnect, rank_loader
-from helpers.training import DistributedTrainer
+from helpers.parallel.launching import RankError, launch
+from helpers.parallel.ranks import connect, disconnect, rank_loader
+from helpers.train.loops import DistributedTrainer
 from tests.ddp_jobs import LOSS, in_ranks, largest_difference, mlp, numbers, run, same, summary, trainer
 from tests.programs import descendants, free_port, held_port
 

@@ -1,4 +1,4 @@
-"""helpers.advice: the formulas against runs, the rules on cases with a known answer, picture and panel."""
+"""helpers.lesson07.advice: the formulas against runs, the rules on cases with a known answer, picture and panel."""
 
 import json
 from dataclasses import astuple
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.advice import (
+from helpers.gpus import modelled_gpus
+from helpers.lesson07.advice import (
     METHODS,
     NETS,
     Layers,
@@ -23,16 +24,15 @@ from helpers.advice import (
     peak_bytes,
     step_seconds,
 )
-from helpers.advice.sizes import stage_bytes
-from helpers.advice.stages import stages
-from helpers.devices import modelled_gpus
-from helpers.memory import peak_memory
-from helpers.methods import BERT, PYRAMIDNET, balanced_cuts, measure
-from helpers.methods.measure import _stages, step_by
+from helpers.lesson07.advice.sizes import stage_bytes
+from helpers.lesson07.advice.stages import stages
+from helpers.lesson07.methods import BERT, PYRAMIDNET, balanced_cuts, measure
+from helpers.lesson07.methods.measure import _stages, step_by
+from helpers.lesson07.scaling import Cluster
+from helpers.measure.memory import peak_memory
+from helpers.measure.timeline import record_timeline
 from helpers.models import bert_article, parameter_count, pyramidnet_article
-from helpers.plots.alt_text import alt_text
-from helpers.scaling import Cluster
-from helpers.timeline import record_timeline
+from helpers.show.plots.alt_text import alt_text
 from tests.benchmarks.methods import STORED, said
 from tests.benchmarks.nets import measured_nets
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers import article_job
-from helpers.article_job import WordLoss, bert_peaks
-from helpers.memory import MiB
+from helpers import lesson04 as article_job
+from helpers.lesson04 import WordLoss, bert_peaks
+from helpers.measure.memory import MiB
 from helpers.models import parameter_bytes
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

@@ -10,11 +10,11 @@ from virtual_gpus.gpus import kinds, spec
 from virtual_gpus.ops.reductions import buffers
 
 from helpers.models import Bert, bert_article, parameter_bytes
-from helpers.widgets.bert_fits import Verdict, judge
-from helpers.widgets.bert_memory import KINDS, METHODS, OPTIMIZERS, Job, step_memory
-from helpers.widgets.bert_sizes import Sizes
-from helpers.widgets.cards import Card, block, card
-from helpers.widgets.explorer import SLIDERS
+from helpers.show.widgets.bert_fits import Verdict, judge
+from helpers.show.widgets.bert_memory import KINDS, METHODS, OPTIMIZERS, Job, step_memory
+from helpers.show.widgets.bert_sizes import Sizes
+from helpers.show.widgets.cards import Card, block, card
+from helpers.show.widgets.explorer import SLIDERS
 from tests.benchmarks.explorer_time import errors, random_job, run
 
 MIB = 2**20

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.check import lesson00 as check
+from helpers.exercises import lesson00 as check
 from tests.check_answers import Hostile
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

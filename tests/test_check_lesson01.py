@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.check import lesson01 as check
-from helpers.check.core import NotYet
-from helpers.check.device_errors import explained, reading
+from helpers.exercises import lesson01 as check
+from helpers.exercises.core import NotYet
+from helpers.exercises.device_errors import explained, reading
 
 CHECKS = [check.with_positions, check.left_behind, check.one_per_gpu, check.emptiest_gpu, check.batch_bytes]
 

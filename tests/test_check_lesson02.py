@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import scatter
 from virtual_gpus import virtual_gpus
 
-from helpers.check import lesson02 as check
+from helpers.exercises import lesson02 as check
 from tests.check_answers import Hostile, measured_once, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

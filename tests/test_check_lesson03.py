@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.check import cuts
-from helpers.check import lesson03 as check
-from helpers.parallel_loss import DataParallelCriterion
+from helpers.exercises import cuts
+from helpers.exercises import lesson03 as check
+from helpers.parallel.loss import DataParallelCriterion
 from tests.check_answers import Hostile, measured_once, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

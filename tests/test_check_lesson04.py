@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from virtual_gpus import virtual_gpus
 
-from helpers.check import lesson04 as check
+from helpers.exercises import lesson04 as check
 from tests.check_answers import Hostile, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

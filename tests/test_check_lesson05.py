@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
-from helpers.check import lesson05 as check
-from helpers.pipeline import bubble, gpipe, one_f_one_b
+from helpers.exercises import lesson05 as check
+from helpers.parallel.pipeline import bubble, gpipe, one_f_one_b
 from tests.check_answers import Hostile, told
 
 CHECKS = [check.best_cuts, check.fewest, check.frugal, check.backward_in_parts]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
-from helpers.check import lesson06 as check
+from helpers.exercises import lesson06 as check
 from tests.check_answers import told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")

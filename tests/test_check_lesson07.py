@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from helpers.check import lesson07 as check
-from helpers.scaling import amdahl
-from helpers.timeline import time_use
-from helpers.waiting import JOBS, record_job
+from helpers.exercises import lesson07 as check
+from helpers.lesson07.scaling import amdahl
+from helpers.lesson07.waiting import JOBS, record_job
+from helpers.measure.timeline import time_use
 
 
 def share(one, many, gpus):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import checkpoints
-from helpers.checkpoints import CheckpointError, load_checkpoint, save_checkpoint, unwrap
+from helpers.train import checkpoints
+from helpers.train.checkpoints import CheckpointError, load_checkpoint, save_checkpoint, unwrap
 
 
 def net(seed=0, hidden=8):

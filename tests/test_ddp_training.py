@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from virtual_gpus import virtual_gpus
 
-from helpers.launch import launch
-from helpers.ranks import rank_loader
-from helpers.training import DistributedTrainer
-from helpers.training.micro_batches import real_batches
-from helpers.training.scores import label_weight
+from helpers.parallel.launching import launch
+from helpers.parallel.ranks import rank_loader
+from helpers.train.loops import DistributedTrainer
+from helpers.train.loops.micro_batches import real_batches
+from helpers.train.loops.scores import label_weight
 from tests.ddp_jobs import JOBS, LOSS, SGD, in_ranks, largest_difference, mlp, numbers, run, run_in_rank, same, trainer
 
 
@@ -385,7 +385,7 @@ def test_options_that_make_no_sense():
 
 
 def test_data_parallel_trains_in_fp16_and_accumulates():
-    from helpers.training import DataParallelTrainer
+    from helpers.train.loops import DataParallelTrainer
 
     def act(**options):
         torch.manual_seed(0)
@@ -403,7 +403,7 @@ def test_data_parallel_trains_in_fp16_and_accumulates():
 
 def test_data_parallel_refuses_bf16_that_its_threads_would_not_see():
     with virtual_gpus(2):
-        from helpers.training import DataParallelTrainer
+        from helpers.train.loops import DataParallelTrainer
 
         model = mlp()
         with pytest.raises(ValueError, match="threads would compute in float16"):

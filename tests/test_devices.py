@@ -4,7 +4,8 @@ import pytest
 import torch
 from virtual_gpus import active_machine, virtual_gpus
 
-from helpers import devices, use_gpus
+from helpers import gpus as devices
+from helpers import use_gpus
 
 GIB = 1 << 30
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.intervals import merged, seconds_covered
+from helpers.measure.intervals import merged, seconds_covered
 
 
 def test_what_overlaps_or_touches_is_one():

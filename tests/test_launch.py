@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.launch import launch
-from helpers.launch import rank as launch_rank
-from helpers.memory import read_memory
+from helpers.measure.memory import read_memory
+from helpers.parallel.launching import launch
+from helpers.parallel.launching import rank as launch_rank
 from tests.programs import held_port
 
 
@@ -146,7 +146,7 @@ def test_large_results():
 
 
 def test_a_thread_that_a_rank_leaves_running_does_not_hold_the_run_up(monkeypatch):
-    monkeypatch.setattr("helpers.launch.processes._LEAVE_S", 0.2)
+    monkeypatch.setattr("helpers.parallel.launching.processes._LEAVE_S", 0.2)
     assert launch(lambda rank: threading.Thread(target=threading.Event().wait).start(), ranks=1, show=False) == [None]
 
 

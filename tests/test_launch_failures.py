@@ -18,11 +18,11 @@ import torch.distributed as dist
 from test_launch import leaves_nothing  # noqa: F401  (a fixture for every test here too)
 from virtual_gpus import virtual_gpus
 
-from helpers.launch import RankError, launch
-from helpers.launch import errors as launch_errors
-from helpers.launch import processes as launch_processes
-from helpers.launch.errors import Failure, is_whole, rank_error
-from helpers.launch.processes import _Ranks
+from helpers.parallel.launching import RankError, launch
+from helpers.parallel.launching import errors as launch_errors
+from helpers.parallel.launching import processes as launch_processes
+from helpers.parallel.launching.errors import Failure, is_whole, rank_error
+from helpers.parallel.launching.processes import _Ranks
 from tests.programs import until
 
 LIMIT_S = 5  # for ranks that shall hang: a busy machine may need a second until they do
@@ -286,7 +286,7 @@ def test_the_ranks_die_with_their_parent(tmp_path):
     program = f"""
         import os, time
         from pathlib import Path
-        from helpers.launch import launch
+        from helpers.parallel.launching import launch
 
         def work(rank):
             path = Path({str(tmp_path)!r}) / f"{{rank}}.pid"
@@ -353,7 +353,8 @@ def test_a_stack_is_whole_when_the_main_thread_s_is():
     lines = [
         "Timeout (0:00:05)!", "Thread 0x1 (most recent call first):", '  File "/x/threading.py", line 1 in run', "",
         "Thread 0x2 (most recent call first):", '  File "/x/7.py", line 7 in hangs',
-        '  File "/x/helpers/launch/rank.py", line 9 in _work', '  File "/x/helpers/launch/rank.py", line 8 in run_rank',
+        '  File "/x/helpers/parallel/launching/rank.py", line 9 in _work',
+        '  File "/x/helpers/parallel/launching/rank.py", line 8 in run_rank',
         '  File "/x/process.py", line 3 in run',
     ]  # fmt: skip
     whole = [is_whole("\n".join(lines[:number])) for number in range(len(lines) + 1)]

@@ -12,7 +12,7 @@ CELLS = {
         import os, sys, time
         import torch, torch.distributed as dist
         from helpers import use_gpus
-        from helpers.launch import launch
+        from helpers.parallel.launching import launch
         gpus = use_gpus(2, memory="1 GiB")
         (torch.ones(3, device="cuda:1", requires_grad=True) * 2).sum().backward()""",
     "works": """

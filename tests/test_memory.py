@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers import memory
-from helpers.memory import GiB, MiB, Reading, largest_batch, read_memory
+from helpers.measure import memory
+from helpers.measure.memory import GiB, MiB, Reading, largest_batch, read_memory
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 
 class Machine:
-    """Answers for what helpers.memory calls of torch.cuda and GPUtil, with real GPUtil.GPU objects."""
+    """Answers for what helpers.measure.memory calls of torch.cuda and GPUtil, with real GPUtil.GPU objects."""
 
     def __init__(self, monkeypatch, cards: int = 4, visible: tuple[int, ...] = (0, 1, 2, 3), uuid: bool = True):
         self.visible, self.uuid = visible, uuid

@@ -1,4 +1,4 @@
-"""helpers.methods: every method on one job, what it takes, cuts, the table."""
+"""helpers.lesson07.methods: every method on one job, what it takes, cuts, the table."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.devices import modelled_gpus
-from helpers.launch import RankError, launch
-from helpers.methods import (
+from helpers.gpus import modelled_gpus
+from helpers.lesson07.methods import (
     BERT,
     METHODS,
     Job,
@@ -26,11 +25,12 @@ from helpers.methods import (
     stages_of,
     table,
 )
-from helpers.methods.largest import grain, one_card
-from helpers.methods.measure import step_by
+from helpers.lesson07.methods.largest import grain, one_card
+from helpers.lesson07.methods.measure import step_by
+from helpers.lesson07.scaling import Cluster
 from helpers.models import Bert, PyramidNet
-from helpers.plots.alt_text import alt_text
-from helpers.scaling import Cluster
+from helpers.parallel.launching import RankError, launch
+from helpers.show.plots.alt_text import alt_text
 
 TITAN = Cluster("TITAN Xp")
 LARGE = Job("large", lambda: Bert(30_000, 256, 2, 8, 128), 64, 16, (128,), (128,), True, torch.optim.Adam)

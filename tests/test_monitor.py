@@ -12,16 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
-from helpers import monitor as monitor_module
-from helpers.launch import launch
-from helpers.memory import GiB, MiB
-from helpers.monitor import KINDS, MemoryMonitor
-from helpers.monitor import counters as monitor_counters
-from helpers.monitor import plot as monitor_plot
-from helpers.monitor.run import Mark, Run, Span
-from helpers.monitor.trace import Count, timeline
-from helpers.monitor.watch import Known
-from helpers.plots.alt_text import alt_text
+from helpers.measure import monitor as monitor_module
+from helpers.measure.memory import GiB, MiB
+from helpers.measure.monitor import KINDS, MemoryMonitor
+from helpers.measure.monitor import counters as monitor_counters
+from helpers.measure.monitor import plot as monitor_plot
+from helpers.measure.monitor.run import Mark, Run, Span
+from helpers.measure.monitor.trace import Count, timeline
+from helpers.measure.monitor.watch import Known
+from helpers.parallel.launching import launch
+from helpers.show.plots.alt_text import alt_text
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

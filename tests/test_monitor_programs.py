@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
-from helpers.memory import MiB
-from helpers.monitor import KINDS, MemoryMonitor
+from helpers.measure.memory import MiB
+from helpers.measure.monitor import KINDS, MemoryMonitor
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)

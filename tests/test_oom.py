@@ -1,4 +1,4 @@
-"""helpers.oom: what is on a GPU, who keeps it, how it lies there; on virtual GPUs, whose snapshots are as PyTorch's."""
+"""What is on a GPU, who keeps it, how it lies there; on virtual GPUs, whose snapshots are as PyTorch's."""
 
 import gc
 import sys
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.memory import MiB, Refusal
-from helpers.oom import (
+from helpers.measure.memory import MiB, Refusal
+from helpers.measure.oom import (
     describe_cures,
     describe_segments,
     draw_cures,
@@ -25,13 +25,13 @@ from helpers.oom import (
     remember_places,
     write_viewer,
 )
-from helpers.oom.advice import advise
-from helpers.oom.cures import CURES
-from helpers.oom.live import Block
-from helpers.oom.places import UNKNOWN, place
-from helpers.oom.referrers import holders
-from helpers.oom.report import Picture
-from helpers.plots.alt_text import alt_text
+from helpers.measure.oom.advice import advise
+from helpers.measure.oom.cures import CURES
+from helpers.measure.oom.live import Block
+from helpers.measure.oom.places import UNKNOWN, place
+from helpers.measure.oom.referrers import holders
+from helpers.measure.oom.report import Picture
+from helpers.show.plots.alt_text import alt_text
 
 matplotlib.use("Agg")
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
@@ -85,7 +85,7 @@ def test_looking_keeps_nothing_alive(gpu):
 
 
 def test_modules_are_not_asked_what_they_hold(gpu, monkeypatch):
-    """On Python 3.12 asking `_asyncio` spoils the interpreter: see `helpers.oom.live`."""
+    """On Python 3.12 asking `_asyncio` spoils the interpreter: see `helpers.measure.oom.live`."""
     asked, ask = [], gc.get_referents
     monkeypatch.setattr(gc, "get_referents", lambda *objects: asked.extend(map(type, objects)) or ask(*objects))
     explain_memory(gpu)

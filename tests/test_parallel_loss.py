@@ -13,7 +13,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.models import bert_small
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
 from tests.parallel_losses import PerSample, Summed, counts, first, numbers
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

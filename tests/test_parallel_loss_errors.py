@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.parallel_loss.reductions import count_labels, count_samples, find_reduction, weighted_loss
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+from helpers.parallel.loss.reductions import count_labels, count_samples, find_reduction, weighted_loss
 from tests.parallel_losses import PerSample, Summed, numbers
 
 WEIGHTS = torch.tensor([0.2, 3.0, 0.0, 1.5])

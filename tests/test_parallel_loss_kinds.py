@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from tests.parallel_losses import counts, first, numbers
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import NotModelled, virtual_gpus
 
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.parallel_loss.shards import each
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+from helpers.parallel.loss.shards import each
 from tests.parallel_losses import counts, first, numbers
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

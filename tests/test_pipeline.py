@@ -9,9 +9,10 @@ from torch.nn.functional import cross_entropy
 from torchvision.models import resnet50
 from virtual_gpus import virtual_gpus
 
-from helpers.memory import peak_memory
+from helpers.measure.memory import peak_memory
+from helpers.measure.timeline import record_timeline
 from helpers.models import bert_small, group_norm, small_resnet
-from helpers.pipeline import (
+from helpers.parallel.pipeline import (
     Pipeline,
     Task,
     bubble,
@@ -24,7 +25,6 @@ from helpers.pipeline import (
     simulate,
     split,
 )
-from helpers.timeline import record_timeline
 
 SCHEDULES = [gpipe, one_f_one_b]
 

@@ -8,9 +8,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 
-from helpers.memory import GiB, MiB, Reading, Readings, Refusal
-from helpers.plots import compare_bars, describe, loss_curves, memory_bars, pieces_picture
-from helpers.plots.alt_text import alt_text, set_alt_text
+from helpers.measure.memory import GiB, MiB, Reading, Readings, Refusal
+from helpers.show.plots import compare_bars, describe, loss_curves, memory_bars, pieces_picture
+from helpers.show.plots.alt_text import alt_text, set_alt_text
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from virtual_gpus import virtual_gpus
 
-from helpers import ranks
-from helpers.launch import launch
-from helpers.ranks import (
+from helpers.parallel import ranks
+from helpers.parallel.launching import launch
+from helpers.parallel.ranks import (
     agree,
     disconnect,
     from_all,

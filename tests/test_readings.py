@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from helpers.memory.readings import GiB, MiB, Reading, Readings, Refusal, format_bytes, to_bytes, with_capacity
+from helpers.measure.memory.readings import GiB, MiB, Reading, Readings, Refusal, format_bytes, to_bytes, with_capacity
 
 TWO = Readings(
     Reading(

@@ -9,8 +9,7 @@ from matplotlib.colors import to_hex
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.plots.alt_text import alt_text
-from helpers.timeline import (
+from helpers.measure.timeline import (
     Timeline,
     Work,
     describe_time_use,
@@ -20,7 +19,8 @@ from helpers.timeline import (
     time_use,
     timeline_bars,
 )
-from helpers.timeline.trace import BLOCK, work_of
+from helpers.measure.timeline.trace import BLOCK, work_of
+from helpers.show.plots.alt_text import alt_text
 
 
 def of(seconds, *work, modelled=True):

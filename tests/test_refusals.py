@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.memory import GiB, MiB, Refusal, measure_memory, peak_memory, read_memory
-from helpers.memory.refusals import read_refusal
+from helpers.measure.memory import GiB, MiB, Refusal, measure_memory, peak_memory, read_memory
+from helpers.measure.memory.refusals import read_refusal
 
 KiB = 1024
 H200 = json.loads((Path(__file__).parent / "data" / "h200" / "oom.json").read_text(encoding="utf-8"))

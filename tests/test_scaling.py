@@ -1,4 +1,4 @@
-"""helpers.scaling: clusters, one rank's step laid out for many, laws, logs."""
+"""helpers.lesson07.scaling: clusters, one rank's step laid out for many, laws, logs."""
 
 import re
 import subprocess
@@ -15,10 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
 from helpers.hardware import data_sheet
-from helpers.launch import launch
-from helpers.methods import BERT, TrainStep
-from helpers.plots.alt_text import alt_text
-from helpers.scaling import (
+from helpers.lesson07.methods import BERT, TrainStep
+from helpers.lesson07.scaling import (
     KINDS,
     Bucket,
     Cluster,
@@ -32,7 +30,9 @@ from helpers.scaling import (
     scaling_picture,
     speedup,
 )
-from helpers.timeline import record_timeline
+from helpers.measure.timeline import record_timeline
+from helpers.parallel.launching import launch
+from helpers.show.plots.alt_text import alt_text
 
 MIB = 2**20
 

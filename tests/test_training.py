@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.models import bert_small, small_resnet
-from helpers.training import DataParallelTrainer, Trainer
-from helpers.training.checks import existing_device
-from helpers.training.scores import EpochRecord, Score, batch_sums, score_of, values_of
+from helpers.train.loops import DataParallelTrainer, Trainer
+from helpers.train.loops.checks import existing_device
+from helpers.train.loops.scores import EpochRecord, Score, batch_sums, score_of, values_of
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from virtual_gpus import virtual_gpus
 
-from helpers.checkpoints import load_checkpoint
 from helpers.models import PyramidNet, bert_small, group_norm, small_resnet
-from helpers.training import DataParallelTrainer, Trainer
+from helpers.train.checkpoints import load_checkpoint
+from helpers.train.loops import DataParallelTrainer, Trainer
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

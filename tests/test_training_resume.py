@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from virtual_gpus import virtual_gpus
 
-from helpers.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
-from helpers.launch import launch
-from helpers.ranks import rank_loader
-from helpers.training import Trainer
+from helpers.parallel.launching import launch
+from helpers.parallel.ranks import rank_loader
+from helpers.train.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from helpers.train.loops import Trainer
 from tests.ddp_jobs import in_ranks, largest_difference, mlp, numbers, same, summary, trainer
 
 ADAM = partial(torch.optim.Adam, lr=0.02)

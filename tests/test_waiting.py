@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from helpers.timeline import time_use
-from helpers.waiting import JOBS, record_job
+from helpers.lesson07.waiting import JOBS, record_job
+from helpers.measure.timeline import time_use
 
 WAITS = {"A": "nothing", "B": "collective", "C": "others", "D": "copying"}
 CURES = {"A": {"micro_batches": 4}, "B": {"shares": (4096, 4096)}, "C": {"micro_batches": 8}, "D": {"average_on": 0}}

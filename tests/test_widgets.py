@@ -15,12 +15,12 @@ import torch
 from nbformat.v4 import new_code_cell, new_notebook
 from virtual_gpus import active_machine, virtual_gpus
 
-from helpers.memory.readings import Reading, Readings
-from helpers.widgets import explore_memory, live_memory, live_panel, live_picture
-from helpers.widgets.bert_memory import METHODS, OPTIMIZERS, Job
-from helpers.widgets.explorer import SLIDERS, MemoryExplorer
-from helpers.widgets.panel import Panel, choice, slider
-from helpers.widgets.scene import Look, Scene
+from helpers.measure.memory.readings import Reading, Readings
+from helpers.show.widgets import explore_memory, live_memory, live_panel, live_picture
+from helpers.show.widgets.bert_memory import METHODS, OPTIMIZERS, Job
+from helpers.show.widgets.explorer import SLIDERS, MemoryExplorer
+from helpers.show.widgets.panel import Panel, choice, slider
+from helpers.show.widgets.scene import Look, Scene
 
 GIB = 2**30
 SVG = "{http://www.w3.org/2000/svg}"
@@ -412,7 +412,7 @@ def test_what_the_driver_says_is_shown_where_it_is_known():
 # ---- in a kernel ---------------------------------------------------------------------------------------------------
 
 CELLS = (
-    "from helpers import use_gpus\nfrom helpers.widgets import explore_memory, live_memory\nimport torch\n"
+    "from helpers import use_gpus\nfrom helpers.show.widgets import explore_memory, live_memory\nimport torch\n"
     "_ = use_gpus(2, memory='16 GiB')",
     "explore_memory(gpus=2)",
     "with live_memory(every=0.01):\n    for _ in range(20):\n        torch.ones(1000, 1000, device='cuda:1').sum()",

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 notebooks/scripts/scaling.py --batch-size 256              # strong: 64 on each of four
     torchrun --nproc-per-node 4 notebooks/scripts/scaling.py --batch-size 256 --per-gpu    # weak: 256 on each
 
-Rank 0 prints one line, which `helpers.scaling.read_log` reads again; the lines of a series of runs go to one file:
+Rank 0 prints one line, which `helpers.lesson07.read_log` reads again; the lines of a series of runs go to one file:
 
     gpus=4 batch=256 step_ms=123.4 least_ms=120.1 most_ms=130.9
 
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.models import bert_article, bert_small
-from helpers.ranks import connect, disconnect, local_device, rank
+from helpers.parallel import connect, disconnect, local_device, rank
 
 
 def parse():

@@ -34,8 +34,8 @@ from torch.utils.data import Subset
 
 from helpers.data import fashion_mnist, masked_words, words
 from helpers.models import bert_small, group_norm, resnet18, small_resnet
-from helpers.ranks import connect, disconnect, from_all, local_device, rank, rank_loader
-from helpers.training import DataParallelTrainer, DistributedTrainer, Trainer
+from helpers.parallel import connect, disconnect, from_all, local_device, rank, rank_loader
+from helpers.train import DataParallelTrainer, DistributedTrainer, Trainer
 
 
 def parse(arguments):

@@ -37,10 +37,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from helpers.data import random_images, random_tokens
-from helpers.launch import launch
 from helpers.models import bert_small, group_norm, small_resnet
-from helpers.ranks import rank_loader
-from helpers.training import DistributedTrainer
+from helpers.parallel.launching import launch
+from helpers.parallel.ranks import rank_loader
+from helpers.train.loops import DistributedTrainer
 
 LOSS = nn.CrossEntropyLoss()
 JOBS = {  # name -> (model, samples, batch of all ranks together)

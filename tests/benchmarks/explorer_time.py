@@ -23,15 +23,15 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.data import random_tokens
-from helpers.memory import peak_memory
+from helpers.measure.memory import peak_memory
 from helpers.models import Bert
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.parallel_loss.reductions import count_labels
-from helpers.training import DataParallelTrainer, Trainer
-from helpers.widgets.bert_memory import METHODS, OPTIMIZERS, Job, step_memory
-from helpers.widgets.cards import card
-from helpers.widgets.explorer import SLIDERS, MemoryExplorer
-from helpers.widgets.live_panel import LivePanel
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+from helpers.parallel.loss.reductions import count_labels
+from helpers.show.widgets.bert_memory import METHODS, OPTIMIZERS, Job, step_memory
+from helpers.show.widgets.cards import card
+from helpers.show.widgets.explorer import SLIDERS, MemoryExplorer
+from helpers.show.widgets.live_panel import LivePanel
+from helpers.train.loops import DataParallelTrainer, Trainer
 
 KINDS = ("K80", "TITAN Xp", "V100", "T4", "A100", "H200")
 PLENTY = "200000 GiB"  # of which no job asks for all

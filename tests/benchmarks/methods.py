@@ -1,7 +1,7 @@
 """Steps of lesson 07, against which tests hold the decision guide: `python -m tests.benchmarks.methods`, two minutes.
 
-Writes tests/data/methods.json: every method on both jobs and six kinds of cards (`helpers.methods.compare`), and DDP
-on 1 to 64 A100s (`helpers.scaling`); bytes on the fullest GPU, and modelled seconds. With `--show` it prints in place
+Writes tests/data/methods.json: every method on both jobs and six kinds of cards (`helpers.lesson07.compare`), and DDP
+on 1 to 64 A100s (`lesson07`); bytes on the fullest GPU, and modelled seconds. With `--show` it prints in place
 of that what the guide says beside the stored figures.
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from helpers.advice import NETS, peak_bytes, step_seconds
-from helpers.devices import modelled_gpus
-from helpers.methods import BERT, PYRAMIDNET, TrainStep, compare
-from helpers.scaling import Cluster, rank_step
+from helpers.gpus import modelled_gpus
+from helpers.lesson07.advice import NETS, peak_bytes, step_seconds
+from helpers.lesson07.methods import BERT, PYRAMIDNET, TrainStep, compare
+from helpers.lesson07.scaling import Cluster, rank_step
 
 STORED = Path(__file__).parents[1] / "data" / "methods.json"
 # The three of lesson 07, and three that nobody looked at when the formulas were written.

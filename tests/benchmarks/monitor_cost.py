@@ -26,7 +26,7 @@ from benchmarks.jobs import gpt_b8, resnet18_b64
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.monitor import MemoryMonitor
+from helpers.measure.monitor import MemoryMonitor
 
 
 def tiny_mlp(device: str, gpus: int = 1):

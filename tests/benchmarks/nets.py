@@ -1,4 +1,4 @@
-"""The rows of `helpers.advice.nets.NETS`, measured: `python -m tests.benchmarks.nets` prints them, in seconds.
+"""The rows of `helpers.lesson07.advice.nets.NETS`, measured: `python -m tests.benchmarks.nets` prints them, in seconds.
 
 On virtual GPUs in shapes only. Of the net of 7 billion one block of 32 runs, and counts for all.
 """
@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torchvision.models import resnet50
 
-from helpers.advice import Net
-from helpers.advice.measured import net_of
-from helpers.article_job import LENGTH, WordLoss
-from helpers.devices import modelled_gpus
-from helpers.memory import MiB
-from helpers.methods.cuts import layers_to_cut
+from helpers.gpus import modelled_gpus
+from helpers.lesson04 import LENGTH, WordLoss
+from helpers.lesson07.advice import Net
+from helpers.lesson07.advice.measured import net_of
+from helpers.lesson07.methods.cuts import layers_to_cut
+from helpers.measure.memory import MiB
 from helpers.models import Bert, bert_article, pyramidnet_article
 
 MOMENTUM = "SGD with momentum"

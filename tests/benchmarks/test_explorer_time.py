@@ -4,7 +4,7 @@ import statistics
 
 import torch
 
-from helpers.widgets.bert_memory import Job
+from helpers.show.widgets.bert_memory import Job
 from tests.benchmarks import explorer_time
 
 

@@ -88,8 +88,8 @@ from pathlib import Path
 import torch
 from torch import nn
 from helpers import use_gpus
-from helpers.training import DataParallelTrainer
-from helpers.widgets import live_memory, live_picture
+from helpers.train.loops import DataParallelTrainer
+from helpers.show.widgets import live_memory, live_picture
 numbers = itertools.count()
 def gate():
     door = Path(f"door_{next(numbers)}")

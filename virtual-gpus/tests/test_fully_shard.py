@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy, mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
 
-from helpers.launch import RankError, launch
 from helpers.models import bert_small
+from helpers.parallel.launching import RankError, launch
 
 WIDTH, BLOCKS = 256, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one linear layer

@@ -11,7 +11,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 from virtual_gpus import record_timeline, virtual_gpus
 
 from helpers.models import Bert, pyramidnet_article
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 
 FORK = multiprocessing.get_context("fork")
 

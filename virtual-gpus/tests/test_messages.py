@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.dispatch import collectives
 
-from helpers.launch import launch
+from helpers.parallel.launching import launch
 
 
 def pass_on(rank):

@@ -22,11 +22,11 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers import use_gpus
-from helpers.memory import read_memory
+from helpers.measure.memory import read_memory
+from helpers.measure.monitor import KINDS, MemoryMonitor
+from helpers.measure.oom import describe_segments, explain_oom, find_leaks, forget_places, remember_places, write_viewer
 from helpers.models import group_norm, small_resnet
-from helpers.monitor import KINDS, MemoryMonitor
-from helpers.oom import describe_segments, explain_oom, find_leaks, forget_places, remember_places, write_viewer
-from helpers.parallel_loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 
 pytestmark = pytest.mark.gpu
 WITH_ONE_GPU = ("GPU and CPU", "in place into a number on the CPU", "matrix product", "net on the CPU",

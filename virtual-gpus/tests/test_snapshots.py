@@ -533,7 +533,7 @@ def test_garbage_that_dies_in_cycles_is_traced():
 
 
 def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
-    files = tuple(PACKAGE + name for name in ("history.py", "stacks.py"))
+    files = tuple(PACKAGE + name for name in ("memory/history.py", "memory/stacks.py"))
     moment, happened = 0, True
     while happened:
         happened, left = False, moment

@@ -1,0 +1,89 @@
+"""What PyTorch says when a GPU runs out of memory, in bytes.
+
+torch.OutOfMemoryError carries its figures only as text, which is the same on real and on virtual GPUs:
+
+    CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 11.91 GiB of which 1.25 GiB is
+    free. [...] Of the allocated memory 9.20 GiB is allocated by PyTorch, and 900.00 MiB is reserved by PyTorch but
+    unallocated.
+
+So they are exact to two decimals of the unit that PyTorch chose.
+Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15.
+"""
+
+import re
+from dataclasses import dataclass
+
+from helpers.measure.memory.sizes import UNITS, format_bytes
+
+_SIZE = r"([\d.]+ (?:bytes|KiB|MiB|GiB))"
+_BEGINNING = "CUDA out of memory. Tried to allocate"
+_FIGURES = {
+    "requested": rf"Tried to allocate {_SIZE}",
+    "capacity": rf"has a total capacity of {_SIZE}",
+    "free": rf"of which {_SIZE} is free",
+    "allowed": rf"{_SIZE} allowed;",
+    "allocated": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
+    "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What GPU number `gpu` was asked for when it ran out of memory, and what was held then. Sizes in bytes.
+
+    `requested` is the segment that PyTorch asked the driver for: a tensor's size, rounded up to 2 MiB or to 20 MiB.
+    `allowed`: what torch.cuda.set_per_process_memory_fraction lets this process reserve, or None.
+    """
+
+    gpu: int
+    requested: int
+    capacity: int
+    free: int
+    allocated: int
+    reserved: int
+    allowed: int | None = None
+
+    @property
+    def limited(self) -> bool:
+        """True if it was the process's own limit that stood in the way, not the card."""
+        return self.allowed is not None and self.allowed - self.reserved < self.free
+
+    @property
+    def room(self) -> int:
+        """What could still be had."""
+        return max(0, self.allowed - self.reserved) if self.limited else self.free
+
+    @property
+    def over(self) -> int:
+        """How much `requested` was more than that. What the run would have wanted afterwards nobody knows."""
+        return max(0, self.requested - self.room)
+
+    def __str__(self) -> str:
+        limit = f"the {format_bytes(self.allowed)} that this process may reserve" if self.limited else ""
+        return (
+            f"GPU {self.gpu} ran out of {limit or f'its {format_bytes(self.capacity)}'}: with "
+            f"{format_bytes(self.allocated)} allocated and {format_bytes(self.reserved)} reserved it was asked for "
+            f"{format_bytes(self.requested)} more" + (f", {format_bytes(self.over)} over the edge" if self.over else "")
+        )
+
+
+def read_refusal(error: BaseException) -> Refusal | None:
+    """The refusal that `error` tells of; None where its text is not that of PyTorch's caching allocator.
+
+    DataParallel puts a replica's error, with its traceback, into the text of another: the last one counts.
+    """
+    _, found, text = str(error).rpartition(_BEGINNING)
+    text = _BEGINNING + text if found else ""
+    gpu = re.search(r"GPU (\d+) has a total capacity", text)
+    sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIGURES.items()}
+    unallocated, allowed = sizes.pop("unallocated"), sizes.pop("allowed")
+    if gpu is None or unallocated is None or None in sizes.values():
+        return None
+    return Refusal(int(gpu[1]), **sizes, reserved=sizes["allocated"] + unallocated, allowed=allowed)
+
+
+def _size(match: re.Match | None) -> int | None:
+    if match is None:
+        return None
+    number, unit = match[1].split()
+    return round(float(number) * UNITS[unit])

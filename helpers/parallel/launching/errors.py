@@ -1,0 +1,194 @@
+"""Errors of ranks: what a rank writes down when it fails, which of several failures was the cause, and the text."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from helpers.gpus import ENGINE_FOLDER
+
+_LAUNCH = str(Path(__file__).resolve().parent) + os.sep
+# What other ranks say when one is gone: gloo's words, nccl's, the store's, and the system's.
+_LOST = re.compile(
+    r"Connection (was )?(closed|reset|refused)|Broken pipe|Socket closed|Timed out waiting|NCCL error|"
+    r"remote process exited|recvValue failed|sendBytes failed|recvBytes|failed to (recv|send)",
+    re.IGNORECASE,
+)
+# Gloo has several ways to say it, with a port: which one comes is chance, and lessons are stored as they ran.
+_GLOO = re.compile(r"\[[^\]\n]*pair\.cc:\d+\] [^\n]*")
+_TOGETHER_S = 0.5  # an error that all ranks have comes a little sooner in one than in another
+
+
+class RankError(RuntimeError):
+    """A rank raised or died. `rank`: which was the cause; `traceback`: its text, "" if it died without a word."""
+
+    def __init__(self, message: str, rank: int, traceback: str = ""):
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __reduce__(self):
+        return type(self), (str(self), self.rank, self.traceback)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's error: `what` in a line, the traceback, when (time.monotonic), and if it only lost its connection."""
+
+    rank: int
+    what: str
+    traceback: str
+    when: float
+    lost: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, labels: dict[str, str]) -> Failure:
+        """From an exception, in the rank. `labels`: names of the notebook's cells."""
+        what, text = f"raised {_in_a_line(error)}", _traceback(error, labels)
+        lost = any(_is_lost_connection(e) for e in _chain(error))
+        if lost:
+            what, text = (_GLOO.sub("Connection closed by peer", part) for part in (what, text))
+        return cls(rank, what, text, time.monotonic(), lost)
+
+    @classmethod
+    def of_exit(cls, exit_code: int, rank: int) -> Failure:
+        """From the exit code of a process that ended without writing anything."""
+        return cls(rank, f"died: {_how(exit_code)}", "", time.monotonic())
+
+
+def _chain(error):
+    seen = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return seen
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    if isinstance(error, (torch.distributed.DistNetworkError, torch.distributed.DistStoreError, ConnectionError)):
+        return True
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Its name and the first line of what it says, as a traceback ends."""
+    return "".join(traceback.format_exception_only(error)).strip().split("\n")[0].rstrip()
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"its process ended with exit code {exit_code} before its function returned (os._exit?)"
+    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+    why = {
+        "SIGKILL": "; the system does that when memory runs out",
+        "SIGSEGV": ", a crash in C++; its last line of Python is in what it printed",
+        "SIGABRT": ", an abort in C++; see what it printed",
+        "SIGBUS": "; the system does that when shared memory runs out",
+    }
+    return f"killed by {name}{why.get(name, '')}"
+
+
+# ---- which one was the cause ----------------------------------------------------------------------------------------
+
+
+def rank_error(failures: list[Failure], ranks: int, finished: list[int]) -> RankError:
+    """The error of a run. The cause is named first: not who only lost the connection, and of others the earliest.
+
+    Ranks that fail within half a second of each other fail together, and the lowest is named: else it were chance. So
+    is the lowest of those that fail with the same words, whenever they do: a rank may have to wait for a core.
+    """
+    own = [failure for failure in failures if not failure.lost] or failures
+    first = min(failure.when for failure in own)
+    together = [failure for failure in own if failure.when <= first + _TOGETHER_S]
+    cause = min(together, key=lambda failure: failure.rank)
+    cause = min((failure for failure in own if failure.what == cause.what), key=lambda failure: failure.rank)
+    same = [failure.rank for failure in own if failure.what == cause.what]
+    lines = [f"{_names(sorted(same))} of {ranks} {cause.what}"]
+    lines += [f"rank {f.rank} {f.what}" for f in sorted(own, key=lambda f: f.rank) if f.rank not in same]
+    if cause.lost and finished:
+        lines.append(f"{_names(finished)} had returned by then, and did not take part in this any more.")
+    if cause.traceback:
+        lines += ["", f"In rank {cause.rank}:", cause.traceback.rstrip()]
+    return RankError("\n".join(lines), cause.rank, cause.traceback)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+# ---- tracebacks -----------------------------------------------------------------------------------------------------
+
+
+def _traceback(error: BaseException, labels: dict[str, str]) -> str:
+    """Python's own text, from the rank's function on, with short names of files."""
+    told = traceback.TracebackException.from_exception(error)
+    _shorten(told, labels)
+    return "".join(told.format())
+
+
+def _shorten(told: traceback.TracebackException, labels: dict[str, str]) -> None:
+    for part in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
+        if part is not None:
+            _shorten(part, labels)
+    told.stack[:] = [frame for frame in told.stack if not _is_machinery(frame.filename)]
+    for frame in told.stack:
+        frame.filename = _short(frame.filename, labels)
+
+
+def _is_machinery(file: str) -> bool:
+    """Frames of the launcher and of what stands in for GPUs, which real GPUs' errors do not have."""
+    return file.startswith((_LAUNCH, ENGINE_FOLDER))
+
+
+def _short(file: str, labels: dict[str, str]) -> str:
+    """ "Cell In[3]" for a cell; else the path below the folder from which it was imported."""
+    if file in labels:
+        return labels[file]
+    folders = [os.path.join(os.path.abspath(folder), "") for folder in sys.path]
+    below = [folder for folder in folders if file.startswith(folder)]
+    return file[len(max(below, key=len)) :] if below else file
+
+
+def time_limit(stacks: dict[int, str | None], limit_s: float, ranks: int, labels: dict[str, str]) -> TimeoutError:
+    """The error of a run that took too long. `stacks`: faulthandler's text per rank; None for one that has returned."""
+    places: dict[str, list[int]] = {}
+    for rank, text in sorted(stacks.items()):
+        places.setdefault("had returned." if text is None else _place(text, labels), []).append(rank)
+    lines = [
+        f"{ranks} ranks were not done within the time limit of {limit_s:g} s (timeout={limit_s:g}). Where they were:"
+    ]
+    lines += [f"\n{_names(found)} {place}" for place, found in places.items()]
+    return TimeoutError("\n".join(lines))
+
+
+def is_whole(text: str) -> bool:
+    """Whether faulthandler has written the main thread's frames, which come last, down to where the rank's life begins.
+
+    It writes line by line, and a rank may lose its core in the middle. Of a hundred frames it leaves the others out.
+    """
+    return re.search(r"^  File .* in run_rank$", text, re.MULTILINE) is not None
+
+
+def _place(text: str, labels: dict[str, str]) -> str:
+    """One rank's stack as a traceback: faulthandler gives the innermost frame first, and the main thread last."""
+    block = re.split(r"^(?:Thread|Current thread) .*$", text, flags=re.MULTILINE)[-1]
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, re.MULTILINE)
+    lines = []
+    for file, number, name in reversed(frames):
+        if file.startswith(_LAUNCH):
+            lines = []  # from here on it is the rank's own
+        elif not _is_machinery(file):
+            source = linecache.getline(file, int(number)).strip()
+            lines.append(
+                f'  File "{_short(file, labels)}", line {number}, in {name}' + f"\n    {source}" * bool(source)
+            )
+    return "at:\n" + "\n".join(lines) if lines else "had not started its function yet."
