@@ -16,11 +16,11 @@ from helpers.measure import monitor as monitor_module
 from helpers.measure.memory import GiB, MiB
 from helpers.measure.monitor import KINDS, MemoryMonitor
 from helpers.measure.monitor import counters as monitor_counters
-from helpers.measure.monitor import plot as monitor_plot
 from helpers.measure.monitor.run import Mark, Run, Span
 from helpers.measure.monitor.trace import Count, timeline
 from helpers.measure.monitor.watch import Known
 from helpers.parallel.launching import launch
+from helpers.show import describe_memory, memory_curve, plot_memory
 from helpers.show.plots.alt_text import alt_text
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -431,8 +431,8 @@ def test_out_of_memory_passes_through_and_the_picture_shows_what_held_it():
         held = monitor.at_peak()
         assert monitor.peak().phase == "forward" and held["activations"] > held["other"] > 0
         failed = monitor.run().timeline.ooms[0]
-        assert monitor.describe().endswith(f"; out of memory after event {failed}.")
-        crosses = [line for line in monitor.plot().axes[0].lines if line.get_marker() == "x"]
+        assert describe_memory(monitor).endswith(f"; out of memory after event {failed}.")
+        crosses = [line for line in plot_memory(monitor).axes[0].lines if line.get_marker() == "x"]
         assert [cross.get_xdata()[0] for cross in crosses] == [failed]
         assert not torch._C._cuda_isHistoryEnabled()
 
@@ -470,8 +470,8 @@ def test_a_history_that_was_too_short_says_so(monkeypatch):
         monitor = recorded()
         line = monitor.run().timeline
         assert line.lost > 0 and line.allocated[-1] == torch.cuda.memory_allocated()
-        assert (
-            f"the first {line.lost:,} events were no longer" in monitor.note() and monitor.note() in monitor.describe()
+        assert f"the first {line.lost:,} events were no longer" in monitor.note() and monitor.note() in describe_memory(
+            monitor
         )
 
 
@@ -484,13 +484,13 @@ def test_a_monitor_can_be_sent_when_it_is_over(watched):
         with MemoryMonitor() as other, pytest.raises(RuntimeError, match="after its `with` block"):
             pickle.dumps(other)
         sent = pickle.loads(pickle.dumps(monitor))
-        assert sent.describe() == monitor.describe() and sent.watched == watched
+        assert describe_memory(sent) == describe_memory(monitor) and sent.watched == watched
         assert [sent.driver_peak(gpu) for gpu in (0, 1)] == [monitor.driver_peak(gpu) for gpu in (0, 1)]
         if watched:
             assert sent.at_peak(1) == monitor.at_peak(1)
         with pytest.raises(RuntimeError, match="over"):
             sent.watch(net())
-    assert alt_text(sent.plot()) == monitor.describe()  # where no GPU is on any more
+    assert alt_text(plot_memory(sent)) == describe_memory(monitor)  # where no GPU is on any more
 
 
 def test_ranks_return_their_monitors():
@@ -503,7 +503,7 @@ def test_ranks_return_their_monitors():
     with virtual_gpus(2):
         monitors = launch(train_one, ranks=2, show=False)
     assert [monitor.indices for monitor in monitors] == [[0], [1]]
-    words = [monitor.describe() for monitor in monitors]
+    words = [describe_memory(monitor) for monitor in monitors]
     assert words[1].startswith("GPU 1: peak") and words[0].replace("GPU 0", "GPU 1") == words[1]
 
 
@@ -554,13 +554,13 @@ def test_errors_say_what_to_do():
                 monitor.peak(0)
             with pytest.raises(TypeError, match="nn.Module"):
                 monitor.watch(lambda x: x)
-        for ask in (monitor.peak, monitor.plot, monitor.describe, monitor.driver_peak):
+        for ask in (MemoryMonitor.peak, MemoryMonitor.driver_peak, plot_memory, describe_memory):
             with pytest.raises(RuntimeError, match="Nothing was recorded"):
-                ask()
+                ask(monitor)
         with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as stopped:  # that is not nothing
             torch.empty(2000 * GiB, dtype=torch.uint8, device="cuda")
-        assert stopped.describe().startswith("GPU 0: peak 0.00 MiB (event 0 of 0); out of memory after event 0")
-        assert "out of memory" in [text.get_text() for text in stopped.plot().legends[0].get_texts()]
+        assert describe_memory(stopped).startswith("GPU 0: peak 0.00 MiB (event 0 of 0); out of memory after event 0")
+        assert "out of memory" in [text.get_text() for text in plot_memory(stopped).legends[0].get_texts()]
         with MemoryMonitor() as full:
             kept = torch.ones(5, device="cuda")
         with pytest.raises(ValueError, match="GPU 1 was not recorded"):
@@ -568,7 +568,7 @@ def test_errors_say_what_to_do():
         with pytest.raises(RuntimeError, match="call monitor.watch"):
             full.at_peak(0)
         with pytest.raises(ValueError, match="'event' or 'ms'"):
-            full.plot(x="hours")
+            plot_memory(full, x="hours")
         assert str(full.peak()) == "GPU 0: <0.01 MiB at event 1" and kept is not None
 
 
@@ -613,9 +613,9 @@ def test_the_thread_sees_what_pytorch_does_not_and_always_ends(monkeypatch):
 def test_the_picture_and_its_words():
     with virtual_gpus(2):
         monitor = recorded(2, batch=4096)
-        figure = monitor.plot("Two steps")
-        assert monitor.plot(x="ms").axes[-1].get_xlabel() == "time in ms"
-        words = monitor.describe().splitlines()
+        figure = plot_memory(monitor, "Two steps")
+        assert plot_memory(monitor, x="ms").axes[-1].get_xlabel() == "time in ms"
+        words = describe_memory(monitor).splitlines()
         assert len(words) == 2 and words[1].startswith(
             f"GPU 1: peak {monitor.peak(1).bytes / MiB:.1f} MiB in backward (event "
         )
@@ -628,7 +628,7 @@ def test_the_picture_and_its_words():
         assert max(curve) == monitor.peak(gpu).bytes / MiB == marks[0].get_ydata()[0]
     assert "MiB" in figure.get_supylabel() and figure.get_suptitle() == "Two steps"
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {"forward", "backward", "step", "peak"}
-    assert alt_text(figure) == f"Two steps\n{monitor.describe()}"
+    assert alt_text(figure) == f"Two steps\n{describe_memory(monitor)}"
     for ax in figure.axes:  # what is said about the peak stands above it, where the curve never is
         (number,) = [text for text in ax.texts if text.get_text().endswith("iB")]
         assert number.get_va() == "bottom" and number.xyann[1] > 0
@@ -637,7 +637,7 @@ def test_the_picture_and_its_words():
 def test_phases_of_other_names_have_colours_of_their_own():
     """Even hatched they could be taken for forward, backward or step."""
     with virtual_gpus(1, shapes_only=True):
-        figure = by_hand(["forward", "evaluation", "backward", "warm-up", "step", "save", "load"]).plot()
+        figure = plot_memory(by_hand(["forward", "evaluation", "backward", "warm-up", "step", "save", "load"]))
     looks = [patch.get_facecolor() for patch in figure.axes[0].patches]
     assert len(looks) == len(set(looks)) == 7
 
@@ -645,9 +645,9 @@ def test_phases_of_other_names_have_colours_of_their_own():
 def test_the_picture_of_what_is_around_the_peak():
     with virtual_gpus(2, shapes_only=True):
         monitor = recorded(2, batch=4096)
-        figure = monitor.plot(around=6)
+        figure = plot_memory(monitor, around=6)
         with pytest.raises(ValueError, match="1 or more"):
-            monitor.plot(around=0)
+            plot_memory(monitor, around=0)
     for gpu, ax in enumerate(figure.axes):
         peak, allocated = monitor.peak(gpu), monitor.run(gpu).timeline.allocated
         assert ax.get_xlim() == (peak.event - 6, peak.event + 6)
@@ -663,7 +663,7 @@ def test_the_picture_of_a_long_run_keeps_its_peak():
         with MemoryMonitor() as monitor:
             for number in range(6000):
                 torch.empty(1000 + 512 * (number == 4321), dtype=torch.uint8, device="cuda")
-        line = monitor.plot().axes[0].lines[0]
+        line = plot_memory(monitor).axes[0].lines[0]
         assert len(line.get_xdata()) <= 4002 and max(line.get_ydata()) == monitor.peak().bytes / MiB
         assert monitor.peak().event == 2 * 4321 + 1
 
@@ -683,13 +683,13 @@ def test_the_picture_of_many_steps_is_a_band(names):
     """From the lowest to the highest of each step: 3,000 ups and downs would be one black spot."""
     with virtual_gpus(1, shapes_only=True):
         monitor = by_hand(names)
-        figure = monitor.plot()
+        figure = plot_memory(monitor)
     ax = figure.axes[0]
     low, high, mark = [line.get_ydata() for line in ax.lines]
     assert len(ax.patches) == 0 and not ax.texts[0].get_text().startswith("forward")  # no phases
     assert max(high) == mark[0] == monitor.peak().bytes / MiB == 6 and set(low) == {0}
     assert sorted(set(high)) == [5, 6] and len(high) == (100 if "step" in names else 300) + 1  # and the end
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [monitor_plot.BAND, "peak"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [memory_curve.BAND, "peak"]
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -697,7 +697,9 @@ def test_the_picture_of_many_steps_is_a_band(names):
 def test_nothing_in_the_picture_is_cut_off(gpus, name):
     with virtual_gpus(gpus, shapes_only=True):
         monitor = by_hand([f"{name} {number}" for number in range(11)])
-        figure = monitor.plot("A title that is so long that it needs a second line, and perhaps even a third: " * 2)
+        figure = plot_memory(
+            monitor, "A title that is so long that it needs a second line, and perhaps even a third: " * 2
+        )
     figure.canvas.draw()
     whole = figure.bbox
     parts = [figure.legends[0], figure._suptitle, figure._supylabel, *(ax.title for ax in figure.axes)]

@@ -12,10 +12,6 @@ from virtual_gpus import virtual_gpus
 
 from helpers.measure.memory import MiB, Refusal
 from helpers.measure.oom import (
-    describe_cures,
-    describe_segments,
-    draw_cures,
-    draw_segments,
     explain_memory,
     explain_oom,
     find_batch_size,
@@ -26,11 +22,12 @@ from helpers.measure.oom import (
     write_viewer,
 )
 from helpers.measure.oom.advice import advise
-from helpers.measure.oom.cures import CURES
 from helpers.measure.oom.live import Block
 from helpers.measure.oom.places import UNKNOWN, place
 from helpers.measure.oom.referrers import holders
 from helpers.measure.oom.report import Picture
+from helpers.show import describe_cures, describe_segments, draw_cures, draw_segments
+from helpers.show.cures import CURES
 from helpers.show.plots.alt_text import alt_text
 
 matplotlib.use("Agg")

@@ -17,9 +17,9 @@ from helpers.measure.timeline import (
     format_time,
     record_timeline,
     time_use,
-    timeline_bars,
 )
 from helpers.measure.timeline.trace import BLOCK, work_of
+from helpers.show import timeline_bars
 from helpers.show.plots.alt_text import alt_text
 
 

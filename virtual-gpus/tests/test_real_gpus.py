@@ -24,9 +24,10 @@ from virtual_gpus import virtual_gpus
 from helpers import use_gpus
 from helpers.measure.memory import read_memory
 from helpers.measure.monitor import KINDS, MemoryMonitor
-from helpers.measure.oom import describe_segments, explain_oom, find_leaks, forget_places, remember_places, write_viewer
+from helpers.measure.oom import explain_oom, find_leaks, forget_places, remember_places, write_viewer
 from helpers.models import group_norm, small_resnet
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
+from helpers.show import describe_memory, describe_segments
 
 pytestmark = pytest.mark.gpu
 WITH_ONE_GPU = ("GPU and CPU", "in place into a number on the CPU", "matrix product", "net on the CPU",
@@ -201,7 +202,7 @@ def test_the_monitor_when_memory_runs_out():
         kept.append(torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda"))
         torch.empty(torch.cuda.mem_get_info()[1] + 2**30, dtype=torch.uint8, device="cuda")
     assert monitor.run().timeline.ooms == [1] and monitor.note() == ""
-    assert "out of memory after event 1" in monitor.describe()
+    assert "out of memory after event 1" in describe_memory(monitor)
     assert monitor.run().timeline.allocated[-1] == torch.cuda.memory_allocated()
 
 

@@ -5,7 +5,7 @@
         train()
     print(monitor.peak(0))                    # GPU 0: 812 MiB at event 1,204, in backward
     monitor.at_peak(0)                        # {"parameters": 44700000, "gradients": ..., ...}, in bytes
-    monitor.plot()
+    plot_memory(monitor)                      # of helpers.show, as is describe_memory: the same in words
 
 Real and virtual GPUs are recorded by the same means: PyTorch's own memory history, without stacks. It has every
 allocation and every free, which a thread that samples would miss (a temporary lives for microseconds), and gives the
@@ -236,15 +236,3 @@ class MemoryMonitor:
     def note(self, gpu: int = 0) -> str:
         """What is not exact about this GPU's curve, or "". Errors: `run`."""
         return self.run(gpu).note()
-
-    def plot(self, title: str | None = None, x: str = "event", around: int | None = None):
-        """Draw it: see `helpers.measure.monitor.plot.plot_memory`."""
-        from helpers.measure.monitor.plot import plot_memory  # here, so that recording does not need matplotlib
-
-        return plot_memory(self, title, x, around)
-
-    def describe(self) -> str:
-        """The picture in words, a line per GPU: see `helpers.measure.monitor.plot.describe_memory`."""
-        from helpers.measure.monitor.plot import describe_memory
-
-        return describe_memory(self)

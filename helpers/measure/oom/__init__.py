@@ -5,30 +5,23 @@
     forget_error()                             frees what the last error keeps alive: its frames and their tensors
     remember_places()                          from here on each tensor's origin is known: call it first
     with find_leaks() as leaks: step()         what a block left behind, and who refers to it
-    draw_segments()                            segments and blocks of PyTorch's allocator, drawn
     write_viewer("memory.html")                PyTorch's own viewer of the same, as a file for a browser
     find_batch_size(step, model, optimizer)    the largest batch that fits; net and optimizer stay as they were
-    draw_cures()                               which cure to try first, as a decision tree
 
+`helpers.show` draws: draw_segments, the blocks of PyTorch's allocator, and draw_cures, which cure to try first.
 The same on real and on virtual GPUs: everything comes from torch.cuda's snapshots and from Python's gc.
 """
 
 from helpers.measure.oom.batch_size import find_batch_size
-from helpers.measure.oom.cures import describe_cures, draw_cures
 from helpers.measure.oom.errors import forget_error
 from helpers.measure.oom.explain import Explanation, explain_memory, explain_oom
 from helpers.measure.oom.leaks import Leaks, find_leaks
 from helpers.measure.oom.places import forget_places, remember_places
-from helpers.measure.oom.segments import describe_segments, draw_segments
 from helpers.measure.oom.viewer import write_viewer
 
 __all__ = [
     "Explanation",
     "Leaks",
-    "describe_cures",
-    "describe_segments",
-    "draw_cures",
-    "draw_segments",
     "explain_memory",
     "explain_oom",
     "find_batch_size",

@@ -3,20 +3,18 @@
     with record_timeline() as timeline:
         step()
     timeline.seconds, timeline.utilisation(0)
-    timeline_bars({"two GPUs": timeline})          # a row per GPU: forward, backward, step, copies
     print(describe_timeline(timeline))
     print(describe_time_use(timeline))             # a line per GPU: computing, or waiting, and for what
+    timeline_bars({"two GPUs": timeline})          # of helpers.show: a row per GPU, forward, backward, step, copies
 
 Virtual GPUs have a modelled clock (`virtual_gpus`); on real ones torch.profiler measures, which slows the program
 itself down. `timeline.modelled` says which of the two it was, and so do picture and words.
 
     record   `record_timeline`
     trace    the profiler's events, read
-    picture  `timeline_bars`
     use      `time_use`: what a GPU waits for
 """
 
-from helpers.measure.timeline.picture import timeline_bars
 from helpers.measure.timeline.record import Timeline, describe_timeline, format_time, record_timeline
 from helpers.measure.timeline.trace import KINDS, Work
 from helpers.measure.timeline.use import TimeUse, describe_time_use, time_use
@@ -31,5 +29,4 @@ __all__ = [
     "format_time",
     "record_timeline",
     "time_use",
-    "timeline_bars",
 ]
