@@ -1,6 +1,6 @@
 """Helpers of the multi-GPU course. The map:
 
-    devices        use_gpus: real GPUs where the machine has enough, else virtual ones; what the machine is
+    gpus           use_gpus: real GPUs where there are enough, else virtual ones; the machine; figures of kinds of GPUs
     data           images (bundled Fashion-MNIST, or CIFAR-10) and words
     models         the networks of the lessons
     training       one training loop: on one GPU, with DataParallel, or as one of many ranks with DDP
@@ -22,7 +22,6 @@
     methods        every way to train one job: memory, modelled time, utilisation, the largest batch
     scaling        from one rank to 64 GPUs: strong and weak scaling, Amdahl, logs of real runs
     advice         which method to take, with reasons in numbers: guide, picture, panel
-    hardware       kinds of GPUs in figures: data sheets, PyTorch's allocator as a model; switches nothing on
     intervals      intervals of time, merged and added up
     virtual        virtual GPUs: everything that makes `cuda:3` answer on a laptop
 

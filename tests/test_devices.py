@@ -1,5 +1,8 @@
 """use_gpus: real GPUs, virtual ones, or a clear error."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from virtual_gpus import active_machine, virtual_gpus
@@ -73,7 +76,7 @@ def test_a_bad_second_call_leaves_the_first_as_it_was():
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "4", True, None])
 def test_bad_counts(count):
-    with pytest.raises(ValueError, match="whole number of at least 1"):
+    with pytest.raises(ValueError, match="integer of at least 1"):
         use_gpus(count)
     assert active_machine() is None
 
@@ -136,9 +139,9 @@ def test_inside_virtual_gpus_takes_those(capsys):
         machine = active_machine()
         assert use_gpus(2, memory="16 GiB") == [torch.device("cuda:0"), torch.device("cuda:1")]
         assert active_machine() is machine and "2 virtual GPUs (NVIDIA H200, 2.00 GiB each)" in capsys.readouterr().out
-        with pytest.raises(RuntimeError, match="5 GPUs are needed, but only 4 .* start it with --gpus 5"):
+        with pytest.raises(RuntimeError, match="5 GPUs are needed, but only 4 .* Start it with --gpus 5"):
             use_gpus(5)
-        with pytest.raises(RuntimeError, match="start it with --shapes-only"):
+        with pytest.raises(RuntimeError, match="Start it with --shapes-only"):
             use_gpus(2, shapes_only=True)
     with virtual_gpus(2, shapes_only=True):
         use_gpus(2)
@@ -184,3 +187,11 @@ def test_describe_machine_draws_the_links_that_the_gpus_have():
                            ["SYS", "SYS", "X", "NV4"], ["SYS", "SYS", "NV4", "X"]]  # fmt: skip
     with virtual_gpus(4, kind="A100", hosts=2):
         assert drawn() == [["X", "NV12"], ["NV12", "X"]]  # nvidia-smi knows the machine that it runs on
+
+
+def test_a_missing_engine_is_told_with_what_to_install():
+    """As in an environment without the package: a None in sys.modules stops its import."""
+    code = "import sys; sys.modules['virtual_gpus'] = None; import helpers"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = run.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: ") and "pip install ./virtual-gpus" in last

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.hardware import data_sheet
+from helpers.gpus import data_sheet
 from helpers.lesson07.methods import BERT, TrainStep
 from helpers.lesson07.scaling import (
     KINDS,
@@ -65,11 +65,11 @@ def test_a_copy_goes_over_the_slowest_link():
 def test_what_cards_reach_is_below_their_data_sheets():
     """Convolutions run on TF32's tensor cores where there are some, products do not."""
     for kind in KINDS:
-        reached, sheet = Cluster(kind).paces, data_sheet(kind)
+        reached, sheet = Cluster(kind).rates, data_sheet(kind)
         assert 0.5 * sheet.flops.fp32 < reached.products < sheet.flops.fp32
         assert 0.2 * sheet.flops.fp32 < reached.convolutions < 0.4 * sheet.flops.tf32 or sheet.capability < (8, 0)
         assert 0.7 * sheet.bandwidth <= reached.memory < sheet.bandwidth and 1e-6 <= reached.kernel <= 4e-6
-    assert Cluster("A100").paces.convolutions > 2 * Cluster("A100").paces.products
+    assert Cluster("A100").rates.convolutions > 2 * Cluster("A100").rates.products
 
 
 def test_a_cluster_knows_its_cards():

@@ -21,12 +21,12 @@ def layer_seconds(net: Net, samples: float, cluster: Cluster) -> list[float]:
 
 
 def _seconds(net: Net, layer: Layers, samples: float, cluster: Cluster) -> float:
-    pace = cluster.paces.convolutions if net.convolutions else cluster.paces.products
+    pace = cluster.rates.convolutions if net.convolutions else cluster.rates.products
     moved = samples * layer.moved + _WEIGHTS * 4 * layer.parameters
-    started = _START * layer.operators * cluster.paces.kernel
-    return started + samples * layer.flops / pace + moved / cluster.paces.memory
+    started = _START * layer.operators * cluster.rates.kernel
+    return started + samples * layer.flops / pace + moved / cluster.rates.memory
 
 
 def loss_seconds(net: Net, samples: float, cluster: Cluster) -> float:
     """Of the loss and its gradient."""
-    return _LOSS * samples * net.outputs / cluster.paces.memory
+    return _LOSS * samples * net.outputs / cluster.rates.memory

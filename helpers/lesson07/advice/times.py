@@ -15,7 +15,7 @@ forward pass. The host needs some 35 microseconds per operator; where that is lo
     sharding        weights gathered in both passes and gradients scattered, three halves of an all-reduce, of which
                     two thirds of the computation hide what they can
 
-The rates (`helpers.hardware.paces`) are those of the clock that times steps on virtual GPUs. So holding one against the
+The rates (`helpers.gpus.rates`) are those of the clock that times steps on virtual GPUs. So holding one against the
 other, as tests do, proves what is done with the rates, and not the rates. Over the modelled steps it gives 0.92 to 1.07
 for the BERT of the article and 0.77 to 1.00 for its PyramidNet, on six kinds of cards, and with DDP on up to 64 A100s;
 0.78 for pipelines on H200s, where the host decides. Lowest are convolutions of few channels on tensor cores.
@@ -23,7 +23,7 @@ for the BERT of the article and 0.77 to 1.00 for its PyramidNet, on six kinds of
 
 from __future__ import annotations
 
-from helpers.hardware import OPERATOR_SECONDS
+from helpers.gpus import OPERATOR_SECONDS
 from helpers.lesson07.advice.costs import layer_seconds, loss_seconds
 from helpers.lesson07.advice.nets import Net
 from helpers.lesson07.advice.stages import stages
@@ -37,7 +37,7 @@ _BUCKET = 25 * MiB  # DDP's bucket_cap_mb
 
 
 def _update(net: Net, parameters: float, cluster: Cluster) -> float:
-    return 4 * parameters * _UPDATE[net.optimizer] / cluster.paces.memory
+    return 4 * parameters * _UPDATE[net.optimizer] / cluster.rates.memory
 
 
 def step_seconds(

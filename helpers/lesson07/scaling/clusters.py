@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from helpers.hardware import GPU_KINDS as KINDS
-from helpers.hardware import NETWORKS, Paces, all_reduce_seconds, copy_seconds, data_sheet, paces
+from helpers.gpus import GPU_KINDS as KINDS
+from helpers.gpus import NETWORKS, Rates, all_reduce_seconds, copy_seconds, data_sheet, rates
 
 __all__ = ["Cluster", "KINDS", "NETWORKS"]
 
@@ -42,9 +42,9 @@ class Cluster:
         return data_sheet(self.kind).memory - data_sheet(self.kind).context
 
     @property
-    def paces(self) -> Paces:
+    def rates(self) -> Rates:
         """Operations and bytes per second that a card reaches, modelled."""
-        return paces(self.kind)
+        return rates(self.kind)
 
     def machines(self, ranks: int) -> int:
         """How many machines `ranks` GPUs take."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from helpers.hardware import CachingAllocator, OutOfMemory
+from helpers.gpus import CachingAllocator, OutOfMemory
 from helpers.show.widgets.bert_memory import GPUMemory, Job, own, step
 from helpers.show.widgets.bert_sizes import Sizes
 from helpers.show.widgets.cards import Card

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from helpers.hardware import data_sheet
+from helpers.gpus import data_sheet
 from helpers.measure.memory.sizes import MiB, to_bytes
 
 ROUND = 512  # every block of PyTorch's allocator is a multiple of it

@@ -77,9 +77,10 @@ from virtual_gpus.dispatch import mode
 from virtual_gpus.errors import NotModelled
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory import history
+from virtual_gpus.placement.addresses import block_address
 from virtual_gpus.timeline.record import record_timeline
 
-__all__ = ["NotModelled", "active_machine", "record_timeline", "virtual_gpus"]
+__all__ = ["NotModelled", "active_machine", "block_address", "record_timeline", "renew_inherited", "virtual_gpus"]
 
 _switching = threading.RLock()
 
@@ -186,3 +187,14 @@ class virtual_gpus:
 def active_machine() -> VirtualMachine | None:
     """The machine that answers now, or None: for tools that draw or explain it."""
     return active()
+
+
+def renew_inherited() -> None:
+    """In a forked process: empty virtual GPUs in place of those of the parent, with the same settings.
+
+    Tensors that the parent had on its GPUs are CPU tensors here afterwards. In any other process nothing happens.
+    """
+    inherited = active()
+    if inherited is not None and inherited.is_inherited:
+        virtual_gpus(**inherited.settings()).start()
+        machine.remove(inherited)

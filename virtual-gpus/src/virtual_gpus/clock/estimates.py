@@ -1,0 +1,73 @@
+"""What the clock knows of a kind of GPU before anything runs: its rates, and the seconds of copies and all-reduces.
+
+    rates("A100").convolutions                                       # operations per second
+    all_reduce_seconds(87_001_280, 64, "A100", per_machine=8, network="Ethernet 25")
+
+Public: for budgets and advice, which calculate a step instead of running it. The figures are those of the clock itself.
+Nothing is switched on here, and no GPU is needed, real or virtual.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from virtual_gpus.clock.calibration import HOST, pace
+from virtual_gpus.clock.cost import CONVOLUTIONS_BACKWARD
+from virtual_gpus.clock.cost_matmul import peak, tensor_cores
+from virtual_gpus.clock.links import NETWORKS, REACHED, arrange
+from virtual_gpus.clock.traffic import ring_seconds
+from virtual_gpus.gpus import spec
+
+__all__ = ["NETWORKS", "OPERATOR_SECONDS", "Rates", "all_reduce_seconds", "copy_seconds", "rates"]
+
+# What the host needs for an operator of a training step, in seconds: to launch it, to record it for autograd, and for
+# a view before and one after it.
+OPERATOR_SECONDS = HOST.operator + HOST.training + 2 * HOST.view
+
+
+class Rates(NamedTuple):
+    """What a kind of GPU reaches with float32 as PyTorch computes it by default.
+
+    products: operations per second of large matrix multiplications. convolutions: the same of convolutions, over both
+    passes; on TF32's tensor cores where the GPU has them. memory: bytes per second. kernel: seconds of the shortest
+    kernel.
+    """
+
+    products: float
+    convolutions: float
+    memory: float
+    kernel: float
+
+
+def rates(kind: str) -> Rates:
+    """The rates of a kind of GPU. Raises ValueError for a kind without a data sheet."""
+    gpu = spec(kind)
+    shares, cores = pace(gpu.kind), tensor_cores(gpu, "tf32")
+    forward = peak(gpu, "tf32" if cores else "fp32") * (shares.tensor_conv if cores else shares.conv)
+    both_passes = forward * 3 / (1 + 2 / CONVOLUTIONS_BACKWARD)  # two thirds of the arithmetic are backward
+    return Rates(peak(gpu, "fp32") * shares.simt, both_passes, gpu.bandwidth * shares.memory, shares.kernel)
+
+
+def copy_seconds(
+    nbytes: float, gpus: int, kind: str, per_machine: int, links: str | None = None, network: str = "Ethernet 100"
+) -> float:
+    """Seconds of a copy between two neighbours of `gpus` GPUs, over the slowest link that there is; 0 for one GPU.
+
+    The arguments and errors are those of `all_reduce_seconds`.
+    """
+    topology = arrange(spec(kind), gpus, links, -(-gpus // per_machine), network)
+    between = [topology.between(gpu, gpu + 1) for gpu in range(gpus - 1)]
+    return max((link.latency + nbytes / (REACHED * link.bandwidth) for link in between), default=0.0)
+
+
+def all_reduce_seconds(
+    nbytes: float, gpus: int, kind: str, per_machine: int, links: str | None = None, network: str = "Ethernet 100"
+) -> float:
+    """Seconds of an all-reduce of `nbytes` around a ring of `gpus` GPUs, one machine filled after the other.
+
+    links: within a machine, None for the kind's own; network: between machines, one of `NETWORKS`. Raises ValueError
+    for unknown names, and for a number of GPUs that leaves a machine partly empty.
+    """
+    topology = arrange(spec(kind), gpus, links, -(-gpus // per_machine), network)
+    ring = [topology.between(gpu, (gpu + 1) % gpus) for gpu in range(gpus)] if gpus > 1 else []
+    return ring_seconds(ring, gpus, "all_reduce", nbytes)
