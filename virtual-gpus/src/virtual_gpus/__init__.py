@@ -81,6 +81,7 @@ from virtual_gpus.placement.addresses import block_address
 from virtual_gpus.timeline.record import record_timeline
 
 __all__ = ["NotModelled", "active_machine", "block_address", "record_timeline", "renew_inherited", "virtual_gpus"]
+__version__ = "0.2.0"
 
 _switching = threading.RLock()
 

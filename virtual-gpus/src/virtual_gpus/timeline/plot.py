@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from virtual_gpus.timeline.intervals import merged
-from virtual_gpus.timeline.record import KINDS, lane_name, rows_of
+from virtual_gpus.timeline.spans import KINDS, lane_name, merged, rows_of
 
 # Okabe and Ito's colours, which people with colour-blind eyes can tell apart.
 _COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#BBBBBB"), strict=True))
@@ -12,7 +11,10 @@ _HEIGHT = 0.8
 
 def draw(timeline, axes=None):
     """Draw into `axes`, or into a new figure. Returns the figure."""
-    import matplotlib.pyplot as plt
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError("Drawing a timeline needs matplotlib: pip install 'virtual-gpus[plot]'.") from None
 
     spans = timeline.spans
     rows = rows_of(spans)

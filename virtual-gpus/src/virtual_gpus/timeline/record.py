@@ -19,12 +19,11 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from virtual_gpus.clock.clock import HOST_LANE, Span
+from virtual_gpus.clock.clock import Span
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import local
-from virtual_gpus.timeline.intervals import seconds_covered
-
-KINDS = ("forward", "backward", "step", "copy", "collective", "wait")
+from virtual_gpus.timeline.plot import draw
+from virtual_gpus.timeline.spans import lane_name, rows_of, seconds_covered
 
 
 class Timeline:
@@ -119,9 +118,10 @@ class Timeline:
         return busy / self.seconds if self.seconds else 0.0
 
     def plot(self, axes=None):
-        """Draw a row per stream (modelled milliseconds from left to right). Returns the matplotlib figure."""
-        from virtual_gpus.timeline.plot import draw
+        """Draw a row per stream (modelled milliseconds from left to right). Returns the matplotlib figure.
 
+        Raises ImportError where matplotlib is missing.
+        """
         return draw(self, axes)
 
     def save(self, path: str | Path) -> None:
@@ -142,19 +142,6 @@ class Timeline:
         for s in self.spans:
             yield {"ph": "X", "name": s.name, "cat": s.kind, "pid": -1 if s.gpu is None else s.gpu,
                    "tid": places[s.gpu, s.lane], "ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}  # fmt: skip
-
-
-def rows_of(spans) -> list[tuple[int | None, int | str]]:
-    """The (GPU, lane) pairs that have work: the host first, then each GPU: streams, copies, collectives."""
-    found = {(s.gpu, s.lane) for s in spans}
-    return sorted(found, key=lambda r: (-1 if r[0] is None else r[0], isinstance(r[1], str), str(r[1]).zfill(9)))
-
-
-def lane_name(lane: int | str) -> str:
-    """ "stream", "stream 3", or the name of an engine."""
-    if isinstance(lane, str):
-        return "waits" if lane == HOST_LANE else lane
-    return f"stream {lane}" if lane else "stream"
 
 
 def record_timeline() -> Timeline:

@@ -1,11 +1,27 @@
-"""Intervals of time: those that overlap or nearly touch as one, and how long something lasted in all. No torch here."""
+"""Spans of work: their kinds, their rows in the picture and in the file, and how long several last together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["merged", "seconds_covered"]
+from virtual_gpus.clock.clock import HOST_LANE, Span
+
+KINDS = ("forward", "backward", "step", "copy", "collective", "wait")
+
 _ROUNDING = 1e-12  # seconds between an end and the next beginning that are the same moment
+
+
+def rows_of(spans: Iterable[Span]) -> list[tuple[int | None, int | str]]:
+    """The (GPU, lane) pairs that have work: the host first, then each GPU: streams, copies, collectives."""
+    found = {(s.gpu, s.lane) for s in spans}
+    return sorted(found, key=lambda r: (-1 if r[0] is None else r[0], isinstance(r[1], str), str(r[1]).zfill(9)))
+
+
+def lane_name(lane: int | str) -> str:
+    """ "stream", "stream 3", or the name of an engine."""
+    if isinstance(lane, str):
+        return "waits" if lane == HOST_LANE else lane
+    return f"stream {lane}" if lane else "stream"
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:

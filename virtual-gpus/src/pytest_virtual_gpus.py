@@ -1,0 +1,57 @@
+"""A pytest plugin: tests that run on virtual GPUs, so that a project's CI can test multi-GPU code without a GPU.
+
+    def test_all_gpus_agree(virtual_gpus):                     # two GPUs
+        assert torch.cuda.device_count() == len(virtual_gpus) == 2
+
+    @pytest.mark.virtual_gpus(4, memory="16 GiB")              # any arguments of virtual_gpus.virtual_gpus
+    def test_the_batch_fits(): ...
+
+Every test gets fresh GPUs, and everything is put back after it, whatever the test did. The plugin lies beside the
+package rather than in it, so that pytest imports PyTorch only when a test asks for GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+_MARKER = (
+    "virtual_gpus(count=2, **settings): run the test on virtual GPUs. The settings are those of "
+    "virtual_gpus.virtual_gpus: memory, kind, shapes_only, links, ..."
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker, so that --strict-markers accepts it."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A marked test gets the fixture without naming it, before every other fixture of its own."""
+    names = getattr(item, "fixturenames", None)
+    if names is not None and item.get_closest_marker("virtual_gpus"):
+        if "virtual_gpus" in names:
+            names.remove("virtual_gpus")
+        names.insert(0, "virtual_gpus")
+
+
+@pytest.fixture
+def virtual_gpus(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
+    """Virtual GPUs for one test, as a list of devices: two, or what the marker `virtual_gpus` asks for.
+
+    Raises ValueError for a bad argument of the marker.
+    """
+    from virtual_gpus import virtual_gpus as switch
+
+    marker = request.node.get_closest_marker("virtual_gpus")
+    arguments: tuple[Any, ...] = marker.args if marker and marker.args else (2,)
+    settings: dict[str, Any] = dict(marker.kwargs) if marker else {}
+    if "count" in settings:
+        arguments = ()
+    with switch(*arguments, **settings) as devices:
+        yield devices
