@@ -1,0 +1,57 @@
+"""docs/a_small_virtual_gpu.md: its code runs as printed, and the files that it names are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "a_small_virtual_gpu.md").read_text(encoding="utf-8")
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def names():
+    """What the first block of code defines."""
+    before = torch.Tensor.device, torch.Tensor.to, torch.cuda._lazy_init
+    found = {}
+    exec(CODE[0], found)
+    yield found
+    assert (torch.Tensor.device, torch.Tensor.to, torch.cuda._lazy_init) == before
+
+
+def test_the_example_trains_counts_and_refuses(names, capsys):
+    exec(CODE[1], names)
+    shape, refused = capsys.readouterr().out.splitlines()
+    assert shape.startswith("torch.Size([500, 1000]) [4") and "found GPUs {" in refused
+
+
+def test_gradients_are_the_cpu_s_and_memory_comes_back(names):
+    layers = torch.nn.Linear(20, 10), torch.nn.Linear(10, 3)
+    x = torch.randn(4, 20)
+    torch.nn.Sequential(*layers)(x).square().mean().backward()
+    wanted = [layer.weight.grad.clone() for layer in layers]
+    with names["SmallGPUs"](count=2, memory=1 << 20) as gpus:
+        copies = [torch.nn.Linear(layer.in_features, layer.out_features) for layer in layers]
+        for number, (copy, layer) in enumerate(zip(copies, layers, strict=True)):
+            copy.load_state_dict(layer.state_dict())
+            copy.to(f"cuda:{number}")
+        hidden = copies[0](x.to("cuda:0")).to("cuda:1")
+        copies[1](hidden).square().mean().backward()
+        assert [str(copy.weight.grad.device) for copy in copies] == ["cuda:0", "cuda:1"]
+        with pytest.raises(torch.OutOfMemoryError, match="on GPU 1"):
+            torch.empty(1 << 20, device="cuda:1")
+        gradients = [copy.weight.grad for copy in copies]
+    for gradient, same in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, same)
+    assert min(gpus.peak) > 0
+    del copies, copy, hidden, gradients, gradient
+    assert gpus.allocated == [0, 0]
+
+
+def test_the_page_keeps_its_promise_of_sixty_lines_and_names_what_exists():
+    assert 55 <= len([line for line in CODE[0].splitlines() if line.strip()]) <= 65
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+\.py|/|\.py))`", PAGE[PAGE.index("## Where the real one") :]))
+    assert len(named) > 6
+    assert {name for name in named if not (ROOT / "src" / "virtual_gpus" / name).exists()} == set()
