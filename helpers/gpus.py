@@ -25,6 +25,7 @@ except ModuleNotFoundError as error:
 from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
 from virtual_gpus.gpus import GPUSpec, kinds, spec
 from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory
+from virtual_gpus.memory_model import replay, round_size
 
 __all__ = [
     "ENGINE_FOLDER",
@@ -44,6 +45,8 @@ __all__ = [
     "modelled_timeline",
     "rates",
     "renew_gpus",
+    "replay",
+    "round_size",
     "use_gpus",
 ]
 

@@ -11,10 +11,10 @@ def workspaces_given_back(monkeypatch):
 
     For tests that count what a training leaves behind, under every PyTorch from 2.11 on.
     """
-    from virtual_gpus.ops import blas
+    from virtual_gpus import memory_model
 
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
-    monkeypatch.setattr(blas, "keeps_workspaces", lambda version: False)
+    monkeypatch.setattr(memory_model, "keeps_workspaces", lambda version, environment: False)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from virtual_gpus import virtual_gpus
 from virtual_gpus.gpus import kinds, spec
-from virtual_gpus.ops.reductions import buffers
+from virtual_gpus.memory_model import reduction_scratch
 
 from helpers.models import Bert, bert_article, parameter_bytes
 from helpers.show.widgets.bert_fits import Verdict, judge
@@ -161,7 +161,7 @@ def test_partial_sums_are_those_of_virtual_gpus(kind):
     numbers = random.Random(kind)
     for _ in range(300):
         rows, columns = numbers.randrange(1, 100_000), numbers.randrange(1, 50_000)
-        partial, semaphores = buffers(torch.empty(rows, columns, device="meta"), (0,), sheet, 4)
+        partial, semaphores = reduction_scratch((rows, columns), sheet, (0,))
         assert one.partial_sums(rows, columns) == -(-partial // 512) * 512 + -(-semaphores // 512) * 512
 
 

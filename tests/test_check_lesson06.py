@@ -218,7 +218,7 @@ def test_budget_of_what_is_on_the_gpu_already(gpu):
 
 def test_kept_workspaces_make_no_target_larger(monkeypatch):
     """PyTorch before 2.15 keeps cuBLAS's workspace from the first product on: the reference must not count it."""
-    monkeypatch.setattr("virtual_gpus.ops.blas.keeps_workspaces", lambda version: True)
+    monkeypatch.setattr("virtual_gpus.memory_model.keeps_workspaces", lambda version, environment: True)
     keeps_graphs = lambda net, batches: (sum(loss_of(net, x, y) for x, y in batches) / len(batches)).item()  # noqa: E731
     assert told(check.validation_loss(keeps_graphs), "the peak is")
 

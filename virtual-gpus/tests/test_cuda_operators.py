@@ -10,7 +10,6 @@ from virtual_gpus import virtual_gpus
 from virtual_gpus.gpus import spec
 from virtual_gpus.machine import active
 from virtual_gpus.ops.matrices import copied_bytes
-from virtual_gpus.ops.reductions import buffers
 
 H200 = spec("H200")
 MIB = 1 << 20
@@ -49,41 +48,6 @@ def sizes_of(work) -> list[int]:
 
 
 # ---- reductions ----------------------------------------------------------------------------------------------------
-
-# Rows, columns and element size of matrices whose rows were added up; bytes of partial results and of semaphores, both
-# rounded up to blocks of 512, in traces of training steps.
-COLUMN_SUMS = [
-    (2048, 384, 4, 6_291_456, 512),
-    (2048, 1536, 4, 25_165_824, 512),
-    (2048, 1152, 4, 18_874_368, 512),
-    (2608, 20_000, 4, 143_360_000, 1024),
-    (2608, 256, 4, 5_373_952, 512),
-    (2608, 1024, 4, 21_495_808, 512),
-    (2608, 768, 4, 16_121_856, 512),
-    (4096, 1024, 2, 33_554_432, 512),
-]
-
-
-@pytest.mark.parametrize("rows, columns, size, partial, semaphores", COLUMN_SUMS)
-def test_partial_sums_over_rows(rows, columns, size, partial, semaphores):
-    dtype = {4: torch.float32, 2: torch.bfloat16}[size]
-    found = buffers(torch.empty(rows, columns, dtype=dtype, device="meta"), [0], H200, 4)
-    assert tuple(-(-n // 512) * 512 for n in found) == (partial, semaphores)
-
-
-def test_partial_sums_over_everything():
-    """The mean of 10,000,000 losses took 3,072 bytes beside them."""
-    partial, semaphores = buffers(torch.empty(1000, 10_000, device="meta"), None, H200, 4)
-    assert (partial, semaphores) == (4 * 528, 4)
-
-
-def test_partial_sums_depend_on_the_gpu_and_the_layout():
-    matrix = torch.empty(8192, 256, device="meta")
-    assert buffers(matrix, [0], H200, 4)[0] > buffers(matrix, [0], spec("K80"), 4)[0]
-    assert buffers(matrix, [1], H200, 4) == (0, 0)  # 8,192 outputs keep the GPU busy: no need to cut the rows up
-    assert buffers(matrix[:8], [0], H200, 4) == (0, 0)
-    assert buffers(torch.empty(0, 4, device="meta"), [0], H200, 4) == (0, 0)
-    assert buffers(torch.empty((), device="meta"), None, H200, 4) == (0, 0)
 
 
 def test_bias_gradients_take_partial_sums(gpu):

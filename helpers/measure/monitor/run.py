@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
+from helpers.gpus import round_size
 from helpers.measure.memory.readings import format_bytes
-from helpers.measure.monitor.trace import ROUND, Life, Timeline
+from helpers.measure.monitor.trace import Life, Timeline
 from helpers.measure.monitor.watch import Known
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
@@ -82,7 +83,7 @@ class Run:
         known, copies = self._known_at(peak), self._copies_at(peak.event)
         gradients = known.gradients + self._gradients_on_their_way(peak.event)
         found, left = {}, peak.bytes
-        parameters = known.parameters + sum(-(-life.requested // ROUND) * ROUND for life in copies)
+        parameters = known.parameters + sum(round_size(life.requested) for life in copies)
         sizes = parameters, gradients, known.states, self._activations(peak.event, copies)
         for kind, size in zip(KINDS, sizes, strict=False):
             found[kind] = min(size, left)

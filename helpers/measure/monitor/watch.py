@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from helpers.measure.monitor.trace import ROUND
+from helpers.gpus import round_size
 
 
 class Known(NamedTuple):
@@ -55,7 +55,7 @@ def on_gpus(found: Storages) -> Counter:
     """Bytes of `storages` on each GPU, as the allocator rounds them."""
     held = Counter()
     for gpu, size in found.values():
-        held[gpu] += -(-size // ROUND) * ROUND
+        held[gpu] += round_size(size)
     return held
 
 

@@ -19,6 +19,10 @@ from dataclasses import dataclass, replace
 
 MIB = 1 << 20
 UNLIMITED = (1 << 64) - 1
+MIN_BLOCK = 512  # sizes round up to it
+SMALL_REQUEST = MIB  # the small pool serves requests up to this size
+SMALL_SEGMENT = 2 * MIB
+OWN_SEGMENT_FROM = 10 * MIB  # requests of this size or more get a segment of their own
 INTERVALS = 16  # 1 MiB, 2 MiB, 4 MiB ... 32 GiB and more
 
 
@@ -47,13 +51,17 @@ class Options:
     def rounded(self, nbytes: int) -> int:
         """The size of a block for `nbytes` bytes."""
         divisions = self.divisions[min(max(nbytes.bit_length() - 21, 0), INTERVALS - 1)]
-        if divisions <= 1 or nbytes <= 512 * divisions:
-            return (nbytes + 511) & -512
+        if divisions <= 1 or nbytes <= MIN_BLOCK * divisions:
+            return (nbytes + MIN_BLOCK - 1) & -MIN_BLOCK
         step = (1 << (nbytes.bit_length() - 1)) // divisions
         return (nbytes + step - 1) // step * step
 
     def segment_size(self, size: int) -> int:
-        """What an out-of-memory error says was asked of the GPU for a block of `size` bytes."""
-        if size <= MIB:
-            return 2 * MIB
-        return self.large_segment if size < 10 * MIB else (size + 2 * MIB - 1) & -(2 * MIB)
+        """The segment that is taken from the GPU for a block of `size` bytes, also in an out-of-memory error."""
+        if size <= SMALL_REQUEST:
+            return SMALL_SEGMENT
+        return self.large_segment if size < OWN_SEGMENT_FROM else (size + 2 * MIB - 1) & -(2 * MIB)
+
+    def split_from(self, small: bool) -> int:
+        """The least remainder that is split off a block of the small or the large pool."""
+        return MIN_BLOCK if small or self.expandable else SMALL_REQUEST + 1

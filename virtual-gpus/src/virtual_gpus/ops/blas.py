@@ -2,62 +2,31 @@
 
 Every thread that multiplies matrices on a GPU has a cuBLAS handle there; autograd's backward runs in a thread of its
 own, so a training step uses two. Handles of threads that ended are used again by others. A workspace belongs to a
-handle and a stream: 32 MiB on Hopper and later, 8.1 MiB before. Products with a bias vector go through cublasLt, which
-asks for 1 MiB. What that means for memory changed with PyTorch:
-
-- 2.11: kept for ever; cublasLt takes cuBLAS's workspace and one more of 1 MiB.
-- 2.12 to 2.14: kept for ever; cublasLt works in cuBLAS's ("unified"), unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0.
-- from 2.15: each operator takes its workspace and gives it back, cublasLt its 1 MiB alone. With
-  TORCH_CUBLAS_WORKSPACE_CACHE=1 as in 2.12 to 2.14.
-
-The rules of 2.11, 2.13 and 2.15 were read in their libraries; that 2.12 is like 2.13 follows from the dates of the
-changes. cuSOLVER has no workspace of PyTorch's that stays; what its routines take on the way is not modelled.
+handle and a stream. Products with a bias vector go through cublasLt. `memory_model.blas_workspaces` says how large
+workspaces are and how long they stay. cuSOLVER has no workspace of PyTorch's that stays; what its routines take on the
+way is not modelled.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import threading
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 
 from virtual_gpus.dispatch.call import Call, Held
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.memory_model import BlasWorkspaces, blas_workspaces
 from virtual_gpus.ops.matrices import copies
 from virtual_gpus.placement.storages import local
 from virtual_gpus.versions import version_of
 
-_KIB = 1 << 10
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What torch.backends.cuda.cublas_workspace_size and cublaslt_workspace_size set: machine -> {library: bytes}.
+# What torch.backends.cuda.cublas_workspace_size and cublaslt_workspace_size set: machine -> {"cublas" or "cublaslt":
+# bytes}.
 chosen: WeakKeyDictionary[VirtualMachine, dict[str, int]] = WeakKeyDictionary()
-
-
-def keeps_workspaces(version: tuple[int, int]) -> bool:
-    """True if workspaces stay once taken: always before 2.15, since then only when asked to."""
-    return version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-
-
-def is_unified(version: tuple[int, int]) -> bool:
-    """True if cublasLt works in cuBLAS's workspace."""
-    asked = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-    return keeps_workspaces(version) and (asked == "1" or (version >= (2, 12) and asked != "0"))
-
-
-def workspace_bytes(gpu: VirtualGPU) -> int:
-    """Of cuBLAS. CUBLAS_WORKSPACE_CONFIG=":SIZE:COUNT..." (KiB) as PyTorch reads it, else its default per GPU kind."""
-    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pairs:
-        return sum(int(size) * int(count) for size, count in pairs) * _KIB
-    return 4096 * 8 * _KIB if gpu.spec.capability >= (9, 0) else (4096 * 2 + 16 * 8) * _KIB
-
-
-def lt_workspace_bytes(gpu: VirtualGPU) -> int:
-    """Of cublasLt: CUBLASLT_WORKSPACE_SIZE in KiB, 1 MiB unless set; where it is cuBLAS's, no more than that."""
-    text = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    return (int(text) if text.isdigit() else 1024) * _KIB
 
 
 class Handles:
@@ -68,17 +37,16 @@ class Handles:
 
     def __init__(self, gpu: VirtualGPU):
         self.gpu = gpu
-        self.version = version_of(gpu.machine)
-        self.keeps, self.unified = keeps_workspaces(self.version), is_unified(self.version)
-        self._sizes = {"cublas": workspace_bytes(gpu), "cublasLt": lt_workspace_bytes(gpu)}
+        self._defaults = blas_workspaces(gpu.spec, version_of(gpu.machine))
         self._of = {}  # holder -> handle number
         self._spare: list[int] = []
         self.kept = {}  # (handle, stream, library) -> what is held
 
-    def size(self, library: str) -> int:
-        """Bytes of a library's workspace: what the program chose, or the default."""
-        size = chosen.get(self.gpu.machine, {}).get(library, self._sizes[library])
-        return min(size, self.size("cublas")) if library == "cublasLt" and self.unified else size
+    @property
+    def workspaces(self) -> BlasWorkspaces:
+        """The rules for this GPU, with the sizes that the program chose."""
+        sizes = chosen.get(self.gpu.machine)
+        return replace(self._defaults, **sizes) if sizes else self._defaults
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
@@ -100,18 +68,16 @@ class Handles:
 
     def work(self, lt: bool) -> None:
         """Have the workspaces of one product: keep them, or take and return them."""
-        wanted = ["cublasLt"] if lt and not self.unified else ["cublas"]
-        if lt and self.version < (2, 12) and not self.unified:
-            wanted = ["cublas", "cublasLt"]  # its handle was cuBLAS's, and came with the workspace
-        for library in wanted:
-            if self.keeps:
-                self._keep(library)
+        workspaces = self.workspaces
+        for library in workspaces.libraries(lt):
+            if workspaces.kept:
+                self._keep(library, workspaces.size(library))
             else:
-                Held(self.gpu, self.size(library))
+                Held(self.gpu, workspaces.size(library))
 
-    def _keep(self, library: str) -> None:
+    def _keep(self, library: str, size: int) -> None:
         """Make sure of a workspace for this thread's handle and stream that is large enough."""
-        key, size = (self.handle(), self.gpu.stream, library), self.size(library)
+        key = self.handle(), self.gpu.stream, library
         had = self.kept.get(key)
         if had is None or had[1] < size:
             self.kept[key] = Held(self.gpu, size), size

@@ -11,7 +11,7 @@ from virtual_gpus.machine import active
 from virtual_gpus.ops import blas
 from virtual_gpus.patches.cuda import gpu_at
 
-_LIBRARIES = {"Cublas": "cublas", "CublasLt": "cublasLt"}
+_LIBRARIES = {"Cublas": "cublas", "CublasLt": "cublaslt"}
 _preferred = []  # in a build without CUDA, what preferred_blas_library chose
 
 
@@ -25,7 +25,7 @@ def _functions(name: str, library: str):
     """Ask for, set and reset the bytes of a library's workspace, for all GPUs."""
 
     def get() -> int:
-        return blas.handles_of(gpu_at()).size(library)
+        return blas.handles_of(gpu_at()).workspaces.size(library)
 
     def set_(size: int) -> None:
         if size < 0:
