@@ -33,7 +33,7 @@ def test_sizes_by_hand():
 @pytest.mark.parametrize("text", ["", "expandable_segments:True", "large_segment_size_mb:30"])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_replay_follows_the_allocator_to_the_byte(text, known):
-    rng, gpu, live, trace, asked = random.Random(text), CachingAllocator(256 * MIB), [], [], []
+    rng, gpu, live, trace, asked = random.Random(text), CachingAllocator(80 * MIB), [], [], []
     gpu.set_options(parse(text))
     if known:  # something is there before the history begins
         live = [gpu.malloc(size) for size in (1000, 3 * MIB, 11 * MIB, 700)]
