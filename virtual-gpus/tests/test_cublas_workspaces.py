@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from virtual_gpus import versions, virtual_gpus
+from virtual_gpus import virtual_gpus
 from virtual_gpus.machine import active
 
 MIB = 2**20
@@ -21,7 +21,7 @@ def no_settings(monkeypatch):
              "TORCH_CUBLAS_WORKSPACE_CACHE", "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(versions, "INSTALLED", (2, 11))
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 11))
 
 
 def matrix(*shape, **options):
@@ -63,7 +63,7 @@ RULES = [  # PyTorch, environment, kept by a product, kept by one with a bias
 
 @pytest.mark.parametrize(("version", "settings", "product", "biased"), RULES)
 def test_by_version_and_environment(monkeypatch, version, settings, product, biased):
-    monkeypatch.setattr(versions, "INSTALLED", version)
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", version)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     assert (kept(multiply), kept(with_bias)) == (product, biased)
@@ -102,7 +102,7 @@ def events(function):
 
 
 def test_since_2_15_each_operator_takes_and_returns_its_workspace(monkeypatch):
-    monkeypatch.setattr(versions, "INSTALLED", (2, 15))
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 15))
     once = [("alloc", 512), ("alloc", CUBLAS), ("free", CUBLAS)]
     assert events(lambda a: a @ a) == once
     assert events(lambda a: torch.addmm(a[0], a, a)) == [("alloc", 512), ("alloc", LT), ("free", LT)]
@@ -114,7 +114,7 @@ def test_until_2_14_the_first_operator_takes_it():
 
 def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monkeypatch):
     for version in ((2, 11), (2, 15)):
-        monkeypatch.setattr(versions, "INSTALLED", version)
+        monkeypatch.setattr("virtual_gpus.settings.INSTALLED", version)
         with virtual_gpus(1, memory="30 MiB"):
             a = matrix(4, 4)
             with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 32.00 MiB"):
@@ -293,7 +293,7 @@ sizes = pytest.mark.skipif(not hasattr(torch.backends.cuda, "cublas_workspace_si
 
 @sizes
 def test_the_program_sets_sizes(monkeypatch):
-    monkeypatch.setattr(versions, "INSTALLED", (2, 13))
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 13))
     settings = torch.backends.cuda
     with virtual_gpus(1):
         assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT

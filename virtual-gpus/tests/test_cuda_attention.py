@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 from virtual_gpus.machine import active
-from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH, MATH, Asked
+from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose, order
 from virtual_gpus.ops.attention.memory import _best_split
-from virtual_gpus.versions import INSTALLED
+from virtual_gpus.settings import INSTALLED
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
@@ -269,7 +269,7 @@ def _asked(capability, shape, dtype, mask=None, learnt=False, dropout=0.0, causa
     if shifted:
         query = torch.zeros(query.numel() + 1)[1:].view(query.shape)
     mask = None if mask is None else torch.zeros(mask, dtype=dtype, requires_grad=learnt)
-    return Asked(query, key, value, mask, dropout, causal, gqa, capability)
+    return AttentionCall(query, key, value, mask, dropout, causal, gqa, capability)
 
 
 @pytest.mark.parametrize(("capability", "changes", "kernel"), CHOICES)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel, comm, replicate
-from virtual_gpus import versions, virtual_gpus
+from virtual_gpus import virtual_gpus
 from virtual_gpus.machine import active
 from waiting import until
 
@@ -23,7 +23,7 @@ CUBLAS = 32 * MIB
 
 @pytest.fixture(autouse=True)
 def rules_of_2_11(monkeypatch):
-    monkeypatch.setattr(versions, "INSTALLED", (2, 11))
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 11))
     torch.set_num_threads(1)
 
 

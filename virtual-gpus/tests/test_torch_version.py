@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from virtual_gpus import __main__ as program
-from virtual_gpus import active_machine, versions, virtual_gpus
+from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.settings import INSTALLED
 
 MIB = 1 << 20
 
@@ -34,16 +35,15 @@ def test_the_installed_version_is_the_default():
     installed = ".".join(torch.__version__.split(".")[:2])
     assert left_by_a_product(None) == left_by_a_product(installed)
     with virtual_gpus(1):
-        assert versions.current() == versions.INSTALLED
+        assert active_machine().settings.version == INSTALLED
 
 
 def test_versions_nest_with_their_gpus():
     with virtual_gpus(1, torch_version="2.11.0+cu130"):
-        assert versions.current() == (2, 11)
+        assert active_machine().settings.version == (2, 11)
         with virtual_gpus(1, torch_version="2.13"):
-            assert versions.current() == (2, 13)
-        assert versions.current() == (2, 11)
-    assert versions.current() == versions.INSTALLED
+            assert active_machine().settings.version == (2, 13)
+        assert active_machine().settings.version == (2, 11)
 
 
 @pytest.mark.parametrize("wrong", ["2.10", "3.0", "new", "", "2", "2.1x", (2, 11)])
@@ -54,9 +54,9 @@ def test_a_version_that_is_not_known_is_refused(wrong):
 
 def test_other_processes_get_the_same_version():
     with virtual_gpus(2, torch_version="2.12"):
-        assert active_machine().settings()["torch_version"] == "2.12"
+        assert active_machine().settings.version == (2, 12)
     with virtual_gpus(2):
-        assert active_machine().settings()["torch_version"] is None
+        assert active_machine().settings.torch_version is None
 
 
 def test_programs_choose_it_on_the_command_line(tmp_path, capsys):
@@ -64,7 +64,7 @@ def test_programs_choose_it_on_the_command_line(tmp_path, capsys):
     script.write_text("")
     options, _ = program.parse(["--gpus", "1", "--torch", "2.11", str(script)])
     with options.made:
-        assert versions.current() == (2, 11)
+        assert active_machine().settings.version == (2, 11)
     with pytest.raises(SystemExit):
         program.parse(["--torch", "1.0", str(script)])
     assert "torch_version is text from '2.11' to '2.15'" in capsys.readouterr().err

@@ -18,6 +18,7 @@ import types
 
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
+from virtual_gpus.settings import Settings
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -29,7 +30,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory", default=None, help="memory per GPU, such as 16GiB (default: the kind's own)")
     parser.add_argument("--kind", default="H200", help="K80, TITAN Xp, V100, T4, A100, H100 or H200 (default)")
     parser.add_argument("--shapes-only", action="store_true", help="sizes only: no data, no arithmetic")
-    parser.add_argument("--torch", default=None, help="use memory as this PyTorch does, such as 2.11 (default: yours)")
+    parser.add_argument(
+        "--torch", dest="torch_version", help="use memory as this PyTorch does, such as 2.11 (default: yours)"
+    )
     parser.add_argument(
         "--links", default=None, help=f"between GPUs: {', '.join(ARRANGEMENTS)} (default: the kind's own)"
     )
@@ -44,16 +47,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.module and not os.path.isfile(options.program):
         parser.error(f"there is no file {options.program!r}; for a module write -m {options.program}")
     try:
-        options.made = virtual_gpus(
-            options.gpus,
-            memory=options.memory,
-            kind=options.kind,
-            shapes_only=options.shapes_only,
-            torch_version=options.torch,
-            links=options.links,
-            hosts=options.hosts,
-            network=options.network,
-        )
+        asked = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
+        options.made = virtual_gpus(options.gpus, **asked)
     except ValueError as error:
         parser.error(str(error))
     return options, options.arguments

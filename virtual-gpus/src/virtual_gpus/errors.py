@@ -13,7 +13,7 @@ import re
 
 import torch
 
-from virtual_gpus.machine import VirtualGPU, parse_version
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 
 _HERE = str(pathlib.Path(__file__).parent)
@@ -82,7 +82,7 @@ def wrong_generator(wanted: str, found: str) -> RuntimeError:
 
 def out_of_memory_text(error: OutOfMemory, gpu: VirtualGPU) -> str:
     """PyTorch's sentence for an allocation that does not fit, with this GPU's figures."""
-    return oom_message(error, gpu.index, gpu.machine.torch_version or parse_version(torch.__version__))
+    return oom_message(error, gpu.index, gpu.machine.settings.version)
 
 
 def needs_values(what: str) -> RuntimeError:

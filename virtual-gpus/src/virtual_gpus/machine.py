@@ -1,4 +1,4 @@
-"""A virtual GPU and the machine it sits in: data sheets, allocators and the current device. No torch here.
+"""A virtual GPU and the machine it sits in: data sheets, allocators and the current device.
 
 One machine is *active* at a time; machines nest like a stack, the newest on top answers. A GPU owns a model of the
 caching allocator; the machine owns a clock, and the topology of its links.
@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.clock.links import arrange
-from virtual_gpus.gpus import GPUSpec, parse_bytes, spec
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, CachingAllocator
 from virtual_gpus.memory.options import Options
 from virtual_gpus.processes.shared_memory import Cards
-
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
+from virtual_gpus.settings import Settings
 
 
 class _StreamTimes:
@@ -43,14 +39,14 @@ class _StreamTimes:
 class VirtualGPU:
     """One card: its place among the visible GPUs (`index`), its place in the box (`slot`), spec and memory."""
 
-    def __init__(self, slot: int, gpu_spec: GPUSpec, memory: int, machine: VirtualMachine):
+    def __init__(self, slot: int, settings: Settings, machine: VirtualMachine):
         self.slot = slot
         self.index = slot  # renumbered by the machine when CUDA_VISIBLE_DEVICES hides cards
-        self.spec = gpu_spec
-        self.memory = memory
+        self.spec = settings.spec
+        self.memory = settings.bytes_per_gpu
         self.machine = machine
         # Cards do not share addresses: a snapshot of four GPUs must not show one block four times.
-        self.allocator = CachingAllocator(memory, first_address=FIRST_ADDRESS + (slot << 44))
+        self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.allocator.clock = _StreamTimes(machine)
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see ops.blas)
@@ -77,44 +73,26 @@ class VirtualGPU:
 
 
 class VirtualMachine:
-    """`count` virtual GPUs of one kind.
+    """The virtual GPUs that `settings` ask for, their clock and their links.
 
-    `memory`: bytes per GPU, or text such as "16 GiB"; None takes the kind's own. `gpus` are the cards that
-    CUDA_VISIBLE_DEVICES leaves, in its order, read when somebody first asks; all of them if it is not honoured.
-    `torch_version`: whose rules of memory hold, as text; None for the installed PyTorch's. `links`, `hosts`, `network`:
-    how the cards are joined, see `links.arrange`.
+    `slots` are all of its GPUs. `gpus` are those that CUDA_VISIBLE_DEVICES leaves, in its order, read when somebody
+    first asks; all of them if it is not honoured.
     """
 
-    def __init__(
-        self,
-        count: int,
-        memory: int | str | None = None,
-        kind: str = "H200",
-        shapes_only: bool = False,
-        honour_visible_devices: bool = True,
-        torch_version: str | None = None,
-        links=None,
-        hosts: int = 1,
-        network: str = "Ethernet 100",
-    ):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"the number of virtual GPUs must be a whole number of at least 1, not {count!r}")
-        gpu_spec = spec(kind)
-        size = gpu_spec.memory if memory is None else parse_bytes(memory)
-        self.kind = kind
-        self.shapes_only = shapes_only
-        self.honour_visible_devices = honour_visible_devices
-        self.torch_version = None if torch_version is None else parse_version(torch_version)
-        self.slots = [VirtualGPU(i, gpu_spec, size, self) for i in range(count)]
-        self.links, self.hosts, self.network = links, hosts, network
-        self.topology = arrange(gpu_spec, count, links, hosts, network)
-        self.clock = Clock(count)
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.shapes_only = settings.shapes_only
+        self.slots = [VirtualGPU(slot, settings, self) for slot in range(settings.count)]
+        self.topology = settings.topology
+        self.clock = Clock(settings.count)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self.cards: Cards | None = None  # while it is on: what other processes hold
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
+        # Handed in by whoever switches it on, since it lies above: errors, and how a spawned process does the same.
         self.no_room_for_context: Callable[[], Exception] = MemoryError
+        self.start_in_child: Callable[[Settings], None] | None = None
         self._local = threading.local()
 
     @functools.cached_property
@@ -126,7 +104,7 @@ class VirtualMachine:
         return found
 
     def _visible(self) -> list[VirtualGPU]:
-        visible = visible_slots(len(self.slots)) if self.honour_visible_devices else None
+        visible = visible_slots(len(self.slots)) if self.settings.honour_visible_devices else None
         return self.slots if visible is None else [self.slots[i] for i in visible]
 
     def count_visible(self) -> int:
@@ -185,31 +163,7 @@ class VirtualMachine:
 
     def name_of_cards(self) -> str:
         """Text that another machine has only if its cards are the same."""
-        return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.kind))}x{self.slots[0].memory}"
-
-    def settings(self) -> dict:
-        """What another process needs to build the same machine (see `processes`)."""
-        return {
-            "count": len(self.slots),
-            "memory": self.slots[0].memory,
-            "kind": self.kind,
-            "shapes_only": self.shapes_only,
-            "honour_visible_devices": self.honour_visible_devices,
-            "torch_version": self.torch_version and "{}.{}".format(*self.torch_version),
-            "links": self.links,
-            "hosts": self.hosts,
-            "network": self.network,
-        }
-
-
-def parse_version(text: str) -> tuple[int, int]:
-    """ "2.11", "2.11.0" or "2.11.0+cu130" as (2, 11). Raises ValueError for a version whose memory is not known."""
-    match = re.match(r"(\d+)\.(\d+)(?:[.+]|$)", str(text))
-    version = match and (int(match[1]), int(match[2]))
-    if not version or not OLDEST_TORCH <= version <= NEWEST_TORCH:
-        oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TORCH, NEWEST_TORCH))
-        raise ValueError(f"torch_version is text from {oldest!r} to {newest!r}, such as '2.13', not {text!r}")
-    return version
+        return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
 
 
 def visible_slots(count: int) -> list[int] | None:

@@ -6,6 +6,9 @@ Most operators need nothing: their inputs must share a GPU and their outputs sta
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from virtual_gpus.errors import checks_each_argument
@@ -53,6 +56,10 @@ _PRODUCTS = dict.fromkeys(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"
 _PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
 
 
+# Operators that CUDA runs with other memory than the CPU, by base name ("mm"): filled from `ops`, which lies above.
+RECIPES: dict[str, Callable[..., Any]] = {}
+
+
 class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept."""
 
@@ -78,6 +85,7 @@ class Operator:
         "names",
         "needs_values",
         "on_cuda",
+        "recipe",
         "with_generator",
         "written",
     )
@@ -116,6 +124,7 @@ class Operator:
         self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
         self.keeps_answers = _keeps_answers(self, func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+        self.recipe = RECIPES.get(self.base)
         self.on_cuda = self.base in _CPU_TWINS or _runs_on_cuda(func)
 
     @property

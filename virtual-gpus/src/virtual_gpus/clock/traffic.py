@@ -12,11 +12,14 @@ each link, and the slowest link sets the pace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
 from virtual_gpus.clock.links import REACHED, REACHED_BY_COLLECTIVES
 from virtual_gpus.gpus import LinkSpec
-from virtual_gpus.machine import VirtualGPU
+
+if TYPE_CHECKING:  # the machine lies above its clock
+    from virtual_gpus.machine import VirtualGPU
 
 _COLLECTIVE_START = 15e-6  # seconds: NCCL's kernel, and its first handshake
 # Parts of the bytes that pass over each link of a ring of n, and the number of hops one after the other.

@@ -111,7 +111,9 @@ def _begins(gpu: VirtualGPU) -> float:
 
 def _place(gpu: VirtualGPU) -> tuple[int, int]:
     """(machine, slot): torchrun numbers the machines; a described topology may have several as well."""
-    return int(os.environ.get("GROUP_RANK", 0)) * gpu.machine.hosts + gpu.machine.topology.hosts[gpu.slot], gpu.slot
+    return int(os.environ.get("GROUP_RANK", 0)) * gpu.machine.settings.hosts + gpu.machine.topology.hosts[
+        gpu.slot
+    ], gpu.slot
 
 
 def _ring(gpu: VirtualGPU, places, kind: str, nbytes: int) -> float:

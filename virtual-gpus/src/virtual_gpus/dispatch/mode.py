@@ -19,8 +19,6 @@ from virtual_gpus.dispatch.timing import charge, charge_crossing, charge_value
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.operators import operator
-from virtual_gpus.ops import RECIPES
-from virtual_gpus.ops.autocast import casting
 from virtual_gpus.placement.storages import (
     caller,
     gpu_of,
@@ -33,6 +31,9 @@ from virtual_gpus.placement.storages import (
     storages,
 )
 from virtual_gpus.shapes import valueless
+
+_AUTOCAST = torch._C.DispatchKey.AutocastCUDA
+_exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 class Placement(TorchDispatchMode):
@@ -64,12 +65,8 @@ class Placement(TorchDispatchMode):
 
 def _run(machine: VirtualMachine, func, args, kwargs):
     op = operator(func)
-    if op.is_composite:  # inference mode does not take these apart; their parts are what uses memory
-        _push_mode(local.mode)  # for the parts: while a mode works it is off
-        try:
-            return casting.decompose(func, args, kwargs)
-        finally:
-            _pop_mode()
+    if op.is_composite:
+        return _decompose(func, args, kwargs)
     found: list[torch.Tensor] = []
     _collect(args, found)
     if kwargs:
@@ -115,7 +112,7 @@ def _run(machine: VirtualMachine, func, args, kwargs):
         if op.base == "copy_" and gpu_of(args[0]) is None:
             charge_crossing(op, given)
             return valueless.copy_to_host(args[0], args[1])
-    recipe = RECIPES.get(op.base)
+    recipe = op.recipe
     if recipe is not None and dense:  # CUDA has other kernels for sparse tensors
         result = recipe(Call(func, op, gpu, args, kwargs))
     else:
@@ -132,6 +129,24 @@ def _run(machine: VirtualMachine, func, args, kwargs):
         for _, tensor in op.named(args, kwargs):
             resized(tensor)
     return result
+
+
+def _decompose(func, args, kwargs):
+    """Take a composite operator apart, which inference mode does not do: its parts are what uses memory.
+
+    The parts follow autocast's lists if the composite was called under autocast, whose key is off by now.
+    """
+    _push_mode(local.mode)  # for the parts: while a mode works it is off
+    try:
+        if not getattr(local, "autocast", False):
+            return func.decompose(*args, **kwargs)
+        _exclude_key(_AUTOCAST, False)
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            _exclude_key(_AUTOCAST, True)
+    finally:
+        _pop_mode()
 
 
 def _collect(values, found: list[torch.Tensor]) -> None:

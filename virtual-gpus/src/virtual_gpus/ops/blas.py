@@ -21,7 +21,6 @@ from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.memory_model import BlasWorkspaces, blas_workspaces
 from virtual_gpus.ops.matrices import copies
 from virtual_gpus.placement.storages import local
-from virtual_gpus.versions import version_of
 
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What torch.backends.cuda.cublas_workspace_size and cublaslt_workspace_size set: machine -> {"cublas" or "cublaslt":
@@ -37,7 +36,7 @@ class Handles:
 
     def __init__(self, gpu: VirtualGPU):
         self.gpu = gpu
-        self._defaults = blas_workspaces(gpu.spec, version_of(gpu.machine))
+        self._defaults = blas_workspaces(gpu.spec, gpu.machine.settings.version)
         self._of = {}  # holder -> handle number
         self._spare: list[int] = []
         self.kept = {}  # (handle, stream, library) -> what is held
@@ -137,7 +136,7 @@ def _has_lt_bias(call: Call, activation: bool = False) -> bool:
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == mat2.shape[1]:
         return True
     half = bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
-    half = half and version_of(call.gpu.machine) >= (2, 15)
+    half = half and call.gpu.machine.settings.version >= (2, 15)
     return (bias.dim() == 2 and (activation or half)) or preferred() == torch._C._BlasBackend.Cublaslt
 
 

@@ -10,12 +10,11 @@ from virtual_gpus import errors
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.memory import options_text
 from virtual_gpus.memory.options import UNLIMITED, Options
-from virtual_gpus.versions import version_of
 
 
 def from_environment(machine: VirtualMachine) -> Options:
     """The options that PYTORCH_CUDA_ALLOC_CONF (else PYTORCH_ALLOC_CONF) asks for."""
-    return _modelled(options_text.parse(options_text.from_environment(), version=version_of(machine)))
+    return _modelled(options_text.parse(options_text.from_environment(), version=machine.settings.version))
 
 
 def apply(settings: str, machine: VirtualMachine) -> None:
@@ -24,7 +23,7 @@ def apply(settings: str, machine: VirtualMachine) -> None:
     per_process_memory_fraction counts until the first touch of a card, as in PyTorch.
     """
     before = machine.options or machine.first_options()
-    options = _modelled(options_text.parse(settings, before, version_of(machine)))
+    options = _modelled(options_text.parse(settings, before, machine.settings.version))
     if machine.options is None:
         machine.first_options = lambda: options
     else:

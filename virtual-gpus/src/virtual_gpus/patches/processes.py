@@ -15,13 +15,15 @@ import multiprocessing.queues
 import multiprocessing.spawn
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread, leave_thread
-from virtual_gpus.machine import active
+from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.placement.storages import gpu_of
+from virtual_gpus.settings import Settings
 
 _raw_preparation = multiprocessing.spawn.get_preparation_data
 _raw_put = multiprocessing.queues.Queue.put
@@ -51,8 +53,8 @@ def get_preparation_data(name):
 class _FirstOfAll:
     """Unpickling goes from left to right: this switches the GPUs on before it comes to classes of the main program."""
 
-    def __init__(self, settings: dict, main: dict):
-        self._arguments = (settings, main)
+    def __init__(self, machine: VirtualMachine, main: dict):
+        self._arguments = (machine.start_in_child, machine.settings, main)
 
     def __reduce__(self):
         return _switch_on, self._arguments
@@ -62,13 +64,11 @@ def _reduce_process(self, protocol):
     """Pickle a process so that the child switches its virtual GPUs on before anything else of it is unpickled."""
     main = {k: v for k, v in _raw_preparation(self._name).items() if k in _MAIN}
     make, arguments, *rest = object.__reduce_ex__(self, protocol)
-    return (_rebuild_process, (_FirstOfAll(active().settings(), main), make, arguments), *rest)
+    return (_rebuild_process, (_FirstOfAll(active(), main), make, arguments), *rest)
 
 
-def _switch_on(settings: dict, main: dict) -> None:
-    from virtual_gpus import virtual_gpus
-
-    virtual_gpus(**settings).start()
+def _switch_on(start: Callable[[Settings], None], settings: Settings, main: dict) -> None:
+    start(settings)
     active().look_again()
     if "init_main_from_name" in main:
         multiprocessing.spawn._fixup_main_from_name(main["init_main_from_name"])

@@ -24,7 +24,7 @@ from virtual_gpus.memory.options import Options
 from virtual_gpus.patches.allocator_settings import apply as apply_settings
 from virtual_gpus.patches.allocator_settings import described
 from virtual_gpus.placement.storages import home_of, local
-from virtual_gpus.versions import INSTALLED
+from virtual_gpus.settings import INSTALLED
 
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 _DEFAULT_POOL = (0, 0)

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from virtual_gpus.versions import INSTALLED, current
+from virtual_gpus.settings import INSTALLED
 
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # as torch.nn.attention.SDPBackend
 HALF = (torch.float16, torch.bfloat16)
@@ -15,7 +15,7 @@ _CUDNN_OF_WHEELS = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000}
 _NEWEST_CUDNN = 92600
 
 
-class Asked:
+class AttentionCall:
     """One call: tensors (N, heads, T, width), the mask or None, and the GPU's compute capability (major, minor).
 
     version: of the PyTorch whose rules hold, (major, minor).
@@ -23,10 +23,10 @@ class Asked:
 
     __slots__ = ("capability", "causal", "dropout", "gqa", "key", "mask", "query", "trains", "value", "version")
 
-    def __init__(self, query, key, value, mask, dropout, causal, gqa, capability):
+    def __init__(self, query, key, value, mask, dropout, causal, gqa, capability, version=INSTALLED):
         self.query, self.key, self.value, self.mask = query, key, value, mask
         self.dropout, self.causal, self.gqa, self.capability = dropout, causal, gqa, capability
-        self.version = current()
+        self.version = version
         self.trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
     @property

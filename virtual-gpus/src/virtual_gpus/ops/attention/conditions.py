@@ -1,6 +1,6 @@
 """The conditions that CUDA's fused attention kernels set, each with its reason in PyTorch's words.
 
-A condition takes an `Asked` and gives None if it is met. Sources: sdp_utils.cpp and sdp_utils_cpp.h in
+A condition takes an `AttentionCall` and gives None if it is met. Sources: sdp_utils.cpp and sdp_utils_cpp.h in
 aten/src/ATen/native/transformers, with what changed from PyTorch 2.11 to 2.15.
 """
 
@@ -8,39 +8,39 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH, HALF, Asked, cudnn_version
+from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall, cudnn_version
 
 
-def _flash_is_on(_: Asked):
+def _flash_is_on(_: AttentionCall):
     return None if torch.backends.cuda.flash_sdp_enabled() else "Flash attention has been runtime disabled."
 
 
-def _efficient_is_on(_: Asked):
+def _efficient_is_on(_: AttentionCall):
     on = torch.backends.cuda.mem_efficient_sdp_enabled()
     return None if on else "Memory Efficient attention has been runtime disabled."
 
 
-def _cudnn_is_on(_: Asked):
+def _cudnn_is_on(_: AttentionCall):
     return None if torch.backends.cuda.cudnn_sdp_enabled() else "cuDNN attention has been runtime disabled."
 
 
-def _four_dimensions(asked: Asked):
-    dims = [part.dim() for part in asked.parts]
+def _four_dimensions(call: AttentionCall):
+    dims = [part.dim() for part in call.parts]
     if dims == [4, 4, 4]:
         return None
     got = ", ".join(f"{name} dim: {dim}" for name, dim in zip(("Query", "Key", "Value"), dims, strict=True))
     return f"All fused kernels requires query, key and value to be 4 dimensional, but got {got} instead."
 
 
-def _no_mask(asked: Asked):
-    return None if asked.mask is None else "Flash Attention does not support non-null attn_mask."
+def _no_mask(call: AttentionCall):
+    return None if call.mask is None else "Flash Attention does not support non-null attn_mask."
 
 
 def _at_least(name: str, lowest: tuple[int, int]):
-    def condition(asked: Asked):
-        if asked.capability >= lowest:
+    def condition(call: AttentionCall):
+        if call.capability >= lowest:
             return None
-        major, minor = asked.capability
+        major, minor = call.capability
         return (
             f"{name} gpu architectures in the range [sm{lowest[0]}{lowest[1]}, sm121]. "
             f"Attempting to run on a sm {major}.{minor} gpu."
@@ -50,8 +50,8 @@ def _at_least(name: str, lowest: tuple[int, int]):
 
 
 def _of_dtype(dtypes_of):
-    def condition(asked: Asked):
-        allowed, found = dtypes_of(asked.capability), [part.dtype for part in asked.parts]
+    def condition(call: AttentionCall):
+        allowed, found = dtypes_of(call.capability), [part.dtype for part in call.parts]
         if found[0] == found[1] == found[2] and found[0] in allowed:
             return None
         return (
@@ -74,8 +74,8 @@ def _efficient_types(capability):
     return (torch.float16, torch.float32, torch.bfloat16)[: 3 if capability >= (8, 0) else 2]
 
 
-def _flash_width(asked: Asked):
-    widths = [part.shape[-1] for part in asked.parts]
+def _flash_width(call: AttentionCall):
+    widths = [part.shape[-1] for part in call.parts]
     if widths[0] == widths[1] == widths[2] <= 256:
         return None
     return (
@@ -84,9 +84,9 @@ def _flash_width(asked: Asked):
     )
 
 
-def _square_if_causal(asked: Asked):
-    rows, columns = asked.query.shape[-2], asked.key.shape[-2]
-    if not asked.causal or rows == columns:
+def _square_if_causal(call: AttentionCall):
+    rows, columns = call.query.shape[-2], call.key.shape[-2]
+    if not call.causal or rows == columns:
         return None
     return (
         "Flash attention does not support the is_causal flag when seqlen_q != seqlen_k. "
@@ -95,16 +95,16 @@ def _square_if_causal(asked: Asked):
     )
 
 
-def alignment(asked: Asked) -> int:
+def alignment(call: AttentionCall) -> int:
     """The memory-efficient kernel's width must be a multiple of this many numbers (minimum_gemm_alignment)."""
-    major, half = asked.capability[0], asked.query.dtype in HALF
+    major, half = call.capability[0], call.query.dtype in HALF
     if major >= 8 or (major == 7 and half):
         return 8 if half else 4
     return 1
 
 
-def _efficient_width(asked: Asked):
-    multiple, (query, key, value) = alignment(asked), [part.shape[-1] for part in asked.parts]
+def _efficient_width(call: AttentionCall):
+    multiple, (query, key, value) = alignment(call), [part.shape[-1] for part in call.parts]
     if query == key and query > 0 and value > 0 and query % multiple == value % multiple == 0:
         return None
     return (
@@ -113,34 +113,34 @@ def _efficient_width(asked: Asked):
     )
 
 
-def _efficient_start(asked: Asked):
+def _efficient_start(call: AttentionCall):
     """Blocks begin at multiples of 512 bytes, so where a view starts within its storage decides."""
-    if asked.version < (2, 13) or asked.capability < (8, 0):
+    if call.version < (2, 13) or call.capability < (8, 0):
         return None
-    multiple = alignment(asked)
-    if all(part.storage_offset() % multiple == 0 or not part.numel() for part in asked.parts):
+    multiple = alignment(call)
+    if all(part.storage_offset() % multiple == 0 or not part.numel() for part in call.parts):
         return None
     return (
         "Mem efficient attention on sm80 or newer requires q, k, and v storage offsets * element_size to be aligned to "
-        f"{multiple * asked.query.element_size()} bytes."
+        f"{multiple * call.query.element_size()} bytes."
     )
 
 
-def _lengths(asked: Asked):
-    if asked.query.shape[-2] and asked.key.shape[-2]:
+def _lengths(call: AttentionCall):
+    if call.query.shape[-2] and call.key.shape[-2]:
         return None
     return "All fused kernels do not support zero seq_len_q or seq_len_kv."
 
 
 def _last_stride(ignore_width_one: bool):
-    def condition(asked: Asked):
-        packed = all(part.stride(-1) == 1 for part in asked.parts)
-        packed = packed or (ignore_width_one and asked.query.shape[-1] == 1)
-        if packed and (asked.mask is None or asked.mask.stride(-1) == 1):
+    def condition(call: AttentionCall):
+        packed = all(part.stride(-1) == 1 for part in call.parts)
+        packed = packed or (ignore_width_one and call.query.shape[-1] == 1)
+        if packed and (call.mask is None or call.mask.stride(-1) == 1):
             return None
         strides = ", ".join(
             f"{name}.stride(-1): {part.stride(-1)}"
-            for name, part in zip(("Query", "Key", "Value"), asked.parts, strict=True)
+            for name, part in zip(("Query", "Key", "Value"), call.parts, strict=True)
         )
         return f"All fused kernels require the last dimension of the input to have stride 1. Got {strides} instead."
 
@@ -150,15 +150,15 @@ def _last_stride(ignore_width_one: bool):
 def _batch_and_heads(groups_since: tuple[int, int], same_heads: bool):
     """The kernel shares keys among heads (enable_gqa) from a version on. `same_heads`: keys and values must agree."""
 
-    def condition(asked: Asked):
-        (n, query), (key_n, key), (value_n, value) = (part.shape[:2] for part in asked.parts)
+    def condition(call: AttentionCall):
+        (n, query), (key_n, key), (value_n, value) = (part.shape[:2] for part in call.parts)
         if not n == key_n == value_n:
             return "For dense inputs, both fused kernels require query, key and value to have the same batch_size."
-        groups = asked.version >= groups_since
-        one_for_all = groups and asked.version >= (2, 14) and query and key == value == 1
+        groups = call.version >= groups_since
+        one_for_all = groups and call.version >= (2, 14) and query and key == value == 1
         if query == key == value or one_for_all:
             return None
-        if not (groups and asked.gqa):
+        if not (groups and call.gqa):
             return "For dense input, both fused kernels require query, key and value to have the same num_heads."
         if same_heads and key != value:
             return "Both fused kernels require key and value to have the same num_heads and batch_size."
@@ -169,13 +169,13 @@ def _batch_and_heads(groups_since: tuple[int, int], same_heads: bool):
     return condition
 
 
-def _deterministic(_: Asked):
+def _deterministic(_: AttentionCall):
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return "cuDNN SDPA is not deterministic." if strict else None
 
 
-def _cudnn_mask(asked: Asked):
-    mask, shape = asked.mask, (*asked.query.shape[:3], asked.key.shape[2])
+def _cudnn_mask(call: AttentionCall):
+    mask, shape = call.mask, (*call.query.shape[:3], call.key.shape[2])
     if mask is None:
         return None
     fits = mask.dim() in (2, 4) and all(m in (1, n) for m, n in zip(mask.shape, shape[-mask.dim() :], strict=True))
@@ -187,8 +187,8 @@ def _cudnn_mask(asked: Asked):
     )
 
 
-def _cudnn_dropout(asked: Asked):
-    if asked.version < (2, 12) or asked.dropout * 16 % 1 == 0:
+def _cudnn_dropout(call: AttentionCall):
+    if call.version < (2, 12) or call.dropout * 16 % 1 == 0:
         return None
     return (
         "cuDNN dropout probability resolution is limited to 1/16."
@@ -196,23 +196,23 @@ def _cudnn_dropout(asked: Asked):
     )
 
 
-def _cudnn_shapes(asked: Asked):
-    width, value_width = asked.query.shape[-1], asked.value.shape[-1]
-    wide = asked.capability[0] in (9, 10)
-    newest = wide and asked.version >= (2, 15) and cudnn_version(asked.version) > 92200
+def _cudnn_shapes(call: AttentionCall):
+    width, value_width = call.query.shape[-1], call.value.shape[-1]
+    wide = call.capability[0] in (9, 10)
+    newest = wide and call.version >= (2, 15) and cudnn_version(call.version) > 92200
     limit = 256 if newest else 192 if wide and (width, value_width) == (192, 128) else 128
     if max(width, value_width) > limit:
         return f"head_dim should be no more than {limit}"
     if width % 8 or value_width % 8:
         return "head_dim should be a multiple of 8"
-    if asked.version >= (2, 13) and max(asked.query.shape[:2]) > 65535:
+    if call.version >= (2, 13) and max(call.query.shape[:2]) > 65535:
         return "cuDNN SDPA does not support batch size or num_heads greater than 65535."
-    if asked.key.shape[-2] == 1:
+    if call.key.shape[-2] == 1:
         return "cudnn SDPA does not support key/value sequence length 1."
-    if asked.dropout and asked.query.shape[-2] == 1:
+    if call.dropout and call.query.shape[-2] == 1:
         return "cudnn SDPA does not support query sequence length 1 with dropout."
     pair = (width, value_width)
-    if newest and asked.trains and max(pair) > 128 and pair not in ((192, 128), (256, 256)):
+    if newest and call.trains and max(pair) > 128 and pair not in ((192, 128), (256, 256)):
         return (
             "cuDNN SDPA on SM 9.0/10.x does not support backward with these head dimensions. "
             f"Got d_qk: {width}, d_v: {value_width}"

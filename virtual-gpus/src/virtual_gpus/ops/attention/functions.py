@@ -16,12 +16,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from virtual_gpus.dispatch.call import Call, nbytes
 from virtual_gpus.dispatch.copies import out_of_memory_as_torch
 from virtual_gpus.machine import active
-from virtual_gpus.ops.attention.call import EFFICIENT, FLASH, HALF, MATH, Asked
+from virtual_gpus.ops.attention.call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose
 from virtual_gpus.ops.attention.fused import fused
 from virtual_gpus.ops.autocast.casting import casting
 from virtual_gpus.placement.storages import device_of, gpu_of, is_inside
-from virtual_gpus.versions import current
 
 _raw = torch._C._nn.scaled_dot_product_attention
 
@@ -71,7 +70,8 @@ def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, ena
             "Expected query, key, and value to have the same device type, but got "
             f"query.device: {q} key.device: {k} and value.device: {v} instead."
         )
-    if current() < (2, 14) or not query.dim() == key.dim() == value.dim() == 3:
+    version = gpu_of(query).machine.settings.version
+    if version < (2, 14) or not query.dim() == key.dim() == value.dim() == 3:
         return _attention(query, key, value, mask, dropout, causal, scale, enable_gqa)
     query, key, value = (part.unsqueeze(0) for part in (query, key, value))
     while mask is not None and mask.dim() < 4:
@@ -81,8 +81,9 @@ def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, ena
 
 def _attention(query, key, value, mask, dropout, causal, scale, gqa):
     gpu = gpu_of(query)
-    asked = Asked(query, key, value, mask, dropout, causal, gqa, gpu.spec.capability)
-    backend = choose(asked)
+    version = gpu.machine.settings.version
+    call = AttentionCall(query, key, value, mask, dropout, causal, gqa, gpu.spec.capability, version)
+    backend = choose(call)
     if causal and mask is not None:
         raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     if mask is not None and mask.dtype == torch.bool:
@@ -95,7 +96,7 @@ def _attention(query, key, value, mask, dropout, causal, scale, gqa):
         query, key, value = (torch.nn.functional.pad(part, (0, -width % 8)) for part in (query, key, value))
     if mask is not None:
         mask = _expanded(mask, query, key, backend)
-    out = fused(backend, gpu, asked.trains, query, key, value, mask, dropout, causal, scale)
+    out = fused(backend, gpu, call.trains, query, key, value, mask, dropout, causal, scale)
     return out if out.shape[-1] == width else out[..., :width]
 
 

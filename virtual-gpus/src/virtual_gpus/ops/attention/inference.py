@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from virtual_gpus.dispatch.call import Call, nbytes
-from virtual_gpus.ops.attention.call import MATH, Asked
+from virtual_gpus.ops.attention.call import MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose
 from virtual_gpus.ops.attention.fused import KERNELS
 from virtual_gpus.ops.attention.memory import Sizes
@@ -44,10 +44,12 @@ def _fused_kernel(call: Call, query):
     if query is not key or key is not value or width % 8 or call["need_weights"] or call["mask"] is not None:
         return None
     part = query.view(query.shape[0], -1, heads, width).transpose(1, 2)
-    backend = choose(Asked(part, part, part, None, 0.0, False, False, call.gpu.spec.capability))
+    gpu = call.gpu
+    version = gpu.machine.settings.version
+    backend = choose(AttentionCall(part, part, part, None, 0.0, False, False, gpu.spec.capability, version))
     if backend == MATH:
         return None
-    return KERNELS[backend](Sizes(call.gpu, part, part, part, None, 0.0, False))
+    return KERNELS[backend](Sizes(gpu, part, part, part, None, 0.0, False))
 
 
 def _by_scores(call: Call, query, projected: int, stack: ExitStack):

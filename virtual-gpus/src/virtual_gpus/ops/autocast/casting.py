@@ -219,20 +219,6 @@ def _name_of(op) -> str:
     return schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
 
 
-def decompose(func, args, kwargs):
-    """Take a composite operator apart; its parts follow the lists if it was called under autocast.
-
-    In inference mode the dispatch mode meets composites whole, with all keys above it off.
-    """
-    if not getattr(local, "autocast", False):
-        return func.decompose(*args, **kwargs)
-    _exclude(_KEY, False)
-    try:
-        return func.decompose(*args, **kwargs)
-    finally:
-        _exclude(_KEY, True)
-
-
 @contextlib.contextmanager
 def as_in_a_new_thread():
     """Autocast as a thread that has just started finds it: off, float16, with its cache, in no region."""
