@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
-from virtual_gpus.clock.clock import Clock, Crew
+from virtual_gpus.clock.clock import Clock, ConcurrentThreads
 from virtual_gpus.clock.cost import Operand, cost
 from virtual_gpus.gpus import kinds, spec
 
@@ -39,7 +39,7 @@ def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
 
 def test_threads_of_one_interpreter_slow_each_other_down():
     clock = Clock(2)
-    crew = Crew(clock, 2)
+    crew = ConcurrentThreads(clock, 2)
     for gpu in (0, 1):
         with crew:
             for _ in range(10):

@@ -8,7 +8,7 @@ Where the figures come from:
 
 - Data sheets and architecture white papers of NVIDIA: SMs, memory bandwidth, peak flops (dense, at boost
   clock), link bandwidths.
-- Reported by CUDA on real cards: memory of K80, V100, T4, A100 (deviceQuery, ECC on) and H200 (torch 2.11)
+- Reported by CUDA on real GPUs: memory of K80, V100, T4, A100 (deviceQuery, ECC on) and H200 (torch 2.11)
   to the byte; of TITAN Xp (nvidia-smi) and H100 (torch 2.7) to the MiB; L2 of K80, V100, T4, A100, H100 and
   H200.
 - Measured on an H200 (torch 2.11, CUDA 13.0, driver 580): its context, and the latency of PCIe 5 (4 KiB of pinned
@@ -18,7 +18,7 @@ Where the figures come from:
 - Estimated: all other contexts (they change by 100 MiB and more with driver, CUDA and the libraries
   loaded), the L2 of TITAN Xp, the latencies of PCIe 3 and 4 (taken to be that of PCIe 5) and of NVLink.
 
-Every process on a card has a context of its own. NCCL's buffers (some hundred MiB per communicator) come on top and
+Every process on a GPU has a context of its own. NCCL's buffers (some hundred MiB per communicator) come on top and
 are not modelled.
 """
 
@@ -106,9 +106,9 @@ class GPUSpec:
 
     kind: the key of `spec`. name: as torch.cuda.get_device_properties prints it. memory: bytes, as CUDA
     reports them. capability: compute capability (major, minor). bandwidth: of the memory, bytes per second.
-    flops: peak operations per second of matrix products by type (tensor cores where the card has them; a
+    flops: peak operations per second of matrix products by type (tensor cores where the GPU has them; a
     type that it lacks counts as fp32). context: bytes that nvidia-smi shows for a process beside torch's
-    reserved memory. link: between GPUs; host_link: to the CPU. source: where this card's figures come from.
+    reserved memory. link: between GPUs; host_link: to the CPU. source: where this GPU's figures come from.
     """
 
     kind: str
@@ -130,7 +130,7 @@ def _teraflops(*peaks):
 
 
 _SPECS = (
-    GPUSpec(  # one of the two GPUs of the card: half of the board's 8.74 and 2.91 teraflops, 480 GB/s, 24 GB
+    GPUSpec(  # one of the two GPUs of the GPU: half of the board's 8.74 and 2.91 teraflops, 480 GB/s, 24 GB
         "K80", "Tesla K80", 11_996_954_624, (3, 7), 13, 1_572_864, 240e9,
         _teraflops(4.37, 4.37, 4.37, 4.37, 1.455),
         300 * _MIB, PCIE3, PCIE3, "K80 board specification; memory and L2: deviceQuery; context: estimated",
@@ -170,7 +170,7 @@ _BY_KIND = {card.kind.lower(): card for card in _SPECS}
 
 
 def kinds():
-    """The names that `spec` knows, oldest card first."""
+    """The names that `spec` knows, oldest GPU first."""
     return [card.kind for card in _SPECS]
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, CachingAllocator
 from virtual_gpus.memory.options import Options
-from virtual_gpus.processes.shared_memory import Cards
+from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
 
@@ -45,7 +45,7 @@ class VirtualGPU:
         self.spec = settings.spec
         self.memory = settings.bytes_per_gpu
         self.machine = machine
-        # Cards do not share addresses: a snapshot of four GPUs must not show one block four times.
+        # GPUs do not share addresses: a snapshot of four GPUs must not show one block four times.
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.allocator.clock = _StreamTimes(machine)
         self.generator = None  # made on first use, with torch (see random_numbers)
@@ -87,7 +87,7 @@ class VirtualMachine:
         self.clock = Clock(settings.count)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
-        self.cards: Cards | None = None  # while it is on: what other processes hold
+        self.registry: SharedMemoryRegistry | None = None  # while it is on: what other processes hold
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         # Handed in by whoever switches it on, since it lies above: errors, and how a spawned process does the same.
@@ -159,9 +159,9 @@ class VirtualMachine:
     @property
     def is_inherited(self) -> bool:
         """True in a forked process, if its parent put the machine on."""
-        return self.cards is not None and self.cards.made_by != os.getpid()
+        return self.registry is not None and self.registry.made_by != os.getpid()
 
-    def name_of_cards(self) -> str:
+    def registry_name(self) -> str:
         """Text that another machine has only if its cards are the same."""
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
 
@@ -192,9 +192,9 @@ def active() -> VirtualMachine | None:
 
 def push(machine: VirtualMachine) -> None:
     """Put `machine` on top; `active()` gives it from now on."""
-    machine.cards = Cards(machine.name_of_cards(), len(machine.slots))
+    machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots))
     for gpu in machine.slots:
-        gpu.allocator.shared = machine.cards.share(gpu.slot)
+        gpu.allocator.shared = machine.registry.share(gpu.slot)
     _stack.append(machine)
     machine.on = True
 
@@ -205,4 +205,4 @@ def remove(machine: VirtualMachine) -> None:
     machine.on = False
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
         gpu.allocator.shared = None
-    machine.cards.close()
+    machine.registry.close()

@@ -9,7 +9,7 @@ One set per kind of GPU and per class of operator, none per network. Where they 
   a step (6.1 s here), and PyTorch's tutorial on model parallelism, whose GPU is not named, 3.75 s (3.4 s here).
   PyramidNet on four K80s at batch 768 follows: 4.9 s, where the same article has 5 s.
 - Every other kind, and the rest of the K80: estimated, from the share of peak that large matrix products, convolutions
-  and copies are known to reach on these cards. What follows from the data sheet (peak, bandwidth, multiprocessors)
+  and copies are known to reach on these GPUs. What follows from the data sheet (peak, bandwidth, multiprocessors)
   scales by itself.
 - The host: fitted to the wall seconds of the same nine steps. The real machine's own figures moved by 1.6 x between
   two runs of one day, so nothing that hangs on them is better than that.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Pace(NamedTuple):
+class Calibration(NamedTuple):
     """Shares of a data sheet's peaks, as numbers between 0 and 1, and seconds.
 
     kernel: seconds of the shortest kernel. memory: of the bandwidth, by kernels that read and write in order. simt: of
@@ -36,23 +36,23 @@ class Pace(NamedTuple):
     tensor_conv: float
 
 
-_PACES = {
-    "K80": Pace(4e-6, 0.70, 0.62, 0.62, 0.27, 0.27),
-    "TITANXp": Pace(2.5e-6, 0.75, 0.80, 0.80, 0.75, 0.75),
-    "V100": Pace(2e-6, 0.84, 0.90, 0.70, 0.90, 0.40),
-    "T4": Pace(2.2e-6, 0.80, 0.55, 0.40, 0.55, 0.25),
-    "A100": Pace(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36),
-    "H100": Pace(1e-6, 0.88, 0.77, 0.80, 0.60, 0.36),
-    "H200": Pace(1e-6, 0.88, 0.77, 0.80, 0.60, 0.36),
+_CALIBRATIONS = {
+    "K80": Calibration(4e-6, 0.70, 0.62, 0.62, 0.27, 0.27),
+    "TITANXp": Calibration(2.5e-6, 0.75, 0.80, 0.80, 0.75, 0.75),
+    "V100": Calibration(2e-6, 0.84, 0.90, 0.70, 0.90, 0.40),
+    "T4": Calibration(2.2e-6, 0.80, 0.55, 0.40, 0.55, 0.25),
+    "A100": Calibration(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36),
+    "H100": Calibration(1e-6, 0.88, 0.77, 0.80, 0.60, 0.36),
+    "H200": Calibration(1e-6, 0.88, 0.77, 0.80, 0.60, 0.36),
 }
 
 
-def pace(kind: str) -> Pace:
+def calibration(kind: str) -> Calibration:
     """The constants of a kind of GPU, by the name in its `GPUSpec.kind`."""
-    return _PACES[kind]
+    return _CALIBRATIONS[kind]
 
 
-class HostPace(NamedTuple):
+class HostCosts(NamedTuple):
     """Seconds that one host thread pays to issue work, Python and C++ together.
 
     view: an operator that starts no kernel. operator: one that starts a kernel and makes a tensor; in_place: one that
@@ -77,4 +77,4 @@ class HostPace(NamedTuple):
     pageable: float = 14.5e9
 
 
-HOST = HostPace()
+HOST = HostCosts()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import HOST, HostPace
+from virtual_gpus.clock.calibration import HOST, HostCosts
 
 COPY_IN, COPY_OUT, COLLECTIVES = "copy in", "copy out", "collectives"
 HOST_LANE = "host"
@@ -94,9 +94,10 @@ class Track:
 
 
 class Clock:
-    """`count` GPUs and their host. now: the host's time. share: how many threads share its interpreter (see `Crew`)."""
+    """`count` GPUs and their host. now: the host's time. share: how many threads share its interpreter, see
+    `ConcurrentThreads`."""
 
-    def __init__(self, count: int, host: HostPace = HOST):
+    def __init__(self, count: int, host: HostCosts = HOST):
         self.host = host
         self.now = 0.0
         self.share = 1
@@ -212,7 +213,7 @@ class Clock:
             timeline.add(span)
 
 
-class Crew:
+class ConcurrentThreads:
     """Threads of one Python process that run side by side: they share the interpreter, so each is slowed by the others.
 
     Here they run one after the other. Each begins at the time when the first one began and pays each cost as many times

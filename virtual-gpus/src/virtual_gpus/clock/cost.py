@@ -4,8 +4,8 @@
 
 An operator takes the longer of what its arithmetic and its bytes need, and no less than a kernel takes at all. What
 matters is what CUDA runs, not what the CPU runs: fused kernels, several kernels per operator, reductions that too few
-threads can share. Operators are in classes; each has constants, fitted to a real H200 (see `paces`). One that is in no
-class reads its inputs and writes its results once, as most do.
+threads can share. Operators are in classes; each has constants, fitted to a real H200 (see `clock.calibration`).
+One that is in no class reads its inputs and writes its results once, as most do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import ceil, prod
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import pace
+from virtual_gpus.clock.calibration import calibration
 from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
 from virtual_gpus.gpus import GPUSpec
 
@@ -51,12 +51,12 @@ class Work(NamedTuple):
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:
         """Seconds to read or write bytes in GPU memory, at a share of the speed of an addition."""
-        return nbytes / (self.spec.bandwidth * pace(self.spec.kind).memory * share)
+        return nbytes / (self.spec.bandwidth * calibration(self.spec.kind).memory * share)
 
     @property
     def kernel(self) -> float:
         """Seconds of the shortest kernel."""
-        return pace(self.spec.kind).kernel
+        return calibration(self.spec.kind).kernel
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +136,7 @@ def _convolution_backward(work: Work) -> Cost:
 
 def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Operand, gradients: int) -> Cost:
     cores = tensor_cores(work.spec, work.precision)
-    card, window = pace(work.spec.kind), prod(filters.shape[2:]) > 1
+    card, window = calibration(work.spec.kind), prod(filters.shape[2:]) > 1
     groups = max(1, images.shape[1] // filters.shape[1]) if len(filters.shape) > 1 else 1
     flops = 2 * prod(result.shape) * prod(filters.shape[1:]) * gradients
     if len(result.shape) > 1 and result.shape[1] != filters.shape[0]:  # transposed: filters are (in, out, ...)

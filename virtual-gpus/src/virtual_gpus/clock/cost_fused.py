@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import pace
+from virtual_gpus.clock.calibration import calibration
 from virtual_gpus.clock.cost import Cost
 from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
 from virtual_gpus.gpus import GPUSpec
@@ -38,7 +38,7 @@ def attention(call: Attention, spec: GPUSpec, precision: str, backward: bool) ->
     if call.causal:
         tiles = sum(min(across, row + 1) for row in range(down))
     flops = 4 * call.heads * tiles * _TILE * _TILE * call.width * (_BACKWARD_FLOPS if backward else 1)
-    cores, card = tensor_cores(spec, precision), pace(spec.kind)
+    cores, card = tensor_cores(spec, precision), calibration(spec.kind)
     share = (_SHARE_ON_CORES if cores else _SHARE) * (1 / _DROPOUT if call.dropout else 1)
     read = call.heads * (2 * call.rows + 2 * call.columns) * call.width * call.itemsize
     seconds = max(flops / (peak(spec, precision) * share), read / (spec.bandwidth * card.memory))
@@ -57,7 +57,7 @@ _KERNELS, _KERNELS_BACKWARD = 2, 3.5
 
 def recurrent(net, spec: GPUSpec, backward: bool) -> Cost:
     """An LSTM, GRU or RNN: products of all inputs at once, then step by step. net: `recurrent_sizes.Network`."""
-    card, steps = pace(spec.kind), net.time * net.inner
+    card, steps = calibration(spec.kind), net.time * net.inner
     precision = {2: "fp16", 8: "fp64"}.get(net.itemsize, "fp32")
     rows, width = net.gates * net.hidden, net.output
     flops = 2 * net.batch * rows * width * (2 if backward else 1)

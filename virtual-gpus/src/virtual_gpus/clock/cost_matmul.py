@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from virtual_gpus.clock.calibration import pace
+from virtual_gpus.clock.calibration import calibration
 from virtual_gpus.gpus import GPUSpec
 
 # Tile (rows, columns) and the share of the large products' speed that a kernel with such tiles reaches.
@@ -40,7 +40,7 @@ def product(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, w
     """(seconds, kernels) of `batch` products of (m, k) and (k, n)."""
     if not m * n * k * batch:
         return 0.0, 0
-    card, cores = pace(spec.kind), tensor_cores(spec, precision)
+    card, cores = calibration(spec.kind), tensor_cores(spec, precision)
     rate = peak(spec, precision) * (card.tensor if cores else card.simt) / spec.multi_processor_count
     start = card.kernel * (_TENSOR_START if cores else _START)
     best = None

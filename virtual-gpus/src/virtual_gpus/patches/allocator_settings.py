@@ -20,7 +20,7 @@ def from_environment(machine: VirtualMachine) -> Options:
 def apply(settings: str, machine: VirtualMachine) -> None:
     """Behind `torch.cuda.memory._set_allocator_settings`. Raises before anything was changed.
 
-    per_process_memory_fraction counts until the first touch of a card, as in PyTorch.
+    per_process_memory_fraction counts until the first touch of a GPU, as in PyTorch.
     """
     before = machine.options or machine.first_options()
     options = _modelled(options_text.parse(settings, before, machine.settings.version))

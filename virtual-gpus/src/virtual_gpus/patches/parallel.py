@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch._utils import _flatten_dense_tensors, _get_device_index, _handle_complex
 
-from virtual_gpus.clock.clock import Crew
+from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import collective_here
 from virtual_gpus.dispatch.copies import move, out_of_memory_as_torch
 from virtual_gpus.machine import active
@@ -188,7 +188,7 @@ def reduce(inputs, output=None, root: int = 0, op: int = 0, streams=None, comms=
 # ---- the replicas' threads ------------------------------------------------------------------------------------------
 
 
-class InTurn:
+class SequentialThread:
     """A stand-in for threading.Thread that runs its target in `start`: replicas run one after the other.
 
     The order is then always the same, which stored notebook outputs need, and two cores are no slower.
@@ -204,10 +204,10 @@ class InTurn:
             self._mates = self._waiting.mates = SimpleNamespace(count=0, issued=issued, crew=None)
         self._mates.count += 1
 
-    def _beside_the_others(self) -> Crew:
+    def _beside_the_others(self) -> ConcurrentThreads:
         """On the clock the threads run side by side, as many as were made before the first one started."""
         if self._mates.crew is None:
-            self._mates.crew = Crew(active().clock, self._mates.count)
+            self._mates.crew = ConcurrentThreads(active().clock, self._mates.count)
         return self._mates.crew
 
     def start(self) -> None:
@@ -268,7 +268,7 @@ def rows():
     rows = [(sys.modules["torch.nn.parallel.comm"], f.__name__, f) for f in functions]
     rows += [(sys.modules["torch.cuda.comm"], f.__name__, f) for f in functions if "torch.cuda.comm" in sys.modules]
     rows += [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
-    shim = SimpleNamespace(Thread=InTurn, Lock=threading.Lock)
+    shim = SimpleNamespace(Thread=SequentialThread, Lock=threading.Lock)
     rows.append((sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim))
     group = _group_tensors_by_device_and_dtype
     users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")

@@ -8,7 +8,7 @@ _MIB = 1 << 20
 
 
 def getGPUs():
-    """One GPUtil.GPU per card of the machine, hidden ones too, as nvidia-smi shows them. Memory in MiB."""
+    """One GPUtil.GPU per GPU of the machine, hidden ones too, as nvidia-smi shows them. Memory in MiB."""
     return [_as_gputil(gpu) for gpu in active().slots]
 
 

@@ -1,10 +1,10 @@
-"""Processes on the same virtual cards: what each of them holds there, for all to see.
+"""Processes on the same virtual GPUs: what each of them holds there, for all to see.
 
-    export VIRTUAL_GPUS_FOLDER=/some/folder      # where two programs that were started apart shall share their cards
+    export VIRTUAL_GPUS_FOLDER=/some/folder      # where two programs that were started apart shall share their GPUs
 
-Every process with virtual GPUs has a small file in a folder, with the bytes that it holds on each card. Processes find
+Every process with virtual GPUs has a small file in a folder, with the bytes that it holds on each GPU. Processes find
 the folder through the environment variable VIRTUAL_GPUS_FOLDER, which the first of them sets for those it starts;
-workers of one torchrun find it by their common parent. Only processes with the same cards (number, kind, memory) in
+workers of one torchrun find it by their common parent. Only processes with the same GPUs (number, kind, memory) in
 the same folder see each other. The file is locked as long as its process lives, so what a killed process leaves behind
 is known for what it is, counts nothing and is removed.
 
@@ -34,12 +34,12 @@ _LOCK = ".lock"
 _STALE_AFTER = 3600  # seconds after which a folder without living processes is somebody's who was killed
 
 
-_open: list[Cards] = []  # of the machines that are on in this process, the newest last
+_open: list[SharedMemoryRegistry] = []  # of the machines that are on in this process, the newest last
 _outside: list[str | None] = [None]  # what the environment said before the first of them
 
 
-class Cards:
-    """This process's part in a folder. `machine`: text that only machines with the same cards have."""
+class SharedMemoryRegistry:
+    """This process's part in a folder. `machine`: text that only machines with the same GPUs have."""
 
     def __init__(self, machine: str, count: int):
         self._prefix, self._count = f"{machine}-", count
@@ -48,7 +48,7 @@ class Cards:
             _outside[:] = [asked]
         self.made_by = os.getpid()
         mine = [str(cards.folder) for cards in _open if cards.made_by == os.getpid()]  # the others: a fork's parent's
-        own = asked is None or asked in mine  # machines inside one another have other cards
+        own = asked is None or asked in mine  # machines inside one another have other GPUs
         self._made_folder, self.folder = own, Path(_common_folder() if own else asked)
         self._begin()
         _open.append(self)
@@ -60,7 +60,7 @@ class Cards:
         self._used, self._inherited = [0] * self._count, [0] * self._count
 
     def share(self, slot: int) -> Share:
-        """One card's part, for its allocator."""
+        """One GPU's part, for its allocator."""
         return Share(self, slot)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Cards:
     # ---- what is in the folder
 
     def exchange(self, slot: int, used: int, most: int | None = None, more: int = 0) -> tuple[int, dict[int, int]]:
-        """Tell what this process holds on a card, and hear what others hold there.
+        """Tell what this process holds on a GPU, and hear what others hold there.
 
         With `most`, `more` bytes are told on top if all together then have no more than `most`. Returns the bytes that
         this process holds for its own (a fork's without its parent's), and {process id: bytes} of the others.
@@ -90,7 +90,7 @@ class Cards:
         with self._alone():
             own = max(used - self._inherited[slot], 0)
             others = self._others(slot)
-            if used or more or self._file is not None:  # else it touched no card: no process of the driver's
+            if used or more or self._file is not None:  # else it touched no GPU: no process of the driver's
                 fits = most is None or own + more + sum(others.values()) <= most
                 self._used[slot] = own + (more if fits else 0)
                 self._write()
@@ -173,13 +173,13 @@ def _is_at(file, path: Path) -> bool:
 
 
 class Share:
-    """What an allocator asks about one card."""
+    """What an allocator asks about one GPU."""
 
-    def __init__(self, cards: Cards, slot: int):
+    def __init__(self, cards: SharedMemoryRegistry, slot: int):
         self._cards, self._slot = cards, slot
 
     def claim(self, used: int, more: int, capacity: int) -> bool:
-        """Take `more` bytes on top of the `used` ones if the card has so much. `capacity`: of the card."""
+        """Take `more` bytes on top of the `used` ones if the GPU has so much. `capacity`: of the GPU."""
         own, others = self._cards.exchange(self._slot, used, capacity, more)
         return own + more + sum(others.values()) <= capacity
 
@@ -188,12 +188,12 @@ class Share:
         self._cards.exchange(self._slot, used)
 
     def free(self, used: int, capacity: int) -> int:
-        """What the card has left."""
+        """What the GPU has left."""
         own, others = self._cards.exchange(self._slot, used)
         return capacity - own - sum(others.values())
 
     def others(self) -> list[tuple[int, int]]:
-        """(process id, bytes) of each other process on the card."""
+        """(process id, bytes) of each other process on the GPU."""
         with self._cards._alone():
             return sorted(self._cards._others(self._slot).items())
 
