@@ -18,7 +18,6 @@ from helpers.parallel.pipeline import (
     bubble,
     explore_pipeline,
     gpipe,
-    idle_share,
     layers_of,
     most_kept,
     one_f_one_b,
@@ -32,15 +31,21 @@ SCHEDULES = [gpipe, one_f_one_b]
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 
+def idle_share(slots):
+    """The share of the time in which a stage is idle, the mean over stages."""
+    stages, end = 1 + max(slot.stage for slot in slots), max(slot.end for slot in slots)
+    return 1 - sum(slot.end - slot.start for slot in slots) / (stages * end)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (4, 1), (4, 2), (2, 8), (4, 8), (8, 3), (5, 20)])
-def test_every_stage_does_every_task_once_and_the_bubble_is_the_formulas(schedule, stages, micro_batches):
-    orders = schedule(stages, micro_batches)
-    every = {Task(kind, number) for kind in "FB" for number in range(micro_batches)}
-    assert len(orders) == stages
-    assert all(set(order) == every and len(order) == len(every) for order in orders)
-    for times in ((1, 2), (1, 1), (3, 1)):
-        assert idle_share(simulate(orders, *times)) == pytest.approx(bubble(stages, micro_batches))
+def test_every_stage_does_every_task_once_and_the_bubble_is_the_formulas(schedule):
+    for stages, micro_batches in [(1, 1), (1, 5), (4, 1), (4, 2), (2, 8), (4, 8), (8, 3), (5, 20)]:
+        orders = schedule(stages, micro_batches)
+        every = {Task(kind, number) for kind in "FB" for number in range(micro_batches)}
+        assert len(orders) == stages
+        assert all(set(order) == every and len(order) == len(every) for order in orders)
+        for times in ((1, 2), (1, 1), (3, 1)):
+            assert idle_share(simulate(orders, *times)) == pytest.approx(bubble(stages, micro_batches))
 
 
 def test_what_each_stage_keeps():
@@ -79,10 +84,10 @@ def test_plain_pairs_are_tasks():
 
 
 @pytest.mark.parametrize("function", [gpipe, one_f_one_b, bubble])
-@pytest.mark.parametrize("numbers", [(0, 4), (4, 0), (2.5, 4), (True, 4), ("4", 4)])
-def test_numbers_that_are_none_are_refused(function, numbers):
-    with pytest.raises(ValueError, match="is a whole number of at least 1"):
-        function(*numbers)
+def test_numbers_that_are_none_are_refused(function):
+    for numbers in [(0, 4), (4, 0), (2.5, 4), (True, 4), ("4", 4)]:
+        with pytest.raises(ValueError, match="must be an integer of at least 1"):
+            function(*numbers)
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -154,8 +159,10 @@ def test_bad_cuts_and_unknown_nets_are_refused():
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("count", "micro_batches"), [(1, 3), (2, 1), (2, 4), (4, 10), (4, 3)])
+@pytest.mark.parametrize(
+    ("schedule", "count", "micro_batches"),
+    [(gpipe, 1, 3), (one_f_one_b, 2, 1), (gpipe, 2, 4), (one_f_one_b, 4, 10), (gpipe, 4, 3), (one_f_one_b, 4, 3)],
+)
 def test_loss_and_gradients_are_those_of_the_whole_batch(alone, schedule, count, micro_batches):
     """Ten samples: 4 or 3 micro-batches of them are uneven."""
     x, y = batch()
@@ -210,7 +217,7 @@ def test_any_order_that_can_be_done_gives_the_same(alone):
 
 def test_a_pipeline_that_cannot_be_is_refused():
     with virtual_gpus(2) as gpus:
-        with pytest.raises(ValueError, match="1 stages on 2 GPUs"):
+        with pytest.raises(ValueError, match="1 stages for 2 GPUs"):
             Pipeline([nn.Linear(2, 2)], gpus)
         pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], gpus)
         for micro_batches in (0, 4):
@@ -268,5 +275,5 @@ def test_the_picture_is_the_same_each_time():
 
 @pytest.mark.parametrize("wrong", [{"stages": 0}, {"micro_batches": 0}, {"schedule": "GPype"}, {"extra": -1}])
 def test_a_panel_of_no_pipeline_is_refused(wrong):
-    with pytest.raises(ValueError, match="whole number|no schedule|percentage"):
+    with pytest.raises(ValueError, match="an integer|choose one of GPipe, 1F1B|percentage"):
         explore_pipeline(**wrong)

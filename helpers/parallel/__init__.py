@@ -1,34 +1,51 @@
-"""Several ranks or GPUs at one job: launch and ranks, the parallel loss, the pipeline."""
+"""Several ranks or several GPUs at one job: launch and ranks, the parallel loss, the pipeline."""
 
-import importlib
+from helpers.parallel.launching import RankError, launch
+from helpers.parallel.loss import (
+    DataParallelCriterion,
+    DataParallelModel,
+    LossInForward,
+    count_labels,
+    count_samples,
+    ignored_label,
+    label_weight,
+    total,
+)
+from helpers.parallel.pipeline import (
+    Pipeline,
+    bubble,
+    explore_pipeline,
+    gpipe,
+    layers_of,
+    one_f_one_b,
+    simulate,
+    split,
+)
+from helpers.parallel.ranks import connect, disconnect, from_all, local_device, rank, rank_loader
 
-_HOMES = {
-    "DataParallelCriterion": "helpers.parallel.loss",
-    "DataParallelModel": "helpers.parallel.loss",
-    "LossInForward": "helpers.parallel.loss",
-    "Pipeline": "helpers.parallel.pipeline",
-    "bubble": "helpers.parallel.pipeline",
-    "connect": "helpers.parallel.ranks",
-    "count_labels": "helpers.parallel.loss",
-    "disconnect": "helpers.parallel.ranks",
-    "explore_pipeline": "helpers.parallel.pipeline",
-    "from_all": "helpers.parallel.ranks",
-    "gpipe": "helpers.parallel.pipeline",
-    "launch": "helpers.parallel.launching",
-    "layers_of": "helpers.parallel.pipeline",
-    "local_device": "helpers.parallel.ranks",
-    "one_f_one_b": "helpers.parallel.pipeline",
-    "rank": "helpers.parallel.ranks",
-    "rank_loader": "helpers.parallel.ranks",
-    "simulate": "helpers.parallel.pipeline",
-    "split": "helpers.parallel.pipeline",
-    "total": "helpers.parallel.loss",
-}
-__all__ = list(_HOMES)
-
-
-def __getattr__(name):
-    """The names above, imported when they are first asked for."""
-    if name not in _HOMES:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__all__ = [
+    "DataParallelCriterion",
+    "DataParallelModel",
+    "LossInForward",
+    "Pipeline",
+    "RankError",
+    "bubble",
+    "connect",
+    "count_labels",
+    "count_samples",
+    "disconnect",
+    "explore_pipeline",
+    "from_all",
+    "gpipe",
+    "ignored_label",
+    "label_weight",
+    "launch",
+    "layers_of",
+    "local_device",
+    "one_f_one_b",
+    "rank",
+    "rank_loader",
+    "simulate",
+    "split",
+    "total",
+]

@@ -25,8 +25,7 @@ from virtual_gpus import virtual_gpus
 from helpers.data import random_tokens
 from helpers.measure.memory import peak_memory
 from helpers.models import Bert
-from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.parallel.loss.reductions import count_labels
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
 from helpers.show.widgets.bert_memory import METHODS, OPTIMIZERS, Job, step_memory
 from helpers.show.widgets.cards import card
 from helpers.show.widgets.explorer import SLIDERS, MemoryExplorer

@@ -1,0 +1,92 @@
+"""The panel of `explore_pipeline`: sliders for a pipeline, its schedule, and the time of a step.
+
+Times are in units of one stage's forward pass of the whole batch, so that one GPU needs 3 * stages for a step.
+"""
+
+from __future__ import annotations
+
+import io
+
+import ipywidgets
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_b, simulate
+from helpers.show.plots.palette import COLOURS
+from helpers.show.widgets.panel import Panel, choice, slider
+
+__all__ = ["PipelinePanel"]
+
+SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
+MOST = 48  # micro-batches that the curve reaches to
+
+
+class PipelinePanel(Panel):
+    """See `explore_pipeline`."""
+
+    _picture_widget = ipywidgets.Image
+
+    def __init__(self, stages: int, micro_batches: int, schedule: str, extra: float):
+        super().__init__({
+            "stages": slider("stages", stages, 1, 8),
+            "micro_batches": slider("micro-batches", micro_batches, 1, 32),
+            "extra": slider("extra per task, %", extra, 0.0, 10.0, 0.5),
+            "schedule": choice("schedule", SCHEDULES, schedule),
+        })  # fmt: skip
+
+    def _look(self, stages: int, micro_batches: int, extra: float, schedule: str) -> tuple[str, bytes]:
+        orders = SCHEDULES[schedule](stages, micro_batches)
+        slots = simulate(orders, *_task_times(micro_batches, extra))
+        # Of a step, as a share of one GPU's time, with 1, 2, ... micro-batches. Both schedules take as long.
+        times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, MOST + 1)]
+        best = min(range(MOST), key=times.__getitem__) + 1
+        kept, now = most_kept(orders[0]), max(slot.end for slot in slots) / (3 * stages)
+        words = (
+            f"{schedule}, {stages} stages, {micro_batches} micro-batches: each GPU is idle for "
+            f"{100 * bubble(stages, micro_batches):.1f} % of the step, {stages - 1}/{micro_batches + stages - 1}.\n"
+            f"Stage 0 keeps the activations of at most {kept} of {micro_batches} micro-batches, "
+            f"{100 * kept / micro_batches:.0f} % of the batch.\n"
+            f"A step takes {now:.2f} of one GPU's time ({stages} GPUs at best 1/{stages} = {1 / stages:.2f}); shortest "
+            f"with {best}{'' if best < MOST else ' or more'} micro-batches: {times[best - 1]:.2f}."
+        )
+        figure = Figure(figsize=(7, 2.9 + 0.28 * stages), layout="constrained")
+        above, below = figure.subplots(2, 1, height_ratios=(0.9 + 0.28 * stages, 2))
+        _draw_schedule(above, slots)
+        above.set_title(f"{schedule}: forward blue, backward orange", loc="left", fontsize=10)
+        _draw_times(below, stages, micro_batches, times)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})  # the same bytes each time
+        return words, file.getvalue()
+
+
+def _task_times(micro_batches: int, extra: float) -> tuple[float, float]:
+    """Of a forward and of a backward pass."""
+    return 1 / micro_batches + extra / 100, 2 / micro_batches + extra / 100
+
+
+def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
+    """A row per stage, a box per task with the number of its micro-batch."""
+    end, stages = max(slot.end for slot in slots), 1 + max(slot.stage for slot in slots)
+    for stage, (kind, number), start, stop in slots:
+        forward = kind == "F"
+        ax.barh(stage, stop - start, 0.8, start, color=COLOURS[0 if forward else 1], edgecolor="white", linewidth=0.8)
+        if (stop - start) / end > 0.012 * len(str(number)) + 0.004:  # there is room for it
+            middle, colour = (start + stop) / 2, "white" if forward else "black"
+            ax.text(middle, stage, number, ha="center", va="center", fontsize=7, color=colour)
+    ax.set(xlim=(0, end), ylim=(stages - 0.5, -0.5), xticks=[])
+    ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)], fontsize=8)
+    ax.spines[:].set_visible(False)
+    ax.set_facecolor("#f2f2f2")
+
+
+def _draw_times(ax: Axes, stages: int, micro_batches: int, times: list[float]) -> None:
+    """The time of a step and its idle share, for each number of micro-batches; a dot at the chosen one."""
+    idle = [bubble(stages, number) for number in range(1, MOST + 1)]
+    ax.plot(range(1, MOST + 1), times, color=COLOURS[0], label="time of a step (one GPU: 1)")
+    ax.plot(range(1, MOST + 1), idle, "--", color=COLOURS[4], label="idle share, the bubble")
+    if micro_batches <= MOST:
+        ax.plot(micro_batches, times[micro_batches - 1], "o", color=COLOURS[0])
+        ax.plot(micro_batches, idle[micro_batches - 1], "o", color=COLOURS[4])
+    ax.set(xlabel="micro-batches", ylim=(0, None), xlim=(0, MOST + 1))
+    ax.legend(frameon=False, fontsize=8)
+    ax.grid(color="0.9")
