@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from helpers.data import random_tokens
-from helpers.measure.memory import Readings, peak_memory
+from helpers.measure import Readings, peak_memory
 from helpers.models import bert_article
 
 __all__ = ["LENGTH", "VOCABULARY", "WordLoss", "bert_peaks"]

@@ -29,7 +29,7 @@ from helpers.lesson07.advice.stages import stages
 from helpers.lesson07.methods import BERT, PYRAMIDNET, balanced_cuts, measure
 from helpers.lesson07.methods.measure import _stages, step_by
 from helpers.lesson07.scaling import Cluster
-from helpers.measure.memory import peak_memory
+from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import bert_article, parameter_count, pyramidnet_article
 from helpers.show.plots.alt_text import alt_text

@@ -7,7 +7,7 @@ from virtual_gpus import virtual_gpus
 
 from helpers import lesson04 as article_job
 from helpers.lesson04 import WordLoss, bert_peaks
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 from helpers.models import parameter_bytes
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 

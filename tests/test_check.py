@@ -9,7 +9,7 @@ from virtual_gpus import virtual_gpus
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, not_yet, require, show
-from helpers.measure.memory.readings import GiB, MiB
+from helpers.measure import GiB, MiB
 from tests.check_answers import Hostile
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.measure.memory import read_memory
+from helpers.measure import read_memory
 from helpers.parallel.launching import launch
 from helpers.parallel.launching import rank as launch_rank
 from tests.programs import held_port

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
+from helpers.measure import GiB, MiB
 from helpers.measure import monitor as monitor_module
-from helpers.measure.memory import GiB, MiB
 from helpers.measure.monitor import KINDS, MemoryMonitor
 from helpers.measure.monitor import counters as monitor_counters
 from helpers.measure.monitor.run import Mark, Run, Span

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 from helpers.measure.monitor import KINDS, MemoryMonitor
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

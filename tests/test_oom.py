@@ -10,22 +10,20 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.measure.memory import MiB, Refusal
+from helpers.measure import MiB, Refusal
 from helpers.measure.oom import (
     explain_memory,
     explain_oom,
-    find_batch_size,
     find_leaks,
     forget_error,
-    forget_places,
-    remember_places,
+    forget_origins,
+    remember_origins,
     write_viewer,
 )
-from helpers.measure.oom.advice import advise
-from helpers.measure.oom.live import Block
-from helpers.measure.oom.places import UNKNOWN, place
-from helpers.measure.oom.referrers import holders
-from helpers.measure.oom.report import Picture
+from helpers.measure.oom.blocks import Block
+from helpers.measure.oom.leaks import holders
+from helpers.measure.oom.origins import UNKNOWN, origin
+from helpers.measure.oom.report import Picture, advise
 from helpers.show import describe_cures, describe_segments, draw_cures, draw_segments
 from helpers.show.cures import CURES
 from helpers.show.plots.alt_text import alt_text
@@ -82,7 +80,7 @@ def test_looking_keeps_nothing_alive(gpu):
 
 
 def test_modules_are_not_asked_what_they_hold(gpu, monkeypatch):
-    """On Python 3.12 asking `_asyncio` spoils the interpreter: see `helpers.measure.oom.live`."""
+    """On Python 3.12 asking `_asyncio` spoils the interpreter: see `helpers.measure.oom.blocks`."""
     asked, ask = [], gc.get_referents
     monkeypatch.setattr(gc, "get_referents", lambda *objects: asked.extend(map(type, objects)) or ask(*objects))
     explain_memory(gpu)
@@ -91,20 +89,20 @@ def test_modules_are_not_asked_what_they_hold(gpu, monkeypatch):
 
 def test_the_line_that_made_a_tensor_is_named(gpu):
     early = mebibytes(2, gpu)
-    remember_places()
+    remember_origins()
     late = mebibytes(4, gpu)
     text = str(explain_memory(gpu))
     assert "`return torch.zeros(count, MiB // 4, device=gpu)` in mebibytes (tests/test_oom.py:" in text
     assert UNKNOWN in text and early.nbytes < late.nbytes
-    forget_places()
+    forget_origins()
     assert not torch._C._cuda_isHistoryEnabled()
 
 
-def test_pytorch_s_own_frames_are_no_place():
+def test_pytorch_s_own_frames_are_no_origin():
     inside = {"filename": torch.__file__, "name": "zeros", "line": 1}
     cell = {"filename": "ipykernel_1/2.py", "name": "<module>", "line": 3}
-    assert place([inside, cell]) == "`<module>`"
-    assert place([inside]) == place([]) == UNKNOWN
+    assert origin([inside, cell]) == "`<module>`"
+    assert origin([inside]) == origin([]) == UNKNOWN
 
 
 def test_equal_blocks_are_one_row(gpu):
@@ -176,7 +174,7 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
 @pytest.mark.parametrize(
     ("shown", "first", "size"),
     [
-        (picture(requested=2000), "larger than the whole card", 2000),
+        (picture(requested=2000), "larger than the whole GPU", 2000),
         (picture([block("parameters", 500)], reserved=900 * MiB, free=100, requested=300), "expandable_segments", 400),
         (picture([block("tensors in variables", 50, n) for n in range(10)]), "10 tensors of one line", 450),
         (picture([block("held by autograd", 600)]), "inference_mode", 600),
@@ -226,7 +224,7 @@ def test_nothing_left_is_said(gpu):
 
 
 def test_a_tensor_that_is_replaced_by_its_like_is_no_leak(gpu):
-    remember_places()
+    remember_origins()
     kept = [mebibytes(2, gpu)]
     kept.append(mebibytes(1, gpu))
     with find_leaks(gpu) as leaks:
@@ -315,77 +313,10 @@ def test_an_empty_gpu_has_nothing_to_draw(gpu):
 
 
 def test_the_viewer_is_pytorch_s(gpu, tmp_path):
-    forget_places()
-    with pytest.raises(RuntimeError, match="remember_places"):
+    forget_origins()
+    with pytest.raises(RuntimeError, match="remember_origins"):
         write_viewer(tmp_path / "memory.html")
-    remember_places()
+    remember_origins()
     kept = mebibytes(2, gpu)
     page = write_viewer(tmp_path / "memory.html")
     assert "MemoryViz" in page.read_text() and kept.is_cuda
-    assert [each.name for each in tmp_path.iterdir()] == ["memory.html"]
-    with pytest.raises(ValueError, match="'trace', 'segments'"):
-        write_viewer(page, kind="flame")
-
-
-# --- the largest batch -----------------------------------------------------------------------------------
-
-
-def test_the_largest_batch_is_found():
-    with virtual_gpus(1, memory="256 MiB", shapes_only=True) as (gpu,):
-        net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)).to(gpu)
-        adam = torch.optim.Adam(net.parameters())
-
-        def step(batch):
-            adam.zero_grad()
-            net(torch.randn(batch, 512, device=gpu)).sum().backward()
-            adam.step()
-
-        found = find_batch_size(step, net, adam, multiple_of=1024)
-        assert found >= 1024
-        step(found)
-        with pytest.raises(torch.OutOfMemoryError):
-            step(found + 1024)
-
-
-def test_a_search_leaves_no_trace(gpu):
-    net, adam = trained(gpu)
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    gradients = [p.grad.clone() for p in net.parameters()]
-    numbers = torch.get_rng_state()
-
-    def step(batch):
-        net(torch.randn(batch, 512).to(gpu)).sum().backward()
-        adam.step()
-
-    assert find_batch_size(step, net, adam, limit=4, multiple_of=2) == 4
-    torch.testing.assert_close(dict(net.state_dict()), before, rtol=0, atol=0)
-    torch.testing.assert_close([p.grad for p in net.parameters()], gradients, rtol=0, atol=0)
-    assert {int(state["step"]) for state in adam.state.values()} == {1}
-    assert torch.equal(torch.get_rng_state(), numbers)
-
-
-def test_each_try_begins_with_what_there_was(gpu):
-    """Adam's state of one try is gone in the next, where it would lie beside what the first step had freed."""
-    net = nn.Linear(8, 8).to(gpu)
-    adam, begun = torch.optim.Adam(net.parameters()), []
-
-    def step(batch):
-        begun.append((batch, bool(adam.state)))
-        net(torch.zeros(batch, 8, device=gpu)).sum().backward()
-        adam.step()
-
-    find_batch_size(step, net, adam, limit=2)
-    assert begun == [(1, False), (1, True), (2, False), (2, True)] and not adam.state
-
-
-def test_what_only_the_second_step_needs_counts(gpu):
-    """One step of 224 MiB fits beside the context of 32. The second finds 30 more there, in the first one's block."""
-    state = {}
-
-    def step(batch):
-        if batch not in state:  # a new try
-            state.clear()
-        mebibytes(batch, gpu)
-        state[batch] = mebibytes(30, gpu)
-
-    assert find_batch_size(step, multiple_of=32) == 160

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torchvision.models import resnet50
 from virtual_gpus import virtual_gpus
 
-from helpers.measure.memory import peak_memory
+from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import bert_small, group_norm, small_resnet
 from helpers.parallel.pipeline import (

@@ -8,7 +8,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 
-from helpers.measure.memory import GiB, MiB, Reading, Readings, Refusal
+from helpers.measure import GiB, MiB, Reading, Readings, Refusal
 from helpers.show.plots import compare_bars, describe, loss_curves, memory_bars, pieces_picture
 from helpers.show.plots.alt_text import alt_text, set_alt_text
 
@@ -371,7 +371,7 @@ def test_nothing_else_looks_like_what_is_over_the_edge():
 @pytest.mark.parametrize(
     "draw, reason",
     [
-        (lambda: memory_bars(BERT, capacity="twelve"), "Cannot read 'twelve'"),
+        (lambda: memory_bars(BERT, capacity="twelve"), "cannot read 'twelve'"),
         (lambda: memory_bars(RAN_OUT, capacity="24 GiB"), "GPU 1 ran out of memory, so what this run needs"),
         (lambda: compare_bars({"a": BERT, "b": RAN_OUT}, capacity="24 GiB"), "GPU 1 ran out of memory"),
         (lambda: compare_bars({"a": BERT}, field="peak"), "no field 'peak': give one of peak_allocated"),

@@ -5,17 +5,17 @@ from html.parser import HTMLParser
 
 import pytest
 
-from helpers.measure.memory.readings import GiB, MiB, Reading, Readings, Refusal, format_bytes, to_bytes, with_capacity
+from helpers.measure import GiB, MiB, Reading, Readings, Refusal, format_bytes
+from helpers.measure.readings import with_capacity
 
 TWO = Readings(
     Reading(
         index=i, name="Card <X>", capacity=16 * GiB, allocated=3 * MiB + i, peak_allocated=5 * MiB,
         reserved=20 * MiB, peak_reserved=22 * MiB, driver_used=(500 + i) * MiB, driver_total=16 * GiB + MiB,
-        driver_load=0.25, driver_index=i,
     )
     for i in range(2)
 )  # fmt: skip
-LARGEST = Reading(0, "GPU", *[900 * GiB] * 7, driver_load=1.0, driver_index=11)
+LARGEST = Reading(0, "GPU", *[900 * GiB] * 7)
 
 
 def changed(readings, **fields) -> Readings:
@@ -55,9 +55,9 @@ def test_the_text_says_where_the_figures_come_from():
         == (
             "Memory in MiB: 2 x Card <X>\n"
             "     ------------------- PyTorch (torch.cuda) -------------------  - driver (GPUtil) -\n"
-            "GPU  allocated  peak allocated  reserved  peak reserved  capacity   used   total  load\n"
-            "  0       3.00            5.00     20.00          22.00    16,384  500.0  16,385   25%\n"
-            "  1       3.00            5.00     20.00          22.00    16,384  501.0  16,385   25%"
+            "GPU  allocated  peak allocated  reserved  peak reserved  capacity         used   total\n"
+            "  0       3.00            5.00     20.00          22.00    16,384        500.0  16,385\n"
+            "  1       3.00            5.00     20.00          22.00    16,384        501.0  16,385"
         )
     )
 
@@ -65,9 +65,9 @@ def test_the_text_says_where_the_figures_come_from():
 def test_html_and_text_hold_the_same_figures():
     table = Table(TWO._repr_html_())
     assert [[cell for _, _, cell in row] for row in table.rows[1:]] == [
-        ["allocated", "peak allocated", "reserved", "peak reserved", "capacity", "used", "total", "load"],
-        ["0", "3.00", "5.00", "20.00", "22.00", "16,384", "500.0", "16,385", "25%"],
-        ["1", "3.00", "5.00", "20.00", "22.00", "16,384", "501.0", "16,385", "25%"],
+        ["allocated", "peak allocated", "reserved", "peak reserved", "capacity", "used", "total"],
+        ["0", "3.00", "5.00", "20.00", "22.00", "16,384", "500.0", "16,385"],
+        ["1", "3.00", "5.00", "20.00", "22.00", "16,384", "501.0", "16,385"],
     ]
     assert table.texts["caption"] == "Memory in MiB: 2 x Card <X>" and table.open == []
 
@@ -76,35 +76,16 @@ def test_html_headings_belong_to_their_columns():
     table = Table(TWO._repr_html_())
     groups = [(cell, attributes["scope"], attributes.get("colspan")) for _, attributes, cell in table.rows[0]]
     assert groups == [
-        ("GPU", "col", None), ("PyTorch (torch.cuda)", "colgroup", "5"), ("driver (GPUtil)", "colgroup", "3"),
+        ("GPU", "col", None), ("PyTorch (torch.cuda)", "colgroup", "5"), ("driver (GPUtil)", "colgroup", "2"),
     ]  # fmt: skip
     assert all(tag == "th" and attributes["scope"] == "col" for tag, attributes, _ in table.rows[1])
     for row in table.rows[2:]:
         assert row[0][0] == "th" and row[0][1]["scope"] == "row"
-        assert all(tag == "td" and attributes["style"] == "text-align: right" for tag, attributes, _ in row[1:])
-
-
-def test_colgroups_span_the_columns_there_are():
-    for readings in (TWO, changed(TWO, driver_load=None), changed(TWO, driver_index=7)):
-        html = readings._repr_html_()
-        spans = [int(part.split('"')[0]) for part in html.split('<colgroup span="')[1:]]
-        assert sum(spans) == len(Table(html).rows[-1])
-
-
-def test_a_load_that_nobody_knows_has_no_column():
-    assert "load" not in str(changed(TWO, driver_load=None))
-    one = Readings([replace(TWO[0], driver_load=None), TWO[1]])
-    assert [line.split()[-1] for line in str(one).splitlines()[2:]] == ["load", "-", "25%"]
-
-
-def test_another_number_of_the_driver_has_a_column():
-    other = changed(TWO, driver_index=3)
-    assert "capacity  GPU   used" in str(other) and str(other).splitlines()[-1].split()[-4:-2] == ["3", "501.0"]
-    assert str(TWO).count("GPU ") == 1 and str(other).count("GPU ") == 2
+        assert all(tag == "td" for tag, _, _ in row[1:])
 
 
 def test_without_driver_figures_its_columns_are_dashes():
-    bare = changed(TWO, driver_used=None, driver_total=None, driver_load=None, driver_index=None)
+    bare = changed(TWO, driver_used=None, driver_total=None)
     assert all(line.split()[-2:] == ["-", "-"] for line in str(bare).splitlines()[3:])
     assert "driver (GPUtil)" in str(bare)
 
@@ -116,15 +97,6 @@ def test_the_text_fits_into_a_cell(readings):
     start = next(place for place, line in enumerate(lines) if line.startswith("GPU"))
     table = lines[start : start + 1 + len(readings)]
     assert len({len(line) for line in table}) == 1  # right-aligned down to the last column
-
-
-def test_a_wide_table_has_headings_of_two_lines():
-    """What two cards of a cluster that counts others show, below each other in 700 pixels."""
-    readings = changed(TWO, driver_index=3, driver_total=80_000 * MiB)
-    first, second = str(readings).splitlines()[2:4]
-    assert first.split() == ["peak", "peak"] and second.split()[:5] == ["GPU", *["allocated"] * 2, *["reserved"] * 2]
-    assert first.index("peak") + 4 == second.index("allocated", 10 + second.index("allocated")) + 9
-    assert "peak allocated" in str(TWO)
 
 
 def test_no_readings_yet():
@@ -168,21 +140,3 @@ def test_bytes_in_words(count, text):
 
 def test_bytes_in_a_given_unit():
     assert format_bytes(2 * GiB, "MiB") == "2,048 MiB" and format_bytes(512 * MiB, "GiB") == "0.50 GiB"
-
-
-@pytest.mark.parametrize(
-    "text, count",
-    [("12 GiB", 12 * GiB), ("11.91gib", round(11.91 * GiB)), ("12 GB", 12 * 10**9), ("512 bytes", 512),
-     (" 1 KiB ", 1024), (7, 7)],
-)  # fmt: skip
-def test_words_in_bytes(text, count):
-    assert to_bytes(text) == count
-
-
-@pytest.mark.parametrize(
-    "size, error", [("twelve", ValueError), ("12", ValueError), ("12 cards", ValueError), ("-1 GiB", ValueError),
-                    (0, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)],
-)  # fmt: skip
-def test_what_is_no_size_is_refused(size, error):
-    with pytest.raises(error, match="GiB|less than one byte"):
-        to_bytes(size)

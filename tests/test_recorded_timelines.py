@@ -10,15 +10,18 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.measure.timeline import (
+    BLOCK,
     Timeline,
     Work,
     describe_time_use,
     describe_timeline,
     format_time,
+    merged,
     record_timeline,
+    seconds_covered,
     time_use,
+    work_of,
 )
-from helpers.measure.timeline.trace import BLOCK, work_of
 from helpers.show import timeline_bars
 from helpers.show.plots.alt_text import alt_text
 
@@ -128,6 +131,13 @@ def test_work_at_the_same_time_counts_once_and_copies_do_not():
     timeline.seconds = 10.0
     timeline.work = [Work(0, 0, 4, "forward", ""), Work(0, 2, 6, "collective", ""), Work(0, 7, 9, "copy", "")]
     assert timeline.busy_seconds(0) == 6 and timeline.utilisation(0) == 0.6 and timeline.utilisation(1) == 0
+
+
+def test_what_overlaps_or_touches_is_one_and_counts_once():
+    assert merged([(3, 4), (0, 2), (1, 1.5), (2, 2.5)]) == [(0, 2.5), (3, 4)] and merged(iter([])) == []
+    near = [(0, 1), (1.5, 2), (4, 5)]
+    assert merged(near, 0.4) == near and merged(near, 0.6) == [(0, 2), (4, 5)]
+    assert seconds_covered([(5, 6), (0, 2), (1, 3), (1.5, 2.5)]) == 4 and seconds_covered([]) == 0
 
 
 # ---- what a GPU waits for ------------------------------------------------------------------------------------------

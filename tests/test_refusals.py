@@ -1,20 +1,23 @@
 """Out of memory: PyTorch's text read, on a real H200's and on virtual GPUs; what readings then say."""
 
-import json
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.measure.memory import GiB, MiB, Refusal, measure_memory, peak_memory, read_memory
-from helpers.measure.memory.refusals import read_refusal
+from helpers.measure import GiB, MiB, Refusal, measure_memory, peak_memory, read_memory
+from helpers.measure.refusals import read_refusal
 
 KiB = 1024
-H200 = json.loads((Path(__file__).parent / "data" / "h200" / "oom.json").read_text(encoding="utf-8"))
-MEASURED = next(entry for entry in H200 if isinstance(entry, str))
+MEASURED = (  # on an H200, with a limit of 8 GiB for the process
+    "CUDA out of memory. Tried to allocate 528.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which "
+    "131.41 GiB is free. Including non-PyTorch memory, this process has 8.38 GiB memory in use. 8.00 GiB "
+    "allowed; Of the allocated memory 7.62 GiB is allocated by PyTorch, and 13.81 MiB is reserved by "
+    "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
 ADVICE = (  # which of the two names stands here depends on the version and the platform
     " If reserved but unallocated memory is large try setting {}=expandable_segments:True to avoid fragmentation."
     "  See documentation for Memory Management "

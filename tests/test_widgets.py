@@ -15,7 +15,7 @@ import torch
 from nbformat.v4 import new_code_cell, new_notebook
 from virtual_gpus import active_machine, virtual_gpus
 
-from helpers.measure.memory.readings import Reading, Readings
+from helpers.measure import Reading, Readings
 from helpers.show.widgets import explore_memory, live_memory, live_panel, live_picture
 from helpers.show.widgets.bert_memory import METHODS, OPTIMIZERS, Job
 from helpers.show.widgets.explorer import SLIDERS, MemoryExplorer
@@ -404,9 +404,9 @@ def test_a_long_line_is_cut_and_a_short_one_is_not():
 
 
 def test_what_the_driver_says_is_shown_where_it_is_known():
-    reading = Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 3 * GIB, 3 * GIB, driver_used=4 * GIB, driver_load=0.83)
+    reading = Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 3 * GIB, 3 * GIB, driver_used=4 * GIB)
     shown = texts(live_picture.now(Readings([reading]), {0: [0, GIB]}).svg())
-    assert "1.00 GiB, peak 2.00 GiB, reserved 3.00 GiB of 16.0 GiB; driver 4.00 GiB, load 83%" in shown
+    assert "1.00 GiB, peak 2.00 GiB, reserved 3.00 GiB of 16.0 GiB; driver 4.00 GiB" in shown
 
 
 # ---- in a kernel ---------------------------------------------------------------------------------------------------

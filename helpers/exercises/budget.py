@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from helpers.exercises import compare
 from helpers.exercises.core import call, exercise, not_yet, require, show
 from helpers.exercises.measuring import current_gpu
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "workspaces", "context")
 OFF = 0.1  # how far off a guess may be

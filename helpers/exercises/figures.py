@@ -5,7 +5,7 @@ from itertools import combinations
 from math import isclose, isfinite
 
 from helpers.exercises.core import not_yet, require, show
-from helpers.measure.memory.readings import GiB, MiB
+from helpers.measure import GiB, MiB
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MiB, "GiB": GiB}
 DECIMAL = {"KiB": (10**3, "kB"), "MiB": (10**6, "MB"), "GiB": (10**9, "GB")}

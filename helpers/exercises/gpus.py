@@ -3,7 +3,7 @@
 import torch
 
 from helpers.exercises.core import require
-from helpers.measure.memory import GiB
+from helpers.measure import GiB
 
 
 def with_values(least: int, fewer: str, without: str) -> list[torch.device]:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from helpers.exercises import compare
 from helpers.exercises.core import call, exercise, not_yet, require, show
-from helpers.measure.memory.readings import GiB
+from helpers.measure import GiB
 
 __all__ = ["budget", "pieces", "run_on", "total_memory"]
 

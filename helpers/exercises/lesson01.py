@@ -10,7 +10,7 @@ from torch import nn
 from helpers.exercises import compare
 from helpers.exercises.core import call, exercise, not_yet, require, show
 from helpers.exercises.device_errors import GPU, PARTS, error_of, errors, explained, told
-from helpers.measure.memory.readings import MiB, format_bytes
+from helpers.measure import MiB, format_bytes
 
 FILLING = 256 * MiB  # bytes by which one GPU is fuller than the next in `emptiest_gpu`
 

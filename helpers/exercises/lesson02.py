@@ -11,7 +11,7 @@ from helpers.exercises import compare
 from helpers.exercises.core import call, exercise, not_yet, require, show
 from helpers.exercises.gpus import four_cards_of_12_gb, four_without_values, with_values
 from helpers.lesson04 import LENGTH
-from helpers.measure.memory import GiB, peak_memory
+from helpers.measure import GiB, peak_memory
 from helpers.models import bert_article
 from helpers.train.loops import DataParallelTrainer
 

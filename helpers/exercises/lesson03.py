@@ -11,7 +11,7 @@ from helpers.exercises import compare, cuts
 from helpers.exercises.core import call, exercise, not_yet, require, show
 from helpers.exercises.gpus import four_cards_of_12_gb, four_without_values, with_values
 from helpers.lesson04 import LENGTH
-from helpers.measure.memory import GiB, largest_batch, peak_memory
+from helpers.measure import GiB, largest_batch, peak_memory
 from helpers.models import bert_article
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
 

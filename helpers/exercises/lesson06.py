@@ -10,7 +10,7 @@ from helpers.exercises import compare
 from helpers.exercises.budget import budget
 from helpers.exercises.core import call, exercise, require, show
 from helpers.exercises.measuring import SLACK, Measured, gpu_with_values, require_left, require_peak, require_small
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 
 __all__ = [
     "accumulate",

@@ -4,7 +4,7 @@ from helpers.exercises.core import call, exercise, not_yet, require, show
 from helpers.lesson07.advice import NETS, advise
 from helpers.lesson07.scaling import Cluster, amdahl, amdahl_seconds
 from helpers.lesson07.waiting import JOBS, record_job
-from helpers.measure.memory import MiB, format_bytes
+from helpers.measure import MiB, format_bytes
 from helpers.measure.timeline import Timeline, TimeUse, time_use
 
 __all__ = ["causes", "changes", "choices", "fits", "judge"]

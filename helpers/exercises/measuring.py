@@ -7,7 +7,7 @@ import torch
 
 from helpers.exercises.core import require
 from helpers.exercises.gpus import keeps_values
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 
 SLACK = 1.0 * MiB  # for losses, counters and the rounding of the allocator
 

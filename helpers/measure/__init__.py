@@ -1,27 +1,12 @@
 """What GPUs hold and do: readings of memory, the monitor, timelines, out-of-memory reports."""
 
-from helpers.measure.memory import (
-    GiB,
-    MiB,
-    Reading,
-    Readings,
-    format_bytes,
-    largest_batch,
-    measure_memory,
-    peak_memory,
-    read_memory,
-    reset_peaks,
-)
+from helpers.measure.batch_size import largest_batch
+from helpers.measure.memory import measure_memory, peak_memory, read_memory, reset_peaks
 from helpers.measure.monitor import MemoryMonitor
-from helpers.measure.oom import (
-    explain_memory,
-    explain_oom,
-    find_batch_size,
-    find_leaks,
-    forget_error,
-    remember_places,
-    write_viewer,
-)
+from helpers.measure.oom import explain_memory, explain_oom, find_leaks, forget_error, remember_origins, write_viewer
+from helpers.measure.readings import Reading, Readings
+from helpers.measure.refusals import Refusal
+from helpers.measure.sizes import GiB, MiB, format_bytes, unit_of
 from helpers.measure.timeline import describe_time_use, describe_timeline, record_timeline
 
 __all__ = [
@@ -30,11 +15,11 @@ __all__ = [
     "MiB",
     "Reading",
     "Readings",
+    "Refusal",
     "describe_time_use",
     "describe_timeline",
     "explain_memory",
     "explain_oom",
-    "find_batch_size",
     "find_leaks",
     "forget_error",
     "format_bytes",
@@ -43,7 +28,8 @@ __all__ = [
     "peak_memory",
     "read_memory",
     "record_timeline",
-    "remember_places",
+    "remember_origins",
     "reset_peaks",
+    "unit_of",
     "write_viewer",
 ]

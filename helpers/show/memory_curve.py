@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from helpers.measure.memory.sizes import GiB, format_bytes, unit_of
+from helpers.measure import GiB, format_bytes, unit_of
 from helpers.measure.monitor.run import Run, Span
 from helpers.show.plots import COLOURS, HATCHES, WIDTH
 from helpers.show.plots.alt_text import set_alt_text

@@ -10,9 +10,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from helpers.measure.memory import format_bytes, read_memory
-from helpers.measure.memory.sizes import unit_of
-from helpers.measure.oom.live import KINDS, live_blocks, segments_of
+from helpers.measure import format_bytes, read_memory, unit_of
+from helpers.measure.oom.blocks import KINDS, live_blocks, segments_of
 from helpers.show.plots import COLOURS, HATCHES, WIDTH
 from helpers.show.plots.alt_text import set_alt_text
 

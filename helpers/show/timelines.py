@@ -10,9 +10,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure.intervals import merged, seconds_covered
-from helpers.measure.timeline.record import Timeline, describe_timeline
-from helpers.measure.timeline.trace import KINDS
+from helpers.measure.timeline import KINDS, Timeline, describe_timeline, merged, seconds_covered
 from helpers.show.plots.alt_text import set_alt_text
 from helpers.show.plots.palette import styles
 

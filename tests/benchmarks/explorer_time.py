@@ -23,7 +23,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.data import random_tokens
-from helpers.measure.memory import peak_memory
+from helpers.measure import peak_memory
 from helpers.models import Bert
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
 from helpers.show.widgets.bert_memory import METHODS, OPTIMIZERS, Job, step_memory

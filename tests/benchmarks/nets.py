@@ -14,7 +14,7 @@ from helpers.lesson04 import LENGTH, WordLoss
 from helpers.lesson07.advice import Net
 from helpers.lesson07.advice.measured import net_of
 from helpers.lesson07.methods.cuts import layers_to_cut
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 from helpers.models import Bert, bert_article, pyramidnet_article
 
 MOMENTUM = "SGD with momentum"

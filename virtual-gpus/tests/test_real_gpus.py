@@ -22,9 +22,9 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers import use_gpus
-from helpers.measure.memory import read_memory
+from helpers.measure import read_memory
 from helpers.measure.monitor import KINDS, MemoryMonitor
-from helpers.measure.oom import explain_oom, find_leaks, forget_places, remember_places, write_viewer
+from helpers.measure.oom import explain_oom, find_leaks, forget_origins, remember_origins, write_viewer
 from helpers.models import group_norm, small_resnet
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from helpers.show import describe_memory, describe_segments
@@ -304,9 +304,9 @@ WHOLE_CARD = 2**40  # larger than any
 
 @pytest.fixture
 def places():
-    remember_places()
+    remember_origins()
     yield
-    forget_places()
+    forget_origins()
 
 
 def too_much():
@@ -320,7 +320,7 @@ def test_an_oom_is_explained_and_cleaned_up(places):
         too_much()
     assert why.picture.refused.requested == pytest.approx(WHOLE_CARD, rel=0.01)
     assert why.picture.by_kind()["tensors in variables"] >= 2**28
-    assert "kept = torch.zeros(2**26" in str(why) and "larger than the whole card" in str(why)
+    assert "kept = torch.zeros(2**26" in str(why) and "larger than the whole GPU" in str(why)
     assert torch.cuda.memory_allocated() == before
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 
 OPTIMIZERS = {"SGD": 0, "SGD with momentum": 1, "Adam": 2}
 

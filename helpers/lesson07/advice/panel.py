@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.lesson07.advice.nets import NETS
 from helpers.lesson07.advice.rules import Advice, advise
 from helpers.lesson07.scaling import KINDS, NETWORKS, Cluster
-from helpers.measure.memory import GiB, format_bytes
+from helpers.measure import GiB, format_bytes
 from helpers.show.plots.palette import OVER
 from helpers.show.widgets.panel import Panel, choice
 from helpers.show.widgets.scene import Look, Scene

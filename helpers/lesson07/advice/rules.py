@@ -10,7 +10,7 @@ from helpers.lesson07.advice.sizes import peak_bytes
 from helpers.lesson07.advice.times import METHODS, issuing_seconds, step_seconds
 from helpers.lesson07.methods import micro_batches_on
 from helpers.lesson07.scaling import Cluster
-from helpers.measure.memory import format_bytes
+from helpers.measure import format_bytes
 
 _WORTH = 0.5  # efficiency below which more GPUs are not worth it
 

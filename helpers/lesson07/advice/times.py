@@ -29,7 +29,7 @@ from helpers.lesson07.advice.nets import Net
 from helpers.lesson07.advice.stages import stages
 from helpers.lesson07.methods import micro_batches_on
 from helpers.lesson07.scaling import Cluster
-from helpers.measure.memory import MiB
+from helpers.measure import MiB
 
 _FORWARD = 1 / 3
 _UPDATE = {"SGD": 3, "SGD with momentum": 8, "Adam": 18}  # reads and writes of `foreach`, in sizes of the parameters

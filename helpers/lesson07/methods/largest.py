@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from helpers.measure.memory import largest_batch
+from helpers.measure import largest_batch
 
 __all__ = ["largest_that_fits", "one_card"]
 

@@ -16,7 +16,7 @@ from helpers.lesson07.methods.cuts import stages_of
 from helpers.lesson07.methods.jobs import Job, micro_batches_on
 from helpers.lesson07.methods.largest import largest_that_fits
 from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
-from helpers.measure.memory import peak_memory
+from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 from helpers.parallel.pipeline import Pipeline, one_f_one_b

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from helpers.lesson07.methods.measure import Row
 from helpers.lesson07.scaling import Cluster
-from helpers.measure.memory import GiB
+from helpers.measure import GiB
 from helpers.show.plots import WIDTH
 from helpers.show.plots.alt_text import set_alt_text
 from helpers.show.plots.palette import OVER, style

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.lesson07.scaling.clusters import Cluster
-from helpers.measure.intervals import seconds_covered
-from helpers.measure.timeline import record_timeline
+from helpers.measure.timeline import record_timeline, seconds_covered
 
 
 @dataclass(frozen=True)

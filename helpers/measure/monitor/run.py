@@ -8,9 +8,9 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from helpers.gpus import round_size
-from helpers.measure.memory.readings import format_bytes
 from helpers.measure.monitor.trace import Life, Timeline
 from helpers.measure.monitor.watch import Known
+from helpers.measure.sizes import format_bytes
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
 

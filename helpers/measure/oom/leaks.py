@@ -10,31 +10,43 @@ autograd keeps, nobody in Python does; then the tensors whose graph is still ali
 """
 
 import gc
-from collections import Counter, deque
+import sys
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nlargest
+from types import CellType, FrameType, FunctionType
 
 import torch
 from torch import Tensor
 
-from helpers.measure.memory import format_bytes, read_memory
-from helpers.measure.oom.live import KINDS, Block, all_objects, block_address, blocks_of, gpu_tensors, live_blocks
-from helpers.measure.oom.places import remembered
-from helpers.measure.oom.referrers import holders
+from helpers.gpus import block_address
+from helpers.measure.memory import read_memory
+from helpers.measure.oom.blocks import (
+    KINDS,
+    Block,
+    gpu_tensors,
+    live_blocks,
+    objects_of,
+    running_frames,
+    variables,
+)
+from helpers.measure.oom.origins import origins_remembered
 from helpers.measure.oom.report import Group
+from helpers.measure.sizes import format_bytes
 
-MOST_GRAPHS, MOST_LOOKED_AT, MOST_NODES, MOST_ROWS = 3, 10, 100_000, 6
+_MOST_GRAPHS, _MOST_NODES, _MOST_ROWS = 3, 100_000, 6
+_MOST_NAMES, _MOST_SEARCHES = 3, 60  # each search asks every object of the program
 
 
 @dataclass
 class Leaks:
     """What is on `gpu` at the end of the block and was not at its beginning. False if there is nothing.
 
-    grown     [(group, holders)]: what there is more of, and the names that keep one of it (`helpers.measure.referrers`)
-    graphs    [(name, nodes)]: new graphs of autograd that are still alive; nodes are counted up to 100,000
-    cycles    bytes that only gc.collect() gave back: objects that refer to one another in a circle
+    grown     [(group, names)]: what there is more of, and the names that keep one of it (`holders`)
+    graphs    [(names, nodes)]: new graphs of autograd that are still alive; nodes are counted up to 100,000
+    cycles    bytes that only gc.collect() gave back: objects that refer to one another in a cycle
     change    bytes by which what is allocated has grown
     """
 
@@ -50,17 +62,16 @@ class Leaks:
     def __str__(self) -> str:
         if not self:
             return f"GPU {self.gpu}: nothing was left behind."
-        lines = [f"GPU {self.gpu}: {_change(self.change)} allocated than before"]
-        for group, names in self.grown[:MOST_ROWS]:
+        more = f"{format_bytes(abs(self.change))} {'more' if self.change > 0 else 'less'}"
+        lines = [f"GPU {self.gpu}: {more if self.change else 'nothing more'} allocated than before"]
+        for group, names in self.grown[:_MOST_ROWS]:
             lines.append(f"  {group}")
             what = "kept by" if group.count == 1 else "one of them kept by"
             lines += [f"             {what} {name}" for name in names]
-        lines += [f"             a graph of {nodes:,} nodes is alive: {name}" for name, nodes in self.graphs]
+        lines += [f"             a graph of {nodes:,} nodes is alive: {names}" for names, nodes in self.graphs]
         if self.cycles:
             lines.append(f"  {format_bytes(self.cycles):>9}  came back only through gc.collect(): reference cycles")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 @contextmanager
@@ -72,7 +83,7 @@ def find_leaks(gpu=0) -> Iterator[Leaks]:
     found = Leaks(read_memory(gpu)[0].index)
     gc.collect()
     before, graphs = live_blocks(found.gpu), {id(each) for each in _with_graph()}
-    with remembered():
+    with origins_remembered():
         try:
             yield found
         finally:
@@ -84,56 +95,49 @@ def _fill(found: Leaks, before: list[Block], graphs: set[int]) -> None:
     gc.collect()
     found.cycles = allocated - torch.cuda.memory_allocated(found.gpu)
     by_kind = gpu_tensors(found.gpu)
-    after = blocks_of(found.gpu, by_kind)
+    after = live_blocks(found.gpu, by_kind)
     found.change = sum(block.size for block in after) - sum(block.size for block in before)
-    tensors = {block_address(each): each for kind in by_kind.values() for each in kind}
-    found.grown = [(group, _holders(group, new, tensors)) for group, new in _more(before, after)]
+    tensors = {block_address(each): each for kind in KINDS[:-1] for each in by_kind[kind]}
+    for group, new in _more(before, after):
+        reachable = sorted(block.address for block in new if block.address in tensors)
+        found.grown.append((group, holders(tensors[reachable[0]]) if reachable else []))
     if any(group.kind == KINDS[-1] for group, _ in found.grown):
         found.graphs = _graphs(graphs)
 
 
-def _more(before: list[Block], after: list[Block]) -> list[tuple[Group, set[int]]]:
-    """What there is more of, with the addresses of the new ones, the largest first."""
+def _more(before: list[Block], after: list[Block]) -> list[tuple[Group, list[Block]]]:
+    """What there is more of, with the new blocks, the largest first."""
     counts, known = Counter(map(_likeness, before)), {block.address for block in before}
-    groups: dict[tuple, list[Block]] = {}
+    groups: dict[tuple, list[Block]] = defaultdict(list)
     for block in after:
-        groups.setdefault(_likeness(block), []).append(block)
+        groups[_likeness(block)].append(block)
     found = []
     for key, blocks in groups.items():
-        extra = len(blocks) - counts[key]
-        if extra > 0:
-            blocks = sorted(blocks, key=lambda block: block.address in known)[:extra]  # the new ones first
-            group = Group(*key[:4], extra, sum(block.size for block in blocks))
-            found.append((group, {block.address for block in blocks}))
-    return sorted(found, key=lambda each: (-each[0].size, each[0].place))
+        new = sorted(blocks, key=lambda block: block.address in known)[: max(0, len(blocks) - counts[key])]
+        if new:
+            found.append((Group(*key[:4], len(new), sum(block.size for block in new)), new))
+    return sorted(found, key=lambda each: (-each[0].size, each[0].origin))
 
 
 def _likeness(block: Block) -> tuple:
-    return block.kind, block.shape, block.dtype, block.place, block.requested
-
-
-def _holders(group: Group, addresses: set[int], tensors: dict[int, Tensor]) -> list[str]:
-    """Who keeps the first of the blocks at `addresses`; nobody, where that is autograd."""
-    known = sorted(addresses & tensors.keys())
-    return holders(tensors[known[0]]) if known and group.kind != KINDS[-1] else []
+    return block.kind, block.shape, block.dtype, block.origin, block.requested
 
 
 def _with_graph() -> list[Tensor]:
-    (tensors,) = all_objects(Tensor)
-    return [tensor for tensor in tensors if tensor.grad_fn is not None]
+    return [tensor for tensor in objects_of(Tensor) if tensor.grad_fn is not None]
 
 
 def _graphs(before: set[int]) -> list[tuple[str, int]]:
     """The new graphs that a name keeps, the largest first; of graphs of one size the first in the alphabet."""
     new = [tensor for tensor in _with_graph() if id(tensor) not in before]
-    found = nlargest(MOST_LOOKED_AT, ((_nodes(tensor.grad_fn), tensor) for tensor in new), key=lambda each: each[0])
+    found = nlargest(10, ((_nodes(tensor.grad_fn), tensor) for tensor in new), key=lambda each: each[0])
     named = sorted((-nodes, ", ".join(holders(tensor))) for nodes, tensor in found)
-    return [(names, -size) for size, names in named if names][:MOST_GRAPHS]
+    return [(names, -size) for size, names in named if names][:_MOST_GRAPHS]
 
 
 def _nodes(root) -> int:
     seen, waiting = {root}, deque([root])
-    while waiting and len(seen) < MOST_NODES:
+    while waiting and len(seen) < _MOST_NODES:
         for node, _ in waiting.popleft().next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
@@ -141,7 +145,61 @@ def _nodes(root) -> int:
     return len(seen)
 
 
-def _change(size: int) -> str:
-    if not size:
-        return "nothing more"
-    return f"{format_bytes(abs(size))} {'more' if size > 0 else 'less'}"
+# ---- who refers to an object -----------------------------------------------------------------------------------------
+
+
+def holders(thing: object) -> list[str]:
+    """Up to three names that keep `thing` alive, those with the shortest way first; none if C++ alone does.
+
+    `out`, `history['losses'][3]`, "`x` of train(), which ended in an error that is kept": variables of modules and of
+    functions are found, and the attributes, lists, dicts and closures on the way. IPython's own names for results,
+    such as `Out[12]`, are given only where there is no other.
+    """
+    names, waiting, seen = [], deque([(thing, "")]), {id(thing), *map(id, running_frames(own=True))}
+    for _ in range(_MOST_SEARCHES):
+        if not waiting or sum(map(_is_own_name, names)) >= _MOST_NAMES:
+            break
+        each, path = waiting.popleft()
+        found = [_variable(frame, each, path) for frame in running_frames()]
+        for holder in gc.get_referrers(each):
+            if id(holder) not in seen:
+                seen.add(id(holder))
+                name, further = _step(each, holder, path)
+                found.append(name)
+                if further is not None:
+                    waiting.append((holder, further))
+        names += [name for name in found if name and name not in names]
+    return (list(filter(_is_own_name, names)) or names)[:_MOST_NAMES]
+
+
+def _step(thing: object, holder: object, path: str) -> tuple[str, str | None]:
+    """(name, None) where `holder` gives `thing` a name, or ("", what follows the name that `holder` may have)."""
+    if isinstance(holder, FrameType):
+        return _variable(holder, thing, path, ", which ended in an error that is kept"), None
+    if isinstance(holder, dict):
+        key = next((key for key, value in list(holder.items()) if value is thing), "...")
+        module = holder.get("__name__")
+        if isinstance(module, str) and module in sys.modules and vars(sys.modules[module]) is holder:
+            return f"`{key}{path}`" + ("" if module == "__main__" else f" of the module {module}"), None
+        return "", f"[{key!r}]{path}"
+    if isinstance(thing, CellType) or isinstance(holder, (CellType, FunctionType)):  # what a function closes over
+        return "", path
+    if isinstance(holder, (list, tuple)):
+        return "", f"[{next((i for i, value in enumerate(holder) if value is thing), '...')}]{path}"
+    values = getattr(holder, "__dict__", {})
+    if values is thing:  # `path` begins with the key in it
+        name, _, rest = path.removeprefix("['").partition("']")
+        return "", f".{name}{rest}"
+    name = next((name for name, value in values.items() if value is thing), None)
+    return "", f".{name}{path}" if name else f" (in a {type(holder).__name__}){path}"
+
+
+def _variable(frame: FrameType, thing: object, path: str, what: str = "") -> str:
+    """The name of `thing` in a function; "" if it has none there."""
+    name = next((name for name, value in variables(frame).items() if value is thing), None)
+    return f"`{name}{path}` of {frame.f_code.co_name}(){what}" if name else ""
+
+
+def _is_own_name(name: str) -> bool:
+    """Whether it is the program's name, not IPython's for a result."""
+    return not name.startswith(("`_", "`Out["))

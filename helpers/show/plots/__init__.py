@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from helpers.measure.memory.readings import Readings, with_capacity
-from helpers.measure.memory.sizes import GiB, format_bytes
+from helpers.measure import GiB, Readings, format_bytes
+from helpers.measure.readings import with_capacity
 from helpers.show.plots.alt_text import set_alt_text
 from helpers.show.plots.bars import Bar, draw_bars, finish
 from helpers.show.plots.lanes import held, lane

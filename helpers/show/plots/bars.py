@@ -12,7 +12,7 @@ from textwrap import fill
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 
-from helpers.measure.memory.sizes import unit_of
+from helpers.measure import unit_of
 from helpers.show.plots.palette import OVER
 
 MARKER = {"marker": "D", "color": "black", "mec": "white", "ms": 7, "ls": "none"}

@@ -1,7 +1,6 @@
 """One reading as the bars of one lane: what is held and, where memory ran out, what was asked for on top."""
 
-from helpers.measure.memory.readings import Reading
-from helpers.measure.memory.sizes import format_bytes
+from helpers.measure import Reading, format_bytes
 from helpers.show.plots.bars import Bar
 from helpers.show.plots.palette import ASKED, TAKEN
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from helpers.measure.memory.readings import Reading, Readings, with_capacity
-from helpers.measure.memory.sizes import format_bytes
+from helpers.measure import Reading, Readings, format_bytes
+from helpers.measure.readings import with_capacity
 
 FIELDS = ("peak_allocated", "peak_reserved", "allocated", "reserved", "driver_used")
 

@@ -15,7 +15,7 @@ memory-efficient kernel (float32, dropout) would keep 4 n a instead of 2.25 S; t
 
 from __future__ import annotations
 
-from helpers.measure.memory.sizes import MiB
+from helpers.measure import MiB
 from helpers.show.widgets.bert_sizes import Sizes
 from helpers.show.widgets.cards import Card, rounded
 from helpers.show.widgets.ledger import Ledger

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from helpers.gpus import data_sheet
-from helpers.measure.memory.sizes import MiB, to_bytes
+from helpers.gpus import data_sheet, parse_bytes
+from helpers.measure import MiB
 
 ROUND = 512  # every block of PyTorch's allocator is a multiple of it
 _KiB = 2**10
@@ -91,7 +91,7 @@ def card(kind: str = "TITAN Xp", memory: int | str | None = None) -> Card:
     Raises ValueError for another kind, and for a size that cannot be read.
     """
     sheet = data_sheet(kind)
-    capacity = sheet.memory if memory is None else to_bytes(memory)
+    capacity = sheet.memory if memory is None else parse_bytes(memory)
     context = min(sheet.context, capacity // 8)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return Card(sheet.kind, sheet.name, capacity, context, sheet.multi_processor_count, sheet.capability, version)

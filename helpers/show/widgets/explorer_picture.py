@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from helpers.measure.memory.sizes import MiB, format_bytes, unit_of
+from helpers.measure import MiB, format_bytes, unit_of
 from helpers.show.plots.palette import OVER, styles
 from helpers.show.widgets.bert_fits import Verdict
 from helpers.show.widgets.bert_memory import KINDS, GPUMemory, Job

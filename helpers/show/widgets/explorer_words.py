@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from helpers.measure.memory.sizes import GiB, format_bytes
+from helpers.measure import GiB, format_bytes
 from helpers.show.widgets.bert_fits import Verdict
 from helpers.show.widgets.bert_memory import GPUMemory, Job
 

@@ -20,8 +20,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from helpers.measure.memory import gpu_indices, measure_memory, read_memory
-from helpers.measure.memory.readings import Readings
+from helpers.measure import Readings, measure_memory, read_memory
+from helpers.measure.memory import gpu_indices
 from helpers.show.widgets import live_picture
 from helpers.show.widgets.scene import Scene
 

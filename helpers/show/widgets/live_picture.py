@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from helpers.measure.memory.readings import Reading, Readings
-from helpers.measure.memory.sizes import MiB, format_bytes
+from helpers.measure import MiB, Reading, Readings, format_bytes
 from helpers.show.plots.palette import style
 from helpers.show.plots.words import describe
 from helpers.show.widgets.scene import Look, Scene
@@ -108,8 +107,7 @@ def _row(scene: Scene, y: float, reading: Reading, values: str) -> None:
 def _driver(reading: Reading) -> str:
     if reading.driver_used is None:
         return ""
-    load = "" if reading.driver_load is None else f", load {reading.driver_load:.0%}"
-    return f"; driver {format_bytes(reading.driver_used)}{load}"
+    return f"; driver {format_bytes(reading.driver_used)}"
 
 
 def _mark(scene: Scene, x: float, y: float) -> None:

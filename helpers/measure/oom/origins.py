@@ -1,6 +1,6 @@
-"""Where in a program memory was taken: PyTorch's memory history keeps the stack of every allocation.
+"""Which line of a program took memory: PyTorch's memory history keeps the stack of every allocation.
 
-`remember_places()` switches it on. A place is shown as the innermost line that is not PyTorch's own.
+`remember_origins()` switches it on. An origin is shown as the innermost line that does not belong to PyTorch.
 """
 
 import linecache
@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.cuda import _memory_viz
 
 MOST_EVENTS = 200_000  # per GPU, about a kilobyte each on the host; of a longer history the end is kept
-UNKNOWN = "made before places were remembered"
+UNKNOWN = "made before remember_origins() was called"
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 
 
-def remember_places() -> None:
+def remember_origins() -> None:
     """Keep, from here on, the stack of every allocation on every GPU, and the history that PyTorch's viewer draws.
 
     Costs some microseconds per allocation. Raises RuntimeError without any GPU.
@@ -28,26 +29,26 @@ def remember_places() -> None:
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MOST_EVENTS)
 
 
-def forget_places() -> None:
-    """Stop `remember_places`; without it, do nothing."""
+def forget_origins() -> None:
+    """Stop `remember_origins`; without it, do nothing."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.memory._record_memory_history(None)
 
 
 @contextmanager
-def remembered() -> Iterator[None]:
-    """Places are remembered inside, and afterwards only if they were before."""
+def origins_remembered() -> Iterator[None]:
+    """Origins are remembered inside, and afterwards only if they were before."""
     already = torch.cuda.is_available() and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled()
     if not already:
-        remember_places()
+        remember_origins()
     try:
         yield
     finally:
         if not already:
-            forget_places()
+            forget_origins()
 
 
-def place(frames: Sequence[dict]) -> str:
+def origin(frames: Sequence[dict]) -> str:
     """The innermost of `frames` (innermost first, as in a snapshot) that is not PyTorch's or Python's, in words."""
     for frame in frames:
         if not _is_foreign(frame["filename"]):
@@ -64,7 +65,20 @@ def _is_foreign(filename: str) -> bool:
 
 
 def _file(frame: dict) -> str:
-    """ " (helpers/models.py:12)"; nothing for a cell of a notebook, whose file has a name that nobody knows."""
+    """ " (helpers/models.py:12)"; nothing for a cell of a notebook, whose file has a meaningless name."""
     if "ipykernel" in frame["filename"] or frame["filename"].startswith("<"):
         return ""
     return f" ({'/'.join(Path(frame['filename']).parts[-2:])}:{frame['line']})"
+
+
+def write_viewer(path: str | Path) -> Path:
+    """Write a web page that draws all GPUs' allocated memory over time. Returns the path.
+
+    It shows what was recorded since `remember_origins()`: point at a block to see the stack that made it. The page
+    loads its drawing code from the network. Raises RuntimeError where no history was recorded.
+    """
+    snapshot = torch.cuda.memory._snapshot()
+    if not any(snapshot["device_traces"]):
+        raise RuntimeError("No history was recorded: call remember_origins() before the run that you want to see.")
+    Path(path).write_text(_memory_viz.trace_plot(snapshot), encoding="utf-8")
+    return Path(path)

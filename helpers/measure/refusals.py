@@ -6,17 +6,18 @@ torch.OutOfMemoryError carries its figures only as text, which is the same on re
     free. [...] Of the allocated memory 9.20 GiB is allocated by PyTorch, and 900.00 MiB is reserved by PyTorch but
     unallocated.
 
-So they are exact to two decimals of the unit that PyTorch chose.
+The figures are therefore exact to two decimals of the unit that PyTorch chose.
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15.
 """
 
 import re
 from dataclasses import dataclass
 
-from helpers.measure.memory.sizes import UNITS, format_bytes
+from helpers.measure.sizes import GiB, MiB, format_bytes
 
-_SIZE = r"([\d.]+ (?:bytes|KiB|MiB|GiB))"
 _BEGINNING = "CUDA out of memory. Tried to allocate"
+_UNITS = {"bytes": 1, "KiB": 1024, "MiB": MiB, "GiB": GiB}
+_SIZE = r"([\d.]+ (?:bytes|KiB|MiB|GiB))"
 _FIGURES = {
     "requested": rf"Tried to allocate {_SIZE}",
     "capacity": rf"has a total capacity of {_SIZE}",
@@ -45,7 +46,7 @@ class Refusal:
 
     @property
     def limited(self) -> bool:
-        """True if it was the process's own limit that stood in the way, not the card."""
+        """True if the process's own limit stood in the way, and not the GPU's capacity."""
         return self.allowed is not None and self.allowed - self.reserved < self.free
 
     @property
@@ -55,7 +56,7 @@ class Refusal:
 
     @property
     def over(self) -> int:
-        """How much `requested` was more than that. What the run would have wanted afterwards nobody knows."""
+        """By how much `requested` exceeds `room`. What the run would have asked for afterwards is not known."""
         return max(0, self.requested - self.room)
 
     def __str__(self) -> str:
@@ -68,16 +69,16 @@ class Refusal:
 
 
 def read_refusal(error: BaseException) -> Refusal | None:
-    """The refusal that `error` tells of; None where its text is not that of PyTorch's caching allocator.
+    """The figures in the text of `error`; None where it is not the text of PyTorch's caching allocator.
 
-    DataParallel puts a replica's error, with its traceback, into the text of another: the last one counts.
+    DataParallel puts a replica's error, with its traceback, into the text of another error: the last one counts.
     """
     _, found, text = str(error).rpartition(_BEGINNING)
-    text = _BEGINNING + text if found else ""
+    text = found + text
     gpu = re.search(r"GPU (\d+) has a total capacity", text)
     sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIGURES.items()}
     unallocated, allowed = sizes.pop("unallocated"), sizes.pop("allowed")
-    if gpu is None or unallocated is None or None in sizes.values():
+    if not found or gpu is None or unallocated is None or None in sizes.values():
         return None
     return Refusal(int(gpu[1]), **sizes, reserved=sizes["allocated"] + unallocated, allowed=allowed)
 
@@ -86,4 +87,4 @@ def _size(match: re.Match | None) -> int | None:
     if match is None:
         return None
     number, unit = match[1].split()
-    return round(float(number) * UNITS[unit])
+    return round(float(number) * _UNITS[unit])

@@ -1,0 +1,124 @@
+"""A reading of one GPU's memory, and a list of readings that shows itself as a table in MiB."""
+
+from collections import UserList
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from html import escape
+from textwrap import fill
+
+from helpers.gpus import parse_bytes
+from helpers.measure.refusals import Refusal
+from helpers.measure.sizes import MiB, digits, format_bytes
+
+_WIDTH = 88  # characters of a table's lines: what a notebook shows without a scroll bar
+_COLUMNS = {
+    "PyTorch (torch.cuda)": ("allocated", "peak allocated", "reserved", "peak reserved", "capacity"),
+    "driver (GPUtil)": ("used", "total"),
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The memory of one GPU at one moment. Every size is in bytes.
+
+    driver_used, driver_total: None where GPUtil does not list this GPU.
+    refused: what this GPU was asked for when it ran out of memory and so ended the run that was measured, else None.
+    A peak may be larger than the capacity: an estimate, or a run on a larger GPU (`with_capacity`).
+    """
+
+    index: int
+    name: str
+    capacity: int
+    allocated: int
+    peak_allocated: int
+    reserved: int
+    peak_reserved: int
+    driver_used: int | None = None
+    driver_total: int | None = None
+    refused: Refusal | None = None
+
+    def edge(self, field: str) -> int:
+        """The capacity that the figure `field` counts against: the driver's own total for the driver's figures."""
+        return self.driver_total if field.startswith("driver") and self.driver_total else self.capacity
+
+
+class Readings(UserList):
+    """A list of `Reading` that shows itself as a table.
+
+    note: sentences on what the figures do not say, for example that memory ran out, or that the driver's are missing.
+    """
+
+    def __init__(self, readings: Iterable[Reading] = (), note: str = ""):
+        super().__init__(readings)
+        self.note = note
+
+    def __repr__(self) -> str:
+        if not self:
+            return "No readings yet."
+        groups = [_with_heading("", [self._gpus()])]
+        groups += [_with_heading(source, self._columns(source)) for source in _COLUMNS]
+        rows = ["  ".join(row).rstrip() for row in zip(*groups, strict=True)]
+        return "\n".join([fill(self._caption(), _WIDTH), *rows, *([fill(self.note, _WIDTH)] if self.note else [])])
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """The same table for notebooks, with headings that screen readers know as such."""
+        if not self:
+            return "<p>No readings yet.</p>"
+        sources = "".join(f'<th scope="colgroup" colspan="{len(c)}">{name}</th>' for name, c in _COLUMNS.items())
+        columns = [self._gpus(), *(column for source in _COLUMNS for column in self._columns(source))]
+        (gpu, *headings), *rows = zip(*columns, strict=True)
+        headings = "".join(f'<th scope="col">{heading}</th>' for heading in headings)
+        body = ""
+        for index, *cells in rows:
+            body += f'<tr><th scope="row">{index}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        return (
+            f"<table><caption>{escape(self._caption())}</caption><thead>"
+            f'<tr><th scope="col" rowspan="2">{gpu}</th>{sources}</tr><tr>{headings}</tr></thead>'
+            f"<tbody>{body}</tbody></table><p>{escape(self.note)}</p>"
+        )
+
+    def _caption(self) -> str:
+        names = [reading.name for reading in self]
+        return "Memory in MiB: " + ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+    def _gpus(self) -> list[str]:
+        return ["GPU", *(str(reading.index) for reading in self)]
+
+    def _columns(self, source: str) -> list[list[str]]:
+        """A column of texts for each figure of `source`, its heading first."""
+        before = "driver_" if source.startswith("driver") else ""
+        found = []
+        for heading in _COLUMNS[source]:
+            sizes = [getattr(reading, before + heading.replace(" ", "_")) for reading in self]
+            largest = max((size or 0 for size in sizes), default=0) / MiB
+            decimals = 0 if largest >= 1000 else 1 if largest >= 100 else 2  # the same in one column: digits line up
+            found.append([heading, *("-" if size is None else digits(size / MiB, decimals) for size in sizes)])
+        return found
+
+
+def _with_heading(heading: str, columns: list[list[str]]) -> list[str]:
+    """The lines of some columns side by side, below a rule with a heading, all of the same width."""
+    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+    rows = ["  ".join(row) for row in zip(*columns, strict=True)]
+    width = max(len(rows[0]), len(heading) + 4 if heading else 0)
+    return [f" {heading} ".center(width, "-" if heading else " "), *(row.rjust(width) for row in rows)]
+
+
+def with_capacity(readings: Iterable[Reading], capacity: int | str | None) -> Readings:
+    """The same figures on GPUs of `capacity`, bytes or text such as "12 GiB"; None: as they are.
+
+    Raises ValueError for a run that ran out of memory: what it would have taken on another GPU is not known.
+    """
+    if capacity is None:
+        return readings
+    size = parse_bytes(capacity)
+    stopped = [reading.index for reading in readings if reading.refused]
+    if stopped:
+        raise ValueError(
+            f"GPU {stopped[0]} ran out of memory, so what this run needs is not known: leave capacity out, or run it "
+            f"on GPUs of {format_bytes(size)} to see."
+        )
+    changed = (replace(each, capacity=size, driver_total=each.driver_total and size) for each in readings)
+    return Readings(changed, getattr(readings, "note", ""))

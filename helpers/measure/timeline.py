@@ -1,0 +1,226 @@
+"""Who works when: the work of every GPU during a block of code, modelled or measured.
+
+    with record_timeline() as timeline:
+        step()
+    timeline.seconds, timeline.utilisation(0)
+    print(describe_timeline(timeline))
+    print(describe_time_use(timeline))             # a line per GPU: computing, or waiting, and for what
+
+Virtual GPUs have a modelled clock. On real GPUs torch.profiler measures, which slows the program itself down.
+`timeline.modelled` says which of the two it was, and so do tables and pictures (`helpers.show.timeline_bars`).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from helpers.gpus import modelled_timeline
+
+KINDS = ("forward", "backward", "step", "copy", "collective")
+BLOCK = "helpers.measure.timeline"  # the recorded block's name in torch.profiler's trace
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
+
+
+class Work(NamedTuple):
+    """A kernel, copy or collective: on which GPU, from when to when (seconds from the block's beginning), its kind."""
+
+    gpu: int
+    start: float
+    end: float
+    kind: str
+    name: str
+
+
+@dataclass
+class Timeline:
+    """What was recorded: filled when the block ends. Can be pickled, so a rank can return it."""
+
+    seconds: float = 0.0
+    work: list[Work] = field(default_factory=list)
+    modelled: bool = True
+
+    def busy_seconds(self, gpu: int) -> float:
+        """Seconds in which a GPU ran kernels, collectives' among them, copies not; two at once count once."""
+        return seconds_covered((w.start, w.end) for w in self.work if w.gpu == gpu and w.kind != "copy")
+
+    def utilisation(self, gpu: int) -> float:
+        """The share of the block's time in which a GPU ran kernels, 0 to 1."""
+        return self.busy_seconds(gpu) / self.seconds if self.seconds else 0.0
+
+    @property
+    def gpus(self) -> list[int]:
+        """Those that did something, in order."""
+        return sorted({w.gpu for w in self.work})
+
+
+class TimeUse(NamedTuple):
+    """Seconds of one GPU; the five add up to the timeline's `seconds`. Each moment counts at the first that holds.
+
+    computing: it runs a kernel that does not belong to a collective.
+    collective: it is in a collective, and so sends or waits for another rank (nvidia-smi calls that busy).
+    copying: a copy from or to it is on its way.
+    others: another GPU of this timeline works. This GPU may need what that one computes, or the host may be late.
+    nothing: no GPU does anything, so the host has issued nothing that could begin.
+    """
+
+    computing: float
+    collective: float
+    copying: float
+    others: float
+    nothing: float
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which the GPU does not compute."""
+        return sum(self) - self.computing
+
+
+# ---- recording -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def record_timeline() -> Iterator[Timeline]:
+    """Record what the GPUs do in the block; they are idle when it begins and when it ends.
+
+    Raises RuntimeError where there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("There is no GPU whose work could be recorded: call use_gpus(...) first.")
+    found, clock = Timeline(), modelled_timeline()
+    if clock is None:
+        yield from _measured(found)
+        return
+    with clock:
+        yield found
+    found.seconds = clock.seconds
+    found.work = [Work(s.gpu, s.start, s.end, s.kind, s.name) for s in clock.spans if s.gpu is not None]
+
+
+def _measured(found: Timeline) -> Iterator[Timeline]:
+    """By torch.profiler."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    found.modelled = False
+    _wait_for_all()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function(BLOCK):
+            yield found
+            _wait_for_all()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    found.seconds, found.work = work_of(events)
+
+
+def _wait_for_all() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def work_of(events: Sequence[dict]) -> tuple[float, list[Work]]:
+    """Seconds and work from the events of torch.profiler's trace.
+
+    A kernel belongs to the optimizer where it was launched inside its step, to backward where a thread other than the
+    program's launched it (autograd has one per GPU), otherwise to forward.
+    """
+    spans = [event for event in events if event.get("ph") == "X"]
+    block = next(e for e in spans if e["name"] == BLOCK and e.get("cat") == "user_annotation")
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"].startswith("Optimizer.step")]
+    launched = [e for e in spans if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})]
+    launches = {e["args"]["correlation"]: e for e in launched}
+    work = []
+    for event in spans:
+        if event.get("cat") in _ON_GPU:
+            launch = launches.get(event["args"].get("correlation"))
+            kind = _ON_GPU[event["cat"]] or _phase(event["name"], launch, block["tid"], steps)
+            start = (event["ts"] - block["ts"]) / 1e6
+            end = start + event["dur"] / 1e6
+            work += [Work(gpu, start, end, kind, event["name"]) for gpu in _gpus(event["args"])]
+    return block["dur"] / 1e6, sorted(work, key=lambda each: each.start)
+
+
+def _gpus(args: dict) -> list[int]:
+    """One GPU, or for a copy between two GPUs both: it names its ends, and no "device"."""
+    return [args["device"]] if "device" in args else sorted({args["fromDevice"], args["toDevice"]})
+
+
+def _phase(name: str, launch: dict | None, thread: int, steps: Sequence[tuple[float, float]]) -> str:
+    if name.startswith("nccl"):
+        return "collective"
+    if launch is None:
+        return "forward"
+    if any(start <= launch["ts"] <= end for start, end in steps):
+        return "step"
+    return "forward" if launch["tid"] == thread else "backward"
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
+    """(start, end) pairs in order; those that overlap, touch, or are at most `gap` seconds apart are one."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def seconds_covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of the intervals; where two overlap they count once."""
+    return sum(end - start for start, end in merged(intervals))
+
+
+def time_use(timeline: Timeline, gpu: int) -> TimeUse:
+    """Where the time of a GPU (its index) went, in modelled or measured seconds, as the timeline's.
+
+    A timeline knows the GPUs of its process: where each rank is a process, record one in each. Raises ValueError for a
+    GPU that did nothing in it.
+    """
+    if gpu not in timeline.gpus:
+        raise ValueError(f"GPU {gpu} did nothing in this timeline, whose GPUs are {timeline.gpus}.")
+    kinds = ([], [], [], [])  # computing, collective, copying, others
+    for work in timeline.work:
+        place = 3 if work.gpu != gpu else {"collective": 1, "copy": 2}.get(work.kind, 0)
+        kinds[place].append((work.start, work.end))
+    until = [seconds_covered(sum(kinds[:count], [])) for count in range(5)]
+    parts = [after - before for before, after in zip(until, until[1:], strict=False)]
+    return TimeUse(*parts, nothing=max(0.0, timeline.seconds - until[-1]))
+
+
+def describe_timeline(timeline: Timeline) -> str:
+    """The timeline in a line: its length, modelled or measured, and how busy each GPU is."""
+    how = "modelled" if timeline.modelled else "measured"
+    busy = ", ".join(f"cuda:{gpu} {100 * timeline.utilisation(gpu):.0f} %" for gpu in timeline.gpus)
+    return f"{how} {format_time(timeline.seconds)} | busy: {busy}"
+
+
+def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
+    """A table in ms, modelled or measured: a line for each GPU of each timeline, named by its key."""
+    timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    how = "modelled ms" if all(timeline.modelled for timeline in timelines.values()) else "measured ms"
+    rows = [(f"{name} cuda:{gpu}".strip(), each, gpu) for name, each in timelines.items() for gpu in each.gpus]
+    wide = max(len(how), *(len(name) for name, _, _ in rows))
+    lines = [f"{how:{wide}} {'in all':>8}" + "".join(f"{name:>11}" for name in TimeUse._fields)]
+    for name, timeline, gpu in rows:
+        figures = "".join(f"{1e3 * seconds:11.1f}" for seconds in time_use(timeline, gpu))
+        lines.append(f"{name:{wide}} {1e3 * timeline.seconds:8.1f}{figures}")
+    return "\n".join(lines)
+
+
+def format_time(seconds: float) -> str:
+    """ "12.3 ms", "1,234 ms": three digits or more."""
+    ms = 1e3 * seconds
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
