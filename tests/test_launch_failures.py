@@ -22,7 +22,6 @@ from helpers.parallel.launching import RankError, launch
 from helpers.parallel.launching import errors as launch_errors
 from helpers.parallel.launching import processes as launch_processes
 from helpers.parallel.launching.errors import Failure, is_whole, rank_error
-from helpers.parallel.launching.processes import _Ranks
 from tests.programs import until
 
 LIMIT_S = 5  # for ranks that shall hang: a busy machine may need a second until they do
@@ -344,7 +343,7 @@ def test_ranks_that_hang_at_the_same_place_are_said_together():
 
 
 def test_a_rank_that_never_gets_to_its_function(monkeypatch):
-    monkeypatch.setattr(dist, "init_process_group", lambda *args: os.environ["RANK"] == "1" or time.sleep(100))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **named: os.environ["RANK"] == "1" or time.sleep(100))
     with pytest.raises(TimeoutError, match="rank 0 at:\n.*in refuse|rank 0 at:\n"):
         launch(lambda rank: None, ranks=2, timeout=LIMIT_S, show=False)
 
@@ -397,8 +396,8 @@ def test_ctrl_c_while_the_ranks_are_started(monkeypatch):
         begin(self)
         os.kill(os.getpid(), signal.SIGINT)
 
-    begin = _Ranks._start
-    monkeypatch.setattr(_Ranks, "_start", start)
+    begin = multiprocessing.process.BaseProcess.start
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
     with pytest.raises(KeyboardInterrupt):
         launch(lambda rank: time.sleep(100), ranks=2, show=False)
 
@@ -435,13 +434,11 @@ def nothing(rank):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"ranks": 0}, ValueError, "ranks is a whole number of at least 1"),
-        ({"ranks": True}, ValueError, "ranks is a whole number"),
-        ({"ranks": 2.0}, ValueError, "ranks is a whole number"),
-        ({"timeout": 0}, ValueError, "timeout is a time in seconds"),
-        ({"start": "forkserver"}, ValueError, "start is one of 'fork', 'spawn'"),
-        ({"threads": 2, "start": "fork"}, ValueError, 'would hang.*Use start="spawn"'),
-        ({"gpus": True}, ValueError, "gpus=True, but PyTorch sees no GPU: call use_gpus"),
+        ({"ranks": 0}, ValueError, "ranks must be an integer of at least 1"),
+        ({"ranks": True}, ValueError, "ranks must be an integer"),
+        ({"ranks": 2.0}, ValueError, "ranks must be an integer"),
+        ({"timeout": 0}, ValueError, "timeout must be a time in seconds"),
+        ({"start": "forkserver"}, ValueError, "start must be one of 'fork', 'spawn'"),
     ],
 )
 def test_bad_options(options, error, text):
@@ -467,7 +464,7 @@ def test_more_ranks_than_gpus():
 
 def test_launch_inside_a_rank():
     error = fails(lambda rank: launch(nothing, ranks=2), ranks=1)
-    assert "raised RuntimeError: this process is a rank already" in str(error)
+    assert "raised RuntimeError: This process is a rank already" in str(error)
 
 
 def test_a_group_in_the_parent(tmp_path):
@@ -482,7 +479,7 @@ def test_a_group_in_the_parent(tmp_path):
 
 def test_a_spawned_rank_that_imports_a_script_without_a_guard(monkeypatch):
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
-    with pytest.raises(RuntimeError, match='put the call under  if __name__ == "__main__"'):
+    with pytest.raises(RuntimeError, match='Put the call under  if __name__ == "__main__"'):
         launch(nothing, ranks=2)
 
 

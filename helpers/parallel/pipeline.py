@@ -24,9 +24,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import ResNet
-
-from helpers.models import Bert
 
 __all__ = [
     "OnGPU",
@@ -82,6 +79,11 @@ def layers_of(net: nn.Module) -> list[nn.Module]:
 
     They are the net's own layers and not copies. Raises TypeError for another net.
     """
+    # Here, because torchvision takes as long to import as PyTorch, and every spawned rank would wait for it.
+    from torchvision.models import ResNet
+
+    from helpers.models import Bert
+
     if isinstance(net, ResNet):
         blocks = [block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage]
         return [net.conv1, net.bn1, net.relu, net.maxpool, *blocks, net.avgpool, nn.Flatten(), net.fc]
@@ -93,7 +95,7 @@ def layers_of(net: nn.Module) -> list[nn.Module]:
 class _Embedding(nn.Module):
     """What a `Bert` does before its blocks."""
 
-    def __init__(self, net: Bert):
+    def __init__(self, net: nn.Module):
         super().__init__()
         self.token, self.place, self.dropout = net.token, net.place, net.dropout
 

@@ -36,9 +36,6 @@ class RankError(RuntimeError):
         self.rank = rank
         self.traceback = traceback
 
-    def __reduce__(self):
-        return type(self), (str(self), self.rank, self.traceback)
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -158,14 +155,13 @@ def _short(file: str, labels: dict[str, str]) -> str:
     return file[len(max(below, key=len)) :] if below else file
 
 
-def time_limit(stacks: dict[int, str | None], limit_s: float, ranks: int, labels: dict[str, str]) -> TimeoutError:
+def time_limit(stacks: dict[int, str | None], limit_s: float, labels: dict[str, str]) -> TimeoutError:
     """The error of a run that took too long. `stacks`: faulthandler's text per rank; None for one that has returned."""
     places: dict[str, list[int]] = {}
     for rank, text in sorted(stacks.items()):
         places.setdefault("had returned." if text is None else _place(text, labels), []).append(rank)
-    lines = [
-        f"{ranks} ranks were not done within the time limit of {limit_s:g} s (timeout={limit_s:g}). Where they were:"
-    ]
+    limit = f"the time limit of {limit_s:g} s (timeout={limit_s:g})"
+    lines = [f"{len(stacks)} ranks were not done within {limit}. Where they were:"]
     lines += [f"\n{_names(found)} {place}" for place, found in places.items()]
     return TimeoutError("\n".join(lines))
 

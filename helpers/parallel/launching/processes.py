@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -12,15 +13,12 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import wait
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
 
 from helpers.parallel.launching.errors import Failure, is_whole, rank_error, time_limit
-from helpers.parallel.launching.output import Output
-from helpers.parallel.launching.rank import Job, flush_c, run_rank
+from helpers.parallel.launching.rank import HOST, Job, run_rank
 
 _GRACE_S = 2.0  # after a failure: gloo tells the others at once, who then end by themselves and name no other cause
 _LEAVE_S = 5.0  # a rank has returned; what is left is its process's end
@@ -28,103 +26,51 @@ _KILLED_S = 60.0  # a killed process is gone at once, unless it gets no core
 _STACKS_S = 5.0  # for the ranks to write where they are
 _LOOK_S = 0.02  # between two looks at the files
 _one_at_a_time = threading.Lock()  # threads that launch take turns
+# The time and the process's number in what PyTorch's C++ and its loggers say; and their own "[rank0]:".
+_LOG = re.compile(r"^(?:\[rank\d+\]:)?(\[?[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ (?:\d+ )?")
 
 
-class _Ranks(MultiprocessContext):
-    """PyTorch's elastic launcher of functions, without its signal handlers (Ctrl-C stays the notebook's) and its wait.
-
-    Its own wait kills the others when the first failure shows, which need not be the cause, and has no time limit.
-    """
-
-    def begin(self) -> None:
-        """Start the processes; if not all start, end those that did."""
-        before = set(multiprocessing.active_children())
-        try:
-            self._start()
-        except BaseException:
-            end(set(multiprocessing.active_children()) - before)
-            raise
-
-    @property
-    def processes(self) -> list:
-        """Rank 0's process first."""
-        return self._pc.processes
-
-    def let_go(self) -> None:
-        """Ranks that have returned wait for this before their processes end. In a thread: it hangs if one has died."""
-        threading.Thread(target=self._worker_finished_event.set, daemon=True).start()
-
-
-def run(job: Job, start: str, environments: list[dict[str, str]], door: socket.socket, show: bool) -> list:
-    """Start the ranks, give back what they returned, rank 0's first. Raises what `launch` says; leaves no process.
-
-    `door`: a listening socket, at the address that the environments name. The ranks knock; the store opens later.
-    """
+def run(job: Job, start: str, door: socket.socket, show: bool) -> list:
+    """Start the ranks, and return what they returned, rank 0's first. Raises what `launch` says; leaves no process."""
     with _one_at_a_time:
-        failures = _supervise(job, start, environments, door, Output(job, show))
-    if failures:
-        finished = [rank for rank in range(job.ranks) if job.file(rank, "result").exists()]
-        raise rank_error(failures, job.ranks, finished)
-    # Written a moment ago by our own process into a folder of ours: as trustworthy as the program itself.
+        failures = _supervise(job, start, door, _Output(job, show))
     files = [job.file(rank, "result") for rank in range(job.ranks)]
+    if failures:
+        raise rank_error(failures, job.ranks, [rank for rank, file in enumerate(files) if file.exists()])
+    # Written a moment ago by our own process into a folder of ours: as trustworthy as the program itself.
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
-def _supervise(job: Job, start: str, environments: list, door: socket.socket, output: Output) -> list[Failure]:
-    """Start the ranks, wait for them, and end what is left of them in any case."""
+def _supervise(job: Job, start: str, door: socket.socket, output: _Output) -> list[Failure]:
+    """The failures of a run, if any. Ends what is left of the ranks in any case."""
     processes, store, done = [], None, False
     try:
-        with _interrupts_wait():
-            ranks = _start(job, start, environments)
-            processes = ranks.processes
-        store = _open(door)
+        with _interrupts_wait(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            for rank in range(job.ranks):
+                process = multiprocessing.get_context(start).Process(target=run_rank, args=(rank, job))
+                process.start()
+                processes.append(process)
+        # After the forks, and closed before the next launch: for each rank that connects, the store's thread looks a
+        # name up under a lock of C's resolver. A process forked at that moment would wait for that lock forever.
+        store = torch.distributed.TCPStore(
+            HOST, job.port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
+        )
         failures = _wait(job, processes, output)
-        if not failures:
-            _leave(ranks)
         done = not failures
+        if done:
+            patience = time.monotonic() + _LEAVE_S  # threads that a rank left running do not hold the run up
+            for process in processes:
+                process.join(max(patience - time.monotonic(), 0))
         return failures
     finally:
         with _interrupts_wait():
-            end(processes)
-            del store  # now, and not when a traceback lets go of it: the next launch forks, see `_open`
+            _end(processes)
+            del store  # now, and not when a traceback lets go of it
         output.finish(failed=not done)
 
 
-def _start(job: Job, start: str, environments: list[dict[str, str]]) -> _Ranks:
-    if start == "spawn":
-        job.pickled_work.write_bytes(job.work)
-        job = replace(job, work=None)
-    ranks = _Ranks(
-        name="rank",
-        entrypoint=run_rank,
-        args={rank: (rank, job) for rank in range(job.ranks)},
-        envs=dict(enumerate(environments)),
-        start_method=start,
-        logs_specs=DefaultLogsSpecs(log_dir=str(job.folder / "elastic")),
-    )
-    flush_c()  # what the parent has printed and not yet shown would be shown by every fork as well
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        ranks.begin()
-    return ranks
-
-
-def _open(door: socket.socket) -> torch.distributed.TCPStore:
-    """The store at which the ranks find each other.
-
-    It comes after the forks and goes before the next launch. For each rank that connects, its thread looks a name up
-    under a lock of C's resolver. A process forked at that moment would wait for that lock for ever.
-    """
-    host, port = door.getsockname()
-    return torch.distributed.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
-    )
-
-
-# ---- waiting --------------------------------------------------------------------------------------------------------
-
-
-def _wait(job: Job, processes: list, output: Output) -> list[Failure]:
+def _wait(job: Job, processes: list, output: _Output) -> list[Failure]:
     """Until every rank has returned or failed; after a failure the others have a moment. Raises TimeoutError."""
     failures: dict[int, Failure] = {}
     first = None
@@ -136,7 +82,7 @@ def _wait(job: Job, processes: list, output: Output) -> list[Failure]:
             if now > first + _GRACE_S:
                 break
         elif job.ends is not None and now > job.ends:
-            raise _too_late(job, processes)
+            raise _too_late(job, running)
         wait([processes[rank].sentinel for rank in running], timeout=_LOOK_S)
     return list(failures.values())
 
@@ -157,50 +103,31 @@ def _still_running(job: Job, processes: list, failures: dict[int, Failure]) -> l
     return running
 
 
-def _too_late(job: Job, processes: list) -> TimeoutError:
+def _too_late(job: Job, running: list[int]) -> TimeoutError:
     """The ranks write where they are by themselves, at this moment."""
-    running = _still_running(job, processes, {})
     patience = time.monotonic() + _STACKS_S
     while time.monotonic() < patience and not all(is_whole(_stack(job, rank)) for rank in running):
         time.sleep(_LOOK_S)
     stacks = {rank: _stack(job, rank) if rank in running else None for rank in range(job.ranks)}
-    return time_limit(stacks, job.limit_s, job.ranks, {name: label for name, (label, _) in job.cells.items()})
+    return time_limit(stacks, job.limit_s, job.labels)
 
 
 def _stack(job: Job, rank: int) -> str:
-    try:
-        return job.file(rank, "stack").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""  # it has not come so far
+    file = job.file(rank, "stack")
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
 
-# ---- ending ---------------------------------------------------------------------------------------------------------
-
-
-def _leave(ranks: _Ranks) -> None:
-    """Let the ranks' processes end by themselves; threads that they left running do not hold them up for ever."""
-    ranks.let_go()
-    patience = time.monotonic() + _LEAVE_S
-    for process in ranks.processes:
-        process.join(max(patience - time.monotonic(), 0))
-
-
-def end(processes) -> None:
+def _end(processes: list) -> None:
     """End what still runs, with the processes that it has started. Returns when it has ended."""
     for process in processes:
         if process.is_alive():
-            _kill_group(process)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except (AttributeError, ProcessLookupError, PermissionError):
+                pass  # Windows has no groups; or the rank was about to make its own, and has started nothing yet
             process.kill()
     for process in processes:
         process.join(_KILLED_S)
-
-
-def _kill_group(process) -> None:
-    if hasattr(os, "killpg"):
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass  # it was about to make its group; then it has started nothing yet
 
 
 @contextmanager
@@ -218,3 +145,41 @@ def _interrupts_wait():
         signal.signal(signal.SIGINT, before)
         if came and sys.exc_info()[0] is None:
             before(*came[0])
+
+
+class _Output:
+    """Shows what the ranks print: rank 0's lines as they come, so that a long run can be watched, then the others'."""
+
+    def __init__(self, job: Job, show: bool):
+        self._job, self._show = job, show
+        self._shown = 0  # bytes of rank 0's lines
+
+    def follow(self) -> None:
+        """Show the lines that rank 0 has completed since."""
+        new = self._read(0, "out", self._shown)
+        whole = new[: new.rfind(b"\n") + 1]
+        self._shown += len(whole)
+        self._print(0, whole, sys.stdout)
+
+    def finish(self, failed: bool) -> None:
+        """Show the rest: rank 0's, then the other ranks' lines, then all that went to stderr. If it failed: always."""
+        self._show |= failed
+        for rank in range(self._job.ranks):
+            self._print(rank, self._read(rank, "out", 0 if rank else self._shown), sys.stdout)
+        for rank in range(self._job.ranks):
+            self._print(rank, self._read(rank, "err", 0), sys.stderr)
+
+    def _read(self, rank: int, what: str, start: int) -> bytes:
+        path = self._job.file(rank, what)
+        if not self._show or not path.exists():
+            return b""
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read()
+
+    def _print(self, rank: int, text: bytes, stream) -> None:
+        if text:
+            lines = text.decode("utf-8", errors="backslashreplace").removesuffix("\n").split("\n")
+            lines = [_LOG.sub(r"\1 ", line) for line in lines]
+            stream.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+            stream.flush()
