@@ -143,7 +143,7 @@ def test_large_results():
 
 
 def test_a_thread_that_a_rank_leaves_running_does_not_hold_the_run_up(monkeypatch):
-    monkeypatch.setattr("helpers.parallel.launching.processes._LEAVE_S", 0.2)
+    monkeypatch.setattr("helpers.parallel.launching._LEAVE_S", 0.2)
     assert launch(lambda rank: threading.Thread(target=threading.Event().wait).start(), ranks=1, show=False) == [None]
 
 

@@ -51,7 +51,7 @@ class Failure:
     def of(cls, error: BaseException, rank: int, labels: dict[str, str]) -> Failure:
         """From an exception, in the rank. `labels`: names of the notebook's cells."""
         what, text = f"raised {_in_a_line(error)}", _traceback(error, labels)
-        lost = any(_is_lost_connection(e) for e in _chain(error))
+        lost = _has_lost_connection(error)
         if lost:
             what, text = (_GLOO.sub("Connection closed by peer", part) for part in (what, text))
         return cls(rank, what, text, time.monotonic(), lost)
@@ -62,18 +62,14 @@ class Failure:
         return cls(rank, f"died: {_how(exit_code)}", "", time.monotonic())
 
 
-def _chain(error):
-    seen = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return seen
-
-
-def _is_lost_connection(error: BaseException) -> bool:
+def _has_lost_connection(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, says that another rank is gone."""
+    if error is None:
+        return False
     if isinstance(error, (torch.distributed.DistNetworkError, torch.distributed.DistStoreError, ConnectionError)):
         return True
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    own = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    return own or _has_lost_connection(error.__cause__ or error.__context__)
 
 
 def _in_a_line(error: BaseException) -> str:
@@ -84,14 +80,12 @@ def _in_a_line(error: BaseException) -> str:
 def _how(exit_code: int) -> str:
     if exit_code >= 0:
         return f"its process ended with exit code {exit_code} before its function returned (os._exit?)"
-    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
     why = {
-        "SIGKILL": "; the system does that when memory runs out",
-        "SIGSEGV": ", a crash in C++; its last line of Python is in what it printed",
-        "SIGABRT": ", an abort in C++; see what it printed",
-        "SIGBUS": "; the system does that when shared memory runs out",
+        -signal.SIGKILL: "SIGKILL; the system does that when memory runs out",
+        -signal.SIGSEGV: "SIGSEGV, a crash in C++; its last line of Python is in what it printed",
+        -signal.SIGABRT: "SIGABRT, an abort in C++; see what it printed",
     }
-    return f"killed by {name}{why.get(name, '')}"
+    return f"killed by {why.get(exit_code, f'signal {-exit_code}')}"
 
 
 # ---- which one was the cause ----------------------------------------------------------------------------------------
