@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory
-from virtual_gpus.memory.options_text import parse
+from virtual_gpus.memory.options import parse
 from virtual_gpus.memory_model import blas_workspaces, reduction_scratch, replay, round_size, segment_size
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -64,7 +64,7 @@ def test_a_card_is_shared_with_a_child(context):
         assert 600 * MIB < child < 1200 * MIB and free == 2048 * MIB - child
         assert [g.memoryUsed for g in GPUtil.getGPUs()] == [0, child / MIB]
         assert torch.cuda.mem_get_info(1)[0] == 2048 * MIB - child - (child - 600 * MIB)  # and a context of our own
-        mine = active_machine().gpus[1].allocator
+        mine = active_machine().gpus[1].allocator.device
         assert f"process {process.pid:>10d} uses" in torch.cuda.list_gpu_processes(1)
         assert torch.cuda.memory_reserved(1) == 0  # PyTorch knows nothing of the other process
         with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -130,7 +130,7 @@ def take_pieces(pipe, start, end):
             held.append(empty(20 * MIB))
     except torch.OutOfMemoryError:
         pass
-    pipe.send([len(held), active_machine().gpus[0].allocator.context])
+    pipe.send([len(held), active_machine().gpus[0].allocator.device.context])
     end.wait(60)
 
 

@@ -21,7 +21,7 @@ from virtual_gpus.settings import Settings
 
 
 class _StreamTimes:
-    """What an allocator asks about streams (`allocator_rules.NoClock`), answered by the machine's clock."""
+    """What an allocator asks about streams (`stream_waits.NoClock`), answered by the machine's clock."""
 
     def __init__(self, machine: VirtualMachine):
         self._machine = machine
@@ -63,9 +63,9 @@ class VirtualGPU:
 
         Raises `machine.no_room_for_context` where other processes left too little.
         """
-        if not self.allocator.context:
+        if not self.allocator.device.context:
             self.machine.start_cuda()
-            if not self.allocator.take_context(min(self.spec.context, self.memory // 8)):
+            if not self.allocator.device.take_context(min(self.spec.context, self.memory // 8)):
                 raise self.machine.no_room_for_context()
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ def push(machine: VirtualMachine) -> None:
     """Put `machine` on top; `active()` gives it from now on."""
     machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots))
     for gpu in machine.slots:
-        gpu.allocator.shared = machine.registry.share(gpu.slot)
+        gpu.allocator.device.shared = machine.registry.share(gpu.slot)
     _stack.append(machine)
     machine.on = True
 
@@ -204,5 +204,5 @@ def remove(machine: VirtualMachine) -> None:
     _stack.remove(machine)
     machine.on = False
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
-        gpu.allocator.shared = None
+        gpu.allocator.device.shared = None
     machine.registry.close()

@@ -71,7 +71,7 @@ class Held:
     __slots__ = ("__weakref__", "block")
 
     def __init__(self, gpu: VirtualGPU, nbytes: int):
-        if not gpu.allocator.context:
+        if not gpu.allocator.device.context:
             gpu.start_context()
         self.block = allocate(gpu, nbytes, self)
 

@@ -12,19 +12,28 @@ lowest address. What remains of it is split off when it is 512 bytes or more (sm
 (large pool). Freed neighbours merge. When memory runs out, segments without any used block go back to the
 GPU, and the allocation is tried once more.
 
-Blocks belong to the stream that they were allocated on. What options change stands in `allocator_options`, what
-other streams change in `allocator_rules`. Sizes are bytes. No torch is imported.
+Blocks belong to the stream that they were allocated on. What options change stands in `options`, what other
+streams change in `stream_waits`. Sizes are bytes. No torch is imported.
 """
+
+from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
-from virtual_gpus.memory.blocks import FREEING, USED, Block
-from virtual_gpus.memory.figures import Figures
-from virtual_gpus.memory.report import OutOfMemory, oom_message
-from virtual_gpus.memory.stats import format_size
+from virtual_gpus.memory import expandable
+from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, cut_off
+from virtual_gpus.memory.device import DeviceMemory
+from virtual_gpus.memory.options import SMALL_REQUEST, UNLIMITED, Options
+from virtual_gpus.memory.reclaimer import Reclaimer
+from virtual_gpus.memory.report import OutOfMemory, oom_message, segment_entries
+from virtual_gpus.memory.stats import AllocatorStats, format_size
+from virtual_gpus.memory.stream_waits import NoClock, Stream, StreamWaits
 
 __all__ = ["Block", "CachingAllocator", "OutOfMemory", "format_size", "oom_message"]
 
@@ -37,33 +46,43 @@ class Owner(weakref.ref):
     __slots__ = ("address",)
 
 
-class CachingAllocator(Figures):
+class CachingAllocator:
     """The memory of one GPU with `capacity` bytes, `context` of them taken by this process's CUDA context.
 
-    `other` may be set to what others hold, `shared` to a `shared_memory.Share`, which tells of other processes. GPUs
-    that differ in `first_address` by more than they ever reserve give different addresses. `observers` are called as
-    f(event, address, size) for "alloc" and "free" (size: the block's; "free_requested" and "free_completed" where it
-    waited for a stream in between), "segment_alloc", "segment_free" (the segment's), "segment_map", "segment_unmap"
-    (pages of an expandable one) and "oom" (address 0, size: the block's that found no place); they may read the
-    properties and free blocks, no more. `oom_observers` are called as f(error) before an OutOfMemory is raised, when
-    the allocator is free again; what they raise is raised instead.
+    GPUs that differ in `first_address` by more than they ever reserve give different addresses.
+
+    device: the GPU's memory as its driver sees it. clock: of the streams, see `NoClock`. live_blocks: the used blocks
+    by address. observers: called as f(event, address, size) for "alloc" and "free" (size: the block's;
+    "free_requested" and "free_completed" where it waited for a stream in between), "segment_alloc", "segment_free"
+    (the segment's), "segment_map", "segment_unmap" (pages of an expandable one) and "oom" (address 0, size: the
+    block's that found no place); they may read the properties and free blocks, no more. oom_observers: called as
+    f(error) before an OutOfMemory is raised, when the allocator is free again; what they raise is raised instead.
 
     Any thread may call any method. `free` never waits and may be called at any moment, also by a finalizer
-    that interrupts `malloc`. An exception in the middle (Ctrl-C) leaves the books in order.
+    that interrupts `malloc`. An exception in the middle (Ctrl-C) leaves the books in order: `_live`, the waiting
+    blocks and the device's segments are the truth, the rest is an index of them, and `_rebuild` makes it anew.
     """
 
-    def __init__(self, capacity, context=0, first_address=FIRST_ADDRESS):
-        if capacity <= 0 or not 0 <= context < capacity:
-            raise ValueError(f"a GPU of {capacity} bytes cannot hold a context of {context} bytes")
-        super().__init__(self._room_for_segment, first_address)
-        self.capacity, self.context, self.other, self.shared = capacity, context, 0, None
-        self._fraction, self._max_split = None, -1
-        self._pending, self._busy, self._lock = deque(), False, threading.RLock()
-        self.oom_observers = []
+    def __init__(self, capacity: int, context: int = 0, first_address: int = FIRST_ADDRESS):
+        self.observers: list[Callable[[str, int, int], None]] = []
+        self.oom_observers: list[Callable[[OutOfMemory], None]] = []
+        self.clock = NoClock()
+        self.options = Options()
+        self._always_plain = True  # no options that change which free block serves a request were ever set
+        self._max_split = -1  # as the statistics show it: what held when CUDA started
+        self._stats = AllocatorStats()
+        self.device = DeviceMemory(capacity, context, first_address, self._stats, self.observers)
+        self._pools: tuple[dict[int, BlockPool], ...] = {}, {}  # the large pools and the small ones, by stream
+        self._reclaimer = Reclaimer(self.device, self._stats, self._pools)
+        self._waits = StreamWaits()
+        self._live: dict[int, Block] = {}
+        self.live_blocks: Mapping[int, Block] = MappingProxyType(self._live)
+        self._pending: deque[Block | Owner] = deque()  # what was freed and is not yet back
+        self._busy, self._lock = False, threading.RLock()
 
     # ---- allocate and free
 
-    def malloc(self, nbytes, stream=0, owner=None):
+    def malloc(self, nbytes: int, stream: int = 0, owner: Owner | None = None) -> Block:
         """A block of at least `nbytes` bytes for work on `stream`; 0 bytes give a block that counts nothing.
 
         `owner`: what `owner_of` made of the object that the block belongs to; it is freed when that dies.
@@ -80,14 +99,11 @@ class CachingAllocator(Figures):
             try:
                 if self._pending:
                     self._free_pending()
-                if self._by_rules:
-                    block = self._allocate_by_rules(nbytes, self.options.rounded(nbytes), stream, owner)
-                else:
-                    block = self._allocate(nbytes, (nbytes + 511) & -512, stream, owner)
+                block = self._allocate(nbytes, stream, owner)
                 if block is None:
                     error = self._out_of_memory(nbytes)
                 else:
-                    for observer in self.observers:  # `_tell`, without its call
+                    for observer in self.observers:  # `tell`, without its call
                         observer("alloc", block.address, block.size)
             except BaseException:
                 self._rebuild()
@@ -102,7 +118,7 @@ class CachingAllocator(Figures):
             raise error
         return block
 
-    def free(self, block):
+    def free(self, block: Block) -> None:
         """Give a block back to the cache. Raises ValueError when it was given back before."""
         if block.state != USED:
             raise ValueError(f"{block!r} was freed before: free each block once")
@@ -112,7 +128,7 @@ class CachingAllocator(Figures):
             if not self._busy:  # else whoever is busy looks at _pending once more when done
                 self._drain()
 
-    def owner_of(self, thing):
+    def owner_of(self, thing: object) -> Owner:
         """A watch on `thing` to give to `malloc`: when `thing` dies, its block is freed before anybody looks again.
 
         No line of Python runs at that moment, so Ctrl-C cannot hit it and be lost, and no block is either.
@@ -121,58 +137,23 @@ class CachingAllocator(Figures):
         owner.address = None  # no block yet
         return owner
 
-    def record_stream(self, block, stream):
+    def record_stream(self, block: Block, stream: Stream) -> None:
         """Note that `stream` uses the block too: freed, it is not used again before that stream has come so far.
 
-        `stream` is a (GPU, stream) that `clock` knows; the block's own stream needs no note.
+        `stream` is a (GPU, stream) that the clock knows; the block's own stream needs no note.
         """
-        with self._exclusive():
+        with self.exclusive():
             if block.size and block.state == USED and stream[1] != block.pool.stream:
-                self._record(block, stream)
+                self._waits.record(block, stream)
 
-    def empty_cache(self):
+    def empty_cache(self) -> None:
         """Give all segments without a used block, and all free pages of expandable ones, back to the GPU."""
-        with self._exclusive():
+        with self.exclusive():
             self._release_cached()
-            self.publish()
-
-    def _drain(self):
-        """Free what is pending, unless another thread is at work: it will do so when it is done."""
-        while self._pending and not self._busy and self._lock.acquire(False):
-            self._busy = True
-            try:
-                self._free_pending()
-            except BaseException:
-                self._rebuild()
-                raise
-            finally:
-                self._busy = False
-                self._lock.release()
-
-    def _free_pending(self):
-        pending, live = self._pending, self._live
-        while pending:
-            address = pending[0].address
-            block = live.pop(address, None)
-            size, event = 0 if block is None else block.size, "free"
-            if size:
-                if self._by_rules:
-                    event = "free_requested" if self._reclaim_by_rules(block) else "free"
-                else:
-                    self._reclaim(block)
-            pending.popleft()
-            if size:
-                for observer in self.observers:
-                    observer(event, address, size)
-
-    def _rebuild(self):
-        while self._pending:  # blocks that were being freed are out of _live already, or come out here
-            self._live.pop(self._pending[0].address, None)
-            self._pending.popleft()
-        super()._rebuild()
+            self.device.publish()
 
     @contextmanager
-    def _exclusive(self):
+    def exclusive(self) -> Iterator[None]:
         """Have the allocator to oneself, with nothing pending: for all that is not malloc or free."""
         with self._lock:
             if self._busy:
@@ -188,6 +169,265 @@ class CachingAllocator(Figures):
                 self._busy = False
         self._drain()
 
+    def _drain(self) -> None:
+        """Free what is pending, unless another thread is at work: it will do so when it is done."""
+        while self._pending and not self._busy and self._lock.acquire(False):
+            self._busy = True
+            try:
+                self._free_pending()
+            except BaseException:
+                self._rebuild()
+                raise
+            finally:
+                self._busy = False
+                self._lock.release()
+
+    # ---- where blocks come from and go. Whoever calls these has the lock. _allocate, _free_pending and _reclaim run
+    # for every tensor: written out rather than cut up, since each call costs.
+
+    def _allocate(self, nbytes: int, stream: int, owner: Owner | None) -> Block | None:
+        """A used block, or None when memory ran out. The last step, entering it in _live, makes it so."""
+        if self._waits.waiting:
+            self._complete_waits()
+        options = self.options
+        size = options.rounded(nbytes)
+        pool = self._pools[size <= SMALL_REQUEST].get(stream) or self._new_pool(size, stream)
+        free, tally = pool.free, pool.tally
+        i = bisect_left(free, (size,))
+        if not self._always_plain:
+            i = self._search(pool, size, i)
+        block = free.pop(i)[2] if i < len(free) else self._obtain(pool, size)
+        if block is None:
+            return None
+        remaining, was_split = block.size - size, block.next is not None or block.prev is not None
+        if remaining >= pool.split_from and (size < options.max_split or options.expandable):
+            rest = cut_off(block, size)
+            rest.born = tally.searches  # as `put` does
+            insort(free, (remaining, rest.address, rest))
+            if block.arena is not None:
+                pass  # free memory of expandable segments can always go back
+            elif was_split:
+                tally.inactive_split_bytes -= size
+            else:
+                self._stats.change_splits(tally, 1, remaining)
+        elif was_split and block.arena is None:
+            tally.inactive_split -= 1
+            tally.inactive_split_bytes -= block.size
+        size, block.state, block.requested = block.size, USED, nbytes
+        tally.allocation += 1
+        tally.allocation_up += 1
+        tally.allocated_bytes += size
+        tally.allocated_bytes_up += size
+        tally.requested_bytes += nbytes
+        tally.requested_bytes_up += nbytes
+        self._stats.rising = True
+        if size >= options.max_split:
+            self._stats.oversize_allocations.change(1)
+        if owner is not None:
+            owner.address, block.owner = block.address, owner
+        self._live[block.address] = block
+        return block
+
+    def _new_pool(self, size: int, stream: int) -> BlockPool:
+        small = size <= SMALL_REQUEST
+        tally = self._stats.small if small else self._stats.large
+        return self._pools[small].setdefault(stream, BlockPool(small, stream, tally, self.options.split_from(small)))
+
+    def _search(self, pool: BlockPool, size: int, i: int) -> int:
+        """Which free block serves `size` bytes under the options, if without them it is number `i`."""
+        free, options = pool.free, self.options
+        if not pool.small and self._reclaimer.collects_garbage(options):
+            pool.tally.searches += 1
+        if options.expandable and i < len(free):
+            i = expandable.best_to_expand(free, i)
+        while not options.expandable and i < len(free) and free[i][2].arena is not None:
+            i += 1  # as long as new segments are of fixed size, those of expandable ones serve nobody
+        if i < len(free):
+            oversize = size >= options.max_split
+            limit = size + options.max_non_split_rounding if oversize else options.max_split
+            if free[i][0] >= limit:
+                return len(free)
+        return i
+
+    def _obtain(self, pool: BlockPool, size: int) -> Block | None:
+        """A block of new memory, after giving back what has to go; None when the GPU is full."""
+        self._reclaimer.collect_garbage(self.options)
+        block = self._new_block(pool, size)
+        if block is None and self._reclaimer.release_oversize(pool, size, self.options):
+            block = self._new_block(pool, size)
+        if block is None:
+            self._release_cached()
+            self._stats.events["num_alloc_retries"] += 1
+            block = self._new_block(pool, size)
+        return block
+
+    def _new_block(self, pool: BlockPool, size: int) -> Block | None:
+        options = self.options
+        nbytes = options.segment_size(size)
+        if not self.device.is_allowed(nbytes):
+            return None
+        if options.expandable:
+            return expandable.expand(self.device, pool, size, options.page_size(pool.small))
+        block = self.device.malloc(nbytes, pool)
+        if block is not None and nbytes >= options.max_split:
+            self._stats.oversize_segments.change(1)
+        return block
+
+    def _out_of_memory(self, nbytes: int) -> OutOfMemory:
+        device, options, stats = self.device, self.options, self._stats
+        stats.events["num_ooms"] += 1
+        size = options.rounded(nbytes)
+        device.tell("oom", 0, size)
+        device.publish()
+        return OutOfMemory(
+            requested=options.segment_size(size),
+            capacity=device.capacity,
+            free=device.free_bytes,
+            used=device.used_bytes,
+            allowed=device.allowed,
+            allocated=stats.allocated,
+            reserved=stats.reserved,
+            others=() if device.shared is None else sorted(device.shared.others()),
+            expandable=options.expandable,
+        )
+
+    def _free_pending(self) -> None:
+        pending, live, waits, stats = self._pending, self._live, self._waits, self._stats
+        while pending:
+            address = pending[0].address
+            block = live.pop(address, None)
+            if block is None:  # it has no bytes, or was freed and its owner died afterwards
+                pending.popleft()
+                continue
+            if stats.rising:
+                stats.note_peaks()
+            tally, size, event = block.pool.tally, block.size, "free"
+            tally.allocation -= 1
+            tally.allocated_bytes -= size
+            block.owner = None
+            if size >= self.options.max_split:
+                stats.oversize_allocations.change(-1)
+            if address in waits.recorded:
+                event = "free_requested"
+                waits.add(block, self.clock)
+            else:
+                self._reclaim(block)
+            pending.popleft()
+            for observer in self.observers:
+                observer(event, address, size)
+
+    def _reclaim(self, block: Block) -> None:
+        """Put a block that nobody uses any more among the free ones, merged with its free neighbours."""
+        pool, block.state = block.pool, FREE
+        pool.tally.requested_bytes -= block.requested
+        merged, nbytes = pool.put_merged(block)
+        if block.arena is not None:
+            return
+        if block.prev is not None or block.next is not None:
+            self._stats.change_splits(pool.tally, 1 - merged, block.size - nbytes)
+        elif merged:
+            self._stats.change_splits(pool.tally, -merged, -nbytes)
+
+    def _complete_waits(self, wait: bool = False) -> None:
+        """Take back the blocks that no other stream uses any more; with `wait`, all of them."""
+        self._stats.note_peaks()
+        for block in self._waits.passed(self.clock, wait):
+            address, size = block.address, block.size
+            self._reclaim(block)
+            self.device.tell("free_completed", address, size)
+
+    def _release_cached(self) -> None:
+        self._complete_waits(wait=True)
+        self._reclaimer.release_cached(self.options)
+
+    def _rebuild(self) -> None:
+        """Make links, free lists and counters anew from what is true: something was cut short."""
+        while self._pending:  # blocks that were being freed are out of _live already, or come out here
+            self._live.pop(self._pending[0].address, None)
+            self._pending.popleft()
+        self._waits.correct(self._live)
+        segments = self.device.segments.values()
+        pools = [pool for by_stream in self._pools for pool in by_stream.values()]
+        for pool in pools:
+            pool.free.clear()
+            pool.unmapped.clear()
+        taken = sorted(self._taken_blocks(), key=lambda block: block.address)
+        addresses = [block.address for block in taken]
+        for segment in segments:
+            first, end = (bisect_left(addresses, a) for a in (segment.address, segment.address + segment.size))
+            segment.relink(taken[first:end])
+        waiting = [entry[0] for entry in self._waits.waiting.values()]
+        free = [entry[2] for pool in pools for entry in pool.free]
+        self._stats.recount(list(self._live.values()), waiting, list(segments), free)
+
+    def _taken_blocks(self) -> list[Block]:
+        """The blocks that nobody else may have."""
+        return [*self._live.values(), *(entry[0] for entry in self._waits.waiting.values())]
+
+    # ---- settings and figures
+
+    def set_options(self, options: Options, first: bool = False) -> None:
+        """Behave as `options` say from now on. `first`: nothing was allocated yet, so `fraction` counts as well."""
+        with self.exclusive():
+            self.options = options
+            self._always_plain = self._always_plain and options.plain
+            for pools in self._pools:
+                for pool in pools.values():
+                    pool.split_from = options.split_from(pool.small)
+        if first:
+            self.device.set_fraction(options.fraction)
+            self._max_split = -1 if options.max_split == UNLIMITED else options.max_split
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in used blocks: torch.cuda.memory_allocated."""
+        self._drain()
+        return self._stats.allocated
+
+    @property
+    def reserved(self) -> int:
+        """Bytes in segments, used or cached: torch.cuda.memory_reserved."""
+        return self._stats.reserved
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most that was ever allocated since `reset_peak_stats`: torch.cuda.max_memory_allocated."""
+        self._drain()
+        return max(self._stats.both.allocated_bytes_peak, self._stats.allocated)
+
+    @property
+    def peak_reserved(self) -> int:
+        """The most that was ever reserved since `reset_peak_stats`: torch.cuda.max_memory_reserved."""
+        return self._stats.both.reserved_bytes_peak
+
+    def stats(self) -> dict:
+        """The nested dictionary that torch.cuda.memory_stats flattens."""
+        with self.exclusive():
+            return self._stats.nested(self._max_split)
+
+    def reset_peak_stats(self) -> None:
+        """Let every peak start again from the present value."""
+        with self.exclusive():
+            self._stats.reset_peaks()
+
+    def reset_accumulated_stats(self) -> None:
+        """Count `allocated` and `freed`, the retries and the out-of-memory errors from zero again."""
+        with self.exclusive():
+            self._stats.reset_accumulated()
+
+    def snapshot(self, device: int = 0) -> list[dict]:
+        """All segments, by address, as torch.cuda.memory_snapshot lists them; `device` is the GPU's index."""
+        with self.exclusive():
+            free = [entry[2] for pools in self._pools for pool in pools.values() for entry in pool.free]
+            return segment_entries([*self._taken_blocks(), *free], device)
+
+    def segment_at(self, address: int) -> Segment | None:
+        """The segment that an address is in."""
+        found = self.device.segments.get(address)
+        if found is not None:
+            return found
+        return next((s for s in self.device.segments.values() if s.address <= address < s.address + s.size), None)
+
 
 _NESTED = (
     "a finalizer or an observer used this GPU's allocator in the middle of an allocation: only `free` and the"
@@ -195,9 +435,9 @@ _NESTED = (
 )
 
 
-def _empty_block(nbytes):
+def _empty_block(nbytes: int) -> Block:
     if nbytes < 0:
         raise ValueError(f"cannot allocate {nbytes} bytes")
-    block = Block(0, 0, None, None, None)
+    block = Block(0, 0, None, None, None, None)
     block.state = USED
     return block

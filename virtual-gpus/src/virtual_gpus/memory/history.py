@@ -20,19 +20,73 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
-from virtual_gpus.memory import options_text, stacks
-from virtual_gpus.memory.history_entries import ALL, ALLOC, NEVER, STATE, Entry, Live, Settings, thread
+from virtual_gpus.memory import stacks
+from virtual_gpus.memory.options import environment_text
 
 _now, _new = time.perf_counter_ns, tuple.__new__
+
+
+NEVER, STATE, ALLOC, ALL = range(4)  # which events get a stack: none, live blocks, allocations too, frees too
+ACTIONS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
+           "segment_unmap", "snapshot", "oom", "annotate")  # fmt: skip
+
+
+class _Thread(threading.local):
+    """What each thread's events are labelled with."""
+
+    metadata = ""
+
+
+thread = _Thread()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What _record_memory_history was told. `every_thread`: annotations of all threads, or of `own_thread` only."""
+
+    max_entries: int
+    context: int
+    skipped: frozenset = frozenset()
+    every_thread: bool = False
+    own_thread: int = field(default_factory=threading.get_ident)
+
+
+class Entry(NamedTuple):
+    """One event. `value`: an address, or the free bytes of an "oom". `stack` and `forward`: None if not taken.
+
+    They are kept as their fields in a row, which is faster, and which leaves the garbage collector nothing to look at.
+    There "free" stands for "free_requested" and "free_completed" at one moment.
+    """
+
+    action: str
+    value: int
+    size: int
+    stream: int
+    time: int
+    stack: object = None
+    forward: list | None = None
+    metadata: str = ""
+
+
+class Live(NamedTuple):
+    """A used block: what was requested, its stream, what it belongs to (see `owner_of`), and where it was made."""
+
+    requested: int
+    stream: int
+    owner: object
+    stack: object = None
+    forward: list | None = None
 
 
 class Recorder:
     """What happened on one GPU since recording began. It is told everything by the allocator, which is locked then."""
 
     def __init__(self, gpu: VirtualGPU):
-        self._gpu, self._allocator, self._deaths = gpu, gpu.allocator, None
+        self._allocator, self._live_blocks, self._deaths = gpu.allocator, gpu.allocator.live_blocks, None
         self.entries: deque = deque()  # the fields of one `Entry` after the other, see `events`
         self._blocks: dict[int, Live] = {}
         self._waiting: dict[int, Live] = {}  # freed, but another stream still uses them
@@ -56,7 +110,7 @@ class Recorder:
 
     def start(self, settings: Settings, clear: bool) -> None:
         """Record from now on, or go on with other settings. Blocks that are in use already have no stack."""
-        with self._allocator._exclusive():
+        with self._allocator.exclusive():
             fields = () if clear else [field for entry in self.events() for field in entry]
             self.settings = settings
             self.entries = deque(fields, min(len(Entry._fields) * settings.max_entries, sys.maxsize))
@@ -69,17 +123,18 @@ class Recorder:
     def _adopt(self):
         self._blocks = {
             address: self._made(address) or Live(block.requested, block.pool.stream, block.owner)
-            for address, block in self._allocator._live.items()
+            for address, block in self._allocator.live_blocks.items()
         }
-        for address, (_, pool) in self._allocator._segments.items():
-            self._segments.setdefault(address, (pool.stream, None))
+        for address, segment in self._allocator.device.segments.items():
+            if not segment.expandable:
+                self._segments.setdefault(address, (segment.pool.stream, None))
         if self._deaths is not None:
             for address, block in self._blocks.items():
                 self._watch(address, block.owner)
 
     def stop(self) -> None:
         """Record no more and forget the history. Blocks and segments keep their stacks, as in PyTorch."""
-        with self._allocator._exclusive():
+        with self._allocator.exclusive():
             if self.hear in self._allocator.observers:
                 self._allocator.observers.remove(self.hear)
             self.settings = self._deaths = None
@@ -99,7 +154,7 @@ class Recorder:
                     self.entries.extend((event, address, block[0], block[1], _now(), None, None, thread.metadata))
                 return
             if event == "alloc" and address not in self._blocks:
-                block = self._allocator._live[address]
+                block = self._live_blocks[address]
                 requested, stream = block.requested, block.pool.stream
                 self._blocks[address] = _new(Live, (requested, stream, block.owner, None, None))
                 self.entries.extend((event, address, requested, stream, _now(), None, None, thread.metadata))
@@ -109,7 +164,7 @@ class Recorder:
     def _alloc(self, address, size):
         if address in self._blocks:  # Ctrl-C cut short what would have told of its end
             self._free(address, size)
-        block, stack, forward = self._allocator._live[address], None, None
+        block, stack, forward = self._live_blocks[address], None, None
         if self.settings.context >= STATE:
             stack, forward = stacks.take(), stacks.forward_lines()
         self._blocks[address] = Live(block.requested, block.pool.stream, block.owner, stack, forward)
@@ -145,7 +200,7 @@ class Recorder:
             self._add("free_completed", address, block.requested, block.stream, stack=stack)
 
     def _segment_alloc(self, address, size):
-        stream = self._allocator._segments[address][1].stream
+        stream = self._allocator.device.segments[address].pool.stream
         self._segments[address] = stream, stacks.take() if self.settings.context >= STATE else None
         self._add("segment_alloc", address, size, stream, stack=self._segments[address][1])
 
@@ -156,18 +211,18 @@ class Recorder:
         self._add("segment_free", address, size, stream, stack=stack)
 
     def _segment_map(self, address, size):
-        arena, stack = self._allocator.arena_at(address), stacks.take() if self.settings.context >= STATE else None
+        arena, stack = self._allocator.segment_at(address), stacks.take() if self.settings.context >= STATE else None
         if address == arena.address:
             self._segments.setdefault(address, (arena.pool.stream, stack))
         self._add("segment_map", address, size, arena.pool.stream, stack=stack)
 
     def _segment_unmap(self, address, size):
         stack = stacks.take() if self.settings.context >= STATE else None
-        self._add("segment_unmap", address, size, self._allocator.arena_at(address).pool.stream, stack=stack)
+        self._add("segment_unmap", address, size, self._allocator.segment_at(address).pool.stream, stack=stack)
 
     def _oom(self, _, size):
         stack = stacks.take() if self.settings.context >= STATE else None
-        self._add("oom", self._allocator.free_bytes, size, 0, stack=stack)
+        self._add("oom", self._allocator.device.free_bytes, size, 0, stack=stack)
 
     def snapshot_taken(self, active: int) -> None:
         """Note that a snapshot was taken, which found `active` bytes in use."""
@@ -205,7 +260,7 @@ class Recorder:
 
     def _made(self, address) -> Live | None:
         """What is known of the block in use at `address`, unless another has taken its place since recording ended."""
-        known, block = self._blocks.get(address), self._allocator._live.get(address)
+        known, block = self._blocks.get(address), self._live_blocks.get(address)
         return known if known is not None and block is not None and known.owner is block.owner else None
 
     def origin(self, address: int) -> tuple:
@@ -225,7 +280,7 @@ class History:
         self.recorders = [Recorder(gpu) for gpu in machine.gpus]
         self.settings: Settings | None = None
         self.annotations: deque = deque()  # (name, "START" or "END", GPU, nanoseconds)
-        self.allocator_settings = options_text.from_environment()
+        self.allocator_settings = environment_text()
 
     def start(self, settings: Settings, clear: bool = False) -> None:
         """Record, with or without what was recorded before."""

@@ -3,17 +3,21 @@
 Sizes are bytes. No torch is imported.
 """
 
-from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block
 from virtual_gpus.memory.stats import format_size
 
 
-def _state(block):
+def _state(block: Block) -> str:
     if block.state == FREE:
         return "inactive"
     return "active_pending_free" if block.state == WAITING else "active_allocated"
 
 
-def _block_entry(block):
+def _block_entry(block: Block) -> dict:
     return {
         "address": block.address,
         "size": block.size,
@@ -23,13 +27,16 @@ def _block_entry(block):
     }
 
 
-def is_head(block):
-    """True for the first block of what a snapshot calls a segment: of an expandable one, each range with memory."""
-    return block.prev is None or block.prev.state == UNMAPPED
+def segment_entries(blocks: Iterable[Block], device: int) -> list[dict]:
+    """The segments of all used and free `blocks`, by address, as `torch.cuda.memory_snapshot` lists them.
+
+    An expandable segment counts once for each range of it that has memory.
+    """
+    heads = (block for block in blocks if block.prev is None or block.prev.state == UNMAPPED)
+    return [_segment_entry(head, device) for head in sorted(heads, key=lambda block: block.address)]
 
 
-def segment_entry(head, device):
-    """One segment as `torch.cuda.memory_snapshot` describes it; `head` is its first block."""
+def _segment_entry(head: Block, device: int) -> dict:
     blocks, block = [], head
     while block is not None and block.state != UNMAPPED:
         blocks.append(_block_entry(block))
@@ -59,7 +66,18 @@ class OutOfMemory(Exception):
     bytes) of each other process on the GPU; expandable: whether segments were expandable.
     """
 
-    def __init__(self, requested, capacity, free, used, allowed, allocated, reserved, others=(), expandable=False):
+    def __init__(
+        self,
+        requested: int,
+        capacity: int,
+        free: int,
+        used: int,
+        allowed: int | None,
+        allocated: int,
+        reserved: int,
+        others: Iterable[tuple[int, int]] = (),
+        expandable: bool = False,
+    ):
         self.requested, self.capacity, self.free, self.used = requested, capacity, free, used
         self.allowed, self.allocated, self.reserved = allowed, allocated, reserved
         self.others, self.expandable = tuple(others), expandable
@@ -67,7 +85,7 @@ class OutOfMemory(Exception):
         super().__init__(f"{format_size(requested)} wanted, {left} free")
 
 
-def oom_message(error, gpu_index, version=(2, 15)):
+def oom_message(error: OutOfMemory, gpu_index: int, version: tuple[int, int] = (2, 15)) -> str:
     """PyTorch's own text (that of 2.11 seen on a real H200) for an `OutOfMemory` on GPU `gpu_index`.
 
     `version`: whose words; from 2.15 on there are others for expandable segments. The other processes come first: in

@@ -1,8 +1,13 @@
-"""What the caching allocator counts: the dictionary behind `torch.cuda.memory_stats`, and an out-of-memory error.
+"""What the caching allocator counts: the dictionary behind `torch.cuda.memory_stats`.
 
 Nothing here decides where memory goes; that is `allocator.py`. Sizes are bytes. No torch is imported.
 """
 
+# ruff: noqa: PLR1730 (a call of max costs more than an if, and this runs for every tensor)
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 from operator import attrgetter
 
 METRICS = (
@@ -27,9 +32,10 @@ class Tally:
     """
 
     __slots__ = (*(name + kind for name in METRICS for kind in _KINDS), "active_bytes_peak", "active_peak",
-                 "base_down", "base_up", "waiting", "waiting_bytes")  # fmt: skip
+                 "base_down", "base_up", "searches", "waiting", "waiting_bytes")  # fmt: skip
 
     def __init__(self):
+        self.searches = 0  # for free blocks, counted while garbage is collected: the age of a block is counted in them
         self.waiting = self.waiting_bytes = 0  # freed, but another stream still uses them
         self.active_peak = self.active_bytes_peak = 0  # looked at only while something waits
         for name in METRICS:
@@ -38,35 +44,47 @@ class Tally:
         self.forget_history()
 
     @property
-    def active(self):
+    def active(self) -> int:
         """Blocks that are used or wait."""
         return self.allocation + self.waiting
 
     @property
-    def active_bytes(self):
+    def active_bytes(self) -> int:
         """Bytes in blocks that are used or wait."""
         return self.allocated_bytes + self.waiting_bytes
 
-    def raise_active_peaks(self, blocks, nbytes):
+    def raise_active_peaks(self, blocks: int, nbytes: int) -> None:
         """Lift the peaks of `active` and `active_bytes` to these figures."""
         self.active_peak = max(self.active_peak, blocks)
         self.active_bytes_peak = max(self.active_bytes_peak, nbytes)
 
-    def down(self, name):
+    def down(self, name: str) -> int:
         """All that was ever taken away from the metric `name`."""
         return getattr(self, name + "_up") - getattr(self, name)
 
-    def forget_history(self):
+    def forget_history(self) -> None:
         """Count `allocated` and `freed` from here on."""
         self.base_up = {name: getattr(self, name + "_up") for name in METRICS}
         self.base_down = {name: self.down(name) for name in METRICS}
         self.base_down["active"] = self.allocation_up - self.active
         self.base_down["active_bytes"] = self.allocated_bytes_up - self.active_bytes
 
-    def correct(self, name, current):
-        """Set a metric to what is really there, keeping current = added - taken away."""
-        setattr(self, name + "_up", getattr(self, name + "_up") - getattr(self, name) + current)
-        setattr(self, name, current)
+    def recount(self, used: list, waiting: list, segments: list, free: list) -> None:
+        """Set the counters to what is there, keeping current = added - taken away."""
+        splits = [block.size for block in free if block.arena is None and (block.prev or block.next)]
+        figures = {
+            "allocation": len(used),
+            "allocated_bytes": sum(block.size for block in used),
+            "requested_bytes": sum(block.requested for block in used + waiting),
+            "segment": sum(not segment.expandable for segment in segments),
+            "reserved_bytes": sum(segment.reserved for segment in segments),
+            "inactive_split": len(splits),
+            "inactive_split_bytes": sum(splits),
+        }
+        for name, figure in figures.items():
+            setattr(self, name + "_up", getattr(self, name + "_up") - getattr(self, name) + figure)
+            setattr(self, name, figure)
+        self.waiting, self.waiting_bytes = len(waiting), sum(block.size for block in waiting)
 
 
 class Stat:
@@ -75,44 +93,24 @@ class Stat:
     def __init__(self):
         self.current = self.peak = self.up = self.base_up = self.base_down = 0
 
-    def change(self, by):
+    def change(self, by: int) -> None:
         """Count up or down."""
         self.current += by
         self.up += max(by, 0)
         self.peak = max(self.peak, self.current)
 
-    def drop_peak(self):
+    def drop_peak(self) -> None:
         """Let the peak start again from the present value."""
         self.peak = self.current
 
-    def forget_history(self):
+    def forget_history(self) -> None:
         """Count `allocated` and `freed` from here on."""
         self.base_up, self.base_down = self.up, self.up - self.current
 
-    def entry(self):
+    def entry(self) -> dict[str, int]:
         """As torch.cuda.memory_stats_as_nested_dict lists it."""
         allocated, freed = self.up - self.base_up, self.up - self.current - self.base_down
         return {"current": self.current, "peak": self.peak, "allocated": allocated, "freed": freed}
-
-
-def raise_peak(name, tally, small, large, both):
-    """Lift the peak of metric `name` of one tally, and of the two together (`both`), to the present value."""
-    total = getattr(small, name) + getattr(large, name)
-    setattr(tally, name + "_peak", max(getattr(tally, name), getattr(tally, name + "_peak")))
-    setattr(both, name + "_peak", max(total, getattr(both, name + "_peak")))
-
-
-def drop_peaks(small, large, both):
-    """Let every peak start again from the present value."""
-    for name in METRICS:
-        for tally in (small, large):
-            setattr(tally, name + "_peak", getattr(tally, name))
-        setattr(both, name + "_peak", getattr(small, name) + getattr(large, name))
-    for tally in (small, large, both):
-        tally.active_peak = tally.active_bytes_peak = 0
-    small.raise_active_peaks(small.active, small.active_bytes)
-    large.raise_active_peaks(large.active, large.active_bytes)
-    both.raise_active_peaks(small.active + large.active, small.active_bytes + large.active_bytes)
 
 
 _nows, _peaks, _ups = (attrgetter(*(name + kind for name in METRICS)) for kind in ("", "_peak", "_up"))
@@ -148,22 +146,139 @@ def _active_entry(name, like, small, large, both):
     return _entry(figures(small), figures(large), max(getattr(both, like + "_peak"), getattr(both, name + "_peak")))
 
 
-def nested_stats(small, large, both, events, oversize, max_split):
-    """The dictionary of `torch.cuda.memory_stats_as_nested_dict` (torch/cuda/memory.py names its keys).
+class AllocatorStats:
+    """All counters of one GPU's allocator: of the small and the large pool, and the peaks of `both` together."""
 
-    oversize: the entries of blocks and segments of at least `max_split` bytes, which is -1 without a limit.
-    """
-    stats = dict(zip(METRICS, map(_entry, _figures(small), _figures(large), _peaks(both)), strict=False))
-    stats["active"] = _active_entry("active", "allocation", small, large, both)
-    stats["active_bytes"] = _active_entry("active_bytes", "allocated_bytes", small, large, both)
-    stats.update(oversize)
-    stats["max_split_size"] = max_split
-    stats["num_oom_rejections"] = 0
-    stats.update(events)
-    return stats
+    def __init__(self):
+        self.small, self.large, self.both = Tally(), Tally(), Tally()
+        self.oversize_allocations, self.oversize_segments = Stat(), Stat()
+        self.events = dict.fromkeys(EVENTS, 0)
+        self.rising = False  # something was allocated since the peaks were last looked at
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in used blocks."""
+        return self.small.allocated_bytes + self.large.allocated_bytes
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that were taken from the GPU."""
+        return self.small.reserved_bytes + self.large.reserved_bytes
+
+    def note_peaks(self) -> None:
+        """Use only rises between two frees: a look before each free, and each reading, finds every peak."""
+        self.rising = False
+        small, large, both = self.small, self.large, self.both
+        one, other = small.allocated_bytes, large.allocated_bytes
+        if one > small.allocated_bytes_peak:
+            small.allocated_bytes_peak = one
+        if other > large.allocated_bytes_peak:
+            large.allocated_bytes_peak = other
+        if one + other > both.allocated_bytes_peak:
+            both.allocated_bytes_peak = one + other
+        one, other = small.requested_bytes, large.requested_bytes
+        if one > small.requested_bytes_peak:
+            small.requested_bytes_peak = one
+        if other > large.requested_bytes_peak:
+            large.requested_bytes_peak = other
+        if one + other > both.requested_bytes_peak:
+            both.requested_bytes_peak = one + other
+        one, other = small.allocation, large.allocation
+        if one > small.allocation_peak:
+            small.allocation_peak = one
+        if other > large.allocation_peak:
+            large.allocation_peak = other
+        if one + other > both.allocation_peak:
+            both.allocation_peak = one + other
+        if small.waiting or large.waiting:
+            self._note_active_peaks()
+
+    def _note_active_peaks(self) -> None:
+        small, large = self.small, self.large
+        small.raise_active_peaks(small.active, small.active_bytes)
+        large.raise_active_peaks(large.active, large.active_bytes)
+        self.both.raise_active_peaks(small.active + large.active, small.active_bytes + large.active_bytes)
+
+    def _raise_peaks(self, names: Iterable[str], tally: Tally) -> None:
+        """Lift the peaks of metrics of one tally, and of the two together, to the present values."""
+        for name in names:
+            total = getattr(self.small, name) + getattr(self.large, name)
+            setattr(tally, name + "_peak", max(getattr(tally, name), getattr(tally, name + "_peak")))
+            setattr(self.both, name + "_peak", max(total, getattr(self.both, name + "_peak")))
+
+    def change_splits(self, tally: Tally, blocks: int, nbytes: int) -> None:
+        """Count free blocks that share a segment with used ones ("inactive split"): they cannot go back."""
+        tally.inactive_split += blocks
+        tally.inactive_split_bytes += nbytes
+        if blocks > 0:
+            tally.inactive_split_up += blocks
+            self._raise_peaks(("inactive_split",), tally)
+        if nbytes > 0:
+            tally.inactive_split_bytes_up += nbytes
+            total = self.small.inactive_split_bytes + self.large.inactive_split_bytes
+            if tally.inactive_split_bytes > tally.inactive_split_bytes_peak:
+                tally.inactive_split_bytes_peak = tally.inactive_split_bytes
+            if total > self.both.inactive_split_bytes_peak:
+                self.both.inactive_split_bytes_peak = total
+
+    def change_reserved(self, tally: Tally, segments: int, nbytes: int) -> None:
+        """Count what was taken from the GPU, or went back to it: whole segments, or (0 of them) pages of one."""
+        tally.segment += segments
+        tally.reserved_bytes += nbytes
+        if nbytes < 0:
+            self.events["num_device_free"] += 1
+            return
+        tally.segment_up += segments
+        tally.reserved_bytes_up += nbytes
+        self.events["num_device_alloc"] += 1
+        self._raise_peaks(("segment", "reserved_bytes"), tally)
+
+    def reset_peaks(self) -> None:
+        """Let every peak start again from the present value."""
+        for name in METRICS:
+            for tally in (self.small, self.large):
+                setattr(tally, name + "_peak", getattr(tally, name))
+            setattr(self.both, name + "_peak", getattr(self.small, name) + getattr(self.large, name))
+        for tally in (self.small, self.large, self.both):
+            tally.active_peak = tally.active_bytes_peak = 0
+        self._note_active_peaks()
+        self.oversize_allocations.drop_peak()
+        self.oversize_segments.drop_peak()
+        self.rising = False
+
+    def reset_accumulated(self) -> None:
+        """Count `allocated` and `freed`, the retries and the out-of-memory errors from zero again."""
+        for counter in (self.small, self.large, self.oversize_allocations, self.oversize_segments):
+            counter.forget_history()
+        self.events.update(dict.fromkeys(EVENTS, 0))
+
+    def recount(self, used: list, waiting: list, segments: list, free: list) -> None:
+        """Count anew what is there: used blocks, those that wait for streams, segments and free blocks."""
+        for tally in (self.small, self.large):
+            parts = ([part for part in parts if part.pool.tally is tally] for parts in (used, waiting, segments, free))
+            tally.recount(*parts)
+        for tally in (self.small, self.large):
+            self._raise_peaks(METRICS, tally)
+
+    def nested(self, max_split: int) -> dict:
+        """The dictionary of `torch.cuda.memory_stats_as_nested_dict` (torch/cuda/memory.py names its keys).
+
+        max_split: the size from which blocks and segments are "oversize", -1 without a limit.
+        """
+        self.note_peaks()
+        small, large, both = self.small, self.large, self.both
+        stats = dict(zip(METRICS, map(_entry, _figures(small), _figures(large), _peaks(both)), strict=False))
+        stats["active"] = _active_entry("active", "allocation", small, large, both)
+        stats["active_bytes"] = _active_entry("active_bytes", "allocated_bytes", small, large, both)
+        stats["oversize_allocations"] = self.oversize_allocations.entry()
+        stats["oversize_segments"] = self.oversize_segments.entry()
+        stats["max_split_size"] = max_split
+        stats["num_oom_rejections"] = 0
+        stats.update(self.events)
+        return stats
 
 
-def format_size(nbytes):
+def format_size(nbytes: int) -> str:
     """Bytes as PyTorch's errors print them: 1024 -> "1024 bytes", 1536 -> "1.50 KiB" (c10's format_size)."""
     if nbytes <= _KIB:
         return f"{nbytes} bytes"

@@ -1,6 +1,6 @@
 """The caching allocator's settings: where they come from, and how a snapshot lists them.
 
-What they are and do: `memory.options`. How a text is read: `memory.options_text`. Those that change no figure of the
+What they are and do: `memory.options`. Those that change no figure of the
 model are accepted; those that would, and are not modelled, are refused by name.
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from virtual_gpus import errors
 from virtual_gpus.machine import VirtualMachine
-from virtual_gpus.memory import options_text
-from virtual_gpus.memory.options import UNLIMITED, Options
+from virtual_gpus.memory.options import UNLIMITED, Options, environment_text, parse
 
 
 def from_environment(machine: VirtualMachine) -> Options:
     """The options that PYTORCH_CUDA_ALLOC_CONF (else PYTORCH_ALLOC_CONF) asks for."""
-    return _modelled(options_text.parse(options_text.from_environment(), version=machine.settings.version))
+    return _modelled(parse(environment_text(), version=machine.settings.version))
 
 
 def apply(settings: str, machine: VirtualMachine) -> None:
@@ -23,7 +22,7 @@ def apply(settings: str, machine: VirtualMachine) -> None:
     per_process_memory_fraction counts until the first touch of a GPU, as in PyTorch.
     """
     before = machine.options or machine.first_options()
-    options = _modelled(options_text.parse(settings, before, machine.settings.version))
+    options = _modelled(parse(settings, before, machine.settings.version))
     if machine.options is None:
         machine.first_options = lambda: options
     else:

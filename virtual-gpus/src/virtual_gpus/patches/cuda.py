@@ -159,7 +159,7 @@ def memory_usage(device=None) -> int:
 
 def device_memory_used(device=None) -> int:
     """Bytes in use as the driver sees them: reserved memory and contexts, of all processes."""
-    return gpu_at(device).allocator.used_by_all
+    return gpu_at(device).allocator.device.used_by_all
 
 
 def _has_no_sensor(name: str):

@@ -36,28 +36,28 @@ def set_per_process_memory_fraction(fraction: float, device=None) -> None:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
     gpu = gpu_at(device)
     gpu.machine.start_cuda()
-    gpu.allocator.set_fraction(fraction)
+    gpu.allocator.device.set_fraction(fraction)
 
 
 def get_per_process_memory_fraction(device=None) -> float:
     """What `set_per_process_memory_fraction` set; 1.0 at first."""
     gpu = gpu_at(device)
     gpu.machine.start_cuda()
-    return gpu.allocator.fraction
+    return gpu.allocator.device.fraction
 
 
 def mem_get_info(device=None) -> tuple[int, int]:
     """(free, total) bytes as the driver sees them. The question itself makes a CUDA context, as on a real GPU."""
     gpu = gpu_at(device)
     gpu.start_context()
-    return gpu.allocator.free_bytes, gpu.memory
+    return gpu.allocator.device.free_bytes, gpu.memory
 
 
 def list_gpu_processes(device=None) -> str:
     """The processes on a GPU, as far as they share these virtual ones."""
     gpu = gpu_at(device)
-    found = [(_pid(), gpu.allocator.used_bytes)] if gpu.allocator.used_bytes else []
-    found += gpu.allocator.shared.others()
+    found = [(_pid(), gpu.allocator.device.used_bytes)] if gpu.allocator.device.used_bytes else []
+    found += gpu.allocator.device.shared.others()
     lines = [f"process {pid:>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" for pid, used in sorted(found)]
     return "\n".join([f"GPU:{gpu.index}", *(lines or ["no processes are running"])])
 

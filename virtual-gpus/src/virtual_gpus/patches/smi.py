@@ -15,7 +15,7 @@ def getGPUs():
 def _as_gputil(gpu: VirtualGPU):
     from GPUtil import GPU
 
-    total, used = gpu.memory / _MIB, gpu.allocator.used_by_all / _MIB
+    total, used = gpu.memory / _MIB, gpu.allocator.device.used_by_all / _MIB
     return GPU(
         ID=gpu.slot,
         uuid=gpu.uuid,

@@ -18,8 +18,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.machine import active
 from virtual_gpus.memory import stacks
-from virtual_gpus.memory.history import history_of
-from virtual_gpus.memory.history_entries import ACTIONS, ALL, ALLOC, NEVER, STATE, Settings, thread
+from virtual_gpus.memory.history import ACTIONS, ALL, ALLOC, NEVER, STATE, Settings, history_of, thread
 from virtual_gpus.memory.options import Options
 from virtual_gpus.patches.allocator_settings import apply as apply_settings
 from virtual_gpus.patches.allocator_settings import described
@@ -184,7 +183,7 @@ _HAS_POOLS = INSTALLED >= (2, 12)
 
 
 def _event(entry: tuple, frames: dict, epoch: int) -> dict:
-    """One event, the fields of a `history_entries.Entry`, as PyTorch describes it. `epoch`: nanoseconds from
+    """One event, the fields of a `history.Entry`, as PyTorch describes it. `epoch`: nanoseconds from
     perf_counter_ns to Unix time."""
     action, value, size, stream, moment, stack, forward, metadata = entry
     event = {

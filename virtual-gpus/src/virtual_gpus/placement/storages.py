@@ -58,7 +58,7 @@ class Home:
 
     def __init__(self, gpu: VirtualGPU, nbytes: int):
         allocator = gpu.allocator
-        if not allocator.context:
+        if not allocator.device.context:
             gpu.start_context()
         self.gpu = gpu
         self.nbytes = nbytes

@@ -1,0 +1,139 @@
+"""A GPU's memory as its driver sees it: how much there is, who has it, and what this process may still take.
+
+Sizes are bytes. No torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from virtual_gpus.memory.blocks import Block, BlockPool, Segment
+from virtual_gpus.memory.stats import AllocatorStats
+
+
+class DeviceMemory:
+    """`capacity` bytes, of which this process's CUDA context takes `context`, and others take `other`.
+
+    shared: a `shared_memory.Share`, which tells of other processes, or None. segments: what was taken and not given
+    back, by address; expandable segments stay for good, so that their addresses are used again, as the driver does.
+    observers: see `CachingAllocator`.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        context: int,
+        first_address: int,
+        stats: AllocatorStats,
+        observers: list[Callable[[str, int, int], None]],
+    ):
+        if capacity <= 0 or not 0 <= context < capacity:
+            raise ValueError(f"a GPU of {capacity} bytes cannot hold a context of {context} bytes")
+        self.capacity, self.context, self.other, self.shared = capacity, context, 0, None
+        self.segments: dict[int, Segment] = {}
+        self._next_address, self._stats, self._observers = first_address, stats, observers
+        self._fraction: float | None = None
+
+    # ---- how much there is
+
+    def set_fraction(self, fraction: float) -> None:
+        """Limit reserved memory to `fraction` (0 to 1) of the capacity: set_per_process_memory_fraction."""
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        self._fraction = float(fraction) if fraction < 1 else None
+
+    @property
+    def fraction(self) -> float:
+        """The part of the capacity that may be reserved: 1.0 unless `set_fraction` said otherwise."""
+        return 1.0 if self._fraction is None else self._fraction
+
+    @property
+    def allowed(self) -> int | None:
+        """The bytes that may be reserved, or None when no fraction below 1 was set."""
+        return None if self._fraction is None else int(self._fraction * self.capacity)
+
+    @property
+    def used_bytes(self) -> int:
+        """What nvidia-smi shows for this process: reserved memory and the context."""
+        return self.context + self._stats.reserved
+
+    @property
+    def free_bytes(self) -> int:
+        """What the GPU has left for anybody: the first figure of torch.cuda.mem_get_info."""
+        if self.shared is not None:
+            return self.shared.free(self.used_bytes, self.capacity - self.other)
+        return self.capacity - self.other - self.used_bytes
+
+    @property
+    def used_by_all(self) -> int:
+        """What nvidia-smi shows for the GPU: `used_bytes`, and those of other processes."""
+        return self.capacity - self.free_bytes
+
+    def is_allowed(self, nbytes: int) -> bool:
+        """True if `nbytes` more stay within the limit of `set_fraction`."""
+        return self._fraction is None or self._stats.reserved + nbytes <= self.allowed
+
+    def has_room(self, nbytes: int) -> bool:
+        """True if the GPU has `nbytes` left; other processes cannot have them then."""
+        if self.shared is None:
+            return nbytes <= self.free_bytes
+        return self.shared.claim(self.used_bytes, nbytes, self.capacity - self.other)
+
+    def take_context(self, nbytes: int) -> bool:
+        """Let a CUDA context have `nbytes` bytes; False if others left too little."""
+        room = self.has_room(nbytes)
+        if room:
+            self.context = nbytes
+        return room
+
+    def publish(self) -> None:
+        """Tell other processes what this one holds."""
+        if self.shared is not None:
+            self.shared.publish(self.used_bytes)
+
+    # ---- taking and giving back
+
+    def tell(self, event: str, address: int, size: int) -> None:
+        """Tell the observers."""
+        for observer in self._observers:
+            observer(event, address, size)
+
+    def add_segment(self, size: int, pool: BlockPool, page: int = 0) -> Segment:
+        """New addresses; with a `page` size they have no memory yet."""
+        segment = Segment(self._next_address, size, pool, page)
+        self._next_address += size
+        self.segments[segment.address] = segment
+        return segment
+
+    def malloc(self, nbytes: int, pool: BlockPool) -> Block | None:
+        """The only block of a new segment, which is in no pool; None when the GPU is full."""
+        if not self.has_room(nbytes):
+            return None
+        segment = self.add_segment(nbytes, pool)
+        self._stats.change_reserved(pool.tally, 1, nbytes)
+        self.tell("segment_alloc", segment.address, nbytes)
+        return Block(segment.address, nbytes, pool, None, None, None)
+
+    def free(self, block: Block) -> None:
+        """Give a segment back whose only block is free."""
+        block.pool.remove(block)
+        del self.segments[block.address]
+        self._stats.change_reserved(block.pool.tally, -1, -block.size)
+        self.tell("segment_free", block.address, block.size)
+
+    def map(self, segment: Segment, pages: range) -> bool:
+        """Give pages of an expandable segment memory; False when the GPU is full."""
+        nbytes = len(pages) * segment.page
+        if not self.has_room(nbytes):
+            return False
+        segment.mapped.update(pages)
+        self._stats.change_reserved(segment.pool.tally, 0, nbytes)
+        self.tell("segment_map", segment.address + pages.start * segment.page, nbytes)
+        return True
+
+    def unmap(self, segment: Segment, pages: range) -> None:
+        """Give the memory of pages back to the GPU."""
+        nbytes = len(pages) * segment.page
+        segment.mapped.difference_update(pages)
+        self._stats.change_reserved(segment.pool.tally, 0, -nbytes)
+        self.tell("segment_unmap", segment.address + pages.start * segment.page, nbytes)
