@@ -1,7 +1,7 @@
 """The networks of the lessons.
 
     relu_net                          linear layers, for thousands of steps in seconds
-    resnet34, resnet18, small_resnet  images, by torchvision; the smaller ones for a laptop's processor
+    resnet34, resnet18, small_resnet  images, by torchvision; the smaller ones for a laptop's CPU
     PyramidNet, pyramidnet_article    images; a large net whose memory stays balanced under DataParallel
     Bert, bert_small, bert_article    masked words; unbalanced, since its output is far larger than its input
 
@@ -19,21 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import ResNet, resnet
 from torchvision.models.resnet import BasicBlock
-
-__all__ = [
-    "Bert",
-    "PyramidNet",
-    "bert_article",
-    "bert_small",
-    "group_norm",
-    "parameter_bytes",
-    "parameter_count",
-    "pyramidnet_article",
-    "relu_net",
-    "resnet18",
-    "resnet34",
-    "small_resnet",
-]
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -79,18 +64,14 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(8, channels)
 
 
-def small_resnet(classes: int = 10, channels: int = 3, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
-    """A ResNet-10, torchvision's with one block per stage: images (N, channels, H, W) -> logits (N, classes).
+def small_resnet(classes: int = 10, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
+    """A ResNet-10, torchvision's with one block per stage: images (N, 3, H, W) -> logits (N, classes).
 
-    For two things that `resnet34` is too large or too fixed for: an epoch within seconds on a processor, and
-    a net without BatchNorm (`norm=group_norm`). BatchNorm averages over the samples that one GPU sees, so
-    that DataParallel on 4 GPUs and one GPU compute different functions; without it they agree to rounding.
+    It trains for an epoch within seconds on a CPU, and with `norm=group_norm` it has no BatchNorm. BatchNorm averages
+    over the samples that one GPU sees, so that DataParallel on 4 GPUs and one GPU compute different functions. Without
+    it they are equal up to rounding error.
     """
-    model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=classes, norm_layer=norm)
-    if channels != 3:
-        model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
-    return model
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=classes, norm_layer=norm)
 
 
 # ------------------------------------------------------------------------------------------------ PyramidNet
@@ -240,7 +221,7 @@ def _bert_weights(module: nn.Module) -> None:
 
 
 def bert_small(vocabulary: int = 2_000, length: int = 32, dropout: float = 0.1) -> Bert:
-    """The course's own size: 2 layers, 4 heads, hidden 64. An epoch takes seconds on a processor."""
+    """The course's own size: 2 layers, 4 heads, hidden 64. An epoch takes seconds on a CPU."""
     return Bert(vocabulary, hidden=64, layers=2, heads=4, length=length, dropout=dropout)
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from helpers.models import bert_small, group_norm, small_resnet
 from helpers.parallel.launching import launch
 from helpers.parallel.ranks import rank_loader, world_size
-from helpers.train.loops import DistributedTrainer, Trainer
+from helpers.train import DistributedTrainer, Trainer
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -47,18 +47,11 @@ class Watch:
     def step(self):
         self.seen.append([parameter.detach().cpu().clone() for parameter in self.model.parameters()])
 
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
 
 # name -> (model, samples, batch)
 JOBS = {
     "numbers": (mlp, numbers, 8),
     "numbers, one sample for four ranks": (mlp, partial(numbers, 9), 4),
-    "numbers, fewer than ranks": (mlp, partial(numbers, 3), 4),
     "images": (lambda: small_resnet(5, norm=group_norm), images, 8),
     "words": (lambda: bert_small(30, 8, dropout=0.0), words, 8),
 }
@@ -72,22 +65,18 @@ def trainer(job="numbers", *, model=None, batch=None, optimizer=SGD, watch=False
     model = build() if model is None else model
     optimizer = optimizer(model.parameters())
     if watch:
-        options |= {"scheduler": Watch(model), "schedule": "step"}
-    options = {"log": None, "progress": False, **options}
+        options["scheduler"] = Watch(model)
+    options = {"log": None, **options}
     loader = rank_loader(data(), batch or size)
     if torch.distributed.is_initialized():
         return DistributedTrainer(model, optimizer, loss, loader, **options)
     return Trainer(model, optimizer, loss, loader, "cpu", **options)
 
 
-def run(epochs=2, job="numbers", act=None, **options):
-    """Train, and return what is worth comparing; `act(trainer)` may add something."""
+def run(epochs=2, job="numbers", **options):
+    """Train, and return what is worth comparing."""
     made = trainer(job, **options)
     made.train(epochs)
-    return summary(made, job, act)
-
-
-def summary(made, job="numbers", act=None):
     data = JOBS[job][1]() if isinstance(job, str) else job[1]()
     score = made.evaluate(rank_loader(data, 2 * world_size(), shuffle=False))
     return {
@@ -96,7 +85,6 @@ def summary(made, job="numbers", act=None):
         "losses": [record.loss for record in made.history],
         "score": score,
         "steps": made.scheduler.seen if isinstance(made.scheduler, Watch) else None,
-        "more": act(made) if act else None,
     }
 
 

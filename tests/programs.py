@@ -22,7 +22,6 @@ class Program:
         settings = {
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'virtual-gpus' / 'src'}",
             "OMP_NUM_THREADS": "1",
-            "TQDM_DISABLE": "1",
             "PYTHONUNBUFFERED": "1",
         }
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -42,10 +42,10 @@ def lines(output):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Two ranks on the CPU under torchrun: the snapshot, and what was printed."""
+    """Two ranks on the CPU under torchrun: the checkpoint, and what was printed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with torchrun(
-        "--standalone", "--nproc-per-node", 2, *DDP, "--snapshot", folder / "last.pt", log=folder / "log"
+        "--standalone", "--nproc-per-node", 2, *DDP, "--checkpoint", folder / "last.pt", log=folder / "log"
     ) as run:
         return folder / "last.pt", run.wait()
 
@@ -62,10 +62,10 @@ def test_two_ranks_under_torchrun(undisturbed):
 
 def test_one_process_and_data_parallel_train_the_same(undisturbed, tmp_path, capsys):
     path, output = undisturbed
-    main("--method", "single", *JOB, "--snapshot", tmp_path / "single.pt")
+    main("--method", "single", *JOB, "--checkpoint", tmp_path / "single.pt")
     with virtual_gpus(2):
-        main("--method", "dp", *JOB, "--snapshot", tmp_path / "dp.pt")
-    main("--method", "single", *JOB, "--accumulate", 2, "--snapshot", tmp_path / "accumulated.pt")
+        main("--method", "dp", *JOB, "--checkpoint", tmp_path / "dp.pt")
+    main("--method", "single", *JOB, "--accumulate", 2, "--checkpoint", tmp_path / "accumulated.pt")
     for name in ("single", "dp", "accumulated"):
         assert largest_difference(weights(tmp_path / f"{name}.pt"), weights(path)) < 1e-4
     said = capsys.readouterr().out
@@ -75,17 +75,17 @@ def test_one_process_and_data_parallel_train_the_same(undisturbed, tmp_path, cap
 
 
 def test_bert_and_going_on_where_it_stopped(tmp_path, capsys):
-    job = ["--model", "bert", "--samples", 32, "--batch-size", 8, "--snapshot-every", 3]
-    main(*job, "--epochs", 2, "--snapshot", tmp_path / "once.pt")
-    main(*job, "--epochs", 1, "--snapshot", tmp_path / "twice.pt")
-    main(*job, "--epochs", 2, "--snapshot", tmp_path / "twice.pt")
+    job = ["--model", "bert", "--samples", 32, "--batch-size", 8]
+    main(*job, "--epochs", 2, "--checkpoint", tmp_path / "once.pt")
+    main(*job, "--epochs", 1, "--checkpoint", tmp_path / "twice.pt")
+    main(*job, "--epochs", 2, "--checkpoint", tmp_path / "twice.pt")
     assert same(tmp_path / "once.pt", tmp_path / "twice.pt")
-    assert "going on in epoch 1, after 0 steps\n[cpu] epoch 1" in capsys.readouterr().out
+    assert "going on with epoch 1\n[cpu] epoch 1" in capsys.readouterr().out
 
 
 def test_on_virtual_gpus_under_torchrun(tmp_path, undisturbed):
     start = ["--standalone", "--nproc-per-node", 2, "-m", "virtual_gpus", "--gpus", 2]
-    with torchrun(*start, *DDP, "--snapshot", tmp_path / "last.pt", log=tmp_path / "log") as run:
+    with torchrun(*start, *DDP, "--checkpoint", tmp_path / "last.pt", log=tmp_path / "log") as run:
         output = run.wait()
     assert [line.replace("cuda", "cpu") for line in lines(output)] == lines(undisturbed[1])
     peaks = re.findall(r"rank (\d): at most (\d+) MiB on cuda:(\d)", output)
@@ -97,7 +97,7 @@ def test_on_virtual_gpus_under_torchrun(tmp_path, undisturbed):
 
 def test_two_agents_on_one_machine(tmp_path, undisturbed):
     start = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
-    start += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", *DDP, "--snapshot", tmp_path / "last.pt"]
+    start += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", *DDP, "--checkpoint", tmp_path / "last.pt"]
     with torchrun(*start, log=tmp_path / "a") as one, torchrun(*start, log=tmp_path / "b") as other:
         outputs = [one.wait(), other.wait()]
     assert sorted(map(lines, outputs)) == [[], lines(undisturbed[1])]
@@ -107,13 +107,13 @@ def test_two_agents_on_one_machine(tmp_path, undisturbed):
 # ------------------------------------------------------------------------------------------- interrupted
 
 
-# train.py, but rank 0 stops when it has the fourth batch in its hands: else it might be done before it is killed.
+# train.py, but rank 0 stops in its eighth step, the second one of epoch 1: else it might be done before it is killed.
 STOPS = f"""
 import os, pathlib, runpy, sys, time
 from torch import nn
 
 class Stopping(nn.CrossEntropyLoss):
-    left = 4
+    left = 8
 
     def forward(self, *given):
         Stopping.left -= 1
@@ -131,18 +131,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @linux
 def test_a_worker_killed_in_mid_epoch_is_started_again_and_ends_with_the_same_weights(tmp_path, undisturbed):
-    """Rank 0, which writes the snapshots, in the first epoch's fourth step."""
+    """Rank 0, which writes the checkpoints, in the second step of the second epoch."""
     path, program, stopped = tmp_path / "last.pt", tmp_path / "stops.py", tmp_path / "stopped"
     program.write_text(STOPS)
     start = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1, program]
-    start += [*DDP[1:], "--snapshot", path, "--snapshot-every", 2]
+    start += [*DDP[1:], "--checkpoint", path]
     with torchrun(*start, log=tmp_path / "log", environment={"STOPPED": str(stopped)}) as run:
         until(stopped.exists)
         killed = rank_processes(run.process.pid)[0]
         os.kill(killed, signal.SIGKILL)
         output = run.wait()
     assert "exitcode: -9" in output or "Signal 9" in output, output
-    assert "going on in epoch 0, after 2 steps" in output, output
+    assert "going on with epoch 1" in output, output
     assert same(path, undisturbed[0])
     assert lines(output)[-1] == lines(undisturbed[1])[-1]
     assert not rank_processes(run.process.pid) and not list(tmp_path.glob(".*.tmp"))
@@ -218,7 +218,7 @@ def test_two_real_hosts(tmp_path, undisturbed):
     """As on two machines: each has a name, an address and a loopback of its own, and only the cable between them."""
     with TwoHosts() as hosts:
         start = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
-        start += ["--rdzv-endpoint", f"{hosts.names[0]}:29500", *DDP, "--snapshot", tmp_path / "last.pt"]
+        start += ["--rdzv-endpoint", f"{hosts.names[0]}:29500", *DDP, "--checkpoint", tmp_path / "last.pt"]
         runs = [
             torchrun(
                 *start,
@@ -274,7 +274,7 @@ def test_the_slurm_files(tmp_path, file, nodes):
     assert " ".join(where) in " ".join(words) and (nodes == 1 or "--nnodes 2" in " ".join(words))
     script = words.index("notebooks/scripts/train.py")
     assert (ROOT / words[script]).exists()
-    assert words[script + 1 :] == ["--method", "ddp", "--snapshot", "run/4042.pt", "--epochs", "3"]
+    assert words[script + 1 :] == ["--method", "ddp", "--checkpoint", "run/4042.pt", "--epochs", "3"]
     asked = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", slurm.read_text(), re.MULTILINE)
     assert {"nodes": str(nodes), "ntasks-per-node": "1", "gpus-per-node": "4"}.items() <= dict(asked).items()
 

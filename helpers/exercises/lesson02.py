@@ -13,7 +13,7 @@ from helpers.exercises.gpus import four_cards_of_12_gb, four_without_values, wit
 from helpers.lesson04 import LENGTH
 from helpers.measure import GiB, peak_memory
 from helpers.models import bert_article
-from helpers.train.loops import DataParallelTrainer
+from helpers.train import DataParallelTrainer
 
 __all__ = ["damaged", "largest_vocabulary", "peak_moved", "piece_sizes", "without_prefix"]
 
@@ -137,7 +137,7 @@ def _peak(batch: int, vocabulary: int, gpus: list[torch.device], output_device=N
     torch.cuda.empty_cache()
     model = bert_article(vocabulary)
     adam, loss = torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss()
-    trainer = DataParallelTrainer(model, adam, loss, [], gpus, output_device, progress=False)
+    trainer = DataParallelTrainer(model, adam, loss, [], gpus, output_device)
     trainer.step(*random_tokens(batch, LENGTH, vocabulary))
     readings = peak_memory(lambda: trainer.step(*random_tokens(batch, LENGTH, vocabulary)), gpus)
     return readings[0].peak_allocated

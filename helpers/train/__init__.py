@@ -1,19 +1,33 @@
-"""Training loops on one GPU, with DataParallel and with DDP, and their checkpoints."""
+"""One training loop: on one GPU, with DataParallel on several GPUs, or in each of many ranks with DDP.
 
-import importlib
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), loader, device="cuda:0")
+    trainer = DataParallelTrainer(model, optimizer, nn.CrossEntropyLoss(), loader, devices=gpus)
+    trainer = DistributedTrainer(model, optimizer, nn.CrossEntropyLoss(), loader)     # in each rank
+    trainer.train(epochs=2)         # [cuda:0-3] epoch 0 | batch 128 | steps 32 | lr 0.1000 | loss 2.068 | ...
+    trainer.evaluate(test_loader)   # Score(loss=..., accuracy=...)
 
-_HOMES = {
-    "DataParallelTrainer": "helpers.train.loops",
-    "DistributedTrainer": "helpers.train.loops",
-    "Trainer": "helpers.train.loops",
-    "load_checkpoint": "helpers.train.checkpoints",
-    "save_checkpoint": "helpers.train.checkpoints",
-}
-__all__ = list(_HOMES)
+The loop is the same for images (logits (N, C), labels (N)) and for masked words (logits (N, T, V), labels (N, T), with
+-100 where there is nothing to guess). Where to read on:
 
+    loop          Trainer and DataParallelTrainer: epochs, steps, evaluation
+    ddp           DistributedTrainer
+    scores        sums over batches and ranks, divided once at the end
+    checkpoints   the files
+"""
 
-def __getattr__(name):
-    """The names above, imported when they are first asked for."""
-    if name not in _HOMES:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
+from helpers.train.checkpoints import CheckpointError, load_checkpoint, save_checkpoint, unwrap
+from helpers.train.ddp import DistributedTrainer
+from helpers.train.loop import DataParallelTrainer, Trainer
+from helpers.train.scores import EpochRecord, Score
+
+__all__ = [
+    "CheckpointError",
+    "DataParallelTrainer",
+    "DistributedTrainer",
+    "EpochRecord",
+    "Score",
+    "Trainer",
+    "load_checkpoint",
+    "save_checkpoint",
+    "unwrap",
+]

@@ -11,11 +11,11 @@ On virtual GPUs:
     python -m virtual_gpus --gpus 4 notebooks/scripts/train.py --method dp
     torchrun --nproc-per-node 4 -m virtual_gpus --gpus 4 notebooks/scripts/train.py --method ddp
 
-Surviving failures: torchrun starts all ranks again when one dies, and they go on from the last snapshot:
+Surviving failures: torchrun starts all ranks again when one dies, and they go on from the last finished epoch:
 
-    torchrun --nproc-per-node 4 --max-restarts 3 notebooks/scripts/train.py --method ddp --snapshot run/last.pt
+    torchrun --nproc-per-node 4 --max-restarts 3 notebooks/scripts/train.py --method ddp --checkpoint run/last.pt
 
-On two machines, the same command on both; one of them is called node-a, and the snapshot is read and written there:
+On two machines, the same command on both; one of them is called node-a. A checkpoint must lie on a disk that both see:
 
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node-a:29500 \
         notebooks/scripts/train.py --method ddp
@@ -24,16 +24,14 @@ Under SLURM: train_one_node.slurm and train_many_nodes.slurm beside this file.
 """
 
 import argparse
-import functools
 import os
-import sys
 
 import torch
 from torch import nn
 from torch.utils.data import Subset
 
 from helpers.data import fashion_mnist, masked_words, words
-from helpers.models import bert_small, group_norm, resnet18, small_resnet
+from helpers.models import bert_small, group_norm, small_resnet
 from helpers.parallel import connect, disconnect, from_all, local_device, rank, rank_loader
 from helpers.train import DataParallelTrainer, DistributedTrainer, Trainer
 
@@ -41,7 +39,7 @@ from helpers.train import DataParallelTrainer, DistributedTrainer, Trainer
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--method", choices=["single", "dp", "ddp"], default="single")
-    parser.add_argument("--model", choices=["small_resnet", "resnet18", "bert"], default="small_resnet")
+    parser.add_argument("--model", choices=["small_resnet", "bert"], default="small_resnet")
     parser.add_argument("--epochs", type=int, default=2, help="in all, those before an interruption included")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per step, on all ranks together")
     parser.add_argument("--accumulate", type=int, default=1, help="pieces that a rank makes of its share of a batch")
@@ -50,8 +48,7 @@ def parse(arguments):
     parser.add_argument("--amp", choices=["bf16", "fp16"])
     parser.add_argument("--samples", type=int, default=2000, help="to train on; at most 1000 to test on")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--snapshot", help="a file to save to, and to go on from if it is there")
-    parser.add_argument("--snapshot-every", type=int, default=20, metavar="STEPS")
+    parser.add_argument("--checkpoint", help="a file to save to after every epoch, and to go on from if it exists")
     args = parser.parse_args(arguments)
     if args.method != "ddp" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error(f"--method {args.method} is one process: start it with python, or add --method ddp")
@@ -67,7 +64,7 @@ def network_and_data(name, samples):
         network = bert_small(len(vocabulary), length=32)
         train, test = (masked_words(32, vocabulary, train=part) for part in (True, False))
     else:
-        network = resnet18() if name == "resnet18" else small_resnet(norm=group_norm)
+        network = small_resnet(norm=group_norm)
         train, test = (fashion_mnist(train=part) for part in (True, False))
     return network, first(samples, train), first(min(samples, 1000), test)
 
@@ -84,7 +81,7 @@ def make_trainer(method, *parts, **options):
     return Trainer(*parts, local_device(), **options)
 
 
-def say_memory(device):
+def print_memory(device):
     """The most memory that each rank's tensors took on its GPU, in rank order."""
     peak = f"{torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB" if device.type == "cuda" else None
     for number, (gpu, at_most) in enumerate(from_all((str(device), peak))):
@@ -106,24 +103,19 @@ def main(arguments=None):
         nn.CrossEntropyLoss(),
         rank_loader(train_data, args.batch_size // args.accumulate, seed=args.seed),
         scheduler=torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=args.warmup),
-        schedule="step",
         seed=args.seed,
         accumulate=args.accumulate,
         amp=args.amp,
-        checkpoint=args.snapshot,
-        save_every=args.snapshot_every if args.snapshot else None,
-        log=functools.partial(print, flush=True),  # at once, also into a file
-        progress=sys.stderr.isatty(),
+        checkpoint=args.checkpoint,
+        log=lambda record: print(record, flush=True),  # at once, also into a file
     )
-    if args.snapshot:
-        trainer.resume(missing_ok=True)
-        if rank() == 0 and (trainer.epoch or trainer.position):
-            print(f"going on in epoch {trainer.epoch}, after {trainer.steps_done} steps", flush=True)
+    if args.checkpoint and trainer.resume() and rank() == 0:
+        print(f"going on with epoch {trainer.epoch}", flush=True)
     trainer.train(args.epochs - trainer.epoch)
     score = trainer.evaluate(rank_loader(test_data, args.batch_size, shuffle=False))
     if rank() == 0:
         print(f"test data: loss {score.loss:.3f} | accuracy {100 * score.accuracy:.2f} %", flush=True)
-    say_memory(trainer.device)
+    print_memory(trainer.device)
     disconnect()
 
 

@@ -30,7 +30,7 @@ from helpers.show.widgets.bert_memory import METHODS, OPTIMIZERS, Job, step_memo
 from helpers.show.widgets.cards import card
 from helpers.show.widgets.explorer import SLIDERS, MemoryExplorer
 from helpers.show.widgets.live_panel import LivePanel
-from helpers.train.loops import DataParallelTrainer, Trainer
+from helpers.train import DataParallelTrainer, Trainer
 
 KINDS = ("K80", "TITAN Xp", "V100", "T4", "A100", "H200")
 PLENTY = "200000 GiB"  # of which no job asks for all
@@ -60,10 +60,10 @@ def training_step(job: Job):
     optimizer = _OPTIMIZERS[job.optimizer](model.parameters())
     parts, gpus = (model, optimizer, nn.CrossEntropyLoss(), []), list(range(job.gpus))
     if job.method == "one GPU":
-        return Trainer(*parts, "cuda:0", progress=False).step
+        return Trainer(*parts, "cuda:0").step
     if job.method in ("DataParallel", "output_device=1"):
         output = f"cuda:{int(job.method != 'DataParallel')}"
-        return DataParallelTrainer(*parts, [f"cuda:{gpu}" for gpu in gpus], output, progress=False).step
+        return DataParallelTrainer(*parts, [f"cuda:{gpu}" for gpu in gpus], output).step
     if job.method == "parallel loss":
         net, criterion = DataParallelModel(model, gpus), DataParallelCriterion(Words(), gpus, weight=count_labels)
         return _plain_step(optimizer, lambda tokens, labels: criterion(net(tokens), labels))

@@ -88,7 +88,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from helpers import use_gpus
-from helpers.train.loops import DataParallelTrainer
+from helpers.train import DataParallelTrainer
 from helpers.show.widgets import live_memory, live_picture
 numbers = itertools.count()
 def gate():
@@ -105,7 +105,7 @@ job = net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntr
 batches = Batches([(torch.ones(8, 1024), torch.zeros(8, dtype=torch.long))])""",
     """with live_memory(every=0.1) as panel:
     gate()
-    DataParallelTrainer(*job, batches, gpus, log=panel.log, progress=False).train(2)""",
+    DataParallelTrainer(*job, batches, gpus, log=panel.log).train(2)""",
     """from base64 import b64encode
 print(b64encode(live_picture.peaks(panel.readings).png()).decode())""",
 )

@@ -1,0 +1,123 @@
+"""The training loop in one rank of many, with `DistributedDataParallel`.
+
+Each rank is a process with a GPU of its own, a whole copy of the model, and its share of every batch. During `backward`
+the ranks average their gradients, so that all of them make the same step and their copies stay equal.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from helpers.parallel.ranks import agree, from_all, gpu_name, local_device, sums_of_all
+from helpers.train.checkpoints import unwrap
+from helpers.train.loop import Device, Loss, Trainer, existing_device
+from helpers.train.scores import Batch, LossWeights, Score
+
+__all__ = ["DistributedTrainer"]
+
+
+class DistributedTrainer(Trainer):
+    """The same loop in each rank. It needs a process group: `launch(...)`, or `connect()` under torchrun.
+
+    loader      gives this rank's share of the samples: `rank_loader`, or a DataLoader with a DistributedSampler
+    device      this rank's; by default its own GPU, or the CPU
+    exact_mean  the loss is the mean over all labels of all ranks, as on one GPU, also where ranks have unequally many
+                labels (an uneven last batch, labels that are left out), and the sampler's padding does not count. This
+                costs an all-reduce of one number per step. False: what DistributedDataParallel does alone, the mean of
+                the ranks' means, padding included
+    ddp         further arguments of DistributedDataParallel, such as {"find_unused_parameters": True}
+
+    Every rank starts from rank 0's weights. All ranks have the same history and scores, summed over all of them; only
+    rank 0 logs and writes checkpoints, and all ranks read them. With n ranks, each with a batch of b / n,
+    every step equals the step of one GPU with a batch of b, up to rounding error; not for BatchNorm (use SyncBatchNorm)
+    and dropout (each rank draws its own).
+
+    RuntimeError without a process group; ValueError, on every rank, where the ranks do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        loader: Iterable[Batch],
+        device: Device | None = None,
+        *,
+        exact_mean: bool = True,
+        ddp: dict[str, Any] | None = None,
+        **options: Any,
+    ):
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "There is no process group. Start this function with launch(...) of helpers.parallel, or the program "
+                "with torchrun, and call connect() of helpers.parallel in its first lines."
+            )
+        self.rank, self.world_size, self.exact_mean = dist.get_rank(), dist.get_world_size(), exact_mean
+        device = existing_device(local_device() if device is None else device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL sends objects by way of the current GPU
+        super().__init__(unwrap(model), optimizer, loss, loader, device, **options)
+        self._check_ranks()
+        self.name = f"{self.world_size} x {device.type}"
+        if self.rank > 0:
+            self.log = None
+        gpus = [device] if device.type == "cuda" else None
+        self.network = DistributedDataParallel(self.model, gpus, **(ddp or {}))
+
+    def _check_ranks(self) -> None:
+        """A rank that waits for one that does something else waits for ever: compare before the first step."""
+        names = from_all(gpu_name(self.device))
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"Several ranks train on the same GPU ({', '.join(names)}, in rank order). Give each rank its own, "
+                'device=f"cuda:{local_rank}", or leave device out. With fewer GPUs, start fewer ranks.'
+            )
+        batches = len(self.loader) if hasattr(self.loader, "__len__") else None
+        agree({"batches in the loader": batches, "accumulate": self.accumulate, "exact_mean": self.exact_mean})
+        loader, ranks = self.loader, self.world_size
+        plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        if plain and ranks > 1 and getattr(loader.sampler, "num_replicas", None) != ranks:
+            raise ValueError(
+                f"All {ranks} ranks would train on the same samples, since the loader has a "
+                f"{type(loader.sampler).__name__}. Make it with rank_loader(dataset, batch_size), or with "
+                "sampler=DistributedSampler(dataset)."
+            )
+
+    def training_batches(self) -> Iterator[Batch]:
+        return super().training_batches() if self.exact_mean else iter(self.loader)
+
+    def loss_weights(self, batches: Sequence[Batch]) -> LossWeights | Sequence[float] | None:
+        if not self.exact_mean:
+            return [1 / len(batches)] * len(batches)
+        if self.world_size == 1:
+            return super().loss_weights(batches)
+        return LossWeights(batches, self.loss, self.output_device, self.world_size)
+
+    def maybe_no_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """`no_sync` around all batches of a step except the last, forward pass included: one all-reduce in all."""
+        return nullcontext() if last else self.network.no_sync()
+
+    def evaluate(self, loader: Iterable[Batch]) -> Score:
+        """The score over all ranks' samples, each counted once, the same on every rank. All ranks must call it.
+
+        Each rank passes its own share through the model inside DistributedDataParallel, whose own forward pass would
+        make the ranks wait for each other; they need not have equally many batches.
+        """
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0)  # BatchNorm's running means are each rank's own since the last step
+        return self._evaluate(self.model, loader)
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        return sums_of_all(numbers)
+
+    def checkpoint_exists(self) -> bool:
+        """ValueError where only some ranks see the file: they would go on from different epochs."""
+        found = super().checkpoint_exists()
+        agree({"the checkpoint exists": found})
+        return found

@@ -1,0 +1,320 @@
+"""The training loop in one process: on one device, or on several GPUs with `nn.DataParallel`.
+
+`DistributedTrainer` (`helpers.train.ddp`) runs the same loop in each of many processes. A form of training defines only
+what it does in its own way: `network`, the module that is called; `place_inputs`, where its inputs go; `output_device`,
+where its outputs meet the labels; and, with several ranks, how they wait for each other and add up their sums.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers.train.checkpoints import load_checkpoint, save_checkpoint, unwrap
+from helpers.train.scores import (
+    Batch,
+    EpochRecord,
+    LossWeights,
+    Score,
+    batch_sums,
+    ignored_label,
+    score_of,
+    without_padding,
+)
+
+__all__ = ["DataParallelTrainer", "Device", "Loss", "Trainer", "existing_device"]
+
+Device = torch.device | str | int
+Loss = Callable[[Tensor, Tensor], Tensor]
+DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+NO_BATCH = (
+    "The loader gave no batch: its data set is empty, or smaller than one batch with drop_last=True, or it is a "
+    "generator that is used up."
+)
+
+
+class Trainer:
+    """Trains a model on one device.
+
+    model       is moved to `device`; an optimizer built before keeps holding its parameters
+    loss        a mean over labels, such as nn.CrossEntropyLoss(); labels equal to its `ignore_index` do not count
+    loader      gives (inputs, labels); its `generator`, and its sampler's `set_epoch`, are used if it has them
+    scheduler   makes one `step()` per optimizer step
+    seed        PyTorch's generators start every epoch from seed + epoch, so that shuffling and dropout of an epoch do
+                not depend on what ran before it; None leaves the generators alone
+    accumulate  batches per optimizer step; the step is that of one batch of all their samples
+    amp         "bf16" or "fp16": matrix multiplications and convolutions run in 16 bits, weights stay in float32. With
+                "fp16" the loss is scaled up before `backward`, since small gradients would become 0
+    checkpoint  a path: written after every epoch, read by `resume()`
+    log         called with each `EpochRecord`; None for silence
+    stop_on_nan False where losses have no values, as with shapes only
+    """
+
+    rank, world_size = 0, 1
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        loader: Iterable[Batch],
+        device: Device,
+        *,
+        scheduler: Any = None,
+        seed: int | None = 0,
+        accumulate: int = 1,
+        amp: str | None = None,
+        checkpoint: str | Path | None = None,
+        log: Callable[[EpochRecord], None] | None = print,
+        stop_on_nan: bool = True,
+    ):
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
+        if accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, the number of batches per step, not {accumulate!r}.")
+        if amp not in DTYPES:
+            raise ValueError(f'amp must be None, "bf16" or "fp16", not {amp!r}.')
+        self.device = self.output_device = existing_device(device)
+        self.name = str(self.device)
+        self.model = self.network = model.to(self.device)
+        self.optimizer, self.loss, self.loader = optimizer, loss, loader
+        self.scheduler, self.seed, self.accumulate, self.dtype = scheduler, seed, accumulate, DTYPES[amp]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp == "fp16")
+        self.checkpoint, self.log, self.stop_on_nan = checkpoint, log, stop_on_nan
+        self.epoch = 0
+        self.history: list[EpochRecord] = []
+        _adopt(optimizer, model)
+
+    # ------------------------------------------------------------------------------------------------- the loop
+
+    def train(self, epochs: int) -> list[EpochRecord]:
+        """Train `epochs` more epochs, each with its log line and its checkpoint. Returns their records."""
+        return [self.train_epoch() for _ in range(epochs)]
+
+    def train_epoch(self) -> EpochRecord:
+        """One pass over the loader. FloatingPointError, and no checkpoint, if the loss is nan or infinite."""
+        self._seed_epoch()
+        self.network.train()
+        rate = self.optimizer.param_groups[0]["lr"]
+        sums, steps, largest = torch.zeros(4, device=self.output_device), 0, 0
+        batches = self.training_batches()
+        while step := list(islice(batches, self.accumulate)):
+            sums += self._step(step)
+            steps += 1
+            largest = max(largest, sum(len(labels) for _, labels in step))
+            if self.scheduler is not None:
+                self.scheduler.step()
+        if steps == 0:
+            raise ValueError(NO_BATCH)
+        # The sums are read here only: `.item()` makes the host wait until the GPU has done all that it was given, and
+        # a wait in every step would leave the GPU without work.
+        *totals, largest = self.add_up([total.item() for total in sums] + [largest])
+        score = score_of(totals)
+        record = EpochRecord(self.name, self.epoch, int(largest), steps, rate, score.loss, score.accuracy)
+        if self.stop_on_nan and not math.isfinite(score.loss):
+            raise FloatingPointError(_nan_advice(record))
+        self.epoch += 1
+        if self.checkpoint is not None and self.rank == 0:
+            save_checkpoint(self.checkpoint, epoch=record.epoch, **self._parts())
+        self.history.append(record)
+        if self.log is not None:
+            self.log(record)
+        return record
+
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """One optimizer step on one batch. Returns its `batch_sums`, on the output device."""
+        return self._step([(inputs, labels)])
+
+    def _step(self, batches: Sequence[Batch]) -> Tensor:
+        # Before the forward pass, so that old gradients and new activations are never in memory together.
+        self.optimizer.zero_grad()
+        weights, sums = self.loss_weights(batches), None
+        for number, (inputs, labels) in enumerate(batches):
+            with self.maybe_no_sync(last=number == len(batches) - 1):
+                loss, found = self.forward(self.network, inputs, labels)
+                if weights is not None:
+                    loss = loss * weights[number]
+                self.scaler.scale(loss).backward()
+            sums = found if sums is None else sums + found
+        self.scaler.step(self.optimizer)  # with "fp16", no step where gradients overflowed
+        self.scaler.update()
+        return sums
+
+    def forward(self, network: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean loss of a batch, with its graph, and its `batch_sums`, without.
+
+        A function of its own, so that the outputs have no name left when `backward` runs: for masked words they are
+        the largest tensor of all, and a name would keep them in memory.
+        """
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            outputs = network(self.place_inputs(inputs))
+            labels = labels.to(self.output_device, non_blocking=True)
+            if outputs.shape[:-1] != labels.shape:
+                raise ValueError(
+                    f"Logits {tuple(outputs.shape)} do not fit labels {tuple(labels.shape)}: labels must have the "
+                    "shape of the logits without its last dimension."
+                )
+            # (N, C) stays as it is, (N, T, V) becomes (N T, V): CrossEntropyLoss wants the classes second.
+            loss = self.loss(outputs.flatten(0, -2), labels.flatten())
+        return loss, batch_sums(self.loss, loss.detach(), outputs.detach(), labels)
+
+    def evaluate(self, loader: Iterable[Batch]) -> Score:
+        """Loss and accuracy on another loader, without dropout or gradients; the model stays as it is."""
+        return self._evaluate(self.network, loader)
+
+    def _evaluate(self, network: nn.Module, loader: Iterable[Batch]) -> Score:
+        sums, steps, training = torch.zeros(4, device=self.output_device), 0, network.training
+        network.eval()
+        try:
+            with torch.inference_mode():
+                for inputs, labels in without_padding(loader, ignored_label(self.loss)):
+                    sums += self.forward(network, inputs, labels)[1]
+                    steps += 1
+        finally:
+            network.train(training)
+        *totals, steps = self.add_up([total.item() for total in sums] + [steps])
+        if steps == 0:
+            raise ValueError(NO_BATCH)
+        return score_of(totals)
+
+    def resume(self) -> int:
+        """Go on from the checkpoint, if the file exists. Returns the number of the epoch that comes next.
+
+        With a seed, training ends in the same weights as if it had never been interrupted.
+        """
+        if self.checkpoint is None:
+            raise ValueError("There is no file to resume from. Give checkpoint= to the trainer.")
+        if self.checkpoint_exists():
+            self.epoch = load_checkpoint(self.checkpoint, **self._parts()) + 1
+        return self.epoch
+
+    def _parts(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": scaler}
+
+    # ---------------------------------------------------------------------- what other forms do in their own way
+
+    def place_inputs(self, inputs: Tensor) -> Tensor:
+        """Inputs where the network wants them; `non_blocking` lets copies from pinned memory overlap."""
+        return inputs.to(self.device, non_blocking=True)
+
+    def training_batches(self) -> Iterator[Batch]:
+        """The batches of an epoch."""
+        return without_padding(self.loader, ignored_label(self.loss))
+
+    def loss_weights(self, batches: Sequence[Batch]) -> LossWeights | Sequence[float] | None:
+        """What each batch's loss is multiplied by; None where it is the only one."""
+        return None if len(batches) == 1 else LossWeights(batches, self.loss, self.output_device)
+
+    def maybe_no_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Around the forward and backward pass of each batch of a step; `last` for the last one."""
+        return nullcontext()
+
+    def add_up(self, numbers: list[float]) -> list[float]:
+        """Each of the numbers, summed over all ranks."""
+        return numbers
+
+    def checkpoint_exists(self) -> bool:
+        """The same answer on all ranks."""
+        return Path(self.checkpoint).exists()
+
+    def _seed_epoch(self) -> None:
+        if self.seed is not None:
+            # Ranks far apart, so that no rank's epoch draws what another rank drew in another epoch.
+            seed = self.seed + self.epoch + 1_000_003 * self.rank
+            torch.manual_seed(seed)
+            if getattr(self.loader, "generator", None) is not None:
+                self.loader.generator.manual_seed(seed)
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self.epoch)
+
+
+class DataParallelTrainer(Trainer):
+    """The same loop with `nn.DataParallel`: every batch is cut into one piece per GPU.
+
+    devices        the GPUs; the first one holds the parameters, the gradients and the optimizer's state
+    output_device  the GPU where outputs are gathered and the loss is computed; the first one by default
+
+    amp="bf16" is refused: DataParallel's threads know that autocast is on, but not its type, and compute in float16.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        loader: Iterable[Batch],
+        devices: Sequence[Device],
+        output_device: Device | None = None,
+        **options: Any,
+    ):
+        gpus = [existing_device(device) for device in devices]
+        if not gpus or any(gpu.type != "cuda" for gpu in gpus) or len(set(gpus)) < len(gpus):
+            raise ValueError(f"DataParallel needs a list of different GPUs, such as use_gpus(4), not {list(devices)}.")
+        if options.get("amp") == "bf16" and len(gpus) > 1:
+            raise ValueError(
+                'DataParallel\'s threads would compute in float16. Use amp="fp16", or a DistributedTrainer.'
+            )
+        super().__init__(unwrap(model), optimizer, loss, loader, gpus[0], **options)
+        self.output_device = gpus[0] if output_device is None else existing_device(output_device)
+        self.network = nn.DataParallel(self.model, gpus, self.output_device)
+        self.name = _name_of([gpu.index for gpu in gpus])
+
+    def place_inputs(self, inputs: Tensor) -> Tensor:
+        """As they are: DataParallel copies each piece straight to its GPU, and no GPU holds all of them."""
+        return inputs
+
+
+def _name_of(numbers: list[int]) -> str:
+    """[0, 1, 2, 3] -> "cuda:0-3", [0, 2] -> "cuda:0,2"."""
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 1 and numbers == list(range(first, last + 1)):
+        return f"cuda:{first}-{last}"
+    return "cuda:" + ",".join(map(str, numbers))
+
+
+def existing_device(device: Device) -> torch.device:
+    """The device with its number ("cuda" is the current GPU); ValueError if this machine has no such GPU."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"{device} does not exist: this machine has {count} GPUs, numbered from 0. Call use_gpus(...) first, or "
+            'train on device="cpu".'
+        )
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _adopt(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Bring the optimizer's state to the device of its parameters; ValueError if they are not the model's.
+
+    `Module.to` moves parameters in place, so the optimizer still holds them, but momenta from an earlier training stay
+    where they were. `load_state_dict` puts every state where its parameter is.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
+        raise ValueError(
+            f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build the "
+            "optimizer from model.parameters(), after the model."
+        )
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _nan_advice(record: EpochRecord) -> str:
+    return (
+        f"The loss of epoch {record.epoch} on {record.device} is {record.loss}: the weights are useless now, and no "
+        "checkpoint was written. Build the model again, or resume() from the last checkpoint. Then try a learning rate "
+        f"ten times smaller than {record.learning_rate:g}, or look for nan in the data. "
+        "torch.autograd.set_detect_anomaly(True) names the operator. If one GPU trains well and several do not, test "
+        "the copies between each pair of GPUs."
+    )

@@ -1,0 +1,136 @@
+"""What training counts: labels, summed over batches and ranks before anything is divided.
+
+Batches have unequally many labels: the last one of an epoch is smaller, and masked words hide a different number in
+each sentence. The mean of the batches' means is then not the mean over all labels. So a score is made of sums, and in a
+step of several micro-batches, or of several ranks, each mean loss is multiplied by its share of the labels.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+
+__all__ = ["EpochRecord", "LossWeights", "Score", "batch_sums", "ignored_label", "score_of", "without_padding"]
+
+Batch = Sequence[Tensor]  # inputs, labels
+
+
+@dataclass(frozen=True)
+class Score:
+    """The mean loss, and the share of correct answers from 0 to 1, over all labels that count."""
+
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One epoch of training; printed, it is the log line. `accuracy` is a share from 0 to 1.
+
+    The line is stored in notebooks: it has few digits, and no time, which differs from run to run.
+    """
+
+    device: str
+    epoch: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    loss: float
+    accuracy: float
+
+    def __str__(self) -> str:
+        rate = f"{self.learning_rate:.4f}" if self.learning_rate >= 1e-3 else f"{self.learning_rate:.1e}"
+        return (
+            f"[{self.device}] epoch {self.epoch} | batch {self.batch_size} | steps {self.steps} | "
+            f"lr {rate} | loss {self.loss:.3f} | accuracy {100 * self.accuracy:.2f} %"
+        )
+
+
+# -------------------------------------------------------------------------------------------------- sums of a batch
+
+
+def ignored_label(criterion: Any) -> int:
+    """The label that `criterion` leaves out: its `ignore_index`, or PyTorch's default, -100."""
+    given = getattr(criterion, "ignore_index", None)
+    return -100 if given is None else given
+
+
+def label_weight(criterion: Any, labels: Tensor) -> Tensor:
+    """What the mean over `labels` is divided by, float32 (): the labels that count, or their class weights' sum."""
+    counts = labels != ignored_label(criterion)
+    # A loss of one's own may have a `weight` that means something else.
+    weights = criterion.weight if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
+    if weights is None:
+        return counts.sum().float()
+    counts, labels = counts.to(weights.device), labels.to(weights.device)
+    # An ignored label is no class: class 0 stands in, and counts for nothing.
+    return (weights[torch.where(counts, labels, 0)] * counts).sum().float()
+
+
+def batch_sums(criterion: Any, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """[loss x weight, correct answers, labels, weight] of one batch, float32 (4,), on the device of the logits.
+
+    loss: the mean that `criterion` returned; logits (..., classes); labels (...); weight: `label_weight`.
+    """
+    valid = labels != ignored_label(criterion)
+    right = (logits.argmax(-1) == labels) & valid
+    count, weight = valid.sum().float(), label_weight(criterion, labels)
+    # Without a label the mean is 0 / 0 = nan, and a rank or a micro-batch may well have none.
+    total = torch.where(count > 0, loss.float() * weight, 0.0)
+    return torch.stack([total, right.sum().float(), count, weight])
+
+
+def score_of(sums: Sequence[float]) -> Score:
+    """Divide the four sums of `batch_sums`; nan where no label counts."""
+    loss, right, count, weight = sums
+    return Score(loss / weight if weight else math.nan, right / count if count else math.nan)
+
+
+# --------------------------------------------------------------------------------- several batches or ranks in a step
+
+
+class LossWeights:
+    """weights[i] is what the mean loss of batch i of a step is multiplied by before `backward`, a tensor of shape ().
+
+        weight = labels of the batch / labels of all batches of the step, on all ranks
+
+    The gradients then add up to those of one large batch. `ranks`: with more than one, all of them must make their
+    weights at the same time. The labels are known before the forward pass, so the sum over the ranks is made while the
+    forward pass runs.
+    """
+
+    def __init__(self, batches: Sequence[Batch], criterion: Any, device: torch.device, ranks: int = 1):
+        counts = torch.stack([label_weight(criterion, labels) for _, labels in batches])
+        self._counts = counts.to(device, non_blocking=True)
+        self._total, self._ranks = self._counts.sum(), ranks
+        self._waiting = dist.all_reduce(self._total, async_op=True) if ranks > 1 else None
+
+    def __getitem__(self, number: int) -> Tensor:
+        if self._waiting is not None:
+            self._waiting.wait()
+            self._waiting = None
+        # DistributedDataParallel divides by the number of ranks. Without any label all weights are 0.
+        return self._ranks * self._counts[number] / self._total.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def without_padding(loader: Iterable[Batch], ignored: int) -> Iterator[Batch]:
+    """The batches of `loader`, with `ignored` for the labels of a sample that a DistributedSampler repeated.
+
+    The sampler repeats a few samples so that all ranks have equally many: at most one on each rank, its last one.
+    """
+    sampler, seen = getattr(loader, "sampler", None), 0
+    padded = False
+    if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+        last = (sampler.num_samples - 1) * sampler.num_replicas + sampler.rank
+        padded = last >= len(sampler.dataset)
+    for inputs, labels in loader:
+        seen += len(labels)
+        if padded and seen == sampler.num_samples:
+            labels = labels.clone()
+            labels[-1] = ignored
+        yield inputs, labels
