@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.models import bert_small
-from helpers.train import DataParallelTrainer, EpochRecord, Score, Trainer, save_checkpoint
-from helpers.train.scores import batch_sums, score_of
+from helpers.train import DataParallelTrainer, Trainer, save_checkpoint
+from helpers.train.scores import EpochRecord, Score, batch_sums, score_of
 
 LOSS = nn.CrossEntropyLoss()
 

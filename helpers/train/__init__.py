@@ -15,19 +15,15 @@ The loop is the same for images (logits (N, C), labels (N)) and for masked words
     checkpoints   the files
 """
 
-from helpers.train.checkpoints import CheckpointError, load_checkpoint, save_checkpoint, unwrap
+from helpers.train.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from helpers.train.ddp import DistributedTrainer
 from helpers.train.loop import DataParallelTrainer, Trainer
-from helpers.train.scores import EpochRecord, Score
 
 __all__ = [
     "CheckpointError",
     "DataParallelTrainer",
     "DistributedTrainer",
-    "EpochRecord",
-    "Score",
     "Trainer",
     "load_checkpoint",
     "save_checkpoint",
-    "unwrap",
 ]

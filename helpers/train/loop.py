@@ -15,17 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers.parallel.loss import ignored_label
 from helpers.train.checkpoints import load_checkpoint, save_checkpoint, unwrap
-from helpers.train.scores import (
-    Batch,
-    EpochRecord,
-    LossWeights,
-    Score,
-    batch_sums,
-    ignored_label,
-    score_of,
-    without_padding,
-)
+from helpers.train.scores import Batch, EpochRecord, LossWeights, Score, batch_sums, score_of, without_padding
 
 __all__ = ["DataParallelTrainer", "Device", "Loss", "Trainer", "existing_device"]
 
@@ -117,7 +109,12 @@ class Trainer:
         score = score_of(totals)
         record = EpochRecord(self.name, self.epoch, int(largest), steps, rate, score.loss, score.accuracy)
         if self.stop_on_nan and not math.isfinite(score.loss):
-            raise FloatingPointError(_nan_advice(record))
+            raise FloatingPointError(
+                f"The loss of epoch {self.epoch} on {self.name} is {score.loss}: the weights are useless now, and no "
+                "checkpoint was written. Build the model again, or resume() from the last one. Then try a learning rate "
+                f"ten times smaller than {rate:g}, and look for nan in the data. If one GPU trains well and several do "
+                "not, test the copies between each pair of GPUs."
+            )
         self.epoch += 1
         if self.checkpoint is not None and self.rank == 0:
             save_checkpoint(self.checkpoint, epoch=record.epoch, **self._parts())
@@ -308,13 +305,3 @@ def _adopt(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _nan_advice(record: EpochRecord) -> str:
-    return (
-        f"The loss of epoch {record.epoch} on {record.device} is {record.loss}: the weights are useless now, and no "
-        "checkpoint was written. Build the model again, or resume() from the last checkpoint. Then try a learning rate "
-        f"ten times smaller than {record.learning_rate:g}, or look for nan in the data. "
-        "torch.autograd.set_detect_anomaly(True) names the operator. If one GPU trains well and several do not, test "
-        "the copies between each pair of GPUs."
-    )

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-__all__ = ["EpochRecord", "LossWeights", "Score", "batch_sums", "ignored_label", "score_of", "without_padding"]
+from helpers.parallel.loss import ignored_label, label_weight
+
+__all__ = ["EpochRecord", "LossWeights", "Score", "batch_sums", "score_of", "without_padding"]
 
 Batch = Sequence[Tensor]  # inputs, labels
 
@@ -52,24 +54,6 @@ class EpochRecord:
 
 
 # -------------------------------------------------------------------------------------------------- sums of a batch
-
-
-def ignored_label(criterion: Any) -> int:
-    """The label that `criterion` leaves out: its `ignore_index`, or PyTorch's default, -100."""
-    given = getattr(criterion, "ignore_index", None)
-    return -100 if given is None else given
-
-
-def label_weight(criterion: Any, labels: Tensor) -> Tensor:
-    """What the mean over `labels` is divided by, float32 (): the labels that count, or their class weights' sum."""
-    counts = labels != ignored_label(criterion)
-    # A loss of one's own may have a `weight` that means something else.
-    weights = criterion.weight if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
-    if weights is None:
-        return counts.sum().float()
-    counts, labels = counts.to(weights.device), labels.to(weights.device)
-    # An ignored label is no class: class 0 stands in, and counts for nothing.
-    return (weights[torch.where(counts, labels, 0)] * counts).sum().float()
 
 
 def batch_sums(criterion: Any, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
