@@ -111,9 +111,9 @@ class Trainer:
         if self.stop_on_nan and not math.isfinite(score.loss):
             raise FloatingPointError(
                 f"The loss of epoch {self.epoch} on {self.name} is {score.loss}: the weights are useless now, and no "
-                "checkpoint was written. Build the model again, or resume() from the last one. Then try a learning rate "
-                f"ten times smaller than {rate:g}, and look for nan in the data. If one GPU trains well and several do "
-                "not, test the copies between each pair of GPUs."
+                "checkpoint was written. Build the model again, or resume() from the last one. Try a learning rate ten "
+                f"times smaller than {rate:g}, and look for nan in the data. If one GPU trains well and several do not, "
+                "test the copies between each pair of GPUs."
             )
         self.epoch += 1
         if self.checkpoint is not None and self.rank == 0:
