@@ -112,8 +112,8 @@ class Trainer:
             raise FloatingPointError(
                 f"The loss of epoch {self.epoch} on {self.name} is {score.loss}: the weights are useless now, and no "
                 "checkpoint was written. Build the model again, or resume() from the last one. Try a learning rate ten "
-                f"times smaller than {rate:g}, and look for nan in the data. If one GPU trains well and several do not, "
-                "test the copies between each pair of GPUs."
+                f"times smaller than {rate:g}, and look for nan in the data. If one GPU trains well and several do "
+                "not, test the copies between each pair of GPUs."
             )
         self.epoch += 1
         if self.checkpoint is not None and self.rank == 0:
