@@ -16,14 +16,13 @@ from helpers.measure.oom import (
     explain_oom,
     find_leaks,
     forget_error,
-    forget_origins,
     remember_origins,
     write_viewer,
 )
 from helpers.measure.oom.blocks import Block
-from helpers.measure.oom.leaks import holders
+from helpers.measure.oom.explain import Explanation
+from helpers.measure.oom.holders import holders
 from helpers.measure.oom.origins import UNKNOWN, origin
-from helpers.measure.oom.report import Picture, advise
 from helpers.show import describe_cures, describe_segments, draw_cures, draw_segments
 from helpers.show.cures import CURES
 from helpers.show.plots.alt_text import alt_text
@@ -57,7 +56,7 @@ def test_kinds_add_up_to_what_is_allocated(gpu):
     net, adam = trained(gpu)
     named = mebibytes(3, gpu)
     graph = net(torch.zeros(2048, 512, device=gpu)).sum()
-    picture = explain_memory(gpu).picture
+    picture = explain_memory(gpu)
     kinds = picture.by_kind()
     size = sum(p.numel() * 4 for p in net.parameters())
     for kind, expected in {"parameters": size, "gradients": size, "optimizer state": 2 * size}.items():
@@ -68,7 +67,7 @@ def test_kinds_add_up_to_what_is_allocated(gpu):
     assert picture.allocated == torch.cuda.memory_allocated(gpu)
     assert sum(kinds.values()) == picture.capacity == 256 * MiB
     del graph
-    assert "held by autograd" not in explain_memory(gpu).picture.by_kind()
+    assert "held by autograd" not in explain_memory(gpu).by_kind()
 
 
 def test_looking_keeps_nothing_alive(gpu):
@@ -94,7 +93,7 @@ def test_the_line_that_made_a_tensor_is_named(gpu):
     text = str(explain_memory(gpu))
     assert "`return torch.zeros(count, MiB // 4, device=gpu)` in mebibytes (tests/test_oom.py:" in text
     assert UNKNOWN in text and early.nbytes < late.nbytes
-    forget_origins()
+    torch.cuda.memory._record_memory_history(None)
     assert not torch._C._cuda_isHistoryEnabled()
 
 
@@ -107,7 +106,7 @@ def test_pytorch_s_own_frames_are_no_origin():
 
 def test_equal_blocks_are_one_row(gpu):
     tensors = [mebibytes(2, gpu) for _ in range(7)]
-    (group,) = explain_memory(gpu).picture.groups()
+    (group,) = explain_memory(gpu).groups()
     assert (group.count, group.size, group.shape) == (7, 14 * MiB, tuple(tensors[0].shape))
 
 
@@ -122,8 +121,8 @@ def hungry(gpu):
 def test_out_of_memory_is_explained_and_cleaned_up(gpu):
     with explain_oom() as why:
         hungry(gpu)
-    assert why and why.picture.refused.requested == 100 * MiB
-    assert why.picture.by_kind()["tensors in variables"] == 150 * MiB
+    assert why and why.refused.requested == 100 * MiB
+    assert why.by_kind()["tensors in variables"] == 150 * MiB
     assert "(150, 262144) float32, tensors in variables" in str(why) and "in mebibytes" in str(why)
     assert torch.cuda.memory_allocated(gpu) == 0
 
@@ -147,14 +146,14 @@ def test_the_gpu_that_ran_out_is_the_one_explained():
         kept = mebibytes(200, "cuda:0")
         with explain_oom() as why:
             mebibytes(250, "cuda:1")
-        assert why.picture.gpu == 1 and kept.is_cuda
+        assert why.gpu == 1 and kept.is_cuda
 
 
 def picture(blocks=(), reserved=None, free=0, requested=0, capacity=1000):
     held = sum(block.size for block in blocks) * 1
     reserved = held if reserved is None else reserved
     refused = Refusal(0, requested * MiB, capacity * MiB, free * MiB, held, reserved) if requested else None
-    return Picture(0, capacity * MiB, reserved, 0, blocks, refused)
+    return Explanation(0, capacity * MiB, reserved, 0, blocks, refused)
 
 
 def block(kind, mib, number=0):
@@ -165,7 +164,7 @@ def block(kind, mib, number=0):
 def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     """The blocks are looked at after the refusal. Its text is rounded: a small difference says nothing."""
     refused = Refusal(0, 300 * MiB, 1000 * MiB, 200 * MiB, held * MiB, 700 * MiB)
-    shown = Picture(0, 1000 * MiB, 700 * MiB, 100 * MiB, [block("held by autograd", 500)], refused)
+    shown = Explanation(0, 1000 * MiB, 700 * MiB, 100 * MiB, [block("held by autograd", 500)], refused)
     kinds = shown.by_kind()
     assert kinds.get("gone with the failed operation", 0) == gone * MiB
     assert kinds["cached by PyTorch"] == shown.cached == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
@@ -183,12 +182,12 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     ],
 )
 def test_advice(shown, first, size):
-    (found, text), *_ = advise(shown)
+    (found, text), *_ = shown.advice()
     assert found == size * MiB and first in text
 
 
 def test_a_full_card_of_parameters_has_no_cheap_cure():
-    assert advise(picture([block("parameters", 900)])) == []
+    assert picture([block("parameters", 900)]).advice() == []
 
 
 def test_the_tree_of_cures_is_told_and_drawn():
@@ -313,7 +312,7 @@ def test_an_empty_gpu_has_nothing_to_draw(gpu):
 
 
 def test_the_viewer_is_pytorch_s(gpu, tmp_path):
-    forget_origins()
+    torch.cuda.memory._record_memory_history(None)
     with pytest.raises(RuntimeError, match="remember_origins"):
         write_viewer(tmp_path / "memory.html")
     remember_origins()

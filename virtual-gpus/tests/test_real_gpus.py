@@ -24,7 +24,7 @@ from virtual_gpus import virtual_gpus
 from helpers import use_gpus
 from helpers.measure import read_memory
 from helpers.measure.monitor import KINDS, MemoryMonitor
-from helpers.measure.oom import explain_oom, find_leaks, forget_origins, remember_origins, write_viewer
+from helpers.measure.oom import explain_oom, find_leaks, remember_origins, write_viewer
 from helpers.models import group_norm, small_resnet
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from helpers.show import describe_memory, describe_segments
@@ -306,7 +306,7 @@ WHOLE_CARD = 2**40  # larger than any
 def places():
     remember_origins()
     yield
-    forget_origins()
+    torch.cuda.memory._record_memory_history(None)
 
 
 def too_much():
@@ -318,8 +318,8 @@ def test_an_oom_is_explained_and_cleaned_up(places):
     before = torch.cuda.memory_allocated()
     with explain_oom(0) as why:
         too_much()
-    assert why.picture.refused.requested == pytest.approx(WHOLE_CARD, rel=0.01)
-    assert why.picture.by_kind()["tensors in variables"] >= 2**28
+    assert why.refused.requested == pytest.approx(WHOLE_CARD, rel=0.01)
+    assert why.by_kind()["tensors in variables"] >= 2**28
     assert "kept = torch.zeros(2**26" in str(why) and "larger than the whole GPU" in str(why)
     assert torch.cuda.memory_allocated() == before
 

@@ -11,9 +11,10 @@ The same on real and on virtual GPUs: everything comes from torch.cuda's snapsho
 `helpers.show` draws: draw_segments, the blocks of PyTorch's allocator, and draw_cures, which cure to try first.
 """
 
-from helpers.measure.oom.explain import Explanation, explain_memory, explain_oom, forget_error
+from helpers.measure.oom.explain import Explanation, explain_memory, explain_oom
+from helpers.measure.oom.holders import forget_error
 from helpers.measure.oom.leaks import Leaks, find_leaks
-from helpers.measure.oom.origins import forget_origins, remember_origins, write_viewer
+from helpers.measure.oom.origins import remember_origins, write_viewer
 
 __all__ = [
     "Explanation",
@@ -22,7 +23,6 @@ __all__ = [
     "explain_oom",
     "find_leaks",
     "forget_error",
-    "forget_origins",
     "remember_origins",
     "write_viewer",
 ]

@@ -44,9 +44,14 @@ def live_blocks(gpu: int, by_kind: dict[str, list[Tensor]] | None = None) -> lis
     for kind, tensors in (gpu_tensors(gpu) if by_kind is None else by_kind).items():
         for tensor in tensors:
             known.setdefault(block_address(tensor), (kind, tensor))
-    blocks = (block for segment in segments_of(gpu) for block in segment["blocks"])
-    # "active_pending_free": freed, but another stream may still use it
-    found = [_described(b, known.get(b["address"])) for b in blocks if b["state"].startswith("active")]
+    found = []
+    for block in (block for segment in segments_of(gpu) for block in segment["blocks"]):
+        if block["state"].startswith("active"):  # also "active_pending_free": another stream may still use it
+            kind, tensor = known.get(block["address"], (KINDS[-1], None))
+            shape = None if tensor is None else tuple(tensor.shape)
+            dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+            made = origin(block["frames"]) if block.get("frames") else UNKNOWN
+            found.append(Block(block["address"], block["size"], block["requested_size"], kind, shape, dtype, made))
     return sorted(found, key=lambda block: (-block.size, block.address))
 
 
@@ -54,14 +59,6 @@ def segments_of(gpu: int) -> list[dict]:
     """The segments of GPU number `gpu`, in the order of their addresses."""
     segments = torch.cuda.memory_snapshot(include_traces=False)  # the history is long, and of no use here
     return sorted((each for each in segments if each["device"] == gpu), key=lambda each: each["address"])
-
-
-def _described(block: dict, known: tuple[str, Tensor] | None) -> Block:
-    kind, tensor = known or (KINDS[-1], None)
-    shape = None if tensor is None else tuple(tensor.shape)
-    dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-    made = origin(block["frames"]) if block.get("frames") else UNKNOWN
-    return Block(block["address"], block["size"], block["requested_size"], kind, shape, dtype, made)
 
 
 def gpu_tensors(gpu: int) -> dict[str, list[Tensor]]:
@@ -72,7 +69,7 @@ def gpu_tensors(gpu: int) -> dict[str, list[Tensor]]:
         known = KINDS[0] if issubclass(type(tensor), nn.Parameter) else KINDS[4 if id(tensor) in held else 5]
         found[known].append(tensor)
     for leaves in list(found.values()):  # Python may hold the parameter only, and C++ its gradient
-        found["gradients"] += [t.grad for t in leaves if t.is_leaf and t.requires_grad and t.grad is not None]
+        found["gradients"] += [t.grad for t in leaves if t.is_leaf and t.requires_grad]
     for optimizer in objects_of(torch.optim.Optimizer):
         found["optimizer state"] += [value for state in optimizer.state.values() for value in state.values()]
     for module in objects_of(nn.Module):
@@ -113,16 +110,20 @@ def _held_by_python() -> set[int]:
     return found
 
 
-# ---- functions' variables, which gc does not know -----------------------------------------------------------------
+# ---- functions' variables, which gc does not know --------------------------------------------------------------------
 
 
-def running_frames(own: bool = False) -> Iterator[FrameType]:
-    """The frames of all threads, innermost first; without this package's, except with own=True."""
+def all_frames() -> Iterator[FrameType]:
+    """The frames of the functions that run now, in all threads, innermost first."""
     for frame in list(sys._current_frames().values()):
         while frame is not None:
-            if own or not frame.f_code.co_filename.startswith(_HERE):
-                yield frame
+            yield frame
             frame = frame.f_back
+
+
+def running_frames() -> Iterator[FrameType]:
+    """The same without this package's."""
+    return (frame for frame in all_frames() if not frame.f_code.co_filename.startswith(_HERE))
 
 
 def variables(frame: FrameType) -> dict[str, object]:

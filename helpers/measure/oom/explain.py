@@ -1,56 +1,171 @@
-"""Explains a GPU's memory, now or at the moment when it ran out, and frees what an error keeps."""
+"""Explains a GPU's memory, now or at the moment when it ran out: by kind, by line, and what would have helped."""
 
-import gc
-import sys
-import traceback
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from textwrap import fill
-from types import TracebackType
 
 import torch
 
 from helpers.measure.memory import measure_memory, read_memory
-from helpers.measure.oom.blocks import live_blocks, variables
+from helpers.measure.oom.blocks import KINDS, Block, live_blocks
 from helpers.measure.oom.origins import origins_remembered
-from helpers.measure.oom.report import Picture, advise, enough
 from helpers.measure.readings import Reading
 from helpers.measure.refusals import Refusal, read_refusal
-from helpers.measure.sizes import format_bytes
+from helpers.measure.sizes import GiB, MiB, format_bytes
 
-_MOST_ADVICE = 4
 _WIDTH = 110  # characters of a notebook's output
+_MOST_ADVICE, _MOST_GROUPS = 4, 5
+_MANY = 4  # tensors from one line that are all still there
+_LEAST = 0.02  # of what is allocated: a cure that gives back less is not worth a sentence
+_ROUNDING = 0.01  # of PyTorch's text
 
 
+@dataclass(frozen=True)
+class Group:
+    """`count` blocks of one kind, shape and origin; `size` bytes together."""
+
+    kind: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    origin: str
+    count: int
+    size: int
+
+    def __str__(self) -> str:
+        times = f"{self.count} x " if self.count > 1 else ""
+        what = f"{self.shape} {self.dtype}, {self.kind}" if self.shape else "held by autograd or a library"
+        return f"{format_bytes(self.size):>9}  {times}{what}: {self.origin}"
+
+
+@dataclass
 class Explanation:
-    """What `explain_oom` found. False, and `picture` None, where memory did not run out.
+    """GPU number `gpu` at one moment, in bytes. What `explain_oom` gives is False where memory did not run out.
 
-    picture  the GPU that ran out of memory at that moment, block by block (`helpers.measure.oom.report.Picture`)
-    advice   [(bytes that come back, what to do)], the largest first
+    outside   what others took on the GPU: the CUDA context, libraries, other programs
+    refused   what was asked for, if memory ran out then
+    said      what is printed where there is nothing to explain
+
+    Blocks are looked at a moment after the refusal: the operation that failed has freed its own by then (`gone`).
     """
 
-    def __init__(self, picture: Picture | None = None):
-        self.picture = picture
-        self.said = "The block has not ended yet."
-
-    @property
-    def advice(self) -> list[tuple[int, str]]:
-        return advise(self.picture) if self.picture else []
+    gpu: int | None = None
+    capacity: int = 0
+    reserved: int = 0
+    outside: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    refused: Refusal | None = None
+    said: str = "The block has not ended yet."
 
     def __bool__(self) -> bool:
-        return self.picture is not None
+        return self.gpu is not None
 
-    def __repr__(self) -> str:
-        if self.picture is None:
+    @property
+    def allocated(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def gone(self) -> int:
+        """What the operation that failed held when memory ran out; 0 if it is within the rounding of PyTorch's text."""
+        gone = self.refused.allocated - self.allocated if self.refused else 0
+        return gone if gone > _ROUNDING * self.allocated else 0
+
+    @property
+    def cached(self) -> int:
+        """Reserved by PyTorch, and in no tensor's use; when memory ran out, if it did."""
+        return max(0, self.reserved - self.allocated - self.gone)
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes per kind; those of `KINDS` that are there, then what is gone, cached, taken by others, and free."""
+        found = Counter()
+        for block in self.blocks:
+            found[block.kind] += block.size
+        kinds = {kind: found[kind] for kind in KINDS if found[kind]}
+        if self.gone:
+            kinds["gone with the failed operation"] = self.gone
+        kinds |= {"cached by PyTorch": self.cached, "context and other programs": self.outside}
+        return kinds | {"free": max(0, self.capacity - self.reserved - self.outside)}
+
+    def groups(self) -> list[Group]:
+        """Blocks of one kind, shape and origin together, the largest groups first."""
+        found = defaultdict(list)
+        for block in self.blocks:
+            found[block.kind, block.shape or None, block.dtype, block.origin].append(block.size)
+        made = [Group(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
+        return sorted(made, key=lambda group: (-group.size, group.origin))
+
+    def advice(self) -> list[tuple[int, str]]:
+        """(bytes that come back, what to do), the largest first; nothing that would not matter."""
+        held, refused = self.by_kind(), self.refused
+        graph, state, parameters = (held.get(kind, 0) for kind in ("held by autograd", "optimizer state", "parameters"))
+        half = format_bytes(graph // 2)
+        found = [
+            (graph, "For validation: torch.inference_mode(), which keeps nothing for backward."),
+            (graph // 2, f"Half the batch: about {half} of what autograd holds. Accumulate gradients over two halves."),
+            (
+                graph // 2,
+                f"Half of {format_bytes(graph)} and often more: torch.utils.checkpoint around the blocks of the net, "
+                "or autocast to bfloat16.",
+            ),
+            (
+                held.get("gradients", 0),
+                "optimizer.zero_grad() before the forward pass: gradients of the last step need not be there in it.",
+            ),
+        ]
+        if state > 1.5 * parameters:
+            found.append((state // 2, "SGD with momentum instead of Adam: one number less per parameter."))
+        if refused and refused.requested > self.capacity - self.outside:
+            text = "Nothing: this one request is larger than the whole GPU. Make that tensor smaller."
+            found.append((refused.requested, text))
+        if refused and self.cached + refused.room >= refused.requested:
+            text = f"{format_bytes(self.cached)} lie cached in pieces, enough for the request, had they been one: "
+            found.append((self.cached, text + "expandable_segments:True, or make the large tensors first."))
+        for group in self.groups():
+            if group.kind == "tensors in variables" and group.count >= _MANY:
+                text = f"{group.count} tensors of one line are all still there ({group.origin}). Does a list collect "
+                text += "them? Keep numbers (.item()), or .detach().cpu()."
+                found.append((group.size - group.size // group.count, text))
+        context = max(2 * GiB, self.capacity // 4)  # at most
+        found.append((self.outside - context, "Another program holds memory on this GPU: look at nvidia-smi."))
+        least = _LEAST * max(1, self.allocated)
+        return sorted((each for each in found if each[0] > least), key=lambda each: -each[0])
+
+    def __str__(self) -> str:
+        if not self:
             return self.said
-        lines = [str(self.picture)]
-        if self.advice:
-            lines += ["", "what would have helped" if self.picture.refused else "what would give memory back"]
-        for size, text in self.advice[:_MOST_ADVICE]:
-            verdict = enough(self.picture, size)
-            told = f"{format_bytes(size):>9}  {text}" + (f" ({verdict})" if verdict else "")
+        lines = [f"{self.refused}." if self.refused else f"GPU {self.gpu}, {format_bytes(self.capacity)}"]
+        lines += ["", "what is there"]
+        lines += [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
+        groups = self.groups()
+        if groups:
+            lines += ["", "the largest, and the line that made them"]
+            lines += [f"  {group}" for group in groups[:_MOST_GROUPS]]
+        rest = groups[_MOST_GROUPS:]
+        if rest:
+            lines.append(f"  {format_bytes(sum(g.size for g in rest)):>9}  in {sum(g.count for g in rest)} others")
+        advice = self.advice()[:_MOST_ADVICE]
+        if advice:
+            lines += ["", "what would have helped" if self.refused else "what would give memory back"]
+        for size, text in advice:
+            told = f"{format_bytes(size):>9}  {text}{self._enough(size)}"
             lines.append(fill(told, _WIDTH, initial_indent="  ", subsequent_indent=" " * 13))
         return "\n".join(lines)
+
+    def _enough(self, size: int) -> str:
+        """Whether `size` bytes more would have made room."""
+        if self.refused is None:
+            return ""
+        lacking = self.refused.over
+        return (
+            " (enough)" if size >= lacking else f" (not enough: {format_bytes(max(lacking, MiB // 100))} were lacking)"
+        )
+
+    def _look(self, reading: Reading, refused: Refusal | None) -> None:
+        free, self.capacity = torch.cuda.mem_get_info(reading.index)
+        self.gpu, self.reserved, self.refused = reading.index, reading.reserved, refused
+        self.outside = max(0, self.capacity - free - reading.reserved)
+        self.blocks = live_blocks(reading.index)
 
 
 def explain_memory(gpu=0) -> Explanation:
@@ -58,16 +173,18 @@ def explain_memory(gpu=0) -> Explanation:
 
     Lines are known from `remember_origins()` on. Raises what `read_memory` raises.
     """
-    return Explanation(_picture(read_memory(gpu)[0]))
+    found = Explanation()
+    found._look(read_memory(gpu)[0], None)
+    return found
 
 
 @contextmanager
 def explain_oom(gpus=None, catch: bool = True) -> Iterator[Explanation]:
     """Run the block; where it runs out of memory, say what was there, what was asked for, what would have helped.
 
-    The explanation is filled when the block ends. `catch=True`: the program goes on after the block, and nothing that
-    died with it is kept alive; `catch=False`: the error passes through, as any other error does. `gpus`: see
-    `helpers.measure.read_memory`.
+    The explanation is filled when the block ends, for the GPU that ran out of memory. `catch=True`: the program goes on
+    after the block, and nothing that died with it is kept alive; `catch=False`: the error passes through, as any other
+    error does. `gpus`: see `helpers.measure.read_memory`.
     """
     found = Explanation()
     with origins_remembered(), measure_memory(gpus, catch) as readings:
@@ -75,49 +192,10 @@ def explain_oom(gpus=None, catch: bool = True) -> Iterator[Explanation]:
             yield found
         except torch.OutOfMemoryError as error:
             # Now, while the error still holds the frames and their variables: after this block they are gone.
-            found.picture = _picture_of(read_refusal(error), read_memory(gpus))
+            refused, now = read_refusal(error), read_memory(gpus)
+            those = [reading for reading in now if refused and reading.index == refused.gpu]
+            fullest = max(now, key=lambda reading: reading.allocated)  # where the text does not say which it was
+            found._look(those[0] if those else fullest, refused if those else None)
             raise
     peaks = ", ".join(f"GPU {each.index} {format_bytes(each.peak_allocated)}" for each in readings)
     found.said = f"Memory did not run out. The most that was allocated: {peaks}."
-
-
-def _picture_of(refused: Refusal | None, readings: list[Reading]) -> Picture:
-    """Of the GPU that refused, or of the fullest where PyTorch's error does not say which it was."""
-    for reading in readings:
-        if refused and reading.index == refused.gpu:
-            return _picture(reading, refused)
-    return _picture(max(readings, key=lambda reading: reading.allocated))
-
-
-def _picture(reading: Reading, refused: Refusal | None = None) -> Picture:
-    free, total = torch.cuda.mem_get_info(reading.index)
-    outside = max(0, total - free - reading.reserved)
-    return Picture(reading.index, total, reading.reserved, outside, live_blocks(reading.index), refused)
-
-
-def forget_error() -> int:
-    """Free what the last error that ended a cell, or a line at a prompt, keeps. Returns the bytes that came back on
-    all GPUs. Does nothing where there was none; an error that your own variable names stays.
-
-    Python keeps the error (`sys.last_value`), the error its traceback, that the frames of all functions on the way,
-    and the frames their variables: the tensors of a training step that ran out of memory. IPython keeps it a second
-    time, and has looked at every frame to show it.
-    """
-    before = _allocated()
-    ipython = sys.modules.get("IPython")
-    shown = getattr(ipython and ipython.get_ipython(), "InteractiveTB", None)  # what shows IPython's errors
-    for trace in (getattr(sys, "last_traceback", None), getattr(shown, "tb", None)):
-        if isinstance(trace, TracebackType):
-            for frame, _ in traceback.walk_tb(trace):
-                variables(frame)  # empties the copy that Python up to 3.12 made when IPython looked
-            traceback.clear_frames(trace)
-    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
-        vars(sys).pop(name, None)
-    if shown is not None:
-        shown.tb = None
-    gc.collect()  # older errors lie in reference cycles
-    return before - _allocated()
-
-
-def _allocated() -> int:
-    return sum(torch.cuda.memory_allocated(gpu) for gpu in range(torch.cuda.device_count()))

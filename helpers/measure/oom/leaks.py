@@ -10,34 +10,24 @@ autograd keeps, nobody in Python does; then the tensors whose graph is still ali
 """
 
 import gc
-import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nlargest
-from types import CellType, FrameType, FunctionType
 
 import torch
 from torch import Tensor
 
 from helpers.gpus import block_address
 from helpers.measure.memory import read_memory
-from helpers.measure.oom.blocks import (
-    KINDS,
-    Block,
-    gpu_tensors,
-    live_blocks,
-    objects_of,
-    running_frames,
-    variables,
-)
+from helpers.measure.oom.blocks import KINDS, Block, gpu_tensors, live_blocks, objects_of
+from helpers.measure.oom.explain import Group
+from helpers.measure.oom.holders import holders
 from helpers.measure.oom.origins import origins_remembered
-from helpers.measure.oom.report import Group
 from helpers.measure.sizes import format_bytes
 
 _MOST_GRAPHS, _MOST_NODES, _MOST_ROWS = 3, 100_000, 6
-_MOST_NAMES, _MOST_SEARCHES = 3, 60  # each search asks every object of the program
 
 
 @dataclass
@@ -143,63 +133,3 @@ def _nodes(root) -> int:
                 seen.add(node)
                 waiting.append(node)
     return len(seen)
-
-
-# ---- who refers to an object -----------------------------------------------------------------------------------------
-
-
-def holders(thing: object) -> list[str]:
-    """Up to three names that keep `thing` alive, those with the shortest way first; none if C++ alone does.
-
-    `out`, `history['losses'][3]`, "`x` of train(), which ended in an error that is kept": variables of modules and of
-    functions are found, and the attributes, lists, dicts and closures on the way. IPython's own names for results,
-    such as `Out[12]`, are given only where there is no other.
-    """
-    names, waiting, seen = [], deque([(thing, "")]), {id(thing), *map(id, running_frames(own=True))}
-    for _ in range(_MOST_SEARCHES):
-        if not waiting or sum(map(_is_own_name, names)) >= _MOST_NAMES:
-            break
-        each, path = waiting.popleft()
-        found = [_variable(frame, each, path) for frame in running_frames()]
-        for holder in gc.get_referrers(each):
-            if id(holder) not in seen:
-                seen.add(id(holder))
-                name, further = _step(each, holder, path)
-                found.append(name)
-                if further is not None:
-                    waiting.append((holder, further))
-        names += [name for name in found if name and name not in names]
-    return (list(filter(_is_own_name, names)) or names)[:_MOST_NAMES]
-
-
-def _step(thing: object, holder: object, path: str) -> tuple[str, str | None]:
-    """(name, None) where `holder` gives `thing` a name, or ("", what follows the name that `holder` may have)."""
-    if isinstance(holder, FrameType):
-        return _variable(holder, thing, path, ", which ended in an error that is kept"), None
-    if isinstance(holder, dict):
-        key = next((key for key, value in list(holder.items()) if value is thing), "...")
-        module = holder.get("__name__")
-        if isinstance(module, str) and module in sys.modules and vars(sys.modules[module]) is holder:
-            return f"`{key}{path}`" + ("" if module == "__main__" else f" of the module {module}"), None
-        return "", f"[{key!r}]{path}"
-    if isinstance(thing, CellType) or isinstance(holder, (CellType, FunctionType)):  # what a function closes over
-        return "", path
-    if isinstance(holder, (list, tuple)):
-        return "", f"[{next((i for i, value in enumerate(holder) if value is thing), '...')}]{path}"
-    values = getattr(holder, "__dict__", {})
-    if values is thing:  # `path` begins with the key in it
-        name, _, rest = path.removeprefix("['").partition("']")
-        return "", f".{name}{rest}"
-    name = next((name for name, value in values.items() if value is thing), None)
-    return "", f".{name}{path}" if name else f" (in a {type(holder).__name__}){path}"
-
-
-def _variable(frame: FrameType, thing: object, path: str, what: str = "") -> str:
-    """The name of `thing` in a function; "" if it has none there."""
-    name = next((name for name, value in variables(frame).items() if value is thing), None)
-    return f"`{name}{path}` of {frame.f_code.co_name}(){what}" if name else ""
-
-
-def _is_own_name(name: str) -> bool:
-    """Whether it is the program's name, not IPython's for a result."""
-    return not name.startswith(("`_", "`Out["))

@@ -29,46 +29,33 @@ def remember_origins() -> None:
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MOST_EVENTS)
 
 
-def forget_origins() -> None:
-    """Stop `remember_origins`; without it, do nothing."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.memory._record_memory_history(None)
-
-
 @contextmanager
 def origins_remembered() -> Iterator[None]:
     """Origins are remembered inside, and afterwards only if they were before."""
-    already = torch.cuda.is_available() and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled()
+    already = torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled()
     if not already:
         remember_origins()
     try:
         yield
     finally:
         if not already:
-            forget_origins()
+            torch.cuda.memory._record_memory_history(None)
 
 
 def origin(frames: Sequence[dict]) -> str:
-    """The innermost of `frames` (innermost first, as in a snapshot) that is not PyTorch's or Python's, in words."""
+    """The innermost of `frames` (innermost first, as in a snapshot) that is not PyTorch's or Python's, in words:
+    "`x = net(x)` in train (scripts/train.py:12)". The file of a notebook's cell has no name that says anything."""
     for frame in frames:
-        if not _is_foreign(frame["filename"]):
-            code = linecache.getline(frame["filename"], frame["line"]).strip() or frame["name"]
-            code = code if len(code) <= 60 else f"{code[:57]}..."
-            inside = "" if frame["name"] == "<module>" else f" in {frame['name']}"
-            return f"`{code}`{inside}{_file(frame)}"
+        file = frame["filename"]
+        foreign = file in ("", "<string>") or file.startswith((_TORCH, "<frozen", "??"))
+        if foreign or (file.startswith(_STDLIB) and "site-packages" not in file):
+            continue
+        code = linecache.getline(file, frame["line"]).strip() or frame["name"]
+        code = code if len(code) <= 60 else f"{code[:57]}..."
+        inside = "" if frame["name"] == "<module>" else f" in {frame['name']}"
+        in_a_cell = "ipykernel" in file or file.startswith("<")
+        return f"`{code}`{inside}" + ("" if in_a_cell else f" ({'/'.join(Path(file).parts[-2:])}:{frame['line']})")
     return UNKNOWN
-
-
-def _is_foreign(filename: str) -> bool:
-    own = filename.startswith((_TORCH, "<frozen", "??")) or filename in ("", "<string>")
-    return own or (filename.startswith(_STDLIB) and "site-packages" not in filename)
-
-
-def _file(frame: dict) -> str:
-    """ " (helpers/models.py:12)"; nothing for a cell of a notebook, whose file has a meaningless name."""
-    if "ipykernel" in frame["filename"] or frame["filename"].startswith("<"):
-        return ""
-    return f" ({'/'.join(Path(frame['filename']).parts[-2:])}:{frame['line']})"
 
 
 def write_viewer(path: str | Path) -> Path:
