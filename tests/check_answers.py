@@ -1,4 +1,7 @@
-"""What tests of checks share: reading a "not yet", measuring once, an answer that no check may stumble over."""
+"""What tests of checks share: reading a "not yet", measuring once, answers that no check may stumble over."""
+
+import torch
+from torch import nn
 
 
 def told(verdict, *words):
@@ -6,6 +9,23 @@ def told(verdict, *words):
     assert not verdict.correct, verdict.text
     for word in ("not yet: ", ", because ", *words):
         assert word in verdict.text, verdict.text
+    return True
+
+
+def explains(check, *wrong):
+    """The check says "not yet" to each wrong answer, with its words."""
+    for answer, words in wrong:
+        told(check(answer), words)
+
+
+def survives_strange_answers(*checks):
+    """None of `checks` raises or accepts anything of STRANGE, and none leaves memory on a GPU."""
+    before = [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
+    for check in checks:
+        for answer in STRANGE:
+            verdict = check(answer)
+            assert told(verdict) and len(verdict.text) < 1000
+    assert before == [torch.cuda.memory_allocated(index) for index in range(len(before))]
     return True
 
 
@@ -35,3 +55,24 @@ class Hostile:
 
     __float__ = __iter__ = __len__ = __call__ = __bool__ = __repr__
     __hash__ = None
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def raises(kind, *words):
+    def function(*_):
+        raise kind(*words)
+
+    return function
+
+
+STRANGE = [
+    ..., None, "24000", "\ud83d", -1, 10**400, float("nan"), [], {}, [...], object, torch.ones(3),
+    torch.ones((), device="meta"), nn.Identity(), Hostile(), Hostile, exit, lambda: 1, lambda *_: ...,
+    lambda *_: None, lambda *_: "x", lambda *_: [], lambda *_: [[["F"]]], lambda *_: [Hostile()] * 4,
+    lambda *_: torch.ones(2, device="meta"), raises(ZeroDivisionError, "by nothing"), raises(SystemExit, "gone"),
+    raises(Unprintable), raises(ValueError, "half \ud83d pair"),
+]  # fmt: skip

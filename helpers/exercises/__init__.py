@@ -1,21 +1,11 @@
-"""Checks of the exercises: they say "correct" or "not yet, because", and never raise.
-
-A lesson imports its own module:
+"""Checks of the exercises: they print "correct: …" or "not yet: …, because …", and never raise.
 
     from helpers.exercises import lesson02 as check
-    check.imbalance(answer)      # prints "not yet: ..., because ..." or "correct: ..."
+    check.damaged(answer)        # prints the sentence
 
-A module per lesson holds the lesson's checks, each a function under `@exercise` (`core`), written with the
-comparisons of `compare`. To write one:
-
-    from helpers.exercises.core import exercise
-    from helpers.exercises import compare
-
-    @exercise
-    def parameters(answer):
-        compare.number(answer, 24_253_410, unit="parameters", mistakes={97_013_640: "those are the bytes"})
-        return "and four bytes each make 92.5 MiB"
-
-A check measures (it calls the learner's function on fresh inputs, it reads torch.cuda); it never reads code. `gpus` has
-what checks ask of the GPUs before they use them.
+A module per lesson holds the lesson's checks. Each is a function under `core.exercise` that calls `require(condition,
+what, because)`, or one of the comparisons of `compare`, where an answer may be wrong, and returns a sentence for a
+right one; `gpus` has what checks ask of the machine. A check measures (it calls the learner's function on fresh inputs,
+it reads torch.cuda); it never reads code. Whatever an answer does, `exercise` makes a sentence of it: checks need no
+guards of their own.
 """

@@ -3,128 +3,106 @@
 They do not give the answer away: they say how far off it is, and name the mistake where a known one was made.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from math import isclose, isfinite
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from helpers.exercises.core import call, not_yet, require, show
-from helpers.exercises.figures import memory, number
+from helpers.exercises.core import NotYet, require, show
+from helpers.measure import GiB, MiB
 
-__all__ = ["choice", "device", "devices", "error", "memory", "number", "same_function", "shape", "tensor"]
-
-
-def device(answer: object, expected: object) -> None:
-    """`answer` (a tensor, a module, a torch.device or its name) must be on, or be, the device `expected`."""
-    found, right = _as_device(answer), torch.device(expected)
-    if found == right:
-        return
-    if found.type == "cuda" and found.index is None:
-        not_yet("the device is cuda", "without a number it means whichever GPU is current: give it, as in cuda:1")
-    if found.type != right.type:
-        place = "still on the CPU" if found.type == "cpu" else "not on the CPU"
-        not_yet(f"the device is {found}", f"that is {place}")
-    not_yet(f"the device is {found}", "that is another GPU than the one asked for")
+UNITS = {"bytes": 1, "MiB": MiB, "GiB": GiB, "MB": 10**6, "GB": 10**9}
 
 
-def devices(answer: object, expected: Sequence[object]) -> None:
-    """`answer`, a list of devices or of tensors, must match `expected` place by place."""
-    if isinstance(answer, (str, torch.Tensor, nn.Module)) or not isinstance(answer, Sequence):
-        not_yet(f"{show(answer)} is one thing", "a list is asked for, one entry per device")
-    found, right = [_as_device(each) for each in answer], [torch.device(each) for each in expected]
-    if found == right:
-        return
-    shown = "[" + ", ".join(map(str, found)) + "]"
-    if len(found) != len(right):
-        not_yet(shown, f"that is {len(found)} in number, and {len(right)} are asked for")
-    if sorted(map(str, found)) == sorted(map(str, right)):
-        not_yet(shown, "the devices are right but their order is not")
-    first = next(place for place, pair in enumerate(zip(found, right, strict=True)) if pair[0] != pair[1])
-    not_yet(shown, f"entry {first} is on another device than asked for")
-
-
-def shape(answer: object, expected: Sequence[int]) -> None:
-    """`answer`, a tensor or a shape, must have the shape `expected`."""
-    found = getattr(answer, "shape", answer)
+def as_number(answer: object) -> float:
+    """`answer` as a float; a tensor of one element counts as a number, text and truth values do not."""
+    if isinstance(answer, str):
+        raise NotYet(f"{show(answer)} is text", "a number is asked for: write it without quotes and without a unit")
+    if isinstance(answer, bool):
+        raise NotYet(f"{answer} is a truth value", "a number is asked for")
     try:
-        found = tuple(int(size) for size in found)
-    except (TypeError, ValueError):
-        not_yet(f"{show(answer)} has no shape", "a tensor or a shape, as in (64, 10), is asked for")
-    right = tuple(expected)
-    if found == right:
+        value = float(answer.detach() if isinstance(answer, Tensor) else answer)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise NotYet(f"{show(answer)} is not a number", f"it is of type {type(answer).__name__}") from error
+    require(isfinite(value), f"the answer is {value}", "a finite number is asked for")
+    return value
+
+
+def number(
+    answer: object,
+    expected: float,
+    unit: str = "",
+    rel: float = 0.01,
+    mistakes: Mapping[float, str] | None = None,
+) -> None:
+    """`answer` must be `expected` (above 0) within the share `rel`; `mistakes` maps wrong numbers to what led there."""
+    value = as_number(answer)
+    if isclose(value, expected, rel_tol=rel):
         return
-    if len(found) != len(right):
-        not_yet(f"the shape is {found}", f"it has {len(found)} dimension(s), and {len(right)} are asked for")
-    if sorted(found) == sorted(right):
-        not_yet(f"the shape is {found}", "the sizes are right but their order is not")
-    wrong = [place for place, pair in enumerate(zip(found, right, strict=True)) if pair[0] != pair[1]]
-    not_yet(f"the shape is {found}", f"the size of dimension {wrong[0]} is not right")
+    why = "it should be more than 0"
+    if value > 0:
+        ratio = max(value / expected, expected / value)
+        much = "more than ten times " if ratio > 10 else "more than twice " if ratio > 2 else ""
+        much = "a little " if ratio < 1.1 else much
+        why = f"it is {much}too {'large' if value > expected else 'small'}"
+    nearest = min(mistakes or {}, key=lambda wrong: abs(wrong - value), default=expected)
+    if isclose(value, nearest, rel_tol=rel):
+        why = mistakes[nearest]
+    shown = f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:,.6g}"
+    raise NotYet(f"{shown} {unit}".strip(), why)
 
 
-def tensor(answer: object, expected: torch.Tensor, rel: float = 1e-4, absolute: float = 1e-6) -> None:
+def memory(
+    answer: object,
+    expected: float,
+    unit: str,
+    rel: float = 0.02,
+    mistakes: Mapping[float, str] | None = None,
+    what: str = "",
+) -> None:
+    """`answer`, in `unit`, must be `expected` bytes within the share `rel`; `what` stands behind it in the sentence.
+
+    Knows another unit and elements taken for bytes. `mistakes` adds others: bytes, and what led to them.
+    """
+    size = UNITS[unit]
+    known = {wrong / size: because for wrong, because in (mistakes or {}).items()}
+    for name, other in UNITS.items():
+        if name != unit:
+            known.setdefault(expected / other, f"those are {name}: give {unit}. A {unit} has {size:,} bytes")
+    known.setdefault(expected / 4 / size, "that counts the elements: each float32 takes four bytes")
+    number(answer, expected / size, f"{unit} {what}".strip(), rel, known)
+
+
+def device(answer: Tensor | nn.Module, expected: torch.device) -> None:
+    """`answer` must be on the device `expected`, a module with all its parameters and buffers."""
+    tensors = [answer] if isinstance(answer, Tensor) else [*answer.parameters(), *answer.buffers()]
+    for each in tensors:
+        place = "still on the CPU" if each.device.type == "cpu" else "not where it should be"
+        require(each.device == expected, f"the device is {each.device}", f"that is {place}: {expected} is asked for")
+
+
+def tensor(answer: object, expected: Tensor, rel: float = 1e-4, absolute: float = 1e-6) -> None:
     """`answer` must have the shape and, within rounding, the values of `expected`; on any device."""
-    if not isinstance(answer, torch.Tensor):
-        not_yet(f"{show(answer)} is no tensor", "a tensor is asked for")
-    shape(answer, expected.shape)
+    if not isinstance(answer, Tensor):
+        raise NotYet(f"{show(answer)} is not a tensor", "a tensor is asked for")
+    why = f"{tuple(expected.shape)} is asked for"
+    require(answer.shape == expected.shape, f"the shape is {tuple(answer.shape)}", why)
     found, right = answer.detach().cpu().to(torch.double), expected.detach().cpu().to(torch.double)
     if torch.allclose(found, right, rtol=rel, atol=absolute):
         return
-    require(bool(found.isfinite().all()), "there are values that are nan or infinite", "the sum went wrong before")
+    require(bool(found.isfinite().all()), "some values are nan or infinite", "all should be finite")
     factor = float((found * right).sum() / (right * right).sum())
     if torch.allclose(found, factor * right, rtol=rel, atol=absolute):
         why = "one factor for all is often a sum taken for a mean, or a mean for a sum"
-        not_yet(f"every value is {factor:.3g} times what it should be", why)
-    wrong = int((~torch.isclose(found, right, rtol=rel, atol=absolute)).sum())
-    gap = float((found - right).abs().max())
-    not_yet(
-        f"{wrong} of {right.numel()} values differ",
-        f"the largest gap is {gap:.2g}, more than rounding explains",
-    )
+        raise NotYet(f"every value is {factor:.3g} times what it should be", why)
+    wrong = (~torch.isclose(found, right, rtol=rel, atol=absolute)).nonzero()
+    first = tuple(wrong[0].tolist())
+    both = f"at {list(first)} there is {found[first]:.4g}, and {right[first]:.4g} is right"
+    raise NotYet(f"{len(wrong)} of {right.numel()} values differ", both)
 
 
-def choice(answer: object, right: str, reasons: Mapping[str, str]) -> None:
-    """`answer` must be `right`; `reasons` holds, for each of the other options, why it is not the answer."""
-    options = {option.lower(): option for option in (right, *reasons)}
-    told = answer.strip().lower() if isinstance(answer, str) else None
-    if told not in options:
-        not_yet(f"{show(answer)} is none of the options", f"they are {', '.join(sorted(options.values()))}")
-    if options[told] != right:
-        not_yet(f"{options[told]!r} is not the answer", reasons[options[told]])
-
-
-def error(fn: object, kind: type[Exception], text: str = "") -> str:
-    """Calling `fn()` must raise `kind` with `text` in its message. Returns the message."""
-    require(callable(fn), f"{show(fn)} cannot be called", "the check needs a function that it can call")
-    try:
-        fn()
-    except kind as found:
-        require(text in str(found), f"the error says {show(str(found))}", "another error is asked for")
-        return str(found)
-    not_yet("your function ended without an error", f"it should meet a {kind.__name__}")
-
-
-def same_function(answer: object, right: Callable, inputs: Sequence[tuple], rel: float = 1e-4) -> None:
-    """The learner's function must give the same tensors or numbers as `right` on every tuple of `inputs`."""
-    for args in inputs:
-        expected, found = right(*args), call(answer, *args)
-        if isinstance(expected, torch.Tensor):
-            tensor(found, expected, rel)
-        else:
-            number(found, expected, rel=rel)
-
-
-def _as_device(answer: object) -> torch.device:
-    if isinstance(answer, nn.Module):
-        found = {each.device for each in (*answer.parameters(), *answer.buffers())}
-        require(bool(found), "the module holds no tensor", "it has neither parameters nor buffers")
-        require(len(found) == 1, f"the module lies on {len(found)} devices", "all of it should be on one")
-        return found.pop()
-    if isinstance(answer, torch.Tensor):
-        return answer.device
-    try:
-        return torch.device("cuda", answer) if isinstance(answer, int) else torch.device(answer)
-    except (TypeError, RuntimeError):
-        not_yet(
-            f"{show(answer)} is no device",
-            "a device is asked for, as in 'cuda:0', or a tensor that lies on it",
-        )
+def names(answer: object, expected: Iterable[str], what: str) -> None:
+    """`answer` must be a dict with `what` for each of the keys in `expected`, and no others."""
+    whole = isinstance(answer, Mapping) and set(answer) == set(expected)
+    require(whole, show(answer), f"a dict with {what} for each of {', '.join(expected)} is asked for")

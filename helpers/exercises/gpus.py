@@ -1,42 +1,54 @@
 """What an exercise asks of the GPUs: how many, with or without values, how large. Else "not yet", and what to run."""
 
+import gc
+from collections.abc import Callable
+
 import torch
 
+from helpers.exercises.compare import as_number
 from helpers.exercises.core import require
 from helpers.measure import GiB
 
-
-def with_values(least: int, fewer: str, without: str) -> list[torch.device]:
-    """All GPUs: `least` of them at least, or "not yet, because `fewer`"; none that keeps no values (`without`)."""
-    found = _all(least, fewer)
-    require(keeps_values("cuda:0"), "these GPUs keep no values", without)
-    return found
+AGAIN = "run the cell with use_gpus above again"
 
 
-def four_without_values() -> list[torch.device]:
-    """The first four GPUs; "not yet" where there are fewer, or where they would really compute the job."""
-    found = _all(4, "four are asked for: run the cell above again")
-    why = "a job of this size needs shapes_only=True: run the cell above again"
-    require(not keeps_values("cuda:0"), "these GPUs keep values", why)
-    return found[:4]
-
-
-def four_cards_of_12_gb() -> list[torch.device]:
-    """`four_without_values`; "not yet" where GPU 0 is larger or smaller than the article's cards."""
-    found = four_without_values()
-    capacity = torch.cuda.get_device_properties(0).total_memory
-    what = f"these GPUs have {capacity / GiB:.2f} GiB each"
-    require(11 * GiB < capacity < 13 * GiB, what, "cards of 12 GB are asked for: run the cell above again")
-    return found
-
-
-def _all(least: int, fewer: str) -> list[torch.device]:
+def need_gpus(least: int, values: bool | None = None) -> list[torch.device]:
+    """All GPUs, at least so many; with `values`, True or False, only those that keep values, or those that do not."""
     count = torch.cuda.device_count()
-    require(count >= least, f"there are {count} GPUs", fewer)
+    require(count >= least, f"the number of GPUs is {count}", f"the exercise needs {least}: {AGAIN}")
+    if values is not None:
+        # The value of a tensor without values is nan, even that of a zero.
+        keeps = torch.zeros((), device="cuda:0").item() == 0
+        require(keeps or not values, "these GPUs keep no values", f"the exercise needs values: {AGAIN}")
+        why = f"a job of this size needs shapes_only=True: {AGAIN}"
+        require(values or not keeps, "these GPUs keep values", why)
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def keeps_values(gpu: torch.device | str) -> bool:
-    """False for a GPU with shapes only."""
-    # The value of a tensor without values is nan, even that of a zero.
-    return torch.zeros((), device=gpu).item() == 0
+def check_largest(answer: object, step: int, most: int, unit: str, make_fits: Callable) -> None:
+    """`answer` must be the largest multiple of `step` that fits the article's four GPUs of 12 GB.
+
+    `make_fits(gpus)` gives a function that runs the job with so many and may run out of memory. More than `most` are
+    not tried.
+    """
+    value = as_number(answer)
+    gpus = need_gpus(4, values=False)[:4]
+    capacity = torch.cuda.get_device_properties(0).total_memory
+    what = f"these GPUs have {capacity / GiB:.2f} GiB each"
+    require(11 * GiB < capacity < 13 * GiB, what, f"GPUs of 12 GB are asked for: {AGAIN}")
+    what = f"{value:,.10g} {unit}"
+    require(value >= step and value % step == 0, what, f"a multiple of {step:,} {unit} is asked for")
+    require(value <= most, what, "no GPU of 12 GB holds so many")
+    run = make_fits(gpus)
+    require(_fits(run, int(value)), what, "with so many a GPU runs out of memory")
+    require(not _fits(run, int(value) + step), what, f"{step:,} {unit} more still fit")
+
+
+def _fits(run: Callable[[int], object], count: int) -> bool:
+    gc.collect()  # what ran out of memory before may have left its net behind, in cycles
+    torch.cuda.empty_cache()
+    try:
+        run(count)
+    except torch.OutOfMemoryError:
+        return False
+    return True

@@ -1,31 +1,28 @@
 """Checks of lesson 06, out of memory: they run the learner's loops and measure what these take and leave behind."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from helpers.exercises import compare
-from helpers.exercises.budget import budget
-from helpers.exercises.core import call, exercise, require, show
-from helpers.exercises.measuring import SLACK, Measured, gpu_with_values, require_left, require_peak, require_small
+from helpers.exercises.core import NotYet, call, exercise, require, show
+from helpers.exercises.gpus import need_gpus
 from helpers.measure import MiB
 
-__all__ = [
-    "accumulate",
-    "budget",
-    "features",
-    "halve_until_it_fits",
-    "train_with_drift",
-    "validation_loss",
-]
+WIDTH, BATCH = 1024, 256
+SLACK = 1.0 * MiB  # for losses, counters and the rounding of the allocator
 
-WIDTH, BATCH, COUNT, PIECES = 1024, 256, 12, 4
-Batches = Sequence[tuple[Tensor, Tensor]]
+Batches = list[tuple[Tensor, Tensor]]
 
 
-# -------------------------------------------------------------------------------------- what all of them need
+def _gpu() -> torch.device:
+    """The current GPU, with values, and free of what earlier cells left in cycles."""
+    need_gpus(1, values=True)
+    gc.collect()
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _net(gpu: torch.device, outputs: int = 10) -> nn.Module:
@@ -34,79 +31,71 @@ def _net(gpu: torch.device, outputs: int = 10) -> nn.Module:
     return nn.Sequential(*layers).to(gpu)
 
 
-def _batches(count: int = COUNT, batch: int = BATCH) -> Batches:
-    numbers = torch.Generator().manual_seed(1)
-    made = [
-        (torch.randn(batch, 64, generator=numbers), torch.randint(10, (batch,), generator=numbers))
-        for _ in range(count)
-    ]
-    return made
+def _batches(count: int = 12, batch: int = BATCH) -> Batches:
+    torch.manual_seed(1)
+    x, y = torch.randn(count, batch, 64), torch.randint(10, (count, batch))
+    return list(zip(x, y, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------- 1: a validation
+def _measured(run: Callable[[], object]) -> tuple[object, int, int]:
+    """What `run()` returned, and the bytes that the GPU held more at the peak and in the end, `result` among them."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    return result, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
 
 
-def _right_loss(net: nn.Module, batches: Batches, gpu: torch.device) -> float:
-    with torch.no_grad():
-        return sum(cross_entropy(net(x.to(gpu)), y.to(gpu)).item() for x, y in batches) / len(batches)
+def _require_small(what: str, found: float, target: float, because: str) -> None:
+    sizes = f"{found / MiB:,.1f} MiB, and {target / MiB:,.1f} MiB are the target"
+    require(found <= target, f"the results are right, but {what} {sizes}", because)
 
 
 @exercise
 def validation_loss(answer):
-    """`answer(net, batches)` must return the mean loss as a number, in the memory of one batch without a graph."""
-    gpu = gpu_with_values()
+    """Exercise 1: `answer(net, batches)` gives the mean loss as a number, in the memory of a batch without a graph."""
+    gpu = _gpu()
     net, batches = _net(gpu), _batches()
-    right = _right_loss(net, batches, gpu)  # first: PyTorch before 2.15 keeps cuBLAS's workspace from then on
-    one = Measured(gpu, lambda: _right_loss(net, batches[:2], gpu))
-    found = Measured(gpu, lambda: call(answer, net, batches))
-    result, found.result = found.result, None
+
+    def validate(batches: Batches) -> float:
+        with torch.no_grad():
+            return sum(cross_entropy(net(x.to(gpu)), y.to(gpu)).item() for x, y in batches) / len(batches)
+
+    right = validate(batches)  # first: PyTorch before 2.15 keeps cuBLAS's workspace from then on
+    _, one, _ = _measured(lambda: validate(batches[:2]))
+    result, peak, left = _measured(lambda: call(answer, net, batches))
     require(not isinstance(result, Tensor), "a tensor came back", "a number is asked for: a tensor may keep a graph")
     compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "that is the sum: divide by the batches"})
-    several = f"that is {found.peak / one.peak:.1f} times one batch's: are batches, or layers, kept for a backward()?"
-    require_peak(found, one.peak + SLACK, several)
-    require_left(found, SLACK, "something outside of the function refers to a tensor of it")
+    several = f"that is {peak / one:.1f} times one batch's: are batches, or layers, kept for a backward()?"
+    _require_small("the peak is", peak, one + SLACK, several)
+    why = "something outside of the function refers to a tensor of it"
+    _require_small("your function leaves behind", left, SLACK, why)
     require(net[0].weight.grad is None, "there are gradients now", "a validation has no backward()")
-    return f"the peak is {found.peak / MiB:.1f} MiB, that of a single batch without a graph"
-
-
-# ------------------------------------------------------------------------------------------------- 2: the views
+    return f"the peak is {peak / MiB:.1f} MiB, that of a single batch without a graph"
 
 
 @exercise
 def features(answer):
-    """`answer(net, batches)` must return the first four outputs of each image, without keeping all of them."""
-    gpu = gpu_with_values()
+    """Exercise 2: `answer(net, batches)` gives the first four outputs of each image, without keeping all of them."""
+    gpu = _gpu()
     net, batches = _net(gpu, outputs=WIDTH), _batches()
     with torch.no_grad():
         right = torch.cat([net(x.to(gpu))[:, :4].clone() for x, _ in batches])
-    one = Measured(gpu, lambda: _without_graph(net, batches[0][0].to(gpu)))
-    found = Measured(gpu, lambda: call(answer, net, batches))
-    result = found.result
+        _, one, _ = _measured(lambda: net(batches[0][0].to(gpu)))
+    result, peak, left = _measured(lambda: call(answer, net, batches))
     compare.tensor(result, right)
     compare.device(result, gpu)
     require(not result.requires_grad, "the features have a graph", "torch.no_grad() or detach() is missing")
-    outputs = BATCH * WIDTH * 4
     why = f"the results themselves take {right.nbytes / MiB:.2f} MiB: what else is alive with them?"
-    require_peak(found, one.peak + outputs + 2 * right.nbytes + SLACK, why)
-    require_small("the features keep", result.untyped_storage().nbytes(), right.nbytes + SLACK, why)
-    require_left(
-        found, right.nbytes + SLACK, "more than the features stays: does a list outside of the function keep some?"
-    )
-    return f"{right.nbytes / MiB:.2f} MiB stay, and the peak is {found.peak / MiB:.1f} MiB"
-
-
-def _without_graph(net: nn.Module, x: Tensor) -> None:
-    with torch.no_grad():
-        net(x)
-
-
-# ------------------------------------------------------------------------------------------------- 3: the error
+    outputs = BATCH * WIDTH * 4
+    _require_small("the peak is", peak, one + outputs + 2 * right.nbytes + SLACK, why)
+    _require_small("your function leaves behind", left, right.nbytes + SLACK, why)
+    return f"{right.nbytes / MiB:.2f} MiB stay, and the peak is {peak / MiB:.1f} MiB"
 
 
 @exercise
 def halve_until_it_fits(answer):
-    """`answer(step, batch)` must return the largest of batch, batch // 2, ... that fits, with all memory back."""
-    gpu = gpu_with_values()
+    """Exercise 3: `answer(step, batch)` gives the largest of batch, batch // 2, ... that fits, with all memory back."""
+    gpu = _gpu()
     torch.cuda.empty_cache()
     room = torch.cuda.mem_get_info(gpu)[0]
     tried = []
@@ -118,45 +107,58 @@ def halve_until_it_fits(answer):
         for _ in range(3):
             pieces.append(torch.empty(int(room * 0.3 * batch / 100) + 1, dtype=torch.uint8, device=gpu))
 
-    found = Measured(gpu, lambda: call(answer, step, 400))
-    what = f"it ended at {show(found.result)} and tried {tried[:6]}"
-    require(found.result in tried, what, "the batch that ran is asked for")
-    why = "100 fits on an empty GPU: inside `except` the error still keeps the variables of the step that died"
+    result, _, left = _measured(lambda: call(answer, step, 400))
+    what = f"it ended at {show(result)} and tried {tried[:6]}"
+    require(result in tried, what, "the batch that ran is asked for")
     require(tried[:3] == [400, 200, 100], what, "each try should be half of the one before")
-    require(found.result == 100, what, why)
-    require_left(found, SLACK, "something keeps the error, or a tensor of the step")
+    why = "100 fits on an empty GPU: inside `except` the error still keeps the variables of the step that died"
+    require(result == 100, what, why)
+    why = "something keeps the error, or a tensor of the step"
+    _require_small("your function leaves behind", left, SLACK, why)
     return "each try began on an empty GPU"
-
-
-# ------------------------------------------------------------------------------------------ 4: the accumulation
 
 
 @exercise
 def accumulate(answer):
-    """`answer(net, x, y, pieces)` must leave the whole batch's gradients, with one piece on the GPU at a time."""
-    gpu = gpu_with_values()
-    (x, y), piece = _batches(1, 3003)[0], -(-3003 // PIECES)
-    net = _net(gpu)
+    """Exercise 4: `answer(net, x, y, pieces)` leaves the batch's gradients, with one piece on the GPU at a time."""
+    gpu, pieces = _gpu(), 4
+    net, (x, y) = _net(gpu), _batches(1, 3003)[0]
     right = cross_entropy(net(x.to(gpu)), y.to(gpu))
     expected, right = torch.autograd.grad(right, list(net.parameters())), right.item()
-    one = Measured(gpu, lambda: _backward(net, x[:piece].to(gpu), y[:piece].to(gpu)))
+    piece, labels = x.chunk(pieces)[0], y.chunk(pieces)[0]
+    _, one, _ = _measured(lambda: cross_entropy(net(piece.to(gpu)), labels.to(gpu)).backward())
     net.zero_grad()
-    found = Measured(gpu, lambda: call(answer, net, x, y, PIECES))
-    compare.number(found.result, right, rel=1e-4)
+    result, peak, _ = _measured(lambda: call(answer, net, x, y, pieces))
+    compare.number(result, right, "as the loss", rel=1e-4)
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         require(parameter.grad is not None, "a parameter has no gradient", "backward() was not called, or cleared")
         compare.tensor(parameter.grad, gradient, rel=1e-3)
     # In a later piece the sum of the gradients is there while the new ones are made.
-    most = one.peak + max(p.numel() * p.element_size() for p in net.parameters()) + SLACK
-    require_peak(found, most, "all pieces are on the GPU at once: until when does each graph live?")
-    return f"the peak is {found.peak / MiB:.1f} MiB, that of one piece of {PIECES}"
+    most = one + max(parameter.nbytes for parameter in net.parameters()) + SLACK
+    _require_small("the peak is", peak, most, "all pieces are on the GPU at once: until when does each graph live?")
+    return f"the peak is {peak / MiB:.1f} MiB, that of one piece of {pieces}"
 
 
-def _backward(net: nn.Module, x: Tensor, y: Tensor) -> None:
-    cross_entropy(net(x), y).backward()
-
-
-# ------------------------------------------------------------------------------------------------ 5: the average
+@exercise
+def train_with_drift(answer):
+    """Exercise 5: `answer(net, batches)` trains and returns averages, in memory that does not grow with the batches."""
+    gpu = _gpu()
+    batches, reference, net = _batches(6, 64), _net(gpu), _net(gpu)
+    right, own_peak, own_left = _measured(lambda: _drift(reference, batches, gpu))
+    result, peak, left = _measured(lambda: call(answer, net, batches))
+    require(isinstance(result, list | tuple), f"{show(result)} is not a list", "a list of averages is asked for")
+    require(len(result) == len(right), f"there are {len(result)} averages", f"{len(right)} parameters have one each")
+    for parameter, weight in zip(net.parameters(), reference.parameters(), strict=True):
+        compare.tensor(parameter, weight, rel=1e-3, absolute=1e-5)
+    for average, expected in zip(result, right, strict=True):
+        compare.tensor(average, expected, rel=1e-3, absolute=1e-7)
+    size = sum(parameter.nbytes for parameter in net.parameters())
+    # Averages that are not made in place exist twice for a moment, with what they are made of.
+    why = "it grows with every batch: what do the averages, or a list, still refer to?"
+    _require_small("the peak is", peak, own_peak + 4 * size + SLACK, why)
+    why = f"that is {left / size:.1f} times the parameters: what do the averages still refer to?"
+    _require_small("your function leaves behind", left, own_left + SLACK, why)
+    return f"{left / MiB:.1f} MiB stay: gradients and averages, after any number of batches"
 
 
 def _drift(net: nn.Module, batches: Batches, gpu: torch.device, decay: float = 0.9) -> list[Tensor]:
@@ -165,39 +167,79 @@ def _drift(net: nn.Module, batches: Batches, gpu: torch.device, decay: float = 0
     drift = [torch.zeros_like(start) for start in starts]
     for x, y in batches:
         sgd.zero_grad()
-        _backward(net, x.to(gpu), y.to(gpu))
+        cross_entropy(net(x.to(gpu)), y.to(gpu)).backward()
         sgd.step()
         for each, parameter, start in zip(drift, net.parameters(), starts, strict=True):
             each.lerp_((parameter.detach() - start).square(), 1 - decay)
     return drift
 
 
+# Exercise 6: the parts of a budget, and why each is as large as it is.
+PARTS = {
+    "parameters": "they are four bytes for each float32, buffers included",
+    "gradients": "there is one number for each parameter, of four bytes",
+    "optimizer": "Adam keeps two numbers for each parameter, of four bytes each",
+    "activations": "it is what each layer keeps for backward, and the logits' softmax, times the batch",
+    "workspaces": "cuBLAS takes 32 MiB on Hopper GPUs and 8 MiB on most others",
+    "context": "it is what is taken on the GPU, but not by PyTorch: mem_get_info's total - free - memory_reserved",
+}
+OFF = 0.1  # how far off a guess may be
+
+
 @exercise
-def train_with_drift(answer):
-    """`answer(net, batches)` must train and return averages, in memory that does not grow with the batches."""
-    gpu = gpu_with_values()
-    batches, reference = _batches(6, 64), _net(gpu)
-    own = Measured(gpu, lambda: _drift(reference, batches, gpu))
-    weights = [parameter.detach() for parameter in reference.parameters()]
-    net = _net(gpu)
-    found = Measured(gpu, lambda: call(answer, net, batches))
-    _check_drift(found.result, own.result, net, weights)
-    size = sum(p.numel() * p.element_size() for p in net.parameters())
-    why = f"that is {found.left / size:.1f} times the parameters: what do the averages still refer to?"
-    # Averages that are not made in place exist twice for a moment, with what they are made of.
-    require_peak(
-        found,
-        own.peak + 4 * size + SLACK,
-        "it grows with every batch: what do the averages, or a list, still refer to?",
-    )
-    require_left(found, own.left + SLACK, why)
-    return f"{found.left / MiB:.1f} MiB stay: gradients and averages, after any number of batches"
+def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str, float]):
+    """Exercise 6: `answer`, MiB by part, must be within 10 % of the second step of `make_net()` under Adam on `batch`.
+
+    Says of each part how far off it is, and holds the sum against the GPU at the step's peak.
+    """
+    need_gpus(1)
+    require(isinstance(batch, Tensor), f"{show(batch)} is not a tensor", "one batch of inputs of your net is asked for")
+    compare.names(answer, PARTS, "MiB")
+    guesses = {name: compare.as_number(answer[name]) for name in PARTS}
+    parts, peak = _measure_parts(make_net, batch, torch.device("cuda", torch.cuda.current_device()))
+    ratios = {name: guesses[name] * MiB / max(parts[name], 1) for name in PARTS}
+    wrong = [name for name in PARTS if abs(ratios[name] - 1) > OFF]
+    if wrong:
+        what = "; ".join(f"{name} {ratios[name]:.2f} times what was measured" for name in wrong)
+        raise NotYet(what, f"of the {wrong[0]}: {PARTS[wrong[0]]}")
+    percent = {name: round(100 * (ratios[name] - 1)) for name in PARTS}
+    off = {name: f" ({percent[name]:+d} %)" if percent[name] else "" for name in PARTS}
+    found = ", ".join(f"{name} {parts[name] / MiB:,.1f} MiB{off[name]}" for name in PARTS)
+    held = f"{(peak + parts['context']) / MiB:,.1f} MiB were taken at the peak"
+    return f"measured, and how far off you were: {found}; {sum(guesses.values()):,.1f} MiB together, and {held}"
 
 
-def _check_drift(found: object, right: list[Tensor], net: nn.Module, weights: list[Tensor]) -> None:
-    require(isinstance(found, (list, tuple)), f"{show(found)} is no list", "a list of averages is asked for")
-    require(len(found) == len(right), f"there are {len(found)} averages", f"{len(right)} parameters have one each")
-    for parameter, weight in zip(net.parameters(), weights, strict=True):
-        compare.tensor(parameter, weight, rel=1e-3, absolute=1e-5)
-    for average, expected in zip(found, right, strict=True):
-        compare.tensor(average, expected, rel=1e-3, absolute=1e-7)
+def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.device) -> tuple[dict[str, int], int]:
+    """Bytes of each part in a second step, and the most that was allocated in it."""
+
+    def requested() -> int:
+        """Bytes that tensors asked for: their blocks are up to 1 MiB larger, as chance has it."""
+        return torch.cuda.memory_stats(gpu)["requested_bytes.all.current"]
+
+    torch._C._cuda_clearCublasWorkspaces()  # PyTorch before 2.15 keeps them from the first matrix multiplication on
+    small = torch.zeros(16, 16, device=gpu)
+    _, workspaces, _ = _measured(lambda: small @ small)
+    free, total = torch.cuda.mem_get_info(gpu)
+    context = total - free - torch.cuda.memory_reserved(gpu)  # and what other programs have taken
+    found = {"workspaces": workspaces, "context": context}
+    net = call(make_net)
+    require(isinstance(net, nn.Module), f"{show(net)} is not a net", "a function that makes an nn.Module is asked for")
+    net, x = net.to(gpu), batch.to(gpu)
+    adam = torch.optim.Adam(net.parameters())
+    for _ in range(2):
+        adam.zero_grad()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        before = requested()
+        out = net(x)
+        labels = torch.zeros(len(out), dtype=torch.long, device=gpu)
+        loss = cross_entropy(out, labels) if out.dim() == 2 else out.float().mean()
+        del out, labels
+        found["activations"] = requested() - before
+        loss.backward()
+        del loss
+        adam.step()
+    states = [each for state in adam.state.values() for each in state.values() if each.device == gpu]
+    found["parameters"] = sum(each.nbytes for each in (*net.parameters(), *net.buffers()))
+    found["gradients"] = sum(each.grad.nbytes for each in net.parameters() if each.grad is not None)
+    found["optimizer"] = sum(each.nbytes for each in states)
+    return found, torch.cuda.max_memory_allocated(gpu)
