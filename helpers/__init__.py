@@ -3,8 +3,7 @@
     gpus           use_gpus: real GPUs where there are enough, else virtual ones; the machine; figures of kinds of GPUs
     data           images (bundled Fashion-MNIST, or CIFAR-10) and words
     models         the networks of the lessons
-    training       one training loop: on one GPU, with DataParallel, or as one of many ranks with DDP
-    checkpoints    files that are saved whole or not at all
+    train          one training loop: on one GPU, with DataParallel, or as one of many ranks with DDP; checkpoints
     parallel_loss  the loss where the outputs are: DataParallelModel and its criterion, loss inside forward
     launch         one function on several ranks, from a cell: results, printed lines, errors, a time limit
     ranks          one rank among others: join the group, this rank's share of the data
@@ -18,7 +17,7 @@
     plots          readings in, matplotlib axes out
     widgets        panels: sliders for a job's memory on every GPU, memory while a training runs
     check          the checks of the exercises
-    article_job    the article's BERT under any wrapper: peak memory of a step
+    lesson04       the article's BERT under any wrapper: peak memory of a step
     methods        every way to train one job: memory, modelled time, utilisation, the largest batch
     scaling        from one rank to 64 GPUs: strong and weak scaling, Amdahl, logs of real runs
     advice         which method to take, with reasons in numbers: guide, picture, panel

@@ -101,16 +101,6 @@ def test_the_trainer_moves_model_and_optimizer(gpus):
     assert moments and {moment.device for moment in moments} == {gpus[1]}
 
 
-def test_an_optimizer_with_a_past_on_the_cpu_goes_on_on_a_gpu(gpus):
-    undisturbed, first = (build("words", on_cpu, torch.optim.Adam) for _ in range(2))
-    expected = undisturbed.train(3)
-    first.train(1)
-    second = Trainer(first.model, first.optimizer, LOSS, first.loader, "cuda:1", log=None)
-    second.epoch = 1
-    for one, other in zip(second.train(2), expected[1:], strict=True):
-        assert one.loss == pytest.approx(other.loss, abs=1e-5)
-
-
 def test_output_device_moves_the_outputs(gpus):
     def peaks(form):
         for gpu in gpus:

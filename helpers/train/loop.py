@@ -33,7 +33,7 @@ NO_BATCH = (
 class Trainer:
     """Trains a model on one device.
 
-    model       is moved to `device`; an optimizer built before keeps holding its parameters
+    model       is moved to `device`; an optimizer built before still holds its parameters, but must have no state yet
     loss        a mean over labels, such as nn.CrossEntropyLoss(); labels equal to its `ignore_index` do not count
     loader      gives (inputs, labels); its `generator`, and its sampler's `set_epoch`, are used if it has them
     scheduler   makes one `step()` per optimizer step
@@ -80,7 +80,12 @@ class Trainer:
         self.checkpoint, self.log, self.stop_on_nan = checkpoint, log, stop_on_nan
         self.epoch = 0
         self.history: list[EpochRecord] = []
-        _adopt(optimizer, model)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in held for parameter in model.parameters()):
+            raise ValueError(
+                f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build "
+                "the optimizer from model.parameters(), after the model."
+            )
 
     # ------------------------------------------------------------------------------------------------- the loop
 
@@ -289,19 +294,3 @@ def existing_device(device: Device) -> torch.device:
             'train on device="cpu".'
         )
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-
-def _adopt(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Bring the optimizer's state to the device of its parameters; ValueError if they are not the model's.
-
-    `Module.to` moves parameters in place, so the optimizer still holds them, but momenta from an earlier training stay
-    where they were. `load_state_dict` puts every state where its parameter is.
-    """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in held for parameter in model.parameters()):
-        raise ValueError(
-            f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build the "
-            "optimizer from model.parameters(), after the model."
-        )
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())
