@@ -73,10 +73,11 @@ class Readings(UserList):
         body = ""
         for index, *cells in rows:
             body += f'<tr><th scope="row">{index}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
         return (
             f"<table><caption>{escape(self._caption())}</caption><thead>"
             f'<tr><th scope="col" rowspan="2">{gpu}</th>{sources}</tr><tr>{headings}</tr></thead>'
-            f"<tbody>{body}</tbody></table><p>{escape(self.note)}</p>"
+            f"<tbody>{body}</tbody></table>{note}"
         )
 
     def _caption(self) -> str:
