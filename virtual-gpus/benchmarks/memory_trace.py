@@ -45,17 +45,16 @@ class Operators:
     name = "-"
 
     def __enter__(self):
-        self._look_up = mode.operator
-        mode.operator = self._note
+        self._run = mode.run
+        mode.run = self._note
         return self
 
     def __exit__(self, *error):
-        mode.operator = self._look_up
+        mode.run = self._run
 
-    def _note(self, func):
-        found = self._look_up(func)
-        self.name = found.base
-        return found
+    def _note(self, call, machine):
+        self.name = call.op.base
+        return self._run(call, machine)
 
 
 def rounded(nbytes: int) -> int:

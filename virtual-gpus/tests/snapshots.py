@@ -14,7 +14,7 @@ import torch.distributed
 import torch.utils._device
 from torch.utils import _python_dispatch
 from virtual_gpus import active_machine, patches
-from virtual_gpus.placement.storages import is_inside, local
+from virtual_gpus.threads import this_thread
 
 _OWNERS = {
     "torch": torch,
@@ -68,9 +68,9 @@ def state() -> dict:
         "dispatch modes": _python_dispatch._len_torch_dispatch_stack(),
         "in a mode": _python_dispatch._is_in_torch_dispatch_mode,
         "in a user mode": _python_dispatch._is_in_non_infra_torch_dispatch_mode,
-        "our mode": getattr(local, "mode", None),
+        "our mode": this_thread.mode,
         "function modes": torch._C._len_torch_function_stack(),
-        "inside": is_inside(),
+        "inside": this_thread.inside,
         "default device": torch.get_default_device(),
         "default dtype": torch.get_default_dtype(),
         "constructors": {id(f) for f in torch.utils._device._device_constructors()},

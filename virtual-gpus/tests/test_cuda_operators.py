@@ -9,7 +9,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 from virtual_gpus.gpus import spec
 from virtual_gpus.machine import active
-from virtual_gpus.ops.matrices import copied_bytes
+from virtual_gpus.ops.blas import copied_bytes
 
 H200 = spec("H200")
 MIB = 1 << 20

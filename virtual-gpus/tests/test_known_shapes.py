@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus import virtual_gpus
-from virtual_gpus.operators import operator
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.shapes import known, rules
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ class Asked:
 
 
 def ask(asked, func, *args, **kwargs):
-    return known.ask(func, operator(func), args, kwargs, asked)
+    return known.ask(OpCall(func, args, kwargs), lambda: asked(func, args, kwargs))
 
 
 def forms(result):
@@ -171,8 +171,8 @@ def test_results_that_share_memory_are_asked_every_time():
     for made in (lambda: x, lambda: x[0], lambda: t(8, 3)[:4], lambda: (lambda one: (one, one))(t(2)), lambda: 3):
         times = []
         for _ in range(2):
-            known.ask(aten.relu.default, operator(aten.relu.default), (x,), {},
-                             lambda *_, made=made, times=times: times.append(1) or made())  # fmt: skip
+            call = OpCall(aten.relu.default, (x,), {})
+            known.ask(call, lambda made=made, times=times: times.append(1) or made())
         assert len(times) == 2
 
 

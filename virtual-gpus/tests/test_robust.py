@@ -22,7 +22,7 @@ def as_before(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     yield
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
-    assert not snapshots.is_inside() and torch.is_grad_enabled()
+    assert not snapshots.this_thread.inside and torch.is_grad_enabled()
 
 
 def allocated(count=2):
@@ -113,7 +113,7 @@ def test_ctrl_c_at_any_moment():
             if not interrupted(training.step, cut):  # the clock's own calls vary a little from step to step
                 assert n > 0.95 * total, n
                 continue
-            assert not snapshots.is_inside(), cut.place
+            assert not snapshots.this_thread.inside, cut.place
             assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1, cut.place
             assert torch.cuda.current_device() == 0 and torch.is_grad_enabled(), cut.place
             training.step()
@@ -158,7 +158,7 @@ def test_ctrl_c_by_signal():
                     pressed += isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 torch.set_grad_enabled(True)  # Ctrl-C inside PyTorch's own no_grad can leave it off, on any device
-                assert not snapshots.is_inside()
+                assert not snapshots.this_thread.inside
                 training.step()  # a loss that means little: Adam was cut in the middle of an update
                 assert at_once() == base or allocated() == base
     finally:
@@ -228,7 +228,7 @@ def test_a_failing_replica(error):
         for _ in range(3):
             with pytest.raises(type(error)):
                 net(torch.ones(6, 4).to("cuda:0"))
-            assert torch.cuda.current_device() == 2 and torch.is_grad_enabled() and not snapshots.is_inside()
+            assert torch.cuda.current_device() == 2 and torch.is_grad_enabled() and not snapshots.this_thread.inside
         net.module.on = False
         net(torch.ones(6, 4).to("cuda:0")).sum().backward()
         error.__traceback__ = error.__context__ = None  # the test's own error object: as on real GPUs it holds frames
@@ -251,7 +251,7 @@ def test_an_error_in_backward():
         for _ in range(3):
             with pytest.raises(ValueError, match="in backward"):
                 (Fails.apply(weight.to("cuda:1") * 3) + 1).sum().backward()
-            assert not snapshots.is_inside()
+            assert not snapshots.this_thread.inside
         assert allocated() == base
         (weight.to("cuda:1") * 3).sum().backward()
         assert weight.grad.sum().item() == 3000.0

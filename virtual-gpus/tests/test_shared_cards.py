@@ -371,13 +371,13 @@ def test_record_stream_keeps_a_block_until_the_next_allocation():
         side, x = torch.cuda.Stream(), empty(30 * MIB)
         x.record_stream(torch.cuda.current_stream())
         x.record_stream(side)
-        address = x.untyped_storage()._home.block.address
+        address = x.untyped_storage()._record.block.address
         del x
         stats = torch.cuda.memory_stats()
         assert stats["allocated_bytes.all.current"] == 0 and stats["active_bytes.all.current"] == 30 * MIB
         assert torch.cuda.memory_snapshot()[0]["blocks"][0]["state"] == "active_pending_free"
         y = empty(30 * MIB)  # the side stream has nothing to do: the block is back
-        assert y.untyped_storage()._home.block.address == address and torch.cuda.memory_reserved() == 30 * MIB
+        assert y.untyped_storage()._record.block.address == address and torch.cuda.memory_reserved() == 30 * MIB
         actions = [e["action"] for e in torch.cuda.memory._snapshot()["device_traces"][0] if e["action"] != "snapshot"]
         assert actions == ["segment_alloc", "alloc", "free_requested", "free_completed", "alloc"]
         del y
@@ -405,7 +405,7 @@ def test_cpu_offload_needs_less_of_a_full_card(monkeypatch, text):
 
 
 def address(tensor) -> int:
-    return tensor.untyped_storage()._home.block.address
+    return tensor.untyped_storage()._record.block.address
 
 
 @pytest.mark.usefixtures("workspaces_given_back")

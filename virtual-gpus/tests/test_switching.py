@@ -305,9 +305,10 @@ def test_many_threads_switch_at_once():
 # ---- the public names --------------------------------------------------------------------------------------
 
 PUBLIC = {
-    "virtual_gpus": {"NotModelled", "active_machine", "record_timeline", "virtual_gpus"},
+    "virtual_gpus": {"NotModelled", "active_machine", "block_address", "record_timeline", "renew_inherited",
+                     "virtual_gpus"},
     "virtual_gpus.__main__": {"main", "parse"},
-}
+}  # fmt: skip
 
 
 def public_names(module) -> set[str]:

@@ -67,7 +67,7 @@ Known limits
 from __future__ import annotations
 
 from virtual_gpus.errors import NotModelled
-from virtual_gpus.placement.addresses import block_address
+from virtual_gpus.placement.storages import block_address
 from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
 from virtual_gpus.timeline.record import record_timeline
 

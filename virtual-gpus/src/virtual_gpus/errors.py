@@ -16,18 +16,6 @@ import torch
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 
-_HERE = str(pathlib.Path(__file__).parent)
-
-
-def beyond_this_package(traceback):
-    """The part of a traceback below our own frames (a custom operator's Python code), or None.
-
-    Errors end at the learner's line, as those from C++ do: a kept traceback must not keep our arguments alive.
-    """
-    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
-        traceback = traceback.tb_next
-    return traceback
-
 
 class NotModelled(NotImplementedError):
     """A PyTorch function or operator that virtual GPUs do not have. Nothing falls back to the CPU silently."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.memory.allocator import FIRST_ADDRESS, CachingAllocator
+from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.options import Options
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
 from virtual_gpus.settings import Settings
@@ -67,6 +67,17 @@ class VirtualGPU:
             self.machine.start_cuda()
             if not self.allocator.device.take_context(min(self.spec.context, self.memory // 8)):
                 raise self.machine.no_room_for_context()
+
+    def allocate(self, nbytes: int, owner: object) -> Block:
+        """A block for this thread's current stream that lives as long as `owner`. Raises OutOfMemory, with its GPU."""
+        allocator = self.allocator
+        if not allocator.device.context:
+            self.start_context()
+        try:
+            return allocator.malloc(nbytes, self.stream if self.streams else 0, allocator.owner_of(owner))
+        except OutOfMemory as error:
+            error.gpu = self
+            raise
 
     def __repr__(self) -> str:
         return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"

@@ -132,16 +132,6 @@ class Operator:
         """True if CUDA refuses even a 0-dim CPU tensor here (looked up on the first mixture of devices only)."""
         return checks_each_argument(self.name)
 
-    def named(self, args, kwargs):
-        """Yield (argument name, tensor) in the schema's order; a list of tensors gives its name several times."""
-        for name, value in [*zip(self.names, args, strict=False), *kwargs.items()]:
-            if isinstance(value, torch.Tensor):
-                yield name, value
-            elif isinstance(value, (list, tuple)):
-                for part in value:
-                    if isinstance(part, torch.Tensor):
-                        yield name, part
-
 
 def _keeps_answers(op: Operator, func) -> bool:
     """True if all that an operator does to tensors without values is to make new ones from given ones, if anything."""

@@ -48,7 +48,7 @@ class Track:
         self.free = 0.0  # the multiprocessors, after the last kernel so far
         self.gaps: deque[list[float]] = deque(maxlen=_KEPT_GAPS)  # idle times before that, if streams share them
         self.busy: deque[list[float]] = deque()  # [start, end], merged, of the last second
-        self.late: dict = {}  # id of a storage's home -> what says when a collective has filled it, see `collectives`
+        self.late: dict = {}  # id of a storage's allocation -> what says when a collective fills it, see `collectives`
 
     def take(self, earliest: float, seconds: float) -> float:
         """When a kernel that may start at `earliest` gets the multiprocessors."""

@@ -1,60 +1,93 @@
-"""One operator at work on a virtual GPU, as a recipe sees it: run the kernel, place results, take scratch memory."""
+"""One operator on its way through the dispatch mode: what was called, with what, and on which GPU it runs."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from virtual_gpus.dispatch.kernels import run_kernel
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.operators import Operator
-from virtual_gpus.placement.storages import allocate, place_all
+from virtual_gpus.operators import operator
+from virtual_gpus.placement.creation_sites import Site, calling_site
+from virtual_gpus.placement.storages import place_all, put, scratch
 
 
-class Call:
-    """What a recipe is given. A recipe that only calls `run` changes nothing.
+class OpCall:
+    """Made once per operator, in `__torch_dispatch__`; everything that handles the operator is given this object.
 
-    func, op: the ATen overload and its facts. gpu: where it runs. args, kwargs: as the dispatcher passed them.
+    func, op: the ATen overload and its facts. args, kwargs: as the dispatcher passed them, later as the kernel gets
+    them. tensors: all that were among them as they were passed. gpu: where it runs, once that is known; else None.
+
+    A recipe (see `ops`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("args", "func", "gpu", "kwargs", "op")
+    __slots__ = ("args", "func", "gpu", "kwargs", "op", "tensors")
 
-    def __init__(self, func, op: Operator, gpu: VirtualGPU, args, kwargs):
-        self.func, self.op, self.gpu, self.args, self.kwargs = func, op, gpu, args, kwargs
+    def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.op = operator(func)
+        self.gpu: VirtualGPU | None = None
+        self.tensors = found = []
+        for value in args:  # as `_collect` does, without its call: this runs for every operator
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                _collect(value, found)
+        if kwargs:
+            _collect(kwargs.values(), found)
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> Any:
         """An argument by its name in the schema, or its default."""
         position = self.op.names.index(name)
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, self.func._schema.arguments[position].default_value)
 
-    def compute(self):
-        """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""
-        return run_kernel(self.func, self.op, self.gpu, self.args, self.kwargs)
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(argument name, tensor) in the schema's order; a list of tensors gives its name several times."""
+        for name, value in [*zip(self.op.names, self.args, strict=False), *self.kwargs.items()]:
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif isinstance(value, (list, tuple)):
+                for part in value:
+                    if isinstance(part, torch.Tensor):
+                        yield name, part
 
-    def place(self, result):
+    @property
+    def site(self) -> Site:
+        """The Python instruction that called into PyTorch. Looked for when asked, since few operators ask."""
+        return calling_site()
+
+    # ---- for recipes ----
+
+    def compute(self) -> Any:
+        """Run the operator's own kernel. Its results hold no GPU memory yet: `place` them, in CUDA's order."""
+        return run_kernel(self)
+
+    def place(self, result: Any) -> Any:
         """Give results their blocks on the GPU: a tensor, None, or lists of them. Returns `result`."""
         place_all(result, self.gpu)
         return result
 
-    def run(self):
+    def run(self) -> Any:
         """Compute, and place all results in the order in which they are returned."""
-        return self.place(self.compute())
-
-    def run_in_place(self, tensor: torch.Tensor):
-        """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
-        result = self.compute()
-        result.untyped_storage()._home = tensor.untyped_storage()._home
+        result = run_kernel(self)
+        place_all(result if self.op.host_result is None else result[: self.op.host_result], self.gpu)
         return result
 
-    def scratch(self, nbytes: int):
+    def run_in_place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
+        return put(run_kernel(self), tensor.untyped_storage()._record)
+
+    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
         """Memory that CUDA's kernel takes on the way: `with call.scratch(nbytes): ...`. Raises OutOfMemory."""
         return scratch(self.gpu, nbytes)
 
     @contextmanager
-    def scratches(self, sizes):
+    def scratches(self, sizes: Iterable[int]) -> Iterator[None]:
         """Several blocks at once, in order."""
         with ExitStack() as stack:
             for size in sizes:
@@ -62,30 +95,10 @@ class Call:
             yield
 
 
-class Held:
-    """A block on `gpu` that is given back when this object dies, so that Ctrl-C at any line loses none.
-
-    Raises OutOfMemory, which then knows its GPU.
-    """
-
-    __slots__ = ("__weakref__", "block")
-
-    def __init__(self, gpu: VirtualGPU, nbytes: int):
-        if not gpu.allocator.device.context:
-            gpu.start_context()
-        self.block = allocate(gpu, nbytes, self)
-
-
-@contextmanager
-def scratch(gpu: VirtualGPU, nbytes: int):
-    """A block of `nbytes` on `gpu` that is given back when the block of code ends."""
-    held = Held(gpu, nbytes)
-    try:
-        yield
-    finally:
-        del held  # not with the frame: a traceback may keep that
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, packed (a view or an expanded tensor may take less)."""
-    return tensor.numel() * tensor.element_size()
+def _collect(values: Iterable, found: list[torch.Tensor]) -> None:
+    """All tensors among values, lists within lists included (collectives take those)."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)

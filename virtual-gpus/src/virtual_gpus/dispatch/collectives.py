@@ -12,14 +12,17 @@ import contextlib
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 
 from virtual_gpus.clock.clock import COLLECTIVES
 from virtual_gpus.clock.traffic import ring_seconds
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import below, gpu_of, home_of
+from virtual_gpus.placement.storages import allocation_of, gpu_of
+from virtual_gpus.threads import below
 
 _KINDS = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast", "reduce_": "reduce",
@@ -72,21 +75,22 @@ class _Known:
         return self._end
 
 
-def charge_collective(op, args, gpus) -> None:
+def record_collective(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> None:
     """Called after a `c10d` operator on tensors of GPUs was issued. gpus: those of the tensors of its first list."""
     gpu = next((gpu for gpu in gpus if gpu is not None), None)
-    group = next((g for g in map(_group, args) if g is not None), None)
+    group = next((g for g in map(_group, call.args) if g is not None), None)
     if gpu is None or group is None:
         return
-    if op.base in ("send", "recv_"):
-        _point_to_point(op.base == "send", gpu, group, args)
-    elif op.base in _KINDS:
-        end = _meet(gpu, group, _KINDS[op.base], _bytes(args))
-        for tensor in _tensors(args):
+    name = call.op.base
+    if name in ("send", "recv_"):
+        _point_to_point(name == "send", gpu, group, call.args)
+    elif name in _KINDS:
+        end = _meet(gpu, group, _KINDS[name], _bytes(call.args))
+        for tensor in _tensors(call.args):
             _arrives(tensor, _Known(end))
 
 
-def charge_barrier(gpu: VirtualGPU, group) -> None:
+def record_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
     end = _meet(gpu, group, "barrier", 0)
     gpu.machine.clock.wait(end, gpu.slot)
@@ -153,9 +157,10 @@ def _point_to_point(sends: bool, gpu: VirtualGPU, group, args) -> None:
 
 
 def _arrives(tensor: torch.Tensor, arrival) -> None:
-    home = home_of(tensor)
-    if home is not None:
-        home.gpu.machine.clock.tracks[home.gpu.slot].late[id(home)] = arrival, weakref.ref(home)
+    allocation = allocation_of(tensor)
+    if allocation is not None:
+        gpu = allocation.gpu
+        gpu.machine.clock.tracks[gpu.slot].late[id(allocation)] = arrival, weakref.ref(allocation)
 
 
 def _group(value):

@@ -6,36 +6,12 @@ the copy is an autograd function of its own, whose backward copies back to where
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from virtual_gpus import errors
-from virtual_gpus.dispatch.timing import charge_copy
+from virtual_gpus.dispatch.timing import record_copy
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.memory.allocator import OutOfMemory
-from virtual_gpus.placement.storages import Home, gpu_of, is_wrapper, place
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, place, put
 from virtual_gpus.shapes import valueless
-
-
-def out_of_memory_as_torch(function):
-    """Turn the allocator's OutOfMemory into torch.OutOfMemoryError. This and other errors end at the learner's line."""
-
-    @functools.wraps(function)
-    def guarded(*args, **kwargs):
-        try:
-            return function(*args, **kwargs)
-        except OutOfMemory as error:
-            text = errors.out_of_memory_text(error, error.gpu)
-            error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
-        except BaseException as error:
-            error.__traceback__ = errors.beyond_this_package(error.__traceback__)
-            args = kwargs = None
-            raise
-        args = kwargs = None  # the traceback must keep no tensor alive
-        raise torch.OutOfMemoryError(text)
-
-    return guarded
 
 
 class ToCopy(torch.autograd.Function):
@@ -106,7 +82,7 @@ def raw_copy(
         return _copy_of_wrapper(tensor, lambda part: raw_copy(part, target, dtype, memory_format, blocking))
     source = gpu_of(tensor)
     made = _copied(tensor, source, target, dtype, memory_format)
-    charge_copy(source, target, tensor, dtype, blocking, into_pinned=target is None and not blocking)
+    record_copy(source, target, tensor, dtype, blocking, into_pinned=target is None and not blocking)
     return made
 
 
@@ -123,13 +99,13 @@ def _copied(tensor, source, target: VirtualGPU | None, dtype: torch.dtype, memor
     machine = (target or source).machine if target or source else None
     if machine is not None and machine.shapes_only:
         return _copy_shape(tensor, target, dtype, memory_format)
-    home = None
+    allocation = None
     if target is not None and tensor.layout == torch.strided:
-        home = Home(target, tensor.numel() * dtype.itemsize)  # first, so that what cannot fit fills nothing
+        allocation = StorageAllocation(target, tensor.numel() * dtype.itemsize)  # first: what cannot fit fills nothing
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         made = torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))
-    if home is not None:
-        made.untyped_storage()._home = home
+    if allocation is not None:
+        put(made, allocation)
     elif target is not None:
         place(made, target)
     return made

@@ -2,83 +2,89 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from virtual_gpus.dispatch.kernels import refuse_gpu_generator, run_kernel
-from virtual_gpus.dispatch.timing import charge
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.kernels import refuse_gpu_generator
+from virtual_gpus.dispatch.timing import record_op
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
-from virtual_gpus.operators import Operator
-from virtual_gpus.placement.storages import Home, caller, find_gpu, place_all, remember_birth, storages
+from virtual_gpus.placement.creation_sites import record_creation_site
+from virtual_gpus.placement.storages import HostStorage, StorageAllocation, find_gpu, put, storages
 from virtual_gpus.shapes import valueless
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+_LARGE = 1 << 24  # elements
 
 
-def create(machine: VirtualMachine, func, op: Operator, gpu: VirtualGPU | None, args, kwargs):
-    """Factories (`zeros`, `empty`), `*_like`, `new_*` and `_to_copy`: they have a device argument."""
-    device = kwargs.get("device")
-    from_python = "pin_memory" in kwargs  # PyTorch's Python bindings always pass it, its C++ code does not
-    if device is not None and device.type == "cuda":
-        target = find_gpu(machine, device)
-    elif device is None or (gpu is not None and not from_python and device.type != "meta"):
-        target = gpu  # C++ passing on "the options of this input"
-    elif gpu is not None and machine.shapes_only and device == _META and not from_python:
-        target = gpu
-    else:
-        target = None
+def create(call: OpCall, machine: VirtualMachine) -> Any:
+    """Factories (`zeros`, `empty`), `*_like`, `new_*` and `_to_copy`. `call.gpu`: that of their inputs, if any."""
+    source = call.gpu
+    call.gpu = target = _target(call, machine)
     if target is None:
-        return _create_on_host(func, op, gpu, args, kwargs, caller(4))
-    machine = target.machine
-    kwargs = {**kwargs, "device": _META if machine.shapes_only else _CPU}
-    if kwargs.get("pin_memory"):
+        return _create_on_host(call, source)
+    if call.kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
-    home = None
-    if not machine.shapes_only:
-        home = _home_before_filling(func, target, args, kwargs, gpu)
-    else:
-        args, kwargs = valueless.prepare(op, args, kwargs, True)
-    result = run_kernel(func, op, target, args, kwargs)
-    if home is not None:
-        result.untyped_storage()._home = home
-    place_all(result, target)
-    charge(target, func, op, _inputs(args), result)
+    shapes_only = target.machine.shapes_only
+    call.kwargs = {**call.kwargs, "device": _META if shapes_only else _CPU}
+    allocation = None
+    if shapes_only:
+        valueless.prepare(call, mixed=True)
+    elif source is None:
+        allocation = _allocation_before_filling(call)
+    result = call.compute()
+    if allocation is not None:
+        put(result, allocation)
+    call.place(result)
+    record_op(call, result)
     return result
 
 
-def _inputs(args) -> list[torch.Tensor]:
-    return [value for value in args[:1] if isinstance(value, torch.Tensor)]
+def _is_from_python(call: OpCall) -> bool:
+    """PyTorch's Python bindings always pass pin_memory; its C++ code, which makes helpers for itself, does not."""
+    return "pin_memory" in call.kwargs
 
 
-def _create_on_host(func, op: Operator, gpu, args, kwargs, key):
+def _target(call: OpCall, machine: VirtualMachine) -> VirtualGPU | None:
+    """Where the result belongs; None: in the computer's memory."""
+    device = call.kwargs.get("device")
+    if device is None:
+        return call.gpu
+    if device.type == "cuda":
+        return find_gpu(machine, device)
+    # C++ passing on "the options of this input", which it believes to be on the CPU or, with shapes only, on meta.
+    is_passed_on = device.type != "meta" or (machine.shapes_only and device == _META)
+    return call.gpu if is_passed_on and not _is_from_python(call) else None
+
+
+def _create_on_host(call: OpCall, source: VirtualGPU | None) -> Any:
     """A CPU tensor, noted down if C++ made it for itself."""
-    if op.has_generator:
-        refuse_gpu_generator(op, args, kwargs)
+    if call.op.has_generator:
+        refuse_gpu_generator(call)
+    kwargs = call.kwargs
     pinned = bool(kwargs.get("pin_memory"))
-    if pinned:
-        kwargs = {**kwargs, "pin_memory": False}
-    result = func(*args, **kwargs)
+    result = call.func(*call.args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
     if pinned:
         for storage in storages(result):
-            storage._pinned = True
-    elif "pin_memory" not in kwargs and gpu is None and isinstance(result, torch.Tensor):
-        remember_birth(result, key)
+            storage._record = HostStorage(pinned=True)
+    elif source is None and isinstance(result, torch.Tensor) and not _is_from_python(call):
+        record_creation_site(result, call.site)
     return result
 
 
-def _home_before_filling(func, gpu: VirtualGPU, args, kwargs, source: VirtualGPU | None) -> Home | None:
+def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
     """Ask the allocator first: a tensor that cannot fit on the GPU must not fill the laptop's memory.
 
     Only worth it for large tensors, and only factories without inputs can be asked cheaply (on the meta device).
     """
-    if source is not None:
-        return None
-    size = args[0] if args else ()
+    size = call.args[0] if call.args else ()
     elements = 1
     for n in size if isinstance(size, (list, tuple)) else (size,):
         elements *= n if isinstance(n, int) else 1
-    if elements < 1 << 24:
+    if elements < _LARGE:
         return None
-    without = {k: v for k, v in kwargs.items() if k != "generator"}
-    nbytes = func(*args, **{**without, "device": _META}).untyped_storage().nbytes()
-    return Home(gpu, nbytes)
+    without = {k: v for k, v in call.kwargs.items() if k != "generator"}
+    made = call.func(*call.args, **{**without, "device": _META})
+    return StorageAllocation(call.gpu, made.untyped_storage().nbytes())

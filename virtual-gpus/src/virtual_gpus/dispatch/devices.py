@@ -5,21 +5,20 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.operators import Operator
-from virtual_gpus.placement.storages import caller, device_of, gpu_of, is_ours_to_adopt, place
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.placement.creation_sites import may_be_adopted
+from virtual_gpus.placement.storages import device_of, gpu_of, place
 
 
-def settle(op: Operator, gpu: VirtualGPU, args, kwargs) -> VirtualGPU:
+def resolve_common_device(call: OpCall) -> None:
     """Judge a mixture of devices: adopt what C++ made on the way, let through what CUDA allows, refuse the rest."""
-    key = caller(4)
-    common = None
-    for name, tensor in op.named(args, kwargs):
+    gpu, site, common = call.gpu, call.site, None
+    for name, tensor in call.named_tensors():
         where = gpu_of(tensor)
-        if where is None and (is_ours_to_adopt(tensor, key) or (tensor.is_meta and gpu.machine.shapes_only)):
+        if where is None and (may_be_adopted(tensor, site) or (tensor.is_meta and gpu.machine.shapes_only)):
             place(tensor, gpu)
             where = gpu
-        if where is None and (name in op.allowed_on_host or _is_free_scalar(op, name, tensor)):
+        if where is None and (name in call.op.allowed_on_host or _is_free_scalar(call, name, tensor)):
             continue
         device = device_of(tensor)
         if common is None:
@@ -27,27 +26,34 @@ def settle(op: Operator, gpu: VirtualGPU, args, kwargs) -> VirtualGPU:
         elif where is not None and where.machine is not gpu.machine:
             raise errors.other_machine(device_of(tensor))
         elif device != common or (where is not None and where is not gpu):
-            raise _mixture_error(op, name, common, device, args)
-    return gpu
+            raise _mixture_error(call, name, common, device)
 
 
-def refuse_on_gpu(op: Operator, args, kwargs) -> None:
+def adopt_destination(call: OpCall) -> None:
+    """DDP's buckets are made in C++ and filled later: the first copy from a GPU shows whose they are."""
+    target = call.args[0] if call.args else None
+    if isinstance(target, torch.Tensor) and gpu_of(target) is None and may_be_adopted(target, call.site):
+        place(target, call.gpu)
+
+
+def refuse_on_gpu(call: OpCall) -> None:
     """Some arguments must stay on the CPU: the lengths of packed sequences."""
-    for name, tensor in op.named(args, kwargs):
-        if name == op.host_only and gpu_of(tensor) is not None:
+    for name, tensor in call.named_tensors():
+        if name == call.op.host_only and gpu_of(tensor) is not None:
             raise errors.lengths_on_gpu(name, tensor)
 
 
-def _is_free_scalar(op: Operator, name: str, tensor: torch.Tensor) -> bool:
+def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
     """A 0-dim CPU tensor counts as a number, unless the operator writes to it or checks every argument."""
-    return tensor.dim() == 0 and name not in op.written and not op.checks_each
+    return tensor.dim() == 0 and name not in call.op.written and not call.op.checks_each
 
 
-def _mixture_error(op: Operator, name: str, common, device, args) -> RuntimeError:
+def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
+    op = call.op
     if op.is_index and name == "indices":
         return errors.indices_elsewhere(common)
     if op.base == "convolution" and name == "weight":
-        return _convolution_error(common, device, args)
+        return _convolution_error(call, common, device)
     if op.base in ("masked_fill", "masked_fill_") and name == "mask":
         return errors.mask_elsewhere(device, common)
     if op.checks_each or op.base == "embedding":
@@ -56,20 +62,9 @@ def _mixture_error(op: Operator, name: str, common, device, args) -> RuntimeErro
     return errors.two_devices(cuda[0], device if device != cuda[0] else common)
 
 
-def _convolution_error(common, device, args) -> RuntimeError:
+def _convolution_error(call: OpCall, common: torch.device, device: torch.device) -> RuntimeError:
     """Types are compared first, and two GPUs have the same; then cuDNN's operator complains (Convolution.cpp)."""
     if common.type == device.type:
-        operator = "cudnn_convolution_transpose" if args[6] else "cudnn_convolution"
+        operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
         return errors.argument_elsewhere(operator, "weight", device, common)
-    return errors.convolution_weight_elsewhere(*(_type_name(t) for t in args[:2]))
-
-
-def _type_name(tensor: torch.Tensor) -> str:
-    return torch.Tensor.type(tensor)
-
-
-def adopt_destination(op: Operator, gpu: VirtualGPU, args, key) -> None:
-    """DDP's buckets are made in C++ and filled later: the first copy from a GPU shows whose they are."""
-    target = args[0] if args else None
-    if isinstance(target, torch.Tensor) and gpu_of(target) is None and is_ours_to_adopt(target, key):
-        place(target, gpu)
+    return errors.convolution_weight_elsewhere(*(torch.Tensor.type(t) for t in call.args[:2]))

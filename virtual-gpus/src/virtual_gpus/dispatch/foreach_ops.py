@@ -5,49 +5,46 @@ The foreach optimizers group by what C++ calls a device, so tensors of several G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.collectives import charge_collective
-from virtual_gpus.dispatch.timing import charge_lists
-from virtual_gpus.machine import VirtualMachine
-from virtual_gpus.operators import Operator
-from virtual_gpus.placement.storages import device_of, gpu_of, local, place, place_all
-from virtual_gpus.shapes import known, valueless
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.collectives import record_collective
+from virtual_gpus.dispatch.timing import record_foreach
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
+from virtual_gpus.shapes import valueless
 
 
-def run(machine: VirtualMachine, func, op: Operator, args, kwargs):
-    """Run `func`; element i of the result belongs where element i of the first list is."""
-    first = _first_list(args)
+def run(call: OpCall) -> Any:
+    """Run the operator; element i of the result belongs where element i of the first list is."""
+    op, shapes_only = call.op, call.gpu.machine.shapes_only
+    columns = _columns(call)
+    first = next(iter(columns), [])
     gpus = _gpus(first)
     if op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
-        _refuse_mixtures(args, kwargs)
+        _refuse_mixtures(columns)
     if not op.is_collective:
-        charge_lists(func, op, first, gpus, args, kwargs)
-    if machine.shapes_only and op.is_collective:
-        result = valueless.collective(func, args)
-        charge_collective(op, args, gpus)
+        record_foreach(call, columns, gpus)
+    elif shapes_only:
+        result = valueless.collective(call)
+        record_collective(call, gpus)
         return result
-    if machine.shapes_only:
-        args, kwargs = valueless.prepare(op, args, kwargs, True)
+    if shapes_only:
+        valueless.prepare(call, mixed=True)
         if op.base.startswith("_fused_") and op.base.endswith("_"):
             return None  # they change numbers in place, of which there are none; not all have a meta kernel
-    result = known.ask(func, op, args, kwargs, _run) if machine.shapes_only else _run(func, args, kwargs)
+    result = call.compute()
     _place(first, gpus, result)
     if op.is_collective:
-        charge_collective(op, args, gpus)
+        record_collective(call, gpus)
     return result
 
 
-def _run(func, args, kwargs):
-    local.inside = True
-    try:
-        return func(*args, **kwargs)
-    finally:
-        local.inside = False
-
-
-def _place(first: list[torch.Tensor], gpus, result) -> None:
+def _place(first: Sequence[torch.Tensor], gpus: Sequence[VirtualGPU | None], result: Any) -> None:
     made = result if isinstance(result, (list, tuple)) else [result]
     for tensor, gpu in zip(first, gpus, strict=True):
         if gpu is not None and tensor.layout != torch.strided:
@@ -57,32 +54,32 @@ def _place(first: list[torch.Tensor], gpus, result) -> None:
             place_all(part, gpu)
 
 
-def _first_list(args) -> list[torch.Tensor]:
-    """The tensors of the first argument that has any (`_foreach_pow` may begin with a number)."""
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            return [value]
+def _columns(call: OpCall) -> list[Sequence[torch.Tensor]]:
+    """The lists of tensors among the arguments; `_foreach_pow` may begin with a number. A collective's lone tensors
+    count as lists of one."""
+    found = []
+    for value in (*call.args, *call.kwargs.values()):
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-            return list(value)
-    return []
+            found.append(value)
+        elif isinstance(value, torch.Tensor) and not found:
+            found.append([value])
+    return found
 
 
-def _gpus(tensors) -> list:
+def _gpus(tensors: Sequence[torch.Tensor]) -> list[VirtualGPU | None]:
     """`gpu_of` each. Optimizers have hundreds of tensors, so it is written out for those that are on a GPU."""
     found = []
     for tensor in tensors:
         try:
-            home = tensor.untyped_storage()._home
+            gpu = tensor.untyped_storage()._record.gpu
         except (NotImplementedError, RuntimeError):
-            home = None
-        found.append(home.gpu if home is not None and home.gpu.machine.on else gpu_of(tensor))
+            gpu = None
+        found.append(gpu if gpu is not None and gpu.machine.on else gpu_of(tensor))
     return found
 
 
-def _refuse_mixtures(args, kwargs) -> None:
+def _refuse_mixtures(columns: list[Sequence[torch.Tensor]]) -> None:
     """Elements of one position must share a device; a 0-dim CPU tensor counts as a number."""
-    values = (*args, *kwargs.values())
-    columns = [v for v in values if isinstance(v, (list, tuple)) and v and isinstance(v[0], torch.Tensor)]
     gpus = [gpu for column in columns for gpu in _gpus(column)]
     if gpus and gpus[0] is not None and gpus.count(gpus[0]) == len(gpus):  # as almost always
         return
@@ -94,5 +91,5 @@ def _refuse_mixtures(args, kwargs) -> None:
                 raise errors.two_devices(*sorted((device_of(first), device_of(other)), key=str, reverse=True))
 
 
-def _is_number(tensor: torch.Tensor, gpu) -> bool:
+def _is_number(tensor: torch.Tensor, gpu: VirtualGPU | None) -> bool:
     return gpu is None and tensor.dim() == 0

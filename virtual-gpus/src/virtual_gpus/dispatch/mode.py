@@ -1,36 +1,29 @@
 """The dispatch mode: it sees every ATen operator, forward and backward, and keeps each tensor on its GPU.
 
-For each operator: find the GPU of the inputs, refuse mixed devices in PyTorch's own words, run the operator as it is,
-and give the new storages a block on that GPU.
+For each operator: find the GPU of the inputs, refuse mixed devices in PyTorch's own words, run the operator as it is or
+by a recipe of `ops`, and give the new storages a block on that GPU.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch import foreach_ops
-from virtual_gpus.dispatch.call import Call
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.creation import create
-from virtual_gpus.dispatch.devices import adopt_destination, refuse_on_gpu, settle
-from virtual_gpus.dispatch.kernels import refuse_gpu_generator, run_kernel
-from virtual_gpus.dispatch.timing import charge, charge_crossing, charge_value
+from virtual_gpus.dispatch.devices import adopt_destination, refuse_on_gpu, resolve_common_device
+from virtual_gpus.dispatch.kernels import refuse_gpu_generator
+from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualMachine, active
-from virtual_gpus.memory.allocator import OutOfMemory
-from virtual_gpus.operators import operator
-from virtual_gpus.placement.storages import (
-    caller,
-    gpu_of,
-    home_of,
-    is_wrapper,
-    local,
-    place_all,
-    remember_birth,
-    resized,
-    storages,
-)
+from virtual_gpus.placement.creation_sites import record_creation_site
+from virtual_gpus.placement.storages import follow_size, gpu_of, is_wrapper, storages
 from virtual_gpus.shapes import valueless
+from virtual_gpus.threads import this_thread
 
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 _exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -43,128 +36,107 @@ class Placement(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that this would add costs a microsecond per operator
 
+    @entrance
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         machine = active()
         if types and any(map(is_wrapper, types)):
             return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
-        if machine is None or getattr(local, "inside", False):
+        if machine is None or this_thread.inside:
             return func(*args, **(kwargs or {}))
-        try:
-            return _run(machine, func, args, kwargs or {})
-        except OutOfMemory as error:
-            text = errors.out_of_memory_text(error, error.gpu)
-            error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
-        except BaseException as error:
-            error.__traceback__ = errors.beyond_this_package(error.__traceback__)
-            args = kwargs = None
-            raise
-        # Raised from here, with the inputs let go, the traceback keeps no tensor alive: what the learner frees is free.
-        args = kwargs = None
-        raise torch.OutOfMemoryError(text)
+        return run(OpCall(func, args, kwargs or {}), machine)
 
 
-def _run(machine: VirtualMachine, func, args, kwargs):
-    op = operator(func)
+def run(call: OpCall, machine: VirtualMachine) -> Any:
+    """What the operator returns. machine: the one that answers now."""
+    op = call.op
     if op.is_composite:
-        return _decompose(func, args, kwargs)
-    found: list[torch.Tensor] = []
-    _collect(args, found)
-    if kwargs:
-        _collect(kwargs.values(), found)
-    gpu, mixed, dense = None, False, True
-    for tensor in found:
+        return _decompose(call)
+    gpu, is_mixed, is_dense, is_from_cpp = None, False, True, False
+    for tensor in call.tensors:
         try:
-            home = tensor.untyped_storage()._home  # `home_of`, without its call: this line runs for every input
+            record = tensor.untyped_storage()._record  # `gpu_of`, without its calls: this line runs for every input
+            where = record.gpu
         except (NotImplementedError, RuntimeError):
-            home, dense = home_of(tensor), False
-        if home is None or not home.gpu.machine.on:
-            mixed = True
+            where, is_dense = gpu_of(tensor), False
+        if where is None:
+            is_mixed, is_from_cpp = True, is_from_cpp or not is_dense or record.creation_site is not None
+        elif not where.machine.on:
+            is_mixed = True
         elif gpu is None:
-            gpu = home.gpu
-        elif home.gpu is not gpu:
-            mixed = True
+            gpu = where
+        elif where is not gpu:
+            is_mixed = True
+    call.gpu = gpu
     if op.has_device:
-        return create(machine, func, op, gpu, args, kwargs)
+        return create(call, machine)
     if gpu is None:
-        if op.has_generator:
-            refuse_gpu_generator(op, args, kwargs)
-        result = func(*args, **kwargs)
-        _pass_birth_on(found, result)
-        return result
-    if gpu.machine is not machine:
-        machine = gpu.machine
+        return _run_on_host(call, is_from_cpp)
     if op.by_element:
-        return foreach_ops.run(machine, func, op, args, kwargs)
-    if mixed and not op.crosses:
-        gpu = settle(op, gpu, args, kwargs)
-    elif op.crosses:
-        adopt_destination(op, gpu, args, caller(3))
+        return foreach_ops.run(call)
+    if op.crosses:
+        adopt_destination(call)
+    elif is_mixed:
+        resolve_common_device(call)
     if op.host_only is not None:
-        refuse_on_gpu(op, args, kwargs)
+        refuse_on_gpu(call)
     if not op.on_cuda:
         raise errors.no_cuda_kernel(f"aten::{op.name}")
-    given = args
-    if machine.shapes_only:
-        args, kwargs = valueless.prepare(op, args, kwargs, mixed)
-        if op.needs_values and not valueless.size_is_known(op, args):
-            charge_value(gpu, found)
-            return valueless.value(op, args)
-        if op.base == "copy_" and gpu_of(args[0]) is None:
-            charge_crossing(op, given)
-            return valueless.copy_to_host(args[0], args[1])
-    recipe = op.recipe
-    if recipe is not None and dense:  # CUDA has other kernels for sparse tensors
-        result = recipe(Call(func, op, gpu, args, kwargs))
-    else:
-        result = run_kernel(func, op, gpu, args, kwargs)
+    if gpu.machine.shapes_only:
+        valueless.prepare(call, is_mixed)
+        if op.needs_values and not valueless.size_is_known(call):
+            record_read(call)
+            return valueless.value(call)
+        if op.base == "copy_" and gpu_of(call.args[0]) is None:
+            record_crossing(call)
+            return valueless.copy_to_host(*call.args[:2])
     if op.crosses:
-        charge_crossing(op, given)
+        result = call.compute()
+        record_crossing(call)
         return result
+    by_recipe = op.recipe is not None and is_dense  # CUDA has other kernels for sparse tensors
+    result = op.recipe(call) if by_recipe else call.run()
     if op.needs_values:
-        charge_value(gpu, found)
+        record_read(call)
     else:
-        charge(gpu, func, op, found, result)
-    place_all(result if op.host_result is None else result[: op.host_result], gpu)
+        record_op(call, result)
     if op.changes_size:
-        for _, tensor in op.named(args, kwargs):
-            resized(tensor)
+        for _, tensor in call.named_tensors():
+            follow_size(tensor)
     return result
 
 
-def _decompose(func, args, kwargs):
+def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
+    """An operator on CPU tensors. What C++ computes from a helper of its own in the same call is such a helper too.
+
+    is_from_cpp: False if surely no tensor among the inputs is such a helper.
+    """
+    if call.op.has_generator:
+        refuse_gpu_generator(call)
+    result = call.func(*call.args, **call.kwargs)
+    if is_from_cpp and isinstance(result, torch.Tensor):
+        site = call.site
+        sites = {storage._record.creation_site for tensor in call.tensors for storage in storages(tensor)} - {None}
+        if site in sites or (sites and this_thread.in_backward):
+            record_creation_site(result, site)
+    return result
+
+
+def _decompose(call: OpCall) -> Any:
     """Take a composite operator apart, which inference mode does not do: its parts are what uses memory.
 
     The parts follow autocast's lists if the composite was called under autocast, whose key is off by now.
     """
-    _push_mode(local.mode)  # for the parts: while a mode works it is off
+    _push_mode(this_thread.mode)  # for the parts: while a mode works it is off
     try:
-        if not getattr(local, "autocast", False):
-            return func.decompose(*args, **kwargs)
+        if not this_thread.autocast:
+            return call.func.decompose(*call.args, **call.kwargs)
         _exclude_key(_AUTOCAST, False)
         try:
-            return func.decompose(*args, **kwargs)
+            return call.func.decompose(*call.args, **call.kwargs)
         finally:
             _exclude_key(_AUTOCAST, True)
     finally:
         _pop_mode()
-
-
-def _collect(values, found: list[torch.Tensor]) -> None:
-    """All tensors among arguments, lists within lists included (collectives take those)."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, found)
-
-
-def _pass_birth_on(inputs: list[torch.Tensor], result) -> None:
-    """What C++ computes from a helper tensor of its own, in the same call, is such a helper too."""
-    births = {storage._born for tensor in inputs for storage in storages(tensor)} - {None}
-    if births and isinstance(result, torch.Tensor):
-        key = caller(4)
-        if key in births or getattr(local, "backward", False):
-            remember_birth(result, key)
 
 
 # ---- entering and leaving, per thread ------------------------------------------------------------------------------
@@ -176,17 +148,17 @@ def _pass_birth_on(inputs: list[torch.Tensor], result) -> None:
 
 def enter_thread() -> bool:
     """Make this thread's operators visible. False if they are already."""
-    if getattr(local, "mode", None) is not None:
+    if this_thread.mode is not None:
         return False
     mode = Placement()
     _push_mode(mode)
-    local.mode = mode
+    this_thread.mode = mode
     return True
 
 
 def leave_thread() -> None:
     """Take the mode off this thread again, from under the modes that were entered since and still stand."""
-    mode, local.mode = getattr(local, "mode", None), None
+    mode, this_thread.mode = this_thread.mode, None
     if mode is None:
         return
     above = []

@@ -1,29 +1,39 @@
 """What each operator costs on the clock: its sizes are looked up once, its seconds are kept.
 
-The dispatch mode calls `charge` after every operator on a GPU; code that computes below the mode calls `charge_as` with
-the operator that CUDA would have run.
+The dispatch mode calls `record_op` after every operator on a GPU; code that computes below the mode calls `record_work`
+with the operator that CUDA would have run.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from virtual_gpus.clock.cost import Operand, cost
 from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
 from virtual_gpus.clock.traffic import host_copy, peer_copy, read_value
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import gpu_of, home_of, local, storages
+from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned
+from virtual_gpus.threads import this_thread
 
 _PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _known: dict[tuple, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
 _CHAINED = 1.75  # cuDNN's kernels for RNNs cost the host more: events between several streams
 _allows_tf32 = torch._C._get_fp32_precision_getter
+_grad_enabled = torch.is_grad_enabled
+# Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
+_form, _requires_grad = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 
 
-def charge(gpu: VirtualGPU, func, op, tensors, result) -> None:
-    """Put one operator on the GPU's clock. tensors: among its arguments; result: as it returned it."""
+def record_op(call: OpCall, result: Any) -> None:
+    """Put one operator on the GPU's clock. result: as it returned it."""
+    gpu, op, tensors = call.gpu, call.op, call.tensors
     shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
-    key = (gpu.spec.kind, op, shape, *[(t.shape, t.dtype) for t in tensors])
+    key = (gpu.spec.kind, op, shape, *map(_form, tensors))
     if op.has_products:
         key += (_allows_tf32("cuda", op.has_products),)
     found = _known.get(key)
@@ -36,8 +46,8 @@ def charge(gpu: VirtualGPU, func, op, tensors, result) -> None:
     if seconds:
         track = clock.tracks[gpu.slot]
         stream = gpu.stream if gpu.streams else 0
-        if getattr(local, "backward", False) or (_grad_enabled() and _builds_graph(tensors)):
-            host += clock.host.training
+        if this_thread.in_backward or (_grad_enabled() and any(map(_requires_grad, tensors))):
+            host += clock.host.training  # autograd notes it down, which costs the host more
         if track.late:
             _await(gpu, stream, tensors)
         clock.launch(gpu.slot, stream, seconds, host, op.base, further)
@@ -45,13 +55,13 @@ def charge(gpu: VirtualGPU, func, op, tensors, result) -> None:
         clock.spend(host, gpu.slot)
 
 
-def charge_as(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:
+def record_work(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:
     """Put work on the clock that the dispatch mode does not see. inputs, outputs: operands as `cost` takes them."""
     seconds, host, further = times(gpu, name, inputs, outputs, precision)
     gpu.machine.clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
 
 
-def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
+def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
     """A fused attention kernel, `name` as PyTorch calls it."""
     samples, heads, rows, width = query.shape
     call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
@@ -62,7 +72,7 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
     clock.launch(gpu.slot, gpu.stream, found.seconds, host, name, clock.host.kernel * (found.kernels - 1))
 
 
-def charge_recurrent(gpu: VirtualGPU, net, backward: bool) -> None:
+def record_recurrent(gpu: VirtualGPU, net, backward: bool) -> None:
     """An LSTM, GRU or RNN by cuDNN; net: its sizes."""
     found, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
     name = "_cudnn_rnn_backward" if backward else "_cudnn_rnn"
@@ -71,16 +81,16 @@ def charge_recurrent(gpu: VirtualGPU, net, backward: bool) -> None:
     clock.launch(gpu.slot, gpu.stream, found.seconds, pace.operator + pace.training, name, further)
 
 
-def charge_lists(func, op, first, gpus, args, kwargs) -> None:
-    """An operator on lists of tensors: for each GPU among them, one call with its elements."""
-    columns = [v for v in (*args, *kwargs.values()) if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
+def record_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
+    """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
+    op = call.op
     for gpu in {id(gpu): gpu for gpu in gpus if gpu is not None}.values():
         rows = [row for row, where in enumerate(gpus) if where is gpu]
         tensors = [column[row] for column in columns for row in rows if row < len(column)]
-        key = (gpu.spec.kind, op, len(rows), *[(t.shape, t.dtype) for t in tensors])
+        key = (gpu.spec.kind, op, len(rows), *map(_form, tensors))
         found = _known.get(key)
         if found is None:
-            made = () if op.base.endswith("_") else [first[row] for row in rows]
+            made = () if op.base.endswith("_") else [columns[0][row] for row in rows]
             found = _known[key] = times(gpu, op.base, operands(tensors), operands(made), first=len(rows))
         track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
         if track.late:
@@ -88,24 +98,22 @@ def charge_lists(func, op, first, gpus, args, kwargs) -> None:
         gpu.machine.clock.launch(gpu.slot, stream, found[0], found[1], op.base, found[2])
 
 
-def charge_value(gpu: VirtualGPU, tensors=()) -> None:
+def record_read(call: OpCall) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
-    if gpu.machine.clock.tracks[gpu.slot].late and tensors:
-        _await(gpu, gpu.stream, tensors)
+    gpu = call.gpu
+    if gpu.machine.clock.tracks[gpu.slot].late and call.tensors:
+        _await(gpu, gpu.stream, call.tensors)
     read_value(gpu)
 
 
-def charge_crossing(op, args) -> None:
-    """`copy_`, whose two tensors may be on different devices."""
-    if not op.base.endswith("copy_") or len(args) < 2 or not _is_tensor(args[0]):
-        return
-    target, source = args[:2]
-    if _is_tensor(source):
-        blocking = not (len(args) > 2 and args[2])
-        charge_copy(gpu_of(source), gpu_of(target), source, target.dtype, blocking, is_pinned(target))
+def record_crossing(call: OpCall) -> None:
+    """`copy_`, whose two tensors may be on different devices; others that may have those take no time."""
+    if call.op.base == "copy_" and len(call.tensors) == 2:
+        target, source = call.tensors
+        record_copy(gpu_of(source), gpu_of(target), source, target.dtype, not call["non_blocking"], is_pinned(target))
 
 
-def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False) -> None:
+def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False) -> None:
     """A copy of `tensor` from one GPU (None: the computer) to another. A cast is a kernel on the source's side."""
     nbytes, itemsize = tensor.numel() * tensor.dtype.itemsize, dtype.itemsize
     here = source or target
@@ -115,7 +123,7 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         _await(source, source.stream, [tensor])
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
-        charge_as(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
+        record_work(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
     if source is target or (source and target and source.machine is not target.machine):
         return
     if source is not None and target is not None:
@@ -125,37 +133,17 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
 
 
-def is_pinned(tensor) -> bool:
-    """True for a CPU tensor that says it is pinned."""
-    return all([storage._pinned for storage in storages(tensor)])
-
-
-def _is_tensor(value) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _await(gpu: VirtualGPU, stream: int, tensors) -> None:
     """Work on what a collective fills waits for the collective. What is past is forgotten."""
     clock = gpu.machine.clock
     late, ready = clock.tracks[gpu.slot].late, clock.ready(gpu.slot, stream)
     for tensor in tensors:
-        home = home_of(tensor)
-        arrival, owner = late.get(id(home), (None, None))
-        if arrival is not None and owner() is home:
+        allocation = allocation_of(tensor)
+        arrival, owner = late.get(id(allocation), (None, None))
+        if arrival is not None and owner() is allocation:
             clock.hold(gpu.slot, stream, arrival.time())
     for key in [k for k, (a, owner) in late.items() if owner() is None or (a.known and a.time() <= ready)]:
         del late[key]
-
-
-_grad_enabled = torch.is_grad_enabled
-
-
-def _builds_graph(tensors) -> bool:
-    """True if autograd notes this operator down, which costs the host more."""
-    for tensor in tensors:  # no generator: one that is cut short swallows a Ctrl-C that hits its end
-        if tensor.requires_grad:
-            return True
-    return False
 
 
 def _shape_of(result):

@@ -12,22 +12,21 @@ import sys
 
 import torch
 
-from virtual_gpus.dispatch.call import Call
-from virtual_gpus.placement.storages import caller, local
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.entrance import calling_frame
+from virtual_gpus.threads import this_thread
 
 # While the engine holds a gradient alone and `_engine_adds` looks at it: references to its storage and to the tensor in
 # C++, and to the tensor's Python object (the lists and tuples of the dispatch mode among them).
 _ALONE = (2, 4, 5)
 _ENGINE = ("autograd/graph.py", "autograd\\graph.py")
-_FRAMES = 4  # from what `add` calls to whoever called PyTorch: by way of add, dispatch._run and __torch_dispatch__
 
 
-def add(call: Call):
+def add(call: OpCall):
     """`a + b`; in place where C++ would."""
     args = call.args
     if len(args) == 2 and isinstance(args[1], torch.Tensor) and not call.kwargs:
-        in_backward = getattr(local, "backward", False)
-        if _engine_adds(*args) if in_backward else _linear_adds(*args):
+        if _engine_adds(*args) if this_thread.in_backward else _linear_adds(call, *args):
             return call.run_in_place(args[0])
     return call.run()
 
@@ -36,24 +35,24 @@ def _engine_adds(first, second) -> bool:
     """True if the engine itself adds two gradients, and nobody else holds the first one."""
     if first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
         return False
-    if not sys._getframe(_FRAMES).f_code.co_filename.endswith(_ENGINE):
+    if not calling_frame().f_code.co_filename.endswith(_ENGINE):
         return False
     storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
     counts = storage, first._use_count(), sys.getrefcount(first)
     return counts == _ALONE and torch.ops.aten.is_non_overlapping_and_dense(first)
 
 
-def _linear_adds(product, bias) -> bool:
+def _linear_adds(call: OpCall, product: torch.Tensor, bias: torch.Tensor) -> bool:
     """True if one call of `linear` made the product and now adds the bias."""
-    made = product.untyped_storage()._product
-    return bias.dim() == 1 and made is not None and made == caller(_FRAMES + 1)
+    site = product.untyped_storage()._record.product_site
+    return bias.dim() == 1 and site is not None and site == call.site
 
 
-def reshape_product(call: Call):
+def reshape_product(call: OpCall):
     """`matmul` gives its product the shape of its inputs; the Python instruction that asked for it is noted."""
     result = call.run()
     if result.dim() > 2:
-        result.untyped_storage()._product = caller(_FRAMES)
+        result.untyped_storage()._record.product_site = call.site
     return result
 
 

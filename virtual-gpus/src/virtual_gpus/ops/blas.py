@@ -16,16 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from virtual_gpus.dispatch.call import Call, Held
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
-from virtual_gpus.memory_model import BlasWorkspaces, blas_workspaces
-from virtual_gpus.ops.matrices import copies
-from virtual_gpus.placement.storages import local
+from virtual_gpus.memory_model import blas_workspaces
+from virtual_gpus.placement.storages import ScratchBlock, nbytes
+from virtual_gpus.threads import this_thread
 
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What torch.backends.cuda.cublas_workspace_size and cublaslt_workspace_size set: machine -> {"cublas" or "cublaslt":
-# bytes}.
-chosen: WeakKeyDictionary[VirtualMachine, dict[str, int]] = WeakKeyDictionary()
+_chosen: WeakKeyDictionary[VirtualMachine, dict[str, int]] = WeakKeyDictionary()  # {library: bytes}, see `choose_size`
 
 
 class Handles:
@@ -37,19 +35,20 @@ class Handles:
     def __init__(self, gpu: VirtualGPU):
         self.gpu = gpu
         self._defaults = blas_workspaces(gpu.spec, gpu.machine.settings.version)
+        self.read_chosen_sizes()
         self._of = {}  # holder -> handle number
         self._spare: list[int] = []
         self.kept = {}  # (handle, stream, library) -> what is held
 
-    @property
-    def workspaces(self) -> BlasWorkspaces:
-        """The rules for this GPU, with the sizes that the program chose."""
-        sizes = chosen.get(self.gpu.machine)
-        return replace(self._defaults, **sizes) if sizes else self._defaults
+    def read_chosen_sizes(self) -> None:
+        """Set `workspaces`, the rules for this GPU with the sizes that the program chose."""
+        self.workspaces = found = replace(self._defaults, **_chosen.get(self.gpu.machine, {}))
+        # What one product takes, through cuBLAS and through cublasLt, as (library, bytes): asked for every product.
+        self._taken = [[(library, found.size(library)) for library in found.libraries(lt)] for lt in (False, True)]
 
     def handle(self) -> int:
         """The running thread's handle: its own, one that a finished thread left, or a new one."""
-        holder = "autograd" if getattr(local, "backward", False) else getattr(local, "worker", threading.get_ident())
+        holder = "autograd" if this_thread.in_backward else this_thread.worker or threading.get_ident()
         if holder not in self._of:
             self._collect()
             self._of[holder] = self._spare.pop() if self._spare else len(self._of)
@@ -67,19 +66,18 @@ class Handles:
 
     def work(self, lt: bool) -> None:
         """Have the workspaces of one product: keep them, or take and return them."""
-        workspaces = self.workspaces
-        for library in workspaces.libraries(lt):
-            if workspaces.kept:
-                self._keep(library, workspaces.size(library))
+        for library, size in self._taken[lt]:
+            if self.workspaces.kept:
+                self._keep(library, size)
             else:
-                Held(self.gpu, workspaces.size(library))
+                ScratchBlock(self.gpu, size)
 
     def _keep(self, library: str, size: int) -> None:
         """Make sure of a workspace for this thread's handle and stream that is large enough."""
         key = self.handle(), self.gpu.stream, library
         had = self.kept.get(key)
         if had is None or had[1] < size:
-            self.kept[key] = Held(self.gpu, size), size
+            self.kept[key] = ScratchBlock(self.gpu, size), size
 
 
 def handles_of(gpu: VirtualGPU) -> Handles:
@@ -87,6 +85,20 @@ def handles_of(gpu: VirtualGPU) -> Handles:
     if gpu.blas is None:
         gpu.blas = Handles(gpu)
     return gpu.blas
+
+
+def choose_size(machine: VirtualMachine, library: str, nbytes: int | None) -> None:
+    """The bytes of the workspaces of "cublas" or "cublaslt" on all GPUs from now on; None for the default.
+
+    Behind torch.backends.cuda.cublas_workspace_size and cublaslt_workspace_size.
+    """
+    sizes = _chosen.setdefault(machine, {})
+    sizes.pop(library, None)
+    if nbytes is not None:
+        sizes[library] = nbytes
+    for gpu in machine.slots:
+        if gpu.blas is not None:
+            gpu.blas.read_chosen_sizes()
 
 
 def clear_workspaces(gpu: VirtualGPU) -> None:
@@ -98,49 +110,75 @@ def clear_workspaces(gpu: VirtualGPU) -> None:
 # ---- operators ------------------------------------------------------------------------------------------------------
 
 
-def with_workspace(call: Call, lt: bool = False):
+# Where the two matrices stand among an operator's arguments.
+_FIRST = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1}
+
+
+def copied_bytes(matrix: torch.Tensor) -> int:
+    """Bytes of the copy of a matrix, or of a batch of them, that goes into a product; 0 if none is made.
+
+    cuBLAS reads rows or columns that are packed, at any distance from each other (prepare_*_for_cublas in Blas.cpp).
+    Anything else, such as a gradient that was expanded from one number, is copied first.
+    """
+    if matrix.dim() < 2 or matrix.is_contiguous():
+        return 0
+    rows, columns = matrix.shape[-2:]
+    down, across = matrix.stride()[-2:]
+    by_rows = across == 1 and down >= max(1, columns)
+    by_columns = down == 1 and across >= max(1, rows)
+    return 0 if by_rows or by_columns else nbytes(matrix)
+
+
+def with_workspace(call: OpCall, lt: bool = False):
     """Have the result first, then copies of matrices that cuBLAS cannot read, then its workspace.
 
     Empty products never get that far.
     """
     result = call.run()
-    if not any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in call.args):
-        with call.scratches(copies(call)):
-            handles_of(call.gpu).work(lt)
+    if not all(map(torch.Tensor.numel, call.tensors)):
+        return result
+    handles = handles_of(call.gpu)
+    first = _FIRST.get(call.op.base)
+    matrices = () if first is None else call.args[first : first + 2]
+    if all(map(torch.Tensor.is_contiguous, matrices)):  # as most are
+        handles.work(lt)
+    else:
+        with call.scratches(size for size in map(copied_bytes, matrices) if size):
+            handles.work(lt)
     return result
 
 
-def product(call: Call):
+def product(call: OpCall):
     """A product without a bias: through cublasLt if the program prefers it (preferred_blas_library)."""
-    return with_workspace(call, preferred() == torch._C._BlasBackend.Cublaslt)
+    return with_workspace(call, _prefers_lt())
 
 
-def through_lt(call: Call):
+def through_lt(call: OpCall):
     """Products that only cublasLt has: of bytes and of 8-bit floats."""
     return with_workspace(call, True)
 
 
-def addmm(call: Call):
+def addmm(call: OpCall):
     """With a bias vector the product goes through cublasLt."""
     return with_workspace(call, _has_lt_bias(call)) if _lt_is_on() else product(call)
 
 
-def _has_lt_bias(call: Call, activation: bool = False) -> bool:
+def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
     """isInputCompliesAddmmCudaLt. Else the bias is copied into the result first, and cuBLAS adds to that.
 
     A matrix as bias goes through cublasLt before an activation, and from 2.15 on in half precision.
     """
     bias, mat2 = call["self"], call["mat2"]
     if call["beta"] != 1 or bias.dtype not in _LT_TYPES or min(mat2.shape) < 2:
-        return preferred() == torch._C._BlasBackend.Cublaslt
+        return _prefers_lt()
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == mat2.shape[1]:
         return True
     half = bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
     half = half and call.gpu.machine.settings.version >= (2, 15)
-    return (bias.dim() == 2 and (activation or half)) or preferred() == torch._C._BlasBackend.Cublaslt
+    return (bias.dim() == 2 and (activation or half)) or _prefers_lt()
 
 
-def addmm_activation(call: Call):
+def addmm_activation(call: OpCall):
     """addmm followed by ReLU or GELU."""
     return with_workspace(call, _lt_is_on() and _has_lt_bias(call, True))
 
@@ -149,9 +187,9 @@ def _lt_is_on() -> bool:
     return os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"
 
 
-def preferred():
-    """The library that the program prefers: see torch.backends.cuda.preferred_blas_library."""
-    return torch._C._get_blas_preferred_backend()
+def _prefers_lt() -> bool:
+    """True if the program prefers cublasLt: see torch.backends.cuda.preferred_blas_library."""
+    return torch._C._get_blas_preferred_backend() == torch._C._BlasBackend.Cublaslt
 
 
 RECIPES = {

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import Call, nbytes
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.placement.storages import nbytes
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -54,12 +55,12 @@ def packed_copy(tensor: torch.Tensor | None) -> int:
     return 0 if last is not None and tensor.is_contiguous(memory_format=last) else nbytes(tensor)
 
 
-def packed_copies(call: Call, names: tuple[str, ...]) -> list[int]:
+def packed_copies(call: OpCall, names: tuple[str, ...]) -> list[int]:
     """Bytes of the copy of each named input that is not packed."""
     return [size for name in names if (size := packed_copy(call[name]))]
 
 
-def with_packed(call: Call, names: tuple[str, ...], finish=Call.run):
+def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
     """`finish(call)` while packed copies of the named inputs exist."""
     sizes = packed_copies(call, names)
     if not sizes:
@@ -69,7 +70,7 @@ def with_packed(call: Call, names: tuple[str, ...], finish=Call.run):
 
 
 def _recipe(names: tuple[str, ...]):
-    def run_and_pack(call: Call):
+    def run_and_pack(call: OpCall):
         """These kernels have their results first."""
         sizes = packed_copies(call, names)
         result = call.run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import Call
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import gpu_of
 
@@ -22,7 +22,7 @@ def dropout(input, p: float, train: bool):
     return torch.native_dropout(input, p, True)[0]
 
 
-def native_dropout(call: Call):
+def native_dropout(call: OpCall):
     """The mask, then the result."""
     result = call.compute()
     call.place(result[1])

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from virtual_gpus.dispatch.call import Call, nbytes
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.ops.contiguous import with_packed
-from virtual_gpus.placement.storages import local
+from virtual_gpus.placement.storages import nbytes
+from virtual_gpus.threads import this_thread
 
 _FEW = 3072  # indices that the unsorted kernel takes
 _ROWS_PER_THREAD = 10
 
 
-def embedding_backward(call: Call):
+def embedding_backward(call: OpCall):
     """The dense gradient of an embedding's weight."""
     return with_packed(call, ("grad_output", "indices"), _add_up_rows)
 
 
-def _add_up_rows(call: Call):
+def _add_up_rows(call: OpCall):
     indices, gradient = call["indices"], call["grad_output"]
     count, size = indices.numel(), indices.element_size()
     by_frequency = call["scale_grad_by_freq"]
@@ -40,13 +41,13 @@ def _add_up_rows(call: Call):
     return result
 
 
-def _sort(call: Call, count: int, size: int) -> None:
+def _sort(call: OpCall, count: int, size: int) -> None:
     """cub's radix sort of keys and values: the positions to sort along, and second copies of both."""
     with call.scratch(count * size), call.scratch(2 * count * size):
         pass
 
 
-def index_put(call: Call):
+def index_put(call: OpCall):
     """x[i] += ... with repeated indices sorts them. In a backward pass CUDA writes into the zeros that it is given.
 
     PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over.
@@ -55,7 +56,7 @@ def index_put(call: Call):
     if not call["accumulate"]:
         return call.run()
     count = max((i.numel() for i in indices), default=0)
-    in_place = getattr(local, "backward", False) and call.op.base == "index_put"
+    in_place = this_thread.in_backward and call.op.base == "index_put"
     sizes = [8 * count] * 3 + ([] if values.is_contiguous() else [nbytes(values)])
     with call.scratches(sizes):
         _sort(call, count, 8)

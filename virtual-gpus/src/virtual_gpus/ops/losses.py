@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import Call, nbytes
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.ops.reductions import take_buffers
-from virtual_gpus.placement.storages import Home
+from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 
 _NONE = 0  # at::Reduction::None
 
 
-def reduced_in_place(call: Call):
+def reduced_in_place(call: OpCall):
     """A loss per element, summed up into the same storage by way of a second one."""
     if call["reduction"] == _NONE:
         return call.run()
     result = call.compute()
     shape = torch.broadcast_shapes(call["self"].shape, call["target"].shape)
     whole = torch.Size(shape).numel() * result.element_size()
-    result.untyped_storage()._home = Home(call.gpu, whole)
+    put(result, StorageAllocation(call.gpu, whole))
     with call.scratch(whole):
         take_buffers(call, torch.empty(shape, device="meta", dtype=result.dtype), None, 4)
     return result
 
 
-def reduced(call: Call):
+def reduced(call: OpCall):
     """A loss per element, then its sum or mean in a storage of its own."""
     if call["reduction"] == _NONE:
         return call.run()
@@ -36,15 +36,15 @@ def reduced(call: Call):
         return call.run()
 
 
-def log_sigmoid(call: Call):
+def log_sigmoid(call: OpCall):
     """The CPU keeps exp(-|x|) for backward; CUDA computes it anew and keeps an empty buffer."""
     result, kept = call.compute()
     call.place(result)
-    kept.untyped_storage()._home = Home(call.gpu, 0)
+    put(kept, StorageAllocation(call.gpu, 0))
     return result, kept
 
 
-def with_logits(call: Call):
+def with_logits(call: OpCall):
     """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
     size = nbytes(call["self"])
     with call.scratch(size), call.scratch(size):

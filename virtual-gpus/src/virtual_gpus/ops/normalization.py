@@ -11,30 +11,31 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import Call, nbytes, scratch
-from virtual_gpus.dispatch.copies import out_of_memory_as_torch
-from virtual_gpus.dispatch.timing import charge_as, operands
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.timing import operands, record_work
+from virtual_gpus.entrance import entrance
 from virtual_gpus.ops.contiguous import packed_copies, with_packed
-from virtual_gpus.placement.storages import Home, below, gpu_of, place, place_all
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, nbytes, place, place_all, put, scratch
+from virtual_gpus.threads import below
 
 _MANY_ROWS = 64 * 1024
 _LAST_BLOCK, _ELEMENTS_PER_THREAD = 512, 16  # of the channels-last kernels
 
 
-def layer_norm(call: Call):
+def layer_norm(call: OpCall):
     """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
     sizes = packed_copies(call, ("input",))
     result = call.compute()
     call.place(result[0])
     for kept in result[1:]:
         if kept.element_size() < 4:
-            kept.untyped_storage()._home = Home(call.gpu, kept.numel() * 4)
+            put(kept, StorageAllocation(call.gpu, kept.numel() * 4))
     call.place(result)
     with call.scratches(sizes):
         return result
 
 
-def layer_norm_backward(call: Call):
+def layer_norm_backward(call: OpCall):
     """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
     sizes = packed_copies(call, ("input", "grad_out"))
     result = call.run()
@@ -42,7 +43,7 @@ def layer_norm_backward(call: Call):
         return result
 
 
-def _partial_gradients(call: Call) -> list[int]:
+def _partial_gradients(call: OpCall) -> list[int]:
     tensor, columns = call["input"], torch.Size(call["normalized_shape"]).numel()
     rows = tensor.numel() // max(1, columns)
     if rows <= _MANY_ROWS or columns // 32 >= call.gpu.spec.multi_processor_count // 2:
@@ -52,19 +53,19 @@ def _partial_gradients(call: Call) -> list[int]:
     return [size for name in ("weight", "bias") if call[name] is not None]
 
 
-def group_norm(call: Call):
+def group_norm(call: OpCall):
     """A scale and a shift per sample and channel, in float."""
     size = call["N"] * call["C"] * 4
     with call.scratch(size), call.scratch(size):
         return with_packed(call, ("input",))
 
 
-def group_norm_backward(call: Call):
+def group_norm_backward(call: OpCall):
     """Sums and factors per sample and channel, and two factors per group."""
     channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
     sizes = [channels, channels] + ([channels] if call["weight"] is not None else []) + [groups, groups]
 
-    def finish(call: Call):
+    def finish(call: OpCall):
         result = call.run()
         with call.scratches(sizes):
             return result
@@ -72,7 +73,7 @@ def group_norm_backward(call: Call):
     return with_packed(call, ("grad_out", "input"), finish)
 
 
-def batch_norm(call: Call):
+def batch_norm(call: OpCall):
     """cuDNN's for (N, C, ...), PyTorch's own kernels for (N, C), half types with half weights and channels_last."""
     result = call.run()
     tensor = call["input"]
@@ -81,7 +82,7 @@ def batch_norm(call: Call):
     return result
 
 
-def batch_norm_backward(call: Call):
+def batch_norm_backward(call: OpCall):
     """cuDNN wants a packed gradient; the kernels for channels that lie together take partial sums."""
     tensor = call["input"]
     if _cudnn(tensor, call["weight"]):
@@ -103,7 +104,7 @@ def _channels_last(tensor) -> bool:
     return tensor.stride(1) == 1 and tensor.numel() > 0 and (tensor.dim() == 2 or not tensor.is_contiguous())
 
 
-def _partial_sums(call: Call, tensor, per_block: int) -> None:
+def _partial_sums(call: OpCall, tensor, per_block: int) -> None:
     """`per_block` floats per channel and thread block, and a semaphore per column of blocks."""
     channels = tensor.shape[1]
     rows = tensor.numel() // channels
@@ -142,7 +143,7 @@ class RMSNorm(torch.autograd.Function):
             result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
             kept = torch.empty(rows, device=result.device)
         place(result, gpu)
-        charge_as(gpu, "native_layer_norm", operands([input]), operands([result]))
+        record_work(gpu, "native_layer_norm", operands([input]), operands([result]))
         ctx.save_for_backward(input, weight, place(kept, gpu))
         ctx.shape, ctx.eps = shape, eps
         return result
@@ -156,7 +157,7 @@ class RMSNorm(torch.autograd.Function):
         with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
             gradients = _gradients(input, weight, ctx.shape, ctx.eps, gradient)
             place_all(gradients, gpu)
-            charge_as(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
+            record_work(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
         return *gradients, None, None
 
 
@@ -170,7 +171,7 @@ def _gradients(input, weight, shape, eps, gradient):
         return found if w is not None else (found[0], None)
 
 
-@out_of_memory_as_torch
+@entrance
 def rms_norm(input, normalized_shape, weight=None, eps=None):
     """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
     same = weight is None or weight.dtype == getattr(input, "dtype", None)

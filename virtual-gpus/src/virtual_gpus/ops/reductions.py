@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import Call
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.memory_model import reduction_scratch
 
 
-def take_buffers(call: Call, tensor: torch.Tensor, dims, partial_bytes: int) -> None:
+def take_buffers(call: OpCall, tensor: torch.Tensor, dims, partial_bytes: int) -> None:
     """Take and give back what reducing `tensor` on the call's GPU needs, after the result was placed."""
     partial, semaphores = reduction_scratch(
         tensor.shape, call.gpu.spec, dims, strides=tensor.stride(), partial_bytes=partial_bytes
@@ -18,7 +18,7 @@ def take_buffers(call: Call, tensor: torch.Tensor, dims, partial_bytes: int) -> 
             pass
 
 
-def _partial_bytes(call: Call, tensor: torch.Tensor) -> int:
+def _partial_bytes(call: OpCall, tensor: torch.Tensor) -> int:
     """Sums are kept in float for half types, in the widest whole number for whole numbers."""
     dtype = call["dtype"] if "dtype" in call.op.names else None
     dtype = dtype or tensor.dtype
@@ -27,7 +27,7 @@ def _partial_bytes(call: Call, tensor: torch.Tensor) -> int:
     return 2 * (8 if dtype == torch.complex128 else 4) if dtype.is_complex else 8
 
 
-def reduction(call: Call):
+def reduction(call: OpCall):
     """`sum`, `mean` and their like: one number per partial result."""
     tensor = call.args[0]
     result = call.run()
@@ -35,7 +35,7 @@ def reduction(call: Call):
     return result
 
 
-def with_index(call: Call):
+def with_index(call: OpCall):
     """`argmax`, `max(dim)`, ...: a partial result is a number and its index, 16 bytes."""
     tensor = call.args[0]
     result = call.run()
@@ -43,7 +43,7 @@ def with_index(call: Call):
     return result
 
 
-def _dims(call: Call):
+def _dims(call: OpCall):
     if "dim" not in call.op.names:
         return None
     dim = call["dim"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import Call
-from virtual_gpus.placement.storages import below
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.threads import below
 
 
 def _wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -28,14 +28,14 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def stats(call: Call):
+def stats(call: OpCall):
     """Mean and invstd of this rank's samples."""
     with below():
         variance, mean = torch.var_mean(_wide(call["input"]), _others(call["input"]), correction=0)
         return call.place((mean, torch.rsqrt(variance + call["eps"])))
 
 
-def gather_stats(call: Call):
+def gather_stats(call: OpCall):
     """Mean and invstd of all ranks' samples from theirs, (ranks, C) each; the running ones move towards them."""
     with below():
         means, counts = _wide(call["mean"]), _wide(call["counts"]).view(-1, 1)
@@ -49,7 +49,7 @@ def gather_stats(call: Call):
         return call.place((mean, torch.rsqrt(variance + call["eps"])))
 
 
-def normalize(call: Call):
+def normalize(call: OpCall):
     """(input - mean) * invstd * weight + bias, in the type of the input."""
     x = call["input"]
     with below():
@@ -62,7 +62,7 @@ def normalize(call: Call):
         return call.place(made.to(x.dtype))
 
 
-def backward_reduce(call: Call):
+def backward_reduce(call: OpCall):
     """This rank's sums: of the gradient, of the gradient times (input - mean); gradients of weight and bias."""
     x = call["input"]
     with below():
@@ -73,7 +73,7 @@ def backward_reduce(call: Call):
         return call.place((sum_dy, sum_dy_xmu, of_weight, sum_dy.to(of_weight.dtype, copy=True)))
 
 
-def backward_elemt(call: Call):
+def backward_elemt(call: OpCall):
     """The gradient of the input from the sums of all ranks; `count`: each rank's samples."""
     x = call["input"]
     with below():

@@ -7,9 +7,12 @@ import threading
 
 import torch
 
-from virtual_gpus.dispatch.copies import move, out_of_memory_as_torch
+from virtual_gpus.dispatch.copies import move
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import device_of, gpu_of, is_inside, local, place, storages
+from virtual_gpus.placement.creation_sites import forget_creation_site, was_made_in_cpp
+from virtual_gpus.placement.storages import device_of, gpu_of, place
+from virtual_gpus.threads import this_thread
 
 _raw_grad = torch._C.TensorBase.grad
 _get_raw_grad = _raw_grad.__get__
@@ -23,42 +26,42 @@ def _get_grad(self):
     if gradient is None:
         return None
     try:
-        if gradient.untyped_storage()._home is not None:  # as almost always, and optimizers ask often
+        if gradient.untyped_storage()._record.gpu is not None:  # as almost always, and optimizers ask often
             return gradient
     except (NotImplementedError, RuntimeError):
         pass
-    return gradient if is_inside() else _beside(gradient, self)
+    return gradient if this_thread.inside else _beside(gradient, self)
 
 
-@out_of_memory_as_torch
+@entrance
 def _beside(gradient, tensor):
-    if gpu_of(gradient) is None and isinstance(tensor, torch.Tensor) and _was_made_in_cpp(gradient):
+    if isinstance(tensor, torch.Tensor) and was_made_in_cpp(gradient):
         target = gpu_of(tensor)
         if target is not None:
             return place(gradient, target)
-        for storage in storages(gradient):
-            storage._born = None  # a CPU tensor like any other from now on
+        forget_creation_site(gradient)
     return gradient
 
 
 def _set_grad(self, gradient) -> None:
     """`p.grad = g`: on p's own device only (torch/csrc/autograd/python_variable.cpp)."""
-    if isinstance(gradient, torch.Tensor) and not is_inside() and active() and gpu_of(gradient) is not gpu_of(self):
+    is_checked = isinstance(gradient, torch.Tensor) and not this_thread.inside and active()
+    if is_checked and gpu_of(gradient) is not gpu_of(self):
         raise RuntimeError("assigned grad has data located on a different device")
     _raw_grad.__set__(self, gradient)
 
 
 def _engine_run_backward(outputs, *args, **kwargs):
     """The start of every backward pass: a gradient that is handed in must be where its output is."""
-    if is_inside():  # a recipe that lets the CPU find gradients
+    if this_thread.inside:  # a recipe that lets the CPU find gradients
         return _raw_run_backward(outputs, *args, **kwargs)
     gradients = args[0] if args else ()
     checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))
     if len(checked) == len(gradients):
         args = (checked, *args[1:])
-    outer = getattr(local, "backward", False)
+    outer = this_thread.in_backward
     clock = None if outer or active() is None else active().clock
-    local.backward = True
+    this_thread.in_backward = True
     try:
         if clock is not None:
             clock.start_backward()
@@ -68,7 +71,7 @@ def _engine_run_backward(outputs, *args, **kwargs):
             _drop_what_waits()
         raise
     finally:
-        local.backward = outer
+        this_thread.in_backward = outer
         if clock is not None:
             clock.end_backward()
     inputs = args[3] if len(args) > 3 else ()
@@ -115,7 +118,7 @@ def _checked(number: int, output, gradient):
     )
 
 
-@out_of_memory_as_torch
+@entrance
 def _apply(self, *gradients):
     """The backward pass of a Python function: outputs that nobody used get gradients of zeros, on their own GPU."""
     return _raw_apply(self, *_placed(self, gradients))
@@ -123,25 +126,17 @@ def _apply(self, *gradients):
 
 def _placed(node, gradients):
     """Give the zeros that the engine made in C++ a GPU: that of the node's other gradients, or the replica's."""
-    homeless = [(number, g) for number, g in enumerate(gradients) if _was_made_in_cpp(g)]
-    if not homeless or active() is None:
+    unplaced = [(number, g) for number, g in enumerate(gradients) if was_made_in_cpp(g)]
+    if not unplaced or active() is None:
         return gradients
     if type(node)._forward_cls is torch.nn.parallel._functions.Broadcast:
-        for number, gradient in homeless:
+        for number, gradient in unplaced:
             place(gradient, active().gpus[node.target_gpus[number // node.num_inputs]])
         return gradients
     gpus = {gpu_of(g) for g in gradients if isinstance(g, torch.Tensor)} - {None}
-    for _, gradient in homeless if len(gpus) == 1 else ():
+    for _, gradient in unplaced if len(gpus) == 1 else ():
         place(gradient, next(iter(gpus)))
     return gradients
-
-
-def _was_made_in_cpp(gradient) -> bool:
-    return (
-        isinstance(gradient, torch.Tensor)
-        and gpu_of(gradient) is None
-        and any(storage._born is not None for storage in storages(gradient))
-    )
 
 
 def rows():

@@ -30,10 +30,10 @@ def _functions(name: str, library: str):
     def set_(size: int) -> None:
         if size < 0:
             raise RuntimeError(f"workspace size must be non-negative, got {size}")
-        blas.chosen.setdefault(active(), {})[library] = size
+        blas.choose_size(active(), library, size)
 
     def reset() -> None:
-        blas.chosen.get(active(), {}).pop(library, None)
+        blas.choose_size(active(), library, None)
 
     return {f"_cuda_get{name}WorkspaceSize": get, f"_cuda_set{name}WorkspaceSize": set_,
             f"_cuda_reset{name}WorkspaceSize": reset}  # fmt: skip

@@ -17,11 +17,11 @@ from contextlib import nullcontext
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from virtual_gpus.dispatch.call import nbytes, scratch
-from virtual_gpus.dispatch.collectives import charge_barrier
-from virtual_gpus.dispatch.copies import out_of_memory_as_torch
+from virtual_gpus.dispatch.collectives import record_barrier
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.placement.storages import below, gpu_of, home_of, place
+from virtual_gpus.placement.storages import allocation_of, gpu_of, nbytes, place, scratch
+from virtual_gpus.threads import below
 
 _said = False
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
@@ -73,7 +73,7 @@ def _barrier(function):
         group = args[0] if args else kwargs.get("group")
         group = torch.distributed.group.WORLD if group is None else group
         if active().gpus and isinstance(group, torch.distributed.ProcessGroup):
-            charge_barrier(active().gpus[active().current], group)
+            record_barrier(active().gpus[active().current], group)
         return made
 
     return barrier
@@ -119,7 +119,7 @@ class _Buckets(TorchDispatchMode):
     def __init__(self, gpus: list[VirtualGPU], gpu: VirtualGPU):
         super().__init__()
         self._gpus, self._gpu = iter(gpus), gpu
-        self._sent: list[weakref.ref] = []  # Homes of the numbers in which rank 0 sends the order of the buckets
+        self._sent: list[weakref.ref] = []  # Allocations of the numbers in which rank 0 sends the order of the buckets
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -130,14 +130,14 @@ class _Buckets(TorchDispatchMode):
 
     def _put(self, made):
         if made.dtype is not torch.int32:  # a bucket: the numbers have been sent
-            _until_gloo_lets_go(lambda: any(home() for home in self._sent))
+            _until_gloo_lets_go(lambda: any(allocation() for allocation in self._sent))
             return _on(made, next(self._gpus, self._gpu))
         made = _on(made, self._gpu)
-        self._sent.append(weakref.ref(home_of(made)))
+        self._sent.append(weakref.ref(allocation_of(made)))
         return made
 
 
-@out_of_memory_as_torch
+@entrance
 def _on(tensor, gpu: VirtualGPU):
     return place(tensor, gpu)
 
@@ -242,7 +242,7 @@ def _through_a_flat_tensor(function, name: str):
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    @out_of_memory_as_torch
+    @entrance
     def call(*args, **kwargs):
         tensors = signature.bind(*args, **kwargs).arguments[name]
         gpu = gpu_of(tensors[0]) if tensors and isinstance(tensors[0], torch.Tensor) else None

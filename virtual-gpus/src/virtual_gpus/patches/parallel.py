@@ -17,14 +17,16 @@ from torch._utils import _flatten_dense_tensors, _get_device_index, _handle_comp
 
 from virtual_gpus.clock.clock import ConcurrentThreads
 from virtual_gpus.clock.traffic import collective_here
-from virtual_gpus.dispatch.copies import move, out_of_memory_as_torch
+from virtual_gpus.dispatch.copies import move
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.ops.autocast import casting
 from virtual_gpus.patches.cuda import gpu_at
-from virtual_gpus.placement.storages import device_of, gpu_of, local
+from virtual_gpus.placement.storages import device_of, gpu_of
+from virtual_gpus.threads import this_thread
 
 
-@out_of_memory_as_torch
+@entrance
 def broadcast(tensor, devices=None, *, out=None):
     """Copies of `tensor` on each of `devices`; the one on its own GPU is the tensor itself."""
     tensor = _handle_complex(tensor)
@@ -37,7 +39,7 @@ def broadcast(tensor, devices=None, *, out=None):
     return tuple(move(tensor, gpu_at(_get_device_index(d))) for d in devices)
 
 
-@out_of_memory_as_torch
+@entrance
 def broadcast_coalesced(tensors, devices, buffer_size: int = 10485760):
     """Copies of many tensors on each of `devices`, sent in flat buffers of `buffer_size` bytes.
 
@@ -100,7 +102,7 @@ def _pieces(flat, like):
     return pieces
 
 
-@out_of_memory_as_torch
+@entrance
 def scatter(tensor, devices=None, chunk_sizes=None, dim: int = 0, streams=None, *, out=None):
     """Pieces of `tensor` along `dim`, one per device; a piece that is on its GPU already is not copied."""
     tensor = _handle_complex(tensor)
@@ -120,7 +122,7 @@ def _move_on_stream(piece, gpu, stream):
         return move(piece, gpu, blocking=stream is None)
 
 
-@out_of_memory_as_torch
+@entrance
 def gather(tensors, dim: int = 0, destination=None, *, out=None):
     """One tensor of all, along `dim`, on `destination` (a GPU, or the CPU for "cpu" and -1)."""
     tensors = [_handle_complex(t) for t in tensors]
@@ -214,12 +216,12 @@ class SequentialThread:
         """Run now, and leave the thread's settings as they were."""
         target, args, kwargs = self._call
         index, grad = active().current, torch.is_grad_enabled()
-        outer = {name: value for name in ("worker", "backward") if (value := getattr(local, name, None)) is not None}
+        outer = this_thread.worker, this_thread.in_backward
         clock = active().clock
         share = clock.share
         worker = object()  # not `self`, whose tensors would stay should Ctrl-C cut the end off
         active().current = 0  # a new thread starts on GPU 0
-        local.worker, local.backward = worker, False
+        this_thread.worker, this_thread.in_backward = worker, False
         try:
             with self._beside_the_others(), casting.as_in_a_new_thread():
                 target(*args, **kwargs)
@@ -233,11 +235,9 @@ class SequentialThread:
         """It has run."""
 
 
-def _end(worker, outer: dict) -> None:
+def _end(worker: object, outer: tuple[object | None, bool]) -> None:
     """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
-    vars(local).pop("worker", None)
-    vars(local).pop("backward", None)
-    vars(local).update(outer)
+    this_thread.worker, this_thread.in_backward = outer
     for gpu in active().slots:
         if gpu.blas is not None:
             gpu.blas.leave(worker)

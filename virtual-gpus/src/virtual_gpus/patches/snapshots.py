@@ -22,8 +22,9 @@ from virtual_gpus.memory.history import ACTIONS, ALL, ALLOC, NEVER, STATE, Setti
 from virtual_gpus.memory.options import Options
 from virtual_gpus.patches.allocator_settings import apply as apply_settings
 from virtual_gpus.patches.allocator_settings import described
-from virtual_gpus.placement.storages import home_of, local
+from virtual_gpus.placement.storages import allocation_of
 from virtual_gpus.settings import INSTALLED
+from virtual_gpus.threads import this_thread
 
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 _DEFAULT_POOL = (0, 0)
@@ -92,11 +93,11 @@ def _cuda_memoryMetadataSupported() -> bool:
 
 def _annotate_tensor(tensor: torch.Tensor, metadata: str) -> None:
     """Attach a text to the allocation behind `tensor`, as an event of its own."""
-    home = home_of(tensor)
-    if home is None:
+    allocation = allocation_of(tensor)
+    if allocation is None:
         raise ValueError(f"expected a CUDA tensor, got device {tensor.device}")
-    recorders = history_of(home.gpu.machine).recorders
-    recorders[home.gpu.index].annotate(home.block.address, metadata)
+    recorders = history_of(allocation.gpu.machine).recorders
+    recorders[allocation.gpu.index].annotate(allocation.block.address, metadata)
 
 
 _raw_scope = torch.autograd.profiler.record_function
@@ -226,7 +227,7 @@ def _call_of(observer, gpu):
 @contextmanager
 def _visible():
     """While an operator is at work its mode is off, and a tensor that the observer makes would be nowhere."""
-    mode = getattr(local, "mode", None)
+    mode = this_thread.mode
     if mode is None or mode in _python_dispatch._get_current_dispatch_mode_stack():
         yield
         return

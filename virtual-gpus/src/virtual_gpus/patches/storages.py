@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.copies import out_of_memory_as_torch
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.numbers import named
-from virtual_gpus.placement.storages import Home, find_gpu, is_inside
+from virtual_gpus.placement.storages import UNRECORDED, StorageAllocation, find_gpu, record_of
+from virtual_gpus.threads import this_thread
 
 _raw_device = torch._C.StorageBase.device.__get__
 _raw_resize = torch._C.StorageBase.resize_
@@ -16,17 +17,17 @@ _raw_resize = torch._C.StorageBase.resize_
 
 def device(self) -> torch.device:
     """cuda:i for the storage of a tensor on a virtual GPU."""
-    gpu = None if is_inside() else _gpu(self)
+    gpu = None if this_thread.inside else _gpu(self)
     return _raw_device(self) if gpu is None else torch.device("cuda", gpu.index)
 
 
 def _gpu(storage):
     """The GPU that holds a storage; None if none does, or if its virtual GPUs are off."""
-    home = getattr(storage, "_home", None)
-    return home.gpu if home is not None and home.gpu.machine.on else None
+    gpu = record_of(storage).gpu
+    return gpu if gpu is not None and gpu.machine.on else None
 
 
-@out_of_memory_as_torch
+@entrance
 def to(self, *, device, non_blocking: bool = False):
     """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
     device = torch.device(named(device))
@@ -49,7 +50,7 @@ def _copy(storage, target):
         with torch._C._DisableTorchDispatch():
             made.copy_(storage, False)
     if target is not None:
-        made._home = Home(target, made.nbytes())
+        made._record = StorageAllocation(target, made.nbytes())
     return made
 
 
@@ -63,7 +64,7 @@ def cpu(self):
     return self if _gpu(self) is None else _copy(self, None)
 
 
-@out_of_memory_as_torch
+@entrance
 def clone(self):
     """A copy on the same device (deepcopy uses this)."""
     gpu = _gpu(self)
@@ -72,19 +73,17 @@ def clone(self):
     return _copy(self, gpu)
 
 
-@out_of_memory_as_torch
+@entrance
 def resize_(self, nbytes: int):
     """Another size in place, on the same GPU: fully_shard empties a storage with 0 and fills it again."""
-    home = getattr(self, "_home", None)
-    if home is not None and home.gpu.machine.on and home.nbytes != nbytes:
-        home.resize(nbytes)  # first, so that what cannot fit fills nothing
+    record = record_of(self)
+    if record.gpu is not None and record.gpu.machine.on and record.nbytes != nbytes:
+        record.resize(nbytes)  # first, so that what cannot fit fills nothing
     return _raw_resize(self, nbytes)
 
 
 def rows():
-    """`_home`, `_born`, `_product`, `_pinned` are class-wide defaults: asking a plain storage costs nothing."""
+    """See `patches`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
-    defaults = (("_home", None), ("_born", None), ("_product", None), ("_pinned", False))
-    rows = [(storage, name, value) for name, value in defaults]
-    rows += [(storage, "device", property(device))]
+    rows = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
     return rows + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone, resize_)]

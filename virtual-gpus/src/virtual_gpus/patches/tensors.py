@@ -6,7 +6,8 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import device_of, gpu_of, is_inside, local, storages
+from virtual_gpus.placement.storages import device_of, gpu_of, storages
+from virtual_gpus.threads import this_thread
 
 _raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
 _raw_is_cpu = torch._C.TensorBase.is_cpu.__get__
@@ -21,7 +22,7 @@ _raw_tolist = torch._C.TensorBase.tolist
 
 
 def _gpu(tensor: torch.Tensor):
-    return None if is_inside() or active() is None else gpu_of(tensor)
+    return None if this_thread.inside or active() is None else gpu_of(tensor)
 
 
 def is_cuda(self) -> bool:
@@ -42,11 +43,11 @@ def is_meta(self) -> bool:
 def get_device(self) -> int:
     """The GPU's index, -1 for the CPU."""
     try:  # `_gpu`, without its calls: the monitor asks every parameter
-        home = self.untyped_storage()._home
+        gpu = self.untyped_storage()._record.gpu
     except (NotImplementedError, RuntimeError):
-        home = None
-    if home is not None and home.gpu.machine.on and not getattr(local, "inside", False):
-        return home.gpu.index
+        gpu = None
+    if gpu is not None and gpu.machine.on and not this_thread.inside:
+        return gpu.index
     gpu = _gpu(self)
     return _raw_get_device(self) if gpu is None else gpu.index
 
@@ -90,8 +91,8 @@ def record_stream(self, stream) -> None:
         _raw_record_stream(self, stream)
         return
     other = active().gpus[stream.device_index].slot, stream.stream_id
-    for home in (storage._home for storage in storages(self)):
-        home.gpu.allocator.record_stream(home.block, other)
+    for storage in storages(self):
+        storage._record.gpu.allocator.record_stream(storage._record.block, other)
 
 
 _raw_make_wrapper = torch.Tensor._make_wrapper_subclass

@@ -8,11 +8,14 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._device import _device_constructors
 
-from virtual_gpus.dispatch.copies import move, out_of_memory_as_torch
+from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.numbers import named
-from virtual_gpus.placement.storages import find_gpu, gpu_of, is_inside, storages
+from virtual_gpus.placement.storages import HostStorage, find_gpu, gpu_of, storages
+from virtual_gpus.placement.storages import is_pinned as says_pinned
+from virtual_gpus.threads import this_thread
 
 _raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu", "pin_memory", "is_pinned")}
 _raw_make = {name: getattr(torch, name) for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor")}
@@ -43,11 +46,11 @@ def _flag(args, position: int, kwargs, name: str = "copy") -> bool:
     return bool(args[position] if len(args) > position else kwargs.get(name, False))
 
 
-@out_of_memory_as_torch
+@entrance
 def to(self, *args, **kwargs):
     """`Tensor.to` with virtual devices."""
     machine = active()
-    if machine is None or is_inside():
+    if machine is None or this_thread.inside:
         return _raw["to"](self, *args, **kwargs)
     if has_torch_function_unary(self):  # a subclass, or a mode
         return handle_torch_function(to, (self,), self, *args, **kwargs)
@@ -59,7 +62,7 @@ def to(self, *args, **kwargs):
     return move(self, target, dtype, memory_format, copy, blocking)
 
 
-@out_of_memory_as_torch
+@entrance
 def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.preserve_format):
     """`Tensor.cuda`: to the current GPU, or to the one named."""
     machine = active()
@@ -100,13 +103,13 @@ def pin_memory(self, device=None):
         return self
     pinned = self.clone()
     for storage in storages(pinned):
-        storage._pinned = True
+        storage._record = HostStorage(pinned=True)
     return pinned
 
 
 def is_pinned(self, device=None) -> bool:
     """True for what `pin_memory` returned."""
-    return all(storage._pinned for storage in storages(self)) if active() is not None else _raw["is_pinned"](self)
+    return says_pinned(self) if active() is not None else _raw["is_pinned"](self)
 
 
 def _maker(name: str):
@@ -114,7 +117,7 @@ def _maker(name: str):
     make = _raw_make[name]
 
     @functools.wraps(make)
-    @out_of_memory_as_torch
+    @entrance
     def on_device(data, *args, device=None, **kwargs):
         machine = active()
         device = as_device(device)

@@ -1,78 +1,98 @@
 """Which storage lives on which virtual GPU.
 
-A tensor on a virtual GPU is an ordinary CPU tensor (a meta tensor with `shapes_only`) whose *storage* carries a `Home`.
-PyTorch keeps a storage's Python object as long as the storage itself, so the Home lives exactly as long as the data,
-whoever holds it: a Python name, a view, or the autograd graph. When it goes, its block goes back to the allocator.
+A tensor on a virtual GPU is an ordinary CPU tensor (a meta tensor with `shapes_only`). What is known of its *storage*
+stands in one record, the attribute `_record` of the storage's Python object. PyTorch keeps that object as long as the
+storage itself, so the record lives exactly as long as the data, whoever holds it: a Python name, a view, or the
+autograd graph. When the record of a storage on a GPU goes, its block goes back to the allocator.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from virtual_gpus.errors import invalid_device_ordinal
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
-from virtual_gpus.memory.allocator import OutOfMemory
+from virtual_gpus.threads import this_thread
 
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # what C++ thinks: cpu or meta
 
-# `inside` is per thread: true while an operator runs below the dispatch mode. There `tensor.device` must be the raw
-# device, since meta kernels are Python and read it.
-local = threading.local()
+
+# ---- records --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def below():
-    """Compute below the accounting: operators run as they are, and nothing that they make is placed."""
-    before, local.inside = is_inside(), True
-    try:
-        yield
-    finally:
-        local.inside = before
+class HostStorage:
+    """The record of a storage in the computer's memory.
 
-
-def is_inside() -> bool:
-    """True while this thread runs an operator's kernel, where virtual devices must not show."""
-    return getattr(local, "inside", False)
-
-
-def allocate(gpu: VirtualGPU, nbytes: int, home):
-    """A block of `nbytes` on `gpu` that lives as long as `home`, a Home or another object.
-
-    Raises OutOfMemory, which then knows its GPU.
+    creation_site: the Python instruction during which C++ made it, see `creation_sites`; None for a learner's own.
+    pinned: what `pin_memory` promised.
     """
-    try:
-        return gpu.allocator.malloc(nbytes, gpu.stream, gpu.allocator.owner_of(home))
-    except OutOfMemory as error:
-        error.gpu = gpu
-        raise
+
+    __slots__ = ("creation_site", "pinned")
+    gpu = product_site = None
+
+    def __init__(self, creation_site=None, pinned: bool = False):
+        self.creation_site, self.pinned = creation_site, pinned
 
 
-class Home:
-    """The block of one storage on one GPU. When it dies, the allocator has the block back (see `owner_of`)."""
+class StorageAllocation:
+    """The record of a storage on a GPU, with its block. When it dies, the allocator has the block back.
 
-    __slots__ = ("__weakref__", "block", "gpu", "nbytes")
+    product_site: the Python instruction that made it as a matrix product, see `ops.accumulation`; else None.
+    """
+
+    __slots__ = ("__weakref__", "block", "gpu", "nbytes", "product_site")
+    creation_site, pinned = None, False
 
     def __init__(self, gpu: VirtualGPU, nbytes: int):
-        allocator = gpu.allocator
-        if not allocator.device.context:
-            gpu.start_context()
-        self.gpu = gpu
-        self.nbytes = nbytes
-        try:  # as `allocate` does: this runs for every tensor, and each call costs
-            self.block = allocator.malloc(nbytes, gpu.stream if gpu.streams else 0, allocator.owner_of(self))
-        except OutOfMemory as error:
-            error.gpu = gpu
-            raise
+        self.gpu, self.nbytes, self.product_site = gpu, nbytes, None
+        self.block = gpu.allocate(nbytes, self)
 
     def resize(self, nbytes: int) -> None:
         """A storage that grew gets a new block first, then lets the old one go, as `resize_` does on a GPU."""
-        old, self.block = self.block, allocate(self.gpu, nbytes, self)
+        old, self.block = self.block, self.gpu.allocate(nbytes, self)
         self.nbytes = nbytes
         self.gpu.allocator.free(old)
+
+
+# What `_record` says of a storage of which nothing is known. `patches.storages` puts it into torch.UntypedStorage while
+# virtual GPUs are on, so asking any storage costs one look-up.
+UNRECORDED = HostStorage()
+
+
+def record_of(storage: torch.UntypedStorage) -> HostStorage | StorageAllocation:
+    """The record of a storage, also where all virtual GPUs are off."""
+    return getattr(storage, "_record", UNRECORDED)
+
+
+class ScratchBlock:
+    """A block without a storage. It is given back when this object dies, so that Ctrl-C at any line loses none."""
+
+    __slots__ = ("__weakref__", "block")
+
+    def __init__(self, gpu: VirtualGPU, nbytes: int):
+        self.block = gpu.allocate(nbytes, self)
+
+
+@contextmanager
+def scratch(gpu: VirtualGPU, nbytes: int) -> Iterator[None]:
+    """Memory that a kernel takes on the way: a block on `gpu` until the block of code ends. Raises OutOfMemory."""
+    held = ScratchBlock(gpu, nbytes)
+    try:
+        yield
+    finally:
+        del held  # not with the frame: a traceback may keep that
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, packed (a view or an expanded tensor may take less)."""
+    return tensor.numel() * tensor.element_size()
+
+
+# ---- tensors and their storages -------------------------------------------------------------------------------------
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
@@ -111,30 +131,58 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def home_of(tensor: torch.Tensor) -> Home | None:
-    """The tensor's Home, or None for a tensor that is not on a virtual GPU."""
+def allocation_of(tensor: torch.Tensor) -> StorageAllocation | None:
+    """The tensor's block and its GPU, or None for a tensor that is not on a virtual GPU."""
     try:
-        home = tensor.untyped_storage()._home
+        record = tensor.untyped_storage()._record
     except (NotImplementedError, RuntimeError):
-        home, parts = None, storages(tensor)
-        if parts:
-            home = parts[-1]._home
-    if home is None and is_wrapper(type(tensor)):
-        home = next(map(home_of, parts_of(tensor)), None)
-    return home if home is None or home.gpu.machine.on else None
+        parts = storages(tensor)
+        record = parts[-1]._record if parts else UNRECORDED
+    if record.gpu is None and is_wrapper(type(tensor)):
+        return next(map(allocation_of, parts_of(tensor)), None)
+    return record if record.gpu is not None and record.gpu.machine.on else None
 
 
 def gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:
     """The virtual GPU that holds `tensor`, or None."""
-    home = home_of(tensor)
-    return None if home is None else home.gpu
+    allocation = allocation_of(tensor)
+    return None if allocation is None else allocation.gpu
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """What `tensor.device` says: cuda:i for a tensor on a virtual GPU, else PyTorch's own answer."""
+    gpu = None if this_thread.inside else gpu_of(tensor)
+    return RAW_DEVICE(tensor) if gpu is None or active() is None else torch.device("cuda", gpu.index)
+
+
+def block_address(tensor: torch.Tensor) -> int | None:
+    """Where the block of a strided tensor begins on its virtual GPU; None if it is on none, or takes no memory.
+
+    It is the address in `torch.cuda.memory._snapshot()`. `data_ptr()` says where the numbers lie on the host.
+    """
+    allocation = allocation_of(tensor)
+    return None if allocation is None or allocation.block is None else allocation.block.address
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """True for a CPU tensor that says it is pinned."""
+    return all([storage._record.pinned for storage in storages(tensor)])
+
+
+# ---- placing --------------------------------------------------------------------------------------------------------
+
+
+def put(tensor: torch.Tensor, allocation: StorageAllocation) -> torch.Tensor:
+    """Let `tensor` live in a block that was taken before it was made, or in that of another tensor."""
+    tensor.untyped_storage()._record = allocation
+    return tensor
 
 
 def place(tensor: torch.Tensor, gpu: VirtualGPU) -> torch.Tensor:
-    """Give every homeless storage of `tensor` a block on `gpu`. Raises the allocator's OutOfMemory."""
+    """Give every storage of `tensor` that is on no GPU a block on `gpu`. Raises the allocator's OutOfMemory."""
     for storage in storages(tensor):
-        if storage._home is None:
-            storage._home = Home(gpu, storage.nbytes())
+        if storage._record.gpu is None:
+            storage._record = StorageAllocation(gpu, storage.nbytes())
     return tensor
 
 
@@ -142,60 +190,23 @@ def place_all(result, gpu: VirtualGPU) -> None:
     """`place` for whatever an operator returned: a tensor, nothing, or lists of them."""
     if isinstance(result, torch.Tensor):
         try:
-            storage = result.untyped_storage()
+            storage = result.untyped_storage()  # as `place` does, without its calls: this runs for every result
         except (NotImplementedError, RuntimeError):
             place(result, gpu)
             return
-        if storage._home is None:
-            storage._home = Home(gpu, storage.nbytes())
+        if storage._record.gpu is None:
+            storage._record = StorageAllocation(gpu, storage.nbytes())
     elif isinstance(result, (list, tuple)):
         for part in result:
             place_all(part, gpu)
 
 
-def resized(tensor: torch.Tensor) -> None:
+def follow_size(tensor: torch.Tensor) -> None:
     """Follow a storage whose size an operator changed (`resize_`, a growing `out=`)."""
     for storage in storages(tensor):
-        if storage._home is not None and storage._home.nbytes != storage.nbytes():
-            storage._home.resize(storage.nbytes())
-
-
-# ---- tensors that C++ makes on the way ------------------------------------------------------------------------------
-# Code in C++ asks for helpers of its own ("zeros with the options of this input"). It thinks that the input is on the
-# CPU, so they arrive homeless. They are known by the Python instruction that was running when they were made: the same
-# one that runs when they meet a GPU tensor. A learner's own `torch.zeros(3)` is another instruction, and stays put.
-
-_ANYTIME = "any time"  # DDP's reducer makes its buckets once and fills them later
-
-
-def caller(depth: int = 2) -> tuple[int, int] | str:
-    """A key for the Python instruction that is calling into PyTorch now."""
-    frame = sys._getframe(depth)
-    if frame.f_code.co_filename.endswith(("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")):
-        return _ANYTIME
-    return id(frame), frame.f_lasti
-
-
-def remember_birth(tensor: torch.Tensor, key) -> None:
-    """Note where C++ made this tensor; the zeros of a backward pass may be needed long after it."""
-    key = _ANYTIME if getattr(local, "backward", False) else key
-    for storage in storages(tensor):
-        storage._born = key
-
-
-def is_ours_to_adopt(tensor: torch.Tensor, key) -> bool:
-    """True if C++ made `tensor` during the very call that now wants it on a GPU."""
-    parts = storages(tensor)
-    return bool(parts) and all(part._born is not None and part._born in (_ANYTIME, key) for part in parts)
-
-
-# ---- devices -----------------------------------------------------------------------------------------------------
-
-
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """What `tensor.device` says: cuda:i for a tensor on a virtual GPU, else PyTorch's own answer."""
-    home = None if is_inside() else home_of(tensor)
-    return RAW_DEVICE(tensor) if home is None or active() is None else torch.device("cuda", home.gpu.index)
+        record = storage._record
+        if record.gpu is not None and record.nbytes != storage.nbytes():
+            record.resize(storage.nbytes())
 
 
 def find_gpu(machine: VirtualMachine, device: torch.device) -> VirtualGPU:
@@ -204,7 +215,5 @@ def find_gpu(machine: VirtualMachine, device: torch.device) -> VirtualGPU:
         raise RuntimeError("No CUDA GPUs are available")
     index = machine.current if device.index is None else device.index
     if not 0 <= index < len(machine.gpus):
-        from virtual_gpus.errors import invalid_device_ordinal
-
         raise invalid_device_ordinal()
     return machine.gpus[index]

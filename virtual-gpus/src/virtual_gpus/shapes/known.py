@@ -8,12 +8,15 @@ ordinary (another layout, a CPU tensor among the inputs, results that share memo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from virtual_gpus.operators import Operator
 from virtual_gpus.shapes.rules import RULES
+
+if TYPE_CHECKING:  # the dispatch mode, which makes calls, lies above
+    from virtual_gpus.dispatch.call import OpCall
 
 _MISSING = object()
 _FIRST = object()  # the answer of an operator in place: its first argument
@@ -42,32 +45,33 @@ class _Unusual(Exception):
 _known: dict[tuple, object] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
 
 
-def ask(func, op: Operator, args, kwargs, run):
-    """The results of `func` on meta tensors: made at once if they are known, else by `run(func, args, kwargs)`."""
-    asked = _question(op, args, kwargs) if op.keeps_answers else None
+def ask(call: OpCall, run: Callable[[], Any]) -> Any:
+    """The results of `call` on meta tensors: made at once if they are known, else by `run()`."""
+    asked = _question(call) if call.op.keeps_answers else None
     if asked is None:
-        return run(func, args, kwargs)
+        return run()
     found = _known.get(asked, _MISSING)
     if found is not _MISSING:
-        return args[0] if found is _FIRST else _made(found)
-    rule = RULES.get(func)
-    result = None if rule is None else rule(*args, **kwargs)
+        return call.args[0] if found is _FIRST else _made(found)
+    rule = RULES.get(call.func)
+    result = None if rule is None else rule(*call.args, **call.kwargs)
     if result is None:
-        result = run(func, args, kwargs)
-    _keep(asked, op, args, kwargs, result)
+        result = run()
+    _keep(asked, call, result)
     return result
 
 
-def _question(op: Operator, args, kwargs) -> tuple | None:
+def _question(call: OpCall) -> tuple | None:
     """All that the answer hangs on; None if it may hang on more, or if somebody else wants to see every operator."""
     if torch._C._len_torch_dispatch_stack():
         return None
+    op = call.op
     asked = [op, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     by_element = op.by_element
     try:
-        for value in args:
+        for value in call.args:
             _add(asked, value, by_element)
-        for name, value in kwargs.items():
+        for name, value in call.kwargs.items():
             asked.append(name)
             _add(asked, value, by_element)
     except _Unusual:
@@ -108,15 +112,15 @@ def _made(form):
     return None if form is None else kind(map(_made, form))
 
 
-def _keep(asked: tuple, op: Operator, args, kwargs, result) -> None:
+def _keep(asked: tuple, call: OpCall, result) -> None:
     """Keep what PyTorch answered, unless it is out of the ordinary."""
     try:
-        if op.written:
-            if _question(op, args, kwargs) != asked or not (result is None or result is args[0]):
+        if call.op.written:
+            if _question(call) != asked or not (result is None or result is call.args[0]):
                 return
             found = None if result is None else _FIRST
         else:
-            found = _form(result, {t.untyped_storage()._cdata for t in _tensors(args)})
+            found = _form(result, {t.untyped_storage()._cdata for t in _tensors(call.args)})
     except _Unusual:
         return
     if len(_known) >= _MOST:

@@ -6,41 +6,44 @@ number or a truth value has no such word, so reading one raises.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.operators import Operator
-from virtual_gpus.placement.storages import home_of
+from virtual_gpus.placement.storages import gpu_of
+
+if TYPE_CHECKING:  # the dispatch mode, which makes calls, lies above
+    from virtual_gpus.dispatch.call import OpCall
 
 
-def prepare(op: Operator, args, kwargs, mixed: bool):
+def prepare(call: OpCall, mixed: bool) -> None:
     """Turn CPU tensors that may meet a GPU's (indices, sources of a copy) into meta tensors; keep 0-dim ones."""
-    if not mixed:
-        return args, kwargs
-    if op.base == "copy_" and home_of(args[0]) is None:
-        return args, kwargs
-    return tuple(_as_shape(a) for a in args), {k: _as_shape(v) for k, v in kwargs.items()}
+    if mixed and not (call.op.base == "copy_" and gpu_of(call.args[0]) is None):
+        call.args = tuple(_as_shape(a) for a in call.args)
+        call.kwargs = {k: _as_shape(v) for k, v in call.kwargs.items()}
 
 
 def _as_shape(value):
     if isinstance(value, torch.Tensor):
-        return value.to("meta") if value.device.type == "cpu" and value.dim() and home_of(value) is None else value
+        return value.to("meta") if value.device.type == "cpu" and value.dim() and gpu_of(value) is None else value
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
         return type(value)(_as_shape(v) for v in value)
     return value
 
 
-def size_is_known(op: Operator, args) -> bool:
+def size_is_known(call: OpCall) -> bool:
     """True for indexing by whole numbers: its size is the index's. A mask's depends on its values."""
     masks = (torch.bool, torch.uint8)
-    return op.is_index and not any(i is not None and i.dtype in masks for i in args[1])
+    return call.op.is_index and not any(i is not None and i.dtype in masks for i in call["indices"])
 
 
-def value(op: Operator, args):
+def value(call: OpCall) -> float:
     """The answer to `.item()` and its like: nan for a float, an error for everything else."""
-    if op.base == "_local_scalar_dense" and _has_nan(args[0]):
+    is_item = call.op.base == "_local_scalar_dense"
+    if is_item and _has_nan(call.args[0]):
         return float("nan")
-    raise errors.needs_values(op.base if op.base != "_local_scalar_dense" else "item()")
+    raise errors.needs_values("item()" if is_item else call.op.base)
 
 
 def to_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -55,7 +58,7 @@ def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return target.fill_(float("nan"))
 
 
-def collective(func, args):
+def collective(call: OpCall):
     """What a collective on tensors without values returns: no numbers are sent, and it is done at once.
 
     The ranks still tell each other the time (`collectives`), so they wait for each other.
@@ -64,10 +67,11 @@ def collective(func, args):
     """
     from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
 
+    written = call.args[0]
     future = torch.futures.Future()
-    future.set_result(list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]])
-    work, results = _create_work_from_future(future).boxed(), len(func._schema.returns)
-    return (None, work, (args[0], work))[results]  # two results: the tensors that were written, and the work
+    future.set_result(list(written) if isinstance(written, (list, tuple)) else [written])
+    work, results = _create_work_from_future(future).boxed(), len(call.func._schema.returns)
+    return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
 
 
 def _refuse_whole_numbers(tensor: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from virtual_gpus.clock.clock import Span
 from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import local
+from virtual_gpus.threads import this_thread
 from virtual_gpus.timeline.plot import draw
 from virtual_gpus.timeline.spans import lane_name, rows_of, seconds_covered
 
@@ -71,7 +71,7 @@ class Timeline:
     def _phase(self) -> str:
         if self._in_step:
             return "step"
-        return "backward" if getattr(local, "backward", False) else "forward"
+        return "backward" if this_thread.in_backward else "forward"
 
     # ---- what it says ----
 

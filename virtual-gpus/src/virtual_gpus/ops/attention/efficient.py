@@ -10,9 +10,8 @@ from contextlib import ExitStack
 
 import torch
 
-from virtual_gpus.dispatch.call import scratch
 from virtual_gpus.ops.attention.memory import FLOAT, Kernel, Sizes, packed, up
-from virtual_gpus.placement.storages import Home
+from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 
 class Efficient(Kernel):
@@ -24,18 +23,18 @@ class Efficient(Kernel):
         """Of the output or a gradient of `shape`: packed as (N, rows, heads, width)."""
         return packed((0, 2, 1, 3), shape)
 
-    def forward(self) -> tuple[Home, Home | None, list[Home]]:
-        """Homes of the output and, if it trains, of one float per row, rows rounded up to 32. Seeds stay on the CPU."""
+    def forward(self) -> tuple[StorageAllocation, StorageAllocation | None, list[StorageAllocation]]:
+        """Blocks of the output and, if it trains, of one float per row (rows rounded up to 32). Seeds stay here."""
         sizes = self.sizes
-        out = self.home(sizes.out)
-        lse = self.home(sizes.n * sizes.heads * up(sizes.rows, 32) * FLOAT) if sizes.trains else None
+        out = self.allocate(sizes.out)
+        lse = self.allocate(sizes.n * sizes.heads * up(sizes.rows, 32) * FLOAT) if sizes.trains else None
         if sizes.half and max(sizes.width, sizes.value_width) > 128:  # the output does not fit into registers
             with scratch(self.gpu, sizes.per_row * sizes.value_width * FLOAT):
                 pass
         return out, lse, []
 
-    def backward(self, gradient, out) -> list[Home]:
-        """Homes of the gradients of query, key, value and, if it wants one, bias."""
+    def backward(self, gradient, out) -> list[StorageAllocation]:
+        """Blocks of the gradients of query, key, value and, if it wants one, bias."""
         sizes = self.sizes
         with ExitStack() as stack:
             if not gradient.transpose(1, 2).is_contiguous():
@@ -44,19 +43,19 @@ class Efficient(Kernel):
             grouped = sizes.heads != sizes.kv_heads
             if grouped:  # one gradient per head of the query, added up in the end
                 share = sizes.heads // sizes.kv_heads
-                gradients = [self.home(query)]
+                gradients = [self.allocate(query)]
                 self.scratch(stack, key * share, value * share)
             else:
-                gradients = [self.home(nbytes) for nbytes in (query, key, value)]
+                gradients = [self.allocate(nbytes) for nbytes in (query, key, value)]
             bias = []
             if sizes.bias:
-                bias = [self.home(sizes.per_row * up(sizes.columns, 16) * sizes.bytes)]
+                bias = [self.allocate(sizes.per_row * up(sizes.columns, 16) * sizes.bytes)]
             kernel = _Blocks(sizes)
             with ExitStack() as sums:
                 self._delta(kernel, stack, sums)
             self.scratch(stack, kernel.workspace())
             if grouped:
-                gradients += [self.home(key), self.home(value)]
+                gradients += [self.allocate(key), self.allocate(value)]
         return gradients + bias
 
     def _delta(self, kernel: _Blocks, stack: ExitStack, sums: ExitStack) -> None:

@@ -13,14 +13,15 @@ import math
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from virtual_gpus.dispatch.call import Call, nbytes
-from virtual_gpus.dispatch.copies import out_of_memory_as_torch
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.ops.attention.call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose
 from virtual_gpus.ops.attention.fused import fused
 from virtual_gpus.ops.autocast.casting import casting
-from virtual_gpus.placement.storages import device_of, gpu_of, is_inside
+from virtual_gpus.placement.storages import device_of, gpu_of, nbytes
+from virtual_gpus.threads import this_thread
 
 _raw = torch._C._nn.scaled_dot_product_attention
 
@@ -43,7 +44,7 @@ def _is_elsewhere(query, key, value) -> bool:
     """On the CPU, or under torch.func's transforms, which take operators apart themselves."""
     return (
         active() is None
-        or is_inside()
+        or this_thread.inside
         or gpu_of(query) is None
         or query.is_nested
         or key.is_nested
@@ -62,7 +63,7 @@ def _is_wrong(query, *others, dropout: float) -> bool:
 
 
 @casting("scaled_dot_product_attention")
-@out_of_memory_as_torch
+@entrance
 def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, enable_gqa):
     if not gpu_of(query) is gpu_of(key) is gpu_of(value):
         q, k, v = map(device_of, (query, key, value))
@@ -155,7 +156,7 @@ def _for_all_heads(tensor, query):
     return tensor.repeat_interleave(heads // shared, -3)
 
 
-def safe_softmax(call: Call):
+def safe_softmax(call: OpCall):
     """Rows without any finite score get zeros: found with operators that each have a result of their own."""
     scores, dim = call["self"], call["dim"]
     rows = max(1, scores.shape[dim]) if scores.dim() else 1

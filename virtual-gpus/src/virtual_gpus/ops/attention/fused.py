@@ -7,14 +7,15 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from virtual_gpus.dispatch.timing import charge_attention
+from virtual_gpus.dispatch.timing import record_attention
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.ops.attention import memory as memory
 from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH
 from virtual_gpus.ops.attention.efficient import Efficient
 from virtual_gpus.ops.attention.numbers import Numbers
 from virtual_gpus.placement.random_numbers import default_generator
-from virtual_gpus.placement.storages import below
+from virtual_gpus.placement.storages import put
+from virtual_gpus.threads import below
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 KERNELS = {CUDNN: memory.Cudnn, FLASH: memory.Flash, EFFICIENT: Efficient}
@@ -37,16 +38,16 @@ class _Plan:
 
     def forward(self, query, key, value, bias):
         """The output, and what backward needs of it: one number per row, seed and offset of the random numbers."""
-        out_home, lse_home, seed_homes = self.memory.forward()
-        charge_attention(self.gpu, self.memory.name, query, key, value, self.numbers)
+        out_allocation, lse_allocation, seed_allocations = self.memory.forward()
+        record_attention(self.gpu, self.memory.name, query, key, value, self.numbers)
         with _unseen():
             seed = _draw(self.gpu) if self.numbers.dropout else None
             out, lse = self._forward(query, key, value, bias, seed)
-            if seed_homes:
+            if seed_allocations:
                 seed = query.new_empty((), dtype=torch.float64) if seed is None else seed
-                offset = _at(query.new_empty((), dtype=torch.float64), seed_homes[1])
-                return _at(out, out_home), _at(lse, lse_home, query), _at(seed, seed_homes[0]), offset
-            return _at(out, out_home), _at(lse, lse_home, query), seed, None
+                offset = _at(query.new_empty((), dtype=torch.float64), seed_allocations[1])
+                return _at(out, out_allocation), _at(lse, lse_allocation, query), _at(seed, seed_allocations[0]), offset
+            return _at(out, out_allocation), _at(lse, lse_allocation, query), seed, None
 
     def _forward(self, query, key, value, bias, seed):
         strides = self.memory.strides(query, shape := (*query.shape[:3], value.shape[3]))
@@ -57,9 +58,9 @@ class _Plan:
 
     def backward(self, gradient, query, key, value, bias, out, lse, seed, _):
         """Gradients of query, key, value and bias (None if it wants none)."""
-        homes = self.memory.backward(gradient, out)
-        charge_attention(self.gpu, f"{self.memory.name}_backward", query, key, value, self.numbers)
-        inputs = (query, key, value, bias)[: len(homes)]
+        allocations = self.memory.backward(gradient, out)
+        record_attention(self.gpu, f"{self.memory.name}_backward", query, key, value, self.numbers)
+        inputs = (query, key, value, bias)[: len(allocations)]
         with _unseen():
             strides = [self.memory.strides(part, part.shape) for part in inputs]
             if self.gpu.machine.shapes_only:
@@ -67,7 +68,7 @@ class _Plan:
             else:
                 found = self.numbers.backward(gradient, query, key, value, bias, out, lse, seed)
                 found = [_with_strides(*pair) for pair in zip(found, strides, strict=False)]
-            found = [_at(*pair) for pair in zip(found, homes, strict=True)]
+            found = [_at(*pair) for pair in zip(found, allocations, strict=True)]
         return *found, *[None] * (4 - len(found))
 
 
@@ -95,12 +96,12 @@ def _draw(gpu: VirtualGPU):
     return torch.empty((), dtype=torch.int64).random_(generator=default_generator(gpu))
 
 
-def _at(tensor, home, like=None):
-    """`tensor`, or an empty one, with its storage at home on the GPU; whatever it is where there is no home."""
-    if home is None:
+def _at(tensor, allocation, like=None):
+    """`tensor`, or an empty one, in a block that was taken for it; as it is where there is none."""
+    if allocation is None:
         return tensor
     tensor = like.new_empty(0) if tensor is None else tensor
-    tensor.untyped_storage()._home = home
+    put(tensor, allocation)
     return tensor
 
 

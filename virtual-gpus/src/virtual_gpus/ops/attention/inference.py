@@ -11,16 +11,17 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from virtual_gpus.dispatch.call import Call, nbytes
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.ops.attention.call import MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose
 from virtual_gpus.ops.attention.fused import KERNELS
 from virtual_gpus.ops.attention.memory import Sizes
 from virtual_gpus.ops.blas import with_workspace
-from virtual_gpus.placement.storages import local
+from virtual_gpus.placement.storages import nbytes
+from virtual_gpus.threads import this_thread
 
 
-def multi_head_attention(call: Call):
+def multi_head_attention(call: OpCall):
     """Projections around a fused kernel, or around the scores where weights or a mask are wanted. CPU's numbers."""
     query = call["query"]
     if query.is_nested or not query.numel():
@@ -37,7 +38,7 @@ def multi_head_attention(call: Call):
         return _by_scores(call, query, projected, stack)
 
 
-def _fused_kernel(call: Call, query):
+def _fused_kernel(call: OpCall, query):
     """The kernel that CUDA takes for this self-attention, or None for the scores."""
     key, value, heads = call["key"], call["value"], call["num_head"]
     width = call["embed_dim"] // heads
@@ -52,7 +53,7 @@ def _fused_kernel(call: Call, query):
     return KERNELS[backend](Sizes(gpu, part, part, part, None, 0.0, False))
 
 
-def _by_scores(call: Call, query, projected: int, stack: ExitStack):
+def _by_scores(call: OpCall, query, projected: int, stack: ExitStack):
     """Query, key and value per head, once more; the scores and their softmax; the mixed values, put in order again."""
     scores = call["num_head"] * query.shape[0] * query.shape[1] * call["key"].shape[1] * query.element_size()
     with call.scratch(projected):
@@ -64,7 +65,7 @@ def _by_scores(call: Call, query, projected: int, stack: ExitStack):
                 return with_workspace(call)
 
 
-def encoder_layer(call: Call):
+def encoder_layer(call: OpCall):
     """The layer's operators one by one, as PyTorch's C++ runs them."""
     src = call["src"]
     if src.is_nested or not src.numel():
@@ -73,7 +74,7 @@ def encoder_layer(call: Call):
         return _layer(call, src)
 
 
-def _layer(call: Call, src):
+def _layer(call: OpCall, src):
     first = call["norm_first"]
     x = _norm(call, src, 1) if first else src
     x = torch._native_multi_head_attention(
@@ -90,7 +91,7 @@ def _layer(call: Call, src):
     return x if first else _norm(call, x, 2)
 
 
-def _norm(call: Call, x, number: int):
+def _norm(call: OpCall, x, number: int):
     return torch.layer_norm(
         x, (call["embed_dim"],), call[f"norm_weight_{number}"], call[f"norm_bias_{number}"], call["eps"]
     )
@@ -99,7 +100,7 @@ def _norm(call: Call, x, number: int):
 @contextmanager
 def _seen():
     """Operators are seen again: while the mode works it is off."""
-    _push_mode(local.mode)
+    _push_mode(this_thread.mode)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """The memory that CUDA's fused attention kernels take, block by block in CUDA's order. Nothing is computed here.
 
-Each kernel is a class with `forward` and `backward`, which take blocks and give back the homes of what stays; the
+Each kernel is a class with `forward` and `backward`, which take blocks and give back the allocations of what stays; the
 memory-efficient one is in `attention_efficient`. Sources: attention.cu, attention_backward.cu and
 flash_attn/flash_api.cpp in aten/src/ATen/native/transformers/cuda; aten/src/ATen/native/cudnn/MHA.cpp; for cuDNN's
 workspace include/cudnn_frontend/node/scaled_dot_product_flash_attention.h of cudnn-frontend, whose buffers are what a
@@ -13,9 +13,8 @@ from contextlib import ExitStack
 
 import torch
 
-from virtual_gpus.dispatch.call import scratch
 from virtual_gpus.ops.attention.call import HALF
-from virtual_gpus.placement.storages import Home
+from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 FLOAT = 4
 _CUDNN_OWN = 512  # what cuDNN takes beyond its frontend's buffers; at most so much, measured
@@ -74,9 +73,9 @@ class Kernel:
             return packed(range(4), shape)
         return packed(sorted(range(4), key=like.stride().__getitem__, reverse=True), shape)
 
-    def home(self, nbytes: int) -> Home:
+    def allocate(self, nbytes: int) -> StorageAllocation:
         """A block that stays."""
-        return Home(self.gpu, nbytes)
+        return StorageAllocation(self.gpu, nbytes)
 
     def scratch(self, stack: ExitStack, *sizes: int) -> None:
         """Blocks that go when `stack` closes."""
@@ -98,19 +97,19 @@ class Cudnn(Kernel):
 
     name = "_scaled_dot_product_cudnn_attention"
 
-    def forward(self) -> tuple[Home, Home | None, list[Home]]:
-        """Homes of the output, of one float per row (if it trains) and of seed and offset of the random numbers."""
+    def forward(self) -> tuple[StorageAllocation, StorageAllocation | None, list[StorageAllocation]]:
+        """Blocks of the output, of one float per row (if it trains) and of seed and offset of the random numbers."""
         sizes = self.sizes
-        seeds = [self.home(8), self.home(8)]
-        out = self.home(sizes.out)
-        lse = self.home(sizes.per_row * FLOAT) if sizes.trains else None
+        seeds = [self.allocate(8), self.allocate(8)]
+        out = self.allocate(sizes.out)
+        lse = self.allocate(sizes.per_row * FLOAT) if sizes.trains else None
         with scratch(self.gpu, _CUDNN_OWN):
             return out, lse, seeds
 
-    def backward(self, gradient, out) -> list[Home]:
-        """Homes of the gradients of query, key and value."""
+    def backward(self, gradient, out) -> list[StorageAllocation]:
+        """Blocks of the gradients of query, key and value."""
         sizes = self.sizes
-        gradients = [self.home(nbytes) for nbytes in sizes.gradients]
+        gradients = [self.allocate(nbytes) for nbytes in sizes.gradients]
         with ExitStack() as stack:
             if gradient.stride(-1) != 1:  # as after out.sum()
                 self.scratch(stack, sizes.out)
@@ -127,28 +126,28 @@ class Flash(Kernel):
 
     name = "_scaled_dot_product_flash_attention"
 
-    def forward(self) -> tuple[Home, Home, list[Home]]:
-        """Homes of the output, of one float per row and of the random numbers' state (two numbers, one unused)."""
+    def forward(self) -> tuple[StorageAllocation, StorageAllocation, list[StorageAllocation]]:
+        """Blocks of the output, of one float per row and of the random numbers' state (two numbers, one unused)."""
         sizes = self.sizes
-        out, lse = self.home(sizes.out), self.home(sizes.per_row * FLOAT)
+        out, lse = self.allocate(sizes.out), self.allocate(sizes.per_row * FLOAT)
         with ExitStack() as stack:
             splits = 1 if sizes.dropout else self._splits()
             if splits > 1:
                 rows = splits * sizes.per_row * FLOAT
                 self.scratch(stack, rows, rows * self._rounded_width())
-            state, unused = self.home(16), self.home(8)
+            state, unused = self.allocate(16), self.allocate(8)
             if sizes.dropout:  # made a second time, before the first goes
-                state = self.home(16)
+                state = self.allocate(16)
         return out, lse, [state, unused]
 
-    def backward(self, gradient, out) -> list[Home]:
-        """Homes of the gradients of query, key and value."""
+    def backward(self, gradient, out) -> list[StorageAllocation]:
+        """Blocks of the gradients of query, key and value."""
         sizes = self.sizes
         with ExitStack() as stack:
             for tensor in (gradient, out):
                 if not tensor.transpose(1, 2).is_contiguous():
                     self.scratch(stack, sizes.out)
-            gradients = [self.home(nbytes) for nbytes in sizes.gradients]
+            gradients = [self.allocate(nbytes) for nbytes in sizes.gradients]
             rows = sizes.n * sizes.heads * up(sizes.rows, 128) * FLOAT
             self.scratch(stack, rows, rows * self._rounded_width() * self._copies())
             if sizes.heads != sizes.kv_heads:  # before heads that share them are added up

@@ -20,7 +20,7 @@ import torch
 
 from virtual_gpus.ops.autocast import lists as lists
 from virtual_gpus.ops.autocast.casts import cast, clear_cache, is_eligible, is_on_gpu, widest
-from virtual_gpus.placement.storages import local
+from virtual_gpus.threads import this_thread
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -41,7 +41,7 @@ _library: list[torch.library.Library] = []
 
 def _without_autocast(op, args, kwargs):
     """Call `op` with autocast off for this thread; off for the CPU too, whose autocast must not touch GPU tensors."""
-    outer, local.autocast = getattr(local, "autocast", False), False
+    outer, this_thread.autocast = this_thread.autocast, False
     _exclude(_KEY, True)
     try:
         if _enabled("cpu") and any(map(is_eligible, args)):
@@ -50,7 +50,7 @@ def _without_autocast(op, args, kwargs):
         return op(*args, **kwargs)
     finally:
         _exclude(_KEY, False)
-        local.autocast = outer
+        this_thread.autocast = outer
 
 
 def _cast_all(op, args, kwargs, dtype: torch.dtype):
@@ -129,7 +129,7 @@ _POLICIES = {
 
 
 def _is_on() -> bool:
-    return _enabled("cuda") and getattr(local, "autocast", False)
+    return _enabled("cuda") and this_thread.autocast
 
 
 def casting(name: str):
@@ -174,7 +174,7 @@ def follow() -> None:
     on = _enabled("cuda")
     if on:
         register()
-    local.autocast = on
+    this_thread.autocast = on
     _include(_KEY, on)
 
 
@@ -202,7 +202,7 @@ def register() -> None:
 def unregister() -> None:
     """Give PyTorch its own kernels back. Called when the last virtual GPUs go off."""
     clear_cache()
-    local.autocast = False
+    this_thread.autocast = False
     _include(_KEY, False)
     with _registering:
         while _library:

@@ -27,10 +27,10 @@ def is_eligible(value) -> bool:
 def is_on_gpu(tensor: torch.Tensor) -> bool:
     """True for a tensor on a virtual GPU that is on."""
     try:
-        home = tensor.untyped_storage()._home  # `gpu_of`, without its calls: this runs for every input
+        gpu = tensor.untyped_storage()._record.gpu  # `gpu_of`, without its calls: this runs for every input
     except (NotImplementedError, RuntimeError):
         return gpu_of(tensor) is not None
-    return home is not None and home.gpu.machine.on
+    return gpu is not None and gpu.machine.on
 
 
 def cast(value, dtype: torch.dtype):

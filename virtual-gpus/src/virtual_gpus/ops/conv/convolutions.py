@@ -18,12 +18,13 @@ from math import prod
 
 import torch
 
-from virtual_gpus.dispatch.call import Call, Held, nbytes, scratch
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory
 from virtual_gpus.ops.blas import handles_of
 from virtual_gpus.ops.contiguous import CHANNELS_LAST
 from virtual_gpus.ops.conv import workspaces as workspaces
+from virtual_gpus.placement.storages import ScratchBlock, nbytes, scratch
 
 _FIRST_WITH_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
 _known = weakref.WeakKeyDictionary()  # GPU -> shapes for which a kernel was found
@@ -53,7 +54,7 @@ def _layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:
     return found if found is not torch.contiguous_format else memory_format(second)
 
 
-def _library(call: Call, x: torch.Tensor, weight: torch.Tensor) -> str:
+def _library(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> str:
     """Who computes: "cudnn", "depthwise" (kernels of PyTorch) or "none" of them."""
     enabled, groups, transposed = torch._C._get_cudnn_enabled(), call["groups"], call["transposed"]
     if groups > 1 and not transposed and x.shape[1] == groups:
@@ -63,7 +64,7 @@ def _library(call: Call, x: torch.Tensor, weight: torch.Tensor) -> str:
     return "cudnn" if enabled and not too_wide else "none"
 
 
-def _shape(call: Call, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> workspaces.Shape:
+def _shape(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> workspaces.Shape:
     """For `x -> y`; cuDNN knows a transposed convolution as the gradient of one from y to x."""
     small, large = (x, y) if call["transposed"] else (y, x)
     last, cores = layout is not torch.contiguous_format, _tensor_cores(call.gpu, x.dtype)
@@ -98,7 +99,7 @@ def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
 def _try(gpu: VirtualGPU, size: int) -> None:
     if size:
         try:
-            Held(gpu, size)
+            ScratchBlock(gpu, size)
         except OutOfMemory:
             return  # another kernel needs less
 
@@ -119,7 +120,7 @@ class _Copies:
     def need(self, tensor: torch.Tensor, layout: torch.memory_format) -> None:
         """Copy `tensor` unless it has this layout already."""
         if not tensor.is_contiguous(memory_format=layout):
-            self.blocks.append(Held(self.gpu, nbytes(tensor)))
+            self.blocks.append(ScratchBlock(self.gpu, nbytes(tensor)))
 
     def __enter__(self):
         return self
@@ -135,7 +136,7 @@ class _Copies:
 # ---- forward -------------------------------------------------------------------------------------------------------
 
 
-def convolution(call: Call):
+def convolution(call: OpCall):
     """`aten::convolution`, of one, two or three dimensions, transposed or not."""
     x, weight = call["input"], call["weight"]
     if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
@@ -157,7 +158,7 @@ def convolution(call: Call):
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def convolution_backward(call: Call):
+def convolution_backward(call: OpCall):
     """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
     grad, x, weight = call["grad_output"], call["input"], call["weight"]
     if call.op.written or not x.numel():
@@ -169,7 +170,7 @@ def convolution_backward(call: Call):
     return (*by_library(call, results[0], results[1]), call.place(results[2]))
 
 
-def _cudnn_gradients(call: Call, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
+def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
     """Two calls of cuDNN. Each copies what is not packed for itself, and frees its copies."""
     grad, x, weight = call["grad_output"], call["input"], call["weight"]
     layout = _layout(x, weight)
@@ -206,7 +207,7 @@ def _hold_gradient(held: _Copies, grad: torch.Tensor, wanted: torch.memory_forma
     return True
 
 
-def _depthwise_gradients(call: Call, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
+def _depthwise_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
     """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
     for_x, for_weight = (_laid_out(gradient, torch.contiguous_format) for gradient in (for_x, for_weight))
     with _Copies(call.gpu) as copies:
@@ -219,7 +220,7 @@ def _depthwise_gradients(call: Call, for_x: torch.Tensor | None, for_weight: tor
 # ---- without cuDNN -------------------------------------------------------------------------------------------------
 
 
-def _by_columns(call: Call, results, small: torch.Tensor, inputs: tuple[torch.Tensor, ...]):
+def _by_columns(call: OpCall, results, small: torch.Tensor, inputs: tuple[torch.Tensor, ...]):
     """cuBLAS, image by image, over the patches of one image as columns (ConvolutionMM2d.cu and its like).
 
     small: the tensor whose pixels count the columns. Groups run one after the other, which is not modelled further.

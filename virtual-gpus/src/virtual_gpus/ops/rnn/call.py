@@ -10,7 +10,8 @@ import torch
 
 from virtual_gpus.ops.rnn.sizes import Network
 from virtual_gpus.placement.random_numbers import drawing_from
-from virtual_gpus.placement.storages import below, device_of
+from virtual_gpus.placement.storages import device_of, record_of
+from virtual_gpus.threads import below
 
 _NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
 _CELLS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
@@ -159,7 +160,7 @@ def _own(tensor):
     """`tensor` contiguous on a storage that holds nothing else and lives nowhere yet."""
     tensor = tensor.contiguous()
     storage = tensor.untyped_storage()
-    alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage._home is None
+    alone = storage.nbytes() == tensor.numel() * tensor.element_size() and record_of(storage).gpu is None
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 

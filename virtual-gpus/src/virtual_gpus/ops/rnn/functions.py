@@ -18,16 +18,16 @@ from contextlib import ExitStack
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from virtual_gpus.dispatch.call import Held, nbytes, scratch
-from virtual_gpus.dispatch.copies import out_of_memory_as_torch
-from virtual_gpus.dispatch.timing import charge_recurrent
+from virtual_gpus.dispatch.timing import record_recurrent
+from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.ops.autocast import casting
 from virtual_gpus.ops.rnn import weights as weights
 from virtual_gpus.ops.rnn.call import RecurrentCall, bind, check
 from virtual_gpus.ops.rnn.sizes import dropout_state_bytes, is_small, reserve_bytes, weight_offsets, workspace_bytes
 from virtual_gpus.placement.random_numbers import default_generator
-from virtual_gpus.placement.storages import Home, gpu_of, is_inside
+from virtual_gpus.placement.storages import ScratchBlock, StorageAllocation, gpu_of, nbytes, put, scratch
+from virtual_gpus.threads import this_thread
 
 _NOT_FLAT = (
     "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted at "
@@ -46,9 +46,9 @@ def _stand_in(name: str):
     raw = getattr(torch._C._VariableFunctions, name)
 
     @functools.wraps(raw)
-    @out_of_memory_as_torch
+    @entrance
     def recurrent(*args, **kwargs):
-        if is_inside() or active() is None or torch._C._are_functorch_transforms_active():
+        if this_thread.inside or active() is None or torch._C._are_functorch_transforms_active():
             return raw(*args, **kwargs)
         call = bind(name, raw, args, kwargs)
         if call is None:  # PyTorch says what is wrong with the arguments
@@ -92,7 +92,7 @@ def _draw_dropout_state(call: RecurrentCall) -> None:
     if call.train and call.dropout > 0 and call.gpu not in _dropout_states:
         with scratch(call.gpu, 8):  # the seed
             pass
-        _dropout_states[call.gpu] = Held(call.gpu, dropout_state_bytes(call.gpu.spec.multi_processor_count))
+        _dropout_states[call.gpu] = ScratchBlock(call.gpu, dropout_state_bytes(call.gpu.spec.multi_processor_count))
 
 
 # ---- forward -------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
     gpu, net, dtype = call.gpu, call.net, input.dtype
     with ExitStack() as temporary:
         _contiguous(temporary, gpu, _time_first(call, input))
-        homes = [Home(gpu, shape.numel() * dtype.itemsize) for shape in call.shapes]
+        allocations = [StorageAllocation(gpu, shape.numel() * dtype.itemsize) for shape in call.shapes]
         buffer = None if call.flat else weights.empty(gpu, (weight_offsets(net, True)[1],), dtype)
         small = is_small(net, False, gpu.spec.capability)
         temporary.enter_context(scratch(gpu, workspace_bytes(net, small, call.train)))
@@ -117,9 +117,9 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
             results = call.laid_out(graph.outputs)
             if with_graph:
                 reserve.untyped_storage()._graph = graph
-    for result, home in zip(results, homes, strict=True):
-        result.untyped_storage()._home = home
-    charge_recurrent(gpu, net, backward=False)
+    for result, allocation in zip(results, allocations, strict=True):
+        put(result, allocation)
+    record_recurrent(gpu, net, backward=False)
     return tuple(results), reserve, buffer
 
 
@@ -166,7 +166,7 @@ class CudnnRnn(torch.autograd.Function):
 def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
     """Gradients of (input, hx, cx, *params), None where not `wanted`."""
     on = call.gpu.machine.on  # gradients may be asked for after the virtual GPUs have gone: then nothing is counted
-    homes, flat = _blocks(call, leaves, reserve, gradients, wanted) if on else ([None] * 3, None)
+    allocations, flat = _blocks(call, leaves, reserve, gradients, wanted) if on else ([None] * 3, None)
     params = leaves[3:]
     if flat is None and any(wanted[3:]):
         flat = torch.empty(weight_offsets(call.net, True)[1], dtype=params[0].dtype, device=params[0].device)
@@ -178,17 +178,17 @@ def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
         if any(wanted[3:]):
             weights.fill(flat, parts, made[3:])
     if on:
-        charge_recurrent(call.gpu, call.net, backward=True)
+        record_recurrent(call.gpu, call.net, backward=True)
     first = []
-    for gradient, home in zip(call.laid_out_gradients(made[:3]), homes, strict=True):
-        if gradient is not None and home is not None:
-            gradient.untyped_storage()._home = home
+    for gradient, allocation in zip(call.laid_out_gradients(made[:3]), allocations, strict=True):
+        if gradient is not None and allocation is not None:
+            put(gradient, allocation)
         first.append(gradient)
     return [*first, *(part if w else None for part, w in zip(parts, wanted[3:], strict=True))]
 
 
 def _blocks(call: RecurrentCall, leaves, reserve, gradients, wanted):
-    """Take the memory of `_cudnn_rnn_backward`. Returns the homes of (dx, dhx, dcx) and the buffer of dw, if any."""
+    """Take the memory of `_cudnn_rnn_backward`. Returns the blocks of (dx, dhx, dcx) and the buffer of dw, if any."""
     gpu, (input, hx, cx) = call.gpu, leaves[:3]
     size = workspace_bytes(call.net, is_small(call.net, True, gpu.spec.capability))
     output, *states = (*gradients, None)[:3]
@@ -205,15 +205,15 @@ def _blocks(call: RecurrentCall, leaves, reserve, gradients, wanted):
             for gradient in (_time_first(call, output) if output is not None else None, *states):
                 if gradient is not None:
                     _contiguous(data, gpu, gradient)
-            homes = [None if t is None else Home(gpu, nbytes(t)) for t in (input, hx, cx)]
+            allocations = [None if t is None else StorageAllocation(gpu, nbytes(t)) for t in (input, hx, cx)]
             data.enter_context(scratch(gpu, size))
         if not any(wanted[3:]):
-            return homes, None
+            return allocations, None
         with ExitStack() as data:
             _contiguous(data, gpu, _time_first(call, input))
             flat = weights.empty(gpu, (weight_offsets(call.net, True)[1],), input.dtype)
             data.enter_context(scratch(gpu, size))
-    return homes, flat
+    return allocations, flat
 
 
 def _keeps_graph() -> bool:

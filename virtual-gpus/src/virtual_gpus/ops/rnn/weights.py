@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.copies import out_of_memory_as_torch
+from virtual_gpus.entrance import entrance
 from virtual_gpus.ops.rnn.sizes import Network, weight_offsets
-from virtual_gpus.placement.storages import Home, below, gpu_of
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
+from virtual_gpus.threads import below
 
 DTYPES = (torch.float32, torch.float16, torch.float64)  # torch.backends.cudnn.CUDNN_TENSOR_DTYPES
 _raw_flatten_parameters = torch.nn.RNNBase.flatten_parameters
@@ -24,10 +25,10 @@ def is_acceptable(tensor) -> bool:
 def empty(gpu, shape, dtype: torch.dtype) -> torch.Tensor:
     """A tensor on `gpu`, its block taken first. Nothing is written, so a CPU gives no memory for it either."""
     count = torch.Size(shape).numel()
-    home = Home(gpu, count * dtype.itemsize)
+    allocation = StorageAllocation(gpu, count * dtype.itemsize)
     with below(), torch._C._DisableTorchDispatch():
         made = torch.empty(shape, dtype=dtype, device="meta" if gpu.machine.shapes_only else "cpu")
-    made.untyped_storage()._home = home
+    put(made, allocation)
     return made
 
 
@@ -80,7 +81,7 @@ class CastFlat(torch.autograd.Function):
         return None, None, None, *(None if g is None else g.to(ctx.dtype) for g in gradients)
 
 
-@out_of_memory_as_torch
+@entrance
 def flatten_parameters(self) -> None:
     """`RNNBase.flatten_parameters` on a virtual GPU: the weights move into one buffer, and stay the same tensors."""
     weights = self._flat_weights

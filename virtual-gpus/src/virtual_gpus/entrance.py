@@ -1,0 +1,64 @@
+"""Entrances: the functions by which PyTorch and the learner's program come into this package.
+
+Errors end at the line that called, as those from C++ do: a kept traceback holds no frame of ours, and so no tensor. And
+whoever works for a call can ask which Python instruction made it, however many functions lie in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.memory.allocator import OutOfMemory
+
+_HERE = str(pathlib.Path(__file__).parent)
+_P, _R = ParamSpec("_P"), TypeVar("_R")
+
+
+def entrance(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator of a function that is called from outside. The allocator's OutOfMemory becomes PyTorch's error."""
+
+    @functools.wraps(function)
+    def entered(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except OutOfMemory as error:
+            text = errors.out_of_memory_text(error, error.gpu)
+            error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
+        except BaseException as error:
+            error.__traceback__ = _beyond_this_package(error.__traceback__)
+            args = kwargs = None
+            raise
+        # Raised from here, with the inputs let go, the traceback keeps no tensor alive: what the learner frees is free.
+        args = kwargs = None
+        raise torch.OutOfMemoryError(text)
+
+    return entered
+
+
+_ENTERED = entrance(lambda: None).__code__  # the code of `entered`, which all entrances share
+
+
+def calling_frame() -> FrameType:
+    """The frame that called the innermost entrance. For `__torch_dispatch__`: the one whose instruction called PyTorch.
+
+    Found by walking up, so no function on the way needs to know how deep it lies. Do not keep the frame.
+    """
+    frame = sys._getframe()
+    while frame.f_code is not _ENTERED:
+        frame = frame.f_back
+    return frame.f_back
+
+
+def _beyond_this_package(traceback: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback below our own frames (a custom operator's Python code), or None."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
+        traceback = traceback.tb_next
+    return traceback

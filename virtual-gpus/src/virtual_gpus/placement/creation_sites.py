@@ -1,0 +1,57 @@
+"""Tensors that C++ makes on the way, and how they are told from the learner's own.
+
+Code in C++ asks for helpers of its own ("zeros with the options of this input"). It thinks that the input is on the
+CPU, so they arrive there. They are known by the Python instruction that was running when they were made: the same one
+that runs when they meet a tensor on a GPU. They are then *adopted*: given a block on that GPU. A learner's own
+`torch.zeros(3)` is another instruction, and stays where it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.entrance import calling_frame
+from virtual_gpus.placement.storages import HostStorage, gpu_of, storages
+from virtual_gpus.threads import this_thread
+
+Site = tuple[int, int] | str
+ANY_TIME = "any time"  # DDP's reducer makes its buckets once and fills them later; so does a backward pass with zeros
+_REDUCER = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
+
+
+def calling_site() -> Site:
+    """A key for the Python instruction that is calling into PyTorch now."""
+    frame = calling_frame()
+    if frame.f_code.co_filename.endswith(_REDUCER):
+        return ANY_TIME
+    return id(frame), frame.f_lasti
+
+
+def record_creation_site(tensor: torch.Tensor, site: Site) -> None:
+    """Note where C++ made this tensor; the zeros of a backward pass may be needed long after it."""
+    site = ANY_TIME if this_thread.in_backward else site
+    for storage in storages(tensor):
+        if storage._record.gpu is None:
+            storage._record = HostStorage(site, storage._record.pinned)
+
+
+def forget_creation_site(tensor: torch.Tensor) -> None:
+    """Make it a CPU tensor like any other from now on."""
+    for storage in storages(tensor):
+        if storage._record.creation_site is not None:
+            storage._record = HostStorage(None, storage._record.pinned)
+
+
+def may_be_adopted(tensor: torch.Tensor, site: Site) -> bool:
+    """True if C++ made `tensor` during the very call that now wants it on a GPU."""
+    parts = storages(tensor)
+    return bool(parts) and all(part._record.creation_site in (ANY_TIME, site) for part in parts)
+
+
+def was_made_in_cpp(tensor) -> bool:
+    """True for a tensor that C++ made and that no GPU has adopted."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and gpu_of(tensor) is None
+        and any(storage._record.creation_site is not None for storage in storages(tensor))
+    )

@@ -1,0 +1,42 @@
+"""What the engine knows of the running thread, in one object: `this_thread`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class ThreadState(threading.local):
+    """One set of these attributes per thread. Every thread starts with the values that stand here."""
+
+    inside: bool = False
+    """True while an operator's kernel runs. `tensor.device` is then what C++ says, since meta kernels are Python and
+    read it, and no tensor that is made is placed."""
+
+    in_backward: bool = False
+    """True while autograd's engine runs a backward pass. On a real GPU that happens in a thread of its own."""
+
+    mode: TorchDispatchMode | None = None
+    """The dispatch mode through which this thread's operators are seen; None where it has not entered one."""
+
+    worker: object | None = None
+    """The replica of DataParallel whose thread this one stands in for; None for the thread itself."""
+
+    autocast: bool = False
+    """True while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet."""
+
+
+this_thread = ThreadState()
+
+
+@contextmanager
+def below() -> Iterator[None]:
+    """Compute below the accounting: operators run as they are, and nothing that they make is placed."""
+    before, this_thread.inside = this_thread.inside, True
+    try:
+        yield
+    finally:
+        this_thread.inside = before
