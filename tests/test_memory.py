@@ -114,7 +114,6 @@ def test_hidden_cards_are_matched_by_uuid(monkeypatch):
         "cuda:1 is the driver's GPU 1 (matched by UUID)."
     )
     assert " ".join(str(readings).split()).endswith(readings.note)  # wrapped to the table's width
-    assert "the driver&#x27;s GPU 3" in readings._repr_html_()
 
 
 def test_a_gpu_that_the_driver_does_not_list(monkeypatch):
@@ -168,7 +167,7 @@ def test_peaks_are_those_of_the_run(monkeypatch):
 def test_a_block_that_fails_is_still_read(monkeypatch):
     machine = Machine(monkeypatch, visible=(3, 1))
     with pytest.raises(KeyError), memory.measure_memory() as readings:
-        assert str(readings) == "No readings yet." and "No readings" in readings._repr_html_()
+        assert str(readings) == "No readings yet."
         machine.use(0, MiB)
         raise KeyError
     assert readings[0].peak_allocated == 4 * MiB + 3 and "matched by UUID" in readings.note

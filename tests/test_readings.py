@@ -1,7 +1,6 @@
-"""Readings as a table in text and in HTML, on cards of another size; sizes in words and back."""
+"""Readings as a table, on cards of another size; sizes in words and back."""
 
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -22,32 +21,6 @@ def changed(readings, **fields) -> Readings:
     return Readings(replace(reading, **fields) for reading in readings)
 
 
-class Table(HTMLParser):
-    """The cells of a table, row by row, as (tag, attributes, text); the tags that are open; the caption."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.rows, self.open, self.texts = [], [], {}
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append((tag, dict(attributes), ""))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, text):
-        self.texts[self.open[-1]] = self.texts.get(self.open[-1], "") + text
-        if self.open[-1] in ("td", "th"):
-            tag, attributes, _ = self.rows[-1][-1]
-            self.rows[-1][-1] = (tag, attributes, text)
-
-
 def test_the_text_says_where_the_figures_come_from():
     assert (
         str(TWO)
@@ -60,28 +33,6 @@ def test_the_text_says_where_the_figures_come_from():
             "  1       3.00            5.00     20.00          22.00    16,384        501.0  16,385"
         )
     )
-
-
-def test_html_and_text_hold_the_same_figures():
-    table = Table(TWO._repr_html_())
-    assert [[cell for _, _, cell in row] for row in table.rows[1:]] == [
-        ["allocated", "peak allocated", "reserved", "peak reserved", "capacity", "used", "total"],
-        ["0", "3.00", "5.00", "20.00", "22.00", "16,384", "500.0", "16,385"],
-        ["1", "3.00", "5.00", "20.00", "22.00", "16,384", "501.0", "16,385"],
-    ]
-    assert table.texts["caption"] == "Memory in MiB: 2 x Card <X>" and table.open == []
-
-
-def test_html_headings_belong_to_their_columns():
-    table = Table(TWO._repr_html_())
-    groups = [(cell, attributes["scope"], attributes.get("colspan")) for _, attributes, cell in table.rows[0]]
-    assert groups == [
-        ("GPU", "col", None), ("PyTorch (torch.cuda)", "colgroup", "5"), ("driver (GPUtil)", "colgroup", "2"),
-    ]  # fmt: skip
-    assert all(tag == "th" and attributes["scope"] == "col" for tag, attributes, _ in table.rows[1])
-    for row in table.rows[2:]:
-        assert row[0][0] == "th" and row[0][1]["scope"] == "row"
-        assert all(tag == "td" for tag, _, _ in row[1:])
 
 
 def test_without_driver_figures_its_columns_are_dashes():
@@ -100,7 +51,7 @@ def test_the_text_fits_into_a_cell(readings):
 
 
 def test_no_readings_yet():
-    assert str(Readings()) == "No readings yet." and Readings()._repr_html_() == "<p>No readings yet.</p>"
+    assert str(Readings()) == "No readings yet."
 
 
 def test_a_slice_is_a_table_too():

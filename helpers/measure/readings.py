@@ -3,7 +3,6 @@
 from collections import UserList
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from html import escape
 from textwrap import fill
 
 from helpers.gpus import parse_bytes
@@ -61,24 +60,6 @@ class Readings(UserList):
         return "\n".join([fill(self._caption(), _WIDTH), *rows, *([fill(self.note, _WIDTH)] if self.note else [])])
 
     __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        """The same table for notebooks, with headings that screen readers know as such."""
-        if not self:
-            return "<p>No readings yet.</p>"
-        sources = "".join(f'<th scope="colgroup" colspan="{len(c)}">{name}</th>' for name, c in _COLUMNS.items())
-        columns = [self._gpus(), *(column for source in _COLUMNS for column in self._columns(source))]
-        (gpu, *headings), *rows = zip(*columns, strict=True)
-        headings = "".join(f'<th scope="col">{heading}</th>' for heading in headings)
-        body = ""
-        for index, *cells in rows:
-            body += f'<tr><th scope="row">{index}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-        note = f"<p>{escape(self.note)}</p>" if self.note else ""
-        return (
-            f"<table><caption>{escape(self._caption())}</caption><thead>"
-            f'<tr><th scope="col" rowspan="2">{gpu}</th>{sources}</tr><tr>{headings}</tr></thead>'
-            f"<tbody>{body}</tbody></table>{note}"
-        )
 
     def _caption(self) -> str:
         names = [reading.name for reading in self]
