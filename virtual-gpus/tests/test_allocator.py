@@ -458,8 +458,8 @@ def interrupted_at(moment, action, interrupt, seen):
 
 # What every allocation and every free runs through, and what one does that needs new memory: tests that interrupt at
 # every moment check that they came there.
-ALLOCATING = {"_allocate", "rounded"}
-FREEING = {"_free_pending", "_reclaim", "put_merged", "put", "change_splits"}
+ALLOCATING = {"_allocate"}
+FREEING = {"_free_pending", "reclaim", "change_splits"}
 TAKING = {"_obtain", "_new_block", "release_cached"}
 
 

@@ -72,7 +72,9 @@ class CachingAllocator:
         self._max_split = -1  # as the statistics show it: what held when CUDA started
         self._stats = AllocatorStats()
         self.device = DeviceMemory(capacity, context, first_address, self._stats, self.observers)
-        self._pools: tuple[dict[int, BlockPool], ...] = {}, {}  # the large pools and the small ones, by stream
+        self._large_pools: dict[int, BlockPool] = {}  # by stream
+        self._small_pools: dict[int, BlockPool] = {}
+        self._pools = self._large_pools, self._small_pools
         self._reclaimer = Reclaimer(self.device, self._stats, self._pools)
         self._waits = StreamWaits()
         self._live: dict[int, Block] = {}
@@ -182,8 +184,8 @@ class CachingAllocator:
                 self._busy = False
                 self._lock.release()
 
-    # ---- where blocks come from and go. Whoever calls these has the lock. _allocate, _free_pending and _reclaim run
-    # for every tensor: written out rather than cut up, since each call costs.
+    # ---- where blocks come from and go. Whoever calls these has the lock. _allocate and _free_pending run for
+    # every tensor: written out rather than cut up, since each call costs.
 
     def _allocate(self, nbytes: int, stream: int, owner: Owner | None) -> Block | None:
         """A used block, or None when memory ran out. The last step, entering it in _live, makes it so."""
@@ -191,16 +193,17 @@ class CachingAllocator:
             self._complete_waits()
         options = self.options
         size = options.rounded(nbytes)
-        pool = self._pools[size <= SMALL_REQUEST].get(stream) or self._new_pool(size, stream)
+        small, plain = size <= SMALL_REQUEST, self._always_plain
+        pool = (self._small_pools if small else self._large_pools).get(stream) or self._new_pool(small, stream)
         free, tally = pool.free, pool.tally
         i = bisect_left(free, (size,))
-        if not self._always_plain:
+        if not plain:
             i = self._search(pool, size, i)
         block = free.pop(i)[2] if i < len(free) else self._obtain(pool, size)
         if block is None:
             return None
         remaining, was_split = block.size - size, block.next is not None or block.prev is not None
-        if remaining >= pool.split_from and (size < options.max_split or options.expandable):
+        if remaining >= pool.split_from and (plain or size < options.max_split or options.expandable):
             rest = cut_off(block, size)
             rest.born = tally.searches  # as `put` does
             insort(free, (remaining, rest.address, rest))
@@ -221,17 +224,16 @@ class CachingAllocator:
         tally.requested_bytes += nbytes
         tally.requested_bytes_up += nbytes
         self._stats.rising = True
-        if size >= options.max_split:
+        if not plain and size >= options.max_split:
             self._stats.oversize_allocations.change(1)
         if owner is not None:
             owner.address, block.owner = block.address, owner
         self._live[block.address] = block
         return block
 
-    def _new_pool(self, size: int, stream: int) -> BlockPool:
-        small = size <= SMALL_REQUEST
-        tally = self._stats.small if small else self._stats.large
-        return self._pools[small].setdefault(stream, BlockPool(small, stream, tally, self.options.split_from(small)))
+    def _new_pool(self, small: bool, stream: int) -> BlockPool:
+        pool = BlockPool(small, stream, self._stats, self.options.split_from(small))
+        return (self._small_pools if small else self._large_pools).setdefault(stream, pool)
 
     def _search(self, pool: BlockPool, size: int, i: int) -> int:
         """Which free block serves `size` bytes under the options, if without them it is number `i`."""
@@ -292,7 +294,8 @@ class CachingAllocator:
         )
 
     def _free_pending(self) -> None:
-        pending, live, waits, stats = self._pending, self._live, self._waits, self._stats
+        pending, live, stats, observers = self._pending, self._live, self._stats, self.observers
+        recorded, plain = self._waits.recorded, self._always_plain
         while pending:
             address = pending[0].address
             block = live.pop(address, None)
@@ -305,35 +308,24 @@ class CachingAllocator:
             tally.allocation -= 1
             tally.allocated_bytes -= size
             block.owner = None
-            if size >= self.options.max_split:
+            if not plain and size >= self.options.max_split:
                 stats.oversize_allocations.change(-1)
-            if address in waits.recorded:
+            if address in recorded:
                 event = "free_requested"
-                waits.add(block, self.clock)
+                self._waits.add(block, self.clock)
             else:
-                self._reclaim(block)
+                block.state = FREE
+                block.pool.reclaim(block)
             pending.popleft()
-            for observer in self.observers:
+            for observer in observers:
                 observer(event, address, size)
-
-    def _reclaim(self, block: Block) -> None:
-        """Put a block that nobody uses any more among the free ones, merged with its free neighbours."""
-        pool, block.state = block.pool, FREE
-        pool.tally.requested_bytes -= block.requested
-        merged, nbytes = pool.put_merged(block)
-        if block.arena is not None:
-            return
-        if block.prev is not None or block.next is not None:
-            self._stats.change_splits(pool.tally, 1 - merged, block.size - nbytes)
-        elif merged:
-            self._stats.change_splits(pool.tally, -merged, -nbytes)
 
     def _complete_waits(self, wait: bool = False) -> None:
         """Take back the blocks that no other stream uses any more; with `wait`, all of them."""
         self._stats.note_peaks()
         for block in self._waits.passed(self.clock, wait):
-            address, size = block.address, block.size
-            self._reclaim(block)
+            address, size, block.state = block.address, block.size, FREE
+            block.pool.reclaim(block)
             self.device.tell("free_completed", address, size)
 
     def _release_cached(self) -> None:

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import pairwise
 
-from virtual_gpus.memory.stats import Tally, format_size
+from virtual_gpus.memory.stats import AllocatorStats, format_size
 
 # A block's state. FREEING: given back, but not yet seen by the thread that has the lock. WAITING: for other streams.
 # UNMAPPED: addresses of an expandable segment that have no memory.
@@ -25,8 +25,9 @@ class Block:
     __slots__ = ("address", "arena", "born", "next", "owner", "pool", "prev", "requested", "size", "state")
 
     def __init__(self, address, size, pool, prev, next, arena):
-        self.address, self.size, self.requested, self.owner = address, size, 0, None
-        self.pool, self.prev, self.next, self.arena, self.state = pool, prev, next, arena, FREE
+        self.address, self.size, self.requested = address, size, 0
+        self.pool, self.prev, self.next = pool, prev, next
+        self.arena, self.owner, self.state = arena, None, FREE
 
     def __repr__(self) -> str:
         state = ("free", "used", "being freed", "waiting for a stream", "without memory")[self.state]
@@ -36,53 +37,58 @@ class Block:
 class BlockPool:
     """The free blocks of one size class on one stream: a sorted list of (size, address, block).
 
-    split_from: the least remainder that is split off. tally: the counters of the size class. unmapped: address ->
-    what of the pool's expandable segments has no memory.
+    unmapped: the same of what has no memory in the pool's expandable segments. split_from: the least remainder that is
+    split off. tally: the counters of the size class, in `stats`.
     """
 
-    __slots__ = ("free", "small", "split_from", "stream", "tally", "unmapped")
+    __slots__ = ("_stats", "free", "small", "split_from", "stream", "tally", "unmapped")
 
-    def __init__(self, small: bool, stream: int, tally: Tally, split_from: int):
-        self.small, self.stream, self.tally, self.split_from = small, stream, tally, split_from
+    def __init__(self, small: bool, stream: int, stats: AllocatorStats, split_from: int):
+        self.small, self.stream, self.split_from = small, stream, split_from
+        self._stats, self.tally = stats, stats.small if small else stats.large
         self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: dict[int, Block] = {}
+        self.unmapped: list[tuple[int, int, Block]] = []
 
     def put(self, block: Block) -> None:
         """Take a free block in, or addresses without memory."""
-        if block.state == UNMAPPED:
-            self.unmapped[block.address] = block
-        else:
-            block.born = self.tally.searches
-            insort(self.free, (block.size, block.address, block))
+        block.born = self.tally.searches
+        insort(self.unmapped if block.state == UNMAPPED else self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
         """The reverse of `put`."""
-        if block.state == UNMAPPED:
-            del self.unmapped[block.address]
-        else:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
+        entries = self.unmapped if block.state == UNMAPPED else self.free
+        del entries[bisect_left(entries, (block.size, block.address))]
 
-    def put_merged(self, block: Block) -> tuple[int, int]:
-        """`put`, together with the neighbours in the same state. Returns how many these were, and their bytes.
+    def reclaim(self, block: Block) -> None:
+        """`put` a block that nobody uses any more, as one with its neighbours in the same state, and count it.
 
-        Written out for both neighbours: this runs for every tensor, and each call costs.
+        Written out, without `put` and `remove`: this runs for every tensor, and each call costs.
         """
-        state, before, after, count, nbytes = block.state, block.prev, block.next, 0, 0
+        tally, state, size, before, after = self.tally, block.state, block.size, block.prev, block.next
+        entries, merged = self.unmapped if state == UNMAPPED else self.free, 0
+        tally.requested_bytes -= block.requested
         if before is not None and before.state == state:
-            self.remove(before)
-            count, nbytes = 1, before.size
-            block.address, block.prev = before.address, before.prev
-            if block.prev is not None:
-                block.prev.next = block
+            del entries[bisect_left(entries, (before.size, before.address))]
+            merged = 1
+            size += before.size
+            block.address = before.address
+            block.prev = before = before.prev
+            if before is not None:
+                before.next = block
         if after is not None and after.state == state:
-            self.remove(after)
-            count, nbytes = count + 1, nbytes + after.size
-            block.next = after.next
-            if block.next is not None:
-                block.next.prev = block
-        block.size += nbytes
-        self.put(block)
-        return count, nbytes
+            del entries[bisect_left(entries, (after.size, after.address))]
+            merged += 1
+            size += after.size
+            block.next = after = after.next
+            if after is not None:
+                after.prev = block
+        insort(entries, (size, block.address, block))
+        if block.arena is None:
+            if before is not None or after is not None:
+                self._stats.change_splits(tally, 1 - merged, block.size)
+            elif merged:
+                self._stats.change_splits(tally, -merged, block.size - size)
+        block.size, block.requested, block.born = size, 0, tally.searches
 
 
 def cut_off(block: Block, size: int) -> Block:

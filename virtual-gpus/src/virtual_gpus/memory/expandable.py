@@ -32,7 +32,7 @@ def expand(device: DeviceMemory, pool: BlockPool, size: int, page: int) -> Block
 
 def _lowest_addresses(pool: BlockPool, size: int) -> Block | None:
     """Where the lowest unused addresses for `size` bytes begin: a free block, or one without memory."""
-    for _, gap in sorted(pool.unmapped.items()):
+    for gap in sorted((entry[2] for entry in pool.unmapped), key=lambda gap: gap.address):
         before = gap.prev
         start = before if before is not None and before.state == FREE else gap
         block, nbytes = start, 0
@@ -65,7 +65,7 @@ def _map(device: DeviceMemory, gap: Block, nbytes: int) -> bool:
     if len(pages) * arena.page < gap.size:
         pool.put(cut_off(gap, len(pages) * arena.page))
     gap.state = FREE
-    pool.put_merged(gap)
+    pool.reclaim(gap)
     return True
 
 
@@ -85,7 +85,7 @@ def unmap_free_pages(device: DeviceMemory, pool: BlockPool) -> None:
         if block.size > len(pages) * arena.page:
             pool.put(cut_off(block, len(pages) * arena.page))
         block.state = UNMAPPED
-        pool.put_merged(block)
+        pool.reclaim(block)
 
 
 def best_to_expand(free: list[tuple[int, int, Block]], i: int) -> int:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 MIB = 1 << 20
 UNLIMITED = (1 << 64) - 1
-MIN_BLOCK = 512  # sizes round up to it
 SMALL_REQUEST = MIB  # the small pool serves requests up to this size
 SMALL_SEGMENT = 2 * MIB
 OWN_SEGMENT_FROM = 10 * MIB  # requests of this size or more get a segment of their own
@@ -59,8 +58,8 @@ class Options:
         divisions = 0  # looking it up takes time, and this runs for every tensor
         if self.divisions is not _NO_STEPS:
             divisions = self.divisions[min(max(nbytes.bit_length() - 21, 0), INTERVALS - 1)]
-        if divisions <= 1 or nbytes <= MIN_BLOCK * divisions:
-            return (nbytes + MIN_BLOCK - 1) & -MIN_BLOCK
+        if divisions <= 1 or nbytes <= 512 * divisions:
+            return (nbytes + 511) & -512
         step = (1 << (nbytes.bit_length() - 1)) // divisions
         return (nbytes + step - 1) // step * step
 
@@ -72,7 +71,7 @@ class Options:
 
     def split_from(self, small: bool) -> int:
         """The least remainder that is split off a block of the small or the large pool."""
-        return MIN_BLOCK if small or self.expandable else SMALL_REQUEST + 1
+        return 512 if small or self.expandable else SMALL_REQUEST + 1
 
     def page_size(self, small: bool) -> int:
         """The bytes of an expandable segment that get memory at once."""
