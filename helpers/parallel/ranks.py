@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _kept: list[dist.ProcessGroup] = []
-START = "torchrun --nproc-per-node 2 program.py"
 
 
 def rank() -> int:
@@ -51,19 +50,19 @@ def world_size() -> int:
 # ------------------------------------------------------------------------------------------- coming and going
 
 
-def connect(timeout_s: float = 120.0, backend: str | None = None) -> int:
+def connect(timeout_s: float = 120.0) -> int:
     """Join the other ranks, as the environment says that torchrun sets up; returns this rank's number.
 
-    timeout_s  how long to wait for the others, here and in every collective later on
-    backend    "nccl" where there are GPUs and "gloo" elsewhere, unless told
-
-    Unlike init_process_group alone, it is safe when torchrun starts the ranks again after a failure: see `_new_store`.
-    RuntimeError where the environment says nothing, where the address of rank 0 is taken, and where it never answers.
+    timeout_s: how long to wait for the others, here and in every collective later on. The backend is nccl where there
+    are GPUs, and otherwise gloo. Unlike init_process_group alone, this is safe when torchrun starts the ranks again
+    after a failure: see `_new_store`. Raises RuntimeError where the environment says nothing, where the address of rank
+    0 is taken, and where it never answers.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise RuntimeError(
-            f"{', '.join(missing)} not set, so that this process does not know the other ranks: start it with {START}"
+            f"{', '.join(missing)} not set, so this process does not know the other ranks. Start it with torchrun "
+            "--nproc-per-node 2 program.py."
         )
     gpu = local_device() if torch.cuda.is_available() else None
     if gpu is not None:
@@ -74,8 +73,9 @@ def connect(timeout_s: float = 120.0, backend: str | None = None) -> int:
         store = _new_store(store, number, ranks, time.monotonic() + timeout_s)
     except (dist.DistError, TimeoutError) as error:
         raise RuntimeError(_connection_advice(error, timeout_s)) from None  # it is quoted there
-    backend = backend or ("gloo" if gpu is None else "nccl")
-    dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=timeout)
+    dist.init_process_group(
+        "gloo" if gpu is None else "nccl", store=store, rank=number, world_size=ranks, timeout=timeout
+    )
     return number
 
 
@@ -83,8 +83,8 @@ def _new_store(store: dist.Store, number: int, ranks: int, end: float) -> dist.S
     """A part of the store in which no earlier attempt has left anything.
 
     torchrun keeps one store for all attempts: ranks that were started again could read the address of a process that
-    is dead, wait for it, and fail once more. So the first rank names its part with a word that is new, and tells it
-    only to ranks that are alive: each says hello with a new word of its own, and waits until it is said back.
+    is dead, wait for it, and fail once more. So the first rank gives its part a new name, and tells it only to ranks
+    that are alive: each writes a new word of its own there, and waits until the first rank has written it back.
     """
     mine = uuid.uuid4().hex
     if number == 0:
@@ -108,13 +108,13 @@ def _connection_advice(error: Exception, timeout_s: float) -> str:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if "EADDRINUSE" in str(error):
         return (
-            f"port {port} is in use: another training, or one that was not ended, has it. Take another one, "
-            "torchrun --master-port 29501 or MASTER_PORT=29501, on all machines"
+            f"Port {port} is in use: another training, or one that was not ended, has it. Take another one, "
+            "torchrun --master-port 29501 or MASTER_PORT=29501, on all machines."
         )
     return (
-        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited {timeout_s:.0f} s for the others at "
-        f"{address}:{port}: does rank 0 run there, were all ranks started, does a firewall let the port through, and "
-        f"is the name right (MASTER_ADDR)? PyTorch says: {str(error).splitlines()[0]}"
+        f"Rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited {timeout_s:.0f} s for the others at "
+        f"{address}:{port}. Check that rank 0 runs there, that all ranks were started, that a firewall lets the port "
+        f"through, and that MASTER_ADDR is the right name. PyTorch says: {str(error).splitlines()[0]}"
     )
 
 
