@@ -233,8 +233,6 @@ def test_spawned_ranks(capsys):
 
 
 def test_what_cannot_be_imported_travels_by_value(capsys):
-    pytest.importorskip("cloudpickle", reason="spawned ranks get functions of cells by cloudpickle")
-
     class Net(torch.nn.Module):
         def forward(self, x):
             return x * factor
@@ -242,12 +240,6 @@ def test_what_cannot_be_imported_travels_by_value(capsys):
     factor = 3
     answer = launch(lambda rank, x: (Net()(x), Net()), torch.ones(2), ranks=1, start="spawn", timeout=120)
     assert answer[0][0].tolist() == [3.0, 3.0] and type(answer[0][1]) is Net
-
-
-def test_a_function_that_cannot_be_imported_needs_cloudpickle(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # as if it were not installed
-    with pytest.raises(RuntimeError, match=r"<lambda> is not in a module .*pip install cloudpickle\)"):
-        launch(lambda rank: rank, ranks=1, start="spawn")
 
 
 # ---- output --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from virtual_gpus import virtual_gpus
 
 from helpers.parallel.launching import RankError, launch
 from helpers.parallel.launching import errors as launch_errors
-from helpers.parallel.launching.errors import Failure, is_whole, rank_error
+from helpers.parallel.launching.errors import Failure, rank_error
 from tests.programs import until
 
 LIMIT_S = 5  # for ranks that shall hang: a busy machine may need a second until they do
@@ -345,18 +345,6 @@ def test_a_rank_that_never_gets_to_its_function(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **named: os.environ["RANK"] == "1" or time.sleep(100))
     with pytest.raises(TimeoutError, match="rank 0 at:\n.*in refuse|rank 0 at:\n"):
         launch(lambda rank: None, ranks=2, timeout=LIMIT_S, show=False)
-
-
-def test_a_stack_is_whole_when_the_main_thread_s_is():
-    lines = [
-        "Timeout (0:00:05)!", "Thread 0x1 (most recent call first):", '  File "/x/threading.py", line 1 in run', "",
-        "Thread 0x2 (most recent call first):", '  File "/x/7.py", line 7 in hangs',
-        '  File "/x/helpers/parallel/launching/rank.py", line 9 in _work',
-        '  File "/x/helpers/parallel/launching/rank.py", line 8 in run_rank',
-        '  File "/x/process.py", line 3 in run',
-    ]  # fmt: skip
-    whole = [is_whole("\n".join(lines[:number])) for number in range(len(lines) + 1)]
-    assert whole == [False] * 8 + [True] * 2
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------------------

@@ -41,15 +41,15 @@ from typing import Any
 import torch
 
 from helpers.gpus import is_virtual
-from helpers.parallel.launching.errors import Failure, RankError, is_whole, rank_error, time_limit
-from helpers.parallel.launching.rank import HOST, Job, cells, pickle_work, run_rank
+from helpers.parallel.launching.errors import Failure, RankError, rank_error, time_limit
+from helpers.parallel.launching.rank import HOST, Job, cells, run_rank
 
 __all__ = ["RankError", "launch"]
 
 _GRACE_S = 2.0  # after a failure: gloo tells the others at once, who then end by themselves and name no other cause
 _LEAVE_S = 5.0  # a rank has returned; what is left is its process's end
 _KILLED_S = 60.0  # a killed process is gone at once, unless it gets no core
-_STACKS_S = 5.0  # for the ranks to write where they are
+_PLACES_S = 5.0  # for the ranks to write where they are
 _LOOK_S = 0.02  # between two looks at the files
 _one_at_a_time = threading.Lock()  # threads that launch take turns
 # The time and the process's number in what PyTorch's C++ and its loggers say; and their own "[rank0]:".
@@ -90,7 +90,9 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
             ends=None if timeout is None else time.monotonic() + timeout,
         )  # fmt: skip
         if start == "spawn":
-            job.file("all", "work").write_bytes(pickle_work(fn, args))
+            import cloudpickle  # pickle cannot take what is defined in a cell to another process
+
+            job.file("all", "work").write_bytes(cloudpickle.dumps((fn, args)))
         if show:
             print(_what_runs(job), flush=True)
         with _one_at_a_time:
@@ -239,16 +241,14 @@ def _still_running(job: Job, processes: list, failures: dict[int, Failure]) -> l
 
 def _too_late(job: Job, running: list[int]) -> TimeoutError:
     """The ranks write where they are by themselves, at this moment."""
-    patience = time.monotonic() + _STACKS_S
-    while time.monotonic() < patience and not all(is_whole(_stack(job, rank)) for rank in running):
+    files = [job.file(rank, "place") for rank in range(job.ranks)]
+    patience = time.monotonic() + _PLACES_S
+    while time.monotonic() < patience and not all(files[rank].exists() for rank in running):
         time.sleep(_LOOK_S)
-    stacks = {rank: _stack(job, rank) if rank in running else None for rank in range(job.ranks)}
-    return time_limit(stacks, job.limit_s, job.labels)
-
-
-def _stack(job: Job, rank: int) -> str:
-    file = job.file(rank, "stack")
-    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    places = ["had returned."] * job.ranks
+    for rank in running:
+        places[rank] = files[rank].read_text(encoding="utf-8") if files[rank].exists() else "did not say where it was."
+    return time_limit(places, job.limit_s)
 
 
 def _end(processes: list) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -126,18 +126,27 @@ def _traceback(error: BaseException, labels: dict[str, str]) -> str:
     return "".join(told.format())
 
 
+def place_of(frame: FrameType, labels: dict[str, str]) -> str:
+    """Where a rank is, as a traceback of its stack from its function on."""
+    stack = traceback.extract_stack(frame)
+    begins = max(number for number, part in enumerate(stack) if part.filename.startswith(_LAUNCH)) + 1
+    del stack[:begins]
+    _shorten_stack(stack, labels)
+    return "at:\n" + "".join(stack.format()).rstrip() if stack else "had not started its function yet."
+
+
 def _shorten(told: traceback.TracebackException, labels: dict[str, str]) -> None:
     for part in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
         if part is not None:
             _shorten(part, labels)
-    told.stack[:] = [frame for frame in told.stack if not _is_machinery(frame.filename)]
-    for frame in told.stack:
+    _shorten_stack(told.stack, labels)
+
+
+def _shorten_stack(stack: traceback.StackSummary, labels: dict[str, str]) -> None:
+    """Without the frames of the launcher and of what stands in for GPUs, which real GPUs' errors do not have."""
+    stack[:] = [frame for frame in stack if not frame.filename.startswith((_LAUNCH, ENGINE_FOLDER))]
+    for frame in stack:
         frame.filename = _short(frame.filename, labels)
-
-
-def _is_machinery(file: str) -> bool:
-    """Frames of the launcher and of what stands in for GPUs, which real GPUs' errors do not have."""
-    return file.startswith((_LAUNCH, ENGINE_FOLDER))
 
 
 def _short(file: str, labels: dict[str, str]) -> str:
@@ -149,36 +158,11 @@ def _short(file: str, labels: dict[str, str]) -> str:
     return file[len(max(below, key=len)) :] if below else file
 
 
-def time_limit(stacks: dict[int, str | None], limit_s: float, labels: dict[str, str]) -> TimeoutError:
-    """The error of a run that took too long. `stacks`: faulthandler's text per rank; None for one that has returned."""
-    places: dict[str, list[int]] = {}
-    for rank, text in sorted(stacks.items()):
-        places.setdefault("had returned." if text is None else _place(text, labels), []).append(rank)
+def time_limit(places: list[str], limit_s: float) -> TimeoutError:
+    """The error of a run that took too long, with the place of each rank."""
+    found: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        found.setdefault(place, []).append(rank)
     limit = f"the time limit of {limit_s:g} s (timeout={limit_s:g})"
-    lines = [f"{len(stacks)} ranks were not done within {limit}. Where they were:"]
-    lines += [f"\n{_names(found)} {place}" for place, found in places.items()]
-    return TimeoutError("\n".join(lines))
-
-
-def is_whole(text: str) -> bool:
-    """Whether faulthandler has written the main thread's frames, which come last, down to where the rank's life begins.
-
-    It writes line by line, and a rank may lose its core in the middle. Of a hundred frames it leaves the others out.
-    """
-    return re.search(r"^  File .* in run_rank$", text, re.MULTILINE) is not None
-
-
-def _place(text: str, labels: dict[str, str]) -> str:
-    """One rank's stack as a traceback: faulthandler gives the innermost frame first, and the main thread last."""
-    block = re.split(r"^(?:Thread|Current thread) .*$", text, flags=re.MULTILINE)[-1]
-    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', block, re.MULTILINE)
-    lines = []
-    for file, number, name in reversed(frames):
-        if file.startswith(_LAUNCH):
-            lines = []  # from here on it is the rank's own
-        elif not _is_machinery(file):
-            source = linecache.getline(file, int(number)).strip()
-            lines.append(
-                f'  File "{_short(file, labels)}", line {number}, in {name}' + f"\n    {source}" * bool(source)
-            )
-    return "at:\n" + "\n".join(lines) if lines else "had not started its function yet."
+    lines = [f"{len(places)} ranks were not done within {limit}. Where they were:"]
+    return TimeoutError("\n".join(lines + [f"\n{_names(ranks)} {place}" for place, ranks in found.items()]))

@@ -1,6 +1,6 @@
 """What runs in a rank's process: the set-up, the function, and how its result or its error gets home.
 
-A rank writes to its own files in the run's folder: `out` and `err` (what it prints), `ready` (it is connected), `stack`
+A rank writes to its own files in the run's folder: `out` and `err` (what it prints), `ready` (it is connected), `place`
 (where it was at the time limit), and at the end `result` or `failure`. Files keep what was written by a rank that is
 killed, never fill up as a pipe does, and cannot mix two ranks.
 """
@@ -8,6 +8,7 @@ killed, never fill up as a pipe does, and cannot mix two ranks.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import io
 import linecache
 import multiprocessing
@@ -19,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ from typing import Any
 import torch
 
 from helpers.gpus import renew_gpus
-from helpers.parallel.launching.errors import Failure
+from helpers.parallel.launching.errors import Failure, place_of
 
 HOST = "127.0.0.1"
-_kept = []  # files that must stay open as long as the rank lives
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Job:
     ends: float | None
 
     def file(self, rank: int | str, what: str) -> Path:
-        """Where `rank` writes "out", "err", "ready", "stack", "result" or "failure"."""
+        """Where `rank` writes "out", "err", "ready", "place", "result" or "failure"."""
         return self.folder / f"{rank}.{what}"
 
     @property
@@ -75,26 +74,6 @@ def cells() -> dict:
     return found
 
 
-def pickle_work(fn: Callable, args: tuple) -> bytes:
-    """For spawned ranks, with cloudpickle: pickle cannot take what is defined in a cell to another process."""
-    pickler = _pickler()
-    in_a_module = fn.__module__ != "__main__" or hasattr(sys.modules["__main__"], "__file__")
-    if pickler is pickle and not (in_a_module and "<" not in getattr(fn, "__qualname__", "")):
-        raise RuntimeError(
-            f"{getattr(fn, '__name__', fn)} is not in a module that spawned ranks could import, so it has to be sent "
-            "to them. Install cloudpickle (pip install cloudpickle), or move the function into a .py file."
-        )
-    return pickler.dumps((fn, args))
-
-
-def _pickler():
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle
-    return cloudpickle
-
-
 # ---- in the rank ----------------------------------------------------------------------------------------------------
 
 
@@ -104,19 +83,18 @@ def run_rank(rank: int, job: Job) -> None:
     os.environ.update(_environment(rank, job))
     _print_into(job.file(rank, "out"), job.file(rank, "err"))
     if job.ends is not None:
-        # At the time limit this rank's stack is written, by a thread that no lock can hold up.
-        _kept.append(open(job.file(rank, "stack"), "wb"))
-        faulthandler.dump_traceback_later(max(job.ends - time.monotonic(), 0.01), file=_kept[-1])
+        timer = threading.Timer(max(job.ends - time.monotonic(), 0), _write_place, (rank, job))
+        timer.daemon = True
+        timer.start()
     try:
         for name, (_, entry) in job.cells.items():
             linecache.cache.setdefault(name, entry)
         fn, args = job.work or pickle.loads(job.file("all", "work").read_bytes())
         _set_up(rank, job)
-        result = _pickled(fn(rank, *args), rank, pickle if job.work else _pickler())
+        result = _pickled(fn(rank, *args), rank, job)
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the parent must hear of any way out
         _write(job.file(rank, "failure"), pickle.dumps(Failure.of(error, rank, job.labels)))
         os._exit(1)  # at once, so that the others see a closed connection and do not wait
-    faulthandler.cancel_dump_traceback_later()
     _write(job.file(rank, "result"), result)
     if torch.distributed.is_initialized():
         # Not ranks.disconnect, which keeps the connections: a rank that still waits for this one must see them close.
@@ -155,7 +133,9 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
-def _pickled(result: Any, rank: int, pickler) -> bytes:
+def _pickled(result: Any, rank: int, job: Job) -> bytes:
+    """For the parent, which knows the classes of cells already if it forked the rank."""
+    pickler = pickle if job.work else importlib.import_module("cloudpickle")
     buffer = io.BytesIO()
     try:
         torch.save(result, buffer, pickle_module=pickler)
@@ -165,6 +145,12 @@ def _pickled(result: Any, rank: int, pickler) -> bytes:
             "tensors, numbers, text, lists or dicts of them, and of a model its state_dict()."
         ) from None
     return buffer.getvalue()
+
+
+def _write_place(rank: int, job: Job) -> None:
+    """At the time limit: where this rank's main thread is."""
+    place = place_of(sys._current_frames()[threading.main_thread().ident], job.labels)
+    _write(job.file(rank, "place"), place.encode("utf-8"))
 
 
 def _leave_the_notebook() -> None:
