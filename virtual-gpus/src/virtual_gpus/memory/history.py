@@ -21,11 +21,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.memory import stacks
 from virtual_gpus.memory.options import environment_text
+
+if TYPE_CHECKING:
+    from virtual_gpus.machine import VirtualGPU, VirtualMachine
 
 _now, _new = time.perf_counter_ns, tuple.__new__
 

@@ -1,0 +1,89 @@
+"""Imports run one way: no module of the package imports one of a higher layer, and none itself by a detour."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "virtual_gpus"
+# From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
+LAYERS = [
+    "gpus",
+    "memory",
+    "memory_model",
+    "clock",
+    "settings",
+    "processes",
+    "machine",
+    "errors",
+    "entrance",
+    "threads",
+    "placement",
+    "operators",
+    "shapes",
+    "dispatch",
+    "ops",
+    "timeline",
+    "patches",
+    "switch",
+    "virtual_gpus",  # the package's own __init__: the public names
+    "__main__",
+]
+
+
+def modules():
+    """Every module of the package by its dotted name; the package itself is "virtual_gpus"."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(("virtual_gpus", *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path, known):
+    """The modules of this package that a file imports anywhere, also inside functions, but not for its types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for inner in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}: write imports of this package in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if whole in known or node.module in known:
+                    yield whole if whole in known else node.module
+
+
+def graph():
+    known = modules()
+    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
+
+
+def layer(name):
+    parts = name.split(".")
+    return LAYERS.index(parts[1] if len(parts) > 1 else "virtual_gpus")
+
+
+def test_every_module_is_in_a_layer():
+    assert {name.split(".")[1] for name in modules() if "." in name} | {"virtual_gpus"} == set(LAYERS)
+
+
+def test_no_module_imports_a_higher_layer():
+    upward = {f"{a} -> {b}" for a, used in graph().items() for b in used if layer(b) > layer(a)}
+    assert upward == set()
+
+
+def test_there_is_no_cycle():
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
