@@ -146,7 +146,7 @@ def test_the_usual_mistakes_with_memory_are_named(wrong, reason):
 
 def test_devices_of_tensors_and_modules():
     assert said(compare.device, torch.ones(2), CPU) == said(compare.device, nn.Linear(2, 2), CPU) == ""
-    assert "cpu, because that is still on the CPU: cuda:1 is asked for" in said(compare.device, torch.ones(2), GPU_1)
+    assert "the device is cpu, because it should be cuda:1" in said(compare.device, torch.ones(2), GPU_1)
     spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     assert "the device is meta" in said(compare.device, spread, CPU)
 

@@ -47,9 +47,9 @@ def test_wrong_totals_are_explained():
 def test_wrong_ways_to_run_on_a_gpu_are_explained():
     explains(
         check.run_on,
-        (lambda gpu, net, images: net(images), "still on the CPU"),
+        (lambda gpu, net, images: net(images), "the device is cpu, because it should be cuda:3"),
         (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
-        (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:3 is asked for"),
+        (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:0, because it should be cuda:3"),
         (lambda gpu, net, images: images.to(gpu), "the shape is (5, 1, 4, 4)"),
         (lambda gpu, net, images: run_on(gpu, net, images).softmax(1), "values differ"),
         (lambda gpu, net, images: net.to(gpu), "is not a tensor"),

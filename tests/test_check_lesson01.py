@@ -43,7 +43,7 @@ def test_with_positions():
         check.with_positions,
         (lambda x: torch.cat([x, torch.arange(len(x))[:, None]], 1), "is on cpu, different from"),
         (lambda x: torch.cat([x, torch.arange(len(x), device="cuda")[:, None]], 1), "is on cuda:0"),
-        (lambda x: with_positions(x.cpu()), "still on the CPU"),
+        (lambda x: with_positions(x.cpu()), "the device is cpu, because it should be cuda:0"),
         (lambda x: with_positions(x.float()), "the dtype of x"),
         (lambda x: with_positions(x).roll(1, 1), "at [0, 0] there is 0, and -1 is right"),
         (lambda x: x, "(5, 4) is asked for"),

@@ -92,9 +92,9 @@ def test_frugal(two_gpus):
         (one_at_a_time, "two at a time take"),
         (never_ends, "never end"),
         (lambda stages, m: frugal(stages, m)[1:], "each of 2 stages"),
-        (lambda stages, m: [order[:-1] for order in frugal(stages, m)], "lacks 1 task(s)"),
-        (lambda stages, m: [[*order, ("B", 0)] for order in frugal(stages, m)], "a task comes twice"),
-        (lambda stages, m: [[*order, ("X", 0)] for order in frugal(stages, m)], "no such task"),
+        (lambda stages, m: [order[:-1] for order in frugal(stages, m)], "[('B', 0)] missing"),
+        (lambda stages, m: [[*order, ("B", 0)] for order in frugal(stages, m)], "a task comes twice, or"),
+        (lambda stages, m: [[*order, ("X", 0)] for order in frugal(stages, m)], "there is no such task"),
         (lambda stages, m: [order[::-1] for order in frugal(stages, m)], "before it went forward"),
         (lambda stages, m: frugal(stages, m)[0], "a list of orders"),
     )

@@ -78,8 +78,7 @@ def device(answer: Tensor | nn.Module, expected: torch.device) -> None:
     """`answer` must be on the device `expected`, a module with all its parameters and buffers."""
     tensors = [answer] if isinstance(answer, Tensor) else [*answer.parameters(), *answer.buffers()]
     for each in tensors:
-        place = "still on the CPU" if each.device.type == "cpu" else "not where it should be"
-        require(each.device == expected, f"the device is {each.device}", f"that is {place}: {expected} is asked for")
+        require(each.device == expected, f"the device is {each.device}", f"it should be {expected}")
 
 
 def tensor(answer: object, expected: Tensor, rel: float = 1e-4, absolute: float = 1e-6) -> None:
