@@ -4,10 +4,7 @@
     data           images (bundled Fashion-MNIST, or CIFAR-10) and words
     models         the networks of the lessons
     train          one training loop: on one GPU, with DataParallel, or as one of many ranks with DDP; checkpoints
-    parallel_loss  the loss where the outputs are: DataParallelModel and its criterion, loss inside forward
-    launch         one function on several ranks, from a cell: results, printed lines, errors, a time limit
-    ranks          one rank among others: join the group, this rank's share of the data
-    pipeline       a net in stages on several GPUs: GPipe and 1F1B, their bubble and their memory
+    parallel       one function on several ranks, and one rank among others; the loss where the outputs are; pipelines
     tensor_parallel  one matrix over several ranks, in columns or rows
     memory         memory readings per GPU, from GPUtil and from torch.cuda; what was refused; the largest batch
     monitor        memory over time: every allocation of a run, its phases, its peak and what held it

@@ -298,6 +298,6 @@ def test_bad_arguments(capsys):
         main("--batch-size", 9, "--accumulate", 2)
     assert "a batch of 9 cannot be accumulated in 2 equal pieces" in capsys.readouterr().err
     with pytest.raises(
-        RuntimeError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set.*start it with torchrun"
+        RuntimeError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set.*Start it with torchrun"
     ):
         main("--method", "ddp")

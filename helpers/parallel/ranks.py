@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,8 +24,6 @@ __all__ = [
     "connect",
     "disconnect",
     "from_all",
-    "from_first",
-    "gather_to_first",
     "gpu_name",
     "local_device",
     "rank",
@@ -162,38 +160,14 @@ def rank_loader(
     if batch_size % ranks or batch_size < 1:
         below = batch_size // ranks * ranks
         raise ValueError(
-            f"a batch of {batch_size} cannot be shared equally by {ranks} ranks, at least one sample each: take "
-            + (f"{below} or {below + ranks}" if below > 0 else f"{ranks}, or start fewer ranks")
+            f"A batch of {batch_size} cannot be shared equally by {ranks} ranks, with at least one sample each. Take "
+            + (f"{below} or {below + ranks}." if below > 0 else f"{ranks}, or start fewer ranks.")
         )
     sampler = DistributedSampler(dataset, ranks, rank(), shuffle=shuffle, seed=seed)
     return DataLoader(dataset, batch_size // ranks, sampler=sampler, **options)
 
 
 # ---------------------------------------------------------------------------------------------------- objects
-
-
-def gather_to_first(value: Any) -> list[Any]:
-    """The values of all ranks, in order, on rank 0; an empty list on the others."""
-    if world_size() == 1:
-        return [value]
-    values = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
-    return values or []
-
-
-def from_first(make: Callable[[], Any]) -> Any:
-    """What `make()` returned on rank 0, the only one that calls it. If it raises there, every rank raises that."""
-    answer = [None, None]
-    if rank() == 0:
-        try:
-            answer[0] = make()
-        except Exception as error:
-            answer[1] = error
-    if world_size() > 1:
-        dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
 
 
 def from_all(value: Any) -> list[Any]:
@@ -220,4 +194,4 @@ def agree(values: dict[str, Any]) -> None:
     differ = [name for name in values if any(other[name] != values[name] for other in everyone)]
     if differ:
         told = "; ".join(f"{name}: {', '.join(str(other[name]) for other in everyone)}" for name in differ)
-        raise ValueError(f"the ranks must agree, and do not ({told}, in rank order): each would wait for the others")
+        raise ValueError(f"The ranks must agree, and do not ({told}, in rank order). Each would wait for the others.")
