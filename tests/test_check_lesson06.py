@@ -213,3 +213,13 @@ def test_budget_of_other_things():
     assert told(check.budget(net, torch.zeros(500, 784), {"parameters": 1}), "MiB for each of parameters, gradients")
     assert told(check.budget(lambda: 3, torch.zeros(500, 784), right()), "is not a net")
     assert told(check.budget(net, 3, right()), "is not a tensor")
+
+
+class Scalar(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).sum()
+
+
+def test_budget_of_a_net_that_returns_its_loss():
+    guess = right() | {"activations": 500 * 2048 * 4 / 2**20}
+    assert check.budget(lambda: Scalar(*net()), torch.zeros(500, 784), guess)

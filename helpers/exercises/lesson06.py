@@ -230,10 +230,10 @@ def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.
         adam.zero_grad()
         torch.cuda.reset_peak_memory_stats(gpu)
         before = requested()
-        out = net(x)
-        labels = torch.zeros(len(out), dtype=torch.long, device=gpu)
-        loss = cross_entropy(out, labels) if out.dim() == 2 else out.float().mean()
-        del out, labels
+        loss = net(x)
+        if loss.dim() == 2:
+            loss = cross_entropy(loss, torch.zeros(len(loss), dtype=torch.long, device=gpu))
+        loss = loss.float().mean()
         found["activations"] = requested() - before
         loss.backward()
         del loss
