@@ -32,7 +32,7 @@ from helpers.lesson07.scaling import Cluster
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import bert_article, parameter_count, pyramidnet_article
-from helpers.show.plots.alt_text import alt_text
+from helpers.show.style import alt_text
 from tests.benchmarks.methods import STORED, said
 from tests.benchmarks.nets import measured_nets
 

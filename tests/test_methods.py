@@ -30,7 +30,7 @@ from helpers.lesson07.methods.measure import step_by
 from helpers.lesson07.scaling import Cluster
 from helpers.models import Bert, PyramidNet
 from helpers.parallel.launching import RankError, launch
-from helpers.show.plots.alt_text import alt_text
+from helpers.show.style import alt_text
 
 TITAN = Cluster("TITAN Xp")
 LARGE = Job("large", lambda: Bert(30_000, 256, 2, 8, 128), 64, 16, (128,), (128,), True, torch.optim.Adam)

@@ -24,8 +24,8 @@ from helpers.measure.oom.explain import Explanation
 from helpers.measure.oom.holders import holders
 from helpers.measure.oom.origins import UNKNOWN, origin
 from helpers.show import describe_cures, describe_segments, draw_cures, draw_segments
-from helpers.show.cures import CURES
-from helpers.show.plots.alt_text import alt_text
+from helpers.show.diagrams import CURES
+from helpers.show.style import alt_text
 
 matplotlib.use("Agg")
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")

@@ -275,5 +275,5 @@ def test_the_picture_is_the_same_each_time():
 
 @pytest.mark.parametrize("wrong", [{"stages": 0}, {"micro_batches": 0}, {"schedule": "GPype"}, {"extra": -1}])
 def test_a_panel_of_no_pipeline_is_refused(wrong):
-    with pytest.raises(ValueError, match="an integer|choose one of GPipe, 1F1B|percentage"):
+    with pytest.raises(ValueError, match="an integer|none of the options|percentage"):
         explore_pipeline(**wrong)

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.measure import GiB, MiB, Reading, Readings, Refusal, format_bytes
-from helpers.measure.readings import with_capacity
+from helpers.measure import GiB, MiB, Reading, Readings, format_bytes
 
 TWO = Readings(
     Reading(
@@ -57,20 +56,6 @@ def test_no_readings_yet():
 def test_a_slice_is_a_table_too():
     readings = Readings([Reading(i, "Card", GiB, 1, 1, 1, 1) for i in range(3)], "a note")
     assert isinstance(readings[1:], Readings) and "<0.01" in str(readings[1:])
-
-
-def test_the_same_figures_on_other_cards():
-    smaller = with_capacity(Readings(TWO, "a note"), "12 GiB")
-    assert smaller == changed(TWO, capacity=12 * GiB, driver_total=12 * GiB) and smaller.note == "a note"
-    assert with_capacity(TWO, 12 * GiB) == smaller and with_capacity(TWO, None) is TWO
-    assert with_capacity(changed(TWO, driver_total=None), GiB)[0].driver_total is None
-    assert TWO[0].capacity == 16 * GiB
-
-
-def test_a_run_that_stopped_is_not_moved_to_other_cards():
-    stopped = changed(TWO, refused=Refusal(1, GiB, 16 * GiB, 0, 15 * GiB, 16 * GiB))
-    with pytest.raises(ValueError, match="GPU 0 ran out of memory, so what this run needs is not known.*of 24.0 GiB"):
-        with_capacity(stopped, "24 GiB")
 
 
 def test_each_figure_has_its_own_edge():

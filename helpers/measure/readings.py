@@ -2,12 +2,11 @@
 
 from collections import UserList
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from textwrap import fill
 
-from helpers.gpus import parse_bytes
 from helpers.measure.refusals import Refusal
-from helpers.measure.sizes import MiB, digits, format_bytes
+from helpers.measure.sizes import MiB, digits
 
 _WIDTH = 88  # characters of a table's lines: what a notebook shows without a scroll bar
 _COLUMNS = {
@@ -22,7 +21,7 @@ class Reading:
 
     driver_used, driver_total: None where GPUtil does not list this GPU.
     refused: what this GPU was asked for when it ran out of memory and so ended the run that was measured, else None.
-    A peak may be larger than the capacity: an estimate, or a run on a larger GPU (`with_capacity`).
+    A peak may be larger than the capacity: an estimate, or a run on a larger GPU.
     """
 
     index: int
@@ -86,21 +85,3 @@ def _with_heading(heading: str, columns: list[list[str]]) -> list[str]:
     rows = ["  ".join(row) for row in zip(*columns, strict=True)]
     width = max(len(rows[0]), len(heading) + 4 if heading else 0)
     return [f" {heading} ".center(width, "-" if heading else " "), *(row.rjust(width) for row in rows)]
-
-
-def with_capacity(readings: Iterable[Reading], capacity: int | str | None) -> Readings:
-    """The same figures on GPUs of `capacity`, bytes or text such as "12 GiB"; None: as they are.
-
-    Raises ValueError for a run that ran out of memory: what it would have taken on another GPU is not known.
-    """
-    if capacity is None:
-        return readings
-    size = parse_bytes(capacity)
-    stopped = [reading.index for reading in readings if reading.refused]
-    if stopped:
-        raise ValueError(
-            f"GPU {stopped[0]} ran out of memory, so what this run needs is not known: leave capacity out, or run it "
-            f"on GPUs of {format_bytes(size)} to see."
-        )
-    changed = (replace(each, capacity=size, driver_total=each.driver_total and size) for each in readings)
-    return Readings(changed, getattr(readings, "note", ""))

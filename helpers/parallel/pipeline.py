@@ -298,11 +298,11 @@ def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "G
               GPU), in percent of a stage's forward pass of the whole batch. With 0, more micro-batches always help.
 
     Stages take equally long, and a backward pass twice as long as the forward pass. Raises ValueError for numbers or a
-    schedule that make no pipeline.
+    schedule that make no pipeline, and for more than the sliders have.
     """
-    from helpers.parallel.pipeline_panel import PipelinePanel  # a training script on a cluster has no ipywidgets
+    from helpers.parallel.pipeline_panel import pipeline_panel  # a training script on a cluster has no ipywidgets
 
     _check(stages, micro_batches)
     if not extra >= 0:
         raise ValueError(f"extra must be a percentage of at least 0, not {extra!r}.")
-    return PipelinePanel(stages, micro_batches, schedule, extra)
+    return pipeline_panel(stages, micro_batches, schedule, extra)

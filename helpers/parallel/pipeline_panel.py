@@ -5,58 +5,51 @@ Times are in units of one stage's forward pass of the whole batch, so that one G
 
 from __future__ import annotations
 
-import io
-
-import ipywidgets
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_b, simulate
-from helpers.show.plots.palette import COLOURS
-from helpers.show.widgets.panel import Panel, choice, slider
+from helpers.show.panel import Panel, control
+from helpers.show.style import COLOURS, WIDTH
 
-__all__ = ["PipelinePanel"]
+__all__ = ["pipeline_panel"]
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 MOST = 48  # micro-batches that the curve reaches to
 
 
-class PipelinePanel(Panel):
+def pipeline_panel(stages: int, micro_batches: int, schedule: str, extra: float) -> Panel:
     """See `explore_pipeline`."""
+    controls = {
+        "stages": control("stages", (1, 8), stages),
+        "micro_batches": control("micro-batches", (1, 32), micro_batches),
+        "extra": control("extra per task, %", (0.0, 10.0, 0.5), extra),
+        "schedule": control("schedule", list(SCHEDULES), schedule),
+    }
+    return Panel(_look, controls)
 
-    _picture_widget = ipywidgets.Image
 
-    def __init__(self, stages: int, micro_batches: int, schedule: str, extra: float):
-        super().__init__({
-            "stages": slider("stages", stages, 1, 8),
-            "micro_batches": slider("micro-batches", micro_batches, 1, 32),
-            "extra": slider("extra per task, %", extra, 0.0, 10.0, 0.5),
-            "schedule": choice("schedule", SCHEDULES, schedule),
-        })  # fmt: skip
-
-    def _look(self, stages: int, micro_batches: int, extra: float, schedule: str) -> tuple[str, bytes]:
-        orders = SCHEDULES[schedule](stages, micro_batches)
-        slots = simulate(orders, *_task_times(micro_batches, extra))
-        # Of a step, as a share of one GPU's time, with 1, 2, ... micro-batches. Both schedules take as long.
-        times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, MOST + 1)]
-        best = min(range(MOST), key=times.__getitem__) + 1
-        kept, now = most_kept(orders[0]), max(slot.end for slot in slots) / (3 * stages)
-        words = (
-            f"{schedule}, {stages} stages, {micro_batches} micro-batches: each GPU is idle for "
-            f"{100 * bubble(stages, micro_batches):.1f} % of the step, {stages - 1}/{micro_batches + stages - 1}.\n"
-            f"Stage 0 keeps the activations of at most {kept} of {micro_batches} micro-batches, "
-            f"{100 * kept / micro_batches:.0f} % of the batch.\n"
-            f"A step takes {now:.2f} of one GPU's time ({stages} GPUs at best 1/{stages} = {1 / stages:.2f}); shortest "
-            f"with {best}{'' if best < MOST else ' or more'} micro-batches: {times[best - 1]:.2f}."
-        )
-        figure = Figure(figsize=(7, 2.9 + 0.28 * stages), layout="constrained")
-        above, below = figure.subplots(2, 1, height_ratios=(0.9 + 0.28 * stages, 2))
-        _draw_schedule(above, slots)
-        above.set_title(f"{schedule}: forward blue, backward orange", loc="left", fontsize=10)
-        _draw_times(below, stages, micro_batches, times)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=100, metadata={"Software": None})  # the same bytes each time
-        return words, file.getvalue()
+def _look(stages: int, micro_batches: int, extra: float, schedule: str) -> tuple[str, Figure]:
+    orders = SCHEDULES[schedule](stages, micro_batches)
+    slots = simulate(orders, *_task_times(micro_batches, extra))
+    # Of a step, as a share of one GPU's time, with 1, 2, ... micro-batches. Both schedules take as long.
+    times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, MOST + 1)]
+    best = min(range(MOST), key=times.__getitem__) + 1
+    kept, now = most_kept(orders[0]), max(slot.end for slot in slots) / (3 * stages)
+    words = (
+        f"{schedule}, {stages} stages, {micro_batches} micro-batches: each GPU is idle for "
+        f"{100 * bubble(stages, micro_batches):.1f} % of the step, {stages - 1}/{micro_batches + stages - 1}.\n"
+        f"Stage 0 keeps the activations of at most {kept} of {micro_batches} micro-batches, "
+        f"{100 * kept / micro_batches:.0f} % of the batch.\n"
+        f"A step takes {now:.2f} of one GPU's time ({stages} GPUs at best 1/{stages} = {1 / stages:.2f}); shortest "
+        f"with {best}{'' if best < MOST else ' or more'} micro-batches: {times[best - 1]:.2f}."
+    )
+    figure = Figure(figsize=(WIDTH, 2.9 + 0.28 * stages), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(0.9 + 0.28 * stages, 2))
+    _draw_schedule(above, slots)
+    above.set_title(f"{schedule}: forward blue, backward orange", loc="left", fontsize=10)
+    _draw_times(below, stages, micro_batches, times)
+    return words, figure
 
 
 def _task_times(micro_batches: int, extra: float) -> tuple[float, float]:

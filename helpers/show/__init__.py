@@ -1,28 +1,38 @@
-"""Readings in, matplotlib axes or panels out."""
+"""Readings in, pictures, words and panels out.
 
-import importlib
+bars       memory per GPU, alone (`memory_bars`) or side by side (`compare_bars`); `describe` says the same in words
+curves     losses, and the memory of a run (`plot_memory` of a MemoryMonitor)
+timelines  what each GPU did and when
+segments   how PyTorch's allocator has cut the memory of a GPU
+diagrams   pieces that travel between ranks; which cure to try when memory runs out
+explore    sliders for any training job, and the memory that it takes
+live       memory of every GPU while a training runs
 
-_HOMES = {
-    "compare_bars": "helpers.show.plots",
-    "describe": "helpers.show.plots",
-    "describe_cures": "helpers.show.cures",
-    "describe_memory": "helpers.show.memory_curve",
-    "describe_segments": "helpers.show.segments",
-    "draw_cures": "helpers.show.cures",
-    "draw_segments": "helpers.show.segments",
-    "explore_memory": "helpers.show.widgets",
-    "live_memory": "helpers.show.widgets",
-    "loss_curves": "helpers.show.plots",
-    "memory_bars": "helpers.show.plots",
-    "pieces_picture": "helpers.show.plots",
-    "plot_memory": "helpers.show.memory_curve",
-    "timeline_bars": "helpers.show.timelines",
-}
-__all__ = list(_HOMES)
+Every picture has its words as a text alternative. Colours are those that colour-blind readers tell apart.
+"""
 
+from helpers.show.bars import compare_bars, memory_bars
+from helpers.show.curves import describe_memory, loss_curves, plot_memory
+from helpers.show.diagrams import describe_cures, draw_cures, pieces_picture
+from helpers.show.explore import explore
+from helpers.show.live import live_memory
+from helpers.show.segments import describe_segments, draw_segments
+from helpers.show.timelines import timeline_bars
+from helpers.show.words import describe
 
-def __getattr__(name):
-    """The names above, imported when they are first asked for."""
-    if name not in _HOMES:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__all__ = [
+    "compare_bars",
+    "describe",
+    "describe_cures",
+    "describe_memory",
+    "describe_segments",
+    "draw_cures",
+    "draw_segments",
+    "explore",
+    "live_memory",
+    "loss_curves",
+    "memory_bars",
+    "pieces_picture",
+    "plot_memory",
+    "timeline_bars",
+]

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.reference.timing import BUSY_EACH
-from helpers.show.plots import COLOURS, WIDTH
+from helpers.show.style import COLOURS, WIDTH
 
 _TICKS_MS = (2, 3, 5, 10, 20)
 

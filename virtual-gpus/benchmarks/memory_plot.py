@@ -11,7 +11,7 @@ from virtual_gpus.gpus import format_bytes
 
 from benchmarks.memory_tables import peak
 from benchmarks.reference.compare import GOAL
-from helpers.show.plots import COLOURS, WIDTH
+from helpers.show.style import COLOURS, WIDTH
 
 MIB = 1 << 20
 BAND = GOAL["peak_allocated"].largest

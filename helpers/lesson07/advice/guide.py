@@ -10,17 +10,16 @@ from matplotlib.patches import Rectangle
 from helpers.lesson07.advice.nets import NETS
 from helpers.lesson07.advice.rules import Advice, advise
 from helpers.lesson07.scaling import Cluster
-from helpers.show.plots import WIDTH
-from helpers.show.plots.alt_text import set_alt_text
-from helpers.show.plots.palette import OVER, style
+from helpers.show.style import OVER, WIDTH, bar_style, set_alt_text
 
 GPUS = (1, 2, 4, 8, 16, 32, 64)
-_LOOKS = {"one GPU": style(5), "DDP": style(0), "pipeline": style(1, 1), "sharding": style(2, 2), "more GPUs": OVER}
-
-
-def _look(method: str) -> dict:
-    look = _LOOKS[method]
-    return {"facecolor": look["color"], "hatch": look["hatch"], "edgecolor": "white", "linewidth": 2}
+_LOOKS = {
+    "one GPU": bar_style(5),
+    "DDP": bar_style(0),
+    "pipeline": bar_style(1, 1),
+    "sharding": bar_style(2, 2),
+    "more GPUs": OVER,
+}
 
 
 def _fields(cluster: Cluster, batch: int, gpus: Sequence[int]) -> dict[tuple[str, int], Advice]:
@@ -38,7 +37,7 @@ def guide_picture(cluster: Cluster, batch: int = 256, gpus: Sequence[int] = GPUS
     columns = sorted({n for _, n in found})
     for (name, n), advice in found.items():
         x, y = columns.index(n), list(NETS).index(name)
-        axes.add_patch(Rectangle((x, y), 1, 1, **_look(advice.method)))
+        axes.add_patch(Rectangle((x, y), 1, 1, **_LOOKS[advice.method] | {"linewidth": 2}))
         on = f" on {advice.gpus}" if advice.gpus < n and advice.method != "more GPUs" else ""
         said = advice.method + on + (f"\n{advice.micro_batches} pieces" if advice.micro_batches > 1 else "")
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}

@@ -10,9 +10,7 @@ from matplotlib.axes import Axes
 from helpers.lesson07.methods.measure import Row
 from helpers.lesson07.scaling import Cluster
 from helpers.measure import GiB
-from helpers.show.plots import WIDTH
-from helpers.show.plots.alt_text import set_alt_text
-from helpers.show.plots.palette import OVER, style
+from helpers.show.style import OVER, WIDTH, bar_style, set_alt_text
 
 _HEADING = f"{'':15} {'batch':>5} {'GiB, fullest':>13} {'least':>6} {'ms':>7} {'samples/s':>9} {'busy':>10} {'most':>6}"
 
@@ -82,7 +80,7 @@ def _memory(axes: Axes, rows: Sequence[Row], cluster: Cluster) -> None:
 
 def _bars(axes: Axes, rows: Sequence[Row], cluster: Cluster, values: Sequence[float], words: Sequence[str]) -> None:
     for place, (row, value, said) in enumerate(zip(rows, values, words, strict=True)):
-        axes.barh(place, value, **(style(0) if row.fits(cluster) else OVER))
+        axes.barh(place, value, **(bar_style(0) if row.fits(cluster) else OVER))
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axes.text(1.02 * value, place, said, va="center", fontsize=7.5, bbox=box)
     axes.set_yticks(range(len(rows)), [row.method for row in rows], fontsize=8)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import matplotlib.pyplot as plt
 
 from helpers.lesson07.scaling.laws import amdahl, amdahl_seconds, efficiency
-from helpers.show.plots import COLOURS, WIDTH
-from helpers.show.plots.alt_text import set_alt_text
+from helpers.show.style import COLOURS, WIDTH, set_alt_text
 
 _MARKERS = "osD^vPX"
 

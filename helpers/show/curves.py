@@ -1,0 +1,175 @@
+"""Curves over a run: losses, and the allocated memory that a `MemoryMonitor` recorded."""
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+
+import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from helpers.measure import GiB, MemoryMonitor, format_bytes, unit_of
+from helpers.measure.monitor.run import Run, Span
+from helpers.show.style import COLOURS, HATCHES, WIDTH, legend_below, legend_columns, open_frame, set_alt_text
+
+LINES = ("-", "--", "-.", ":")
+MARKERS = "osD^vPX"
+MOST_PHASES = 60  # in more, neither their colours nor their names can be told apart
+PER_CHARACTER = 0.0115  # of the width of the axes, at the size of a phase's name
+# A colour and a hatch each, light enough for a dark line on top; other names take what is left, in order.
+PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
+SPARE = [colour for colour in COLOURS if colour not in {colour for colour, _ in PHASES.values()}]
+PEAK = {"marker": "D", "color": "#D55E00", "mec": "white", "ms": 7, "ls": "none"}
+CROSS = {"marker": "x", "color": "black", "ms": 11, "mew": 2.5, "ls": "none"}
+
+
+def loss_curves(histories: Mapping[str, Sequence[float]], xlabel: str = "epoch", title: str | None = None) -> Axes:
+    """One line per history, its values at 1, 2, 3, .... Returns the axes. Raises ValueError for no values."""
+    if not histories or not all(len(history) for history in histories.values()):
+        raise ValueError("Give at least one history with at least one value, for example {'train': [2.3, 1.9]}.")
+    _, ax = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
+    said, longest = [], max(map(len, histories.values()))
+    for place, (name, history) in enumerate(histories.items()):
+        values = [float(value) for value in history]
+        ax.plot(
+            range(1, len(values) + 1),
+            values,
+            label=fill(name, 40),
+            color=COLOURS[place % 7],
+            linestyle=LINES[place % 4],
+            marker=MARKERS[place % 7],
+            markevery=max(1, len(values) // 20),
+        )
+        said.append(f"{name}: loss {values[0]:.2g} first, {values[-1]:.2g} last")
+    ax.set(xlabel=xlabel, ylabel="loss")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    open_frame(ax, grid="both")
+    ax.set_title(fill(title or "", 66), loc="left", fontsize=11)
+    legend_below(ax.figure, ax.lines)
+    set_alt_text(ax.figure, title, f"{'; '.join(said)} ({xlabel} 1 to {longest}).")
+    return ax
+
+
+def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | None = None) -> Figure:
+    """Allocated memory of every recorded GPU, event by event, where each allocation and each free is one.
+
+    Phases are shaded and named, unless there are very many; the peak is marked with what held it, and a cross stands
+    where memory ran out. around: draw so many events before and after each GPU's own peak; None: all. Returns the
+    figure. Raises ValueError for `around` below 1, and the monitor's errors.
+    """
+    if around is not None and around < 1:
+        raise ValueError(f"around={around}: give the number of events before and after the peak, 1 or more.")
+    runs = [monitor.run(gpu) for gpu in monitor.indices]
+    shown = [_events(run, around) for run in runs]
+    phases = [_phases(run, events) for run, events in zip(runs, shown, strict=True)]
+    styles = _styles([span for spans in phases for span in spans])
+    handles: list[Artist] = [Patch(**_tint(*look), label=_short(name)) for name, look in styles.items()]
+    handles.append(Line2D([], [], **PEAK, label="peak"))
+    if any(run.timeline.ooms for run in runs):
+        handles.append(Line2D([], [], **CROSS, label="out of memory"))
+
+    few, title = len(runs) <= 4, fill(title or "", 66)
+    legend_lines = -(-len(handles) // legend_columns(handles))
+    height = 0.95 + (1.75 if few else 1.5) * len(runs) + 0.2 * (legend_lines + title.count("\n"))
+    figure, rows = plt.subplots(len(runs), figsize=(WIDTH, height), squeeze=False, sharey=True, layout="constrained")
+    top = max(run.peak().bytes for run in runs)
+    unit, unit_name = unit_of(top)
+    for run, events, spans, ax in zip(runs, shown, phases, rows[:, 0], strict=True):
+        for span in spans:
+            _shade(ax, span, len(events), styles)
+        _draw_curve(ax, run, events, unit)
+        text = _headline(run, monitor.watched).replace(f" {unit_name}", f"\u00a0{unit_name}")  # stays with its number
+        ax.set_title(fill(text, 92), loc="left", fontsize=9)
+    # Above the peak there is room for its figure, and above that for the phases' names.
+    rows[0, 0].set_ylim(0, (1.42 if few else 1.6) * top / unit or 1)
+    rows[-1, 0].set_xlabel("event (an allocation or a free)")
+    figure.supylabel(f"allocated memory in {unit_name}", fontsize=10)
+    legend_below(figure, handles)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    set_alt_text(figure, title, describe_memory(monitor))
+    plt.close(figure)  # a cell that ends with it shows it once, and figures do not pile up
+    return figure
+
+
+def describe_memory(monitor: MemoryMonitor) -> str:
+    """The picture in words: per GPU the peak, when it was, and what held it. Errors: `MemoryMonitor.run`."""
+    lines = []
+    for gpu in monitor.indices:
+        lines += [_headline(monitor.run(gpu), monitor.watched) + ".", monitor.note(gpu)]
+    return "\n".join(line for line in lines if line)
+
+
+def _headline(run: Run, watched: bool) -> str:
+    peak = run.peak()
+    where = f" in {peak.phase}" if peak.phase else ""
+    said = f"GPU {run.gpu}: peak {format_bytes(peak.bytes)}{where} (event {peak.event:,} of {run.timeline.last:,})"
+    if watched and peak.bytes:
+        unit = "GiB" if peak.bytes >= 2 * GiB else "MiB"
+        held = sorted(run.at_peak().items(), key=lambda item: -item[1])
+        said += ": " + ", ".join(f"{kind} {format_bytes(size, unit)}" for kind, size in held if size)
+    return said + (f"; out of memory after event {run.timeline.ooms[0]:,}" if run.timeline.ooms else "")
+
+
+def _events(run: Run, around: int | None) -> range:
+    """The events to draw: `around` of them before and after the peak, or all."""
+    first, last = run.timeline.lost, run.timeline.last
+    if around is not None:
+        peak = run.peak().event
+        first, last = max(first, peak - around), min(last, peak + around)
+    return range(first, last + 1)
+
+
+def _phases(run: Run, events: range) -> list[Span]:
+    """The phases, as far as they are drawn; none of a run with too many."""
+    spans = [Span(max(events[0], span.start), min(span.end, events[-1]), span.phase) for span in run.spans()]
+    spans = [span for span in spans if span.phase and span.start < span.end]
+    return spans if len(spans) <= MOST_PHASES else []
+
+
+def _styles(spans: Sequence[Span]) -> dict[str, tuple[str, str]]:
+    names = dict.fromkeys(span.phase for span in spans)
+    others = [name for name in names if name not in PHASES]
+    spare = {name: (SPARE[i % len(SPARE)], HATCHES[(3 + i) % 7]) for i, name in enumerate(others)}
+    return {name: PHASES.get(name) or spare[name] for name in names}
+
+
+def _tint(colour: str, hatch: str) -> dict:
+    """A light colour with a hatch of the same: a dark line on top is read well."""
+    return {"facecolor": to_rgba(colour, 0.25), "edgecolor": to_rgba(colour, 0.4), "hatch": hatch, "linewidth": 0}
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 40 else f"{name[:24]}…{name[-15:]}"
+
+
+def _shade(ax: Axes, span: Span, width: int, styles: dict) -> None:
+    """A phase, with its name where that has room; the legend names them all."""
+    ax.axvspan(span.start, span.end, **_tint(*styles[span.phase]))
+    if span.end - span.start > width * PER_CHARACTER * (len(span.phase) + 1):
+        ax.text((span.start + span.end) / 2, 0.985, span.phase, transform=ax.get_xaxis_transform(), ha="center",
+                va="top", fontsize=8, color="0.25",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.6})  # fmt: skip
+
+
+def _draw_curve(ax: Axes, run: Run, events: range, unit: int) -> None:
+    """The curve, the peak with its figure above it, where the curve never is, and where memory ran out."""
+    line, peak = run.timeline, run.peak()
+    first, end = events[0], max(events[-1], 1)
+    ax.plot(events, [line.after(event) / unit for event in events], color="black", lw=1.1, drawstyle="steps-post")
+    for event in line.ooms:
+        if event in events:
+            ax.plot(event, line.after(event) / unit, **CROSS, zorder=7, clip_on=False)
+    ax.plot(peak.event, peak.bytes / unit, **PEAK, zorder=5, clip_on=False)
+    share = (peak.event - first) / max(end - first, 1)
+    side, shift = ("left", 4 if share < 0.02 else -4) if share < 0.5 else ("right", 4 if share < 0.98 else -4)
+    ax.annotate(format_bytes(peak.bytes), (peak.event, peak.bytes / unit), (shift, 5), textcoords="offset points",
+                fontsize=9, zorder=6, ha=side, va="bottom", annotation_clip=False)  # fmt: skip
+    ax.set_xlim(first, end)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    open_frame(ax, grid="y")

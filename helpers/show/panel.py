@@ -1,0 +1,167 @@
+"""A panel for a notebook: controls, and a picture and words that follow them.
+
+    def look(side):                      # what to show, as words and a figure
+        return f"{side * side} pixels", draw_square(side)
+
+    Panel(look, {"side": control("side, px", (1, 100), 20)})
+
+Readers without a kernel see the picture and the words of the first position.
+"""
+
+import struct
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from html import escape
+from inspect import Parameter
+from io import BytesIO
+
+import ipywidgets
+from IPython import get_ipython
+from matplotlib.figure import Figure
+
+_SIGN = "computing … (while a cell runs, this waits for it)"
+_turn = threading.RLock()  # of the cell that runs, or of the one panel that computes
+
+
+class Panel:
+    """`look(**chosen)` gives words and a figure for what the `controls` say. End a cell with the panel.
+
+    slow: `look` runs in a thread, with a sign on the panel, and in turns with the notebook's cells. Positions that a
+    control passes meanwhile are left out. Each answer is computed once. An error of `look` is shown as words.
+
+    controls  name -> widget, an argument of `look` each
+    words     what is shown, as a text
+    """
+
+    def __init__(self, look: Callable[..., tuple[str, Figure]], controls: Mapping, slow: bool = False):
+        self.controls, self.words = dict(controls), ""
+        self._look, self._slow = look, slow
+        self._answers: dict[str, tuple[str, bytes]] = {}
+        self._lock, self._busy, self._shown, self._png = threading.Lock(), False, None, b""
+        self._sign, self._picture, self._said = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        grid = ipywidgets.Layout(grid_template_columns="repeat(auto-fill, 340px)", grid_gap="0 10px")
+        top = ipywidgets.GridBox(list(self.controls.values()), layout=grid)
+        self._panel = ipywidgets.VBox([top, *([self._sign] if slow else []), self._picture, self._said])
+        if slow:
+            _let_cells_take_turns()
+        self._follow()
+        for widget in self.controls.values():
+            widget.observe(self._moved, names="value")
+
+    @property
+    def chosen(self) -> dict:
+        """What the controls say, by name."""
+        return {name: widget.value for name, widget in self.controls.items()}
+
+    def at(self, **values) -> str:
+        """The words for `values` in place of what the controls say; the panel stays as it is."""
+        return self._answer(self.chosen | values)[0]
+
+    def _moved(self, change) -> None:
+        with self._lock:
+            if self._busy:  # whoever is at work sees afterwards that a control has moved
+                return
+            self._busy = True
+        if self._slow:
+            threading.Thread(target=self._follow, name="panel", daemon=True).start()
+        else:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Show what the controls say, and again if that has changed meanwhile."""
+        while True:
+            with self._lock:
+                chosen = self.chosen
+                self._busy = chosen != self._shown
+                if not self._busy:
+                    return
+            self._sign.value = _SIGN
+            self.words, picture = self._answer(chosen)
+            self._png = picture or self._png
+            # Where there is no picture the last one keeps its place: the page below does not move.
+            self._picture.layout.visibility = "visible" if picture else "hidden"
+            self._picture.value = image(self._png, self.words) if self._png else ""
+            lines = "<br>".join(map(escape, self.words.splitlines()))
+            self._said.value = f'<div style="line-height: 1.4; max-width: 700px; min-height: 5.6em">{lines}</div>'
+            self._sign.value = "&nbsp;"
+            self._shown = chosen
+
+    def _answer(self, chosen: dict) -> tuple[str, bytes]:
+        """Words and picture for `chosen`; no picture where that is an error."""
+        key = repr(chosen)
+        if key not in self._answers:
+            try:
+                with _turn:
+                    words, figure = self._look(**chosen)
+                    self._answers[key] = words, png(figure)
+            except Exception as error:
+                self._answers[key] = f"Not possible: {error}", b""
+        return self._answers[key]
+
+    def __repr__(self) -> str:
+        return self.words
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> tuple[dict, dict]:
+        """For a notebook: the panel, and for readers without a kernel a still picture and the words."""
+        bundle = dict(self._panel._repr_mimebundle_() or {}) | {"text/plain": self.words}
+        picture = self._answer(self.chosen)[1]
+        if not picture:
+            return bundle, {}
+        return bundle | {"image/png": b64encode(picture).decode()}, {"image/png": {"alt": self.words}}
+
+
+def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidget:
+    """A slider for (low, high) or (low, high, step), a menu for a list; it begins at `value`.
+
+    `options`: as for ipywidgets.interact. Raises ValueError for a value that is none of them.
+    """
+    widget = ipywidgets.interactive.widget_from_abbrev(options, value)
+    if widget is None or (value is not Parameter.empty and widget.value != value):
+        raise ValueError(f"{label}={value!r} is none of the options {options}.")
+    widget.description, widget.continuous_update = label, False
+    widget.style.description_width, widget.layout.width = "125px", "340px"
+    return widget
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file: the same bytes each time."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+    return file.getvalue()
+
+
+def size_of(picture: bytes) -> dict:
+    """Width and height of a PNG file in pixels, as its header says."""
+    return dict(zip(("width", "height"), struct.unpack(">II", picture[16:24]), strict=True))
+
+
+def image(picture: bytes, words: str) -> str:
+    """A PNG file as an HTML element that has its size from the start, with `words` as its alternative text."""
+    data, size = b64encode(picture).decode(), "width: {width}px; height: {height}px".format(**size_of(picture))
+    return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{size}; max-width: none">'
+
+
+def _let_cells_take_turns() -> None:
+    """While a cell runs, the threads of panels wait, and the next cell waits for them.
+
+    The virtual GPUs that answer are those of the whole process: a panel that puts others in their place would take
+    them from a training that runs in a cell.
+    """
+    shell = get_ipython()
+    if shell is None or _begin in shell.events.callbacks["pre_run_cell"]:
+        return
+    shell.events.register("pre_run_cell", _begin)
+    shell.events.register("post_run_cell", _end)
+    _turn.acquire()  # for the cell that runs now
+
+
+def _begin(*info) -> None:
+    _turn.acquire()
+
+
+def _end(*result) -> None:
+    try:
+        _turn.release()
+    except RuntimeError:  # the cell was interrupted while it waited for its turn
+        pass

@@ -1,0 +1,65 @@
+"""Memory readings in words: what a picture of them shows, for those who cannot see it."""
+
+from collections.abc import Mapping, Sequence
+
+from helpers.measure import Reading, Readings, format_bytes
+
+FIELDS = ("peak_allocated", "peak_reserved", "allocated", "reserved", "driver_used")
+
+
+def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_allocated") -> str:
+    """A picture in words: per situation the fullest GPU, the others, and how far they are apart, or what does not fit.
+
+    `field` is the figure that counts. Raises ValueError for one that is not known.
+    """
+    if isinstance(readings, Mapping):
+        return "\n".join(f"{name}: {describe(each, field)}" for name, each in readings.items())
+    check_field(readings, field)
+    if not readings:
+        return "No readings yet."
+    if any(reading.refused for reading in readings):
+        return _stopped(readings, field)
+    full = max(readings, key=lambda reading: getattr(reading, field))
+    most, edge = getattr(full, field), full.edge(field)
+    size, over = f"{format_bytes(most)} ({word(field)})", format_bytes(most - edge)
+    others = [getattr(reading, field) for reading in readings if reading is not full]
+    if others and {format_bytes(value) for value in others} == {format_bytes(most)}:
+        if most > edge:
+            return f"All {len(readings)} GPUs would need {size} each: {over} over their {format_bytes(edge)}."
+        return f"All {len(readings)} GPUs hold {size} of {format_bytes(edge)} each."
+    if most > edge:
+        rest = f"; {_others(others, 'needs', 'need')}" if others else ""
+        return f"GPU {full.index} would need {size}: {over} over its {format_bytes(edge)}{rest}."
+    times = f", {most / min(others):.1f} times the emptiest" if others and min(others) else ""
+    rest = f"; {_others(others, 'holds', 'hold')}" if others else ""
+    return f"GPU {full.index} holds {size} of {format_bytes(edge)}{times}{rest}."
+
+
+def check_field(readings: Sequence[Reading], field: str) -> None:
+    """Raises ValueError where `field` is none of `FIELDS`, or one of the readings does not know it."""
+    if field not in FIELDS:
+        raise ValueError(f"There is no field {field!r}: give one of {', '.join(FIELDS)}.")
+    unknown = [reading.index for reading in readings if getattr(reading, field) is None]
+    if unknown:
+        raise ValueError(
+            f"GPU {unknown[0]} has no {word(field)}, since GPUtil does not know it: give field='peak_reserved' instead."
+        )
+
+
+def word(field: str) -> str:
+    """A field's name as it stands in sentences and below axes."""
+    return field.replace("_", " ")
+
+
+def _others(values: Sequence[int], singular: str, plural: str, measure: str = "") -> str:
+    low, high = format_bytes(min(values)), format_bytes(max(values))
+    span = (low if low == high else f"{low} to {high}") + measure
+    if len(values) == 1:
+        return f"the other GPU {singular} {span}"
+    return f"the other {len(values)} GPUs {plural} {span} each"
+
+
+def _stopped(readings: Sequence[Reading], field: str) -> str:
+    said = " ".join(f"{reading.refused}." for reading in readings if reading.refused) + " The run stopped there"
+    rest = [getattr(reading, field) for reading in readings if not reading.refused]
+    return f"{said}; until then {_others(rest, 'held', 'held', f' ({word(field)})')}." if rest else f"{said}."

@@ -1,0 +1,418 @@
+"""The interactive panels: controls, the explorer that runs any job, the live panel's thread, end and remains."""
+
+import re
+import threading
+import time
+from base64 import b64decode
+
+import pytest
+import run_all
+import torch
+from matplotlib.figure import Figure
+from nbformat.v4 import new_code_cell, new_notebook
+from torch import nn
+from virtual_gpus import active_machine, virtual_gpus
+
+from helpers.measure import MiB, Reading, Readings, format_bytes
+from helpers.show import explore, live, live_memory
+from helpers.show import panel as panel_module
+from helpers.show.live import LivePanel
+from helpers.show.panel import Panel, control, size_of
+
+GIB = 2**30
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def wait_for(panel: Panel) -> None:
+    """Until a slow panel shows what its controls say."""
+    wait_until(lambda: not panel._busy)
+
+
+# ---- what panels share ----------------------------------------------------------------------------------------------
+
+
+def square(side, shape):
+    if side == 13:
+        raise ValueError("no <13>")
+    return f"{shape} of {side} & {side}", Figure(figsize=(2, side / 10))
+
+
+def squares(slow=False):
+    return Panel(square, {"side": control("side", (10, 50), 12), "shape": control("shape", ["square"])}, slow)
+
+
+def test_a_panel_follows_its_controls_and_says_what_cannot_be():
+    panel = squares()
+    assert repr(panel) == panel.words == "square of 12 & 12" and "12 &amp; 12" in panel._said.value
+    assert 'alt="square of 12 &amp; 12"' in panel._picture.value
+    panel.controls["side"].value = 13
+    assert panel.words == "Not possible: no <13>" and "&lt;13&gt;" in panel._said.value
+    assert panel._picture.layout.visibility == "hidden" and "image/png" not in panel._repr_mimebundle_()[0]
+    panel.controls["side"].value = 50
+    assert panel.words == "square of 50 & 50" and panel._picture.layout.visibility == "visible"
+    assert "height: 500px" in panel._picture.value
+
+
+def test_a_notebook_gets_panel_picture_and_words():
+    bundle, metadata = squares()._repr_mimebundle_()
+    assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    assert metadata == {"image/png": {"alt": bundle["text/plain"]}}
+    assert size_of(b64decode(bundle["image/png"])) == {"width": 200, "height": 120}
+    assert bundle["image/png"] == squares()._repr_mimebundle_()[0]["image/png"]  # the same bytes each time
+
+
+def test_controls():
+    assert control("x", (1, 9, 2), 5).step == 2 and not control("x", (1, 9), 5).continuous_update
+    assert control("x", ["a", "b"], "b").value == "b" and control("x", ["a", "b"]).value == "a"
+    for options, value in (((1, 9), 10), ((1, 9, 2), -1), (["a", "b"], "c")):
+        with pytest.raises(ValueError, match=re.escape(f"x={value!r} is none of the options")):
+            control("x", options, value)
+
+
+def test_a_slow_panel_shows_a_sign_and_leaves_out_what_its_control_passes():
+    asked, door = [], threading.Event()
+
+    def look(side):
+        asked.append(side)
+        if side > 10:
+            assert door.wait(60)
+        return f"{side}", Figure(figsize=(1, 1))
+
+    panel = Panel(look, {"side": control("side", (10, 50), 10)}, slow=True)
+    assert panel.words == "10" and "computing" not in panel._sign.value
+    for side in (20, 30, 40, 50):
+        panel.controls["side"].value = side
+        wait_until(lambda: "computing" in panel._sign.value)
+        wait_until(lambda: asked[-1] == 20)
+        assert panel.words == "10"
+    door.set()
+    wait_for(panel)
+    assert panel.words == "50" and asked == [10, 20, 50] and "computing" not in panel._sign.value
+    panel.controls["side"].value = 20
+    wait_for(panel)
+    assert panel.words == "20" and asked == [10, 20, 50]  # it was known
+
+
+def test_a_slow_panel_and_the_cells_of_a_notebook_take_turns(monkeypatch):
+    """As IPython calls it: before and after each cell."""
+    panel = squares(slow=True)
+    panel_module._begin()
+    panel.controls["side"].value = 20
+    time.sleep(0.1)
+    assert panel.words == "square of 12 & 12" and "computing" in panel._sign.value
+    panel_module._end()
+    wait_for(panel)
+    assert panel.words == "square of 20 & 20"
+    panel_module._end()  # of a cell that was interrupted before its turn: no error
+
+
+# ---- the explorer ---------------------------------------------------------------------------------------------------
+
+
+def plain(net):
+    return net
+
+
+def two_steps(batch=64, width=1024, wrap=nn.DataParallel):
+    net = wrap(nn.Linear(width, width, device="cuda:0"))
+    adam = torch.optim.Adam(net.parameters())
+    for _ in range(2):
+        adam.zero_grad()
+        net(torch.empty(batch, width, device="cuda:0")).sum().backward()
+        adam.step()
+
+
+WAYS = {"one GPU": plain, "two GPUs": nn.DataParallel}
+
+
+def explorer(**machine):
+    options = {"batch": (64, 2**20, 64), "width": [1024, 4096], "wrap": WAYS}
+    return explore(two_steps, **options, **{"gpus": 2, "memory": "2 GiB"} | machine)
+
+
+def peaks_of(**values) -> list[int]:
+    """Of a run by hand, of the second step: the first has no more."""
+    with virtual_gpus(2, memory="1000 GiB", shapes_only=True):
+        two_steps(**values)
+        return [torch.cuda.max_memory_allocated(gpu) for gpu in range(2)]
+
+
+def test_the_explorer_begins_at_the_defaults_and_says_what_a_run_takes():
+    panel = explorer()
+    assert panel.chosen == {"batch": 64, "width": 1024, "wrap": "two GPUs"}
+    name, peaks = panel.words.splitlines()
+    assert name.startswith("batch 64, width 1,024, wrap two GPUs; 2 x NVIDIA H200, ")
+    sizes = [f"{size / MiB:.1f} MiB" for size in peaks_of(batch=64, width=1024)]
+    assert peaks.startswith(f"The job runs: GPU 0 holds {sizes[0]} (peak allocated) of 1.75 GiB")
+    assert f"the other GPU holds {sizes[1]}." in peaks
+
+
+def test_the_explorer_follows_its_controls():
+    panel = explorer()
+    panel.controls["wrap"].value, panel.controls["width"].value = "one GPU", 4096
+    wait_for(panel)
+    assert panel.words != panel.at(width=1024)
+    assert "the other GPU holds 0.00 MiB" in panel.words
+
+
+def test_a_job_that_runs_out_of_memory_says_where_and_what_it_would_need():
+    panel = explorer()
+    before = size_of(panel._png)
+    panel.controls["batch"].value = 2**20
+    wait_for(panel)
+    _, stopped, needed = panel.words.splitlines()
+    said = r"Out of memory: GPU 0 ran out of its 2\.00 GiB: with .* allocated and .* reserved it was asked for .* more"
+    assert re.match(said, stopped)
+    need = format_bytes(peaks_of(batch=2**20)[0])
+    assert f"GPU 0 would need {need} (peak allocated)" in needed and size_of(panel._png) == before
+
+
+def test_enough_memory_in_pieces_that_are_too_small():
+    def in_pairs(size=8):  # two share a segment, of which one is freed
+        kept = [torch.empty(size * MiB, dtype=torch.uint8, device="cuda") for _ in range(16)]
+        del kept[::2]
+        torch.empty(40 * MiB, dtype=torch.uint8, device="cuda")
+
+    needed = explore(in_pairs, size=(8, 9), memory="200 MiB").words.splitlines()[-1]
+    assert needed.startswith("With more memory: GPU 0 holds 128 MiB") and needed.endswith("too small (fragmentation).")
+
+
+def test_an_error_of_the_job_is_told_with_its_line():
+    def job(width=3):
+        net = nn.Linear(3, 3)
+        net(torch.empty(1, width))  # the line
+
+    panel = explore(job, width=(1, 4))
+    assert panel.words.startswith("width 3; 1 x NVIDIA H200")
+    panel.controls["width"].value = 4
+    wait_for(panel)
+    assert re.match(r"Not possible: RuntimeError in line \d+, net\(torch.empty\(1, width\)\).*: mat1 and", panel.words)
+
+
+def test_the_explorer_leaves_gpus_and_random_numbers_as_they_are():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    with virtual_gpus(1, kind="T4", memory="1 GiB"):
+        torch.manual_seed(0)
+        kept, panel = torch.ones(3, device="cuda"), explorer()
+        panel.controls["batch"].value = 128
+        wait_for(panel)
+        assert torch.equal(torch.rand(3), expected) and kept.sum().item() == 3
+        assert torch.cuda.device_count() == 1 and torch.cuda.memory_allocated() == 512
+    assert active_machine() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"heads": (1, 2)}, TypeError, "heads"),
+        ({"batch": (1, 32)}, ValueError, "batch=64 is none of the options"),
+        ({"batch": (1, 64), "kind": "GTX"}, ValueError, "GTX"),
+        ({"batch": (1, 64), "gpus": 0}, ValueError, "0"),
+        ({"batch": (1, 64), "memory": "much"}, ValueError, "much"),
+    ],
+)
+def test_bad_arguments_of_the_explorer(arguments, error, said):
+    with pytest.raises(error, match=said):
+        explore(two_steps, **arguments)
+
+
+# ---- the live panel -------------------------------------------------------------------------------------------------
+
+
+class Page:
+    """What a notebook's page would show: the bundles of one output, and what it is told of the last one's image."""
+
+    def __init__(self, bundle):
+        self.bundles, self.image = [bundle], None
+
+    def update(self, bundle, metadata, raw):
+        self.bundles.append(bundle)
+        self.image = metadata["image/png"]
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """As if in a notebook. A list that gets the page of each panel."""
+    pages = []
+
+    def display(bundle, raw, display_id):
+        pages.append(Page(bundle))
+        return pages[-1]
+
+    monkeypatch.setattr(live, "_in_a_notebook", lambda: True)
+    monkeypatch.setattr(live, "display", display)
+    yield pages
+    assert not [thread for thread in threading.enumerate() if thread.name == "live_memory"]
+
+
+@pytest.fixture
+def gpus():
+    with virtual_gpus(2, memory="2 GiB") as devices:
+        yield devices
+
+
+def height(page: str) -> int:
+    return int(re.search(r"height: (\d+)px", page)[1])
+
+
+def test_it_changes_while_the_block_runs(page, gpus):
+    with live_memory(every=0.005) as panel:
+        x = torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
+        wait_until(lambda: "GPU 1: 1.00 GiB, peak 1.00 GiB" in panel._picture.value)
+        first = height(panel._picture.value)
+        del x
+        wait_until(lambda: "GPU 1: 0.00 MiB, peak 1.00 GiB" in panel._picture.value)
+        assert height(panel._picture.value) == first
+    assert len(page) == 1 and len(page[0].bundles) == 2  # one picture that changes, and what remains
+    assert height(panel._picture.value) == page[0].image["height"] == first
+
+
+def test_what_remains_are_the_peaks(page, gpus, capsys):
+    remains = []
+    for _ in range(2):
+        with live_memory(every=0.005) as panel:
+            torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
+            time.sleep(0.02)
+        remains.append(page[-1].bundles[-1])
+        assert [reading.peak_allocated for reading in panel.readings] == [0, GIB]
+        assert capsys.readouterr().out == panel.words + "\n"
+        assert panel.words.startswith("GPU 1 holds 1.00 GiB (peak allocated) of 2.00 GiB")
+        torch.cuda.empty_cache()
+    assert remains[0] == remains[1]  # however often the thread had looked
+    assert set(remains[0]) == {"image/png"}  # a panel would be gone from the page with its kernel
+    assert page[0].image == size_of(b64decode(remains[0]["image/png"])) | {"alt": panel.words}
+    assert all("text/plain" not in bundle for each in page for bundle in each.bundles)
+
+
+def test_some_gpus_only(page, gpus):
+    with live_memory("cuda:1") as panel:
+        pass
+    assert [reading.index for reading in panel.readings] == [1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_error_in_the_block_ends_it_and_passes_through(page, gpus, error):
+    with pytest.raises(error), live_memory(every=0.005) as panel:
+        x = torch.empty(1000, device="cuda")
+        if error is torch.OutOfMemoryError:
+            torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+        raise error
+    assert panel.readings[0].peak_allocated == 4096 == x.nbytes + 96
+    assert "image/png" in page[0].bundles[-1]
+
+
+def test_a_look_that_fails_ends_neither_the_panel_nor_the_training(page, gpus, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("deque mutated during iteration")
+
+    with live_memory(every=0.005) as panel:
+        with monkeypatch.context() as broken:
+            broken.setattr(live, "read_memory", fail)
+            wait_until(lambda: panel.error)
+        torch.empty(1000, device="cuda")
+        wait_until(lambda: "GPU 0: 0.00 MiB, peak <0.01 MiB" in panel._picture.value)
+    assert panel.error is None
+    with pytest.warns(UserWarning, match="last look failed .RuntimeError: deque mutated.*peaks are right"):
+        with live_memory(every=0.005) as panel:
+            monkeypatch.setattr(live, "read_memory", fail)
+            torch.empty(1000, device="cuda")
+            wait_until(lambda: panel.error)
+    assert panel.readings[0].peak_allocated == 4096
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_left_out(gpus, monkeypatch, capsys, there):
+    monkeypatch.setattr(live, "_in_a_notebook", lambda: there)
+    torch.empty(1000, device="cuda")
+    with live_memory(show=not there) as panel:
+        assert not [thread for thread in threading.enumerate() if thread.name == "live_memory"]
+        panel.log("epoch 0")
+    assert torch.cuda.max_memory_allocated() == 4096  # nobody reset it
+    assert capsys.readouterr().out == "epoch 0\n" and panel.words == "" and not panel.readings
+
+
+def test_a_trainer_s_lines_appear_on_it(page, gpus, capsys):
+    with live_memory(every=0.005) as panel:
+        panel.log("epoch 0 | loss < 2.1")
+        wait_until(lambda: "epoch 0 | loss &lt; 2.1" in panel._picture.value)
+    assert capsys.readouterr().out.startswith("epoch 0 | loss < 2.1\n")
+
+
+def test_bad_arguments_of_the_live_panel(page):
+    with pytest.raises(ValueError, match="every=0"), live_memory(every=0):
+        pass
+    with pytest.raises(RuntimeError, match="no GPU"), live_memory():
+        pass
+    with virtual_gpus(1), pytest.raises(ValueError, match="no cuda:7"), live_memory(7):
+        pass
+    assert page == []
+
+
+@pytest.mark.parametrize(
+    ("reserved", "frame"),
+    [(MiB, "1.00 MiB"), (100 * MiB, "128 MiB"), (128 * MiB, "128 MiB"), (0, "1.00 MiB"), (129 * MiB, "256 MiB"),
+     (2 * GIB, "16.0 GiB")],
+)  # fmt: skip
+def test_the_scale_of_the_bars_is_said_and_seldom_changes(reserved, frame):
+    """A learner reads off how long a frame is: a power of two, or the capacity."""
+    page = live._now(Readings([Reading(0, "GPU", 16 * GIB, 0, 0, reserved, reserved)]), "")
+    assert f"frame: {frame}" in page
+
+
+def test_what_the_driver_says_is_shown_where_it_is_known():
+    reading = Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 4 * GIB, 4 * GIB, driver_used=4 * GIB)
+    page = live._now(Readings([reading]), "")
+    assert "1.00 GiB, peak 2.00 GiB, reserved 4.00 GiB of 16.0 GiB; driver 4.00 GiB" in page
+    assert "width: 25.00%" in page and "width: 6.25%" in page and "left: 12.50%" in page
+
+
+def test_the_live_panel_takes_a_small_part_of_a_processor(gpus):
+    panel = LivePanel(None, every=0.5)
+    panel._picture = type("Picture", (), {})()
+    panel._look()
+    start = time.process_time()
+    for _ in range(5):
+        panel._look()
+    assert (time.process_time() - start) / 5 / 0.5 < 0.2
+
+
+# ---- in a kernel ----------------------------------------------------------------------------------------------------
+
+CELLS = (
+    "from helpers import use_gpus\nfrom helpers.show import explore, live_memory\nimport torch\n"
+    "_ = use_gpus(2, memory='16 GiB')\ndef job(size=100):\n    torch.ones(size, 1000, device='cuda:1')",
+    "panel = explore(job, size=(100, 900), gpus=2)\npanel",
+    "with live_memory(every=0.01):\n    for _ in range(20):\n        torch.ones(1000, 1000, device='cuda:1').sum()",
+)
+
+
+def test_a_stored_notebook_has_pictures_and_words_that_a_second_run_repeats():
+    notebook = new_notebook(cells=[new_code_cell(source) for source in (*CELLS, *CELLS[1:])])
+    run_all.run(notebook)
+    cells = [cell.outputs for cell in run_all.tidy(notebook).cells]
+    (explored,), (shown, said) = cells[1], cells[2]
+    assert set(explored.data) == {"image/png", "text/plain"} and "GPU 1 holds" in explored.data["text/plain"]
+    assert set(shown.data) == {"image/png"} and said.text.startswith("GPU 1 holds")
+    assert cells[3][0].data == explored.data and [each.get("data") for each in cells[4]] == [shown.data, None]
+    assert cells[4][1].text == said.text
+
+
+def test_a_cell_that_trains_keeps_its_gpus_while_a_slider_moves():
+    """The panel's thread waits for the cell: otherwise its GPUs would answer in the middle of a training."""
+    train = (
+        "import time\npanel.controls['size'].value = 900\nsizes = []\nfor _ in range(50):\n"
+        "    sizes.append(torch.ones(1, device='cuda:1').sum().item())\n    time.sleep(0.01)\n"
+        "print(sum(sizes), torch.cuda.get_device_properties(0).total_memory // 2**30, 'size 100' in panel.words)"
+    )
+    look = "print('size 900' in panel.words or time.sleep(3) or 'size 900' in panel.words)"
+    notebook = new_notebook(cells=[new_code_cell(source) for source in (CELLS[0], CELLS[1], train, look, look)])
+    run_all.run(notebook)
+    assert notebook.cells[2].outputs[0].text == "50.0 16 True\n"
+    assert "True" in notebook.cells[4].outputs[0].text
