@@ -248,7 +248,7 @@ def test_the_panel_follows_its_controls():
     assert "64 x NVIDIA TITAN Xp" in panel.words
     bundle, _ = panel._repr_mimebundle_()
     assert bundle["text/plain"] == panel.words and bundle["image/png"]
-    with pytest.raises(ValueError, match="choose one of"):
+    with pytest.raises(ValueError, match="gpus=5 is none of"):
         explore_advice(gpus=5)
 
 

@@ -610,13 +610,13 @@ def test_the_thread_sees_what_pytorch_does_not_and_always_ends(monkeypatch):
 
 def test_the_picture_and_its_words():
     with virtual_gpus(2):
-        monitor = recorded(2, batch=4096)
+        monitor, open_figures = recorded(2, batch=4096), plt.get_fignums()
         figure = plot_memory(monitor, "Two steps")
         words = describe_memory(monitor).splitlines()
         assert len(words) == 2 and words[1].startswith(
             f"GPU 1: peak {monitor.peak(1).bytes / MiB:.1f} MiB in backward (event "
         )
-        assert "parameters 2.02 MiB" in words[1] and not plt.get_fignums()
+        assert "parameters 2.02 MiB" in words[1] and plt.get_fignums() == open_figures
     for gpu, ax in enumerate(figure.axes):
         assert " ".join(ax.get_title("left").split()) + "." == words[gpu]
         marks = [line for line in ax.lines if line.get_marker() == "D"]

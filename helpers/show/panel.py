@@ -10,6 +10,7 @@ Readers without a kernel see the picture and the words of the first position.
 
 import struct
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from html import escape
@@ -20,7 +21,8 @@ import ipywidgets
 from IPython import get_ipython
 from matplotlib.figure import Figure
 
-_SIGN = "computing … (while a cell runs, this waits for it)"
+_PAUSE = 0.2  # seconds that the controls must stand still before something slow begins
+_SIGN = "<b>computing …</b>"
 _turn = threading.RLock()  # of the cell that runs, or of the one panel that computes
 
 
@@ -76,7 +78,11 @@ class Panel:
                 self._busy = chosen != self._shown
                 if not self._busy:
                     return
-            self._sign.value = _SIGN
+            if self._slow and self._shown is not None:
+                self._sign.value = _SIGN
+                time.sleep(_PAUSE)
+                if chosen != self.chosen:
+                    continue
             self.words, picture = self._answer(chosen)
             self._png = picture or self._png
             # Where there is no picture the last one keeps its place: the page below does not move.
@@ -119,7 +125,7 @@ def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidge
     widget = ipywidgets.interactive.widget_from_abbrev(options, value)
     if widget is None or (value is not Parameter.empty and widget.value != value):
         raise ValueError(f"{label}={value!r} is none of the options {options}.")
-    widget.description, widget.continuous_update = label, False
+    widget.description = label
     widget.style.description_width, widget.layout.width = "125px", "340px"
     return widget
 

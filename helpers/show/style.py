@@ -59,6 +59,6 @@ def set_alt_text(figure: Figure, *words: str | None) -> None:
     figure._repr_mimebundle_ = lambda include=None, exclude=None: ({}, {"image/png": {"alt": said}})
 
 
-def alt_text(figure: Figure) -> str:
-    """The text alternative of a figure that has one."""
-    return figure._repr_mimebundle_()[1]["image/png"]["alt"]
+def alt_text(part: Artist) -> str:
+    """The text alternative of a figure, or of the one that `part` is in."""
+    return part.get_figure(root=True)._repr_mimebundle_()[1]["image/png"]["alt"]

@@ -111,9 +111,9 @@ class Lab:
         drawn = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]')
         return [text for text in drawn.all_inner_texts() if "Traceback (most recent call last)" in text]
 
-    def explorer(self) -> str:
-        """What the memory explorer's picture says to those who cannot see it."""
-        return self.page.locator(".jp-Notebook svg[role=img]").first.get_attribute("aria-label")
+    def explorer(self, attribute: str = "alt") -> str:
+        """What the explorer's picture says to those who cannot see it, or another attribute of the picture."""
+        return self.page.locator(".jp-Notebook .widget-html img").first.get_attribute(attribute)
 
     def move_slider(self, name: str, steps: int) -> str:
         """Move a slider of the explorer with the keyboard; returns the number that then stands beside it."""
