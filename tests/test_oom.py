@@ -17,7 +17,6 @@ from helpers.measure.oom import (
     find_leaks,
     forget_error,
     remember_origins,
-    write_viewer,
 )
 from helpers.measure.oom.blocks import Block
 from helpers.measure.oom.explain import Explanation
@@ -309,13 +308,3 @@ def test_segments_in_words_and_drawn(gpu):
 def test_an_empty_gpu_has_nothing_to_draw(gpu):
     with pytest.raises(ValueError, match="holds no memory"):
         draw_segments(gpu)
-
-
-def test_the_viewer_is_pytorch_s(gpu, tmp_path):
-    torch.cuda.memory._record_memory_history(None)
-    with pytest.raises(RuntimeError, match="remember_origins"):
-        write_viewer(tmp_path / "memory.html")
-    remember_origins()
-    kept = mebibytes(2, gpu)
-    page = write_viewer(tmp_path / "memory.html")
-    assert "MemoryViz" in page.read_text() and kept.is_cuda

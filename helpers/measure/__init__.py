@@ -3,7 +3,7 @@
 from helpers.measure.batch_size import largest_batch
 from helpers.measure.memory import measure_memory, peak_memory, read_memory, reset_peaks
 from helpers.measure.monitor import MemoryMonitor
-from helpers.measure.oom import explain_memory, explain_oom, find_leaks, forget_error, remember_origins, write_viewer
+from helpers.measure.oom import explain_memory, explain_oom, find_leaks, forget_error, remember_origins
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusals import Refusal
 from helpers.measure.sizes import GiB, MiB, format_bytes, unit_of
@@ -31,5 +31,4 @@ __all__ = [
     "remember_origins",
     "reset_peaks",
     "unit_of",
-    "write_viewer",
 ]

@@ -13,9 +13,10 @@ Usage:  print(read_memory())                 a table of now
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isnan
 
 import torch
 
@@ -33,7 +34,7 @@ def read_memory(devices=None) -> Readings:
     """
     indices = gpu_indices(devices)
     driver, note = _driver_view(indices)
-    return Readings((_read_one(index, *driver.get(index, (None, None))) for index in indices), note)
+    return Readings((_read_one(index, driver[index]) for index in indices), note)
 
 
 def reset_peaks(devices=None) -> None:
@@ -68,7 +69,8 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
         yield readings
     except torch.OutOfMemoryError as error:  # keep its figures only: the error would keep the block's tensors alive
         refusal = read_refusal(error)
-        said = f"{refusal}." if refusal else f"Memory ran out; PyTorch does not say where: {_first_line(error)}"
+        first_line, *_ = str(error).splitlines() or [""]
+        said = f"{refusal}." if refusal else f"Memory ran out; PyTorch does not say where: {first_line}"
         if not catch:
             raise
         error.__traceback__ = None  # its frames refer to each other in a cycle, which would wait for gc
@@ -102,7 +104,7 @@ def gpu_indices(devices=None) -> list[int]:
         )
     if devices is None:
         return list(range(count))
-    single = isinstance(devices, (int, str, torch.device)) or not isinstance(devices, Iterable)
+    single = isinstance(devices, (int, str, torch.device))
     found = [_index(device, count) for device in ([devices] if single else devices)]
     if not found:
         raise ValueError("No device was given: give some, such as ['cuda:0'], or None for all GPUs.")
@@ -120,7 +122,8 @@ def _index(device: int | str | torch.device, count: int) -> int:
     return device
 
 
-def _read_one(index: int, driver_used: int | None, driver_total: int | None) -> Reading:
+def _read_one(index: int, gpu) -> Reading:
+    """gpu: GPUtil's, or None."""
     properties = torch.cuda.get_device_properties(index)
     return Reading(
         index=index,
@@ -130,8 +133,8 @@ def _read_one(index: int, driver_used: int | None, driver_total: int | None) -> 
         peak_allocated=torch.cuda.max_memory_allocated(index),
         reserved=torch.cuda.memory_reserved(index),
         peak_reserved=torch.cuda.max_memory_reserved(index),
-        driver_used=driver_used,
-        driver_total=driver_total,
+        driver_used=_bytes(gpu and gpu.memoryUsed),
+        driver_total=_bytes(gpu and gpu.memoryTotal),
     )
 
 
@@ -142,39 +145,35 @@ def _highest(before: dict[int, tuple[int, int]], index: int) -> tuple[int, int]:
     return max(allocated, now[0]), max(reserved, now[1])
 
 
-def _driver_view(indices: list[int]) -> tuple[dict[int, tuple[int, int]], str]:
-    """Bytes used and in all by the driver's count, for each GPU of PyTorch that GPUtil lists, and a note.
+def _driver_view(indices: list[int]) -> tuple[dict, str]:
+    """GPUtil's GPU for each of PyTorch's (None where it lists none), and a note, which is empty where both count alike.
 
     nvidia-smi, and therefore GPUtil, lists every GPU of the machine. PyTorch sees only those that CUDA_VISIBLE_DEVICES
-    leaves, in the order given there. So they are matched by UUID. The note is empty where both count alike.
+    leaves, in the order given there. So they are matched by UUID.
     """
+    missing = dict.fromkeys(indices)
     try:
         import GPUtil  # here, since GPUtil 1.4.0 does not even import from Python 3.12 on without setuptools
 
         listed = {_uuid(gpu.uuid): gpu for gpu in GPUtil.getGPUs()}
     except Exception as error:  # GPUtil parses nvidia-smi's text; PyTorch's figures do not depend on it
-        return {}, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
+        return missing, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
     if not listed:
-        return {}, "The driver's figures are missing: GPUtil found no nvidia-smi."
+        return missing, "The driver's figures are missing: GPUtil found no nvidia-smi."
     found = {index: listed.get(_uuid(torch.cuda.get_device_properties(index).uuid)) for index in indices}
-    figures = {index: (_bytes(gpu.memoryUsed), _bytes(gpu.memoryTotal)) for index, gpu in found.items() if gpu}
     seen = torch.cuda.device_count()
     if len(listed) == seen and all(gpu and gpu.id == index for index, gpu in found.items()):
-        return figures, ""
-    names = (
-        f"cuda:{index} is " + (f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list")
-        for index, gpu in found.items()
-    )
-    return figures, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {', '.join(names)} (matched by UUID)."
+        return found, ""
+    theirs = {
+        index: f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for index, gpu in found.items()
+    }
+    names = ", ".join(f"cuda:{index} is {name}" for index, name in theirs.items())
+    return found, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {names} (matched by UUID)."
 
 
 def _uuid(uuid) -> str:
     return str(uuid).lower().removeprefix("gpu-")  # nvidia-smi writes the prefix, PyTorch does not
 
 
-def _bytes(mib: float) -> int | None:
-    return round(mib * MiB) if mib == mib else None  # GPUtil gives nan for what nvidia-smi does not know
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _bytes(mib: float | None) -> int | None:
+    return None if mib is None or isnan(mib) else round(mib * MiB)  # nan: nvidia-smi does not know it

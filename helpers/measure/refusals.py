@@ -1,13 +1,11 @@
 """What PyTorch says when a GPU runs out of memory, in bytes.
 
-torch.OutOfMemoryError carries its figures only as text, which is the same on real and on virtual GPUs:
+torch.OutOfMemoryError carries its figures only as text, which is the same on real and on virtual GPUs
+(c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15). They are exact to two decimals of PyTorch's unit:
 
     CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 11.91 GiB of which 1.25 GiB is
     free. [...] Of the allocated memory 9.20 GiB is allocated by PyTorch, and 900.00 MiB is reserved by PyTorch but
     unallocated.
-
-The figures are therefore exact to two decimals of the unit that PyTorch chose.
-Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15.
 """
 
 import re
@@ -17,7 +15,7 @@ from helpers.measure.sizes import GiB, MiB, format_bytes
 
 _BEGINNING = "CUDA out of memory. Tried to allocate"
 _UNITS = {"bytes": 1, "KiB": 1024, "MiB": MiB, "GiB": GiB}
-_SIZE = r"([\d.]+ (?:bytes|KiB|MiB|GiB))"
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _FIGURES = {
     "requested": rf"Tried to allocate {_SIZE}",
     "capacity": rf"has a total capacity of {_SIZE}",
@@ -76,15 +74,11 @@ def read_refusal(error: BaseException) -> Refusal | None:
     _, found, text = str(error).rpartition(_BEGINNING)
     text = found + text
     gpu = re.search(r"GPU (\d+) has a total capacity", text)
-    sizes = {name: _size(re.search(pattern, text)) for name, pattern in _FIGURES.items()}
+    sizes = {}
+    for name, pattern in _FIGURES.items():
+        match = re.search(pattern, text)
+        sizes[name] = round(float(match[1]) * _UNITS[match[2]]) if match else None
     unallocated, allowed = sizes.pop("unallocated"), sizes.pop("allowed")
     if not found or gpu is None or unallocated is None or None in sizes.values():
         return None
     return Refusal(int(gpu[1]), **sizes, reserved=sizes["allocated"] + unallocated, allowed=allowed)
-
-
-def _size(match: re.Match | None) -> int | None:
-    if match is None:
-        return None
-    number, unit = match[1].split()
-    return round(float(number) * _UNITS[unit])

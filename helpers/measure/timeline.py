@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from helpers.gpus import modelled_timeline
 
 KINDS = ("forward", "backward", "step", "copy", "collective")
 BLOCK = "helpers.measure.timeline"  # the recorded block's name in torch.profiler's trace
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
 
 
@@ -107,24 +107,19 @@ def record_timeline() -> Iterator[Timeline]:
 
 def _measured(found: Timeline) -> Iterator[Timeline]:
     """By torch.profiler."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
     found.modelled = False
-    _wait_for_all()
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         with record_function(BLOCK):
             yield found
-            _wait_for_all()
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     found.seconds, found.work = work_of(events)
-
-
-def _wait_for_all() -> None:
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
 
 
 def work_of(events: Sequence[dict]) -> tuple[float, list[Work]]:
@@ -136,8 +131,8 @@ def work_of(events: Sequence[dict]) -> tuple[float, list[Work]]:
     spans = [event for event in events if event.get("ph") == "X"]
     block = next(e for e in spans if e["name"] == BLOCK and e.get("cat") == "user_annotation")
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"].startswith("Optimizer.step")]
-    launched = [e for e in spans if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})]
-    launches = {e["args"]["correlation"]: e for e in launched}
+    launched = [e for e in spans if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launches = {e.get("args", {}).get("correlation"): e for e in launched}
     work = []
     for event in spans:
         if event.get("cat") in _ON_GPU:

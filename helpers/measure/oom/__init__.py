@@ -5,7 +5,6 @@
     forget_error()                             frees what the last error keeps alive: its frames and their tensors
     remember_origins()                         from here on the line that makes a tensor is known: call it first
     with find_leaks() as leaks: step()         what a block left behind, and who refers to it
-    write_viewer("memory.html")                PyTorch's own viewer of the recorded history, as a file for a browser
 
 The same on real and on virtual GPUs: everything comes from torch.cuda's snapshots and from Python's gc.
 `helpers.show` draws: draw_segments, the blocks of PyTorch's allocator, and draw_cures, which cure to try first.
@@ -14,7 +13,7 @@ The same on real and on virtual GPUs: everything comes from torch.cuda's snapsho
 from helpers.measure.oom.explain import Explanation, explain_memory, explain_oom
 from helpers.measure.oom.holders import forget_error
 from helpers.measure.oom.leaks import Leaks, find_leaks
-from helpers.measure.oom.origins import remember_origins, write_viewer
+from helpers.measure.oom.origins import remember_origins
 
 __all__ = [
     "Explanation",
@@ -24,5 +23,4 @@ __all__ = [
     "find_leaks",
     "forget_error",
     "remember_origins",
-    "write_viewer",
 ]

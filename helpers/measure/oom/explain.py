@@ -13,7 +13,7 @@ from helpers.measure.oom.blocks import KINDS, Block, live_blocks
 from helpers.measure.oom.origins import origins_remembered
 from helpers.measure.readings import Reading
 from helpers.measure.refusals import Refusal, read_refusal
-from helpers.measure.sizes import GiB, MiB, format_bytes
+from helpers.measure.sizes import MiB, format_bytes
 
 _WIDTH = 110  # characters of a notebook's output
 _MOST_ADVICE, _MOST_GROUPS = 4, 5
@@ -126,8 +126,6 @@ class Explanation:
                 text = f"{group.count} tensors of one line are all still there ({group.origin}). Does a list collect "
                 text += "them? Keep numbers (.item()), or .detach().cpu()."
                 found.append((group.size - group.size // group.count, text))
-        context = max(2 * GiB, self.capacity // 4)  # at most
-        found.append((self.outside - context, "Another program holds memory on this GPU: look at nvidia-smi."))
         least = _LEAST * max(1, self.allocated)
         return sorted((each for each in found if each[0] > least), key=lambda each: -each[0])
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.cuda import _memory_viz
 
 MOST_EVENTS = 200_000  # per GPU, about a kilobyte each on the host; of a longer history the end is kept
 UNKNOWN = "made before remember_origins() was called"
@@ -56,16 +55,3 @@ def origin(frames: Sequence[dict]) -> str:
         in_a_cell = "ipykernel" in file or file.startswith("<")
         return f"`{code}`{inside}" + ("" if in_a_cell else f" ({'/'.join(Path(file).parts[-2:])}:{frame['line']})")
     return UNKNOWN
-
-
-def write_viewer(path: str | Path) -> Path:
-    """Write a web page that draws all GPUs' allocated memory over time. Returns the path.
-
-    It shows what was recorded since `remember_origins()`: point at a block to see the stack that made it. The page
-    loads its drawing code from the network. Raises RuntimeError where no history was recorded.
-    """
-    snapshot = torch.cuda.memory._snapshot()
-    if not any(snapshot["device_traces"]):
-        raise RuntimeError("No history was recorded: call remember_origins() before the run that you want to see.")
-    Path(path).write_text(_memory_viz.trace_plot(snapshot), encoding="utf-8")
-    return Path(path)
