@@ -1,7 +1,7 @@
-"""What a training step of the article's BERT takes on each GPU under any of PyTorch's wrappers, in one line.
+"""The peak memory of a training step of the article's BERT, under any of PyTorch's wrappers.
 
-bert_peaks(nn.DataParallel, 200, gpus)               one process, four GPUs; with gpus[:1] just one GPU
-bert_peaks(DistributedDataParallel, 50, [rank])      in each of four ranks
+bert_peaks(nn.DataParallel, 200, gpus)             # one process, four GPUs; with gpus[:1] one GPU
+bert_peaks(DistributedDataParallel, 50, [rank])    # in each of four ranks
 """
 
 from collections.abc import Callable, Sequence
@@ -37,12 +37,12 @@ def bert_peaks(
 ) -> Readings:
     """Readings of `devices` with the peaks of one step: forward, loss, backward, Adam.
 
-    It is the second step, when Adam's state and DDP's final buckets exist. wrap: called with the net on the first
-    device and with the devices. batch: sentences that this process trains on. criterion: None is `WordLoss`. What
-    earlier runs left reserved is given back first. Raises ValueError for no device and for a batch below one.
+    It is the second step, when Adam's states and DDP's final buckets exist. wrap: called with the net on the first
+    device and with the devices. batch: sentences that this process trains on. criterion: `WordLoss` by default. Memory
+    that earlier runs left reserved is released first. Raises ValueError for no device and for a batch below one.
     """
     if not devices or batch < 1:
-        raise ValueError(f"give at least one device and one sentence, not {len(devices)} and {batch}")
+        raise ValueError(f"Give at least one device and one sentence, not {len(devices)} and {batch}.")
     torch.cuda.empty_cache()
     network, criterion = wrap(bert_article(VOCABULARY).to(devices[0]), devices), criterion or WordLoss()
     adam = torch.optim.Adam(network.parameters())
