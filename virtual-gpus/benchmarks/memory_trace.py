@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from virtual_gpus import active_machine
 from virtual_gpus.dispatch import mode
+from virtual_gpus.memory_model import round_size
 
 from benchmarks.reference import measure
 from benchmarks.reference.cases import CASES
@@ -55,11 +56,6 @@ class Operators:
     def _note(self, call, machine):
         self.name = call.op.base
         return self._run(call, machine)
-
-
-def rounded(nbytes: int) -> int:
-    """To 512 bytes, as the allocator does."""
-    return -(-nbytes // 512) * 512
 
 
 def real_events(case: str) -> list[Event]:
@@ -118,7 +114,7 @@ def rise(events: list[Event]) -> int:
     """How far allocated memory climbs above its start, in bytes, without unsplit tails."""
     now = highest = 0
     for event in events:
-        now += rounded(event.nbytes) if event.nbytes > 0 else -rounded(-event.nbytes)
+        now += round_size(event.nbytes) if event.nbytes > 0 else -round_size(-event.nbytes)
         highest = max(highest, now)
     return highest
 
@@ -151,7 +147,7 @@ def name_of(real: list[Request], virtual: list[Request], before: str, after: str
         return f"only virtual, {_lives(virtual)}, in {where}"
     if sorted(r.nbytes for r in real) == sorted(v.nbytes for v in virtual):
         return f"another order, in {where}"
-    more = sum(rounded(v.nbytes) for v in virtual) - sum(rounded(r.nbytes) for r in real)
+    more = sum(round_size(v.nbytes) for v in virtual) - sum(round_size(r.nbytes) for r in real)
     return f"other sizes ({more / MIB:+.2f} MiB virtual), in {where}"
 
 
@@ -161,7 +157,7 @@ def _lives(blocks: list[Request]) -> str:
 
 def side_by_side(real: list[Request], virtual: list[Request], everything: bool) -> list[str]:
     """The aligned lists; without `everything` only the differences, each under its name."""
-    key = [[rounded(request.nbytes) for request in side] for side in (real, virtual)]
+    key = [[round_size(request.nbytes) for request in side] for side in (real, virtual)]
     matcher = difflib.SequenceMatcher(None, *key, autojunk=False)
     lines, differences = [], {}
     for kind, a, b, c, d in matcher.get_opcodes():

@@ -12,12 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.options import Options
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
 from virtual_gpus.settings import Settings
+
+if TYPE_CHECKING:  # it knows torch
+    from virtual_gpus.memory.history import History
 
 
 class _StreamTimes:
@@ -104,6 +108,7 @@ class VirtualMachine:
         # Handed in by whoever switches it on, since it lies above: errors, and how a spawned process does the same.
         self.no_room_for_context: Callable[[], Exception] = MemoryError
         self.start_in_child: Callable[[Settings], None] | None = None
+        self.history: History | None = None  # of the memory; made at the first use (see memory.history)
         self._local = threading.local()
 
     @functools.cached_property

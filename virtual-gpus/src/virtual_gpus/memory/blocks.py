@@ -24,7 +24,15 @@ class Block:
 
     __slots__ = ("address", "arena", "born", "next", "owner", "pool", "prev", "requested", "size", "state")
 
-    def __init__(self, address, size, pool, prev, next, arena):
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        pool: BlockPool | None,
+        prev: Block | None,
+        next: Block | None,
+        arena: Segment | None,
+    ):
         self.address, self.size, self.requested = address, size, 0
         self.pool, self.prev, self.next = pool, prev, next
         self.arena, self.owner, self.state = arena, None, FREE

@@ -20,17 +20,18 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from virtual_gpus.memory import stacks
+from virtual_gpus.memory.allocator import CachingAllocator
 from virtual_gpus.memory.options import environment_text
 
-if TYPE_CHECKING:
-    from virtual_gpus.machine import VirtualGPU, VirtualMachine
+if TYPE_CHECKING:  # a machine lies above, and hands its allocators down
+    from virtual_gpus.machine import VirtualMachine
 
 _now, _new = time.perf_counter_ns, tuple.__new__
-
 
 NEVER, STATE, ALLOC, ALL = range(4)  # which events get a stack: none, live blocks, allocations too, frees too
 ACTIONS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
@@ -87,8 +88,8 @@ class Live(NamedTuple):
 class Recorder:
     """What happened on one GPU since recording began. It is told everything by the allocator, which is locked then."""
 
-    def __init__(self, gpu: VirtualGPU):
-        self._allocator, self._live_blocks, self._deaths = gpu.allocator, gpu.allocator.live_blocks, None
+    def __init__(self, allocator: CachingAllocator):
+        self._allocator, self._live_blocks, self._deaths = allocator, allocator.live_blocks, None
         self.entries: deque = deque()  # the fields of one `Entry` after the other, see `events`
         self._blocks: dict[int, Live] = {}
         self._waiting: dict[int, Live] = {}  # freed, but another stream still uses them
@@ -96,24 +97,21 @@ class Recorder:
         self.settings: Settings | None = None
         self._is_plain = False  # no stacks, and all actions wanted
         self._told = {
-            event: getattr(self, "_" + event)
-            for event in (
-                "alloc",
-                "free",
-                "free_requested",
-                "free_completed",
-                "oom",
-                "segment_alloc",
-                "segment_free",
-                "segment_map",
-                "segment_unmap",
-            )  # fmt: skip
+            "alloc": self._alloc,
+            "free": self._free,
+            "free_requested": self._free_requested,
+            "free_completed": self._free_completed,
+            "oom": self._oom,
+            "segment_alloc": self._segment_alloc,
+            "segment_free": self._segment_free,
+            "segment_map": self._segment_map,
+            "segment_unmap": self._segment_unmap,
         }
 
     def start(self, settings: Settings, clear: bool) -> None:
         """Record from now on, or go on with other settings. Blocks that are in use already have no stack."""
         with self._allocator.exclusive():
-            fields = () if clear else [field for entry in self.events() for field in entry]
+            fields = () if clear else [value for entry in self.events() for value in entry]
             self.settings = settings
             self.entries = deque(fields, min(len(Entry._fields) * settings.max_entries, sys.maxsize))
             self._is_plain = settings.context == NEVER and not settings.skipped
@@ -125,7 +123,7 @@ class Recorder:
     def _adopt(self):
         self._blocks = {
             address: self._made(address) or Live(block.requested, block.pool.stream, block.owner)
-            for address, block in self._allocator.live_blocks.items()
+            for address, block in self._live_blocks.items()
         }
         for address, segment in self._allocator.device.segments.items():
             if not segment.expandable:
@@ -278,8 +276,8 @@ class Recorder:
 class History:
     """A machine: the recorders of its GPUs, what `record_function` marked, the allocator settings that were set."""
 
-    def __init__(self, machine: VirtualMachine):
-        self.recorders = [Recorder(gpu) for gpu in machine.gpus]
+    def __init__(self, allocators: Iterable[CachingAllocator]):
+        self.recorders = [Recorder(allocator) for allocator in allocators]
         self.settings: Settings | None = None
         self.annotations: deque = deque()  # (name, "START" or "END", GPU, nanoseconds)
         self.allocator_settings = environment_text()
@@ -307,13 +305,12 @@ class History:
 
 def history_of(machine: VirtualMachine) -> History:
     """The machine's history, made at the first use."""
-    found = vars(machine).get("history")  # set here rather than in the class, which knows no torch
-    if found is None:
-        found = machine.history = History(machine)
-    return found
+    if machine.history is None:
+        machine.history = History(gpu.allocator for gpu in machine.gpus)
+    return machine.history
 
 
 def forget(machine: VirtualMachine) -> None:
     """Record no more: the machine went off."""
-    if "history" in vars(machine):
+    if machine.history is not None:
         machine.history.stop()

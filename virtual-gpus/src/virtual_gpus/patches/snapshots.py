@@ -127,7 +127,7 @@ class _Scope:
 
 def _mark(name: str, stage: str) -> None:
     machine = active()
-    if machine is not None and "history" in vars(machine):
+    if machine is not None and machine.history is not None:
         machine.history.mark(name, stage, machine.current)
 
 
