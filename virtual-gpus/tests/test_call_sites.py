@@ -3,14 +3,18 @@
 Each test runs as the code stands, and with one function of the road extracted once more: the answers must not change.
 """
 
+import pathlib
+import sys
+
 import pytest
 import torch
 from torch import nn
-from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus import active_machine, entrance, virtual_gpus
 from virtual_gpus.dispatch import call, creation, mode
 from virtual_gpus.ops import accumulation
 from virtual_gpus.placement import creation_sites
 
+PACKAGE = str(pathlib.Path(entrance.__file__).parent)
 ROAD = [(mode, "run"), (mode, "create"), (mode, "_run_on_host"), (mode, "resolve_common_device"),
         (mode, "adopt_destination"), (creation, "_create_on_host"), (call, "calling_site"),
         (creation_sites, "calling_frame"), (accumulation, "calling_frame"), (call, "run_kernel")]  # fmt: skip
@@ -74,3 +78,24 @@ def test_the_engine_adds_gradients_in_place(gpu):
     loss = (((hidden * 1) @ weight + hidden) * 2).sum()
     whole = [size for size in requested(lambda: torch.autograd.grad(loss, x)) if size == 1024 * 512 * 4]
     assert len(whole) == 4  # of the product with 2, of both factors on the way to x, of x; the sum takes no fifth
+
+
+@pytest.mark.parametrize("extracted", [None], indirect=True)
+def test_an_operator_takes_few_calls(gpu):
+    """Python calls are what an operator costs here: a warm product took 63 before there was one object per operator."""
+    x = torch.ones(4, 4, device=gpu)
+    for _ in range(3):
+        y = x @ x
+    calls = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        y = x @ x  # noqa: F841 - the product before goes, which is part of the cost
+    finally:
+        sys.setprofile(before)
+    assert "run_kernel" in calls and len(calls) <= 45, calls

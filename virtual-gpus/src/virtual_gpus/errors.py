@@ -147,10 +147,10 @@ def two_devices(first: torch.device, second: torch.device) -> RuntimeError:
 
 
 def other_machine(device: torch.device) -> RuntimeError:
-    """Tensors of an outer `virtual_gpus` and of one inside it: the same names, but other cards."""
+    """Tensors of an outer `virtual_gpus` and of one inside it: the same names, but other GPUs."""
     return RuntimeError(
         f"Expected all tensors to be on the same device, but one on {device} belongs to other virtual_gpus(...) than "
-        "the rest: sets inside one another are different cards. Copy it over with .to(...)"
+        "the rest: sets inside one another are different GPUs. Copy it over with .to(...)"
     )
 
 

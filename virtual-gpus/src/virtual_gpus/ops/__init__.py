@@ -2,27 +2,28 @@
 
 A *recipe* runs one ATen operator the way CUDA would use memory for it:
 
-    def softmax_backward(call):               # call: see `ops.call.Call`
+    def softmax_backward(call):               # an `OpCall`, see `dispatch.call`
         with call.scratch(1024):              # temporaries, in CUDA's order
             return call.run()                 # the kernel itself, and blocks for its results
 
-Each module holds the recipes of one family and a table `RECIPES` from an operator's base name ("mm") to its recipe. An
-operator without one takes only the memory of its results. Operators that CUDA does as one and the CPU as many (LSTM,
-attention, RMS norm) are stand-ins for PyTorch's functions: `rows()`, see `virtual_gpus.patches`.
+It returns results that have their blocks. Each module holds the recipes of one family and a table `RECIPES` from an
+operator's base name ("mm") to its recipe. An operator without one takes only the memory of its results. Operators that
+CUDA does as one and the CPU as many (LSTM, attention, RMS norm) are stand-ins for PyTorch's functions: `rows()`, see
+`virtual_gpus.patches`.
 
 How near it is: `python -m benchmarks.memory` compares nine training steps with what a real H200 measured under
 torch 2.11, `--operators` eighty single operators, `--trace` every allocation of a step. In the order in which the H200
-ran them, all nine come out to the byte in every figure; each on a fresh card, within 1.4 % (reserved memory: 7.1 %).
+ran them, all nine come out to the byte in every figure; each on a fresh GPU, within 1.4 % (reserved memory: 7.1 %).
 
 Where it comes from:
 
 - read in PyTorch's sources, and right to the byte on the H200: sizes and order of results and temporaries, partial sums
-  (`reductions`), cuBLAS workspaces (`blas`), attention's kernels (`attention_*`), autocast's casts, gradients added in
+  (`reductions`), cuBLAS workspaces (`blas`), attention's kernels (`attention`), autocast's casts, gradients added in
   place (`accumulation`);
 - fitted to what the H200 measured, since NVIDIA does not publish it: cuDNN's workspaces of convolutions
-  (`convolution_workspaces`) and of RNNs (`recurrent_sizes`). Here the agreement proves little: the rules were chosen on
+  (`conv.workspaces`) and of RNNs (`rnn.sizes`). Here the agreement proves little: the rules were chosen on
   these very cases, and other networks of the kinds will be off by some per cent;
-- taken over from the H200 for other kinds of GPU: everything that does not follow from a card's data sheet.
+- taken over from the H200 for other kinds of GPU: everything that does not follow from a GPU's data sheet.
 """
 
 from __future__ import annotations

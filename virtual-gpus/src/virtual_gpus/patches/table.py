@@ -1,11 +1,51 @@
-"""Small helpers for the rows of the table of stand-ins."""
+"""Replacing names in modules and classes, and putting back what stood there.
+
+A row is (module or class, name, what answers there). Names that were inherited are put back as such.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+Row = tuple[Any, str, Any]
+_ABSENT = object()
+_before: list[Row] = []
+_scripted: list[tuple[int, object]] = []  # (id, stand-in): the ids stay taken while they are in TorchScript's table
 
 
-def in_package(package: str, *functions) -> list[tuple[object, str, object]]:
+def put_in(rows: Iterable[Row]) -> None:
+    """Replace the names, and remember what stood there."""
+    for owner, name, stand_in in rows:
+        _before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        _tell_torchscript(_before[-1][2], stand_in)
+        setattr(owner, name, stand_in)
+
+
+def _tell_torchscript(original: object, stand_in: object) -> None:
+    """torch.jit.script, which forward-mode differentiation uses too, knows PyTorch's operators by their Python id."""
+    known = torch.jit._builtins._get_builtin_table()
+    if id(original) in known and id(stand_in) not in known:
+        known[id(stand_in)] = known[id(original)]
+        _scripted.append((id(stand_in), stand_in))
+
+
+def take_out() -> None:
+    """Put everything back, in the reverse order."""
+    while _scripted:
+        torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
+    while _before:
+        owner, name, original = _before.pop()
+        if original is not _ABSENT:
+            setattr(owner, name, original)
+        elif name in vars(owner):  # else Ctrl-C came before the stand-in
+            delattr(owner, name)
+
+
+def in_package(package: str, *functions: Any) -> list[Row]:
     """Rows for functions that carry the name of what they stand for, wherever `package` has that name.
 
     PyTorch imports names from module to module (torch.cuda.memory.empty_cache is torch.cuda.empty_cache as well), so

@@ -1,7 +1,7 @@
 """scaled_dot_product_attention on a virtual GPU: CUDA's choice of kernel, its memory, the CPU's numbers.
 
 A fused kernel keeps its inputs, its output and one float per row of the scores, where the plain formula keeps the
-scores. `attention_choice` says which one runs, `attention_memory` what memory it takes, `attention_numbers` computes.
+scores. `choice` says which one runs, `memory` and `efficient` what memory it takes, `numbers` computes.
 The plain formula runs operator by operator, as in PyTorch (_scaled_dot_product_attention_math in
 aten/src/ATen/native/transformers/attention.cpp).
 """

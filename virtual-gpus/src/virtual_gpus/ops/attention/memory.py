@@ -1,7 +1,7 @@
 """The memory that CUDA's fused attention kernels take, block by block in CUDA's order. Nothing is computed here.
 
 Each kernel is a class with `forward` and `backward`, which take blocks and give back the allocations of what stays; the
-memory-efficient one is in `attention_efficient`. Sources: attention.cu, attention_backward.cu and
+memory-efficient one is in `efficient`. Sources: attention.cu, attention_backward.cu and
 flash_attn/flash_api.cpp in aten/src/ATen/native/transformers/cuda; aten/src/ATen/native/cudnn/MHA.cpp; for cuDNN's
 workspace include/cudnn_frontend/node/scaled_dot_product_flash_attention.h of cudnn-frontend, whose buffers are what a
 real H200 measured but for 512 bytes.

@@ -2,8 +2,8 @@
 
 Autocast is a dispatch key: PyTorch's kernels at AutocastCUDA cast the inputs, then call the operator again without the
 key (aten/src/ATen/autocast_mode.cpp). They ask C++ whether a tensor is on a GPU, and would cast none of ours. So at the
-first use of autocast, kernels in Python take their places, with CUDA's lists (`autocast_lists`) and CUDA's casts
-(`autocast_casts`); and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
+first use of autocast, kernels in Python take their places, with CUDA's lists (`lists`) and CUDA's casts
+(`casts`); and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
 its operators. Composite operators follow the lists at every level, as on a GPU.
 
 Stand-ins that answer before the dispatcher is reached use `casting` or `cast_for`.
@@ -135,7 +135,7 @@ def _is_on() -> bool:
 def casting(name: str):
     """Decorator for a stand-in of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
     inputs and runs without autocast, as the operator's own kernel would. `name` must be in one of the first two lists
-    or PROMOTE of `autocast_lists`.
+    or PROMOTE of `lists`.
     """
 
     def decorate(function):

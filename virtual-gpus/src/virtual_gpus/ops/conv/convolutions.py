@@ -7,7 +7,7 @@ workspace; backward the input's gradient first, then the filters', then the bias
 A workspace that does not fit is no error: PyTorch then tries cuDNN's other kernels, which need less (Conv_v8.cpp).
 
 `torch.backends.cudnn.benchmark`: the first convolution of a shape tries all kernels, with the largest workspace among
-them, and empties the cache afterwards. That largest one is an estimate, by Winograd's numbers: no real card was asked.
+them, and empties the cache afterwards. That largest one is an estimate, by Winograd's numbers: no real GPU was asked.
 """
 
 from __future__ import annotations
