@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
         name="virtual_gpus",
     ) from None
 from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
-from virtual_gpus.gpus import GPUSpec, kinds, parse_bytes, spec
+from virtual_gpus.gpus import GPUSpec, kinds, spec
 from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory
 from virtual_gpus.memory_model import replay, round_size
 
@@ -43,7 +43,6 @@ __all__ = [
     "is_virtual",
     "modelled_gpus",
     "modelled_timeline",
-    "parse_bytes",
     "rates",
     "renew_gpus",
     "replay",

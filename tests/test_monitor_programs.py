@@ -46,7 +46,6 @@ class Program:
             self.evaluate,
             self.take,
             self.give,
-            self.phases,
             self.run_out,
             self.accumulate,
             self.in_a_thread,
@@ -98,12 +97,6 @@ class Program:
     def give(self) -> None:
         self.kept = self.kept[1:]
 
-    def phases(self) -> None:
-        with self.monitor.phase(self.numbers.choice(["forward", "backward", "step", "warm-up"])):
-            outputs = self.model(self.batch())
-            with self.monitor.phase("inner"):
-                outputs.sum().backward()
-
     def run_out(self) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2**40, dtype=torch.uint8, device="cuda:0")
@@ -121,21 +114,20 @@ def before(numbers: random.Random) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", ["", "expandable_segments:True"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_peak_is_the_allocators_and_its_kinds_add_up(seed, options, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
     numbers = random.Random(f"before {seed}")
     gpus = numbers.choice([1, 1, 2, 3])
     with virtual_gpus(gpus, shapes_only=True, memory="8 GiB"):
         held = before(numbers)
-        with MemoryMonitor() as outer, MemoryMonitor() as monitor:
+        with MemoryMonitor() as monitor:
             for gpu in range(gpus):
                 torch.cuda.reset_peak_memory_stats(gpu)
             program = Program(seed, monitor, gpus)
         assert held and program.jobs
         for gpu in range(gpus):
             peak, found = monitor.peak(gpu), monitor.at_peak(gpu)
-            assert peak.bytes == outer.peak(gpu).bytes == torch.cuda.max_memory_allocated(gpu)
+            assert peak.bytes == torch.cuda.max_memory_allocated(gpu)
             assert tuple(found) == KINDS and sum(found.values()) == peak.bytes and min(found.values()) >= 0
-            assert monitor.run(gpu).timeline.reserved == torch.cuda.memory_reserved(gpu)
-            assert monitor.note(gpu) == outer.note(gpu) == ""
+            assert monitor.note(gpu) == ""

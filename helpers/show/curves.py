@@ -13,8 +13,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from helpers.measure import GiB, MemoryMonitor, format_bytes, unit_of
-from helpers.measure.monitor.run import Run, Span
-from helpers.show.style import COLOURS, HATCHES, WIDTH, legend_below, legend_columns, open_frame, set_alt_text
+from helpers.measure.monitor import Run, Span
+from helpers.show.style import COLOURS, WIDTH, legend_below, legend_columns, open_frame, set_alt_text
 
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX"
@@ -22,7 +22,6 @@ MOST_PHASES = 60  # in more, neither their colours nor their names can be told a
 PER_CHARACTER = 0.0115  # of the width of the axes, at the size of a phase's name
 # A colour and a hatch each, light enough for a dark line on top; other names take what is left, in order.
 PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
-SPARE = [colour for colour in COLOURS if colour not in {colour for colour, _ in PHASES.values()}]
 PEAK = {"marker": "D", "color": "#D55E00", "mec": "white", "ms": 7, "ls": "none"}
 CROSS = {"marker": "x", "color": "black", "ms": 11, "mew": 2.5, "ls": "none"}
 
@@ -66,10 +65,10 @@ def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | 
     runs = [monitor.run(gpu) for gpu in monitor.indices]
     shown = [_events(run, around) for run in runs]
     phases = [_phases(run, events) for run, events in zip(runs, shown, strict=True)]
-    styles = _styles([span for spans in phases for span in spans])
-    handles: list[Artist] = [Patch(**_tint(*look), label=_short(name)) for name, look in styles.items()]
+    named = {span.phase for spans in phases for span in spans}
+    handles: list[Artist] = [Patch(**_tint(*look), label=name) for name, look in PHASES.items() if name in named]
     handles.append(Line2D([], [], **PEAK, label="peak"))
-    if any(run.timeline.ooms for run in runs):
+    if any(run.ooms for run in runs):
         handles.append(Line2D([], [], **CROSS, label="out of memory"))
 
     few, title = len(runs) <= 4, fill(title or "", 66)
@@ -80,7 +79,7 @@ def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | 
     unit, unit_name = unit_of(top)
     for run, events, spans, ax in zip(runs, shown, phases, rows[:, 0], strict=True):
         for span in spans:
-            _shade(ax, span, len(events), styles)
+            _shade(ax, span, len(events))
         _draw_curve(ax, run, events, unit)
         text = _headline(run, monitor.watched).replace(f" {unit_name}", f"\u00a0{unit_name}")  # stays with its number
         ax.set_title(fill(text, 92), loc="left", fontsize=9)
@@ -107,21 +106,20 @@ def describe_memory(monitor: MemoryMonitor) -> str:
 def _headline(run: Run, watched: bool) -> str:
     peak = run.peak()
     where = f" in {peak.phase}" if peak.phase else ""
-    said = f"GPU {run.gpu}: peak {format_bytes(peak.bytes)}{where} (event {peak.event:,} of {run.timeline.last:,})"
+    said = f"GPU {run.gpu}: peak {format_bytes(peak.bytes)}{where} (event {peak.event:,} of {run.last:,})"
     if watched and peak.bytes:
         unit = "GiB" if peak.bytes >= 2 * GiB else "MiB"
         held = sorted(run.at_peak().items(), key=lambda item: -item[1])
         said += ": " + ", ".join(f"{kind} {format_bytes(size, unit)}" for kind, size in held if size)
-    return said + (f"; out of memory after event {run.timeline.ooms[0]:,}" if run.timeline.ooms else "")
+    return said + (f"; out of memory after event {run.ooms[0]:,}" if run.ooms else "")
 
 
 def _events(run: Run, around: int | None) -> range:
     """The events to draw: `around` of them before and after the peak, or all."""
-    first, last = run.timeline.lost, run.timeline.last
-    if around is not None:
-        peak = run.peak().event
-        first, last = max(first, peak - around), min(last, peak + around)
-    return range(first, last + 1)
+    if around is None:
+        return range(run.last + 1)
+    peak = run.peak().event
+    return range(max(0, peak - around), min(run.last, peak + around) + 1)
 
 
 def _phases(run: Run, events: range) -> list[Span]:
@@ -131,25 +129,14 @@ def _phases(run: Run, events: range) -> list[Span]:
     return spans if len(spans) <= MOST_PHASES else []
 
 
-def _styles(spans: Sequence[Span]) -> dict[str, tuple[str, str]]:
-    names = dict.fromkeys(span.phase for span in spans)
-    others = [name for name in names if name not in PHASES]
-    spare = {name: (SPARE[i % len(SPARE)], HATCHES[(3 + i) % 7]) for i, name in enumerate(others)}
-    return {name: PHASES.get(name) or spare[name] for name in names}
-
-
 def _tint(colour: str, hatch: str) -> dict:
     """A light colour with a hatch of the same: a dark line on top is read well."""
     return {"facecolor": to_rgba(colour, 0.25), "edgecolor": to_rgba(colour, 0.4), "hatch": hatch, "linewidth": 0}
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 40 else f"{name[:24]}…{name[-15:]}"
-
-
-def _shade(ax: Axes, span: Span, width: int, styles: dict) -> None:
+def _shade(ax: Axes, span: Span, width: int) -> None:
     """A phase, with its name where that has room; the legend names them all."""
-    ax.axvspan(span.start, span.end, **_tint(*styles[span.phase]))
+    ax.axvspan(span.start, span.end, **_tint(*PHASES[span.phase]))
     if span.end - span.start > width * PER_CHARACTER * (len(span.phase) + 1):
         ax.text((span.start + span.end) / 2, 0.985, span.phase, transform=ax.get_xaxis_transform(), ha="center",
                 va="top", fontsize=8, color="0.25",
@@ -158,12 +145,12 @@ def _shade(ax: Axes, span: Span, width: int, styles: dict) -> None:
 
 def _draw_curve(ax: Axes, run: Run, events: range, unit: int) -> None:
     """The curve, the peak with its figure above it, where the curve never is, and where memory ran out."""
-    line, peak = run.timeline, run.peak()
+    peak = run.peak()
     first, end = events[0], max(events[-1], 1)
-    ax.plot(events, [line.after(event) / unit for event in events], color="black", lw=1.1, drawstyle="steps-post")
-    for event in line.ooms:
+    ax.plot(events, [run.allocated[event] / unit for event in events], color="black", lw=1.1, drawstyle="steps-post")
+    for event in run.ooms:
         if event in events:
-            ax.plot(event, line.after(event) / unit, **CROSS, zorder=7, clip_on=False)
+            ax.plot(event, run.allocated[event] / unit, **CROSS, zorder=7, clip_on=False)
     ax.plot(peak.event, peak.bytes / unit, **PEAK, zorder=5, clip_on=False)
     share = (peak.event - first) / max(end - first, 1)
     side, shift = ("left", 4 if share < 0.02 else -4) if share < 0.5 else ("right", 4 if share < 0.98 else -4)

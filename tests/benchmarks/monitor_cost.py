@@ -74,7 +74,7 @@ def under_monitor(step, net, optimizer, steps: int) -> tuple[float, float, float
         monitor.watch(net, optimizer)
         inside = cpu_seconds(step, steps)
     monitor.at_peak(0)
-    return inside, time.process_time() - start, monitor.run(0).timeline.last / steps
+    return inside, time.process_time() - start, monitor.run(0).last / steps
 
 
 def measured(job, gpus: int, shapes_only: bool, rounds: int, seconds: float) -> tuple[list[float], list[float], float]:
