@@ -163,9 +163,11 @@ class DataParallelCriterion(nn.Module):
             )
         arguments = [self.rule.arguments(self.module, *shard) for shard in zip(outputs, pieces, strict=True)]
         if not gpus:
-            return total(self.rule.row(self.module, *arguments[0]))
+            return _quotient(self.rule.parts(self.module, *arguments[0]))
         replicas = replicate(self.module, gpus) if len(gpus) > 1 else [self.module]
-        return total(_apply_in_threads([partial(self.rule.row, each) for each in replicas], arguments, None, gpus))
+        parts = _apply_in_threads([partial(self.rule.parts, each) for each in replicas], arguments, None, gpus)
+        on_first = [[part.to(column[0].device) for part in column] for column in zip(*parts, strict=True)]
+        return _quotient([torch.stack(column) for column in on_first])
 
 
 # ---- the loss in forward --------------------------------------------------------------------------------------------
@@ -198,7 +200,8 @@ class LossInForward(nn.Module):
         *inputs, targets = inputs
         self.rule.check_labels(self.criterion, targets)
         outputs = self.module(*inputs, **kwargs)
-        return self.rule.row(self.criterion, *self.rule.arguments(self.criterion, outputs, (targets,)))
+        parts = self.rule.parts(self.criterion, *self.rule.arguments(self.criterion, outputs, (targets,)))
+        return torch.stack(parts).unsqueeze(0)
 
 
 def total(losses: Tensor | list[Tensor]) -> Tensor:
@@ -212,7 +215,12 @@ def total(losses: Tensor | list[Tensor]) -> Tensor:
         raise ValueError(
             f"total() takes what LossInForward returns, (GPUs, 2) or (GPUs, 1), not {tuple(losses.shape)}."
         )
-    sums = losses.sum(0)
+    return _quotient(losses.unbind(1))
+
+
+def _quotient(columns: Sequence[Tensor]) -> Tensor:
+    """The sum of the weighted means by the sum of the weights; of a sum there are no weights."""
+    sums = [column.sum() for column in columns]
     return sums[0] / sums[1] if len(sums) == 2 else sums[0]
 
 
@@ -235,10 +243,10 @@ class _ShardLoss:
         if own_mean and any(part.weight is not None or ignored_label(part) != IGNORED for part in of_labels):
             raise ValueError(_weight_advice(criterion, "class weights or an ignore_index"))
 
-    def row(self, criterion: nn.Module, *arguments: Any) -> Tensor:
-        """[[weight * mean, weight]] of a mean, in float32 at least; [[sum]] of a sum."""
+    def parts(self, criterion: nn.Module, *arguments: Any) -> list[Tensor]:
+        """[weight * mean, weight] of a mean, in float32 at least; [sum] of a sum. Each has the shape ()."""
         if self.reduction == "mean" and self.weight is None and _is_stock(criterion, _LABEL_LOSSES):
-            return torch.stack(_sum_and_weight(criterion, *arguments)).reshape(1, 2)
+            return _sum_and_weight(criterion, *arguments)
         loss = criterion(*arguments)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -247,11 +255,11 @@ class _ShardLoss:
                 "each. Return a tensor with one number."
             )
         if self.reduction == "sum":
-            return loss.reshape(1, 1)
+            return [loss.reshape(())]
         mean = loss.reshape(()).to(_at_least_float32(loss))
         weight = _as_tensor((self.weight or count_samples)(*arguments), mean)
         # A shard of weight 0 may have the mean 0 / 0 = nan, and nan times 0 is nan.
-        return torch.stack([torch.where(weight > 0, mean, 0.0) * weight, weight]).reshape(1, 2)
+        return [torch.where(weight > 0, mean, 0.0) * weight, weight]
 
     def arguments(self, criterion: nn.Module, output: Any, targets: tuple) -> tuple:
         """What the criterion is called with. ValueError where broadcasting could hide that the samples differ."""
