@@ -164,7 +164,7 @@ class MemoryMonitor:
             raise RuntimeError("A MemoryMonitor records one run: make a new one for the next.")
         self.indices = gpu_indices(self._gpus)
         torch.cuda.init()
-        with ExitStack() as undo:  # kept for the end; if anything fails here, undone at once
+        with ExitStack() as undo:  # undone at the end, or at once if anything fails here
             if not torch._C._cuda_isHistoryEnabled():  # whoever records already keeps their history
                 torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
                 undo.callback(torch.cuda.memory._record_memory_history, None)

@@ -1,6 +1,6 @@
 """A reading of one GPU's memory, and a list of readings that shows itself as a table in MiB."""
 
-from collections import UserList
+from collections import Counter, UserList
 from collections.abc import Iterable
 from dataclasses import dataclass
 from textwrap import fill
@@ -21,7 +21,6 @@ class Reading:
 
     driver_used, driver_total: None where GPUtil does not list this GPU.
     refused: what this GPU was asked for when it ran out of memory and so ended the run that was measured, else None.
-    A peak may be larger than the capacity: an estimate, or a run on a larger GPU.
     """
 
     index: int
@@ -53,19 +52,14 @@ class Readings(UserList):
     def __repr__(self) -> str:
         if not self:
             return "No readings yet."
-        groups = [_with_heading("", [self._gpus()])]
+        groups = [_with_heading("", [["GPU", *(str(reading.index) for reading in self)]])]
         groups += [_with_heading(source, self._columns(source)) for source in _COLUMNS]
         rows = ["  ".join(row).rstrip() for row in zip(*groups, strict=True)]
-        return "\n".join([fill(self._caption(), _WIDTH), *rows, *([fill(self.note, _WIDTH)] if self.note else [])])
+        kinds = Counter(reading.name for reading in self)
+        caption = "Memory in MiB: " + ", ".join(f"{count} x {name}" for name, count in kinds.items())
+        return "\n".join([fill(caption, _WIDTH), *rows, *([fill(self.note, _WIDTH)] if self.note else [])])
 
     __str__ = __repr__
-
-    def _caption(self) -> str:
-        names = [reading.name for reading in self]
-        return "Memory in MiB: " + ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-    def _gpus(self) -> list[str]:
-        return ["GPU", *(str(reading.index) for reading in self)]
 
     def _columns(self, source: str) -> list[list[str]]:
         """A column of texts for each figure of `source`, its heading first."""
