@@ -31,20 +31,15 @@ _NOW, _RESERVED, _PEAK = COLOURS[0], COLOURS[5], COLOURS[4]
 
 
 class LivePanel:
-    """What `live_memory` gives: after the block `readings` has the peaks, and `words` says them."""
+    """What `live_memory` gives: `readings` has the peaks after the block, and `words` says them where they were shown."""
 
     def __init__(self, gpus, every: float):
         if not every > 0:
             raise ValueError(f"every={every}: give the seconds between two looks, more than 0.")
-        self.readings, self.error = Readings(), None
+        self.readings, self.words, self.error = Readings(), "", None
         self._gpus, self._every, self._line = gpus, every, ""
         self._picture = self._display = None
         self._ended = threading.Event()
-
-    @property
-    def words(self) -> str:
-        """The peaks in words; "" before the end, and where nothing was shown."""
-        return describe(self.readings) if self.readings else ""
 
     def log(self, record: object) -> None:
         """Print `record`, and show it on the panel: give it to a `Trainer` as its `log`."""
@@ -81,7 +76,7 @@ class LivePanel:
 
     def _close(self) -> None:
         """Leave the peaks: on the page and in the notebook's file as an image, which needs no kernel, and as words."""
-        figure = empty_figure(len(self.readings))
+        self.words, figure = describe(self.readings), empty_figure(len(self.readings))
         memory_bars(self.readings, "Peaks of this run", figure)
         picture = png(figure)
         self._picture.value = image(picture, self.words)  # until the output below has taken its place
