@@ -31,7 +31,7 @@ _NOW, _RESERVED, _PEAK = COLOURS[0], COLOURS[5], COLOURS[4]
 
 
 class LivePanel:
-    """What `live_memory` gives: `readings` has the peaks after the block, and `words` says them where they were shown."""
+    """What `live_memory` gives: after the block `readings` has the peaks, and `words` says them if they were shown."""
 
     def __init__(self, gpus, every: float):
         if not every > 0:
