@@ -89,7 +89,8 @@ class Panel:
             self._picture.layout.visibility = "visible" if picture else "hidden"
             self._picture.value = image(self._png, self.words) if self._png else ""
             lines = "<br>".join(map(escape, self.words.splitlines()))
-            self._said.value = f'<div style="line-height: 1.4; max-width: 700px; min-height: 5.6em">{lines}</div>'
+            room = "8.4em" if self._slow else "4.2em"  # for six lines, or three: the page below does not move
+            self._said.value = f'<div style="line-height: 1.4; max-width: 700px; min-height: {room}">{lines}</div>'
             self._sign.value = "&nbsp;"
             self._shown = chosen
 
