@@ -73,15 +73,18 @@ def replay(
     used = (block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
     allocated, reserved = sum(block["size"] for block in used), sum(s["total_size"] for s in segments)
     count = sum(not segment.get("is_expandable") for segment in segments)
-    yield MemoryState(allocated, reserved, count)
+    state = MemoryState(allocated, reserved, count)
+    yield state
     for event in trace:
         action, size = event["action"], event["size"]
+        if action == "free_completed":
+            blocks.free(event["addr"])
+            yield state
+            continue
         if action == "alloc":
             allocated += blocks.allocate(event["addr"], size)
         elif action == "free_requested":
             allocated -= blocks.size_of(event["addr"], size)
-        elif action == "free_completed":
-            blocks.free(event["addr"])
         elif action == "segment_alloc":
             blocks.add_segment(event["addr"], size)
             reserved, count = reserved + size, count + 1
@@ -92,15 +95,11 @@ def replay(
             reserved += size
         elif action == "segment_unmap":
             reserved -= size
-        yield MemoryState(allocated, reserved, count)
+        state = MemoryState(allocated, reserved, count)
+        yield state
 
 
-class _Place(NamedTuple):
-    """A block: its size, its segment's address (0: not known), and the least remainder that is split off there."""
-
-    size: int
-    segment: int
-    split_from: int
+_Place = tuple[int, int, int]  # a block: its size, its segment's address (0: not known), the least that is split off it
 
 
 class _Blocks:
@@ -115,7 +114,7 @@ class _Blocks:
             known = not segment.get("is_expandable")
             split_from = options.split_from(segment["segment_type"] == "small")
             for block in segment["blocks"]:
-                place = _Place(block["size"], segment["address"] if known else 0, split_from)
+                place = block["size"], segment["address"] if known else 0, split_from
                 if block["state"] != "inactive":
                     self._used[block["address"]] = place
                 elif known:
@@ -123,50 +122,52 @@ class _Blocks:
 
     def _put(self, address: int, place: _Place) -> None:
         self._free[address] = place
-        self._ends[address + place.size] = address
-
-    def _take(self, address: int) -> _Place | None:
-        place = self._free.pop(address, None)
-        if place is not None:
-            del self._ends[address + place.size]
-        return place
+        self._ends[address + place[0]] = address
 
     def add_segment(self, address: int, size: int) -> None:
-        self._put(address, _Place(size, address, self._options.split_from(size <= SMALL_SEGMENT)))
+        self._put(address, (size, address, self._options.split_from(size <= SMALL_SEGMENT)))
 
     def remove_segment(self, address: int) -> None:
-        self._take(address)
+        place = self._free.pop(address, None)
+        if place is not None:
+            del self._ends[address + place[0]]
 
     def size_of(self, address: int, requested: int) -> int:
         place = self._used.get(address)
-        return self._options.rounded(requested) if place is None else place.size
+        return self._options.rounded(requested) if place is None else place[0]
 
     def allocate(self, address: int, requested: int) -> int:
         """The bytes that a request at `address` got."""
-        size, place = self._options.rounded(requested), self._take(address)
+        size, place = self._options.rounded(requested), self._free.pop(address, None)
         if place is None:
-            self._used[address] = _Place(size, 0, 0)
+            self._used[address] = size, 0, 0
             return size
-        rest = place.size - size
-        if rest < place.split_from:
-            size = place.size
+        found, segment, split_from = place
+        if found - size >= split_from:
+            self._free[address + size] = found - size, segment, split_from
+            self._ends[address + found] = address + size
         else:
-            self._put(address + size, place._replace(size=rest))
-        self._used[address] = place._replace(size=size)
+            del self._ends[address + found]
+            size = found
+        self._used[address] = size, segment, split_from
         return size
 
     def free(self, address: int) -> None:
         """A block that may be used again: it merges with the free neighbours in its segment."""
-        place = self._used.pop(address, None)
-        if place is None or not place.segment:
+        size, segment, split_from = self._used.pop(address, (0, 0, 0))
+        if not segment:
             return
-        size = place.size
-        for neighbour in (address + size, self._ends.get(address)):
-            other = self._free.get(neighbour)
-            if other is not None and other.segment == place.segment:
-                self._take(neighbour)
-                address, size = min(address, neighbour), size + other.size
-        self._put(address, place._replace(size=size))
+        free, ends = self._free, self._ends
+        after = free.get(address + size)
+        if after is not None and after[1] == segment:
+            del free[address + size]
+            size += after[0]
+        before = ends.get(address)
+        if before is not None and free[before][1] == segment:
+            del free[before], ends[address]
+            address, size = before, address - before + size
+        free[address] = size, segment, split_from
+        ends[address + size] = address
 
 
 # ---- cuBLAS

@@ -144,7 +144,7 @@ class Recorder:
 
     # ---- the allocator's events
 
-    def hear(self, event, address, size):
+    def hear(self, event: str, address: int, size: int) -> None:
         """Listen to the allocator: one of its `observers`. Without stacks, allocations and frees are noted right here,
         since this runs for every tensor, and each call costs."""
         if self._is_plain:
@@ -268,7 +268,7 @@ class Recorder:
         known = self._made(address)
         return (None, None) if known is None else (known.stack, known.forward)
 
-    def segment_origin(self, address: int):
+    def segment_origin(self, address: int) -> object:
         """The stack of the allocation that took the segment at `address` from the GPU, or None."""
         return self._segments.get(address, (0, None))[1]
 

@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from itertools import repeat
 
 import torch
@@ -22,7 +23,7 @@ _gather = torch._C._profiler.gather_traceback
 _BETWEEN = {torch._ops.__file__, torch.autograd.function.__file__, contextlib.__file__}
 
 
-def take():
+def take() -> object:
     """The stack of this thread, innermost frame first. C++ frames are left out: they would be those of CPU kernels."""
     return _gather(True, True, False)
 
@@ -57,7 +58,7 @@ def _of_the_learner(frames: list[dict]) -> list[dict]:
     return kept
 
 
-def named(stacks) -> dict[int, list[dict]]:
+def named(stacks: Iterable[object]) -> dict[int, list[dict]]:
     """For each stack of an iterable, by its id: its frames as {"name", "filename", "line"}, innermost first.
 
     Equal frames and equal stacks are the same objects, which keeps a pickle of many of them small.
@@ -96,7 +97,7 @@ class Deaths:
         moments = zip(iter(time.perf_counter_ns, None), gathered, strict=False)
         self._note_moment = functools.partial(next, map(self._notes.append, moments))
 
-    def watch(self, thing, address: int) -> None:
+    def watch(self, thing: object, address: int) -> None:
         """Note the death of `thing`, whose block is at `address`. Forgets who was watched under that address."""
         mark = _Mark(thing, self._notes.append)
         mark.address = address
