@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
 from virtual_gpus.gpus import GPUSpec, kinds, spec
 from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory
-from virtual_gpus.memory_model import replay, round_size
+from virtual_gpus.memory_model import replay
 
 __all__ = [
     "ENGINE_FOLDER",
@@ -46,7 +46,6 @@ __all__ = [
     "rates",
     "renew_gpus",
     "replay",
-    "round_size",
     "use_gpus",
 ]
 
