@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.reference.timing import BUSY_EACH
-from helpers.show.style import COLOURS, WIDTH
 
+WIDTH, BLUE = 7.0, "#0072B2"  # inches; a colour of Okabe and Ito's palette
 _TICKS_MS = (2, 3, 5, 10, 20)
 
 
@@ -20,7 +20,7 @@ def steps(measured: dict, modelled: dict, meta: dict) -> Figure:
         axes.plot([low, high], [low, high], color="0.3", linewidth=0.8, label="as measured")
         band = ([low * (1 + s * BUSY_EACH), high * (1 + s * BUSY_EACH)] for s in (-1, 1))
         axes.fill_between([low, high], *band, color="0.85", label=f"within {100 * BUSY_EACH:.0f} %")
-        axes.plot(real, said, "o", color=COLOURS[0], label="training step")
+        axes.plot(real, said, "o", color=BLUE, label="training step")
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), title=f"{title} per step")
         axes.set(xlabel=f"measured on {meta['gpu']}, ms", ylabel="modelled, ms")
         for axis in (axes.xaxis, axes.yaxis):

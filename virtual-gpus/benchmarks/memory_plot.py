@@ -11,9 +11,10 @@ from virtual_gpus.gpus import format_bytes
 
 from benchmarks.memory_tables import peak
 from benchmarks.reference.compare import GOAL
-from helpers.show.style import COLOURS, WIDTH
 
 MIB = 1 << 20
+WIDTH = 7.0  # inches
+BLUE, ORANGE = "#0072B2", "#D55E00"  # of Okabe and Ito's palette, which colour-blind readers tell apart
 BAND = GOAL["peak_allocated"].largest
 
 
@@ -25,9 +26,9 @@ def predicted_against_measured(real: dict, virtual: dict, tracker: dict, meta: d
     figure = Figure(figsize=(WIDTH, 6.2), layout="constrained")
     axes = figure.add_subplot()
     measured = {name: peak(case) for name, case in real.items()}
-    series = [("virtual GPU", {name: peak(case) for name, case in virtual.items()}, COLOURS[0], "o", COLOURS[0])]
+    series = [("virtual GPU", {name: peak(case) for name, case in virtual.items()}, BLUE, "o", BLUE)]
     if tracker:
-        series.append(("PyTorch's MemTracker", tracker, COLOURS[4], "^", "none"))
+        series.append(("PyTorch's MemTracker", tracker, ORANGE, "^", "none"))
     every = [value for group in (measured, *(points for _, points, *_ in series)) for value in group.values()]
     low, high = min(every) / 1.2, max(every) * 1.2
     lowest = {name: min(points[name] for _, points, *_ in series if name in points) for name in measured}

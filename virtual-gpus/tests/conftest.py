@@ -1,8 +1,24 @@
-"""Fixtures for the tests."""
+"""Fixtures for the tests. The package and its benchmarks stand alone: no test imports anything of the course."""
 
 import gc
+import os
+
+# Several test processes on few cores: one thread each, and the same last digits on every machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+
+def pytest_runtest_setup(item):
+    """Tests marked `gpu(n)` need n real GPUs, one if no number is given."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None:
+        return
+    import torch
+
+    needed = marker.args[0] if marker.args else 1
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} real GPU(s), this machine has {torch.cuda.device_count()}")
 
 
 @pytest.fixture
@@ -17,13 +33,12 @@ def workspaces_given_back(monkeypatch):
     monkeypatch.setattr(memory_model, "keeps_workspaces", lambda version, environment: False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def small_program():
     """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.
 
-    For tests that ask gc often: each time it would go through all of them. What the tests make it sees.
+    Many tests ask gc to collect, which takes half a second where it goes through all of them. What tests make it sees.
     """
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

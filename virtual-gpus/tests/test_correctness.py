@@ -11,14 +11,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import PyramidNet, unfused_transformer
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, rnn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet
 from virtual_gpus import virtual_gpus
-
-from helpers.models import Bert, PyramidNet
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -134,8 +133,7 @@ CASES = {
     "resnet18": (lambda: resnet.resnet18(num_classes=7), images),
     "resnet34": (lambda: resnet.resnet34(num_classes=7), images),
     "pyramidnet": (lambda: PyramidNet(14, 12, classes=7), images),
-    "bert": (lambda: Bert(40, 16, 2, 2, 9, dropout=0.0), tokens),
-    "fused bert": (lambda: Bert(40, 16, 2, 2, 9, dropout=0.0, fused=True), tokens),
+    "unfused attention": (lambda: unfused_transformer(40, 16, 2, 2, 9), tokens),
     "gpt": (GPT, tokens),
     "lstm": (lambda: Words(nn.LSTM), tokens),
     "gru": (lambda: Words(nn.GRU), tokens),

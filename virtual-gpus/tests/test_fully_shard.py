@@ -4,6 +4,9 @@ import time
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from benchmarks.reference.networks import GPT
+from ranks import in_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,9 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
-
-from helpers.models import bert_small
-from helpers.parallel.launching import RankError, launch
 
 WIDTH, BLOCKS = 256, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one linear layer
@@ -30,9 +30,9 @@ def numbers():
     return torch.randn(8, WIDTH, generator=make), torch.randn(8, WIDTH, generator=make)
 
 
-def bert():
+def gpt():
     torch.manual_seed(0)
-    return bert_small(30, 8, dropout=0.0)
+    return GPT(words=30, hidden=128, layers=2, heads=4, length=8)
 
 
 def words():
@@ -41,7 +41,7 @@ def words():
 
 
 JOBS = {"mlp": (mlp, list, numbers, lambda y, wanted: mse_loss(y.float(), wanted)),
-        "bert": (bert, lambda net: list(net.blocks), words,
+        "gpt": (gpt, lambda net: list(net.blocks), words,
                  lambda scores, y: cross_entropy(scores.flatten(0, 1), y.flatten()))}  # fmt: skip
 
 
@@ -93,12 +93,12 @@ def on_one(job, optimizer):
 
 @pytest.mark.parametrize(
     "job, optimizer, ranks, with_mesh",
-    [("mlp", SGD, 2, True), ("mlp", SGD, 4, False), ("bert", SGD, 2, False)],
+    [("mlp", SGD, 2, True), ("mlp", SGD, 4, False), ("gpt", SGD, 2, False)],
 )
 def test_numbers_are_those_of_one_gpu(job, optimizer, ranks, with_mesh):
     with virtual_gpus(ranks):
         losses, _, weights = on_one(job, optimizer)
-        found = launch(sharded, job, optimizer, ranks, with_mesh, {}, ranks=ranks, show=False)
+        found = in_ranks(sharded, job, optimizer, ranks, with_mesh, {}, count=ranks)
     mean = torch.tensor([rank[0] for rank in found]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-6)
     for rank, (_, _, full, where, host) in enumerate(found):
@@ -110,7 +110,7 @@ def test_numbers_are_those_of_one_gpu(job, optimizer, ranks, with_mesh):
 def test_each_rank_holds_its_share(ranks):
     """Parameters, gradients and Adam's two states of 4 layers, of which each rank has one part in `ranks`."""
     with virtual_gpus(ranks, torch_version="2.15"):  # cuBLAS keeps no workspace from then on
-        found = launch(sharded, "mlp", ADAM, ranks, False, {}, ranks=ranks, show=False)
+        found = in_ranks(sharded, "mlp", ADAM, ranks, False, {}, count=ranks)
     share = BLOCKS * LAYER // ranks
     for _, (before, peak, after), *_ in found:
         room = 128 * 2**10  # the batch, Adam's step counters, and blocks of 512 bytes
@@ -130,7 +130,7 @@ def after_forward(rank, reshard):
 
 def test_layers_that_stay_gathered_cost_memory():
     with virtual_gpus(2):
-        freed, kept = (launch(after_forward, reshard, ranks=2, show=False)[0] for reshard in (True, False))
+        freed, kept = (in_ranks(after_forward, reshard, count=2)[0] for reshard in (True, False))
     assert kept - freed == BLOCKS * LAYER
 
 
@@ -148,7 +148,7 @@ def clocked(rank):
 def test_each_layer_is_gathered_twice_and_its_gradients_are_scattered():
     """Nothing else is sent: what gloo copies on its own account is no copy of a GPU."""
     with virtual_gpus(2):
-        found = launch(clocked, ranks=2, show=False)[0]
+        found = in_ranks(clocked, count=2)[0]
     assert sorted(found) == [("collective", "all_gather")] * 2 * BLOCKS + [("collective", "reduce_scatter")] * BLOCKS
 
 
@@ -163,7 +163,7 @@ def test_shapes_only_needs_the_same_memory():
     found = []
     for shapes_only in (False, True):
         with virtual_gpus(4, shapes_only=shapes_only):
-            found.append(launch(sizes, ranks=4, show=False))
+            found.append(in_ranks(sizes, count=4))
     for (before, peak, after), (start, highest, end) in zip(*found, strict=True):
         assert (before, after) == (start, end)
         assert highest <= peak <= highest + LAYER  # gloo's thread may hold a gathered layer a moment too long
@@ -184,7 +184,7 @@ def test_tensor_parallel_layers_of_pytorch():
     """A column and a row layer: the numbers of one GPU, each rank with half of the first and of the second matrix."""
     with virtual_gpus(2):
         losses, whole, _ = tensor_parallel(None)
-        found = launch(tensor_parallel, ranks=2, show=False)
+        found = in_ranks(tensor_parallel, count=2)
     for rank, (ours, before, device) in enumerate(found):
         assert ours == pytest.approx(losses, rel=1e-5) and device == f"cuda:{rank}"
         assert before < whole
@@ -194,7 +194,7 @@ def test_in_bfloat16_the_shares_stay_fp32():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with virtual_gpus(2):
         losses, _, _ = on_one("mlp", SGD)
-        found = launch(sharded, "mlp", SGD, 2, False, {"mp_policy": policy}, ranks=2, show=False)
+        found = in_ranks(sharded, "mlp", SGD, 2, False, {"mp_policy": policy}, count=2)
     mean = torch.tensor([rank[0] for rank in found]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(losses), rtol=2e-2, atol=1e-3)
     assert {tensor.dtype for tensor in found[0][2].values()} == {torch.float32}
@@ -209,5 +209,5 @@ def too_large(rank):
 
 
 def test_gathering_what_does_not_fit_runs_out_of_memory():
-    with virtual_gpus(2, memory="700 MiB"), pytest.raises(RankError, match="CUDA out of memory"):
-        launch(too_large, ranks=2, show=False)
+    with virtual_gpus(2, memory="700 MiB"), pytest.raises(mp.ProcessRaisedException, match="CUDA out of memory"):
+        in_ranks(too_large, count=2)

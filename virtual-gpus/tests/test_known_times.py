@@ -1,19 +1,12 @@
 """Known results must come out of the clock's rules. Each test names its source and its tolerance."""
 
-import multiprocessing
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
+from nets import pyramidnet_article, unfused_transformer
+from ranks import in_ranks
 from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 from virtual_gpus import record_timeline, virtual_gpus
-
-from helpers.models import Bert, pyramidnet_article
-from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
-
-FORK = multiprocessing.get_context("fork")
 
 
 def timed(step, warm_up: int = 1):
@@ -34,13 +27,13 @@ class Stage(nn.Module):
     def __init__(self, gpu: int, width: int = 4096, layers: int = 6):
         super().__init__()
         self.gpu = gpu
-        self.layers = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]).to(gpu)
+        self.layers = nn.Sequential(*[nn.Linear(width, width, bias=False, device=gpu) for _ in range(layers)])
 
     def forward(self, x):
         return self.layers(x.to(self.gpu))
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 4), (4, 1), (4, 4), (4, 16)])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 4), (4, 4), (4, 16)])
 def test_gpipes_bubble(stages, micro_batches):
     """Huang et al. 2019, GPipe, section 2.3: O((p - 1)/(m + p - 1)). Tolerance: 0.02 of the step."""
     with virtual_gpus(stages, shapes_only=True, memory="400 GiB"):
@@ -143,9 +136,9 @@ def test_pyramidnet_on_k80s(gpus, batch, least, most):
 WORDS, LENGTH, BATCH, GPUS = 4000, 32, 32, 4
 
 
-def small_bert() -> Bert:
+def small_transformer() -> nn.Module:
     torch.manual_seed(0)
-    return Bert(WORDS, hidden=64, layers=2, heads=2, length=LENGTH, dropout=0.0)
+    return unfused_transformer(WORDS, hidden=64, layers=2, heads=2, length=LENGTH)
 
 
 def step_of(net, optimizer, loss_of):
@@ -163,57 +156,47 @@ def logits_loss(net, words):
     return nn.functional.cross_entropy(net(words.to("cuda")).flatten(0, 1), words.to("cuda").flatten())
 
 
+class WithLoss(nn.Module):
+    """A net whose output is its loss: under DataParallel each GPU computes its own, and sends one number."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, words):
+        return nn.functional.cross_entropy(self.net(words).flatten(0, 1), words.flatten()).unsqueeze(0)
+
+
+def parallel_loss(net, words):
+    return net(words.to("cuda")).mean()
+
+
 def by_threads(links=None) -> dict:
     """Way -> timeline, of one process that feeds four GPUs."""
     found = {}
     with virtual_gpus(GPUS, kind="TITAN Xp", links=links, shapes_only=True):
-        for name, wrap in (("DataParallel", nn.DataParallel), ("parallel loss", DataParallelModel)):
-            model, criterion = small_bert().to("cuda"), DataParallelCriterion(nn.CrossEntropyLoss())
-            net, loss = wrap(model), logits_loss
-            if name == "parallel loss":
-
-                def loss(net, words, criterion=criterion):
-                    return criterion([part.transpose(1, 2) for part in net(words)], words)
-
+        ways = {"DataParallel": (lambda net: net, logits_loss), "parallel loss": (WithLoss, parallel_loss)}
+        for name, (wrap, loss) in ways.items():
+            model = small_transformer().to("cuda")
+            net = nn.DataParallel(wrap(model))
             found[name] = timed(step_of(net, torch.optim.Adam(model.parameters()), loss))
     return found
 
 
-def in_ranks(function, count: int, *arguments):
-    """What `function(rank, *arguments)` puts into a queue, in `count` processes of one group; rank 0's is returned."""
-    queue = FORK.Queue()
-
-    def work(rank):
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{arguments[0]}/meet", rank=rank, world_size=count)
-        torch.cuda.set_device(rank)
-        queue.put((rank, function(rank, *arguments[1:])))
-        dist.destroy_process_group()
-
-    processes = [FORK.Process(target=work, args=(rank,)) for rank in range(count)]
-    for process in processes:
-        process.start()
-    answers = dict(queue.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    return [answers[rank] for rank in range(count)]
-
-
 def ddp_step(rank):
     """(seconds, utilisation of this rank's GPU) of a step of the same job, a quarter of the batch on each GPU."""
-    model = small_bert().to(rank)
+    model = small_transformer().to(rank)
     net = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
     step = step_of(net, torch.optim.Adam(model.parameters()), lambda net, words: logits_loss(net, words[::GPUS]))
     timeline = timed(step, warm_up=2)
     return timeline.seconds, timeline.utilisation(rank)
 
 
-def test_dataparallel_parallel_loss_ddp_from_slowest_to_fastest(tmp_path):
+def test_dataparallel_parallel_loss_ddp_from_slowest_to_fastest():
     """The same article: each is faster than the one before, and keeps its GPUs busier. No tolerance: an order."""
     threads = by_threads()
     with virtual_gpus(GPUS, kind="TITAN Xp"):
-        ranks = in_ranks(ddp_step, GPUS, str(tmp_path))
+        ranks = in_ranks(ddp_step, count=GPUS)
     seconds = [threads["DataParallel"].seconds, threads["parallel loss"].seconds, max(s for s, _ in ranks)]
     assert seconds == sorted(seconds, reverse=True)
     busy = [sum(map(threads[way].utilisation, range(GPUS))) / GPUS for way in ("DataParallel", "parallel loss")]
@@ -236,24 +219,22 @@ def bucket_curve(rank, sizes):
     return found
 
 
-def test_ddps_best_bucket_size_is_neither_the_smallest_nor_the_largest(tmp_path):
+def test_ddps_best_bucket_size_is_neither_the_smallest_nor_the_largest():
     """Li et al. 2020, PyTorch Distributed, figures 7 and 8: no overlap with one bucket, overhead with many."""
     with virtual_gpus(2, kind="K80"):
-        first, second = in_ranks(bucket_curve, 2, str(tmp_path), (1e-4, 4, 1000))
+        first, second = in_ranks(bucket_curve, (1e-4, 4, 1000), count=2)
     seconds = {size: s for size, (s, _) in first.items()}
     assert seconds[4] < min(seconds[1e-4], seconds[1000])
     assert [count for _, count in first.values()] == [12, 6, 1]
     assert {size: s for size, (s, _) in second.items()} == pytest.approx(seconds, rel=0.02)
 
 
-def test_a_slower_link_hurts_dataparallel_more_than_ddp(tmp_path):
+def test_a_slower_link_hurts_dataparallel_more_than_ddp():
     """DataParallel sends weights, outputs and gradients, and waits; DDP sends gradients, beside its backward pass."""
     slow = [["X" if a == b else "SYS" for b in range(GPUS)] for a in range(GPUS)]
     lost = {}
     for name, links in (("fast", "NVSwitch"), ("slow", slow)):
-        folder = tmp_path / name
-        os.mkdir(folder)
         with virtual_gpus(GPUS, kind="TITAN Xp", links=links):
-            ddp = max(seconds for seconds, _ in in_ranks(ddp_step, GPUS, str(folder)))
+            ddp = max(seconds for seconds, _ in in_ranks(ddp_step, count=GPUS))
         lost[name] = by_threads(links)["DataParallel"].seconds, ddp
     assert lost["slow"][0] - lost["fast"][0] > lost["slow"][1] - lost["fast"][1] >= -1e-9

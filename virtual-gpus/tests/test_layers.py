@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "virtual_gpus"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "virtual_gpus"
 # From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
 LAYERS = [
     "gpus",
@@ -87,3 +88,21 @@ def test_there_is_no_cycle():
         TopologicalSorter(graph()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_nothing_here_imports_the_course():
+    """The package, its tests and its benchmarks stand alone: of the course's packages they import none."""
+    found = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in imported_names(node)
+        if name.split(".")[0] in ("helpers", "notebooks")
+    }
+    assert found == set(), "these lines import a package of the course"
+
+
+def imported_names(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []

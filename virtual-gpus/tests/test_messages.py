@@ -5,13 +5,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import in_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.dispatch import collectives
-
-from helpers.parallel.launching import launch
 
 
 def pass_on(rank):
@@ -28,7 +27,7 @@ def test_a_messages_time_is_there_as_soon_as_the_message(monkeypatch):
     """gloo never calls a message completed before somebody waits for it: polling would use up the patience."""
     monkeypatch.setattr(collectives, "_PATIENCE", timedelta(seconds=600))
     with virtual_gpus(2):
-        first, second = launch(pass_on, ranks=2, show=False, timeout=60)
+        first, second = in_ranks(pass_on, count=2, seconds=60)
     assert 0 < second < 1 and 0 < first < 1
 
 
@@ -46,7 +45,7 @@ def unread(rank):
 
 def test_messages_that_nobody_reads_do_not_stop_later_ones():
     with virtual_gpus(2):
-        assert launch(unread, ranks=2, show=False, timeout=60) == [28.0, 28.0]
+        assert in_ranks(unread, count=2, seconds=60) == [28.0, 28.0]
 
 
 def layers():
@@ -61,7 +60,7 @@ def pipelined(rank, schedule_class):
     for _ in range(2):
         nets[rank].zero_grad()
         schedule.step(*([x.to(rank)] if rank == 0 else []), target=y.to(rank) if rank == 3 else None)
-    return nets[rank][0].weight.grad
+    return nets[rank][0].weight.grad.cpu()
 
 
 @pytest.mark.parametrize("schedule_class", [ScheduleGPipe, Schedule1F1B])
@@ -69,6 +68,6 @@ def test_pytorchs_pipelines_run_on_virtual_gpus(schedule_class):
     nets, x, y = layers()
     mse_loss(nn.Sequential(*nets)(x), y).backward()
     with virtual_gpus(4):
-        found = launch(pipelined, schedule_class, ranks=4, show=False, timeout=60)
+        found = in_ranks(pipelined, schedule_class, count=4, seconds=60)
     for net, gradient in zip(nets, found, strict=True):
         torch.testing.assert_close(gradient, net[0].weight.grad)

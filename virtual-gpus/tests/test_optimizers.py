@@ -20,15 +20,6 @@ def gpus():
         yield devices
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_garbage_collection():
-    """What PyTorch's import left behind need not be looked through a hundred times."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def allocated():
     return [torch.cuda.memory_allocated(gpu) for gpu in range(3)]
 

@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import sys
 import time
-from datetime import timedelta
 from threading import Timer
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import in_ranks
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.patches import distributed
@@ -179,25 +179,6 @@ def test_a_gpu_tensor_as_an_argument_of_a_spawned_process_is_refused():
 # ---- torch.distributed -------------------------------------------------------------------------------------
 
 
-def ranks(function, folder):
-    """Run `function(rank)` in two forked processes, each in the process group; the answers, rank 0's first."""
-    mp.start_processes(one_rank, args=(function, str(folder)), nprocs=2, start_method="fork")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-def one_rank(rank, function, folder):
-    torch.set_num_threads(1)
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2, device_id=device,
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
-    torch.save(function(rank), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-    assert not dist.is_initialized()
-
-
 def settled(gpu):
     """The GPU's allocated memory once it has not changed for half a second: gloo's thread may hold a tensor longer."""
     gc.collect()
@@ -247,9 +228,9 @@ def collectives(rank):
     return values | {"objects": objects, "where": where, "allocated": allocated}
 
 
-def test_collectives_on_gpu_tensors(tmp_path, capfd):
+def test_collectives_on_gpu_tensors(capfd):
     with virtual_gpus(2):
-        answers = ranks(collectives, tmp_path)
+        answers = in_ranks(collectives, count=2)
     for rank, answer in enumerate(answers):
         assert answer["backend"] == "gloo" and set(answer["where"].values()) == {f"cuda:{rank}"}, answer["where"]
         assert answer["all_reduce"] == answer["later"] == answer["group"] == answer["functional"] == [3.0, 3.0]
@@ -302,11 +283,11 @@ def ddp(rank):
     }
 
 
-def test_ddp_trains_as_one_process_does(tmp_path):
+def test_ddp_trains_as_one_process_does():
     net = network()
     expected = training(net, "cpu", *data())
     with virtual_gpus(2, memory="1 GiB"):
-        answers = ranks(ddp, tmp_path)
+        answers = in_ranks(ddp, count=2)
     losses = [sum(pair) / 2 for pair in zip(*(a["losses"] for a in answers), strict=True)]
     assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
     for rank, answer in enumerate(answers):
@@ -358,12 +339,11 @@ def ddp_memory(rank):
     return found
 
 
-def test_ddp_without_values_takes_the_same_memory(tmp_path, capfd):
+def test_ddp_without_values_takes_the_same_memory(capfd):
     answers = []
     for shapes_only in (False, True):
-        (folder := tmp_path / str(shapes_only)).mkdir()
         with virtual_gpus(2, shapes_only=shapes_only):
-            answers.append(ranks(ddp_memory, folder))
+            answers.append(in_ranks(ddp_memory, count=2))
     assert answers[0] == answers[1] and answers[0][0][0] == answers[0][1][1] > (0, 0)
     assert "Warning" not in capfd.readouterr().err
 
@@ -388,9 +368,9 @@ def under_a_default_device(rank):
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
-def test_a_default_device_changes_nothing_between_processes(tmp_path, shapes_only):
+def test_a_default_device_changes_nothing_between_processes(shapes_only):
     with virtual_gpus(2, shapes_only=shapes_only):
-        for plain, inside, default in ranks(under_a_default_device, tmp_path):
+        for plain, inside, default in in_ranks(under_a_default_device, count=2):
             assert plain == inside == default > 0
 
 

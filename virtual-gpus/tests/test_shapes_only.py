@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.reference.networks import GPT
+from nets import PyramidNet, pyramidnet_article, unfused_transformer
 from torch import nn
+from torchvision.models import resnet18
 from virtual_gpus import virtual_gpus
-
-from helpers import models
 
 NAMES = ("allocated_bytes.all", "reserved_bytes.all", "requested_bytes.all", "allocation.all", "segment.all")
 
@@ -39,11 +40,11 @@ WORDS = (torch.randint(0, 100, (6, 12)), torch.randint(0, 100, (6, 12)))
 ADAM, SGD = torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
 JOBS = {
     "mlp": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 10)), *IMAGES, ADAM),
-    "resnet": (lambda: models.resnet18(10), *IMAGES, SGD),
-    "pyramidnet": (lambda: models.PyramidNet(20, 12), *IMAGES, SGD),
-    "bert": (lambda: models.Bert(100, hidden=32, layers=2, heads=2, length=12), *WORDS, ADAM),
-    "bert, fused": (lambda: models.Bert(100, 32, 2, 2, 12, dropout=0.0, fused=True), *WORDS, ADAM),
-    "bert, fused, dropout": (lambda: models.Bert(100, 32, 2, 2, 12, dropout=0.1, fused=True), *WORDS, ADAM),
+    "resnet": (lambda: resnet18(num_classes=10), *IMAGES, SGD),
+    "pyramidnet": (lambda: PyramidNet(20, 12), *IMAGES, SGD),
+    "unfused attention, dropout": (lambda: unfused_transformer(100, 32, 2, 2, 12, dropout=0.1), *WORDS, ADAM),
+    "fused attention": (lambda: GPT(0.0, 100, 32, 2, 2, 12), *WORDS, ADAM),
+    "fused attention, dropout": (lambda: GPT(0.1, 100, 32, 2, 2, 12), *WORDS, ADAM),
 }
 
 
@@ -130,16 +131,16 @@ def test_mixed_devices_and_out_of_memory_stay_errors():
 
 
 def test_the_article_jobs_need_no_memory_of_this_computer():
-    """The BERT and the PyramidNet of the lessons at full size; this would be 100 GB with numbers."""
+    """A transformer and a PyramidNet at an article's size: this would be 100 GB with numbers."""
     with virtual_gpus(4, memory="24 GiB", shapes_only=True):
-        net = nn.DataParallel(models.bert_article().cuda())
+        net = nn.DataParallel(unfused_transformer(30_000, 256, 8, 8, 163, dropout=0.1).cuda())
         tokens = torch.randint(0, 30_000, (200, 163))
         F.cross_entropy(net(tokens.cuda()).flatten(0, 1), tokens.cuda().flatten()).backward()
         peaks = [torch.cuda.max_memory_allocated(i) for i in range(4)]
         logits = 200 * 163 * 30_000 * 4
         assert peaks[0] - peaks[1] > 2.5 * logits and max(peaks[1:]) - min(peaks[1:]) < 2**24
     with virtual_gpus(4, memory="12 GiB", kind="K80", shapes_only=True):
-        net = nn.DataParallel(models.pyramidnet_article().cuda())
+        net = nn.DataParallel(pyramidnet_article().cuda())
         net(torch.randn(768, 3, 32, 32)).sum().backward()
         peaks = [torch.cuda.max_memory_allocated(i) for i in range(4)]
         assert max(peaks) < 1.05 * min(peaks)

@@ -1,6 +1,5 @@
 """JupyterLab runs widget callbacks in a kernel subshell, a thread of its own: a slider may name a GPU too."""
 
-import pytest
 from jupyter_client.manager import start_new_kernel
 
 START = """
@@ -45,16 +44,15 @@ def create_subshell(client):
     return reply["content"]["subshell_id"]
 
 
-@pytest.mark.parametrize("subshell_first", [False, True], ids=["new thread", "thread from before"])
-def test_a_subshell_sees_the_gpus(subshell_first):
+def test_subshells_made_before_and_after_the_gpus_see_them():
     manager, client = start_new_kernel(kernel_name="python3")
     try:
-        subshell = create_subshell(client) if subshell_first else None
-        if subshell_first:
-            run(client, "1 + 1", subshell)  # the thread exists before there are virtual GPUs
+        before = create_subshell(client)
+        run(client, "1 + 1", before)  # the thread exists before there are virtual GPUs
         run(client, START)
-        subshell = subshell or create_subshell(client)
-        assert run(client, CALLBACK, subshell).strip() == "False cuda:1 cuda:2 cuda:2 512 0"
+        after = create_subshell(client)
+        for name, subshell in (("a thread from before", before), ("a new thread", after)):
+            assert run(client, CALLBACK, subshell).strip() == "False cuda:1 cuda:2 cuda:2 512 0", name
         assert run(client, CALLBACK).strip().startswith("True cuda:1 cuda:2 cuda:2")
     finally:
         client.stop_channels()

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import in_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
@@ -33,15 +32,11 @@ def results(net, x, y, share):
     return [p.grad.cpu() for p in net.parameters()] + [b.cpu() for b in net.buffers()]
 
 
-def rank_main(rank, folder, shape, sizes, affine):
-    torch.set_num_threads(1)
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def synchronized(rank, shape, sizes, affine):
     net = nn.SyncBatchNorm.convert_sync_batchnorm(network(len(shape), affine)).to("cuda")
     net = DistributedDataParallel(net, device_ids=[rank])
     x, y = (part.split(sizes)[rank].to("cuda") for part in data(shape))
-    torch.save(results(net, x, y, share=2), f"{folder}/{rank}.pt")  # DDP takes the mean of two ranks
-    dist.destroy_process_group()
+    return results(net, x, y, share=2)  # DDP takes the mean of two ranks
 
 
 def data(shape):
@@ -51,12 +46,10 @@ def data(shape):
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("what", SHAPES)
-def test_as_batch_norm_with_all_samples(what, affine, tmp_path):
+def test_as_batch_norm_with_all_samples(what, affine):
     shape, sizes = SHAPES[what], [1, 6] if what.startswith("one") else SIZES
     with virtual_gpus(2):
-        args = (str(tmp_path), shape, sizes, affine)
-        mp.start_processes(rank_main, args=args, nprocs=2, start_method="fork")
-    answers = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+        answers = in_ranks(synchronized, shape, sizes, affine, count=2)
     torch.testing.assert_close(*answers)
     expected = results(network(len(shape), affine), *data(shape), share=1)
     torch.testing.assert_close(answers[0], expected, rtol=1e-4, atol=1e-4)
