@@ -24,7 +24,6 @@ except ModuleNotFoundError as error:
     ) from None
 from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
 from virtual_gpus.gpus import GPUSpec, kinds, spec
-from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory
 from virtual_gpus.memory_model import replay
 
 __all__ = [
@@ -32,8 +31,6 @@ __all__ = [
     "GPU_KINDS",
     "NETWORKS",
     "OPERATOR_SECONDS",
-    "CachingAllocator",
-    "OutOfMemory",
     "Rates",
     "all_reduce_seconds",
     "block_address",

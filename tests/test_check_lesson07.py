@@ -97,7 +97,7 @@ def test_a_change_that_does_not_help_is_measured():
         ({"A": {"fused": True}}, "mostly while no GPU of its process does anything"),
         ({"B": {"shares": (2048, 6144)}}, "mostly while it is in a collective"),
         ({"B": {"shares": (1024, 1024)}}, "another step: 8,192 samples together"),
-        ({"B": {"micro_batches": 2}}, "job B has no argument 'micro_batches', only shares, fused"),
+        ({"B": {"micro_batches": 2}}, "Job B has no argument 'micro_batches', only shares, fused"),
         ({"C": {"micro_batches": 2}}, "mostly while another GPU of its process works"),
         ({"C": {"micro_batches": 64}}, "a step takes"),
         ({"C": {"micro_batches": 2.0}}, "makes no step"),

@@ -14,21 +14,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.gpus import data_sheet
+from helpers.gpus import GPU_KINDS, data_sheet
 from helpers.lesson07.methods import BERT, TrainStep
+from helpers.lesson07.pictures import describe_scaling, scaling_picture
 from helpers.lesson07.scaling import (
-    KINDS,
     Bucket,
     Cluster,
     RankStep,
     amdahl,
     amdahl_seconds,
-    describe_scaling,
     efficiency,
     rank_step,
     read_log,
-    scaling_picture,
-    speedup,
 )
 from helpers.measure.timeline import record_timeline
 from helpers.parallel.launching import launch
@@ -41,7 +38,7 @@ MIB = 2**20
 
 
 def test_an_all_reduce_moves_two_n_minus_one_by_n_of_the_bytes():
-    """Patarasu and Yuan 2009, as in tests/virtual/test_known_times.py; with so many bytes latency is nothing."""
+    """Patarasu and Yuan 2009, as in test_known_times.py of the engine; with so many bytes latency is nothing."""
     cluster, size = Cluster("A100", 8), 2**34
     two = cluster.all_reduce_seconds(size, 2)
     for ranks in (4, 8):
@@ -64,7 +61,7 @@ def test_a_copy_goes_over_the_slowest_link():
 
 def test_what_cards_reach_is_below_their_data_sheets():
     """Convolutions run on TF32's tensor cores where there are some, products do not."""
-    for kind in KINDS:
+    for kind in GPU_KINDS:
         reached, sheet = Cluster(kind).rates, data_sheet(kind)
         assert 0.5 * sheet.flops.fp32 < reached.products < sheet.flops.fp32
         assert 0.2 * sheet.flops.fp32 < reached.convolutions < 0.4 * sheet.flops.tf32 or sheet.capability < (8, 0)
@@ -74,7 +71,7 @@ def test_what_cards_reach_is_below_their_data_sheets():
 
 def test_a_cluster_knows_its_cards():
     cluster = Cluster("K80")
-    assert (cluster.name, cluster.machines(4), cluster.machines(5)) == ("Tesla K80", 1, 2)
+    assert cluster.gpu.name == "Tesla K80"
     with virtual_gpus(1, kind="K80"):
         torch.zeros(1, device="cuda")
         free, _ = torch.cuda.mem_get_info()
@@ -164,7 +161,7 @@ def test_an_open_process_group_is_refused():
     with virtual_gpus(1, shapes_only=True):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         try:
-            with pytest.raises(RuntimeError, match="a process group is open"):
+            with pytest.raises(RuntimeError, match="A process group is open"):
                 rank_step(a_net(0), partial(a_step, gpu=0, samples=8), "cuda:0")
         finally:
             torch.distributed.destroy_process_group()
@@ -186,13 +183,7 @@ def test_amdahls_limit():
 def test_efficiency_strong_and_weak():
     assert efficiency({1: 8.0, 4: 4.0}) == {1: 1.0, 4: 0.5}
     assert efficiency({1: 8.0, 4: 10.0}, weak=True) == {1: 1.0, 4: 0.8}
-    assert speedup({2: 8.0, 4: 4.0}) == {2: 2.0, 4: 4.0}
-
-
-@pytest.mark.parametrize("seconds", [{}, {0: 1.0}, {1: 0.0}])
-def test_bad_times_are_refused(seconds):
-    with pytest.raises(ValueError, match="GPU"):
-        efficiency(seconds)
+    assert efficiency({4: 4.0, 2: 8.0}) == {2: 1.0, 4: 1.0}
 
 
 @pytest.mark.parametrize("seconds", [{1: 1.0}, {2: 1.0, 4: 0.5}])

@@ -37,8 +37,8 @@ def test_ranks_have_a_timeline_each_with_a_gpu_of_its_own():
 @pytest.mark.parametrize(
     ("job", "change", "said"),
     [
-        ("E", {}, "no job 'E': choose one of A, B, C, D"),
-        ("A", {"shares": (1, 1)}, "job A has no argument 'shares', only micro_batches, fused"),
+        ("E", {}, "no job 'E'. Choose one of A, B, C, D"),
+        ("A", {"shares": (1, 1)}, "Job A has no argument 'shares', only micro_batches, fused"),
         ("A", {"micro_batches": 0}, "micro_batches=0 makes no step, micro_batches=16 would"),
         ("A", {"micro_batches": True}, "makes no step"),
         ("A", {"micro_batches": 2000}, "makes no step"),

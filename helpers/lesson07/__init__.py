@@ -1,38 +1,53 @@
-"""What lesson 07 alone needs: methods compared, scaling, advice, waiting GPUs."""
+"""What lesson 07 alone needs, to choose a method.
 
-import importlib
+methods   every method on the same job: memory, modelled time, utilisation, the largest batch
+scaling   a step of DDP on any number of GPUs, Amdahl's law, logs of real runs
+nets      what the advice is told of a net; your own, measured
+advice    formulas of memory and time, and `advise`
+pictures  tables, pictures and the panel of all this
+waiting   steps in which GPUs wait, for the second exercise
+"""
 
-_HOMES = {
-    "BERT": "helpers.lesson07.methods",
-    "Cluster": "helpers.lesson07.scaling",
-    "JOBS": "helpers.lesson07.waiting",
-    "NETS": "helpers.lesson07.advice",
-    "PYRAMIDNET": "helpers.lesson07.methods",
-    "TrainStep": "helpers.lesson07.methods",
-    "advise": "helpers.lesson07.advice",
-    "amdahl": "helpers.lesson07.scaling",
-    "amdahl_seconds": "helpers.lesson07.scaling",
-    "compare": "helpers.lesson07.methods",
-    "describe_guide": "helpers.lesson07.advice",
-    "describe_methods": "helpers.lesson07.methods",
-    "describe_scaling": "helpers.lesson07.scaling",
-    "explore_advice": "helpers.lesson07.advice",
-    "guide_picture": "helpers.lesson07.advice",
-    "measure": "helpers.lesson07.methods",
-    "methods_picture": "helpers.lesson07.methods",
-    "peak_bytes": "helpers.lesson07.advice",
-    "rank_step": "helpers.lesson07.scaling",
-    "read_log": "helpers.lesson07.scaling",
-    "record_job": "helpers.lesson07.waiting",
-    "scaling_picture": "helpers.lesson07.scaling",
-    "step_seconds": "helpers.lesson07.advice",
-    "table": "helpers.lesson07.methods",
-}
-__all__ = list(_HOMES)
+from helpers.lesson07.advice import advise, peak_bytes, step_seconds
+from helpers.lesson07.methods import BERT, PYRAMIDNET, TrainStep, compare, measure
+from helpers.lesson07.nets import NETS, net_of
+from helpers.lesson07.pictures import (
+    describe_guide,
+    describe_methods,
+    describe_scaling,
+    explore_advice,
+    guide_picture,
+    methods_picture,
+    scaling_picture,
+    table,
+)
+from helpers.lesson07.scaling import Cluster, amdahl, amdahl_seconds, rank_step, read_log
+from helpers.lesson07.waiting import JOBS, record_job
 
-
-def __getattr__(name):
-    """The names above, imported when they are first asked for."""
-    if name not in _HOMES:
-        raise AttributeError(name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__all__ = [
+    "BERT",
+    "JOBS",
+    "NETS",
+    "PYRAMIDNET",
+    "Cluster",
+    "TrainStep",
+    "advise",
+    "amdahl",
+    "amdahl_seconds",
+    "compare",
+    "describe_guide",
+    "describe_methods",
+    "describe_scaling",
+    "explore_advice",
+    "guide_picture",
+    "measure",
+    "methods_picture",
+    "net_of",
+    "peak_bytes",
+    "rank_step",
+    "read_log",
+    "record_job",
+    "scaling_picture",
+    "step_seconds",
+    "table",
+]

@@ -9,7 +9,7 @@ without values, so all times are modelled. (What makes them wait stands below; a
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -53,16 +53,25 @@ def record_job(name: str, **changes) -> dict[str, Timeline]:
     argument that it does not have, and a value that makes no step of it.
     """
     if name not in JOBS:
-        raise ValueError(f"there is no job {name!r}: choose one of {', '.join(JOBS)}")
+        raise ValueError(f"There is no job {name!r}. Choose one of {', '.join(JOBS)}.")
     job = JOBS[name]
-    unknown = sorted(set(changes) - set(job.arguments))
-    if unknown:
-        raise ValueError(f"job {name} has no argument {unknown[0]!r}, only {', '.join(job.arguments)}")
-    changes = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
-    arguments = job.arguments | changes
+    arguments = job.arguments | {key: tuple(each) if isinstance(each, list) else each for key, each in changes.items()}
     for key, value in arguments.items():
-        _check(key, value, job.arguments[key])
+        if key not in job.arguments:
+            raise ValueError(f"Job {name} has no argument {key!r}, only {', '.join(job.arguments)}.")
+        if type(value) is not type(job.arguments[key]) or not _POSSIBLE[key](value):
+            raise ValueError(f"{key}={value!r} makes no step, {key}={job.arguments[key]!r} would.")
+        if key == "shares" and sum(value) != 8192:
+            raise ValueError(f"shares of {value} are another step: 8,192 samples together are asked for.")
     return dict(_recorded(name, tuple(arguments.items())))
+
+
+_POSSIBLE = {
+    "micro_batches": lambda count: 1 <= count <= 1024,
+    "fused": lambda fused: True,
+    "average_on": lambda gpu: gpu in (0, 1),
+    "shares": lambda each: len(each) == 2 and all(type(share) is int and share > 0 for share in each),
+}
 
 
 @cache
@@ -70,20 +79,6 @@ def _recorded(name: str, arguments: tuple) -> dict[str, Timeline]:
     with modelled_gpus(2, JOBS[name].kind, "256 GiB") as gpus:
         found = _RUN[name](gpus, **dict(arguments))
     return {name: found} if isinstance(found, Timeline) else {f"{name}, rank {r}": each for r, each in enumerate(found)}
-
-
-def _check(key: str, value, usual) -> None:
-    right = type(value) is type(usual)
-    if key == "micro_batches":
-        right = right and 1 <= value <= 1024
-    elif key == "average_on":
-        right = right and value in (0, 1)
-    elif key == "shares":
-        right = right and len(value) == 2 and all(type(each) is int and each > 0 for each in value)
-        if right and sum(value) != sum(usual):
-            raise ValueError(f"shares of {value} are another step: {sum(usual):,} samples together are asked for")
-    if not right:
-        raise ValueError(f"{key}={value!r} makes no step, {key}={usual!r} would")
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------------
@@ -118,7 +113,7 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.square().mean()
 
 
-def _plain_stages(gpus, layers: int, width: int, batch: int, micro_batches: int, fused: bool) -> Timeline:
+def _plain_stages(gpus, micro_batches: int, fused: bool, layers: int, width: int, batch: int) -> Timeline:
     with torch.device(gpus[0]):
         stages, inputs = [_layers(layers, width) for _ in gpus], torch.empty(batch, width)
     return _stages(gpus, stages, inputs, micro_batches, fused)
@@ -158,12 +153,9 @@ def _rank(rank: int, shares: tuple[int, int], fused: bool) -> Timeline:
     return _recorded_step(step, warm_up=2)
 
 
-def _narrow(gpus, **arguments) -> Timeline:
-    return _plain_stages(gpus, 3, 512, 1024, **arguments)
-
-
-def _wide(gpus, **arguments) -> Timeline:
-    return _plain_stages(gpus, 6, 2048, 4096, **arguments)
-
-
-_RUN = {"A": _narrow, "B": _ranks, "C": _wide, "D": _table}
+_RUN = {
+    "A": partial(_plain_stages, layers=3, width=512, batch=1024),
+    "B": _ranks,
+    "C": partial(_plain_stages, layers=6, width=2048, batch=4096),
+    "D": _table,
+}

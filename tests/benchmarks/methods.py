@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from helpers.gpus import modelled_gpus
-from helpers.lesson07.advice import NETS, peak_bytes, step_seconds
+from helpers.lesson07.advice import peak_bytes, step_seconds
 from helpers.lesson07.methods import BERT, PYRAMIDNET, TrainStep, compare
+from helpers.lesson07.nets import NETS
 from helpers.lesson07.scaling import Cluster, rank_step
 
 STORED = Path(__file__).parents[1] / "data" / "methods.json"

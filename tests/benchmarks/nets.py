@@ -1,19 +1,19 @@
-"""The rows of `helpers.lesson07.advice.nets.NETS`, measured: `python -m tests.benchmarks.nets` prints them, in seconds.
+"""The rows of `helpers.lesson07.nets.NETS`, measured: `python -m tests.benchmarks.nets` prints them, in seconds.
 
 On virtual GPUs in shapes only. Of the net of 7 billion one block of 32 runs, and counts for all.
 """
 
-from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import nn
 from torchvision.models import resnet50
 
 from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
-from helpers.lesson07.advice import Net
-from helpers.lesson07.advice.measured import net_of
-from helpers.lesson07.methods.cuts import layers_to_cut
+from helpers.lesson07.methods import layers_to_cut
+from helpers.lesson07.nets import Net, net_of
 from helpers.measure import MiB
 from helpers.models import Bert, bert_article, pyramidnet_article
 
@@ -49,14 +49,29 @@ CASES = {  # layers, samples to measure with, shapes of one sample's inputs and 
 
 
 def rows(net: Net) -> str:
-    """As Python writes them."""
-    runs = (replace(run, count=32) if run.parameters > 2e8 else run for run in net.runs)
-    lines = [
-        f"    _run({run.count}, {_number(run.parameters)}, {run.activations / MiB:.4g}, {run.output / MiB:.4g}, "
-        f"{run.moved / MiB:.4g}, {run.flops / 1e9:.4g}, {run.operators:.3g}, {run.tensors:.3g}),"
-        for run in runs
-    ]
-    return "\n".join([f"{net.name}, {net.optimizer}", *lines])
+    """As Python writes them: neighbours that are alike as one row of their means."""
+    lines = [f"{net.name}, {net.optimizer}"]
+    for start, end in _runs(net.layers):
+        run = [np.mean(net.layers[column][start:end]) for column in net.layers.dtype.names]
+        parameters, kept, output, moved, flops, operators, tensors = run
+        count = 32 if parameters > 2e8 else end - start
+        lines.append(
+            f"        ({count}, {_number(parameters)}, {kept / MiB:.4g}, {output / MiB:.4g}, {moved / MiB:.4g}, "
+            f"{flops / 1e9:.4g}, {operators:.3g}, {tensors:.3g}),"
+        )
+    return "\n".join(lines)
+
+
+def _runs(layers) -> list[tuple[int, int]]:
+    """(start, end) of neighbours that differ by less than 1 % of the whole; the last layer, before the loss, alone."""
+    edges = [0]
+    for number in range(1, len(layers) - 1):
+        for column in ("activations", "flops"):
+            of_each = layers[column]
+            if abs(of_each[number] - of_each[edges[-1]]) > 0.01 * of_each.sum():
+                edges.append(number)
+                break
+    return [(start, end) for start, end in pairwise([*edges, len(layers) - 1, len(layers)]) if end > start]
 
 
 def _number(parameters: float) -> str:

@@ -1,0 +1,375 @@
+"""Every way to use several GPUs on one and the same job: memory, modelled time, utilisation, largest batch.
+
+    gpus = use_gpus(4, kind="K80", memory="64 GiB", shapes_only=True)
+    row = measure(PYRAMIDNET, "DataParallel", gpus, Cluster("K80"))
+    row.seconds, row.utilisation, row.peaks       # modelled s, 0 to 1 per GPU, bytes per GPU
+    found = compare({"K80s": Cluster("K80")})     # all methods on both jobs
+
+Times are modelled, so this needs virtual GPUs. A step is measured with the optimizer's state in place. Give the GPUs
+more memory than any method needs: then a batch that does not fit can still be compared, and `Row.fits` says so.
+DDP is measured as one rank's step in this process. `helpers.lesson07.scaling` works out what several ranks take.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers.gpus import is_virtual, modelled_gpus
+from helpers.lesson04 import LENGTH, WordLoss
+from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
+from helpers.measure import peak_memory
+from helpers.measure.timeline import record_timeline
+from helpers.models import PyramidNet, bert_article, pyramidnet_article
+from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
+from helpers.parallel.pipeline import Pipeline, layers_of, one_f_one_b
+
+METHODS = ("one GPU", "DataParallel", "parallel loss", "DDP", "model parallel", "pipeline")
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job. batch: samples of a step on several GPUs together; alone: on one GPU. inputs, targets: shapes of
+    one sample's; words: whether the inputs are integers. optimizer: a function of the parameters. criterion: of outputs
+    and targets."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: int
+    alone: int
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    words: bool
+    optimizer: Callable[..., torch.optim.Optimizer]
+    criterion: Callable[[Tensor, Tensor], Tensor] = WordLoss()
+
+    def loss(self, net: nn.Module, inputs: Tensor, targets: Tensor, gpu: torch.device) -> Tensor:
+        """The loss of a net that takes its inputs on `gpu`."""
+        return self.criterion(net(inputs.to(gpu)), targets)
+
+    def batch_of(self, size: int) -> tuple[Tensor, Tensor]:
+        """Invented inputs and targets of `size` samples on the CPU, all zeros, since nothing here looks at values."""
+        dtype = torch.long if self.words else torch.float32
+        return torch.zeros(size, *self.inputs, dtype=dtype), torch.zeros(size, *self.targets, dtype=torch.long)
+
+
+def _momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+BERT = Job("BERT", bert_article, 200, 50, (LENGTH,), (LENGTH,), True, torch.optim.Adam)
+PYRAMIDNET = Job("PyramidNet", pyramidnet_article, 768, 240, (3, 32, 32), (), False, _momentum)
+
+
+class TrainStep:
+    """A training step of a batch of any size: `TrainStep(...)(batch)`.
+
+    loss_of(inputs, targets) returns the loss, or runs the backward pass itself and returns None. The optimizer's state
+    is made beforehand, by a step with gradients of zero.
+    """
+
+    def __init__(self, job: Job, net, loss_of: Callable[[Tensor, Tensor], Tensor | None]):
+        self._job, self._loss_of, parameters = job, loss_of, list(net.parameters())
+        self._optimizer = job.optimizer(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self._optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the gradients, which otherwise stay until the next step."""
+        self._optimizer.zero_grad()
+
+    def backward(self, batch: int) -> None:
+        """Both passes. The gradients are added to those that are there."""
+        loss = self._loss_of(*self._job.batch_of(batch))
+        if loss is not None:
+            loss.backward()
+
+    def __call__(self, batch: int) -> None:
+        self.clear()
+        self.backward(batch)
+        self._optimizer.step()
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+def step_by(job: Job, method: str, gpus: Sequence, micro_batches: int | None = None) -> TrainStep:
+    """A step by a method of one process, which is any except DDP. micro_batches: of a pipeline, None for one per GPU
+    (more make its bubble shorter, see lesson 05)."""
+    first = gpus[0]
+    with torch.device(first):  # without values there is nothing to initialise
+        net = job.build()
+    if method in ("model parallel", "pipeline"):
+        pipeline = Pipeline(stages_of(net, len(gpus), job.batch_of(8)[0], first), list(gpus), one_f_one_b)
+        pieces = 1 if method == "model parallel" else micro_batches or len(gpus)
+
+        def both_passes(inputs, targets):
+            pipeline.step(inputs, targets, job.criterion, pieces)
+
+        return TrainStep(job, pipeline, both_passes)
+    net = net.to(first)
+    if method == "parallel loss":
+        net = DataParallelModel(net, list(gpus))
+        criterion = DataParallelCriterion(job.criterion, list(gpus), weight=lambda outputs, targets: targets.numel())
+        return TrainStep(job, net, lambda inputs, targets: criterion(net(inputs.to(first)), targets))
+    if method == "DataParallel":
+        net = nn.DataParallel(net, list(gpus))
+    return TrainStep(job, net, partial(job.loss, net, gpu=first))
+
+
+def stages_of(net: nn.Module, stages: int, inputs: Tensor, gpu) -> list[nn.Sequential]:
+    """The net's layers, cut so that the slowest stage is as fast as it can be. inputs: some samples, with which the
+    forward pass of each layer is timed on `gpu`. The layers are moved there. Errors: `layers_to_cut`."""
+    gpu, seconds, x, layers = torch.device(gpu), [], inputs.to(gpu), layers_to_cut(net)
+    with torch.no_grad():
+        for layer in layers:
+            layer.to(gpu)
+            with record_timeline() as timeline:
+                x = layer(x)
+            seconds.append(timeline.busy_seconds(gpu.index))
+    return [nn.Sequential(*layers[start:end]) for start, end in balanced_cuts(seconds, stages)]
+
+
+def layers_to_cut(net: nn.Module) -> list[nn.Module]:
+    """The layers of a ResNet, `Bert` or `PyramidNet`, between which it can be cut. Raises TypeError for another net."""
+    return [net.stem, *net.blocks, _PyramidTail(net)] if isinstance(net, PyramidNet) else layers_of(net)
+
+
+class _PyramidTail(nn.Module):
+    """What a `PyramidNet` does after its blocks."""
+
+    def __init__(self, net: PyramidNet):
+        super().__init__()
+        self.norm, self.head = net.norm, net.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(relu(self.norm(x), inplace=True).mean((2, 3)))
+
+
+def balanced_cuts(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
+    """(start, end) of each part of the layers with these `costs`: the sum of the parts' costs to the 16th power is the
+    smallest, so that the dearest part decides, and then the next. Raises ValueError for more parts than layers."""
+    if not 1 <= parts <= len(costs):
+        raise ValueError(f"{len(costs)} layers cannot be cut into {parts} parts.")
+    sums = [0.0, *accumulate(costs)]
+    mean = sums[-1] / parts
+
+    def steep(start: int, end: int) -> float:
+        return ((sums[end] - sums[start]) / mean) ** 16
+
+    # One part after the other: best[end] is (sum, cuts) of the parts so far, which have the first `end` layers.
+    best = {end: (steep(0, end), [0, end]) for end in range(1, len(costs) + 1)}
+    for part in range(1, parts):
+        best = {
+            end: min((best[cut][0] + steep(cut, end), [*best[cut][1], end]) for cut in range(part, end))
+            for end in range(part + 1, len(costs) + 1)
+        }
+    return list(pairwise(best[len(costs)][1]))
+
+
+# ---- one step, measured ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method on a job: `seconds` of a step (modelled), and per GPU its `utilisation`, the bytes allocated at `rest`
+    between steps and at the `peaks`. largest: the largest batch that was found to fit, to some 4 %; None without a
+    search. line: the same by a line through rest and peak, which ignores fragmentation. rank: of DDP, one rank's step
+    alone."""
+
+    job: str
+    method: str
+    batch: int
+    seconds: float
+    utilisation: tuple[float, ...]
+    rest: tuple[int, ...]
+    peaks: tuple[int, ...]
+    largest: int | None = None
+    line: int | None = None
+    rank: RankStep | None = field(default=None, repr=False)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all GPUs together, modelled."""
+        return self.batch / self.seconds
+
+    def fits(self, cluster: Cluster) -> bool:
+        """True if every GPU's peak fits, and the search did not find the batch too large: memory in pieces can stop a
+        step whose peak would fit."""
+        return max(self.peaks) <= cluster.room and (self.largest is None or self.largest >= self.batch)
+
+
+def measure(
+    job: Job,
+    method: str,
+    gpus: Sequence[torch.device],
+    cluster: Cluster,
+    batch: int | None = None,
+    search: bool = False,
+) -> Row:
+    """One step of `job` by `method` (one of `METHODS`) on GPUs of the cluster's kind.
+
+    batch: samples on all GPUs together; None: the job's. search: also find the largest batch that fits the cluster's
+    GPUs, by running steps. Raises ValueError for another method, other GPUs than the cluster's, and a batch that cannot
+    be cut evenly; RuntimeError where times are not modelled.
+    """
+    if method not in METHODS:
+        raise ValueError(f"There is no method {method!r}. Choose one of {', '.join(METHODS)}.")
+    name = torch.cuda.get_device_properties(gpus[0]).name
+    if name != cluster.gpu.name:
+        raise ValueError(
+            f"The GPUs are {name}, the cluster has {cluster.gpu.name}. Call use_gpus(..., kind={cluster.kind!r})."
+        )
+    gpus = list(gpus[:1] if method == "one GPU" else gpus)
+    batch = batch or (job.alone if method == "one GPU" else job.batch)
+    if batch % len(gpus):
+        raise ValueError(
+            f"A batch of {batch} cannot be cut evenly over {len(gpus)} GPUs. Take a multiple of {len(gpus)}."
+        )
+    gc.collect()  # nets of earlier runs that are in reference cycles
+    torch.cuda.empty_cache()
+    row, new_step = (_one_of_the_ranks if method == "DDP" else _one_process)(job, method, gpus, cluster, batch)
+    if not search:
+        return row
+    with one_rank() if method == "DDP" else nullcontext():
+        return _with_largest(row, new_step, cluster.room, gpus)
+
+
+def _one_process(job: Job, method: str, gpus: list, cluster: Cluster, batch: int):
+    """The row, and a function that returns a step to search with."""
+    step, timelines = step_by(job, method, gpus), []
+    rest = tuple(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+
+    def timed():
+        with record_timeline() as timeline:
+            step(batch)
+        timelines.append(timeline)
+
+    peaks = tuple(reading.peak_allocated for reading in peak_memory(timed, gpus))
+    shares = tuple(timelines[0].utilisation(gpu.index) for gpu in gpus)
+    return Row(job.name, method, batch, timelines[0].seconds, shares, rest, peaks), lambda: step
+
+
+def _one_of_the_ranks(job: Job, method: str, gpus: list, cluster: Cluster, batch: int):
+    """The same of one of the ranks, alone."""
+    ranks, first = len(gpus), gpus[0]
+    net = job.build().to(first)
+
+    def step_of(ddp):
+        return TrainStep(job, ddp, partial(job.loss, ddp, gpu=first))
+
+    rank = rank_step(net, lambda ddp: partial(step_of(ddp), batch // ranks), first)
+    share, seconds = rank.utilisation_on(ranks, cluster), rank.on(ranks, cluster)
+    row = Row(job.name, method, batch, seconds, (share,) * ranks, (rank.rest,) * ranks, (rank.peak,) * ranks, rank=rank)
+    # A new wrapper for each try of a search: an error in the backward pass leaves DDP unusable.
+    return row, lambda: step_of(DistributedDataParallel(net, device_ids=[first]))
+
+
+# ---- the largest batch -----------------------------------------------------------------------------------------------
+
+
+def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: Sequence) -> Row:
+    """The row with the largest batch of which two steps run where each GPU has `room` bytes: it was run, and so was the
+    next, which did not fit."""
+    # What a step adds to what rests would grow with the batch, if no memory lay idle.
+    each = [(room - rest) * row.batch / (peak - rest) for peak, rest in zip(row.peaks, row.rest, strict=True)]
+    line = max(1, int(min(each)))
+    # A rank runs its own share, on the first GPU.
+    shares, used = (len(gpus), gpus[:1]) if row.method == "DDP" else (1, gpus)
+    size = grain(line, len(gpus))
+    batch = math.ceil(0.9 * line / size) * size
+    with limited_memory(room, used):
+        while batch and not _two_steps_fit(new_step, batch // shares):
+            batch -= size
+        while _two_steps_fit(new_step, (batch + size) // shares):  # the first try may have found memory in pieces
+            batch += size
+    return replace(row, largest=batch, line=line)
+
+
+def grain(line: int, gpus: int) -> int:
+    """How finely to search: 1, 2, 4, ... samples per GPU, some 4 % of the batch."""
+    return gpus * 2 ** max(0, int(math.log2(max(1, int(0.9 * line) // gpus // 25))))
+
+
+def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
+    """The second step finds the cache as the first has cut it up, and only then is it known that training goes on."""
+    gc.collect()  # the wrapper of the last try, which is in reference cycles
+    torch.cuda.empty_cache()
+    step = new_step()
+    step.clear()
+    torch.cuda.empty_cache()
+    try:
+        step(batch)
+        step(batch)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@contextmanager
+def limited_memory(room: int, gpus: Sequence) -> Iterator[None]:
+    """For the block, PyTorch may take `room` bytes on each GPU and no more, as if that were all that it had."""
+    for gpu in gpus:
+        torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(gpu).total_memory, gpu)
+    try:
+        yield
+    finally:
+        for gpu in gpus:
+            torch.cuda.set_per_process_memory_fraction(1.0, gpu)
+
+
+# ---- all methods on all jobs and clusters ----------------------------------------------------------------------------
+
+_MEMORY = "4 TiB"  # of every GPU: so much that nothing runs out of it, also where two processes share the GPUs
+
+
+def compare(
+    clusters: Mapping[str, Cluster],
+    jobs: Sequence[Job] = (PYRAMIDNET, BERT),
+    methods: Sequence[str] = METHODS,
+    gpus: int = 4,
+    search: bool = True,
+) -> dict[tuple[str, str], list[Row]]:
+    """{(name of the cluster, name of the job): a `Row` per method}, as `measure` returns them on `gpus` GPUs.
+
+    search: with the largest batch that fits. Two processes with virtual GPUs of their own do the work, so it does not
+    matter which GPUs are on here. In a program call this under `if __name__ == "__main__":`, because the processes may
+    be spawned.
+    """
+    tasks = [
+        (job, method, cluster, gpus, search) for job in jobs for method in methods for cluster in clusters.values()
+    ]
+    forks = sys.platform == "linux" and (is_virtual() or not torch.cuda.is_available())  # CUDA does not survive a fork
+    context = multiprocessing.get_context("fork" if forks else "spawn")
+    with warnings.catch_warnings(), ProcessPoolExecutor(2, context, gc.freeze) as pool:
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        rows = list(pool.map(_measure_alone, tasks, chunksize=len(clusters)))  # a process knows a method's shapes
+    found = {(name, job.name): [] for job in jobs for name in clusters}
+    keys = [(name, job.name) for job in jobs for _ in methods for name in clusters]
+    for key, row in zip(keys, rows, strict=True):
+        found[key].append(row)
+    return found
+
+
+def _measure_alone(task: tuple) -> Row:
+    job, method, cluster, gpus, search = task
+    with modelled_gpus(gpus, cluster.kind, _MEMORY, cluster.links) as devices:
+        return measure(job, method, devices, cluster, search=search)
