@@ -14,7 +14,7 @@ from benchmarks.reference.operators import OPERATORS
 
 STEPS = measure.load("steps.json")
 TORCH = STEPS["meta"]["torch"]
-MEASURED_STEPS = [(name, number) for name in CASES for number in range(measure.STEPS)]
+STEPS_WITH_NUMBERS = 2  # the first, and one with an optimizer's states: the third would cost 20 s and show no more
 
 
 @functools.cache
@@ -26,7 +26,8 @@ def steps_of(name: str) -> dict:
 @functools.cache
 def steps_in_order(shapes_only: bool = True) -> dict[str, dict]:
     """All training steps' losses and memory, on one virtual GPU, one after the other as on the H200."""
-    return measure.on_virtual_gpu(lambda: measure.steps_in_order(CASES), TORCH, shapes_only)
+    count = measure.STEPS if shapes_only else STEPS_WITH_NUMBERS
+    return measure.on_virtual_gpu(lambda: measure.steps_in_order(CASES, count), TORCH, shapes_only)
 
 
 @functools.cache
@@ -35,8 +36,9 @@ def operators() -> dict:
     return measure.on_virtual_gpu(lambda: measure.operators_in_order(OPERATORS), TORCH)
 
 
-def errors_of(name: str, in_order: bool) -> list[dict[str, float]]:
-    return compare.step_errors(STEPS["cases"][name], steps_in_order()[name] if in_order else steps_of(name))
+def errors_of(name: str) -> list[dict[str, float]]:
+    """Per step the relative error of each figure on a fresh virtual GPU."""
+    return compare.step_errors(STEPS["cases"][name], steps_of(name))
 
 
 # ---- training steps
@@ -51,41 +53,40 @@ def test_every_case_was_measured():
 @pytest.mark.parametrize("name", CASES)
 def test_in_the_h200s_order_every_figure_is_its_to_the_byte(name):
     """Sources explain all but cuDNN's workspaces: those of convolutions and RNNs were fitted to these figures."""
+    assert steps_in_order()[name]["model_bytes"] == STEPS["cases"][name]["model_bytes"]
     assert steps_in_order()[name]["memory"] == STEPS["cases"][name]["memory"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_takes_the_bytes_that_it_takes_on_the_h200(name):
-    assert steps_in_order()[name]["model_bytes"] == STEPS["cases"][name]["model_bytes"]
+def test_on_a_fresh_card_each_figure_is_near_the_h200s(name):
+    far = [
+        f"step {number}: {figure} {100 * part:+.2f} %"
+        for number, errors in enumerate(errors_of(name), 1)
+        for figure, part in errors.items()
+        if abs(part) > GOAL[figure].largest
+    ]
+    assert far == []
 
 
-@pytest.mark.parametrize("in_order", [True, False], ids=["in the h200s order", "on a fresh card"])
-@pytest.mark.parametrize(("name", "number"), MEASURED_STEPS)
-def test_each_figure_of_a_step_is_near_the_h200s(name, number, in_order):
-    far = {f: part for f, part in errors_of(name, in_order)[number].items() if abs(part) > GOAL[f].largest}
-    assert not far, f"step {number + 1}: " + ", ".join(f"{f} {100 * part:+.2f} %" for f, part in far.items())
-
-
-@pytest.mark.parametrize("in_order", [True, False], ids=["in the h200s order", "on a fresh card"])
 @pytest.mark.parametrize("figure", GOAL)
-def test_half_of_all_steps_are_nearer_still(figure, in_order):
-    found = compare.spread([errors[figure] for name in CASES for errors in errors_of(name, in_order)])
+def test_on_a_fresh_card_half_of_all_steps_are_nearer_still(figure):
+    found = compare.spread([errors[figure] for name in CASES for errors in errors_of(name)])
     assert found.median <= GOAL[figure].median, f"the median error is {100 * found.median:.2f} %"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_shapes_only_needs_the_memory_of_real_numbers(name):
     shapes, numbers = steps_in_order()[name], steps_in_order(shapes_only=False)[name]
-    assert shapes["memory"] == numbers["memory"]
+    assert shapes["memory"][:STEPS_WITH_NUMBERS] == numbers["memory"]
     assert shapes["model_bytes"] == numbers["model_bytes"]
     assert all(math.isnan(loss) for loss in shapes["losses"])
 
 
 # How near a loss comes to the H200's: dropout draws other numbers there, bf16 has three digits, and the ResNets' rate
 # of 0.1 makes TF32's rounding in their convolutions show from the second step on.
-NEAR = dict.fromkeys(CASES, (1e-3, 3)) | {
-    "bert_small_b16": (5e-3, 3),
-    "gpt_small_bf16_b8": (5e-3, 3),
+NEAR = dict.fromkeys(CASES, (1e-3, STEPS_WITH_NUMBERS)) | {
+    "bert_small_b16": (5e-3, STEPS_WITH_NUMBERS),
+    "gpt_small_bf16_b8": (5e-3, STEPS_WITH_NUMBERS),
     "resnet18_cifar_b64": (1e-3, 1),
     "resnet34_cifar_b128": (1e-3, 1),
     "resnet50_64px_b32": (1e-3, 1),
@@ -132,7 +133,10 @@ def test_nine_operators_in_ten_need_no_excuse():
 # ---- networks that nobody has measured yet
 
 
-@pytest.mark.parametrize("name", further.FURTHER)
+SLOW_WITH_NUMBERS = {"vgg11_64px_b64"}  # 11 s for 129 million parameters; its kinds of layers are in the others
+
+
+@pytest.mark.parametrize("name", sorted(set(further.FURTHER) - SLOW_WITH_NUMBERS))
 def test_a_further_network_needs_the_same_memory_with_shapes_as_with_numbers(name):
     build = further.builds(share=8)[name]
     found = [measure.on_virtual_gpu(lambda: measure.training_steps(build, 2), TORCH, only) for only in (True, False)]

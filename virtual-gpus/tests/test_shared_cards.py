@@ -81,7 +81,7 @@ def test_a_card_is_shared_with_a_child(context):
 
 def test_a_killed_process_gives_its_memory_back():
     with virtual_gpus(1, memory="2 GiB"):
-        process, pipe, (used, _, _) = started(SPAWN, 500 * MIB)
+        process, pipe, (used, _, _) = started(FORK, 500 * MIB)
         assert torch.cuda.device_memory_used(0) == used
         assert not pipe.closed  # the child would end by itself if nobody held the other end
         os.kill(process.pid, signal.SIGKILL)
@@ -143,35 +143,55 @@ def test_a_full_card_takes_no_further_process():
         assert empty(1).is_cuda
 
 
-def test_other_cards_are_not_shared():
+def test_other_cards_are_not_shared(program):
     with virtual_gpus(1, memory="2 GiB"):
         x = empty(MIB)
         with virtual_gpus(1, memory="2 GiB"):  # one inside another: other cards
             assert torch.cuda.device_memory_used(0) == 0
         used = torch.cuda.device_memory_used(0)
-        assert seen_by_a_program("1 GiB", "2 GiB") == [0, used]  # started from here: the same cards, or others
+        assert program(os.environ[FOLDER], "1 GiB") == 0
+        assert program(os.environ[FOLDER], "2 GiB") == used  # the same cards
         del x
 
 
-def seen_by_a_program(*memories):
-    """What a program of its own finds in use on a card of so much memory."""
-    program = "import json, sys, torch; from virtual_gpus import virtual_gpus\nfound = []\n"
-    program += "for memory in sys.argv[1:]:\n    with virtual_gpus(1, memory=memory):\n"
-    program += "        found.append(torch.cuda.device_memory_used(0))\nprint(json.dumps(found))"
-    command = [sys.executable, "-c", program, *memories]
-    root = Path(__file__).parents[1] / "src"
-    return json.loads(subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120, check=True).stdout)
+PROGRAM = """
+import json, os, sys
+import torch
+from virtual_gpus import virtual_gpus
+from virtual_gpus.processes.shared_memory import FOLDER
+for line in sys.stdin:
+    os.environ[FOLDER], memory = json.loads(line)
+    with virtual_gpus(1, memory=memory):
+        print(torch.cuda.device_memory_used(0), flush=True)
+"""
 
 
-def test_programs_that_were_started_apart_share_a_folder_that_both_name(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def program():
+    """Asks a program of its own what it finds in use on a card of so much memory, in a shared folder."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [sys.executable, "-c", PROGRAM]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def used(folder, memory):
+        process.stdin.write(json.dumps([str(folder), memory]) + "\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    yield used
+    process.stdin.close()
+    assert process.wait(60) == 0
+
+
+def test_programs_that_were_started_apart_share_a_folder_that_both_name(tmp_path, monkeypatch, program):
     monkeypatch.setenv(FOLDER, str(tmp_path / "cards"))
     with virtual_gpus(1, memory="2 GiB"):
         x = empty(MIB)
-        assert seen_by_a_program("2 GiB") == [torch.cuda.device_memory_used(0)]
+        assert program(tmp_path / "cards", "2 GiB") == torch.cuda.device_memory_used(0)
         del x
     assert os.environ[FOLDER] == str(tmp_path / "cards")
     assert [path.name for path in (tmp_path / "cards").iterdir()] == [".lock"]
-    assert seen_by_a_program("2 GiB") == [0]
+    assert program(tmp_path / "cards", "2 GiB") == 0
 
 
 @pytest.mark.parametrize("moment", ["mkdir", "open", "lockf"])
@@ -309,33 +329,34 @@ CASES = [
     "release_lock_on_cudamalloc:True", "pinned_free_catch_all:x", "throw_on_cudamalloc_oom:maybe",
     "pinned_reserve_segment_size_mb:0", "pinned_max_cached_size_mb:a", "expandable_segments_reserve:0.5",
 ]  # fmt: skip
-ASK = """
-import json, sys, torch
-def answer(text):
-    try:
-        torch._C._accelerator_setAllocatorSettings(text)
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-print(json.dumps([answer(text) for text in json.loads(sys.argv[1])]))
-"""
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch without CUDA knows only part of the settings")
 def test_the_installed_pytorch_refuses_the_same_texts_with_the_same_words():
     """Its parser runs without a GPU. In a process of its own, since it keeps what it reads."""
-    done = subprocess.run([sys.executable, "-c", ASK, json.dumps(CASES)], capture_output=True, text=True, timeout=120)
-    real = [found and [found[0], wording(found[1])] for found in json.loads(done.stdout)]
-    assert [ours(text) for text in CASES] == real
+    ours_end, theirs_end = FORK.Pipe()
+    process = FORK.Process(target=lambda: theirs_end.send([answer(text) for text in CASES]))
+    process.start()
+    assert ours_end.poll(60), "PyTorch's parser gave no answer"
+    real = ours_end.recv()
+    process.join(60)
+    for text, wanted in zip(CASES, real, strict=True):
+        assert ours(text) == wanted, text
+
+
+def answer(text):
+    """The error that the setting `text` meets, if any: its name and its words."""
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+    except NotModelled:
+        return None
+    except Exception as error:
+        return [type(error).__name__, wording(str(error))]
 
 
 def ours(text):
     with virtual_gpus(1):
-        try:
-            torch._C._accelerator_setAllocatorSettings(text)
-        except NotModelled:
-            return None
-        except Exception as error:
-            return [type(error).__name__, wording(str(error))]
+        return answer(text)
 
 
 def wording(text):

@@ -47,7 +47,7 @@ def emptied(act: Callable):
     return act()
 
 
-def steps_in_order(builds: dict[str, Callable]) -> dict[str, dict]:
+def steps_in_order(builds: dict[str, Callable], count: int = STEPS) -> dict[str, dict]:
     """All training steps one after the other, as the H200 ran them: each finds what the one before left in the cache.
 
     There the cache was emptied first and cuBLAS's workspaces given back afterwards, into the cache. (Nobody wrote that
@@ -58,7 +58,7 @@ def steps_in_order(builds: dict[str, Callable]) -> dict[str, dict]:
         gc.collect()
         torch.cuda.empty_cache()
         torch._C._cuda_clearCublasWorkspaces()
-        measured[name] = training_steps(build)
+        measured[name] = training_steps(build, count)
     return measured
 
 
