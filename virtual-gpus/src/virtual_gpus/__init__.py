@@ -41,6 +41,7 @@ Known limits
   of GPUs; programs that were started apart where VIRTUAL_GPUS_FOLDER names the same folder for both. A fork's copies of
   its parent's tensors count once. On Windows two processes may both take the last free memory.
 - Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
+- Tensors made under FakeTensorMode say that they are on the CPU. They are nobody's memory and take no time.
 - `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
   Memory is that of a run with numbers, but for sparse gradients, which then have no entries. Collectives then send
   the time and nothing else, so that a rank does not notice other sizes on another rank.
@@ -61,6 +62,8 @@ Known limits
   of an event loop join for each call). Stopped by another thread than started them, they leave an idle dispatch mode on
   the starting one, until it starts others and stops them.
 - Tensors that outlive the GPUs they were on are ordinary CPU tensors afterwards (meta tensors with `shapes_only`).
+  While other virtual GPUs are on, the first computation with them warns. An error names them where they meet a tensor
+  of these GPUs.
 - `torch.load(..., map_location=None)` and `torch.save` work; a file saved from a virtual GPU loads on a real one.
 """
 

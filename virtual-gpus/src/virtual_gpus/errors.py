@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
+import warnings
+from types import FrameType
 
 import torch
 
@@ -151,6 +153,33 @@ def other_machine(device: torch.device) -> RuntimeError:
     return RuntimeError(
         f"Expected all tensors to be on the same device, but one on {device} belongs to other virtual_gpus(...) than "
         "the rest: sets inside one another are different GPUs. Copy it over with .to(...)"
+    )
+
+
+def gpu_is_off(gpu: VirtualGPU) -> RuntimeError:
+    """A tensor whose virtual GPUs were switched off meets a tensor of those that are on."""
+    return RuntimeError(
+        "Expected all tensors to be on the same device, but one of them was made on "
+        f"{_off(gpu)} Make it again on the GPUs that are on, or move it there with .to(...)."
+    )
+
+
+def warn_of_gpu_that_is_off(gpu: VirtualGPU, frame: FrameType) -> None:
+    """Say once per set of GPUs that its tensors are computed with on the CPU, while other virtual GPUs are on.
+
+    frame: whose line the warning names.
+    """
+    if not gpu.machine.said_that_it_is_off:
+        gpu.machine.said_that_it_is_off = True
+        text = f"A tensor is used that was made on {_off(gpu)} Make it again, or move it with .to(...)."
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _off(gpu: VirtualGPU) -> str:
+    what = "has no values, since they kept none" if gpu.machine.shapes_only else "is in the computer's memory now"
+    return (
+        f"cuda:{gpu.index} of virtual GPUs that are off: a later use_gpus(...) replaced them, or their block ended. "
+        f"The tensor {what}."
     )
 
 

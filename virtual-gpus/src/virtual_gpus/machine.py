@@ -101,6 +101,7 @@ class VirtualMachine:
         self.topology = settings.topology
         self.clock = Clock(settings.count)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
+        self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self.registry: SharedMemoryRegistry | None = None  # while it is on: what other processes hold
         self.options: Options | None = None  # of all allocators; None before CUDA's start

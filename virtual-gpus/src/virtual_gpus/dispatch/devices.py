@@ -7,7 +7,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.placement.creation_sites import may_be_adopted
-from virtual_gpus.placement.storages import device_of, gpu_of, place
+from virtual_gpus.placement.storages import device_of, former_gpu_of, gpu_of, place
 
 
 def resolve_common_device(call: OpCall) -> None:
@@ -15,6 +15,8 @@ def resolve_common_device(call: OpCall) -> None:
     gpu, site, common = call.gpu, call.site, None
     for name, tensor in call.named_tensors():
         where = gpu_of(tensor)
+        if where is None and (former := former_gpu_of(tensor)) is not None:
+            raise errors.gpu_is_off(former)
         if where is None and (may_be_adopted(tensor, site) or (tensor.is_meta and gpu.machine.shapes_only)):
             place(tensor, gpu)
             where = gpu

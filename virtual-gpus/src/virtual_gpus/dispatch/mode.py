@@ -18,13 +18,15 @@ from virtual_gpus.dispatch.creation import create
 from virtual_gpus.dispatch.devices import adopt_destination, refuse_on_gpu, resolve_common_device
 from virtual_gpus.dispatch.kernels import refuse_gpu_generator
 from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
-from virtual_gpus.entrance import entrance
+from virtual_gpus.entrance import calling_frame, entrance
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import follow_size, gpu_of, is_wrapper, storages
 from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import this_thread
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_active_mode = torch._C._get_dispatch_mode
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 _exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 
@@ -43,6 +45,8 @@ class Placement(TorchDispatchMode):
             return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
         if machine is None or this_thread.inside:
             return func(*args, **(kwargs or {}))
+        if _active_mode(_FAKE) is not None:
+            return _run_fake(func, args, kwargs or {})
         return run(OpCall(func, args, kwargs or {}), machine)
 
 
@@ -51,7 +55,7 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
     op = call.op
     if op.is_composite:
         return _decompose(call)
-    gpu, is_mixed, is_dense, is_from_cpp = None, False, True, False
+    gpu, former, is_mixed, is_dense, is_from_cpp = None, None, False, True, False
     for tensor in call.tensors:
         try:
             record = tensor.untyped_storage()._record  # `gpu_of`, without its calls: this line runs for every input
@@ -61,7 +65,7 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
         if where is None:
             is_mixed, is_from_cpp = True, is_from_cpp or not is_dense or record.creation_site is not None
         elif not where.machine.on:
-            is_mixed = True
+            former, is_mixed = where, True
         elif gpu is None:
             gpu = where
         elif where is not gpu:
@@ -70,6 +74,8 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
     if op.has_device:
         return create(call, machine)
     if gpu is None:
+        if former is not None:
+            errors.warn_of_gpu_that_is_off(former, calling_frame())
         return _run_on_host(call, is_from_cpp)
     if op.by_element:
         return foreach_ops.run(call)
@@ -103,6 +109,17 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
         for _, tensor in call.named_tensors():
             follow_size(tensor)
     return result
+
+
+def _run_fake(func, args, kwargs) -> Any:
+    """An operator under FakeTensorMode, whose tensors have no data: they are nobody's memory, and take no time.
+
+    They stay on the CPU, since C++ would ask the driver for the GPU of a fake tensor (in `copy_`, and in backward).
+    """
+    device = kwargs.get("device")
+    if device is not None and device.type == "cuda":
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return func(*args, **kwargs)
 
 
 def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:

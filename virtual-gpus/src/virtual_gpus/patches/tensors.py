@@ -7,6 +7,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import device_of, gpu_of, storages
+from virtual_gpus.shapes.valueless import NotKept
 from virtual_gpus.threads import this_thread
 
 _raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
@@ -18,6 +19,8 @@ _raw_type = torch._C.TensorBase.type
 _raw_record_stream = torch._C.TensorBase.record_stream
 _raw_dlpack = torch.Tensor.__dlpack__
 _raw_dlpack_device = torch.Tensor.__dlpack_device__
+_raw_item = torch._C.TensorBase.item
+_raw_str = torch._tensor_str._str
 _raw_tolist = torch._C.TensorBase.tolist
 
 
@@ -68,6 +71,21 @@ def tolist(self):
     if gpu is not None and gpu.machine.shapes_only:
         raise errors.needs_values("tolist()")
     return _raw_tolist(self)
+
+
+def item(self):
+    """The number; with shapes_only, nan that says so where it is printed."""
+    gpu = _gpu(self)
+    number = _raw_item(self)
+    return number if gpu is None or not gpu.machine.shapes_only or number == number else NotKept()
+
+
+def _str(tensor, *, tensor_contents=None):
+    """How a tensor prints; with shapes_only its form and the word that values are not kept, as a meta tensor's."""
+    gpu = _gpu(tensor) if isinstance(tensor, torch.Tensor) else None
+    if gpu is not None and gpu.machine.shapes_only:
+        tensor_contents = f"values are not kept, size={tuple(tensor.shape)}"
+    return _raw_str(tensor, tensor_contents=tensor_contents)
 
 
 def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
@@ -145,7 +163,8 @@ def rows():
     """See `patches`."""
     tensor = torch.Tensor
     rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, apply_, map_)]
-    rows += [(tensor, f.__name__, f) for f in (__dlpack__, __dlpack_device__)]
+    rows += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
+    rows += [(torch._tensor_str, "_str", _str)]
     rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
     rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
     rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]

@@ -13,7 +13,7 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.numbers import named
-from virtual_gpus.placement.storages import HostStorage, find_gpu, gpu_of, storages
+from virtual_gpus.placement.storages import HostStorage, find_gpu, gpu_of, is_fake, storages
 from virtual_gpus.placement.storages import is_pinned as says_pinned
 from virtual_gpus.threads import this_thread
 
@@ -59,6 +59,9 @@ def to(self, *args, **kwargs):
         return _raw["to"](self, *args, **kwargs)
     enter_thread()
     target = find_gpu(machine, device) if device.type == "cuda" else None
+    if is_fake(type(self)):  # it is on no GPU, see `dispatch.mode`
+        memory_format = memory_format or torch.preserve_format
+        return _raw["to"](self, "cpu", dtype or self.dtype, not blocking, copy, memory_format=memory_format)
     return move(self, target, dtype, memory_format, copy, blocking)
 
 
@@ -76,6 +79,8 @@ def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.pres
         device = torch.device("cuda", machine.current)
     if device.type != "cuda":
         raise RuntimeError(f"Invalid device, must be cuda device (got {device})")
+    if is_fake(type(self)):
+        return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
     return move(self, find_gpu(machine, device), None, memory_format, False, not non_blocking)
 
 

@@ -113,6 +113,12 @@ def is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
+@functools.cache
+def is_fake(kind: type) -> bool:
+    """True for FakeTensor (torch/_subclasses/fake_tensor.py), which says that it is on a GPU and is nobody's memory."""
+    return any(base.__name__ == "FakeTensor" for base in kind.__mro__)
+
+
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a wrapper holds, wrappers among them."""
     values = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -141,6 +147,12 @@ def allocation_of(tensor: torch.Tensor) -> StorageAllocation | None:
     if record.gpu is None and is_wrapper(type(tensor)):
         return next(map(allocation_of, parts_of(tensor)), None)
     return record if record.gpu is not None and record.gpu.machine.on else None
+
+
+def former_gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:
+    """The virtual GPU that held `tensor` until it was switched off; None if there is none, or if it is on."""
+    found = [storage._record.gpu for storage in storages(tensor)]
+    return next((gpu for gpu in found if gpu is not None and not gpu.machine.on), None)
 
 
 def gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:

@@ -46,6 +46,32 @@ def value(call: OpCall) -> float:
     raise errors.needs_values("item()" if is_item else call.op.base)
 
 
+class NotKept(float):
+    """What `.item()` gives: nan in arithmetic, and in words where it is printed, so that nobody takes it for a loss."""
+
+    WORDS = "(values are not kept)"
+
+    def __new__(cls) -> NotKept:
+        return super().__new__(cls, "nan")
+
+    def __reduce__(self):
+        return NotKept, ()
+
+    def __repr__(self) -> str:
+        return self.WORDS
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return self.WORDS
+
+    def _result(self, *_) -> NotKept:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _result
+    __neg__ = __abs__ = __pow__ = __rpow__ = __round__ = _result
+
+
 def to_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """`.cpu()` of a tensor without values: a CPU tensor of nan, or an error for whole numbers."""
     _refuse_whole_numbers(tensor)

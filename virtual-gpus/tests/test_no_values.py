@@ -1,0 +1,97 @@
+"""Tensors that have no values, or no GPU any more, say so: shapes_only, FakeTensorMode, GPUs that were switched off."""
+
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from virtual_gpus import virtual_gpus
+
+# ---- shapes_only ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shapes():
+    with virtual_gpus(2, shapes_only=True) as gpus:
+        yield gpus
+
+
+def test_a_tensor_prints_its_form(shapes):
+    x = torch.randn(3, 4, device="cuda:1", requires_grad=True)
+    assert str(x) == "tensor(values are not kept, size=(3, 4), device='cuda:1', requires_grad=True)"
+    assert "values are not kept, size=(2, 4)" in repr(nn.Linear(4, 2).cuda().weight)
+    assert str(torch.arange(4, device="cuda")) == "tensor(values are not kept, size=(4,), device='cuda:0')"
+    assert "values are not kept, size=()" in str(nn.BatchNorm1d(4).cuda().state_dict())
+    assert str(torch.ones(2)) == "tensor([1., 1.])"
+
+
+def test_a_loss_in_a_training_loop_says_that_values_are_not_kept(shapes):
+    net = nn.Linear(4, 2).cuda()
+    optimizer = torch.optim.Adam(net.parameters())
+    total = 0.0
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = net(torch.ones(3, 4, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * 3
+    assert f"{total / 6:.4f} {loss.item()}" == "(values are not kept) (values are not kept)"
+    assert f"{loss.detach():.3f}" == "(values are not kept)"
+    assert math.isnan(total) and isinstance(total, float) and type(float(loss.detach())) is float
+    assert math.isnan(pickle.loads(pickle.dumps(total))) and not total < 1 and not total > 1
+
+
+# ---- FakeTensorMode, which torch.compile, DTensor's sharding propagation and MemTracker use --------------------------
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_fake_tensors_are_nobody_s_memory(shapes_only):
+    with virtual_gpus(2, memory="1 GiB", shapes_only=shapes_only):
+        real = torch.ones(4, device="cuda:1")
+        before = torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            x = torch.empty(1 << 30, device="cuda")
+            net = nn.Linear(8, 4, device="cuda:1")
+            y = net(torch.empty(1 << 20, 8).to("cuda:1"))
+            y.sum().backward()
+            made = [x, x + x, y, net.weight.grad, x.cpu(), torch.empty(5).cuda(1), fake.from_tensor(real)]
+        assert all(isinstance(tensor, FakeTensor) for tensor in made)
+        assert made[1].shape == (1 << 30,) and made[3].shape == (4, 8)
+        assert before == tuple(torch.cuda.max_memory_allocated(i) for i in range(2))
+
+
+# ---- GPUs that were switched off ------------------------------------------------------------------------------------
+
+
+def made_before(shapes_only=False):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        return nn.Linear(4, 2).to("cuda:1")
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_a_tensor_of_gpus_that_are_off_is_named_where_it_meets_one_that_is_on(shapes_only):
+    net = made_before()
+    with virtual_gpus(2, shapes_only=shapes_only):
+        with pytest.raises(RuntimeError, match=r"same device, but one of them was made on cuda:1 of virtual GPUs that"):
+            net(torch.ones(3, 4, device="cuda:1"))
+        assert net.to("cuda:0")(torch.ones(3, 4, device="cuda:0")).shape == (3, 2)
+
+
+def test_one_without_values_says_that_too():
+    net = made_before(shapes_only=True)
+    with virtual_gpus(1), pytest.raises(RuntimeError, match="has no values, since they kept none"):
+        net(torch.ones(3, 4, device="cuda"))
+
+
+def test_computing_with_it_on_the_cpu_warns_once_at_the_caller_s_line():
+    net = made_before()
+    with virtual_gpus(1), pytest.warns(UserWarning, match="made on cuda:1 of virtual GPUs that are off") as told:
+        net.weight + 1
+        net.weight + 1
+    assert len(told) == 1 and told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made_before()(torch.ones(3, 4)).shape == (3, 2)  # no virtual GPUs are on: they are plain CPU tensors
