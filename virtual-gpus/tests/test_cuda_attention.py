@@ -6,6 +6,7 @@ import pathlib
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import pairwise, product, title
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -61,7 +62,7 @@ def _results(device, backend, dtype, shape, mask, causal, **sizes):
 
 
 CASES = [
-    (backend, dtype, shape, mask, causal, sizes)
+    {"backend": backend, "dtype": dtype, "shape": shape, "mask": mask, "causal": causal, "sizes": sizes}
     for backend, dtypes, masks in (
         (None, (FP32, BF16), (None, "bool", "row", "float", "learnt")),
         (SDPBackend.MATH, (FP32, FP16), (None, "bool", "learnt")),
@@ -85,11 +86,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "dtype", "shape", "mask", "causal", "sizes"), CASES)
-def test_output_and_gradients_are_those_of_the_cpu(backend, dtype, shape, mask, causal, sizes):
+@pytest.mark.parametrize("case", pairwise(CASES), ids=title)
+def test_output_and_gradients_are_those_of_the_cpu(case):
+    options = {name: value for name, value in case.items() if name != "sizes"} | case["sizes"]
     with virtual_gpus(1):
-        found = _results("cuda", backend, dtype, shape, mask, causal, **sizes)
-    wanted = _results("cpu", backend, dtype, shape, mask, causal, **sizes)
+        found = _results("cuda", **options)
+    wanted, dtype = _results("cpu", **options), case["dtype"]
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == FP32 else {"atol": 4e-2, "rtol": 4e-2}
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.dtype == dtype
@@ -410,12 +412,16 @@ def test_memory_with_numbers_is_that_with_shapes(case):
     assert figures[0] == figures[1]
 
 
-@pytest.mark.parametrize("kind", ["H200", "A100", "T4", "V100", "TITAN Xp", "K80"])
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
-@pytest.mark.parametrize(
-    ("width", "dropout", "layout"), [(64, 0.0, "heads inside"), (136, 0.1, "heads first"), (20, 0.0, "heads first")]
+KIND_CASES = product(
+    kind=["H200", "A100", "T4", "V100", "TITAN Xp", "K80"],
+    dtype=[FP32, FP16, BF16],
+    options=[(64, 0.0, "heads inside"), (136, 0.1, "heads first"), (20, 0.0, "heads first")],
 )
-def test_every_gpu_takes_the_same_memory_with_numbers_and_with_shapes(kind, dtype, width, dropout, layout):
+
+
+@pytest.mark.parametrize("case", pairwise(KIND_CASES), ids=title)
+def test_every_gpu_takes_the_same_memory_with_numbers_and_with_shapes(case):
+    kind, dtype, (width, dropout, layout) = case.values()
     figures = []
     for shapes_only in (False, True):
         with virtual_gpus(1, kind=kind, shapes_only=shapes_only):

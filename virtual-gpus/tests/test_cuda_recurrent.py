@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import pairwise, product, title
 from torch import nn
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
@@ -66,15 +67,18 @@ def run(make, device, x, states=None, use=lambda out: out):
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN, "relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_layers": 2, "batch_first": True}, {"bidirectional": True}, {"num_layers": 2, "bias": False},
-     {"num_layers": 3, "bidirectional": True, "batch_first": True}],
-    ids=str,
+CASES = product(
+    kind=KINDS,
+    options=[{}, {"num_layers": 2, "batch_first": True}, {"bidirectional": True}, {"num_layers": 2, "bias": False},
+             {"num_layers": 3, "bidirectional": True, "batch_first": True}],
+    with_states=[True, False],
 )  # fmt: skip
-@pytest.mark.parametrize("with_states", [True, False])
-def test_numbers_and_gradients_are_those_of_the_cpu(gpus, kind, options, with_states):
+
+
+@pytest.mark.parametrize("case", pairwise(CASES), ids=title)
+def test_numbers_and_gradients_are_those_of_the_cpu(gpus, case):
+    kind, options, with_states = case.values()
+
     def make():
         return KINDS[kind](5, 6, **options)
 

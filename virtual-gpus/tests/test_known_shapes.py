@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import pairwise, product, title
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch.call import OpCall
@@ -214,10 +215,11 @@ def gradient(x, weight, bias, mean, variance, training, momentum, eps, wanted, l
     return torch.empty_like(x if like is None else like), x, weight, mean, variance, *saved, training, eps, wanted
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("affine", [True, False])
-def test_batch_norm_by_rule(shape, training, affine):
+@pytest.mark.parametrize(
+    "case", pairwise(product(shape=SHAPES, training=[True, False], affine=[True, False])), ids=title
+)
+def test_batch_norm_by_rule(case):
+    shape, training, affine = case.values()
     args = norm(shape, training, affine)
     rule = rules.RULES[aten.native_batch_norm.default]
     assert forms(rule(*args)) == forms(aten.native_batch_norm.default(*args))

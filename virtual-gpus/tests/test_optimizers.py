@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from pairwise import pairwise, title
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from virtual_gpus import virtual_gpus
@@ -62,8 +63,12 @@ def ways(name):
     return ways
 
 
-CASES = [(name, way) for name in OPTIMIZERS for way in ways(name)]
-NAMES = [" ".join([name, *(f"{k}={v}" for k, v in way.items())]) for name, way in CASES]
+CASES = [
+    {"name": name, "way": way, "places": places}
+    for name in OPTIMIZERS
+    for way in ways(name)
+    for places in (["cuda:1"], ["cuda:2", "cuda:0"])
+]
 
 
 def extras(name):
@@ -122,12 +127,12 @@ def assert_state_beside_parameters(optimizer, way):
 
 def test_the_optimizers_were_found():
     assert {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adafactor"} <= OPTIMIZERS.keys()
-    assert len(CASES) > 30
+    assert len(CASES) > 60
 
 
-@pytest.mark.parametrize("name, way", CASES, ids=NAMES)
-@pytest.mark.parametrize("places", [["cuda:1"], ["cuda:2", "cuda:0"]], ids=["one GPU", "two GPUs"])
-def test_optimizers(gpus, name, way, places):
+@pytest.mark.parametrize("case", pairwise(CASES), ids=title)
+def test_weights_are_the_cpus_and_states_beside_their_parameters(gpus, case):
+    name, way, places = case.values()
     gc.collect()
     before = allocated()
     layers, optimizer = steps(name, places, **way)
