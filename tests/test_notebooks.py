@@ -283,7 +283,8 @@ RUNNABLE = [
     "_ = subprocess.run([sys.executable, '-c', 'print(42)'])\nassert came.wait(60)\ndel sys.stdout.write",
     "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()",
     "hash('a'), object()",
-    "from tqdm.auto import tqdm\nfor _ in tqdm(range(2)):\n    print('.', end='', flush=True)",
+    "from ipywidgets import IntProgress\nbar = IntProgress(max=2)\ndisplay(bar)\n"
+    "for bar.value in (1, 2):\n    print('.', end='', flush=True)",
 ]
 
 
