@@ -38,6 +38,7 @@ __all__ = [
     "data_sheet",
     "describe_machine",
     "is_virtual",
+    "keeps_values",
     "modelled_gpus",
     "modelled_timeline",
     "rates",
@@ -166,6 +167,12 @@ def _names(devices: list[torch.device]) -> str:
 def is_virtual() -> bool:
     """True if the GPUs that answer now are virtual ones."""
     return engine.active_machine() is not None
+
+
+def keeps_values() -> bool:
+    """False where the GPUs that answer keep sizes only (`shapes_only=True`): a loss read from them is nan."""
+    machine = engine.active_machine()
+    return machine is None or not machine.shapes_only
 
 
 def renew_gpus() -> None:

@@ -189,3 +189,11 @@ def test_shapes_only_runs_the_loop_without_values():
     with virtual_gpus(4, memory="16 GiB", shapes_only=True):
         shapes_only_epoch(bert_small(30, 8).to("cuda:0"))
         shapes_only_epoch(bert_small(30, 8))  # the optimizer is older than the move
+
+
+def test_shapes_only_says_why_a_loss_is_not_known():
+    with virtual_gpus(1, memory="16 GiB", shapes_only=True):
+        model = bert_small(30, 8).to("cuda")
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), LOSS, words(), "cuda", log=None)
+        with pytest.raises(FloatingPointError, match=r"is not known: these virtual GPUs keep sizes and no values"):
+            trainer.train(1)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers.gpus import keeps_values
 from helpers.parallel.loss import ignored_label
 from helpers.train.checkpoints import load_checkpoint, save_checkpoint, unwrap
 from helpers.train.scores import Batch, EpochRecord, LossWeights, Score, batch_sums, score_of, without_padding
@@ -113,6 +114,12 @@ class Trainer:
         *totals, largest = self.add_up([total.item() for total in sums] + [largest])
         score = score_of(totals)
         record = EpochRecord(self.name, self.epoch, int(largest), steps, rate, score.loss, score.accuracy)
+        if self.stop_on_nan and not keeps_values():
+            raise FloatingPointError(
+                f"The loss of epoch {self.epoch} on {self.name} is not known: these virtual GPUs keep sizes and no values. "
+                "To train, call use_gpus(...) without shapes_only=True and build the model again. To measure the memory "
+                "of an epoch, give stop_on_nan=False."
+            )
         if self.stop_on_nan and not math.isfinite(score.loss):
             raise FloatingPointError(
                 f"The loss of epoch {self.epoch} on {self.name} is {score.loss}: the weights are useless now, and no "
