@@ -116,9 +116,9 @@ class Trainer:
         record = EpochRecord(self.name, self.epoch, int(largest), steps, rate, score.loss, score.accuracy)
         if self.stop_on_nan and not keeps_values():
             raise FloatingPointError(
-                f"The loss of epoch {self.epoch} on {self.name} is not known: these virtual GPUs keep sizes and no values. "
-                "To train, call use_gpus(...) without shapes_only=True and build the model again. To measure the memory "
-                "of an epoch, give stop_on_nan=False."
+                f"The loss of epoch {self.epoch} on {self.name} is not known: these virtual GPUs keep sizes and no "
+                "values. To train, call use_gpus(...) without shapes_only=True and build the model again. To measure "
+                "the memory of an epoch, give stop_on_nan=False."
             )
         if self.stop_on_nan and not math.isfinite(score.loss):
             raise FloatingPointError(
