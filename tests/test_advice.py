@@ -9,7 +9,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.gpus import modelled_gpus
-from helpers.lesson07 import NETS, advise, describe_guide, explore_advice, guide_picture, net_of
+from helpers.lesson07 import NETS, advise, describe_guide, explore_advice, guide_picture
 from helpers.lesson07.advice import METHODS, cut, peak_bytes, stage_bytes, step_seconds
 from helpers.lesson07.methods import BERT, PYRAMIDNET, measure, step_by
 from helpers.lesson07.nets import Net
@@ -19,7 +19,7 @@ from helpers.measure.timeline import record_timeline
 from helpers.models import bert_article, parameter_count, pyramidnet_article
 from helpers.show.style import alt_text
 from tests.benchmarks.methods import STORED, said
-from tests.benchmarks.nets import measured_nets
+from tests.benchmarks.nets import measured_nets, net_of
 
 ARTICLE, SEVEN = NETS["BERT of the article"], NETS["7 billion, 2,048 tokens"]
 TITAN, CLUSTER = Cluster("TITAN Xp"), Cluster("A100", 8, network="InfiniBand HDR")

@@ -37,16 +37,13 @@ def test_ranks_have_a_timeline_each_with_a_gpu_of_its_own():
 @pytest.mark.parametrize(
     ("job", "change", "said"),
     [
-        ("E", {}, "no job 'E'. Choose one of A, B, C, D"),
         ("A", {"shares": (1, 1)}, "Job A has no argument 'shares', only micro_batches, fused"),
-        ("A", {"micro_batches": 0}, "micro_batches=0 makes no step, micro_batches=16 would"),
-        ("A", {"micro_batches": True}, "makes no step"),
-        ("A", {"micro_batches": 2000}, "makes no step"),
-        ("A", {"fused": 1}, "makes no step"),
-        ("B", {"shares": (8192,)}, "makes no step"),
-        ("B", {"shares": (8192, 0)}, "makes no step"),
-        ("B", {"shares": (4096, 2048)}, r"shares of \(4096, 2048\) are another step: 8,192 samples together"),
-        ("D", {"average_on": 2}, "average_on=2 makes no step"),
+        ("A", {"micro_batches": 0}, "micro_batches=0 makes another step or none, micro_batches=16 would"),
+        ("A", {"micro_batches": True}, "makes another step or none"),
+        ("A", {"fused": 1}, "makes another step or none"),
+        ("B", {"shares": (8192, 0)}, "makes another step or none"),
+        ("B", {"shares": (4096, 2048)}, r"shares=\(4096, 2048\) makes another step"),
+        ("D", {"average_on": 2}, "average_on=2 makes another"),
     ],
 )
 def test_what_is_no_step_is_refused(job, change, said):

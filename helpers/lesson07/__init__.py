@@ -2,7 +2,7 @@
 
 methods   every method on the same job: memory, modelled time, utilisation, the largest batch
 scaling   a step of DDP on any number of GPUs, Amdahl's law, logs of real runs
-nets      what the advice is told of a net; your own, measured
+nets      what the advice is told of a net
 advice    formulas of memory and time, and `advise`
 pictures  tables, pictures and the panel of all this
 waiting   steps in which GPUs wait, for the second exercise
@@ -10,7 +10,7 @@ waiting   steps in which GPUs wait, for the second exercise
 
 from helpers.lesson07.advice import advise, peak_bytes, step_seconds
 from helpers.lesson07.methods import BERT, PYRAMIDNET, TrainStep, compare, measure
-from helpers.lesson07.nets import NETS, net_of
+from helpers.lesson07.nets import NETS
 from helpers.lesson07.pictures import (
     describe_guide,
     describe_methods,
@@ -42,7 +42,6 @@ __all__ = [
     "guide_picture",
     "measure",
     "methods_picture",
-    "net_of",
     "peak_bytes",
     "rank_step",
     "read_log",

@@ -1,20 +1,11 @@
-"""What the advice is told of a net: of each layer what it keeps, moves, computes and hands on. Measured, per sample.
-
-NETS["BERT of the article"]
-net_of("mine", layers, inputs, targets, criterion, "cuda:0")     # your own; virtual GPUs in shapes only will do
-"""
+"""What the advice is told of a net: of each layer what it keeps, moves, computes and hands on. Measured, per sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.measure import MiB
 
@@ -68,7 +59,8 @@ class Net:
         return self.layers.activations.sum()
 
 
-# Measured on virtual GPUs in shapes only, by `python -m tests.benchmarks.nets` (PyTorch 2.15).
+# Measured on virtual GPUs in shapes only, by `python -m tests.benchmarks.nets` (PyTorch 2.15); `net_of` there measures
+# any net so.
 # Count, parameters, MiB kept, MiB handed on, MiB moved, 10^9 operations, operators, tensors.
 _BERT, _PYRAMIDNET, _RESNET, _BERT_LARGE, _LARGEST = (
     (
@@ -130,86 +122,3 @@ NETS = {net.name: net for net in (
     _known("BERT large, 512 tokens", _BERT_LARGE),
     _known("7 billion, 2,048 tokens", _LARGEST),
 )}  # fmt: skip
-
-
-# ---- a net of your own, measured -------------------------------------------------------------------------------------
-
-
-def net_of(
-    name: str,
-    layers: Sequence[nn.Module],
-    inputs: Tensor,
-    targets: Tensor,
-    criterion: Callable[[Tensor, Tensor], Tensor],
-    gpu,
-    optimizer: str = "Adam",
-    convolutions: bool = False,
-) -> Net:
-    """The `Net` of `layers`, which follow one another, measured on `gpu`, to which they are moved.
-
-    Each layer runs forward and backward with all samples and with half of them. The difference is what a sample takes;
-    what does not grow with the batch, such as reading the weights, falls out of it. inputs, targets: of some dozen
-    samples, so that rounding does not matter. Raises ValueError for less than two samples, and for no layers.
-    """
-    if len(inputs) < 2 or not layers:
-        raise ValueError(
-            f"{len(layers)} layers and {len(inputs)} samples. At least one layer and two samples are needed."
-        )
-    half = len(inputs) // 2
-    few, many = (np.array(_passes(layers, inputs[:n], targets[:n], criterion, gpu)) for n in (half, len(inputs)))
-    per_sample = (many - few) / (len(inputs) - half)
-    rows = []
-    for layer, grown, whole in zip(layers, per_sample, many, strict=True):
-        sizes = [parameter.numel() for parameter in layer.parameters()]
-        rows.append((1, sum(sizes), *grown[:-1], whole[-1], len(sizes)))
-    return Net.of(name, rows, optimizer, convolutions)
-
-
-def _passes(layers: Sequence[nn.Module], inputs: Tensor, targets: Tensor, criterion, gpu) -> list[list[float]]:
-    """Per layer (kept, output, moved, flops, operators) of all samples together."""
-    found, x = [], inputs.to(gpu)
-    for layer in layers:
-        layer.to(gpu)
-        work, before = _both_passes(layer, x), _held(gpu)
-        x = layer(x)
-        found.append([_held(gpu) - before, x.nbytes, *work])
-    # The loss lets go of the outputs if it does not need them. What it keeps is as large as they are, and not counted.
-    outputs, before = x.nbytes, _held(gpu)
-    x = criterion(x, targets.to(gpu))
-    found[-1][0] += _held(gpu) - before - outputs
-    return found
-
-
-def _held(gpu) -> int:
-    """Bytes that tensors asked for. What the allocator rounds up would depend on what ran before."""
-    return torch.cuda.memory_stats(gpu)["requested_bytes.all.current"]
-
-
-def _both_passes(layer: nn.Module, x: Tensor) -> tuple[float, float, int]:
-    """(bytes moved, operations, operators) of a forward and a backward pass, of which nothing stays."""
-    x = x.detach().requires_grad_() if x.is_floating_point() else x
-    start = x.clone()  # not a leaf: the layer may change it in place
-    with FlopCounterMode(display=False) as flops, _Traffic() as traffic:
-        y = layer(start)
-        y.backward(torch.empty_like(y))
-    for parameter in layer.parameters():
-        parameter.grad = None
-    return traffic.nbytes, flops.get_total_flops(), traffic.operators
-
-
-class _Traffic(TorchDispatchMode):
-    """Adds up what operators read and write: the arguments and results of each once, as the clock counts them."""
-
-    _IDLE = ("empty", "_unsafe_view", "detach", "record_stream", "set_")  # start no kernel, as views do not
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = self.operators = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not (func.is_view or func._schema.name.split("::")[1].startswith(self._IDLE)):
-            parts = tree_leaves((args, kwargs, result))
-            self.nbytes += sum(part.nbytes for part in parts if isinstance(part, Tensor) and part.is_cuda)
-            self.operators += 1
-        return result

@@ -9,7 +9,7 @@ without values, so all times are modelled. (What makes them wait stands below; a
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,6 @@ from helpers.gpus import modelled_gpus
 from helpers.measure.timeline import Timeline, record_timeline
 from helpers.parallel.launching import launch
 from helpers.parallel.pipeline import Pipeline, one_f_one_b
-
-__all__ = ["JOBS", "WaitingJob", "record_job"]
 
 
 class WaitingJob(NamedTuple):
@@ -42,6 +40,12 @@ JOBS = {
         "TITAN Xp", {"micro_batches": 4, "average_on": 1, "fused": False},
     ),
 }  # fmt: skip
+_POSSIBLE = {
+    "micro_batches": lambda count: type(count) is int and 1 <= count <= 1024,
+    "fused": lambda fused: type(fused) is bool,
+    "average_on": lambda gpu: gpu in (0, 1),
+    "shares": lambda each: [type(share) for share in each] == [int, int] and sum(each) == 8192 and min(each) > 0,
+}
 
 
 def record_job(name: str, **changes) -> dict[str, Timeline]:
@@ -49,36 +53,27 @@ def record_job(name: str, **changes) -> dict[str, Timeline]:
 
     micro_batches: how many the batch is cut into; fused: Adam in one kernel (else in some for each kind of
     arithmetic); shares: samples of each rank, 8,192 together; average_on: the GPU, 0 or 1, that takes the means. The
-    same step is recorded once: the modelled clock would say the same again. Raises ValueError for another job, an
-    argument that it does not have, and a value that makes no step of it.
+    same step is recorded once: the modelled clock would say the same again. Raises ValueError for an argument that the
+    job does not have, and a value that makes another step of it or none.
     """
-    if name not in JOBS:
-        raise ValueError(f"There is no job {name!r}. Choose one of {', '.join(JOBS)}.")
-    job = JOBS[name]
-    arguments = job.arguments | {key: tuple(each) if isinstance(each, list) else each for key, each in changes.items()}
-    for key, value in arguments.items():
-        if key not in job.arguments:
-            raise ValueError(f"Job {name} has no argument {key!r}, only {', '.join(job.arguments)}.")
-        if type(value) is not type(job.arguments[key]) or not _POSSIBLE[key](value):
-            raise ValueError(f"{key}={value!r} makes no step, {key}={job.arguments[key]!r} would.")
-        if key == "shares" and sum(value) != 8192:
-            raise ValueError(f"shares of {value} are another step: 8,192 samples together are asked for.")
-    return dict(_recorded(name, tuple(arguments.items())))
-
-
-_POSSIBLE = {
-    "micro_batches": lambda count: 1 <= count <= 1024,
-    "fused": lambda fused: True,
-    "average_on": lambda gpu: gpu in (0, 1),
-    "shares": lambda each: len(each) == 2 and all(type(share) is int and share > 0 for share in each),
-}
+    usual = JOBS[name].arguments
+    for key, value in changes.items():
+        if key not in usual:
+            raise ValueError(f"Job {name} has no argument {key!r}, only {', '.join(usual)}.")
+        if not _POSSIBLE[key](value):
+            raise ValueError(f"{key}={value!r} makes another step or none, {key}={usual[key]!r} would do.")
+    return _recorded(name, **{key: tuple(each) if key == "shares" else each for key, each in (usual | changes).items()})
 
 
 @cache
-def _recorded(name: str, arguments: tuple) -> dict[str, Timeline]:
+def _recorded(name: str, **arguments) -> dict[str, Timeline]:
     with modelled_gpus(2, JOBS[name].kind, "256 GiB") as gpus:
-        found = _RUN[name](gpus, **dict(arguments))
-    return {name: found} if isinstance(found, Timeline) else {f"{name}, rank {r}": each for r, each in enumerate(found)}
+        if name == "B":
+            ranks = launch(_rank, arguments["shares"], arguments["fused"], ranks=2, show=False)
+            return {f"B, rank {rank}": timeline for rank, timeline in enumerate(ranks)}
+        with torch.device(gpus[0]):
+            stages, inputs = _table(arguments.pop("average_on")) if name == "D" else _equal_stages(name)
+        return {name: _pipelined(Pipeline(stages, gpus, one_f_one_b), inputs, gpus[1], **arguments)}
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------------
@@ -88,35 +83,9 @@ def _layers(count: int, width: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
 
 
-def _recorded_step(step, warm_up: int) -> Timeline:
-    """Of `step`, after some: Adam's states are made in the first, and DDP orders its buckets after it."""
-    for _ in range(warm_up):
-        step()
-    with record_timeline() as timeline:
-        step()
-    return timeline
-
-
-def _stages(gpus, stages, inputs: Tensor, micro_batches: int, fused: bool) -> Timeline:
-    pipeline = Pipeline(stages, gpus, one_f_one_b)
-    adam, targets = torch.optim.Adam(pipeline.parameters(), fused=fused), torch.empty(len(inputs), device=gpus[1])
-
-    def step():
-        adam.zero_grad()
-        pipeline.step(inputs, targets, _loss, micro_batches)
-        adam.step()
-
-    return _recorded_step(step, warm_up=1)
-
-
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.square().mean()
-
-
-def _plain_stages(gpus, micro_batches: int, fused: bool, layers: int, width: int, batch: int) -> Timeline:
-    with torch.device(gpus[0]):
-        stages, inputs = [_layers(layers, width) for _ in gpus], torch.empty(batch, width)
-    return _stages(gpus, stages, inputs, micro_batches, fused)
+def _equal_stages(name: str) -> tuple[list[nn.Sequential], Tensor]:
+    count, width, batch = {"A": (3, 512, 1024), "C": (6, 2048, 4096)}[name]
+    return [_layers(count, width), _layers(count, width)], torch.empty(batch, width)
 
 
 class _Mean(nn.Module):
@@ -126,36 +95,38 @@ class _Mean(nn.Module):
         return x.mean(1)
 
 
-def _table(gpus, micro_batches: int, average_on: int, fused: bool) -> Timeline:
-    with torch.device(gpus[0]):
-        stages = [[nn.Embedding(50_000, 256)], [nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048)]]
-        texts = torch.empty(4096, 64, dtype=torch.long)
+def _table(average_on: int) -> tuple[list[nn.Sequential], Tensor]:
+    stages = [[nn.Embedding(50_000, 256)], [nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048)]]
     stages[average_on].insert(1 - average_on, _Mean())
-    return _stages(gpus, [nn.Sequential(*each) for each in stages], texts, micro_batches, fused)
+    return [nn.Sequential(*each) for each in stages], torch.empty(4096, 64, dtype=torch.long)
 
 
-def _ranks(gpus, shares: tuple[int, int], fused: bool) -> list[Timeline]:
-    return launch(_rank, shares, fused, ranks=2, show=False)
+def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.square().mean()
+
+
+def _pipelined(pipeline: Pipeline, inputs: Tensor, last, micro_batches: int, fused: bool) -> Timeline:
+    targets = torch.empty(len(inputs), device=last)
+    return _recorded_step(pipeline, fused, lambda: pipeline.step(inputs, targets, _loss, micro_batches))
 
 
 def _rank(rank: int, shares: tuple[int, int], fused: bool) -> Timeline:
     with torch.device(rank):
         net, inputs = _layers(6, 2048), torch.empty(shares[rank], 2048)
     ddp = DistributedDataParallel(net, device_ids=[rank])
-    adam = torch.optim.Adam(ddp.parameters(), fused=fused)
     share = 2 * shares[rank] / sum(shares)  # DDP takes the mean over ranks, and each sample is to count the same
+    return _recorded_step(ddp, fused, lambda: (_loss(ddp(inputs), inputs) * share).backward())
+
+
+def _recorded_step(net: nn.Module, fused: bool, both_passes) -> Timeline:
+    adam = torch.optim.Adam(net.parameters(), fused=fused)
 
     def step():
         adam.zero_grad()
-        (_loss(ddp(inputs), inputs) * share).backward()
+        both_passes()
         adam.step()
 
-    return _recorded_step(step, warm_up=2)
-
-
-_RUN = {
-    "A": partial(_plain_stages, layers=3, width=512, batch=1024),
-    "B": _ranks,
-    "C": partial(_plain_stages, layers=6, width=2048, batch=4096),
-    "D": _table,
-}
+    step(), step()  # Adam's states are made in the first, and DDP orders its buckets after it
+    with record_timeline() as timeline:
+        step()
+    return timeline
