@@ -1,7 +1,7 @@
 """What the lessons train on: images, text, and random batches.
 
-Nothing is downloaded unless `cifar10` is called. The bundled files lie in the folder `data` beside this package, and
-their checksums are compared whenever they are read; `data/README.md` names their origin and licence.
+Nothing is downloaded. The bundled files lie in the folder `data` beside this package, and their checksums are compared
+whenever they are read. `data/README.md` names their origin and licence.
 """
 
 import hashlib
@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,33 +68,12 @@ def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: 
         bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
     raw = datasets.FashionMNIST(DATA, train=train)
-    return _images(raw.data.unsqueeze(1).expand(-1, channels, -1, -1), raw, [0.289], [0.354], size, count)
-
-
-def cifar10(train: bool = True, root: str | Path | None = None, count: int | None = None) -> Images:
-    """CIFAR-10: 50,000 colour photographs of 3 x 32 x 32 to train on, 10,000 to test on.
-
-    Read from `root` (the folder `data` by default); torchvision downloads what is not there (170 MB). If no network
-    answers, one printed sentence says so and the bundled images come instead.
-    """
-    try:
-        raw = datasets.CIFAR10(root or DATA, train, download=True)
-    except (OSError, RuntimeError) as error:
-        print(f"CIFAR-10 could not be downloaded ({error}): the bundled Fashion-MNIST images are used instead.")
-        return fashion_mnist(train, channels=3, size=32, count=count)
-    mean, std = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
-    return _images(torch.from_numpy(raw.data).permute(0, 3, 1, 2), raw, mean, std, 32, count)
-
-
-def _images(pixels: Tensor, raw: Any, mean: list[float], std: list[float], size: int, count: int | None) -> Images:
-    """Pixels [N, channels, height, width] from 0 to 255, normalised per channel and brought to `size`."""
-    if size < 1 or (count is not None and not 1 <= count <= len(pixels)):
-        raise ValueError(f"size must be at least 1 and count from 1 to {len(pixels)}, not {size} and {count}.")
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
-    images = (pixels[:count].float() / 255 - mean) / std
+    if size < 1 or (count is not None and not 1 <= count <= len(raw)):
+        raise ValueError(f"size must be at least 1 and count from 1 to {len(raw)}, not {size} and {count}.")
+    images = (raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255 - 0.289) / 0.354
     if images.shape[-1] != size:
         images = interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    return Images(images.contiguous(), torch.as_tensor(raw.targets)[:count], raw.classes)
+    return Images(images.contiguous(), raw.targets[:count], raw.classes)
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -137,34 +115,30 @@ def words(vocabulary_size: int = 8000) -> Words:
     return Words(bundled(NOVEL).read_text(encoding="utf-8"), vocabulary_size)
 
 
-def masked_words(
-    length: int = 64, vocabulary: Words | None = None, train: bool = True, chosen: float = 0.15, seed: int = 0
-) -> TensorDataset:
-    """Sequences for BERT's training task: guess the words that were hidden.
+def masked_words(length: int, vocabulary: Words, train: bool = True) -> TensorDataset:
+    """Sequences for BERT's training task, which is to guess the words that were hidden.
 
-    Gives inputs [N, length] and labels [N, length], both int64. Each sequence is [CLS], length - 2 words,
-    [SEP]; the last is filled with [PAD]. In each, a share `chosen` of the words is picked: of these 80 %
-    become [MASK], 10 % a random word, 10 % stay. Labels hold the picked words and -100 elsewhere. The same
-    `seed` gives the same sequences; `train` is the first 90 % of the text, the rest is for testing.
+    Gives inputs [N, length] and labels [N, length], both int64, the same in every call. Each sequence is [CLS],
+    length - 2 words, [SEP]; the last is filled with [PAD]. In each, 15 % of the words are picked, and at least one. Of
+    these 80 % become [MASK], 10 % a random word, and 10 % stay. Labels hold the picked words and -100 elsewhere.
+    `train` is the first 90 % of the text; the rest is for testing.
     """
-    if length < 3 or not 0 < chosen <= 1:
-        raise ValueError(f"length must be at least 3 and chosen in (0, 1], not {length} and {chosen}.")
-    vocabulary = vocabulary or words()
+    if length < 3:
+        raise ValueError(f"length must be at least 3, for one word between [CLS] and [SEP], not {length}.")
     rows = [torch.tensor([CLS, *row.tolist(), SEP]) for row in vocabulary.ids.split(length - 2)]
     sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
     split = round(0.9 * len(sequences))
-    sequences = sequences[:split] if train else sequences[split:]
-    return TensorDataset(*mask(sequences, len(vocabulary), chosen, torch.Generator().manual_seed(seed)))
+    return TensorDataset(*_mask(sequences[:split] if train else sequences[split:], len(vocabulary)))
 
 
-def mask(sequences: Tensor, vocabulary_size: int, chosen: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of the masked-word task for ids [N, length]; each row has at least one picked."""
+def _mask(sequences: Tensor, vocabulary_size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
 
     def random():
         return torch.rand(sequences.shape, generator=generator)
 
     hidable = (sequences != PAD) & (sequences != CLS) & (sequences != SEP)
-    wanted = (hidable.sum(1, keepdim=True) * chosen).round().clamp(min=1)
+    wanted = (hidable.sum(1, keepdim=True) * 0.15).round().clamp(min=1)
     # The rank of a random score picks exactly `wanted` words; 2 keeps the special tokens out.
     picked = random().masked_fill(~hidable, 2.0).argsort(1).argsort(1) < wanted
     any_word = torch.randint(len(SPECIAL_TOKENS), vocabulary_size, sequences.shape, generator=generator)
@@ -176,24 +150,19 @@ def mask(sequences: Tensor, vocabulary_size: int, chosen: float, generator: torc
 
 # --- random batches and loading -----------------------------------------------------------------------------
 
-Device = torch.device | str | int
+
+def random_images(batch: int) -> tuple[Tensor, Tensor]:
+    """Noise in the form of CIFAR-10: images [batch, 3, 32, 32] in float32, labels [batch] in int64, below 10."""
+    return torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
 
 
-def random_images(batch: int, size: int = 32, classes: int = 10, device: Device = "cpu") -> tuple[Tensor, Tensor]:
-    """Noise made on `device`: images [batch, 3, size, size] in float32, labels [batch] in int64."""
-    return torch.randn(batch, 3, size, size, device=device), torch.randint(classes, (batch,), device=device)
-
-
-def random_tokens(
-    batch: int, length: int = 64, vocabulary_size: int = 8000, device: Device = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """Random words made on `device`, none special: inputs and labels [batch, length], both int64."""
+def random_tokens(batch: int, length: int, vocabulary_size: int) -> tuple[Tensor, Tensor]:
+    """Random words, none special: inputs and labels [batch, length], both int64."""
     shape, special = (batch, length), len(SPECIAL_TOKENS)
-    inputs = torch.randint(special, vocabulary_size, shape, device=device)
-    return inputs, torch.randint(special, vocabulary_size, shape, device=device)
+    inputs = torch.randint(special, vocabulary_size, shape)
+    return inputs, torch.randint(special, vocabulary_size, shape)
 
 
-def loader(dataset: Dataset, batch_size: int, shuffle: bool = False, seed: int = 0, **options: Any) -> DataLoader:
-    """A DataLoader whose order depends on `seed` alone: the same in every run, and another one in every epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    return DataLoader(dataset, batch_size, shuffle=shuffle, generator=generator, **options)
+def loader(dataset: Dataset, batch_size: int, shuffle: bool = False) -> DataLoader:
+    """A DataLoader whose order is the same in every run, and another one in every epoch."""
+    return DataLoader(dataset, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))

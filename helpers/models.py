@@ -1,7 +1,7 @@
 """The networks of the lessons.
 
     relu_net                          linear layers, for thousands of steps in seconds
-    resnet34, resnet18, small_resnet  images, by torchvision; the smaller ones for a laptop's CPU
+    resnet34, small_resnet            images, by torchvision; the small one for a laptop's CPU
     PyramidNet, pyramidnet_article    images; a large net whose memory stays balanced under DataParallel
     Bert, bert_small, bert_article    masked words; unbalanced, since its output is far larger than its input
 
@@ -45,18 +45,12 @@ def relu_net(sizes: Sequence[int]) -> nn.Sequential:
 # ---------------------------------------------------------------------------------------------------- ResNet
 
 
-def resnet34(classes: int = 10) -> ResNet:
-    """torchvision's ResNet-34 with fresh weights: images (N, 3, H, W) -> logits (N, classes).
+def resnet34() -> ResNet:
+    """torchvision's ResNet-34 with fresh weights: images (N, 3, H, W) -> logits (N, 10); 21,289,802 parameters.
 
-    21,289,802 parameters with 10 classes. Source: "Deep Residual Learning for Image Recognition", arXiv
-    1512.03385.
+    Source: "Deep Residual Learning for Image Recognition", arXiv 1512.03385.
     """
-    return resnet.resnet34(weights=None, num_classes=classes)
-
-
-def resnet18(classes: int = 10) -> ResNet:
-    """torchvision's ResNet-18 with fresh weights: half the work of `resnet34`, for quick cells."""
-    return resnet.resnet18(weights=None, num_classes=classes)
+    return resnet.resnet34(weights=None, num_classes=10)
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
@@ -127,13 +121,13 @@ class PyramidNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def pyramidnet_article(classes: int = 10) -> PyramidNet:
-    """The article's PyramidNet: exactly 24,253,410 parameters with 10 classes.
+def pyramidnet_article() -> PyramidNet:
+    """The article's PyramidNet for 10 classes: exactly 24,253,410 parameters.
 
     The article calls it alpha = 270: 5 more channels in each of 3 x 18 blocks. But its parameters are
     those of 3 x 17 blocks (depth 104): the width does grow by 5 per block, but from 16 to 271, not to 286.
     """
-    return PyramidNet(depth=104, alpha=255, classes=classes)
+    return PyramidNet(depth=104, alpha=255)
 
 
 # ------------------------------------------------------------------------------------------------------ BERT
@@ -225,6 +219,6 @@ def bert_small(vocabulary: int = 2_000, length: int = 32, dropout: float = 0.1) 
     return Bert(vocabulary, hidden=64, layers=2, heads=4, length=length, dropout=dropout)
 
 
-def bert_article(vocabulary: int = 30_000, dropout: float = 0.1, fused: bool = False) -> Bert:
+def bert_article(vocabulary: int = 30_000, fused: bool = False) -> Bert:
     """The article's size: 8 layers, 8 heads, hidden 256, length 163. Logits at batch 200: 3.64 GiB."""
-    return Bert(vocabulary, hidden=256, layers=8, heads=8, length=163, dropout=dropout, fused=fused)
+    return Bert(vocabulary, hidden=256, layers=8, heads=8, length=163, fused=fused)
