@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 import types
+from collections.abc import Callable
 
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
@@ -68,7 +69,9 @@ def main(arguments: list[str] | None = None) -> None:
     """
     options, rest = parse(sys.argv[1:] if arguments is None else arguments)
     options.made.start()
-    active_machine().look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
+    machine = active_machine()
+    assert machine is not None
+    machine.look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
     sys.argv = [options.program, *rest]
     try:
         if options.module:
@@ -92,10 +95,10 @@ def _run_script(program: str) -> None:
     exec(code, vars(script))
 
 
-def _without_our_frames(hook):
+def _without_our_frames(hook: Callable[..., object]) -> Callable[..., None]:
     """`hook` for uncaught exceptions, shown a traceback that starts in the program."""
 
-    def show(kind, error, trace):
+    def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
         hook(kind, error.with_traceback(trace), trace)

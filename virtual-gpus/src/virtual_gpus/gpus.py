@@ -23,6 +23,7 @@ are not modelled.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ _BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
 _MIB = 1 << 20
 
 
-def parse_bytes(size):
+def parse_bytes(size: int | str) -> int:
     """Bytes of a size: a whole number of bytes, or text such as "16 GiB" (2^30) or "16GB" (10^9).
 
     Raises ValueError for other text and for less than one byte, TypeError for other types.
@@ -45,7 +46,7 @@ def parse_bytes(size):
     return nbytes
 
 
-def _bytes_of_text(text):
+def _bytes_of_text(text: str) -> int:
     match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([A-Za-z]*)\s*", text)
     if match is None:
         raise ValueError(f'cannot read {text!r} as a size: write a number and a unit, such as "16 GiB"')
@@ -56,7 +57,7 @@ def _bytes_of_text(text):
     return int(float(number) * _BY_LOWER[unit.lower()])
 
 
-def format_bytes(nbytes):
+def format_bytes(nbytes: int) -> str:
     """Bytes in the largest binary unit that fits, to one decimal: "16 GiB", "139.8 GiB", "512 B"."""
     if nbytes < 0:
         return "-" + format_bytes(-nbytes)
@@ -125,7 +126,7 @@ class GPUSpec:
     source: str
 
 
-def _teraflops(*peaks):
+def _teraflops(*peaks: float) -> Flops:
     return Flops(*(peak * 1e12 for peak in peaks))
 
 
@@ -166,15 +167,15 @@ _SPECS = (
         760 * _MIB, NVLINK4, PCIE5, "H200 data sheet (chip: H100's); memory, L2: torch; context: measured",
     ),
 )  # fmt: skip
-_BY_KIND = {card.kind.lower(): card for card in _SPECS}
+_BY_KIND = {gpu.kind.lower(): gpu for gpu in _SPECS}
 
 
-def kinds():
+def kinds() -> list[str]:
     """The names that `spec` knows, oldest GPU first."""
-    return [card.kind for card in _SPECS]
+    return [gpu.kind for gpu in _SPECS]
 
 
-def spec(kind):
+def spec(kind: str) -> GPUSpec:
     """The GPUSpec of a kind, such as "H200" or "titan xp"; case and spaces do not matter.
 
     Raises ValueError, naming all kinds, for one that is not there.
@@ -197,7 +198,7 @@ _LEGEND = {
 }
 
 
-def draw_topology(labels):
+def draw_topology(labels: Sequence[Sequence[str]]) -> str:
     """The text of `nvidia-smi topo -m`, without its CPU columns, for a square matrix of labels.
 
     Raises ValueError for a matrix that is not square or a label that nvidia-smi does not know.

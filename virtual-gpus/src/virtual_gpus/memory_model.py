@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from virtual_gpus.gpus import GPUSpec, spec
 from virtual_gpus.memory.options import SMALL_SEGMENT, Options
@@ -59,7 +59,7 @@ class MemoryState(NamedTuple):
 
 
 def replay(
-    trace: Iterable[Mapping], segments: Sequence[Mapping] = (), options: Options = _DEFAULTS
+    trace: Iterable[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]] = (), options: Options = _DEFAULTS
 ) -> Iterator[MemoryState]:
     """Follow what an allocator did: yields its state before the first event of `trace`, and after each of them.
 
@@ -105,7 +105,7 @@ _Place = tuple[int, int, int]  # a block: its size, its segment's address (0: no
 class _Blocks:
     """Which bytes of which segment are free, by address: that tells how large a block an allocation got."""
 
-    def __init__(self, segments: Sequence[Mapping], options: Options):
+    def __init__(self, segments: Sequence[Mapping[str, Any]], options: Options):
         self._options = options
         self._free: dict[int, _Place] = {}
         self._ends: dict[int, int] = {}  # end of a free block -> its address
@@ -276,8 +276,18 @@ def reduction_scratch(
     return _buffers(tuple(shape), tuple(strides), reduced, partial_bytes, sheet.multi_processor_count, threads)
 
 
+_Dim = tuple[int, int]  # length and stride, in elements
+
+
 @lru_cache(maxsize=4096)
-def _buffers(shape, strides, reduced, partial_bytes, multiprocessors, threads_per_multiprocessor):
+def _buffers(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    reduced: frozenset[int],
+    partial_bytes: int,
+    multiprocessors: int,
+    threads_per_multiprocessor: int,
+) -> tuple[int, int]:
     inner, outer = _merged(shape, strides, reduced)
     inputs, outputs = prod(n for n, _ in inner), prod(n for n, _ in outer)
     along_input = not outer or not inner or inner[0][1] < outer[0][1]
@@ -304,9 +314,9 @@ def _buffers(shape, strides, reduced, partial_bytes, multiprocessors, threads_pe
     return partial_bytes * outputs * blocks * (1 if along_input else width * vector), 4 * grid
 
 
-def _merged(shape, strides, reduced):
+def _merged(shape: tuple[int, ...], strides: tuple[int, ...], reduced: frozenset[int]) -> tuple[list[_Dim], list[_Dim]]:
     """The reduced and the kept dimensions as (length, stride), fastest first, neighbours in memory joined."""
-    both = [], []
+    both: tuple[list[_Dim], list[_Dim]] = [], []
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1:
             both[dim not in reduced].append((shape[dim], strides[dim]))
@@ -315,8 +325,8 @@ def _merged(shape, strides, reduced):
     return _joined(inner), _joined(outer)
 
 
-def _joined(dims):
-    found = []
+def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
+    found: list[_Dim] = []
     for length, stride in dims:
         if found and found[-1][0] * found[-1][1] == stride:
             found[-1] = (found[-1][0] * length, found[-1][1])
@@ -325,7 +335,7 @@ def _joined(dims):
     return found
 
 
-def _output_vector(inner, outer) -> int:
+def _output_vector(inner: Sequence[_Dim], outer: Sequence[_Dim]) -> int:
     """How many neighbouring outputs one thread takes: 4, 2 or 1, as all strides and the length divide."""
     vector = _VECTOR
     for number in (outer[0][0], *(stride for _, stride in inner), *(stride for _, stride in outer[1:])):

@@ -13,7 +13,7 @@ from virtual_gpus.clock.links import Topology, arrange
 from virtual_gpus.gpus import GPUSpec, parse_bytes, spec
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
-INSTALLED = tuple(int(part) for part in torch.__version__.split(".")[:2])
+INSTALLED = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -18,6 +19,7 @@ from virtual_gpus.settings import Settings
 operators.RECIPES.update(ops.RECIPES)
 
 _switching = threading.RLock()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class virtual_gpus:
@@ -85,30 +87,33 @@ class virtual_gpus:
     def __enter__(self) -> list[torch.device]:
         return self.start()
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def __call__(self, function):
+    def __call__(self, function: _Function) -> _Function:
         """As a decorator: fresh GPUs for every call. A generator has them from its first `next` until it ends."""
 
         @functools.wraps(function)
-        def with_gpus(*args, **kwargs):
+        def with_gpus(*args: Any, **kwargs: Any) -> Any:
             with virtual_gpus(**self._settings.arguments()):
                 return function(*args, **kwargs)
 
         @functools.wraps(function)
-        def generator_with_gpus(*args, **kwargs):
+        def generator_with_gpus(*args: Any, **kwargs: Any) -> Any:
             with virtual_gpus(**self._settings.arguments()):
                 return (yield from function(*args, **kwargs))
 
         @functools.wraps(function)
-        async def coroutine_with_gpus(*args, **kwargs):
+        async def coroutine_with_gpus(*args: Any, **kwargs: Any) -> Any:
             with virtual_gpus(**self._settings.arguments()):
                 return await function(*args, **kwargs)
 
+        decorated: Callable[..., Any] = with_gpus
         if inspect.iscoroutinefunction(function):
-            return coroutine_with_gpus
-        return generator_with_gpus if inspect.isgeneratorfunction(function) else with_gpus
+            decorated = coroutine_with_gpus
+        elif inspect.isgeneratorfunction(function):
+            decorated = generator_with_gpus
+        return cast(_Function, decorated)
 
 
 def start(settings: Settings) -> None:

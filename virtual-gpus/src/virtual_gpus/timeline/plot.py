@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from virtual_gpus.timeline.spans import KINDS, lane_name, merged, rows_of
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from virtual_gpus.clock.clock import Span
+from virtual_gpus.timeline.spans import KINDS, Row, lane_name, merged, rows_of
+
+if TYPE_CHECKING:  # matplotlib is an extra
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
 # Okabe and Ito's colours, which people with colour-blind eyes can tell apart.
 _COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#BBBBBB"), strict=True))
 _HEIGHT = 0.8
 
 
-def draw(timeline, axes=None):
-    """Draw into `axes`, or into a new figure. Returns the figure."""
+def draw(spans: Sequence[Span], seconds: float, axes: Axes | None = None) -> Figure | SubFigure:
+    """Draw into `axes`, or into a new figure. Returns the figure. seconds: how long the block took."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
         raise ImportError("Drawing a timeline needs matplotlib: pip install 'virtual-gpus[plot]'.") from None
 
-    spans = timeline.spans
     rows = rows_of(spans)
     if axes is None:
         _, axes = plt.subplots(figsize=(10, 0.8 + 0.4 * max(1, len(rows))), layout="constrained")
@@ -30,19 +37,19 @@ def draw(timeline, axes=None):
     axes.set_yticks(range(len(rows)), [_title(row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("modelled time in ms")
-    axes.set_xlim(0, 1e3 * timeline.seconds or 1)
+    axes.set_xlim(0, 1e3 * seconds or 1)
     if used:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return axes.figure
 
 
-def _first_with(kind: str, rows, spans) -> int:
+def _first_with(kind: str, rows: Sequence[Row], spans: Sequence[Span]) -> int:
     """The row whose bars carry the label in the legend."""
     return next(
         place for place, row in enumerate(rows) if any((s.gpu, s.lane) == row and s.kind == kind for s in spans)
     )
 
 
-def _title(row) -> str:
+def _title(row: Row) -> str:
     gpu, lane = row
     return f"host, {lane_name(lane)}" if gpu is None else f"cuda:{gpu}, {lane_name(lane)}"

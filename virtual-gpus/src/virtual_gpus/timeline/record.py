@@ -15,24 +15,31 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from virtual_gpus.clock.clock import Span
-from virtual_gpus.machine import active
+from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.threads import this_thread
 from virtual_gpus.timeline.plot import draw
 from virtual_gpus.timeline.spans import lane_name, rows_of, seconds_covered
+
+if TYPE_CHECKING:  # matplotlib is an extra
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
 
 class Timeline:
     """The spans of work that were recorded. Times are modelled seconds from the beginning of the block."""
 
-    def __init__(self, machine):
+    def __init__(self, machine: VirtualMachine) -> None:
         self._machine = machine
-        self._began = self._ended = None
-        self._hooks: list = []
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._hooks: list[RemovableHandle] = []
         self._in_step = False
         self._raw: list[Span] = []
 
@@ -47,7 +54,7 @@ class Timeline:
         self._machine.clock.timelines.append(self)
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self._machine.clock.timelines.remove(self)
         for hook in self._hooks:
             hook.remove()
@@ -75,25 +82,25 @@ class Timeline:
 
     # ---- what it says ----
 
-    def _check(self) -> None:
-        if self._ended is None:
+    def _limits(self) -> tuple[float, float]:
+        """When the block began and ended. Raises RuntimeError before its end."""
+        if self._began is None or self._ended is None:
             raise RuntimeError("the timeline is still recording: ask after the `with` block")
+        return self._began, self._ended
 
     @property
     def seconds(self) -> float:
         """Modelled wall seconds of the block, until the last of its work was done."""
-        self._check()
-        return self._ended - self._began
+        began, ended = self._limits()
+        return ended - began
 
     @property
     def spans(self) -> list[Span]:
         """All work, in the order of issue: GPU (its index; None: the host), lane, start, end, kind, name."""
-        self._check()
+        began, _ = self._limits()
         index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
         return [
-            s._replace(
-                gpu=None if s.gpu is None else index[s.gpu], start=s.start - self._began, end=s.end - self._began
-            )
+            s._replace(gpu=None if s.gpu is None else index[s.gpu], start=s.start - began, end=s.end - began)
             for s in self._raw
             if s.gpu is None or s.gpu in index
         ]
@@ -106,7 +113,7 @@ class Timeline:
         index = self._index(gpu)
         return seconds_covered((s.start, s.end) for s in self.spans if s.gpu == index and (copies or s.kind != "copy"))
 
-    def _index(self, gpu) -> int:
+    def _index(self, gpu: int | str | torch.device) -> int:
         index = gpu if isinstance(gpu, int) else torch.device(gpu).index
         if not isinstance(index, int) or not 0 <= index < len(self._machine.gpus):
             raise ValueError(f"there is no GPU {gpu!r}: choose 0 to {len(self._machine.gpus) - 1}")
@@ -117,12 +124,12 @@ class Timeline:
         busy = self.busy_seconds(gpu)
         return busy / self.seconds if self.seconds else 0.0
 
-    def plot(self, axes=None):
+    def plot(self, axes: Axes | None = None) -> Figure | SubFigure:
         """Draw a row per stream (modelled milliseconds from left to right). Returns the matplotlib figure.
 
         Raises ImportError where matplotlib is missing.
         """
-        return draw(self, axes)
+        return draw(self.spans, self.seconds, axes)
 
     def save(self, path: str | Path) -> None:
         """Write the timeline in Chrome's trace format, which Perfetto opens: JSON, times in microseconds."""

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from virtual_gpus.clock.clock import HOST_LANE, Span
 
+Row = tuple[int | None, int | str]  # GPU (None: the host), and its stream or engine
 KINDS = ("forward", "backward", "step", "copy", "collective", "wait")
 
 _ROUNDING = 1e-12  # seconds between an end and the next beginning that are the same moment
 
 
-def rows_of(spans: Iterable[Span]) -> list[tuple[int | None, int | str]]:
+def rows_of(spans: Iterable[Span]) -> list[Row]:
     """The (GPU, lane) pairs that have work: the host first, then each GPU: streams, copies, collectives."""
     found = {(s.gpu, s.lane) for s in spans}
     return sorted(found, key=lambda r: (-1 if r[0] is None else r[0], isinstance(r[1], str), str(r[1]).zfill(9)))

@@ -1,0 +1,64 @@
+"""Types of the public modules, by a type checker: complete inside, and of use to a program that is checked itself."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+PUBLIC = ["__init__.py", "__main__.py", "switch.py", "settings.py", "gpus.py", "memory_model.py", "timeline"]
+
+RIGHT = """\
+import torch
+from virtual_gpus import NotModelled, active_machine, record_timeline, virtual_gpus
+from virtual_gpus.memory_model import round_size
+
+
+@virtual_gpus(2, memory="1 GiB")
+def on_two(count: int) -> torch.Tensor:
+    return torch.ones(count, device="cuda:1")
+
+
+with virtual_gpus(4, kind="A100", shapes_only=True) as gpus:
+    first: torch.device = gpus[0]
+    with record_timeline() as timeline:
+        result: torch.Tensor = on_two(3)
+    seconds: float = timeline.seconds + timeline.busy_seconds(0)
+machine = active_machine()
+bytes_taken: int = round_size(1000)
+"""
+WRONG = ["on_two('three')", "virtual_gpus('four')", "virtual_gpus(2, shapes_only=3)", "virtual_gpus(2, colour='red')",
+         "round_size('1 KiB') + 1", "timeline.seconds.upper()", "gpus.count_all()"]  # fmt: skip
+
+
+def check(*paths, preset="default"):
+    """What pyrefly says of files, a line each."""
+    pyrefly = shutil.which("pyrefly", path=str(Path(sys.executable).parent)) or shutil.which("pyrefly")
+    if pyrefly is None:
+        pytest.skip("pyrefly is not installed")
+    command = [pyrefly, "check", "--preset", preset, "--python-interpreter-path", sys.executable]
+    command += ["--search-path", SOURCE, "--output-format", "min-text", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "error" in done.stderr + done.stdout, done.stderr  # its last line counts them
+    return [line for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
+
+
+def test_public_modules_are_typed_throughout():
+    files = [file for name in PUBLIC for file in sorted((SOURCE / "virtual_gpus" / name).rglob("*.py"))]
+    files += [SOURCE / "virtual_gpus" / name for name in PUBLIC if name.endswith(".py")]
+    assert len(files) > 8
+    assert check(*files, SOURCE / "pytest_virtual_gpus.py", preset="strict") == []
+
+
+def test_a_program_that_uses_them_is_checked(tmp_path):
+    (tmp_path / "right.py").write_text(RIGHT)
+    assert check(tmp_path / "right.py") == []
+    (tmp_path / "wrong.py").write_text(RIGHT + "\n".join(WRONG) + "\n")
+    said = check(tmp_path / "wrong.py")
+    first = len(RIGHT.splitlines()) + 1
+    unnoticed = [
+        text for line, text in enumerate(WRONG, first) if not any(f"wrong.py:{line}:" in told for told in said)
+    ]
+    assert unnoticed == []
