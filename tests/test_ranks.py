@@ -1,14 +1,10 @@
-"""One rank among others: meeting anew after a failure, and what works without others."""
+"""One rank among others: connecting, agreeing, sharing the data, and what works without others."""
 
 import math
 import os
-import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 from virtual_gpus import virtual_gpus
 
 from helpers.parallel import ranks
@@ -23,59 +19,6 @@ from helpers.parallel.ranks import (
     sums_of_all,
 )
 from tests.programs import free_port, held_port
-
-# ------------------------------------------------------------------------------- a store with earlier attempts
-
-
-def meet(store, numbers, of, seconds=60.0):
-    """The ranks `numbers` of `of` come together, as threads; each one's part of the store, or its error."""
-
-    store.set_timeout(timedelta(seconds=seconds))
-
-    def one(number):
-        try:
-            return ranks._new_store(store, number, of, time.monotonic() + seconds)
-        except (TimeoutError, dist.DistError) as error:
-            return error
-
-    with ThreadPoolExecutor(len(numbers)) as pool:
-        return list(pool.map(one, numbers))
-
-
-def agreed(parts):
-    """Whether what the first rank writes into its part is what the others read there, and new."""
-    assert not any(part.check(["address"]) for part in parts)
-    parts[0].set("address", "here")
-    return all(part.check(["address"]) and part.get("address") == b"here" for part in parts)
-
-
-@pytest.fixture
-def store():
-    return dist.HashStore()
-
-
-def test_each_attempt_has_a_part_of_its_own(store):
-    for _ in range(4):
-        assert agreed(meet(store, [0, 1, 2], 3))
-
-
-@pytest.mark.parametrize("came", [[0, 1], [1, 2], [0], [2]])
-def test_after_an_attempt_that_died_while_it_met(store, came):
-    """Some ranks had come when another one died: their words are in the store, and nobody answers them."""
-    assert any(isinstance(part, Exception) for part in meet(store, came, 3, seconds=0.2))
-    for _ in range(2):
-        assert agreed(meet(store, [2, 0, 1], 3))
-
-
-def test_in_whatever_order_they_come(store):
-    meet(store, [0, 1, 2], 3)
-    with ThreadPoolExecutor(3) as pool:
-        waiting = []
-        for number in (2, 1, 0):  # the first rank is late, and the others read the old word
-            waiting.append(pool.submit(ranks._new_store, store, number, 3, time.monotonic() + 20))
-            time.sleep(0.1)
-        assert agreed([found.result() for found in waiting[::-1]])
-
 
 # ------------------------------------------------------------------------------------------ the only rank
 

@@ -15,7 +15,7 @@ from helpers.show.style import COLOURS, WIDTH
 __all__ = ["pipeline_panel"]
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
-MOST = 48  # micro-batches that the curve reaches to
+MOST = 48  # micro-batches among which the shortest step is sought
 
 
 def pipeline_panel(stages: int, micro_batches: int, schedule: str, extra: float) -> Panel:
@@ -44,11 +44,10 @@ def _look(stages: int, micro_batches: int, extra: float, schedule: str) -> tuple
         f"A step takes {now:.2f} of one GPU's time ({stages} GPUs at best 1/{stages} = {1 / stages:.2f}); shortest "
         f"with {best}{'' if best < MOST else ' or more'} micro-batches: {times[best - 1]:.2f}."
     )
-    figure = Figure(figsize=(WIDTH, 2.9 + 0.28 * stages), layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=(0.9 + 0.28 * stages, 2))
-    _draw_schedule(above, slots)
-    above.set_title(f"{schedule}: forward blue, backward orange", loc="left", fontsize=10)
-    _draw_times(below, stages, micro_batches, times)
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.28 * stages), layout="constrained")
+    ax = figure.subplots()
+    _draw_schedule(ax, slots)
+    ax.set_title(f"{schedule}: forward blue, backward orange", loc="left", fontsize=10)
     return words, figure
 
 
@@ -70,16 +69,3 @@ def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
     ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)], fontsize=8)
     ax.spines[:].set_visible(False)
     ax.set_facecolor("#f2f2f2")
-
-
-def _draw_times(ax: Axes, stages: int, micro_batches: int, times: list[float]) -> None:
-    """The time of a step and its idle share, for each number of micro-batches; a dot at the chosen one."""
-    idle = [bubble(stages, number) for number in range(1, MOST + 1)]
-    ax.plot(range(1, MOST + 1), times, color=COLOURS[0], label="time of a step (one GPU: 1)")
-    ax.plot(range(1, MOST + 1), idle, "--", color=COLOURS[4], label="idle share, the bubble")
-    if micro_batches <= MOST:
-        ax.plot(micro_batches, times[micro_batches - 1], "o", color=COLOURS[0])
-        ax.plot(micro_batches, idle[micro_batches - 1], "o", color=COLOURS[4])
-    ax.set(xlabel="micro-batches", ylim=(0, None), xlim=(0, MOST + 1))
-    ax.legend(frameon=False, fontsize=8)
-    ax.grid(color="0.9")

@@ -9,8 +9,6 @@ Every function here but `connect` also works in a plain program, as the only ran
 
 import os
 import socket
-import time
-import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -52,9 +50,9 @@ def connect(timeout_s: float = 120.0) -> int:
     """Join the other ranks, as the environment says that torchrun sets up; returns this rank's number.
 
     timeout_s: how long to wait for the others, here and in every collective later on. The backend is nccl where there
-    are GPUs, and otherwise gloo. Unlike init_process_group alone, this is safe when torchrun starts the ranks again
-    after a failure: see `_new_store`. Raises RuntimeError where the environment says nothing, where the address of rank
-    0 is taken, and where it never answers.
+    are GPUs, and otherwise gloo. On one machine torchrun can start the ranks again after a failure; on several it needs
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that, as in train_many_nodes.slurm. Raises RuntimeError where the
+    environment says nothing, where the address of rank 0 is taken, and where it never answers.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -68,38 +66,15 @@ def connect(timeout_s: float = 120.0) -> int:
     timeout = timedelta(seconds=timeout_s)
     try:
         store, number, ranks = next(dist.rendezvous("env://", timeout=timeout))
-        store = _new_store(store, number, ranks, time.monotonic() + timeout_s)
-    except (dist.DistError, TimeoutError) as error:
+    except dist.DistError as error:
         raise RuntimeError(_connection_advice(error, timeout_s)) from None  # it is quoted there
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
+        # torchrun keeps one store for all attempts: here the address of a rank that has died would be found in it.
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(
         "gloo" if gpu is None else "nccl", store=store, rank=number, world_size=ranks, timeout=timeout
     )
     return number
-
-
-def _new_store(store: dist.Store, number: int, ranks: int, end: float) -> dist.Store:
-    """A part of the store in which no earlier attempt has left anything.
-
-    torchrun keeps one store for all attempts: ranks that were started again could read the address of a process that
-    is dead, wait for it, and fail once more. So the first rank gives its part a new name, and tells it only to ranks
-    that are alive: each writes a new word of its own there, and waits until the first rank has written it back.
-    """
-    mine = uuid.uuid4().hex
-    if number == 0:
-        store.set("first", mine)
-        for other in range(1, ranks):
-            store.set(f"{mine}/{other}/welcome", store.get(f"{mine}/{other}/hello"))
-        return dist.PrefixStore(mine, store)
-    first = None
-    while time.monotonic() < end:
-        now = store.get("first").decode()  # perhaps of the attempt before; then there will be another one
-        if now != first:
-            store.set(f"{now}/{number}/hello", mine)
-        first, welcome = now, f"{now}/{number}/welcome"
-        if store.check([welcome]) and store.get(welcome).decode() == mine:
-            return dist.PrefixStore(first, store)
-        time.sleep(0.01)
-    raise TimeoutError("the first rank does not answer")
 
 
 def _connection_advice(error: Exception, timeout_s: float) -> str:
