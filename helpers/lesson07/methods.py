@@ -17,12 +17,13 @@ import math
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate, pairwise
+from functools import cache, partial
+from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor, nn
@@ -175,14 +176,15 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
     def steep(start: int, end: int) -> float:
         return ((sums[end] - sums[start]) / mean) ** 16
 
-    # One part after the other: best[end] is (sum, cuts) of the parts so far, which have the first `end` layers.
-    best = {end: (steep(0, end), [0, end]) for end in range(1, len(costs) + 1)}
-    for part in range(1, parts):
-        best = {
-            end: min((best[cut][0] + steep(cut, end), [*best[cut][1], end]) for cut in range(part, end))
-            for end in range(part + 1, len(costs) + 1)
-        }
-    return list(pairwise(best[len(costs)][1]))
+    @cache
+    def best(parts: int, end: int) -> tuple[float, list[int]]:
+        """(sum, edges) of the first `end` layers in so many parts."""
+        if parts == 1:
+            return steep(0, end), [0, end]
+        firsts = ((cut, *best(parts - 1, cut)) for cut in range(parts - 1, end))
+        return min((total + steep(cut, end), [*edges, end]) for cut, total, edges in firsts)
+
+    return list(pairwise(best(parts, len(costs))[1]))
 
 
 # ---- one step, measured ----------------------------------------------------------------------------------------------
@@ -217,33 +219,15 @@ class Row:
         return max(self.peaks) <= cluster.room and (self.largest is None or self.largest >= self.batch)
 
 
-def measure(
-    job: Job,
-    method: str,
-    gpus: Sequence[torch.device],
-    cluster: Cluster,
-    batch: int | None = None,
-    search: bool = False,
-) -> Row:
-    """One step of `job` by `method` (one of `METHODS`) on GPUs of the cluster's kind.
+def measure(job: Job, method: str, gpus: Sequence[torch.device], cluster: Cluster, search: bool = False) -> Row:
+    """One step of `job` by `method` (one of `METHODS`) on GPUs of the cluster's kind, with the job's batch.
 
-    batch: samples on all GPUs together; None: the job's. search: also find the largest batch that fits the cluster's
-    GPUs, by running steps. Raises ValueError for another method, other GPUs than the cluster's, and a batch that cannot
-    be cut evenly; RuntimeError where times are not modelled.
+    search: also find the largest batch that fits the cluster's GPUs, by running steps. Raises ValueError for another
+    method; RuntimeError where times are not modelled.
     """
     if method not in METHODS:
         raise ValueError(f"There is no method {method!r}. Choose one of {', '.join(METHODS)}.")
-    name = torch.cuda.get_device_properties(gpus[0]).name
-    if name != cluster.gpu.name:
-        raise ValueError(
-            f"The GPUs are {name}, the cluster has {cluster.gpu.name}. Call use_gpus(..., kind={cluster.kind!r})."
-        )
-    gpus = list(gpus[:1] if method == "one GPU" else gpus)
-    batch = batch or (job.alone if method == "one GPU" else job.batch)
-    if batch % len(gpus):
-        raise ValueError(
-            f"A batch of {batch} cannot be cut evenly over {len(gpus)} GPUs. Take a multiple of {len(gpus)}."
-        )
+    gpus, batch = (list(gpus[:1]), job.alone) if method == "one GPU" else (list(gpus), job.batch)
     gc.collect()  # nets of earlier runs that are in reference cycles
     torch.cuda.empty_cache()
     row, new_step = (_one_of_the_ranks if method == "DDP" else _one_process)(job, method, gpus, cluster, batch)
@@ -296,12 +280,22 @@ def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: 
     shares, used = (len(gpus), gpus[:1]) if row.method == "DDP" else (1, gpus)
     size = grain(line, len(gpus))
     batch = math.ceil(0.9 * line / size) * size
-    with limited_memory(room, used):
+    _limit_memory(used, room)
+    try:
         while batch and not _two_steps_fit(new_step, batch // shares):
             batch -= size
         while _two_steps_fit(new_step, (batch + size) // shares):  # the first try may have found memory in pieces
             batch += size
+    finally:
+        _limit_memory(used)
     return replace(row, largest=batch, line=line)
+
+
+def _limit_memory(gpus: Sequence, room: int | None = None) -> None:
+    """PyTorch may take `room` bytes on each GPU and no more, as if that were all that it had; None: all of it."""
+    for gpu in gpus:
+        whole = torch.cuda.get_device_properties(gpu).total_memory
+        torch.cuda.set_per_process_memory_fraction((room or whole) / whole, gpu)
 
 
 def grain(line: int, gpus: int) -> int:
@@ -324,18 +318,6 @@ def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
     return True
 
 
-@contextmanager
-def limited_memory(room: int, gpus: Sequence) -> Iterator[None]:
-    """For the block, PyTorch may take `room` bytes on each GPU and no more, as if that were all that it had."""
-    for gpu in gpus:
-        torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(gpu).total_memory, gpu)
-    try:
-        yield
-    finally:
-        for gpu in gpus:
-            torch.cuda.set_per_process_memory_fraction(1.0, gpu)
-
-
 # ---- all methods on all jobs and clusters ----------------------------------------------------------------------------
 
 _MEMORY = "4 TiB"  # of every GPU: so much that nothing runs out of it, also where two processes share the GPUs
@@ -354,19 +336,18 @@ def compare(
     matter which GPUs are on here. In a program call this under `if __name__ == "__main__":`, because the processes may
     be spawned.
     """
-    tasks = [
-        (job, method, cluster, gpus, search) for job in jobs for method in methods for cluster in clusters.values()
-    ]
+    every = list(product(jobs, methods, clusters.items()))
+    tasks = [(job, method, cluster, gpus, search) for job, method, (_, cluster) in every]
+    keys = [(name, job.name) for job, _, (name, _) in every]
     forks = sys.platform == "linux" and (is_virtual() or not torch.cuda.is_available())  # CUDA does not survive a fork
     context = multiprocessing.get_context("fork" if forks else "spawn")
     with warnings.catch_warnings(), ProcessPoolExecutor(2, context, gc.freeze) as pool:
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         rows = list(pool.map(_measure_alone, tasks, chunksize=len(clusters)))  # a process knows a method's shapes
-    found = {(name, job.name): [] for job in jobs for name in clusters}
-    keys = [(name, job.name) for job in jobs for _ in methods for name in clusters]
+    found = defaultdict(list)
     for key, row in zip(keys, rows, strict=True):
         found[key].append(row)
-    return found
+    return dict(found)
 
 
 def _measure_alone(task: tuple) -> Row:

@@ -1,4 +1,4 @@
-"""The rows of `helpers.lesson07.nets.NETS`, measured: `python -m tests.benchmarks.nets` prints them, in seconds.
+"""The rows of helpers/lesson07/nets.json, measured: `python -m tests.benchmarks.nets` prints them, in seconds.
 
 `net_of` measures a net of your own as well, for `helpers.lesson07.advise`.
 
@@ -141,15 +141,15 @@ class _Traffic(TorchDispatchMode):
 
 
 def rows(net: Net) -> str:
-    """As Python writes them: neighbours that are alike as one row of their means."""
+    """As nets.json has them: neighbours that are alike as one row of their means."""
     lines = [f"{net.name}, {net.optimizer}"]
     for start, end in _runs(net.layers):
         run = [np.mean(net.layers[column][start:end]) for column in net.layers.dtype.names]
         parameters, kept, output, moved, flops, operators, tensors = run
         count = 32 if parameters > 2e8 else end - start
         lines.append(
-            f"        ({count}, {_number(parameters)}, {kept / MiB:.4g}, {output / MiB:.4g}, {moved / MiB:.4g}, "
-            f"{flops / 1e9:.4g}, {operators:.3g}, {tensors:.3g}),"
+            f"      [{count}, {_number(parameters)}, {kept / MiB:.4g}, {output / MiB:.4g}, {moved / MiB:.4g}, "
+            f"{flops / 1e9:.4g}, {operators:.3g}, {tensors:.3g}],"
         )
     return "\n".join(lines)
 
@@ -168,7 +168,7 @@ def _runs(layers) -> list[tuple[int, int]]:
 
 def _number(parameters: float) -> str:
     """The mean of a run, so that the whole comes out to a parameter."""
-    return f"{parameters:_.3f}".rstrip("0").rstrip(".")
+    return f"{parameters:.3f}".rstrip("0").rstrip(".")
 
 
 if __name__ == "__main__":
