@@ -22,8 +22,7 @@ from helpers.measure.oom.blocks import Block
 from helpers.measure.oom.explain import Explanation
 from helpers.measure.oom.holders import holders
 from helpers.measure.oom.origins import UNKNOWN, origin
-from helpers.show import describe_cures, describe_segments, draw_cures, draw_segments
-from helpers.show.diagrams import CURES
+from helpers.show import describe_segments, draw_segments
 from helpers.show.style import alt_text
 
 matplotlib.use("Agg")
@@ -132,10 +131,7 @@ def test_without_an_error_it_says_so(gpu):
     assert not why and str(why) == "Memory did not run out. The most that was allocated: GPU 0 3.00 MiB."
 
 
-def test_errors_pass_through(gpu):
-    with pytest.raises(torch.OutOfMemoryError), explain_oom(catch=False) as why:
-        hungry(gpu)
-    assert why
+def test_other_errors_pass_through(gpu):
     with pytest.raises(ZeroDivisionError), explain_oom():
         1 / 0  # noqa: B018
 
@@ -174,10 +170,7 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     [
         (picture(requested=2000), "larger than the whole GPU", 2000),
         (picture([block("parameters", 500)], reserved=900 * MiB, free=100, requested=300), "expandable_segments", 400),
-        (picture([block("tensors in variables", 50, n) for n in range(10)]), "10 tensors of one line", 450),
         (picture([block("held by autograd", 600)]), "inference_mode", 600),
-        (picture([block("parameters", 100), block("optimizer state", 210)]), "SGD", 105),
-        (picture([block("parameters", 100), block("gradients", 100)]), "zero_grad", 100),
     ],
 )
 def test_advice(shown, first, size):
@@ -187,15 +180,6 @@ def test_advice(shown, first, size):
 
 def test_a_full_card_of_parameters_has_no_cheap_cure():
     assert picture([block("parameters", 900)]).advice() == []
-
-
-def test_the_tree_of_cures_is_told_and_drawn():
-    words = describe_cures()
-    assert len(words.splitlines()) == len(CURES) + 1 and "\n" not in words.splitlines()[0]
-    ax = draw_cures()
-    drawn = [text.get_text() for text in ax.texts]
-    assert {part for row in CURES for part in row} <= set(drawn) and drawn.count("no") == len(CURES) - 1
-    assert alt_text(ax) == words
 
 
 # --- leaks -----------------------------------------------------------------------------------------------

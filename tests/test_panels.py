@@ -309,21 +309,18 @@ def test_an_error_in_the_block_ends_it_and_passes_through(page, gpus, error):
 
 
 def test_a_look_that_fails_ends_neither_the_panel_nor_the_training(page, gpus, monkeypatch):
+    failed = []
+
     def fail(*_):
+        failed.append(True)
         raise RuntimeError("deque mutated during iteration")
 
     with live_memory(every=0.005) as panel:
         with monkeypatch.context() as broken:
             broken.setattr(live, "read_memory", fail)
-            wait_until(lambda: panel.error)
+            wait_until(lambda: len(failed) > 1)
         torch.empty(1000, device="cuda")
         wait_until(lambda: "GPU 0: 0.00 MiB, peak <0.01 MiB" in panel._picture.value)
-    assert panel.error is None
-    with pytest.warns(UserWarning, match="last look failed .RuntimeError: deque mutated.*peaks are right"):
-        with live_memory(every=0.005) as panel:
-            monkeypatch.setattr(live, "read_memory", fail)
-            torch.empty(1000, device="cuda")
-            wait_until(lambda: panel.error)
     assert panel.readings[0].peak_allocated == 4096
 
 
@@ -366,11 +363,10 @@ def test_the_scale_of_the_bars_is_said_and_seldom_changes(reserved, frame):
     assert f"frame: {frame}" in page
 
 
-def test_what_the_driver_says_is_shown_where_it_is_known():
-    reading = Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 4 * GIB, 4 * GIB, driver_used=4 * GIB)
-    page = live._now(Readings([reading]), "")
-    assert "1.00 GiB, peak 2.00 GiB, reserved 4.00 GiB of 16.0 GiB; driver 4.00 GiB" in page
-    assert "width: 25.00%" in page and "width: 6.25%" in page and "left: 12.50%" in page
+def test_the_rest_is_said():
+    page = live._now(Readings([Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 4 * GIB, 4 * GIB)]), "")
+    assert "1.00 GiB, peak 2.00 GiB, reserved 4.00 GiB of 16.0 GiB" in page
+    assert f'<progress value="{GIB}" max="{16 * GIB}"' in page
 
 
 def test_the_live_panel_takes_a_small_part_of_a_processor(gpus):

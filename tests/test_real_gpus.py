@@ -71,7 +71,7 @@ def rounded(tensors):
 
 def assert_curve(monitor, gpu):
     line, peak = monitor.run(gpu), monitor.peak(gpu)
-    assert monitor.note(gpu) == ""
+    assert monitor.run(gpu).off == 0
     assert line.allocated[-1] == torch.cuda.memory_allocated(gpu)
     assert line.allocated[peak.event] == peak.bytes == torch.cuda.max_memory_allocated(gpu)
     held = monitor.at_peak(gpu)
@@ -106,7 +106,7 @@ def test_the_monitor_when_memory_runs_out():
     with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as monitor:
         kept.append(torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda"))
         torch.empty(torch.cuda.mem_get_info()[1] + 2**30, dtype=torch.uint8, device="cuda")
-    assert monitor.run().ooms == [1] and monitor.note() == ""
+    assert monitor.run().ooms == [1] and monitor.run().off == 0
     assert "out of memory after event 1" in describe_memory(monitor)
     assert monitor.run().allocated[-1] == torch.cuda.memory_allocated()
 

@@ -16,7 +16,6 @@ def largest_batch(
     report: Callable[[int, bool], None] | None = None,
     keep: Iterable = (),
     steps: int = 2,
-    jump: int | None = None,
 ) -> int:
     """The largest batch up to `limit` for which `step(batch)` runs, by doubling and then halving the gap; 0 if none.
 
@@ -29,7 +28,6 @@ def largest_batch(
     report: `report(batch, fitted)` is called after every try.
     keep: networks and optimizers whose state after each try is what it was before the search. Their gradients are
     cleared. The copies lie in host memory. The random numbers are put back in any case.
-    jump: `start` is a good guess. Go on from it by this many multiples, up or down, then by twice as many, and so on.
     """
     last = limit // multiple_of  # from here on in units of multiple_of
     if min(start, multiple_of, last, steps) < 1:
@@ -43,15 +41,8 @@ def largest_batch(
             if report is not None:
                 report(size * multiple_of, fitted)
             good, bad = (size, bad) if fitted else (good, size)
-            size, jump = min(_next(good, bad, jump), last), jump and 2 * jump
+            size = min(2 * good, last) if bad is None else (good + bad) // 2
     return good * multiple_of
-
-
-def _next(good: int, bad: int | None, jump: int | None) -> int:
-    """What to try next, between the largest that fits so far (0: none) and the smallest that does not (None: none)."""
-    if bad is None:
-        return good + jump if jump else good * 2
-    return max(1, bad - jump) if jump and not good else (good + bad) // 2
 
 
 def _runs(step: Callable[[int], object], batch: int, steps: int) -> bool:

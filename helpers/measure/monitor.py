@@ -3,7 +3,7 @@
     with MemoryMonitor() as monitor:
         monitor.watch(model, optimizer)       # marks forward, backward and step, and knows what parameters take
         train()
-    print(monitor.peak(0))                    # GPU 0: 812 MiB at event 1,204, in backward
+    monitor.peak(0)                           # Peak(gpu=0, bytes=812000000, event=1204, phase="backward")
     monitor.at_peak(0)                        # {"parameters": 44700000, "gradients": ..., ...}, in bytes
     plot_memory(monitor)                      # of helpers.show, as is describe_memory: the same in words
 
@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from helpers.gpus import block_address, replay
 from helpers.measure.memory import gpu_indices
-from helpers.measure.sizes import format_bytes
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
 MOST_EVENTS = 1_000_000  # per GPU, a few hundred bytes each on the host
@@ -55,10 +54,6 @@ class Peak(NamedTuple):
     bytes: int
     event: int
     phase: str | None
-
-    def __str__(self) -> str:
-        where = f", in {self.phase}" if self.phase else ""
-        return f"GPU {self.gpu}: {format_bytes(self.bytes)} at event {self.event:,}{where}"
 
 
 class Life(NamedTuple):
@@ -149,9 +144,9 @@ class MemoryMonitor:
 
     def __init__(self, gpus=None):
         self.indices: list[int] = []
-        self._gpus, self._over, self._too_long = gpus, False, False
-        self._watched: list[tuple[nn.Module, torch.optim.Optimizer | None]] = []
-        self._passes = 0  # backward() calls at work: a checkpoint may call it in one
+        self.watched: list[nn.Module] = []
+        self._gpus, self._too_long = gpus, False
+        self._in_backward = False
         self._lock = threading.RLock()  # replicas run in threads of their own
         self._marks: dict[int, list[tuple[int, str | None]]] = {}
         self._owners: dict[int, dict[int, list[tuple[int, str]]]] = {}
@@ -178,13 +173,10 @@ class MemoryMonitor:
             self._engine, torch.autograd.backward = torch.autograd.backward, self._backward
             undo.callback(setattr, torch.autograd, "backward", self._engine)
             self._undo = undo.pop_all()
-        for model, optimizer in self._watched:
-            self._attach(model, optimizer)
         return self
 
     def __exit__(self, *error) -> None:
         with self._undo:  # whatever fails here, hooks and history are put back
-            self._over = True
             self._mark(None)
             traces = torch.cuda.memory._snapshot()["device_traces"]
             for index in self.indices:
@@ -196,22 +188,15 @@ class MemoryMonitor:
                 self._runs[index] = run
                 self._too_long |= run.last != self._events(index)
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> "MemoryMonitor":
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Mark the phases of training `model`, and know the blocks of its parameters and of `optimizer`'s state.
 
-        Call it before the run or in it. forward is from the model's call to backward(), the loss included; backward is
-        backward() itself; step is the optimizer's. Under nn.DataParallel watch the wrapped model.
+        Call it in the block; elsewhere it raises RuntimeError. forward is from the model's call to backward(), the loss
+        included; backward is backward() itself; step is the optimizer's. Under nn.DataParallel watch the wrapped model.
         """
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer | None):
-            raise TypeError("watch(model, optimizer) takes an nn.Module and a torch.optim.Optimizer (or None).")
-        if self._over:
-            raise RuntimeError("The run is over: call watch before it or in it.")
-        self._watched.append((model, optimizer))
-        if self._marks:
-            self._attach(model, optimizer)
-        return self
-
-    def _attach(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if not self._marks or self._runs:
+            raise RuntimeError("Nothing is recorded now: call watch in the `with MemoryMonitor()` block.")
+        self.watched.append(model)
         hooks = [
             model.register_forward_pre_hook(self._forward_begins),
             model.register_forward_hook(self._forward_ends),
@@ -247,7 +232,7 @@ class MemoryMonitor:
                 self._owners[gpu][block_address(tensor)].append((self._marks[gpu][-1][0], kind))
 
     def _forward_begins(self, module: nn.Module, inputs) -> None:
-        if self._passes:  # a checkpoint computes again what the backward pass needs
+        if self._in_backward:  # a checkpoint computes again what the backward pass needs
             return
         with self._lock:
             if not getattr(module, "_is_replica", False):
@@ -264,28 +249,25 @@ class MemoryMonitor:
 
     def _forward_ends(self, module: nn.Module, inputs, outputs) -> None:
         # With gradients the phase goes on until backward() begins: the loss belongs to the forward pass.
-        if not torch.is_grad_enabled() and not self._passes:
-            with self._lock:
-                self._mark(None)
+        if not torch.is_grad_enabled() and not self._in_backward:
+            self._mark(None)
 
     def _backward(self, *args, **kwargs):
         """torch.autograd.backward while the monitor is on."""
-        with self._lock:
-            if not self._passes:
-                self._mark("backward")
-            self._passes += 1
+        if self._in_backward:  # a checkpoint may call it in a backward pass
+            return self._engine(*args, **kwargs)
+        self._mark("backward")
+        self._in_backward = True
         try:
             return self._engine(*args, **kwargs)
         finally:
-            with self._lock:
-                self._passes -= 1
-                if not self._passes:
-                    self._mark(None)
-                    models = {model for model, _ in self._watched}
-                    self._own("gradients", [parameter.grad for model in models for parameter in model.parameters()])
+            self._in_backward = False
+            self._mark(None)
+            for model in set(self.watched):
+                self._own("gradients", [parameter.grad for parameter in model.parameters()])
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-        self._mark("backward" if self._passes else None)  # a step may be a gradient's hook
+        self._mark("backward" if self._in_backward else None)  # a step may be a gradient's hook
         self._own("optimizer state", _states(optimizer))
 
     # ---- results
@@ -306,25 +288,15 @@ class MemoryMonitor:
             raise RuntimeError("Nothing was recorded: no GPU memory was allocated or freed in the monitor's block.")
         return self._runs[gpu]
 
-    @property
-    def watched(self) -> bool:
-        """Whether `watch` was told a model."""
-        return bool(self._watched)
-
     def peak(self, gpu: int = 0) -> Peak:
         """The most that was allocated, and when: the first time. Errors: `run`."""
         return self.run(gpu).peak()
 
     def at_peak(self, gpu: int = 0) -> dict[str, int]:
         """Bytes by kind (`KINDS`) at the peak; they add up to it. Errors: `run`, and RuntimeError without `watch`."""
-        if not self._watched:
+        if not self.watched:
             raise RuntimeError("Whose bytes these are is not known: call monitor.watch(model, optimizer) in the run.")
         return self.run(gpu).at_peak()
-
-    def note(self, gpu: int = 0) -> str:
-        """What is not exact about this GPU's curve, or "". Errors: `run`."""
-        off = self.run(gpu).off
-        return f"GPU {gpu}: the curve ends {format_bytes(off)} off what the allocator counts." if off else ""
 
 
 def _states(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:

@@ -4,7 +4,7 @@ bars       memory per GPU, alone (`memory_bars`) or side by side (`compare_bars`
 curves     losses, and the memory of a run (`plot_memory` of a MemoryMonitor)
 timelines  what each GPU did and when
 segments   how PyTorch's allocator has cut the memory of a GPU
-diagrams   pieces that travel between ranks; which cure to try when memory runs out
+diagrams   pieces that travel between ranks
 explore    sliders for any training job, and the memory that it takes
 live       memory of every GPU while a training runs
 
@@ -13,7 +13,7 @@ Every picture has its words as a text alternative. Colours are those that colour
 
 from helpers.show.bars import compare_bars, memory_bars
 from helpers.show.curves import describe_memory, loss_curves, plot_memory
-from helpers.show.diagrams import describe_cures, draw_cures, pieces_picture
+from helpers.show.diagrams import pieces_picture
 from helpers.show.explore import explore
 from helpers.show.live import live_memory
 from helpers.show.segments import describe_segments, draw_segments
@@ -23,10 +23,8 @@ from helpers.show.words import describe
 __all__ = [
     "compare_bars",
     "describe",
-    "describe_cures",
     "describe_memory",
     "describe_segments",
-    "draw_cures",
     "draw_segments",
     "explore",
     "live_memory",

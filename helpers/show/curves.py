@@ -14,12 +14,11 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from helpers.measure import GiB, MemoryMonitor, format_bytes, unit_of
 from helpers.measure.monitor import Run, Span
-from helpers.show.style import COLOURS, WIDTH, legend_below, legend_columns, open_frame, set_alt_text
+from helpers.show.style import COLOURS, WIDTH, legend_below, open_frame, set_alt_text
 
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vPX"
-MOST_PHASES = 60  # in more, neither their colours nor their names can be told apart
-PER_CHARACTER = 0.0115  # of the width of the axes, at the size of a phase's name
+MOST_PHASES = 60  # of more the colours cannot be told apart
 # A colour and a hatch each, light enough for a dark line on top; other names take what is left, in order.
 PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
 PEAK = {"marker": "D", "color": "#D55E00", "mec": "white", "ms": 7, "ls": "none"}
@@ -56,7 +55,7 @@ def loss_curves(histories: Mapping[str, Sequence[float]], xlabel: str = "epoch",
 def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | None = None) -> Figure:
     """Allocated memory of every recorded GPU, event by event, where each allocation and each free is one.
 
-    Phases are shaded and named, unless there are very many; the peak is marked with what held it, and a cross stands
+    Phases are shaded, unless there are very many; the peak is marked, and what held it is said above; a cross stands
     where memory ran out. around: draw so many events before and after each GPU's own peak; None: all. Returns the
     figure. Raises ValueError for `around` below 1, and the monitor's errors.
     """
@@ -71,20 +70,18 @@ def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | 
     if any(run.ooms for run in runs):
         handles.append(Line2D([], [], **CROSS, label="out of memory"))
 
-    few, title = len(runs) <= 4, fill(title or "", 66)
-    legend_lines = -(-len(handles) // legend_columns(handles))
-    height = 0.95 + (1.75 if few else 1.5) * len(runs) + 0.2 * (legend_lines + title.count("\n"))
-    figure, rows = plt.subplots(len(runs), figsize=(WIDTH, height), squeeze=False, sharey=True, layout="constrained")
+    title = fill(title or "", 66)
+    size = WIDTH, 1.15 + 1.75 * len(runs) + 0.2 * title.count("\n")
+    figure, rows = plt.subplots(len(runs), figsize=size, squeeze=False, sharey=True, layout="constrained")
     top = max(run.peak().bytes for run in runs)
     unit, unit_name = unit_of(top)
     for run, events, spans, ax in zip(runs, shown, phases, rows[:, 0], strict=True):
         for span in spans:
-            _shade(ax, span, len(events))
+            ax.axvspan(span.start, span.end, **_tint(*PHASES[span.phase]))
         _draw_curve(ax, run, events, unit)
         text = _headline(run, monitor.watched).replace(f" {unit_name}", f"\u00a0{unit_name}")  # stays with its number
         ax.set_title(fill(text, 92), loc="left", fontsize=9)
-    # Above the peak there is room for its figure, and above that for the phases' names.
-    rows[0, 0].set_ylim(0, (1.42 if few else 1.6) * top / unit or 1)
+    rows[0, 0].set_ylim(0, 1.1 * top / unit or 1)
     rows[-1, 0].set_xlabel("event (an allocation or a free)")
     figure.supylabel(f"allocated memory in {unit_name}", fontsize=10)
     legend_below(figure, handles)
@@ -97,13 +94,10 @@ def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | 
 
 def describe_memory(monitor: MemoryMonitor) -> str:
     """The picture in words: per GPU the peak, when it was, and what held it. Errors: `MemoryMonitor.run`."""
-    lines = []
-    for gpu in monitor.indices:
-        lines += [_headline(monitor.run(gpu), monitor.watched) + ".", monitor.note(gpu)]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(_headline(monitor.run(gpu), monitor.watched) + "." for gpu in monitor.indices)
 
 
-def _headline(run: Run, watched: bool) -> str:
+def _headline(run: Run, watched: Sequence) -> str:
     peak = run.peak()
     where = f" in {peak.phase}" if peak.phase else ""
     said = f"GPU {run.gpu}: peak {format_bytes(peak.bytes)}{where} (event {peak.event:,} of {run.last:,})"
@@ -111,6 +105,8 @@ def _headline(run: Run, watched: bool) -> str:
         unit = "GiB" if peak.bytes >= 2 * GiB else "MiB"
         held = sorted(run.at_peak().items(), key=lambda item: -item[1])
         said += ": " + ", ".join(f"{kind} {format_bytes(size, unit)}" for kind, size in held if size)
+    if run.off:
+        said += f"; the curve ends {format_bytes(run.off)} off what the allocator counts"
     return said + (f"; out of memory after event {run.ooms[0]:,}" if run.ooms else "")
 
 
@@ -134,29 +130,15 @@ def _tint(colour: str, hatch: str) -> dict:
     return {"facecolor": to_rgba(colour, 0.25), "edgecolor": to_rgba(colour, 0.4), "hatch": hatch, "linewidth": 0}
 
 
-def _shade(ax: Axes, span: Span, width: int) -> None:
-    """A phase, with its name where that has room; the legend names them all."""
-    ax.axvspan(span.start, span.end, **_tint(*PHASES[span.phase]))
-    if span.end - span.start > width * PER_CHARACTER * (len(span.phase) + 1):
-        ax.text((span.start + span.end) / 2, 0.985, span.phase, transform=ax.get_xaxis_transform(), ha="center",
-                va="top", fontsize=8, color="0.25",
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.6})  # fmt: skip
-
-
 def _draw_curve(ax: Axes, run: Run, events: range, unit: int) -> None:
-    """The curve, the peak with its figure above it, where the curve never is, and where memory ran out."""
+    """The curve, its peak, and where memory ran out."""
     peak = run.peak()
-    first, end = events[0], max(events[-1], 1)
     ax.plot(events, [run.allocated[event] / unit for event in events], color="black", lw=1.1, drawstyle="steps-post")
     for event in run.ooms:
         if event in events:
             ax.plot(event, run.allocated[event] / unit, **CROSS, zorder=7, clip_on=False)
     ax.plot(peak.event, peak.bytes / unit, **PEAK, zorder=5, clip_on=False)
-    share = (peak.event - first) / max(end - first, 1)
-    side, shift = ("left", 4 if share < 0.02 else -4) if share < 0.5 else ("right", 4 if share < 0.98 else -4)
-    ax.annotate(format_bytes(peak.bytes), (peak.event, peak.bytes / unit), (shift, 5), textcoords="offset points",
-                fontsize=9, zorder=6, ha=side, va="bottom", annotation_clip=False)  # fmt: skip
-    ax.set_xlim(first, end)
+    ax.set_xlim(events[0], max(events[-1], 1))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     open_frame(ax, grid="y")

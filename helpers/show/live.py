@@ -11,10 +11,9 @@ remain, as a picture and in words; on virtual GPUs they are the same in every ru
 """
 
 import threading
-import warnings
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 
 import ipywidgets
@@ -24,10 +23,7 @@ from IPython.display import display
 from helpers.measure import MiB, Reading, Readings, format_bytes, measure_memory, read_memory
 from helpers.show.bars import empty_figure, memory_bars
 from helpers.show.panel import image, png, size_of
-from helpers.show.style import COLOURS
 from helpers.show.words import describe
-
-_NOW, _RESERVED, _PEAK = COLOURS[0], COLOURS[5], COLOURS[4]
 
 
 class LivePanel:
@@ -36,7 +32,7 @@ class LivePanel:
     def __init__(self, gpus, every: float):
         if not every > 0:
             raise ValueError(f"every={every}: give the seconds between two looks, more than 0.")
-        self.readings, self.words, self.error = Readings(), "", None
+        self.readings, self.words = Readings(), ""
         self._gpus, self._every, self._line = gpus, every, ""
         self._picture = self._display = None
         self._ended = threading.Event()
@@ -65,11 +61,8 @@ class LivePanel:
     def _keep_looking(self) -> None:
         """A look that fails is left out: the training is worth more than its panel, and the next one may succeed."""
         while not self._ended.wait(self._every):
-            try:
+            with suppress(Exception):
                 self._look()
-                self.error = None
-            except Exception as error:
-                self.error = error
 
     def _look(self) -> None:
         self._picture.value = _now(read_memory(self._gpus), self._line)
@@ -84,9 +77,6 @@ class LivePanel:
         metadata = {"image/png": size_of(picture) | {"alt": self.words}}
         self._display.update({"image/png": b64encode(picture).decode()}, metadata=metadata, raw=True)
         print(self.words)
-        if self.error is not None:
-            what = f"{type(self.error).__name__}: {self.error}"
-            warnings.warn(f"The live panel's last look failed ({what}). The peaks are right.", stacklevel=4)
 
 
 @contextmanager
@@ -115,20 +105,19 @@ def _in_a_notebook() -> bool:
 
 
 def _now(readings: Readings, line: str) -> str:
-    """What is allocated and reserved now, with the peak as a mark, in HTML: matplotlib would take a fifth of a second.
+    """What is allocated now as bars, the rest in words, in HTML: matplotlib would take a fifth of a second.
 
     `line`: what the training said last. It is as high as the picture of the peaks. A frame's length is the capacity or,
     where all are small beside it, a power of two: so the scale seldom changes while memory grows.
     """
     capacity, most = (max(getattr(each, name) for each in readings) for name in ("capacity", "peak_reserved"))
     length = capacity if 8 * most >= capacity else max(1 << (most - 1).bit_length(), MiB)
-    keys = (_NOW, "allocated now"), (_RESERVED, "reserved"), (_PEAK, "peak allocated")
-    legend = " ".join(f'<span style="color: {colour}">&#9632;</span> {name} &nbsp;' for colour, name in keys)
     rows = "".join(_row(reading, length) for reading in readings)
     return (
         f'<div role="img" aria-label="{escape(describe(readings, "allocated"))}" style="width: 700px; '
         f'height: {120 + 62 * len(readings)}px; line-height: 20px; font-size: 13px; overflow: hidden">'
-        f"<b>{escape((line or 'Memory now')[:96])}</b><br>{legend} frame: {format_bytes(length)}{rows}</div>"
+        f"<b>{escape((line or 'Memory now')[:96])}</b><br>"
+        f"the bars: what is allocated; frame: {format_bytes(length)}{rows}</div>"
     )
 
 
@@ -137,15 +126,6 @@ def _row(reading: Reading, length: int) -> str:
         f"GPU {reading.index}: {format_bytes(reading.allocated)}, peak {format_bytes(reading.peak_allocated)}, "
         f"reserved {format_bytes(reading.reserved)} of {format_bytes(reading.capacity)}"
     )
-    if reading.driver_used is not None:
-        said += f"; driver {format_bytes(reading.driver_used)}"
-    sizes = reading.reserved, reading.allocated, reading.peak_allocated
-    reserved, allocated, peak = (f"{100 * size / length:.2f}%" for size in sizes)
-    part = "position: absolute; height: 20px"
-    return (
-        f'<div style="padding-top: 14px">{said}</div>'
-        f'<div style="position: relative; height: 20px; background: #eee; border: 1px solid #aaa">'
-        f'<div style="{part}; width: {reserved}; background: {_RESERVED}"></div>'
-        f'<div style="{part}; width: {allocated}; background: {_NOW}"></div>'
-        f'<div style="{part}; left: {peak}; width: 3px; background: {_PEAK}"></div></div>'
-    )
+    style = "display: block; width: 100%; height: 20px"
+    bar = f'<progress value="{reading.allocated}" max="{length}" style="{style}"></progress>'
+    return f'<div style="padding-top: 14px">{said}</div>{bar}'

@@ -30,15 +30,10 @@ ASKED = OVER | {"facecolor": "white", "edgecolor": COLOURS[_ALARM], "linewidth":
 TAKEN = {"facecolor": "0.75", "hatch": "||||", "edgecolor": "white", "linewidth": 0}
 
 
-def legend_columns(handles: Sequence[Artist]) -> int:
-    """How many entries of a legend fit next to each other."""
-    longest = max(len(line) for handle in handles for line in handle.get_label().splitlines())
-    return max(1, min(5, len(handles), 92 // (longest + 9)))
-
-
 def legend_below(figure: Figure, handles: Sequence[Artist]) -> None:
-    """A legend under everything else."""
-    columns = legend_columns(handles)
+    """A legend under everything else, with as many entries next to each other as fit."""
+    longest = max(len(line) for handle in handles for line in handle.get_label().splitlines())
+    columns = max(1, min(5, len(handles), 92 // (longest + 9)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 

@@ -7,7 +7,7 @@
     with find_leaks() as leaks: step()         what a block left behind, and who refers to it
 
 The same on real and on virtual GPUs: everything comes from torch.cuda's snapshots and from Python's gc.
-`helpers.show` draws: draw_segments, the blocks of PyTorch's allocator, and draw_cures, which cure to try first.
+`helpers.show.draw_segments` draws the blocks of PyTorch's allocator.
 """
 
 from helpers.measure.oom.explain import Explanation, explain_memory, explain_oom

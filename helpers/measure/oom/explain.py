@@ -16,8 +16,7 @@ from helpers.measure.refusals import Refusal, read_refusal
 from helpers.measure.sizes import MiB, format_bytes
 
 _WIDTH = 110  # characters of a notebook's output
-_MOST_ADVICE, _MOST_GROUPS = 4, 5
-_MANY = 4  # tensors from one line that are all still there
+_MOST_GROUPS = 5
 _LEAST = 0.02  # of what is allocated: a cure that gives back less is not worth a sentence
 _ROUNDING = 0.01  # of PyTorch's text
 
@@ -97,35 +96,23 @@ class Explanation:
 
     def advice(self) -> list[tuple[int, str]]:
         """(bytes that come back, what to do), the largest first; nothing that would not matter."""
-        held, refused = self.by_kind(), self.refused
-        graph, state, parameters = (held.get(kind, 0) for kind in ("held by autograd", "optimizer state", "parameters"))
-        half = format_bytes(graph // 2)
+        graph, refused = self.by_kind().get("held by autograd", 0), self.refused
+        half, whole, cached = format_bytes(graph // 2), format_bytes(graph), format_bytes(self.cached)
         found = [
             (graph, "For validation: torch.inference_mode(), which keeps nothing for backward."),
             (graph // 2, f"Half the batch: about {half} of what autograd holds. Accumulate gradients over two halves."),
             (
                 graph // 2,
-                f"Half of {format_bytes(graph)} and often more: torch.utils.checkpoint around the blocks of the net, "
-                "or autocast to bfloat16.",
-            ),
-            (
-                held.get("gradients", 0),
-                "optimizer.zero_grad() before the forward pass: gradients of the last step need not be there in it.",
+                f"Half of {whole} and often more: torch.utils.checkpoint around the blocks of the net, or autocast to "
+                "bfloat16.",
             ),
         ]
-        if state > 1.5 * parameters:
-            found.append((state // 2, "SGD with momentum instead of Adam: one number less per parameter."))
         if refused and refused.requested > self.capacity - self.outside:
             text = "Nothing: this one request is larger than the whole GPU. Make that tensor smaller."
             found.append((refused.requested, text))
         if refused and self.cached + refused.room >= refused.requested:
-            text = f"{format_bytes(self.cached)} lie cached in pieces, enough for the request, had they been one: "
+            text = f"{cached} lie cached in pieces, enough for the request, had they been one: "
             found.append((self.cached, text + "expandable_segments:True, or make the large tensors first."))
-        for group in self.groups():
-            if group.kind == "tensors in variables" and group.count >= _MANY:
-                text = f"{group.count} tensors of one line are all still there ({group.origin}). Does a list collect "
-                text += "them? Keep numbers (.item()), or .detach().cpu()."
-                found.append((group.size - group.size // group.count, text))
         least = _LEAST * max(1, self.allocated)
         return sorted((each for each in found if each[0] > least), key=lambda each: -each[0])
 
@@ -142,7 +129,7 @@ class Explanation:
         rest = groups[_MOST_GROUPS:]
         if rest:
             lines.append(f"  {format_bytes(sum(g.size for g in rest)):>9}  in {sum(g.count for g in rest)} others")
-        advice = self.advice()[:_MOST_ADVICE]
+        advice = self.advice()
         if advice:
             lines += ["", "what would have helped" if self.refused else "what would give memory back"]
         for size, text in advice:
@@ -177,15 +164,14 @@ def explain_memory(gpu=0) -> Explanation:
 
 
 @contextmanager
-def explain_oom(gpus=None, catch: bool = True) -> Iterator[Explanation]:
+def explain_oom(gpus=None) -> Iterator[Explanation]:
     """Run the block; where it runs out of memory, say what was there, what was asked for, what would have helped.
 
-    The explanation is filled when the block ends, for the GPU that ran out of memory. `catch=True`: the program goes on
-    after the block, and nothing that died with it is kept alive; `catch=False`: the error passes through, as any other
-    error does. `gpus`: see `helpers.measure.read_memory`.
+    The explanation is filled when the block ends, for the GPU that ran out of memory. The program goes on after the
+    block, and nothing that died with it is kept alive. `gpus`: see `helpers.measure.read_memory`.
     """
     found = Explanation()
-    with origins_remembered(), measure_memory(gpus, catch) as readings:
+    with origins_remembered(), measure_memory(gpus, catch=True) as readings:
         try:
             yield found
         except torch.OutOfMemoryError as error:
