@@ -40,7 +40,7 @@ def test_wrong_totals_are_explained():
         (64 * 2**30, "those are bytes: give GiB"),
         (68.719, "those are GB: give GiB"),
         ("64 GiB", "write it without quotes"),
-        (60, "it is a little too small"),
+        (60, "it is too small"),
     )
 
 
@@ -73,14 +73,14 @@ def test_wrong_pieces_are_explained():
     explains(
         check.pieces,
         ([...] * 4, "still holds ..."),
-        ([3.5] * 4, "an image stays in one piece"),
-        ([float("nan")] * 4, "an image stays in one piece"),
-        (["3"] * 4, "an image stays in one piece"),
+        ([3.5] * 4, "until none are left for the last GPU"),
+        ([float("nan")] * 4, "a finite number"),
+        (["3"] * 4, "is text"),
         ([4, 4, 3, 3], "until none are left for the last GPU"),
         ([2, 4, 4, 4], "until none are left for the last GPU"),
         ([4, 4, 4, 4], "are 16 images, because the batch has 14"),
         ([14], "a list of 4 numbers"),
-        ([10**400, 1, -(10**400), 13], "until none are left"),
+        ([10**400, 1, -(10**400), 13], "is not a number"),
     )
 
 

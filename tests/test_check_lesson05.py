@@ -61,9 +61,9 @@ def test_fewest():
             "12 have a bubble of at most 0.2",
         ),
         (lambda stages, share: max(1, fewest(stages, share) - 1), "more than 0.5"),
-        (lambda stages, share: (stages - 1) * (1 / share - 1) + 0.5, "an integer"),
-        (lambda stages, share: 0, "at least one"),
-        (lambda stages, share: float("nan"), "an integer"),
+        (lambda stages, share: (stages - 1) * (1 / share - 1) + 0.5, "an integer of at least 1"),
+        (lambda stages, share: 0, "an integer of at least 1"),
+        (lambda stages, share: float("nan"), "a finite number"),
     )
 
 
@@ -92,10 +92,10 @@ def test_frugal(two_gpus):
         (one_at_a_time, "two at a time take"),
         (never_ends, "never end"),
         (lambda stages, m: frugal(stages, m)[1:], "each of 2 stages"),
-        (lambda stages, m: [order[:-1] for order in frugal(stages, m)], "[('B', 0)] missing"),
-        (lambda stages, m: [[*order, ("B", 0)] for order in frugal(stages, m)], "a task comes twice, or"),
-        (lambda stages, m: [[*order, ("X", 0)] for order in frugal(stages, m)], "there is no such task"),
-        (lambda stages, m: [order[::-1] for order in frugal(stages, m)], "before it went forward"),
+        (lambda stages, m: [order[:-1] for order in frugal(stages, m)], "every micro-batch forward and backward, once"),
+        (lambda stages, m: [[*order, ("B", 0)] for order in frugal(stages, m)], "forward and backward, once"),
+        (lambda stages, m: [[*order, ("X", 0)] for order in frugal(stages, m)], "forward and backward, once"),
+        (lambda stages, m: [order[::-1] for order in frugal(stages, m)], "never end"),
         (lambda stages, m: frugal(stages, m)[0], "a list of orders"),
     )
 
@@ -148,9 +148,9 @@ def test_backward_in_parts():
     assert check.backward_in_parts(as_tensor)
     explains(
         check.backward_in_parts,
-        (in_parts(lambda y, labels, parts: 1 / len(parts)), "counts by its share"),
-        (in_parts(lambda y, labels, parts: 1), "times as large"),
-        (in_parts(lambda y, labels, parts: len(y)), "their mean is asked for"),
+        (in_parts(lambda y, labels, parts: 1 / len(parts)), "values differ"),
+        (in_parts(lambda y, labels, parts: 1), "values differ"),
+        (in_parts(lambda y, labels, parts: len(y)), "every value is 50 times what it should be"),
         (in_parts(right, log=lambda loss, y, labels: loss.item()), "as the loss, because it is"),
         (at_once, "more than a micro-batch"),
         (drops_the_last, "there are 50"),

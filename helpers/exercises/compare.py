@@ -42,9 +42,7 @@ def number(
         return
     why = "it should be more than 0"
     if value > 0:
-        ratio = max(value / expected, expected / value)
-        much = "more than ten times " if ratio > 10 else "more than twice " if ratio > 2 else ""
-        much = "a little " if ratio < 1.1 else much
+        much = "more than twice " if max(value / expected, expected / value) > 2 else ""
         why = f"it is {much}too {'large' if value > expected else 'small'}"
     nearest = min(mistakes or {}, key=lambda wrong: abs(wrong - value), default=expected)
     if isclose(value, nearest, rel_tol=rel):

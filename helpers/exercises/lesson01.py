@@ -83,34 +83,27 @@ def left_behind(answer):
     return f"brought to {GPU}, they let all five programs run"
 
 
-# What a device error says, and what that means in a training.
-_READINGS = {
-    r"got mat1 is on (\S+), different from other tensors on (\S+) ": (
-        r"mat1 stands for the input of a linear layer, on \1, and the layer's bias, looked at before it, is on \2"
-    ),
-    r"got target is on (\S+), different from other tensors on (\S+) ": (
-        r"target stands for the labels of a loss, on \1, and the net's output, looked at before it, is on \2"
-    ),
-    r"got index is on (\S+), different from other tensors on (\S+) ": (
-        r"index stands for the words to look up, on \1, and the embedding's table, looked at before it, is on \2"
-    ),
-    r"found at least two devices, (\S+) and (\S+)!": (
-        r"an element-wise operation met a tensor on \1 and one on \2: ask each in that line for its .device"
-    ),
-    r"got mask on (\S+) and self on (\S+)": r"the mask was made on \1, and x is on \2",
-    r"Input type \(torch.FloatTensor\) and weight type \(torch.cuda": (
-        "the input of a convolution is on the CPU, and its weights are on a GPU"
-    ),
-    r"can't convert \S+ device type tensor to numpy": "NumPy knows the computer's own memory only",
+# What a device error names: what its word stands for, and what was looked at before it.
+_NAMED = {
+    "mat1": ("the input of a linear layer", "the layer's bias"),
+    "target": ("the labels of a loss", "the net's output"),
+    "index": ("the words to look up", "the embedding's table"),
 }
+_ARGUMENT = r"got (mat1|target|index) is on (\S+), different from other tensors on (\S+) "
+_OPERANDS = r"found at least two devices, (\S+) and (\S+)!"
 
 
 def _told(said: str) -> str:
-    """An error's words and, of a device error, what they mean; to stand behind "because"."""
-    for pattern, meaning in _READINGS.items():
-        if match := re.search(pattern, said):
-            return f"of {said.rstrip('.')}. In other words: {match.expand(meaning)}"
-    return f"of {said}"
+    """An error's words and, where it names devices by PyTorch's own terms, what they mean; goes behind "because"."""
+    meaning = ""
+    if match := re.search(_ARGUMENT, said):
+        word, there, elsewhere = match.groups()
+        this, other = _NAMED[word]
+        meaning = f"{word} stands for {this}, on {there}, and {other}, looked at before it, is on {elsewhere}"
+    elif match := re.search(_OPERANDS, said):
+        places = "a tensor on {} and one on {}".format(*match.groups())
+        meaning = f"an element-wise operation met {places}: ask each in that line for its .device"
+    return f"of {said.rstrip('.')}. In other words: {meaning}" if meaning else f"of {said}"
 
 
 _SHAPES = [(8, 4), (8,), (3, 8), (3,)]  # of the weights and biases of exercise 3
@@ -211,11 +204,9 @@ def emptiest_gpu(answer):
 
 
 def _is_emptiest(answer: object, gpus: list[torch.device]) -> None:
-    try:
-        device = torch.device("cuda", answer) if type(answer) is int else torch.device(answer)
-    except (TypeError, RuntimeError) as error:
-        raise NotYet(f"{show(answer)} is not a device", "a torch.device is asked for") from error
-    require(device in gpus, f"{device} is not one of the GPUs", f"they are cuda:0 to cuda:{len(gpus) - 1}")
+    name = f"cuda:{answer}" if type(answer) is int else str(answer)
+    require(name in map(str, gpus), f"{show(answer)} is not one of the GPUs", "a torch.device of `gpus` is asked for")
+    device = torch.device(name)
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in gpus]
     chosen, most = free[device.index], max(free)
     why = f"another GPU has {format_bytes(most)} free"
@@ -238,7 +229,6 @@ def batch_bytes(answer):
         images.nbytes + labels.nbytes: "that is the payload: each tensor is rounded up to 512 bytes",
         images.nbytes: "the labels were left out",
         2 * images.nbytes + 512: "each float16 takes two bytes, not four",
-        2 * images.nbytes + labels.nbytes: "each float16 takes two bytes, not four",
         images.numel() + labels.numel(): "that counts the elements: bytes are asked for",
     }
     compare.number(answer, measured, unit="bytes", rel=1e-9, mistakes=mistakes)

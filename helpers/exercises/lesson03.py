@@ -11,7 +11,7 @@ from helpers.data import random_tokens
 from helpers.exercises import compare
 from helpers.exercises.core import call, exercise, require, show
 from helpers.exercises.gpus import check_largest, need_gpus
-from helpers.lesson04 import LENGTH
+from helpers.lesson04 import LENGTH, WordLoss
 from helpers.measure import peak_memory
 from helpers.models import bert_article
 from helpers.parallel import DataParallelCriterion, DataParallelModel, LossInForward, count_labels, total
@@ -138,23 +138,18 @@ def _cut_step(name: str, gpus: list[torch.device], weight: Callable | None) -> t
     return loss.item(), torch.autograd.grad(loss, net.weight)[0].cpu()
 
 
-class _PerWord(nn.CrossEntropyLoss):
-    def forward(self, logits: Tensor, words: Tensor) -> Tensor:
-        return super().forward(logits.flatten(0, 1), words.flatten())
-
-
 def _gathered(bert: nn.Module, gpus: list[torch.device], output_device: int = 0) -> Callable:
     net = nn.DataParallel(bert, gpus, output_device)
-    return lambda tokens, words: _PerWord()(net(tokens), words.to(gpus[output_device]))
+    return lambda tokens, words: WordLoss()(net(tokens), words)
 
 
 def _in_forward(bert: nn.Module, gpus: list[torch.device]) -> Callable:
-    net = nn.DataParallel(LossInForward(bert, _PerWord(), weight=count_labels), gpus)
+    net = nn.DataParallel(LossInForward(bert, WordLoss(), weight=count_labels), gpus)
     return lambda tokens, words: total(net(tokens, words))
 
 
 def _parallel(bert: nn.Module, gpus: list[torch.device]) -> Callable:
-    net, criterion = DataParallelModel(bert, gpus), DataParallelCriterion(_PerWord(), gpus, weight=count_labels)
+    net, criterion = DataParallelModel(bert, gpus), DataParallelCriterion(WordLoss(), gpus, weight=count_labels)
     return lambda tokens, words: criterion(net(tokens), words)
 
 

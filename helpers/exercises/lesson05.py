@@ -46,11 +46,10 @@ def fewest(answer):
         right = next(number for number in range(1, 10_000) if bubble(stages, number) <= share + 1e-9)
         found = call(answer, stages, share)
         what = f"fewest({stages}, {share}) is {show(found)}"
-        whole = isinstance(found, int | float) and not isinstance(found, bool) and found == found // 1
-        require(whole, what, "an integer is asked for")
-        require(found >= 1, what, "at least one micro-batch is needed")
-        require(found >= right, what, f"the bubble is then {bubble(stages, int(found)):.3f}, more than {share}")
-        require(found <= right, what, f"fewer are enough: {int(found) - 1} have a bubble of at most {share}, too")
+        number = compare.as_number(found)
+        require(number.is_integer() and number >= 1, what, "an integer of at least 1 is asked for")
+        require(number >= right, what, f"the bubble is then {bubble(stages, int(number)):.3f}, more than {share}")
+        require(number <= right, what, f"fewer are enough: {int(number) - 1:,} have a bubble of at most {share}, too")
     return "64 stages need 1,197 micro-batches to be busy for 95 % of the time"
 
 
@@ -88,15 +87,10 @@ def _orders(found: object, stages: int, micro_batches: int) -> list[list[Task]]:
     except (TypeError, ValueError) as error:
         raise NotYet(show(found), 'a list of orders is asked for, each a list of pairs such as ("F", 0)') from error
     require(len(orders) == stages, f"{len(orders)} orders", f"each of {stages} stages needs one")
-    every = {Task(kind, number) for kind in "FB" for number in range(micro_batches)}
+    every = sorted(Task(kind, number) for kind in "FB" for number in range(micro_batches))
     for stage, order in enumerate(orders):
-        what = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-        missing = [tuple(task) for task in sorted(every - set(order))]
-        require(not missing, f"{what}: {missing} missing", "each stage runs every micro-batch forward and backward")
-        require(len(order) == len(every), what, "a task comes twice, or there is no such task")
-        for number in range(micro_batches):
-            late = order.index(Task("B", number)) < order.index(Task("F", number))
-            require(not late, what, f"micro-batch {number} goes backward before it went forward")
+        what = f"stage {stage} of {stages}, {micro_batches} micro-batches: {show(order)}"
+        require(sorted(order) == every, what, "each stage runs every micro-batch forward and backward, once")
     return orders
 
 
@@ -115,13 +109,7 @@ def backward_in_parts(answer):
         require(max(sizes) <= size, f"{what}: one had {max(sizes)}", "that is more than a micro-batch")
         require(sum(sizes) == samples, f"{what}: {sum(sizes)} images went through", f"there are {samples}")
         require(all(p.grad is not None for p in net.parameters()), what, "there are no gradients: call backward()")
-        gradient = _flat_gradients(net)
-        factor = float((gradient * right).sum() / (right * right).sum())
-        why = "a micro-batch's mean loss counts by its share of the images, len(micro-batch) / len(batch)"
-        if abs(factor / samples - 1) < 0.01:
-            why = "the losses of all images were added up, and their mean is asked for"
-        same = torch.allclose(gradient, right, rtol=1e-4, atol=1e-6)
-        require(same, f"{what}: the gradients are not the whole batch's (about {factor:.2f} times as large)", why)
+        compare.tensor(_flat_gradients(net), right)
         compare.number(found, loss.item(), "as the loss", rel=1e-4)
     return "each image counts the same, also in a micro-batch of two"
 
