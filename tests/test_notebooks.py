@@ -13,7 +13,6 @@ import sys
 import pytest
 import run_all
 
-MOST_LINES = 15
 HEADINGS = {
     "goals (what you will be able to do)": r"goals|you will be able to",
     "take-aways": r"take-?aways|take away",
@@ -60,8 +59,6 @@ def cell_problems(cell, place):
     text, printed = source(cell), printed_text(cell)
     if cell["execution_count"] != place:
         yield f"execution count {cell['execution_count']}: run_all.py did not run it from top to bottom"
-    if len(text.splitlines()) > MOST_LINES:
-        yield f"{len(text.splitlines())} lines, more than {MOST_LINES}"
     for key in ("source_hidden", "outputs_hidden"):  # the output of a solution can hold the answer, too
         if text.startswith("# Solution") != bool(cell["metadata"].get("jupyter", {}).get(key)):
             yield f"a cell that begins with '# Solution' is folded (jupyter.{key}), and no other"
@@ -169,7 +166,6 @@ def edit(number, **changes):
 BROKEN = {
     "execution count None": edit(4, execution_count=None),
     "execution count 7": edit(4, execution_count=7),
-    "more than 15": edit(4, source="x = 1\n" * 16),
     "no error is stored": edit(3, outputs=[]),
     "tag raises-exception is missing": edit(3, metadata={}),
     r"folded \(jupyter.source_hidden\)(.|\n)*folded \(jupyter.outputs_hidden\)": edit(5, metadata={}),
