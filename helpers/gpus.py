@@ -23,11 +23,13 @@ except ModuleNotFoundError as error:
         name="virtual_gpus",
     ) from None
 from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
-from virtual_gpus.gpus import GPUSpec, kinds, spec
+from virtual_gpus.gpus import GPUSpec, kinds
+from virtual_gpus.gpus import spec as data_sheet
 from virtual_gpus.memory_model import replay
 
 __all__ = [
     "ENGINE_FOLDER",
+    "GPUSpec",
     "GPU_KINDS",
     "NETWORKS",
     "OPERATOR_SECONDS",
@@ -229,8 +231,3 @@ def modelled_gpus(
 ) -> engine.virtual_gpus:
     """Virtual GPUs in shapes only for a `with` block, whatever GPUs answer around it: to compare kinds of GPUs."""
     return _virtual_gpus(count, kind, memory, links=links, shapes_only=True)
-
-
-def data_sheet(kind: str) -> GPUSpec:
-    """What is known of a kind of GPU (see `GPU_KINDS`). Raises ValueError for another one."""
-    return spec(kind)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from virtual_gpus import virtual_gpus
 
-from helpers.parallel.launching import RankError, launch
+from helpers.parallel.launching import launch
 from helpers.parallel.ranks import rank_loader
 from helpers.train import CheckpointError, DistributedTrainer
 from helpers.train.scores import without_padding
@@ -130,24 +130,6 @@ def test_micro_batches_are_averaged_once():
     for calls, steps in launch(act, ranks=2, show=False):
         # 22 samples, 8 a step: two whole steps and one of 3 micro-batches; one bucket each.
         assert steps == 3 and len(calls) == 3
-
-
-def test_a_model_that_does_not_use_all_parameters_in_every_step():
-    class Changing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Linear(12, 3) for _ in range(2))
-            self.calls = 0
-
-        def forward(self, inputs):
-            self.calls += self.training
-            return self.branches[self.calls % 2](inputs)
-
-    job = (Changing, numbers, 8)
-    with pytest.raises(RankError, match="find_unused_parameters=True"):
-        in_ranks(2, job=job)
-    ranks = in_ranks(2, job=job, watch=True, ddp={"find_unused_parameters": True})
-    assert max(map(largest_difference, ranks[0]["steps"], run(job=job, watch=True)["steps"])) < 1e-6
 
 
 # ---------------------------------------------------------------------------------------------- evaluation

@@ -22,7 +22,7 @@ PREFIX = "module."
 
 
 class CheckpointError(RuntimeError):
-    """The file exists, but it is damaged, or was saved from a different model, optimizer or scheduler."""
+    """The file exists, but it is damaged, or it lacks what is asked for."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -84,20 +84,15 @@ def load_checkpoint(
     The file's tensors are read onto the CPU and copied into the model from there, so that a file saved on cuda:3 can be
     read on a laptop, and no GPU holds all weights twice.
 
-    Raises FileNotFoundError, or CheckpointError for a damaged file and for one of a different model or optimizer.
+    Raises FileNotFoundError, and CheckpointError for a damaged file and for one of another kind of optimizer. For a
+    different model PyTorch's RuntimeError names the keys and shapes.
     """
     content = _read(Path(path))
     net, weights = unwrap(model), content["model"]
     # A net may have a layer of its own that is called `module`: cut the prefix only where the keys do not fit.
     if weights.keys() != net.state_dict().keys() and all(key.startswith(PREFIX) for key in weights):
         weights = {key.removeprefix(PREFIX): value for key, value in weights.items()}
-    try:
-        net.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{path} was not saved from this {type(net).__name__}. Build the model with the arguments (classes, depth, "
-            f"vocabulary, ...) that it was saved with. PyTorch says: {error}"
-        ) from error
+    net.load_state_dict(weights)
     for name, part in {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}.items():
         if part is not None:
             _fill(part, name, content, path)
@@ -126,7 +121,4 @@ def _fill(part: Any, name: str, content: Mapping[str, Any], path: str | os.PathL
     saved, here = content["classes"][name], type(part).__name__
     if saved != here:
         raise CheckpointError(f"{path} holds the state of {saved}, not of {here}. Build the {name} that was saved.")
-    try:
-        part.load_state_dict(content[name])
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} holds the {name} of a different training. PyTorch says: {error}") from error
+    part.load_state_dict(content[name])

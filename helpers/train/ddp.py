@@ -31,7 +31,6 @@ class DistributedTrainer(Trainer):
                 labels (an uneven last batch, labels that are left out), and the sampler's padding does not count. This
                 costs an all-reduce of one number per step. False: what DistributedDataParallel does alone, the mean of
                 the ranks' means, padding included
-    ddp         further arguments of DistributedDataParallel, such as {"find_unused_parameters": True}
 
     Every rank starts from rank 0's weights. All ranks have the same history and scores, summed over all of them; only
     rank 0 logs and writes checkpoints, and all ranks read them. With n ranks, each with a batch of b / n,
@@ -50,7 +49,6 @@ class DistributedTrainer(Trainer):
         device: Device | None = None,
         *,
         exact_mean: bool = True,
-        ddp: dict[str, Any] | None = None,
         **options: Any,
     ):
         if not dist.is_initialized():
@@ -68,7 +66,7 @@ class DistributedTrainer(Trainer):
         if self.rank > 0:
             self.log = None
         gpus = [device] if device.type == "cuda" else None
-        self.network = DistributedDataParallel(self.model, gpus, **(ddp or {}))
+        self.network = DistributedDataParallel(self.model, gpus)
 
     def _check_ranks(self) -> None:
         """A rank that waits for one that does something else waits for ever: compare before the first step."""
