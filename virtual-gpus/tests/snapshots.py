@@ -48,13 +48,13 @@ if "GPUtil" in sys.modules or sys.version_info < (3, 12):
 
     _OWNERS |= {"GPUtil": sys.modules["GPUtil"], "GPUtil.GPUtil": sys.modules["GPUtil.GPUtil"]}
 
-_rows = [(owner, name) for owner, name, _ in patches.rows()]
+_rows = [(owner, name) for owner, name, _ in patches.patches()]
 _ABSENT = "absent"
 _at_import = [vars(owner).get(name, _ABSENT) for owner, name in _rows]  # before any virtual GPU was on
 
 
 def names() -> dict:
-    """Every name that a stand-in takes, and every other name beside it, with what it stands for."""
+    """Every name that a patch takes, and every other name beside it, with what it stands for."""
     found = {(repr(owner), name): vars(owner).get(name, _ABSENT) for owner, name in _rows}
     for title, owner in _OWNERS.items():
         found |= {(title, name): value for name, value in vars(owner).items() if not name.startswith("__")}

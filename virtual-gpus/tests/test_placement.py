@@ -263,14 +263,14 @@ def test_visible_devices_hide_and_reorder(monkeypatch):
 
 
 def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):
-    """A CPU build of PyTorch knows no number as a device; with the stand-ins for it, this one behaves the same."""
+    """A CPU build of PyTorch knows no number as a device; with the patches for it, this one behaves the same."""
     from virtual_gpus.patches import numbers
 
     before = numbers._raw_device
     monkeypatch.setattr(numbers, "numbers_mean_cuda", lambda: False)
-    assert [name for _, name, _ in numbers.rows()] == ["device", "_parse_to"]
-    for owner, name, stand_in in numbers.rows():
-        monkeypatch.setattr(owner, name, stand_in)
+    assert [name for _, name, _ in numbers.patches()] == ["device", "_parse_to"]
+    for owner, name, replacement in numbers.patches():
+        monkeypatch.setattr(owner, name, replacement)
     assert torch.device is not before and torch.device(1) == torch.device("cuda", 1) == ONE
     assert isinstance(ONE, torch.device) and isinstance(torch.device("cpu"), before) and not isinstance(1, torch.device)
     assert nn.Linear(2, 2).to(1).weight.device == nn.Linear(2, 2).to(device=1).weight.device == ONE

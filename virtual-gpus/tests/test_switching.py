@@ -216,7 +216,7 @@ def test_errors_of_pytorch_inside():
 
 
 def test_a_failure_while_switching_on(monkeypatch):
-    monkeypatch.setattr(patches.smi, "rows", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
+    monkeypatch.setattr(patches.smi, "patches", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
     with pytest.raises((TypeError, AttributeError)):
         virtual_gpus(2).start()
 

@@ -41,11 +41,11 @@ class _StreamTimes:
 
 
 class VirtualGPU:
-    """One card: its place among the visible GPUs (`index`), its place in the box (`slot`), spec and memory."""
+    """One GPU: its place among the visible GPUs (`index`), its place in the box (`slot`), spec and memory."""
 
     def __init__(self, slot: int, settings: Settings, machine: VirtualMachine):
         self.slot = slot
-        self.index = slot  # renumbered by the machine when CUDA_VISIBLE_DEVICES hides cards
+        self.index = slot  # renumbered by the machine when CUDA_VISIBLE_DEVICES hides GPUs
         self.spec = settings.spec
         self.memory = settings.bytes_per_gpu
         self.machine = machine
@@ -63,7 +63,7 @@ class VirtualGPU:
         return self.streams.get(threading.get_ident(), 0)
 
     def start_context(self) -> None:
-        """Count the memory that a CUDA context takes; a real card pays it at the process's first touch.
+        """Count the memory that a CUDA context takes; a real GPU pays it at the process's first touch.
 
         Raises `machine.no_room_for_context` where other processes left too little.
         """
@@ -114,7 +114,7 @@ class VirtualMachine:
 
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
-        """The visible cards, cuda:0 first. Settled at the first touch: programs set CUDA_VISIBLE_DEVICES early on."""
+        """The visible GPUs, cuda:0 first. Settled at the first touch: programs set CUDA_VISIBLE_DEVICES early on."""
         found = self._visible()
         for index, gpu in enumerate(found):
             gpu.index = index
@@ -125,15 +125,15 @@ class VirtualMachine:
         return self.slots if visible is None else [self.slots[i] for i in visible]
 
     def count_visible(self) -> int:
-        """How many cards are visible. To ask is no touch yet, as on a real machine."""
+        """How many GPUs are visible. To ask is no touch yet, as on a real machine."""
         return len(vars(self).get("gpus", self._visible()))
 
     def look_again(self) -> None:
-        """Forget which cards are visible: CUDA_VISIBLE_DEVICES may still be set by a program that starts now."""
+        """Forget which GPUs are visible: CUDA_VISIBLE_DEVICES may still be set by a program that starts now."""
         vars(self).pop("gpus", None)
 
     def start_cuda(self) -> None:
-        """What PyTorch does at the process's first touch of any card: make the allocators, with their options."""
+        """What PyTorch does at the process's first touch of any GPU: make the allocators, with their options."""
         if self.options is None:
             self.set_options(self.first_options(), first=True)
 
@@ -179,12 +179,12 @@ class VirtualMachine:
         return self.registry is not None and self.registry.made_by != os.getpid()
 
     def registry_name(self) -> str:
-        """Text that another machine has only if its cards are the same."""
+        """Text that another machine has only if its GPUs are the same."""
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
 
 
 def visible_slots(count: int) -> list[int] | None:
-    """What CUDA_VISIBLE_DEVICES says, read as CUDA reads it: up to the first entry that names no card."""
+    """What CUDA_VISIBLE_DEVICES says, read as CUDA reads it: up to the first entry that names no GPU."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -193,7 +193,7 @@ def visible_slots(count: int) -> list[int] | None:
         entry = entry.strip()
         if not entry.isdigit() or int(entry) >= count:
             break
-        if int(entry) in slots:  # CUDA shows no card at all when one is named twice
+        if int(entry) in slots:  # CUDA shows no GPU at all when one is named twice
             return []
         slots.append(int(entry))
     return slots

@@ -8,7 +8,7 @@ A *recipe* runs one ATen operator the way CUDA would use memory for it:
 
 It returns results that have their blocks. Each module holds the recipes of one family and a table `RECIPES` from an
 operator's base name ("mm") to its recipe. An operator without one takes only the memory of its results. Operators that
-CUDA does as one and the CPU as many (LSTM, attention, RMS norm) are stand-ins for PyTorch's functions: `rows()`, see
+CUDA does as one and the CPU as many (LSTM, attention, RMS norm) are patches for PyTorch's functions: `patches()`, see
 `virtual_gpus.patches`.
 
 How near it is: `python -m benchmarks.memory` compares nine training steps with what a real H200 measured under

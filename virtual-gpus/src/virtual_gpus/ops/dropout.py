@@ -29,7 +29,7 @@ def native_dropout(call: OpCall):
     return call.place(result)
 
 
-def rows():
+def patches():
     """See `patches`. torch.nn.functional calls dropout through torch._VF."""
     return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]
 

@@ -180,7 +180,7 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
     return RMSNorm.apply(input, weight, tuple(normalized_shape), eps)
 
 
-def rows():
+def patches():
     """See `patches`. torch.nn.functional calls torch.rms_norm."""
     return [(torch, "rms_norm", rms_norm)]
 

@@ -1,7 +1,7 @@
 """The one table of every name that answers for the virtual GPUs while they are on.
 
-Each module beside this one gives rows `(owner, name, stand_in)`, see `table`. `install` puts the stand-ins in,
-`uninstall` puts everything back.
+Each module beside this one gives its part in `patches()`, as `(owner, name, replacement)`, see `table`. `install` puts
+them all in, `uninstall` puts everything back.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _MODULES = (tensors, transfers, storages, autograd, cuda, memory, streams, gener
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 
-def rows() -> list[table.Row]:
-    """Every stand-in of this PyTorch version."""
-    return [row for module in _MODULES for row in module.rows()]
+def patches() -> list[table.Patch]:
+    """Every patch of this PyTorch version."""
+    return [patch for module in _MODULES for patch in module.patches()]
 
 
 def _default_device_context():
@@ -53,13 +53,13 @@ def _default_device_context():
 
 
 def install() -> None:
-    """Put all stand-ins in. Called when the first virtual GPUs go on."""
+    """Put all patches in. Called when the first virtual GPUs go on."""
     # Optimizers import this on first use. It keeps what it finds in torch.cuda for ever, and torch 2.11's does not even
-    # import beside our `Tensor.device`: it must come before the stand-ins.
+    # import beside our `Tensor.device`: it must come before the patches.
     importlib.import_module("torch._dynamo")
     _default_device[:] = [_default_device_context()]
     try:
-        table.put_in(rows())
+        table.put_in(patches())
     except BaseException:
         uninstall()
         raise

@@ -93,12 +93,12 @@ def get_device_module(device=None):
     return torch.cuda if device is None else _raw_get_device_module(device)
 
 
-def rows():
+def patches():
     """See `patches`."""
-    rows = in_package("torch.accelerator", current_accelerator, current_device_index, set_device_index, current_stream,
+    found = in_package("torch.accelerator", current_accelerator, current_device_index, set_device_index, current_stream,
                       set_stream, synchronize, device_index, empty_cache, memory_stats, reset_peak_memory_stats,
                       reset_accumulated_memory_stats, get_memory_info)  # fmt: skip
     for alias, function in (("current_device_idx", current_device_index), ("set_device_idx", set_device_index)):
         if hasattr(torch.accelerator, alias):
-            rows.append((torch.accelerator, alias, function))
-    return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]
+            found.append((torch.accelerator, alias, function))
+    return found + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

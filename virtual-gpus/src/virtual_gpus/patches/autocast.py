@@ -76,7 +76,9 @@ def forget() -> None:
     casting.unregister()
 
 
-def rows():
+def patches():
     """See `patches`."""
-    rows = [(owner, f.__name__, f) for owner in (torch, torch._C) for f in (set_autocast_enabled, clear_autocast_cache)]
-    return rows + [(_Scaler, f.__name__, f) for f in (_maybe_opt_step, get_scale, _get_growth_tracker, update)]
+    found = [
+        (owner, f.__name__, f) for owner in (torch, torch._C) for f in (set_autocast_enabled, clear_autocast_cache)
+    ]
+    return found + [(_Scaler, f.__name__, f) for f in (_maybe_opt_step, get_scale, _get_growth_tracker, update)]

@@ -139,11 +139,11 @@ def _placed(node, gradients):
     return gradients
 
 
-def rows():
+def patches():
     """See `patches`."""
     grad = property(_get_grad, _set_grad, _raw_grad.__delete__, _raw_grad.__doc__)
     name = _engine_run_backward.__name__
     users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))
     node = torch.autograd.function.BackwardCFunction
-    rows = [(torch.Tensor, "grad", grad), (node, "apply", _apply)]
-    return rows + [(sys.modules[m], name, _engine_run_backward) for m in users]
+    replaced = [(torch.Tensor, "grad", grad), (node, "apply", _apply)]
+    return replaced + [(sys.modules[m], name, _engine_run_backward) for m in users]

@@ -39,16 +39,16 @@ def _functions(name: str, library: str):
             f"_cuda_reset{name}WorkspaceSize": reset}  # fmt: skip
 
 
-def rows():
+def patches():
     """See `patches`. A build without CUDA has none of these names, a GPU's owner all of them."""
-    rows = [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]
+    found = [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]
     if hasattr(torch.backends.cuda, "cublas_workspace_size"):
         for name, library in _LIBRARIES.items():
-            rows += [(torch._C, key, function) for key, function in _functions(name, library).items()]
+            found += [(torch._C, key, function) for key, function in _functions(name, library).items()]
     if torch.version.cuda is None:
-        rows += [(torch._C, "_get_blas_preferred_backend", _get_preferred),
+        found += [(torch._C, "_get_blas_preferred_backend", _get_preferred),
                  (torch._C, "_set_blas_preferred_backend", _set_preferred)]  # fmt: skip
-    return rows
+    return found
 
 
 def _get_preferred():

@@ -170,7 +170,7 @@ def _has_no_sensor(name: str):
     return sensor
 
 
-def rows():
+def patches():
     """See `patches`."""
     functions = (is_available, device_count, is_initialized, init, _lazy_init, current_device, set_device, synchronize,
                  _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,

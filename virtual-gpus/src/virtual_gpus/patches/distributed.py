@@ -254,7 +254,7 @@ def _through_a_flat_tensor(function, name: str):
     return call
 
 
-def rows():
+def patches():
     """See `patches`."""
     if not torch.distributed.is_available():
         return []
@@ -268,10 +268,10 @@ def rows():
         "all_gather": _through_a_flat_tensor(c10d.all_gather, "tensor_list"),
         "reduce_scatter": _through_a_flat_tensor(c10d.reduce_scatter, "input_list"),
     }
-    rows = [(owner, name, stand_in) for name, stand_in in made.items() for owner in (c10d, torch.distributed)]
+    replaced = [(owner, name, replacement) for name, replacement in made.items() for owner in (c10d, torch.distributed)]
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
-    rows += [(torch.distributed, function.__name__, function) for function in functions]
+    replaced += [(torch.distributed, function.__name__, function) for function in functions]
     work = torch._C._distributed_c10d.Work
-    rows.append((work, "wait", _below(work.wait)))
-    rows.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
-    return rows + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]
+    replaced.append((work, "wait", _below(work.wait)))
+    replaced.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
+    return replaced + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]

@@ -35,6 +35,6 @@ class DefaultGenerators:
         return (default_generator(gpu) for gpu in active().gpus)
 
 
-def rows():
+def patches():
     """See `patches`."""
     return [(torch, "Generator", VirtualGenerator), (torch.cuda, "default_generators", DefaultGenerators())]

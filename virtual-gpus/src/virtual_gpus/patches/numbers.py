@@ -1,4 +1,4 @@
-"""`1` means `cuda:1`: true where PyTorch was built for CUDA, so only builds for other machines need these stand-ins.
+"""`1` means `cuda:1`: true where PyTorch was built for CUDA, so only builds for other machines need these patches.
 
 A CPU build (laptops, macOS) refuses `torch.device(1)` and `net.to(1)` in C++, or takes them for its own accelerator.
 """
@@ -45,7 +45,7 @@ def _parse_to(*args, **kwargs):
     return _raw_parse_to(*args, **kwargs)
 
 
-def rows():
+def patches():
     """See `patches`."""
     if numbers_mean_cuda():
         return []

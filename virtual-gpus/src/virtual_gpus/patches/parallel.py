@@ -191,7 +191,7 @@ def reduce(inputs, output=None, root: int = 0, op: int = 0, streams=None, comms=
 
 
 class SequentialThread:
-    """A stand-in for threading.Thread that runs its target in `start`: replicas run one after the other.
+    """A patch for threading.Thread that runs its target in `start`: replicas run one after the other.
 
     The order is then always the same, which stored notebook outputs need, and two cores are no slower.
     """
@@ -262,16 +262,16 @@ def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = Fals
     return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
 
 
-def rows():
+def patches():
     """See `patches`. The modules are taken from sys.modules: functions of the same names hide them."""
     functions = (broadcast, broadcast_coalesced, scatter, gather)
-    rows = [(sys.modules["torch.nn.parallel.comm"], f.__name__, f) for f in functions]
-    rows += [(sys.modules["torch.cuda.comm"], f.__name__, f) for f in functions if "torch.cuda.comm" in sys.modules]
-    rows += [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
+    found = [(sys.modules["torch.nn.parallel.comm"], f.__name__, f) for f in functions]
+    found += [(sys.modules["torch.cuda.comm"], f.__name__, f) for f in functions if "torch.cuda.comm" in sys.modules]
+    found += [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
     shim = SimpleNamespace(Thread=SequentialThread, Lock=threading.Lock)
-    rows.append((sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim))
+    found.append((sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim))
     group = _group_tensors_by_device_and_dtype
     users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")
-    return rows + [
+    return found + [
         (sys.modules[m], group.__name__, group) for m in users if hasattr(sys.modules.get(m), group.__name__)
     ]

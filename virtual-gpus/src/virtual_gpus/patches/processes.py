@@ -2,7 +2,7 @@
 
 Dispatch modes are per thread, so every thread that starts enters one; so does a thread that was there before, for
 each call that an executor or an event loop gives it. A forked process inherits all of it. A spawned one starts bare:
-the stand-in sends the machine's settings along and the child switches its own GPUs on, before it imports the main
+the patch sends the machine's settings along and the child switches its own GPUs on, before it imports the main
 program and before it unpickles any argument.
 """
 
@@ -104,7 +104,7 @@ def _share_cuda_(self, *args, **kwargs):
     raise _cannot_send()
 
 
-def rows():
+def patches():
     """See `patches`."""
     runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
     if "asyncio.events" in sys.modules:  # else no event loop is running

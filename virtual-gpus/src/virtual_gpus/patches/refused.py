@@ -65,21 +65,21 @@ def _on_cpu_only(name: str, original):
     return call
 
 
-def rows():
+def patches():
     """See `patches`. A name that this PyTorch version lacks gives no row."""
     owners = [(torch.accelerator, "torch.accelerator", ("Graph", "empty_host_cache", "get_device_capability")),
               (torch.cuda, "torch.cuda", _CUDA), (torch.cuda.memory, "torch.cuda.memory", _MEMORY + _CUDA),
               (torch.cuda.nccl, "torch.cuda.nccl", _NCCL), (torch, "torch", ("compile",))]  # fmt: skip
-    rows = [
+    found = [
         (owner, name, _refuse(f"{path}.{name}", vars(owner)[name]))
         for owner, path, names in owners
         for name in names
         if name in vars(owner)
     ]
-    rows += [
+    found += [
         (torch.cuda, name, _legacy(name)) for name in vars(torch.cuda) if name.endswith("Tensor") and name[0] != "_"
     ]
-    rows += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
-    return rows + [
+    found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
+    return found + [
         (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED
     ]

@@ -29,6 +29,6 @@ class save_on_cpu(_raw_save_on_cpu):
         self.pack_hook = pack
 
 
-def rows():
+def patches():
     """See `patches`."""
     return [(torch.autograd.graph, "save_on_cpu", save_on_cpu)]

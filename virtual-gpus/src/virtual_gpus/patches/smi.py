@@ -32,7 +32,7 @@ def _as_gputil(gpu: VirtualGPU):
     )
 
 
-def rows():
+def patches():
     """Both names: `GPUtil.getGPUs`, and the one that GPUtil's own functions call. No rows without GPUtil."""
     try:
         import GPUtil

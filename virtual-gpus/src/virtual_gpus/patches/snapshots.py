@@ -249,14 +249,14 @@ def _accelerator_getAllocatorSettings() -> str:
     return history_of(active()).allocator_settings
 
 
-def rows():
+def patches():
     """See `patches`. Set in builds without CUDA too, whose C++ has none of them."""
     functions = [_cuda_record_memory_history, _cuda_record_memory_history_legacy, _cuda_isHistoryEnabled,
                  _cuda_memorySnapshot, _cuda_setMemoryMetadata, _cuda_getMemoryMetadata,
                  _cuda_attach_out_of_memory_observer, _accelerator_setAllocatorSettings]  # fmt: skip
     if hasattr(torch.cuda.memory, "_memory_metadata_supported"):
         functions.append(_cuda_memoryMetadataSupported)
-    rows = [(torch._C, function.__name__, function) for function in functions]
+    replaced = [(torch._C, function.__name__, function) for function in functions]
     newer = ((torch._C, _accelerator_getAllocatorSettings), (torch.cuda.memory, _annotate_tensor))
-    rows += [(owner, function.__name__, function) for owner, function in newer if hasattr(owner, function.__name__)]
-    return rows + [(_raw_scope, name, getattr(_Scope, name)) for name in ("__enter__", "__exit__")]
+    replaced += [(owner, function.__name__, function) for owner, function in newer if hasattr(owner, function.__name__)]
+    return replaced + [(_raw_scope, name, getattr(_Scope, name)) for name in ("__enter__", "__exit__")]

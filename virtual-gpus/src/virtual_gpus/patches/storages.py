@@ -82,8 +82,8 @@ def resize_(self, nbytes: int):
     return _raw_resize(self, nbytes)
 
 
-def rows():
+def patches():
     """See `patches`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
-    rows = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
-    return rows + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone, resize_)]
+    found = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
+    return found + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone, resize_)]

@@ -216,7 +216,7 @@ def forget(machine) -> None:
         del _streams()[key]
 
 
-def rows():
+def patches():
     """See `patches`."""
     return in_package(
         "torch.cuda", Stream, Event, StreamContext, stream, set_stream, current_stream, default_stream

@@ -1,6 +1,6 @@
 """Replacing names in modules and classes, and putting back what stood there.
 
-A row is (module or class, name, what answers there). Names that were inherited are put back as such.
+A patch is (module or class, name, what answers there). Names that were inherited are put back as such.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
-Row = tuple[Any, str, Any]
+Patch = tuple[Any, str, Any]
 _ABSENT = object()
-_before: list[Row] = []
-_scripted: list[tuple[int, object]] = []  # (id, stand-in): the ids stay taken while they are in TorchScript's table
+_before: list[Patch] = []
+_scripted: list[tuple[int, object]] = []  # (id, patch): the ids stay taken while they are in TorchScript's table
 
 
-def put_in(rows: Iterable[Row]) -> None:
+def put_in(patches: Iterable[Patch]) -> None:
     """Replace the names, and remember what stood there."""
-    for owner, name, stand_in in rows:
+    for owner, name, replacement in patches:
         _before.append((owner, name, vars(owner).get(name, _ABSENT)))
-        _tell_torchscript(_before[-1][2], stand_in)
-        setattr(owner, name, stand_in)
+        _tell_torchscript(_before[-1][2], replacement)
+        setattr(owner, name, replacement)
 
 
-def _tell_torchscript(original: object, stand_in: object) -> None:
+def _tell_torchscript(original: object, replacement: object) -> None:
     """torch.jit.script, which forward-mode differentiation uses too, knows PyTorch's operators by their Python id."""
     known = torch.jit._builtins._get_builtin_table()
-    if id(original) in known and id(stand_in) not in known:
-        known[id(stand_in)] = known[id(original)]
-        _scripted.append((id(stand_in), stand_in))
+    if id(original) in known and id(replacement) not in known:
+        known[id(replacement)] = known[id(original)]
+        _scripted.append((id(replacement), replacement))
 
 
 def take_out() -> None:
@@ -41,15 +41,15 @@ def take_out() -> None:
         owner, name, original = _before.pop()
         if original is not _ABSENT:
             setattr(owner, name, original)
-        elif name in vars(owner):  # else Ctrl-C came before the stand-in
+        elif name in vars(owner):  # else Ctrl-C came before the patch
             delattr(owner, name)
 
 
-def in_package(package: str, *functions: Any) -> list[Row]:
-    """Rows for functions that carry the name of what they stand for, wherever `package` has that name.
+def in_package(package: str, *functions: Any) -> list[Patch]:
+    """Patches for functions that carry the name of what they stand for, wherever `package` has that name.
 
     PyTorch imports names from module to module (torch.cuda.memory.empty_cache is torch.cuda.empty_cache as well), so
-    the same stand-in must go into each. Names that this PyTorch version lacks give no row.
+    the same function must go into each. Names that this PyTorch version lacks give none.
     """
     modules = [m for n, m in list(sys.modules.items()) if m and (n == package or n.startswith(f"{package}."))]
     found = []

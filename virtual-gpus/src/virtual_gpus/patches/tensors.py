@@ -159,16 +159,16 @@ def _cuda_array_interface(self):
     raise errors.not_modelled("__cuda_array_interface__")
 
 
-def rows():
+def patches():
     """See `patches`."""
     tensor = torch.Tensor
-    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, apply_, map_)]
-    rows += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
-    rows += [(torch._tensor_str, "_str", _str)]
-    rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
-    rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
-    rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
-    rows += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
+    found = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, apply_, map_)]
+    found += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
+    found += [(torch._tensor_str, "_str", _str)]
+    found += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
+    found += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
+    found += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
+    found += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
     if hasattr(torch, "get_device"):
-        rows.append((torch, "get_device", get_device))
-    return rows
+        found.append((torch, "get_device", get_device))
+    return found

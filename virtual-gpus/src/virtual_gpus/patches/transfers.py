@@ -174,17 +174,17 @@ def get_swap_module_params_on_conversion() -> bool:
     return _raw_swaps() or (machine is not None and machine.shapes_only)
 
 
-def rows():
+def patches():
     """See `patches`."""
     swaps = (torch.__future__, "get_swap_module_params_on_conversion", get_swap_module_params_on_conversion)
-    rows = [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned, new_tensor)]
-    rows += [swaps] + [(torch, name, _maker(name)) for name in _raw_make]
-    return rows + [(torch, name, _joining(function)) for name, function in _factories()]
+    found = [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned, new_tensor)]
+    found += [swaps] + [(torch, name, _maker(name)) for name in _raw_make]
+    return found + [(torch, name, _joining(function)) for name, function in _factories()]
 
 
 def _factories():
     """(name, function) of everything in `torch` that makes a tensor where its `device` argument says."""
-    # Asked now, since PyTorch keeps this set for ever once made: it must hold its own functions, not stand-ins.
+    # Asked now, since PyTorch keeps this set for ever once made: it must hold its own functions, not patches.
     known = _device_constructors()
     likes = {f for n, f in vars(torch).items() if n.endswith("_like")}
     makers = {id(f) for f in known | likes}

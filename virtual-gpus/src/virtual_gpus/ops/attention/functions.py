@@ -169,7 +169,7 @@ def safe_softmax(call: OpCall):
 RECIPES = {"_safe_softmax": safe_softmax}
 
 
-def rows():
+def patches():
     """See `patches`."""
     owners = (torch.nn.functional, torch._C._nn)
     return [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]

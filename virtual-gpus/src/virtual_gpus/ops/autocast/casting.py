@@ -133,7 +133,7 @@ def _is_on() -> bool:
 
 
 def casting(name: str):
-    """Decorator for a stand-in of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
+    """Decorator for a patch of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
     inputs and runs without autocast, as the operator's own kernel would. `name` must be in one of the first two lists
     or PROMOTE of `lists`.
     """

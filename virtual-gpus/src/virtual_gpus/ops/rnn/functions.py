@@ -1,6 +1,6 @@
 """LSTM, GRU and RNN on a GPU: one operation of cuDNN each, with a reserve that backward needs and workspaces.
 
-torch.lstm, gru, rnn_tanh and rnn_relu get stand-ins. Where cuDNN would run, the numbers and gradients are those of the
+torch.lstm, gru, rnn_tanh and rnn_relu get patches. Where cuDNN would run, the numbers and gradients are those of the
 CPU, computed below the accounting; the memory is cuDNN's, in the order of aten/src/ATen/native/cudnn/RNN.cpp
 (`_cudnn_rnn`, `_cudnn_rnn_backward`). Elsewhere (bfloat16, cuDNN off, torch.func) PyTorch's own function runs.
 
@@ -42,7 +42,7 @@ _TWICE = (
 _dropout_states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # GPU -> block, kept as long as the GPU
 
 
-def _stand_in(name: str):
+def _replacement(name: str):
     raw = getattr(torch._C._VariableFunctions, name)
 
     @functools.wraps(raw)
@@ -248,7 +248,7 @@ def _once(found, leaves, gradients):
     return _Once.apply(len(found), *found, *through) if through else found
 
 
-def rows():
+def patches():
     """See `patches`. torch._VF finds its functions by __getattr__: an attribute of its own comes first."""
-    patches = [(name, _stand_in(name)) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
-    return [(owner, name, f) for name, f in patches for owner in (torch, torch._VF)] + weights.rows()
+    functions = [(name, _replacement(name)) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+    return [(owner, name, f) for name, f in functions for owner in (torch, torch._VF)] + weights.patches()

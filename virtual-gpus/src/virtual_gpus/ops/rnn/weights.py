@@ -117,7 +117,7 @@ def _flatten(gpu, net: Network, weights, biases: bool) -> None:
             weight.set_(flat.untyped_storage(), at, weight.shape)
 
 
-def rows():
+def patches():
     """See `patches`."""
     return [
         (torch.nn.RNNBase, "flatten_parameters", flatten_parameters),
