@@ -112,7 +112,7 @@ class DataParallelCriterion(nn.Module):
 
     criterion   an nn.Module with its parameters and buffers (class weights) on the first GPU; gradients flow to them
     device_ids  the same as the model's; all GPUs by default
-    reduction   "mean" or "sum": what a criterion of your own does if it has no attribute `reduction`; "mean" by default
+    reduction   "mean" or "sum": what a criterion of your own does; by default its attribute `reduction`, or "mean"
     weight      what a mean of your own is divided by: a function of the arguments of the criterion that returns one
                 number, called for each shard. The number of samples by default. Losses of torch.nn do not need it
 
@@ -122,9 +122,8 @@ class DataParallelCriterion(nn.Module):
     targets     tensors (N, ...), or nested tuples, lists and dicts of them, on one device. They are cut as the inputs
                 were. What is not a tensor goes to every GPU
 
-    Returns one number, shape (), on the first GPU. Raises TypeError for outputs that are not a list and for a criterion
-    that returns something else than one number, ValueError for losses that cannot be combined and for outputs and
-    targets that do not fit each other.
+    Returns one number, shape (), on the first GPU. Raises TypeError for outputs that are not a list, ValueError for
+    losses that cannot be combined and for outputs and targets that do not fit each other.
     """
 
     def __init__(
@@ -147,12 +146,6 @@ class DataParallelCriterion(nn.Module):
             )
         self.rule.check_labels(self.module, targets)
         gpus = self.device_ids[: len(outputs)]
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            if gpus and tensor.device != torch.device("cuda", gpus[0]):
-                raise ValueError(
-                    f"The criterion has a parameter or a buffer on {tensor.device} instead of the first GPU. Call "
-                    f'criterion.to("cuda:{gpus[0]}") before you build the optimizer.'
-                )
         if len(gpus) > 1:
             _check_rows_alike("targets", list(targets))
         pieces = scatter(targets, gpus) if gpus else [targets]
@@ -194,8 +187,6 @@ class LossInForward(nn.Module):
         self.module, self.criterion = module, criterion
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Tensor:
-        if len(inputs) < 2:
-            raise TypeError("Call it with the inputs of the model and then the targets: net(images, labels).")
         _check_rows_alike("inputs and targets", [inputs, kwargs])
         *inputs, targets = inputs
         self.rule.check_labels(self.criterion, targets)
@@ -248,16 +239,15 @@ class _ShardLoss:
         if self.reduction == "mean" and self.weight is None and _is_stock(criterion, _LABEL_LOSSES):
             return _sum_and_weight(criterion, *arguments)
         loss = criterion(*arguments)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(
-                f"{_name(criterion)} returned a {found}, and the losses of several GPUs are combined as one number "
-                "each. Return a tensor with one number."
-            )
+        loss = loss.reshape(())  # refuses what is not one number
         if self.reduction == "sum":
-            return [loss.reshape(())]
-        mean = loss.reshape(()).to(_at_least_float32(loss))
-        weight = _as_tensor((self.weight or count_samples)(*arguments), mean)
+            return [loss]
+        mean = loss.to(_at_least_float32(loss))
+        weight = (self.weight or count_samples)(*arguments)
+        if isinstance(weight, Tensor):
+            weight = weight.detach().reshape(()).to(mean)
+        else:
+            weight = torch.full_like(mean, weight, requires_grad=False)
         # A shard of weight 0 may have the mean 0 / 0 = nan, and nan times 0 is nan.
         return [torch.where(weight > 0, mean, 0.0) * weight, weight]
 
@@ -287,13 +277,7 @@ class _ShardLoss:
         if not self._counts_samples_of_labels:
             return
         for labels in _tensors(targets):
-            found = (labels == IGNORED).any()
-            try:
-                ignores = bool(found)
-            except RuntimeError as error:  # as with shapes only
-                reason = "perhaps; these labels have no values to look at"
-                raise ValueError(_weight_advice(criterion, reason)) from error
-            if ignores and not labels.is_floating_point():
+            if not labels.is_floating_point() and (labels == IGNORED).any():
                 raise ValueError(_weight_advice(criterion, "labels of -100, which are left out"))
 
 
@@ -305,15 +289,14 @@ def _reduction_of(criterion: nn.Module, given: str | None) -> str:
             f"{name} cannot be computed in shards, because its mean is not over samples that come first in every "
             "tensor. Use nn.DataParallel, and compute the loss on one GPU."
         )
-    if _is_stock(criterion) and given not in (None, own):
-        raise ValueError(f'reduction="{given}" was given for {name}(reduction="{own}"). Leave one of them out.')
     odd_parts = {getattr(part, "reduction", "mean") for part in criterion.modules()} - {"mean", "batchmean"}
     if given is None and own is None and odd_parts:
         raise ValueError(
             f"{name} does not say whether it is a mean, and a part of it has the reduction {odd_parts.pop()!r}. Give "
             'reduction="mean" (with weight=) or "sum", whichever its result is.'
         )
-    reduction = "mean" if (given or own) in (None, "batchmean") else given or own
+    said = own if _is_stock(criterion) else given or own
+    reduction = "mean" if said in (None, "batchmean") else said
     if reduction not in ("mean", "sum"):
         raise ValueError(
             f"The reduction {reduction!r} of {name} cannot be combined over GPUs: only a mean or a sum can. If its "
@@ -335,10 +318,7 @@ def _weight_advice(criterion: nn.Module, reason: str) -> str:
 
 def count_samples(*arguments: Any) -> int:
     """Samples in a shard: the length of the first tensor. The default weight of a criterion of your own."""
-    first = next(iter(_tensors(arguments)), None)
-    if first is None or first.dim() == 0:
-        raise ValueError("There are no samples to count, because no tensor (N, ...) comes first. Give weight=.")
-    return len(first)
+    return len(_tensors(arguments)[0])
 
 
 def count_labels(*arguments: Any, ignore_index: int = IGNORED) -> Tensor:
@@ -385,14 +365,6 @@ def _sum_and_weight(criterion: nn.Module, outputs: Tensor, labels: Tensor) -> li
     losses = per_label(outputs, labels)
     summed = losses.sum(dtype=_at_least_float32(losses))
     return [summed, label_weight(criterion, labels).to(summed)]
-
-
-def _as_tensor(weight: Any, mean: Tensor) -> Tensor:
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        return weight.detach().reshape(()).to(mean)
-    if isinstance(weight, (int, float)):
-        return torch.full_like(mean, weight, requires_grad=False)
-    raise TypeError(f"weight= must return one number, what the mean of a shard is over, and not {weight!r}.")
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

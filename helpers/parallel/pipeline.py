@@ -195,7 +195,7 @@ def _needs(stage: int, task: Task, stages: int) -> set[tuple[int, Task]]:
 
 def _check(stages: int, micro_batches: int) -> None:
     for name, number in (("stages", stages), ("micro_batches", micro_batches)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, not {number!r}.")
 
 
@@ -206,14 +206,10 @@ class Pipeline:
     """Stages on GPUs, and training steps through them in the order of a schedule.
 
     stages: modules, each is moved to its GPU. schedule: `gpipe`, `one_f_one_b`, or any function of (stages,
-    micro-batches) that gives their orders. Raises ValueError for other than one stage per GPU.
+    micro-batches) that gives their orders. There is one stage per GPU.
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence, schedule: Callable = gpipe):
-        if not stages or len(stages) != len(gpus):
-            raise ValueError(
-                f"There are {len(stages)} stages for {len(gpus)} GPUs. A pipeline needs one stage per GPU."
-            )
         self.stages = [stage.to(gpu) for stage, gpu in zip(stages, gpus, strict=True)]
         self.gpus, self.schedule = list(gpus), schedule
         self.copies = [torch.cuda.Stream(gpu) for gpu in gpus]
@@ -297,12 +293,9 @@ def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "G
     extra     what each task costs beside its arithmetic (launching kernels, copies, small matrices that do not fill a
               GPU), in percent of a stage's forward pass of the whole batch. With 0, more micro-batches always help.
 
-    Stages take equally long, and a backward pass twice as long as the forward pass. Raises ValueError for numbers or a
-    schedule that make no pipeline, and for more than the sliders have.
+    Stages take equally long, and a backward pass twice as long as the forward pass. Raises ValueError for what the
+    sliders do not have.
     """
     from helpers.parallel.pipeline_panel import pipeline_panel  # a training script on a cluster has no ipywidgets
 
-    _check(stages, micro_batches)
-    if not extra >= 0:
-        raise ValueError(f"extra must be a percentage of at least 0, not {extra!r}.")
     return pipeline_panel(stages, micro_batches, schedule, extra)

@@ -33,7 +33,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -70,14 +69,13 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
     the parent plus its rank, with one thread, and with virtual GPUs that are empty. Draw figures in the parent: a rank
     has no notebook to show them in.
 
-    Raises RankError when a rank raises or dies, with the rank that was first, its traceback, and what it was. Raises
-    TimeoutError after `timeout`, with the line at which each rank was. No process is left then. Raises ValueError or
-    TypeError for bad arguments, and RuntimeError where starting would hang.
+    Raises RankError when a rank raises or dies, with the rank that was first and its traceback. Raises
+    TimeoutError after `timeout`, with the line at which each rank was. No process is left then. Raises ValueError for
+    bad arguments, and RuntimeError in a process that is a rank itself.
     """
-    _check_arguments(fn, ranks, timeout)
-    _check_process()
+    _check(ranks, timeout)
     on_gpus = gpus and _are_enough_gpus(ranks)
-    start = _start_method(start, on_gpus)
+    start = _start_method(start)
     backend = "nccl" if on_gpus and not is_virtual() and torch.distributed.is_nccl_available() else "gloo"
     # A port that is free, since it is taken from now on. The store in which the ranks meet will answer there.
     with (
@@ -89,7 +87,7 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
             seed=torch.initial_seed(), work=(fn, args) if start == "fork" else None, cells=cells(), limit_s=timeout,
             ends=None if timeout is None else time.monotonic() + timeout,
         )  # fmt: skip
-        if start == "spawn":
+        if start != "fork":
             import cloudpickle  # pickle cannot take what is defined in a cell to another process
 
             job.file("all", "work").write_bytes(cloudpickle.dumps((fn, args)))
@@ -115,24 +113,14 @@ def _what_runs(job: Job) -> str:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(fn: Callable, ranks: int, timeout: float | None) -> None:
-    if not callable(fn):
-        raise TypeError(f"launch needs a function to run on each rank, not {fn!r}: launch(train, ranks=4).")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+def _check(ranks: int, timeout: float | None) -> None:
+    if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be an integer of at least 1, not {ranks!r}.")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a time in seconds, more than 0, or None, not {timeout!r}.")
-
-
-def _check_process() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
             "This process is a rank already, started by launch() or torchrun. Call the function itself, not launch()."
-        )
-    if torch.distributed.is_initialized():
-        raise RuntimeError(
-            "This process has a process group already, which ranks must not inherit. Call "
-            "torch.distributed.destroy_process_group() first."
         )
 
 
@@ -147,31 +135,22 @@ def _are_enough_gpus(ranks: int) -> bool:
     return seen > 0
 
 
-def _start_method(start: str | None, on_gpus: bool) -> str:
-    known = [method for method in ("fork", "spawn") if method in multiprocessing.get_all_start_methods()]
-    if start not in (None, *known):
-        raise ValueError(f"start must be one of {', '.join(map(repr, known))} on this system, or None, not {start!r}.")
-    danger = _danger_of_fork()
-    if start == "fork" and danger:
-        raise RuntimeError(f'start="fork" would fail: {danger}. Leave start out, or restart the kernel first.')
-    if start is None:
-        can_fork = sys.platform == "linux" and not danger and (is_virtual() or not on_gpus)
-        return "fork" if can_fork else "spawn"
-    return start
+def _start_method(start: str | None) -> str:
+    if start is not None:
+        return start
+    has_real_gpus = torch.cuda.device_count() > 0 and not is_virtual()
+    return "spawn" if sys.platform != "linux" or has_real_gpus or _has_autograd_threads() else "fork"
 
 
-def _danger_of_fork() -> str | None:
-    """Why a forked process could not work, or None. Both reasons come with real GPUs only."""
-    if not is_virtual() and torch.cuda.is_initialized():
-        return "this process has used CUDA, which does not work in a forked process"
-    # Names of threads, those of C++ too. On Linux only: elsewhere nothing forks unasked.
-    for file in Path("/proc/self/task").glob("*/comm"):
+def _has_autograd_threads() -> bool:
+    """Whether backward() has run on a machine with real GPUs: its threads do not live on in a forked process."""
+    for file in Path("/proc/self/task").glob("*/comm"):  # names of threads, those of C++ too
         try:
             if file.read_text(encoding="utf-8", errors="replace").startswith("pt_autograd_"):
-                return "backward() has run on a machine with GPUs, and its threads do not live on in a forked process"
+                return True
         except OSError:
             pass  # the thread has ended meanwhile
-    return None
+    return False
 
 
 # ---- start, wait, end -----------------------------------------------------------------------------------------------
@@ -179,14 +158,13 @@ def _danger_of_fork() -> str | None:
 
 def _supervise(job: Job, start: str, door: socket.socket, output: _Output) -> list[Failure]:
     """The failures of a run, if any. Ends what is left of the ranks in any case."""
-    processes, store, done = [], None, False
+    make = multiprocessing.get_context(start).Process
+    processes, store, done = [make(target=run_rank, args=(rank, job)) for rank in range(job.ranks)], None, False
     try:
-        with _interrupts_wait(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            for rank in range(job.ranks):
-                process = multiprocessing.get_context(start).Process(target=run_rank, args=(rank, job))
+            for process in processes:
                 process.start()
-                processes.append(process)
         # After the forks, and closed before the next launch: for each rank that connects, the store's thread looks a
         # name up under a lock of C's resolver. A process forked at that moment would wait for that lock forever.
         store = torch.distributed.TCPStore(
@@ -200,9 +178,8 @@ def _supervise(job: Job, start: str, door: socket.socket, output: _Output) -> li
                 process.join(max(patience - time.monotonic(), 0))
         return failures
     finally:
-        with _interrupts_wait():
-            _end(processes)
-            del store  # now, and not when a traceback lets go of it
+        _end([process for process in processes if process.pid])  # Ctrl-C may have come before all were started
+        del store  # now, and not when a traceback lets go of it
         output.finish(failed=not done)
 
 
@@ -262,23 +239,6 @@ def _end(processes: list) -> None:
             process.kill()
     for process in processes:
         process.join(_KILLED_S)
-
-
-@contextmanager
-def _interrupts_wait():
-    """Ctrl-C is held back to the end of the block: a process that has just been started must not be lost."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    came = []
-    signal.signal(signal.SIGINT, lambda *signal_and_frame: came.append(signal_and_frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came and sys.exc_info()[0] is None:
-            before(*came[0])
 
 
 class _Output:

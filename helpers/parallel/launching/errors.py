@@ -1,4 +1,4 @@
-"""Errors of ranks: what a rank writes down when it fails, which of several failures was the cause, and the text."""
+"""Errors of ranks: what a rank writes down when it fails, and the text of the run's error."""
 
 from __future__ import annotations
 
@@ -25,16 +25,10 @@ _LOST = re.compile(
 )
 # Gloo has several ways to say it, with a port: which one comes is chance, and lessons are stored as they ran.
 _GLOO = re.compile(r"\[[^\]\n]*pair\.cc:\d+\] [^\n]*")
-_TOGETHER_S = 0.5  # an error that all ranks have comes a little sooner in one than in another
 
 
 class RankError(RuntimeError):
-    """A rank raised or died. `rank`: which was the cause; `traceback`: its text, "" if it died without a word."""
-
-    def __init__(self, message: str, rank: int, traceback: str = ""):
-        super().__init__(message)
-        self.rank = rank
-        self.traceback = traceback
+    """A rank raised or died."""
 
 
 @dataclass(frozen=True)
@@ -80,36 +74,26 @@ def _in_a_line(error: BaseException) -> str:
 def _how(exit_code: int) -> str:
     if exit_code >= 0:
         return f"its process ended with exit code {exit_code} before its function returned (os._exit?)"
-    why = {
-        -signal.SIGKILL: "SIGKILL; the system does that when memory runs out",
-        -signal.SIGSEGV: "SIGSEGV, a crash in C++; its last line of Python is in what it printed",
-        -signal.SIGABRT: "SIGABRT, an abort in C++; see what it printed",
-    }
-    return f"killed by {why.get(exit_code, f'signal {-exit_code}')}"
+    if exit_code == -signal.SIGKILL:
+        return "killed by SIGKILL; the system does that when memory runs out"
+    return f"killed by signal {-exit_code} ({signal.strsignal(-exit_code)}); see what it printed"
 
 
 # ---- which one was the cause ----------------------------------------------------------------------------------------
 
 
 def rank_error(failures: list[Failure], ranks: int, finished: list[int]) -> RankError:
-    """The error of a run. The cause is named first: not who only lost the connection, and of others the earliest.
-
-    Ranks that fail within half a second of each other fail together, and the lowest is named: else it were chance. So
-    is the lowest of those that fail with the same words, whenever they do: a rank may have to wait for a core.
-    """
+    """The error of a run: the earliest that is not a lost connection, as the lowest rank with the same words had it."""
     own = [failure for failure in failures if not failure.lost] or failures
-    first = min(failure.when for failure in own)
-    together = [failure for failure in own if failure.when <= first + _TOGETHER_S]
-    cause = min(together, key=lambda failure: failure.rank)
-    cause = min((failure for failure in own if failure.what == cause.what), key=lambda failure: failure.rank)
-    same = [failure.rank for failure in own if failure.what == cause.what]
-    lines = [f"{_names(sorted(same))} of {ranks} {cause.what}"]
-    lines += [f"rank {f.rank} {f.what}" for f in sorted(own, key=lambda f: f.rank) if f.rank not in same]
+    first = min(own, key=lambda failure: failure.when)
+    same = sorted((failure for failure in own if failure.what == first.what), key=lambda failure: failure.rank)
+    cause = same[0]
+    lines = [f"{_names([failure.rank for failure in same])} of {ranks} {cause.what}"]
     if cause.lost and finished:
         lines.append(f"{_names(finished)} had returned by then, and did not take part in this any more.")
     if cause.traceback:
         lines += ["", f"In rank {cause.rank}:", cause.traceback.rstrip()]
-    return RankError("\n".join(lines), cause.rank, cause.traceback)
+    return RankError("\n".join(lines))
 
 
 def _names(ranks: list[int]) -> str:

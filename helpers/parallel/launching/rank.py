@@ -14,7 +14,6 @@ import linecache
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import socket
 import sys
@@ -22,7 +21,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,11 +89,13 @@ def run_rank(rank: int, job: Job) -> None:
             linecache.cache.setdefault(name, entry)
         fn, args = job.work or pickle.loads(job.file("all", "work").read_bytes())
         _set_up(rank, job)
-        result = _pickled(fn(rank, *args), rank, job)
+        result = io.BytesIO()  # for the parent, which knows the classes of cells already if it forked the rank
+        pickler = pickle if job.work else importlib.import_module("cloudpickle")
+        torch.save(fn(rank, *args), result, pickle_module=pickler)
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the parent must hear of any way out
         _write(job.file(rank, "failure"), pickle.dumps(Failure.of(error, rank, job.labels)))
         os._exit(1)  # at once, so that the others see a closed connection and do not wait
-    _write(job.file(rank, "result"), result)
+    _write(job.file(rank, "result"), result.getvalue())
     if torch.distributed.is_initialized():
         # Not ranks.disconnect, which keeps the connections: a rank that still waits for this one must see them close.
         torch.distributed.destroy_process_group()
@@ -104,11 +104,7 @@ def run_rank(rank: int, job: Job) -> None:
 def _set_up(rank: int, job: Job) -> None:
     renew_gpus()
     torch.set_num_threads(1)
-    seed = (job.seed + rank) % 2**63
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.manual_seed((job.seed + rank) % 2**63)
     device = None
     if job.gpus:
         torch.cuda.set_device(rank)
@@ -131,20 +127,6 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
     if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
         found["GLOO_SOCKET_IFNAME"] = loopback  # else gloo looks the computer's name up, which fails on many laptops
     return {name: str(value) for name, value in found.items()}
-
-
-def _pickled(result: Any, rank: int, job: Job) -> bytes:
-    """For the parent, which knows the classes of cells already if it forked the rank."""
-    pickler = pickle if job.work else importlib.import_module("cloudpickle")
-    buffer = io.BytesIO()
-    try:
-        torch.save(result, buffer, pickle_module=pickler)
-    except Exception as error:
-        raise TypeError(
-            f"What rank {rank} returned, a {type(result).__name__}, cannot be sent to the parent ({error}). Return "
-            "tensors, numbers, text, lists or dicts of them, and of a model its state_dict()."
-        ) from None
-    return buffer.getvalue()
 
 
 def _write_place(rank: int, job: Job) -> None:
