@@ -17,7 +17,6 @@ from helpers.lesson07.pictures import (
     describe_scaling,
     explore_advice,
     guide_picture,
-    methods_picture,
     scaling_picture,
     table,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "explore_advice",
     "guide_picture",
     "measure",
-    "methods_picture",
     "peak_bytes",
     "rank_step",
     "read_log",

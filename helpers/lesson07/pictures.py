@@ -1,4 +1,4 @@
-"""What lesson 07 shows: methods as a table and as bars, scaling curves, the advice as a picture and as a panel.
+"""What lesson 07 shows: methods as a table, scaling curves, the advice as a picture and as a panel.
 
 Each picture has a function that says the same in words.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from helpers.gpus import GPU_KINDS, NETWORKS
 from helpers.lesson07.advice import Advice, advise
@@ -45,48 +43,8 @@ def table(found: Found, clusters: Mapping[str, Cluster]) -> str:
     return "\n".join(lines)
 
 
-def methods_picture(found: Found, clusters: Mapping[str, Cluster]) -> Figure:
-    """Per job two rows, speed with the mean busy share, and memory with the largest batch; a column per cluster.
-
-    What does not fit is hatched, in another colour: its speed is that of a GPU with more memory.
-    """
-    names, jobs = list(dict.fromkeys(name for name, _ in found)), list(dict.fromkeys(job for _, job in found))
-    size = WIDTH, 2.1 * 2 * len(jobs)
-    figure, axes = plt.subplots(
-        2 * len(jobs), len(names), figsize=size, sharey=True, layout="constrained", squeeze=False
-    )
-    for (name, job), rows in found.items():
-        upper, lower = axes[2 * jobs.index(job) :, names.index(name)][:2]
-        room = clusters[name].room / GiB
-        busy = [f"{100 * sum(row.utilisation) / len(row.utilisation):.0f} %" for row in rows]
-        most = [f"{row.largest:,}" if row.largest else "" for row in rows]
-        peaks = [max(row.peaks) / GiB for row in rows]
-        _bars(upper, rows, clusters[name], [row.samples_per_second for row in rows], ",.0f", busy)
-        _bars(lower, rows, clusters[name], peaks, ".1f", most)
-        upper.set_title(f"{job}, {name}", fontsize=10)
-        upper.set_xlabel("samples/s | share busy; modelled", fontsize=8)
-        lower.set_xlabel("GiB, fullest | largest batch", fontsize=8)
-        if room < 1.6 * max(peaks):
-            lower.axvline(room, color="0.3", linestyle=":", zorder=0.5)
-    axes[0, 0].invert_yaxis()
-    set_alt_text(figure, describe_methods(found, clusters))
-    return figure
-
-
-def _bars(axes: Axes, rows: Sequence[Row], cluster: Cluster, values: list[float], form: str, more: list[str]) -> None:
-    for place, (row, value, words) in enumerate(zip(rows, values, more, strict=True)):
-        axes.barh(place, value, **(bar_style(0) if row.fits(cluster) else OVER))
-        said = f"{value:{form}}" + (f" | {words}" if words else "")
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-        axes.text(1.02 * value, place, said, va="center", fontsize=7.5, bbox=box)
-    axes.set_yticks(range(len(rows)), [row.method for row in rows], fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlim(0, 1.75 * max(values))
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def describe_methods(found: Found, clusters: Mapping[str, Cluster]) -> str:
-    """The picture in words: per job and cluster the fastest method that fits, and which do not fit."""
+    """In words: per job and cluster the fastest method that fits, and which do not fit."""
     lines = []
     for (name, job), rows in found.items():
         fitting = [row for row in rows if row.fits(clusters[name])]
@@ -108,28 +66,27 @@ def scaling_picture(
     law: draw Amdahl's law as fitted to each strong curve, dotted. how: the times are "modelled", or "measured".
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.0), layout="constrained")
-    for place, (name, seconds) in enumerate(curves.items()):
-        look = {"color": COLOURS[place], "marker": "osD^vPX"[place], "label": name}
-        gpus, shares, one = sorted(seconds), efficiency(seconds, weak), seconds[min(seconds)]
-        left.plot(gpus, [1e3 * seconds[n] if weak else n * shares[n] for n in gpus], **look)
-        right.plot(gpus, [100 * shares[n] for n in gpus], **look)
+    ticks = sorted({n for seconds in curves.values() for n in seconds})
+    for (name, seconds), colour, marker in zip(curves.items(), COLOURS, "osD^vPX", strict=False):
+        look = {"color": colour, "marker": marker, "label": name}
+        shares, one = efficiency(seconds, weak), seconds[min(seconds)]
+        left.plot(list(shares), [1e3 * seconds[n] if weak else n * shares[n] for n in shares], **look)
+        right.plot(list(shares), [100 * share for share in shares.values()], **look)
         if law and not weak:
             serial = amdahl(seconds)
-            left.plot(gpus, [one / amdahl_seconds(one, serial, n) for n in gpus], ":", color=COLOURS[place])
-    ticks = sorted({n for seconds in curves.values() for n in seconds})
-    if not weak:
-        left.plot(ticks, ticks, color="0.6", linewidth=0.8, label="ideal")
-        left.set_yscale("log", base=2)
-        left.set_yticks(ticks, ticks)
-    left.set_ylabel(f"ms per step, {how}" if weak else f"times as fast, {how}")
-    left.set_ylim(*((0, None) if weak else (0.9, None)))
-    right.set_ylabel("efficiency in %")
-    right.set_ylim(0, 105)
+            left.plot(list(shares), [one / amdahl_seconds(one, serial, n) for n in shares], ":", color=colour)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, ticks)
-        axes.set(xlabel="GPUs")
         axes.spines[["top", "right"]].set_visible(False)
+    if weak:
+        left.set(xlabel="GPUs", ylabel=f"ms per step, {how}", ylim=(0, None))
+    else:
+        left.plot(ticks, ticks, color="0.6", linewidth=0.8, label="ideal")
+        left.set_yscale("log", base=2)
+        left.set_yticks(ticks, ticks)
+        left.set(xlabel="GPUs", ylabel=f"times as fast, {how}", ylim=(0.9, None))
+    right.set(xlabel="GPUs", ylabel="efficiency in %", ylim=(0, 105))
     left.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     set_alt_text(figure, describe_scaling(curves, weak))
@@ -149,13 +106,7 @@ def describe_scaling(curves: Curves, weak: bool = False) -> str:
 # ---- advice ----------------------------------------------------------------------------------------------------------
 
 _GPUS = (1, 2, 4, 8, 16, 32, 64)
-_LOOKS = {
-    "one GPU": bar_style(5),
-    "DDP": bar_style(0),
-    "pipeline": bar_style(1, 1),
-    "sharding": bar_style(2, 2),
-    "more GPUs": OVER,
-}
+_FIELDS = {"one GPU": "#FBF6B8", "DDP": "#CCE3F2", "pipeline": "#FBE2B8", "sharding": "#CCECE2", "more GPUs": "#F7DCC8"}
 
 
 def _advices(cluster: Cluster, batch: int) -> dict[str, dict[int, Advice]]:
@@ -167,21 +118,23 @@ def guide_picture(cluster: Cluster, batch: int = 256) -> Figure:
     """A field per net and number of GPUs with the method that `advise` names, and over how many pieces gradients are
     accumulated. batch: samples of a step."""
     figure, axes = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
-    for y, advices in enumerate(_advices(cluster, batch).values()):
-        for x, (n, advice) in enumerate(advices.items()):
-            axes.add_patch(Rectangle((x, y), 1, 1, **_LOOKS[advice.method] | {"linewidth": 2}))
-            on = f" on {advice.gpus}" if advice.gpus < n and advice.method != "more GPUs" else ""
-            said = advice.method + on + (f"\n{advice.micro_batches} pieces" if advice.micro_batches > 1 else "")
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-            axes.text(x + 0.5, y + 0.5, said, ha="center", va="center", fontsize=7.5, bbox=box)
-        columns = list(advices)
-    axes.set_xticks([x + 0.5 for x in range(len(columns))], columns)
-    axes.set_yticks([y + 0.5 for y in range(len(NETS))], list(NETS))
-    machines = f"{cluster.gpu.name}, {cluster.per_machine} per machine"
-    axes.set(xlim=(0, len(columns)), ylim=(0, len(NETS)), xlabel=machines)
-    axes.set_title(f"batch {batch}, float32; pieces: micro-batches whose gradients are added up", fontsize=9)
+    nets = _advices(cluster, batch)
+    words = [[_field(n, advice) for n, advice in advices.items()] for advices in nets.values()]
+    colours = [[_FIELDS[advice.method] for advice in advices.values()] for advices in nets.values()]
+    counts = [f"{n} GPU" + "s" * (n > 1) for n in next(iter(nets.values()))]
+    fields = axes.table(words, colours, "center", rowLabels=list(nets), colLabels=counts, bbox=(0, 0, 1, 1))
+    fields.auto_set_font_size(False)
+    fields.set_fontsize(7.5)
+    axes.set_axis_off()
+    pieces = "pieces: micro-batches whose gradients are added up"
+    figure.suptitle(f"{cluster.gpu.name}, {cluster.per_machine} per machine; batch {batch}; {pieces}", fontsize=9)
     set_alt_text(figure, describe_guide(cluster, batch))
     return figure
+
+
+def _field(n: int, advice: Advice) -> str:
+    on = f" on {advice.gpus}" if advice.gpus < n and advice.method != "more GPUs" else ""
+    return advice.method + on + (f"\n{advice.micro_batches} pieces" if advice.micro_batches > 1 else "")
 
 
 def describe_guide(cluster: Cluster, batch: int = 256) -> str:
@@ -235,16 +188,13 @@ def _advice_picture(advice: Advice, cluster: Cluster) -> Figure:
     """A bar per method: memory of the fullest GPU against the room on each, and the rough time of a step."""
     figure = Figure(figsize=(WIDTH, 1.2 + 0.3 * len(advice.peaks)), layout="constrained")
     axes, room = figure.subplots(), cluster.room / GiB
-    length = max(room, min(max(advice.peaks.values()) / GiB, 2 * room))
-    for row, (method, peak) in enumerate(advice.peaks.items()):
-        chosen, end = method == advice.method, min(peak / GiB, 2 * room)
-        axes.barh(row, min(end, room), 0.6, **bar_style(0) if chosen else {"color": "0.55"})
-        axes.barh(row, max(0, end - room), 0.6, left=room, **OVER)
-        said = f" {peak / GiB:,.1f} GiB, {1e3 * advice.seconds[method]:,.0f} ms"
-        axes.text(end, row, said, va="center", fontsize=9, weight="bold" if chosen else "normal")
+    for method, peak in advice.peaks.items():
+        look = OVER if peak > cluster.room else bar_style(0) if method == advice.method else {"color": "0.55"}
+        bar = axes.barh(method, min(peak / GiB, 2 * room), 0.6, **look)
+        axes.bar_label(bar, [f" {peak / GiB:,.1f} GiB, {1e3 * advice.seconds[method]:,.0f} ms"], fontsize=9)
     axes.axvline(room, color="black", linestyle=":")
-    axes.set_yticks(range(len(advice.peaks)), list(advice.peaks))
-    axes.set(xlim=(0, 1.4 * length), ylim=(len(advice.peaks) - 0.5, -0.5))
+    axes.margins(x=0.35)
+    axes.invert_yaxis()
     note = f"memory in GiB; dotted: the {room:.1f} GiB that a GPU has. Whole batch at once; times are rough"
     axes.set_xlabel(note, fontsize=9)
     axes.set_title(advice.headline, loc="left", fontsize=10)
