@@ -84,6 +84,8 @@ def validate(answer):
     found = launch(_validate_in_rank, answer, ranks=VALIDATION_RANKS, show=False, timeout=20)
     for place, count in enumerate(COUNTS):
         values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
+        for value in values:
+            given(value, answer)
         what = f"{count} samples, {VALIDATION_RANKS} ranks: "
         _check_shares(asked, count, what)
         shown = what + ", ".join(str(value) for value in values)
@@ -97,7 +99,7 @@ def validate(answer):
             right * count: "that is the sum: divide by the number of samples",
         }
         for value in values:
-            compare.number(given(value, answer), right, rel=1e-4, mistakes=mistakes)
+            compare.number(value, right, rel=1e-4, mistakes=mistakes)
     return "each sample counted once, the same mean on every rank, also where a rank has no sample"
 
 

@@ -146,7 +146,8 @@ def size_of(picture: bytes) -> dict:
 def image(picture: bytes, words: str) -> str:
     """A PNG file as an HTML element that has its size from the start, with `words` as its alternative text."""
     data, size = b64encode(picture).decode(), "width: {width}px; height: {height}px".format(**size_of(picture))
-    return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{size}; max-width: none">'
+    style = f"display: block; {size}; max-width: none"  # a block: inline, a line of text would leave room below it
+    return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{style}">'
 
 
 def _let_cells_take_turns() -> None:
