@@ -36,22 +36,22 @@ def test_right_answers_pass_and_leave_no_memory_behind():
 def test_wrong_totals_are_explained():
     explains(
         check.total_memory,
-        (16, "that is one GPU, and there are 4"),
-        (64 * 2**30, "those are bytes: give GiB"),
-        (68.719, "those are GB: give GiB"),
-        ("64 GiB", "write it without quotes"),
-        (60, "it is too small"),
+        (16, "16 GiB is the memory of one GPU. Add up all 4."),
+        (64 * 2**30, "in bytes. Give GiB"),
+        (68.719, "in GB. Give GiB"),
+        ("64 GiB", "without quotes"),
+        (60, "60 GiB is too small."),
     )
 
 
 def test_wrong_ways_to_run_on_a_gpu_are_explained():
     explains(
         check.run_on,
-        (lambda gpu, net, images: net(images), "the device is cpu, because it should be cuda:3"),
+        (lambda gpu, net, images: net(images), "The device is cpu, and it should be cuda:3."),
         (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
-        (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:0, because it should be cuda:3"),
+        (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:0, and it should be cuda:3."),
         (lambda gpu, net, images: images.to(gpu), "the shape is (5, 1, 4, 4)"),
-        (lambda gpu, net, images: run_on(gpu, net, images).softmax(1), "values differ"),
+        (lambda gpu, net, images: run_on(gpu, net, images).softmax(1), "values are wrong"),
         (lambda gpu, net, images: net.to(gpu), "is not a tensor"),
         (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
     )
@@ -60,10 +60,10 @@ def test_wrong_ways_to_run_on_a_gpu_are_explained():
 def test_wrong_budgets_are_explained():
     explains(
         check.budget,
-        (lambda net: budget(net) / 4, "the gradients and Adam's state were left out"),
-        (lambda net: budget(net) / 2, "Adam's state was left out"),
+        (lambda net: budget(net) / 4, "leaves out the gradients and Adam's state"),
+        (lambda net: budget(net) / 2, "leaves out Adam's state"),
         (lambda net: budget(net) * 3 / 4, "one of the two numbers that Adam keeps"),
-        (lambda net: budget(net) * 2**20, "those are bytes: give MiB"),
+        (lambda net: budget(net) * 2**20, "in bytes. Give MiB"),
         (lambda net: f"{budget(net)} MiB", "is text"),
         (lambda net: budget(nn.Linear(1000, 500)), "too large"),
     )
@@ -72,15 +72,15 @@ def test_wrong_budgets_are_explained():
 def test_wrong_pieces_are_explained():
     explains(
         check.pieces,
-        ([...] * 4, "still holds ..."),
+        ([...] * 4, "still contains `...`"),
         ([3.5] * 4, "until none are left for the last GPU"),
         ([float("nan")] * 4, "a finite number"),
         (["3"] * 4, "is text"),
         ([4, 4, 3, 3], "until none are left for the last GPU"),
         ([2, 4, 4, 4], "until none are left for the last GPU"),
-        ([4, 4, 4, 4], "are 16 images, because the batch has 14"),
+        ([4, 4, 4, 4], "are 16 images. The batch has 14."),
         ([14], "a list of 4 numbers"),
-        ([10**400, 1, -(10**400), 13], "is not a number"),
+        ([10**400, 1, -(10**400), 13], "Give a number"),
     )
 
 

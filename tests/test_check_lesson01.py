@@ -29,7 +29,7 @@ def test_no_answer_makes_a_check_raise():
 
 def test_without_gpus_the_checks_say_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert told(check.one_per_gpu(OnePerGPU), "the exercise needs 2: run the cell with use_gpus above again")
+    assert told(check.one_per_gpu(OnePerGPU), "The exercise needs 2 GPUs", "Run the cell with use_gpus above again.")
 
 
 def with_positions(x):
@@ -43,10 +43,10 @@ def test_with_positions():
         check.with_positions,
         (lambda x: torch.cat([x, torch.arange(len(x))[:, None]], 1), "is on cpu, different from"),
         (lambda x: torch.cat([x, torch.arange(len(x), device="cuda")[:, None]], 1), "is on cuda:0"),
-        (lambda x: with_positions(x.cpu()), "the device is cpu, because it should be cuda:0"),
+        (lambda x: with_positions(x.cpu()), "The device is cpu, and it should be cuda:0."),
         (lambda x: with_positions(x.float()), "the dtype of x"),
-        (lambda x: with_positions(x).roll(1, 1), "at [0, 0] there is 0, and -1 is right"),
-        (lambda x: x, "(5, 4) is asked for"),
+        (lambda x: with_positions(x).roll(1, 1), "At [0, 0], yours is 0 and the right one is -1."),
+        (lambda x: x, "it should be (5, 4)"),
     )
 
 
@@ -67,16 +67,16 @@ def test_left_behind():
     for letter, right in LEFT.items():
         for part in {"batch", "net", "labels"} - {right}:
             words = f"{letter!r} ends as before when its {part} is brought to cuda:1"
-            assert told(check.left_behind(LEFT | {letter: part}), words, ", because of RuntimeError: ")
+            assert told(check.left_behind(LEFT | {letter: part}), words, "RuntimeError: ")
     explains(
         check.left_behind,
         (LEFT | {"a": "batch"}, "mat1 stands for the input of a linear layer, on cuda:1, and the layer's bias"),
         (LEFT | {"c": "batch"}, "the labels of a loss, on cuda:0, and the net's output, looked at before it, is on"),
         (LEFT | {"d": "batch"}, "the embedding's table, looked at before it, is on cuda:0"),
         (LEFT | {"e": "net"}, "Input type (torch.FloatTensor) and weight type"),
-        (LEFT | {"e": "weights"}, "'weights' for 'e', because it is one of batch, net, labels"),
+        (LEFT | {"e": "weights"}, "'weights' for 'e'. It is one of batch, net, labels."),
         ({"a": "net"}, "a dict with a part for each of a, b, c, d, e"),
-        (LEFT | {"b": ...}, "still holds ..."),
+        (LEFT | {"b": ...}, "still contains `...`"),
     )
 
 
@@ -219,7 +219,7 @@ def test_one_per_gpu():
     assert check.one_per_gpu(OnePerGPU)
     explains(
         check.one_per_gpu,
-        (Stub, "net.parameters() is empty"),
+        (Stub, "`net.parameters()` is empty"),
         (HiddenInAList, "nn.ModuleList"),
         (NumbersInOrder, "layer 0 is on cuda:0"),
         (Detached, "layer 0 got no gradient"),
@@ -252,9 +252,9 @@ def test_batch_bytes():
     assert check.batch_bytes(2 * IMAGES + 512)
     explains(
         check.batch_bytes,
-        (2 * IMAGES + 240, "rounded up to 512"),
-        (2 * IMAGES, "the labels were left out"),
-        (4 * IMAGES + 512, "two bytes, not four"),
-        (IMAGES + 30, "counts the elements"),
-        (2 * IMAGES + 1024, "9,032,704 bytes, because it is too large"),
+        (2 * IMAGES + 240, "a multiple of 512"),
+        (2 * IMAGES, "leaves out the labels"),
+        (4 * IMAGES + 512, "A float16 takes two"),
+        (IMAGES + 30, "the number of elements"),
+        (2 * IMAGES + 1024, "9,032,704 bytes is too large."),
     )

@@ -69,7 +69,7 @@ def test_peak_moved(titans, monkeypatch):
     measured_once(monkeypatch, check, "_peak")
     logits = 100 * 163 * 20_000 * 4 / 2**30
     assert check.peak_moved(2.75 * logits)
-    assert told(check.peak_moved(logits), "the logits once")
+    assert told(check.peak_moved(logits), "the size of the logits")
     assert told(check.peak_moved(3 * logits), "its own quarter")
     assert torch.cuda.memory_allocated(0) == 0
 

@@ -76,8 +76,8 @@ def test_validate(four):
         ({"mean": lambda losses: losses.mean().item()}, "the ranks' sums must meet"),
         ({"mean": lambda losses: (by_sums(losses), None)[dist.get_rank() > 1]}, "returned None"),
         ({"mean": lambda losses: by_sums(losses) / 4}, "too small"),
-        ({"mean": lambda losses: [by_sums(losses)]}, "a number is asked for"),
-        ({"numbers": filled_up}, "[0, 1] were asked for twice, because DistributedSampler fills up"),
+        ({"mean": lambda losses: [by_sums(losses)]}, "Give a number"),
+        ({"numbers": filled_up}, "[0, 1] were asked for twice. DistributedSampler fills up"),
         ({"numbers": lambda rank, count: range(rank, count - count % 4, 4)}, "nobody asked for [8, 9]"),
         ({"numbers": lambda rank, count: range(count)}, "a rank asked for 10 of them"),
         ({"numbers": lambda rank, count: range(rank, count + 4, 4)}, "IndexError"),
@@ -164,7 +164,7 @@ def test_ranked_explains(two_gpus):
 
 
 def test_ranked_wants_the_net(two_gpus):
-    assert told(check.ranked(lambda rank, samples, log: 3), "it returned 3, because the net is asked for")
+    assert told(check.ranked(lambda rank, samples, log: 3), "It returned 3. The net is asked for.")
 
 
 def fails(rank, samples, log):

@@ -148,10 +148,10 @@ def test_backward_in_parts():
     assert check.backward_in_parts(as_tensor)
     explains(
         check.backward_in_parts,
-        (in_parts(lambda y, labels, parts: 1 / len(parts)), "values differ"),
-        (in_parts(lambda y, labels, parts: 1), "values differ"),
+        (in_parts(lambda y, labels, parts: 1 / len(parts)), "values are wrong"),
+        (in_parts(lambda y, labels, parts: 1), "values are wrong"),
         (in_parts(lambda y, labels, parts: len(y)), "every value is 50 times what it should be"),
-        (in_parts(right, log=lambda loss, y, labels: loss.item()), "as the loss, because it is"),
+        (in_parts(right, log=lambda loss, y, labels: loss.item()), "As the loss, "),
         (at_once, "more than a micro-batch"),
         (drops_the_last, "there are 50"),
         (forgets_backward, "call backward()"),

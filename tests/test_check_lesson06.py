@@ -156,7 +156,7 @@ def drift(net, batches, decay=0.9, graph=False, rate=0.1):
 def test_train_with_drift():
     assert check.train_with_drift(drift)
     assert told(check.train_with_drift(lambda *job: drift(*job, graph=True)), "with every batch")
-    assert told(check.train_with_drift(lambda *job: drift(*job, rate=0.2)), "values differ")
+    assert told(check.train_with_drift(lambda *job: drift(*job, rate=0.2)), "values are wrong")
     assert told(check.train_with_drift(lambda *job: drift(*job)[:2]), "2 averages")
 
 
@@ -205,7 +205,7 @@ def test_budget_explains():
         ({"workspaces": 8.0}, "workspaces 0.25 times"),
         ({"context": 1.0, "optimizer": 1.0}, "context 0.01 times"),
         ({"gradients": "much"}, "is text"),
-        ({"gradients": ...}, "still holds ..."),
+        ({"gradients": ...}, "still contains `...`"),
     )
 
 

@@ -86,7 +86,7 @@ def test_a_wrong_cause_is_refuted_by_the_timelines_own_figures(job):
     for cause in set(part) - {CAUSES[job]}:
         said = check.causes(CAUSES | {job: cause}).text
         words = f" {1e3 * part[cause]:.1f} of the {1e3 * used.waiting:.1f} modelled ms in which cuda:{gpu} does not"
-        assert said.startswith(f"not yet: {job}: {cause!r}") and words in said
+        assert said.startswith(f"Not yet: {job}: {cause!r}") and words in said
         assert ("other rank enters late" in said) == ((job, cause) == ("B", "link"))
 
 

@@ -1,4 +1,4 @@
-"""Comparisons for checks: each is quiet when the answer is right, else says "not yet" and what is wrong.
+"""Comparisons for checks: each is quiet when the answer is right, else says "Not yet" and what is wrong.
 
 They do not give the answer away: they say how far off it is, and name the mistake where a known one was made.
 """
@@ -18,14 +18,14 @@ UNITS = {"bytes": 1, "MiB": MiB, "GiB": GiB, "MB": 10**6, "GB": 10**9}
 def as_number(answer: object) -> float:
     """`answer` as a float; a tensor of one element counts as a number, text and truth values do not."""
     if isinstance(answer, str):
-        raise NotYet(f"{show(answer)} is text", "a number is asked for: write it without quotes and without a unit")
+        raise NotYet(f"{show(answer)} is text. Write a number, without quotes and without a unit.")
     if isinstance(answer, bool):
-        raise NotYet(f"{answer} is a truth value", "a number is asked for")
+        raise NotYet(f"{answer} is a truth value. Give a number.")
     try:
         value = float(answer.detach() if isinstance(answer, Tensor) else answer)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise NotYet(f"{show(answer)} is not a number", f"it is of type {type(answer).__name__}") from error
-    require(isfinite(value), f"the answer is {value}", "a finite number is asked for")
+        raise NotYet(f"{show(answer)} is of type {type(answer).__name__}. Give a number.") from error
+    require(isfinite(value), f"The answer is {value}. Give a finite number.")
     return value
 
 
@@ -35,20 +35,28 @@ def number(
     unit: str = "",
     rel: float = 0.01,
     mistakes: Mapping[float, str] | None = None,
+    case: str = "",
 ) -> None:
-    """`answer` must be `expected` (above 0) within the share `rel`; `mistakes` maps wrong numbers to what led there."""
+    """`answer` must be `expected` (above 0) within the share `rel`.
+
+    `mistakes` maps wrong numbers to what follows them in the sentence, such as "is the memory of one GPU. Add up all.";
+    `case` stands before the number, such as "With 30,000 words, ".
+    """
     value = as_number(answer)
     if isclose(value, expected, rel_tol=rel):
         return
-    why = "it should be more than 0"
-    if value > 0:
-        much = "more than twice " if max(value / expected, expected / value) > 2 else ""
-        why = f"it is {much}too {'large' if value > expected else 'small'}"
+    fault = "is too large." if value > expected else "is too small."
+    if value <= 0:
+        fault = "is wrong: it should be more than 0."
+    elif value > 2 * expected:
+        fault = "is more than twice the right value."
+    elif value < expected / 2:
+        fault = "is less than half the right value."
     nearest = min(mistakes or {}, key=lambda wrong: abs(wrong - value), default=expected)
     if isclose(value, nearest, rel_tol=rel):
-        why = mistakes[nearest]
+        fault = mistakes[nearest]
     shown = f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:,.6g}"
-    raise NotYet(f"{shown} {unit}".strip(), why)
+    raise NotYet(" ".join(f"{case}{shown} {unit} {fault}".split()))
 
 
 def memory(
@@ -57,49 +65,49 @@ def memory(
     unit: str,
     rel: float = 0.02,
     mistakes: Mapping[float, str] | None = None,
-    what: str = "",
+    case: str = "",
 ) -> None:
-    """`answer`, in `unit`, must be `expected` bytes within the share `rel`; `what` stands behind it in the sentence.
+    """`answer`, in `unit`, must be `expected` bytes within the share `rel`.
 
-    Knows another unit and elements taken for bytes. `mistakes` adds others: bytes, and what led to them.
+    Knows another unit and elements taken for bytes. `mistakes` adds others, by bytes; `case` is that of `number`.
     """
     size = UNITS[unit]
-    known = {wrong / size: because for wrong, because in (mistakes or {}).items()}
+    known = {wrong / size: fault for wrong, fault in (mistakes or {}).items()}
     for name, other in UNITS.items():
         if name != unit:
-            known.setdefault(expected / other, f"those are {name}: give {unit}. A {unit} has {size:,} bytes")
-    known.setdefault(expected / 4 / size, "that counts the elements: each float32 takes four bytes")
-    number(answer, expected / size, f"{unit} {what}".strip(), rel, known)
+            known.setdefault(expected / other, f"would be right in {name}. Give {unit}: 1 {unit} is {size:,} bytes.")
+    known.setdefault(expected / 4 / size, "counts each element as one byte. A float32 takes four bytes.")
+    number(answer, expected / size, unit, rel, known, case)
 
 
 def device(answer: Tensor | nn.Module, expected: torch.device) -> None:
     """`answer` must be on the device `expected`, a module with all its parameters and buffers."""
     tensors = [answer] if isinstance(answer, Tensor) else [*answer.parameters(), *answer.buffers()]
     for each in tensors:
-        require(each.device == expected, f"the device is {each.device}", f"it should be {expected}")
+        require(each.device == expected, f"The device is {each.device}, and it should be {expected}.")
 
 
 def tensor(answer: object, expected: Tensor, rel: float = 1e-4, absolute: float = 1e-6) -> None:
     """`answer` must have the shape and, within rounding, the values of `expected`; on any device."""
     if not isinstance(answer, Tensor):
-        raise NotYet(f"{show(answer)} is not a tensor", "a tensor is asked for")
-    why = f"{tuple(expected.shape)} is asked for"
-    require(answer.shape == expected.shape, f"the shape is {tuple(answer.shape)}", why)
+        raise NotYet(f"{show(answer)} is not a tensor. Return a tensor.")
+    shapes = f"The shape is {tuple(answer.shape)}, and it should be {tuple(expected.shape)}."
+    require(answer.shape == expected.shape, shapes)
     found, right = answer.detach().cpu().to(torch.double), expected.detach().cpu().to(torch.double)
     if torch.allclose(found, right, rtol=rel, atol=absolute):
         return
-    require(bool(found.isfinite().all()), "some values are nan or infinite", "all should be finite")
+    require(bool(found.isfinite().all()), "Some values are nan or infinite. All should be finite.")
     factor = float((found * right).sum() / (right * right).sum())
     if torch.allclose(found, factor * right, rtol=rel, atol=absolute):
-        why = "one factor for all is often a sum taken for a mean, or a mean for a sum"
-        raise NotYet(f"every value is {factor:.3g} times what it should be", why)
+        often = "One factor for all values often means a sum in place of a mean, or a mean in place of a sum."
+        raise NotYet(f"Every value is {factor:.3g} times what it should be.", often)
     wrong = (~torch.isclose(found, right, rtol=rel, atol=absolute)).nonzero()
     first = tuple(wrong[0].tolist())
-    both = f"at {list(first)} there is {found[first]:.4g}, and {right[first]:.4g} is right"
-    raise NotYet(f"{len(wrong)} of {right.numel()} values differ", both)
+    both = f"At {list(first)}, yours is {found[first]:.4g} and the right one is {right[first]:.4g}."
+    raise NotYet(f"{len(wrong)} of {right.numel()} values are wrong.", both)
 
 
 def names(answer: object, expected: Iterable[str], what: str) -> None:
     """`answer` must be a dict with `what` for each of the keys in `expected`, and no others."""
     whole = isinstance(answer, Mapping) and set(answer) == set(expected)
-    require(whole, show(answer), f"a dict with {what} for each of {', '.join(expected)} is asked for")
+    require(whole, f"The answer is {show(answer)}. Give a dict with {what} for each of {', '.join(expected)}.")

@@ -14,10 +14,10 @@ from helpers.gpus import ENGINE_FOLDER
 
 
 class NotYet(Exception):
-    """The answer is not right yet: `what` was found, and `because` explains it."""
+    """The answer is not right yet. Its arguments are whole sentences: what is wrong, why, and what to do."""
 
-    def __init__(self, what: str, because: str):
-        super().__init__(f"{what}, because {because}")
+    def __str__(self) -> str:
+        return " ".join(self.args)
 
 
 class Verdict:
@@ -33,16 +33,16 @@ class Verdict:
         """Nothing: the sentence is printed already."""
 
 
-def require(condition: bool, what: str, because: str) -> None:
-    """End the check with "not yet: `what`, because `because`" unless `condition` holds."""
+def require(condition: bool, *sentences: str) -> None:
+    """End the check with "Not yet: " and the sentences unless `condition` holds."""
     if not condition:
-        raise NotYet(what, because)
+        raise NotYet(*sentences)
 
 
 def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
     """Make an exercise's check of a function that ends in NotYet where the answer is wrong.
 
-    Every other exception ends in a "not yet", too; only Ctrl-C passes through. The random states and the current GPU
+    Every other exception ends in a "Not yet", too; only Ctrl-C passes through. The random states and the current GPU
     are afterwards as they were before: later cells must not depend on whether a check was run.
     """
 
@@ -53,11 +53,11 @@ def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
             gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
             current = torch.cuda.device(torch.cuda.current_device()) if gpus else nullcontext()
             with torch.random.fork_rng(range(gpus)), current:
-                correct, text = True, "correct: " + check(*answers, **options)
+                correct, text = True, "Correct: " + check(*answers, **options)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - even a learner's exit() must not end the lesson
-            correct, text = False, "not yet: " + _explain(error)
+            correct, text = False, "Not yet: " + _explain(error)
         text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair cannot be printed
         print(text)
         return Verdict(correct, text)
@@ -72,26 +72,24 @@ def show(value: object, longest: int = 80) -> str:
 
 
 def call(fn: object, *args, **kwargs) -> object:
-    """`fn(*args, **kwargs)` of a learner's function; "not yet" if it cannot be called or returns nothing or `...`."""
+    """`fn(*args, **kwargs)` of a learner's function; "Not yet" if it cannot be called or returns None or `...`."""
     if not callable(fn):
-        raise NotYet(f"{show(fn)} cannot be called", "the check needs the function itself: its name without brackets")
+        raise NotYet(f"{show(fn)} cannot be called. Pass the function itself: its name without brackets.")
     return given(fn(*args, **kwargs), fn)
 
 
 def given(result: object, fn: object) -> object:
-    """What a learner's function returned; "not yet" if that is nothing or `...`."""
+    """What a learner's function returned; "Not yet" if that is None or `...`."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    why = "your answer is missing: put it in the place of the dots"
-    require(result is not ..., f"{name} still returns ...", why)
-    require(result is not None, f"{name} returned None", "it has no `return` with a value yet")
+    require(result is not ..., f"`{name}` still returns `...`. Replace the dots with your answer.")
+    require(result is not None, f"`{name}` returned None. Does it end with `return` and a value?")
     return result
 
 
 def _refuse_stubs(values) -> None:
-    what = "there is nothing to check"
     for value in values:
-        require(value is not ..., what, "the cell above still holds ...: put your answer in its place")
-        require(value is not None, what, "the answer is None: does your function `return` its value?")
+        require(value is not ..., "The cell above still contains `...`. Replace the dots with your answer.")
+        require(value is not None, "The answer is None. If a function made it, does the function `return` its value?")
         if type(value) in (list, tuple, dict):
             _refuse_stubs(value.values() if type(value) is dict else value)
 
@@ -100,18 +98,19 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, NotYet):
         return str(error)
     try:
-        return f"your code stopped{where(error)}, because of {words(error)}"
+        return f"Your code stopped{where(error)} with {words(error)}"
     except Exception:  # noqa: BLE001 - the text of a learner's error may raise, too
-        return f"your code stopped, because of an error of type {type(error).__name__} whose text cannot be shown"
+        return f"Your code stopped with an error of type {type(error).__name__} whose text cannot be shown."
 
 
 def words(error: BaseException) -> str:
-    """An error's kind and text as one line, shortened."""
+    """An error's type and text as one line that ends in a full stop, shortened."""
     text = str(error).strip()
     said = " ".join(f"{type(error).__name__}: {text}".split()) if text else type(error).__name__
     if _in_a_thread(error):
         said = text.splitlines()[-1]
-    return said if len(said) <= 300 else said[:296] + " ..."
+    said = said if len(said) <= 300 else said[:296] + " ..."
+    return said if said.endswith((".", "!", "?")) else said + "."
 
 
 def where(error: BaseException) -> str:

@@ -16,9 +16,9 @@ GPUS = 4
 def total_memory(answer):
     """The memory of all GPUs together, in GiB."""
     sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in need_gpus(GPUS)]
-    one = {sizes[0]: f"that is one GPU, and there are {len(sizes)}"}
+    one = {sizes[0]: f"is the memory of one GPU. Add up all {len(sizes)}."}
     compare.memory(answer, sum(sizes), "GiB", rel=0.01, mistakes=one)
-    return f"{len(sizes)} GPUs, {sizes[0] / GiB:.2f} GiB on the first"
+    return f"{len(sizes)} GPUs, {sizes[0] / GiB:.2f} GiB on the first."
 
 
 @exercise
@@ -31,7 +31,7 @@ def run_on(answer):
         output = call(answer, gpu, net, images)
         compare.tensor(output, expected)
         compare.device(output, gpu)
-    return "the net's own answers, on each GPU in turn"
+    return "The net's own answers, on each GPU in turn."
 
 
 @exercise
@@ -48,12 +48,12 @@ def budget(answer):
         held = sum(each.nbytes for each in (*parameters, *(p.grad for p in parameters), *states))
         size = sum(each.nbytes for each in parameters)
         mistakes = {
-            size: "the gradients and Adam's state were left out, or a float32 was taken for one byte",
-            2 * size: "Adam's state was left out",
-            3 * size: "the gradients were left out, or one of the two numbers that Adam keeps per parameter",
+            size: "leaves out the gradients and Adam's state.",
+            2 * size: "leaves out Adam's state.",
+            3 * size: "leaves out the gradients, or one of the two numbers that Adam keeps for each parameter.",
         }
         compare.memory(value, held, "MiB", rel=0.01, mistakes=mistakes)
-    return "four times the parameters, as measured after a step of Adam"
+    return "Four times the parameters, as measured after a step of Adam."
 
 
 @exercise
@@ -63,9 +63,9 @@ def pieces(answer):
     expected = [len(piece) for piece in nn.parallel.scatter(torch.zeros(BATCH, 1), gpus)]
     found = answer.tolist() if isinstance(answer, Tensor) else answer
     four = isinstance(found, list | tuple) and len(found) == GPUS
-    require(four, show(answer), f"a list of {GPUS} numbers is asked for, one per GPU")
+    require(four, f"{show(answer)}.", f"A list of {GPUS} numbers is asked for, one per GPU.")
     numbers = [compare.as_number(each) for each in found]
-    require(sum(numbers) == BATCH, f"{show(answer)} are {sum(numbers):g} images", f"the batch has {BATCH}")
+    require(sum(numbers) == BATCH, f"{show(answer)} are {sum(numbers):g} images.", f"The batch has {BATCH}.")
     rule = f"a piece is {BATCH} / {GPUS} rounded up, {-(-BATCH // GPUS)} images, until none are left for the last GPU"
-    require(numbers == expected, show(answer), rule)
-    return "the last GPU gets less, so it waits for the others"
+    require(numbers == expected, f"{show(answer)}.", f"{rule}.")
+    return "The last GPU gets less, so it waits for the others."

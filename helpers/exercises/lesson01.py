@@ -30,9 +30,9 @@ def with_positions(answer):
         found = call(answer, x)
         compare.tensor(found, torch.cat([x, torch.arange(5.0).to(x)[:, None]], dim=1))
         compare.device(found, place)
-        why = "the new column should have the dtype of x"
-        require(found.dtype == dtype, f"for {dtype} the result is {found.dtype}", why)
-    return "the numbers, the device and the dtype follow x"
+        why = "The new column should have the dtype of x"
+        require(found.dtype == dtype, f"For {dtype} the result is {found.dtype}.", f"{why}.")
+    return "The numbers, the device and the dtype follow x."
 
 
 # Exercise 2: five programs meant for cuda:1. Each: how net and batch are made, what was left behind, and where.
@@ -77,10 +77,10 @@ def left_behind(answer):
     compare.names(answer, _PROGRAMS, "a part")
     for letter, said in errors().items():
         part = answer[letter]
-        require(part in PARTS, f"{show(part)} for {letter!r}", f"it is one of {', '.join(PARTS)}")
+        require(part in PARTS, f"{show(part)} for {letter!r}.", f"It is one of {', '.join(PARTS)}.")
         what = f"{letter!r} ends as before when its {part} is brought to {GPU}"
-        require(not _error_of(letter, brought=part), what, _told(said))
-    return f"brought to {GPU}, they let all five programs run"
+        require(not _error_of(letter, brought=part), f"{what}.", _told(said))
+    return f"Brought to {GPU}, they let all five programs run."
 
 
 # What a device error names: what its word stands for, and what was looked at before it.
@@ -94,7 +94,7 @@ _OPERANDS = r"found at least two devices, (\S+) and (\S+)!"
 
 
 def _told(said: str) -> str:
-    """An error's words and, where it names devices by PyTorch's own terms, what they mean; goes behind "because"."""
+    """An error's words and, where it names devices by PyTorch's own terms, what they mean; a whole sentence."""
     meaning = ""
     if match := re.search(_ARGUMENT, said):
         word, there, elsewhere = match.groups()
@@ -103,7 +103,7 @@ def _told(said: str) -> str:
     elif match := re.search(_OPERANDS, said):
         places = "a tensor on {} and one on {}".format(*match.groups())
         meaning = f"an element-wise operation met {places}: ask each in that line for its .device"
-    return f"of {said.rstrip('.')}. In other words: {meaning}" if meaning else f"of {said}"
+    return f"{said} In other words: {meaning}." if meaning else said
 
 
 _SHAPES = [(8, 4), (8,), (3, 8), (3,)]  # of the weights and biases of exercise 3
@@ -112,8 +112,8 @@ _SHAPES = [(8, 4), (8,), (3, 8), (3,)]  # of the weights and biases of exercise 
 @exercise
 def mended(net_class, train):
     """Exercise 3: `train(net, device, x, y)` trains a `net_class()` anywhere; what the net then says, as NumPy."""
-    why = "the check makes the module itself: give the class, without brackets"
-    require(isinstance(net_class, type), f"{show(net_class)} is not a class", why)
+    why = "The check makes the module itself: give the class, without brackets"
+    require(isinstance(net_class, type), f"{show(net_class)} is not a class.", f"{why}.")
     x, y = torch.linspace(-2, 2, 24).sin().reshape(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     for place in reversed(_places()):
         net = net_class()
@@ -121,16 +121,20 @@ def mended(net_class, train):
         try:
             found = call(train, net, place, x.clone(), y.clone())
         except (RuntimeError, TypeError) as error:
-            raise NotYet(f"on {place} your code stopped{where(error)}", _told(words(error))) from error
+            raise NotYet(f"On {place} your code stopped{where(error)}.", _told(words(error))) from error
         missing = [shape for shape in _SHAPES if shape not in start]
         what = f"net.parameters() lacks those of shape {' and '.join(map(str, missing))}"
-        require(not missing, what, "a plain list hides a layer from .to and from the optimizer: take nn.ModuleList")
-        why = "parameters are for what the optimizer trains: make it a buffer with register_buffer"
-        require("scale" not in dict(net.named_parameters()), "scale is a parameter", why)
-        why = "a buffer is asked for, which .to moves and a checkpoint holds: register_buffer without persistent=False"
-        require("scale" in net.state_dict(), "the net's state_dict does not hold scale", why)
+        require(
+            not missing, f"{what}.", "A plain list hides a layer from .to and from the optimizer: take nn.ModuleList."
+        )
+        why = "Parameters are for what the optimizer trains: make it a buffer with register_buffer"
+        require("scale" not in dict(net.named_parameters()), "`scale` is a parameter.", f"{why}.")
+        why = "A buffer is asked for, which .to moves and a checkpoint holds: register_buffer without persistent=False"
+        require("scale" in net.state_dict(), "The net's state_dict does not hold scale.", f"{why}.")
         compare.device(net, place)
-        require(isinstance(found, np.ndarray), f"train returned {show(found)}", "a NumPy array of classes is asked for")
+        require(
+            isinstance(found, np.ndarray), f"`train` returned {show(found)}.", "A NumPy array of classes is asked for."
+        )
         # The same three steps of SGD, written out for the CPU, end with the same weights and classes.
         weights = [start[shape].cpu().requires_grad_() for shape in _SHAPES]
         sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
@@ -141,11 +145,11 @@ def mended(net_class, train):
         ended = {tuple(each.shape): each.detach().cpu() for each in net.parameters()}
         for shape, right in zip(_SHAPES, weights, strict=True):
             same = torch.allclose(ended[shape], right.detach(), rtol=1e-3, atol=1e-4)
-            why = "only places were to be mended: net, loss, rate, momentum and number of steps are right as they are"
-            require(same, f"the weights of shape {shape} are others than after three steps on the CPU", why)
+            why = "Only places were to be mended: net, loss, rate, momentum and number of steps are right as they are"
+            require(same, f"The weights of shape {shape} are others than after three steps on the CPU.", f"{why}.")
         same = found.tolist() == _scores(weights, x).argmax(1).tolist()
-        require(same, f"the classes are {show(found)}", "after the same three steps on the CPU they are others")
-    return "the same weights and classes on every device. (SGD before .to was no mistake: it has no state yet)"
+        require(same, f"The classes are {show(found)}.", "After the same three steps on the CPU they are others.")
+    return "The same weights and classes on every device. (SGD before .to was no mistake: it has no state yet.)"
 
 
 def _scores(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -162,22 +166,22 @@ def one_per_gpu(answer):
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     expected = nn.Sequential(*layers)(x).detach()
     net = answer(layers, gpus)
-    require(isinstance(net, nn.Module), f"it made {show(net)}", "a subclass of nn.Module is asked for")
+    require(isinstance(net, nn.Module), f"It made {show(net)}.", "A subclass of nn.Module is asked for.")
     known = {id(parameter) for parameter in net.parameters()}
-    why = "the layers are not kept, or in a plain list: take nn.ModuleList"
-    require(bool(known), "net.parameters() is empty", why)
+    why = "The layers are not kept, or in a plain list: take nn.ModuleList"
+    require(bool(known), "`net.parameters()` is empty.", f"{why}.")
     for i, (layer, gpu) in enumerate(zip(layers, gpus, strict=True)):
-        require(id(layer.weight) in known, f"net.parameters() lacks those of layer {i}", why)
+        require(id(layer.weight) in known, f"`net.parameters()` lacks those of layer {i}.", f"{why}.")
         place = layer.weight.device
-        require(place == gpu, f"layer {i} is on {place}", f"gpus[{i}], which is {gpu} in this check, is its place")
+        require(place == gpu, f"Layer {i} is on {place}.", f"`gpus[{i}]`, which is {gpu} in this check, is its place.")
     found = call(net, x)
     compare.tensor(found, expected)
     compare.device(found, gpus[-1])
-    require(found.requires_grad, "the output has no graph", "a detach or no_grad cut it off from the layers")
+    require(found.requires_grad, "The output has no graph.", "A detach or no_grad cut it off from the layers.")
     found.sum().backward()
     for i, layer in enumerate(layers):
-        require(layer.weight.grad is not None, f"layer {i} got no gradient", "a detach cut the graph before it")
-    return f"{len(gpus)} layers on {len(gpus)} GPUs, values and gradients as on one device"
+        require(layer.weight.grad is not None, f"Layer {i} got no gradient.", "A detach cut the graph before it.")
+    return f"{len(gpus)} layers on {len(gpus)} GPUs, values and gradients as on one device."
 
 
 FILLING = 256 * MiB  # bytes by which one GPU is fuller than the next in `emptiest_gpu`
@@ -200,20 +204,20 @@ def emptiest_gpu(answer):
             del held
             gc.collect()
             torch.cuda.empty_cache()
-    return "it named the emptiest GPU every time"
+    return "It named the emptiest GPU every time."
 
 
 def _is_emptiest(answer: object, gpus: list[torch.device]) -> None:
     name = f"cuda:{answer}" if type(answer) is int else str(answer)
-    require(name in map(str, gpus), f"{show(answer)} is not one of the GPUs", "a torch.device of `gpus` is asked for")
+    require(name in map(str, gpus), f"{show(answer)} is not one of the GPUs.", "A torch.device of `gpus` is asked for.")
     device = torch.device(name)
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in gpus]
     chosen, most = free[device.index], max(free)
-    why = f"another GPU has {format_bytes(most)} free"
+    why = f"Another GPU has {format_bytes(most)} free"
     if chosen == min(free):
         why += "; yours is the fullest, where freed memory that PyTorch keeps is taken too: ask mem_get_info"
     close = chosen >= most - FILLING // 4  # other programs on a real GPU come and go meanwhile
-    require(close, f"you chose {device} with {format_bytes(chosen)} free", why)
+    require(close, f"You chose {device} with {format_bytes(chosen)} free.", f"{why}.")
 
 
 @exercise
@@ -226,10 +230,10 @@ def batch_bytes(answer):
     labels = torch.empty(30, dtype=torch.int64, device="cuda:0")
     measured = torch.cuda.memory_allocated(0) - before
     mistakes = {
-        images.nbytes + labels.nbytes: "that is the payload: each tensor is rounded up to 512 bytes",
-        images.nbytes: "the labels were left out",
-        2 * images.nbytes + 512: "each float16 takes two bytes, not four",
-        images.numel() + labels.numel(): "that counts the elements: bytes are asked for",
+        images.nbytes + labels.nbytes: "is the payload. Each tensor is rounded up to a multiple of 512 bytes.",
+        images.nbytes: "leaves out the labels.",
+        2 * images.nbytes + 512: "counts four bytes per pixel. A float16 takes two.",
+        images.numel() + labels.numel(): "is the number of elements. Give bytes.",
     }
     compare.number(answer, measured, unit="bytes", rel=1e-9, mistakes=mistakes)
-    return f"{measured:,} bytes, {format_bytes(measured)}, as measured on cuda:0"
+    return f"{measured:,} bytes, {format_bytes(measured)}, as measured on cuda:0."

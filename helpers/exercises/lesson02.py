@@ -21,10 +21,12 @@ def piece_sizes(answer):
     """Exercise 1: `answer(batch, gpus)` must list how many samples each GPU gets, as torch.nn.parallel.scatter cuts."""
     for batch, gpus in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7)):
         found, right = call(answer, batch, gpus), [len(piece) for piece in torch.zeros(batch).chunk(gpus)]
-        require(isinstance(found, list), f"{show(found)} is not a list", "a list of integers is asked for")
-        why = "every piece but the last has the same size, batch / gpus rounded up, and no piece is empty"
-        require(found == right, f"{batch} samples on {gpus} GPUs: {show(found)} with {show(sum(found))} samples", why)
-    return "the same pieces as scatter's, even where GPUs stay without work"
+        require(isinstance(found, list), f"{show(found)} is not a list.", "A list of integers is asked for.")
+        why = "Every piece but the last has the same size, batch / gpus rounded up, and no piece is empty"
+        require(
+            found == right, f"{batch} samples on {gpus} GPUs: {show(found)} with {show(sum(found))} samples.", f"{why}."
+        )
+    return "The same pieces as scatter's, even where GPUs stay without work."
 
 
 @exercise
@@ -35,12 +37,12 @@ def without_prefix(answer):
         right = net.state_dict()
         for given, what in ((nn.DataParallel(net).state_dict(), "a wrapped"), (right, "a plain")):
             found = call(answer, dict(given))
-            require(isinstance(found, Mapping), f"{show(found)} is not a dict", "a state dict is asked for")
-            why = "only the one `module.` at the very front belongs to DataParallel, and only if every key has it"
-            require(set(found) == set(right), f"{what} net's keys {list(given)} became {list(found)}", why)
+            require(isinstance(found, Mapping), f"{show(found)} is not a dict.", "A state dict is asked for.")
+            why = "Only the one `module.` at the very front belongs to DataParallel, and only if every key has it"
+            require(set(found) == set(right), f"{what} net's keys {list(given)} became {list(found)}.", f"{why}.")
             for key, value in right.items():
                 compare.tensor(found[key], value)
-    return "load_state_dict takes it, and a layer that is itself called `module` keeps its name"
+    return "`load_state_dict` takes it, and a layer that is itself called `module` keeps its name."
 
 
 @exercise
@@ -52,13 +54,13 @@ def peak_moved(answer):
     logits = batch * LENGTH * vocabulary * 4
     peaks = [_peak(batch, vocabulary, gpus, output_device) for output_device in (None, gpus[1])]
     mistakes = {
-        logits: "that is the logits once: at the peak there are more tensors of their size",
-        2 * logits: "that is the logits twice: forward and backward together hold one more of their size",
-        3 * logits: "GPU 0 still has to hold the gradient of its own quarter of the logits",
-        4 * logits: "that is one tensor of the logits' size too many",
+        logits: "is the size of the logits. At the peak there are more tensors of that size.",
+        2 * logits: "is twice the size of the logits. At the peak there are more tensors of that size.",
+        3 * logits: "is too large: GPU 0 still has to hold the gradient of its own quarter of the logits.",
+        4 * logits: "is one tensor of the logits' size too many.",
     }
     compare.memory(answer, peaks[0] - peaks[1], "GiB", rel=0.04, mistakes=mistakes)
-    return f"GPU 0's peak falls from {peaks[0] / GiB:.2f} to {peaks[1] / GiB:.2f} GiB"
+    return f"GPU 0's peak falls from {peaks[0] / GiB:.2f} to {peaks[1] / GiB:.2f} GiB."
 
 
 @exercise
@@ -69,7 +71,7 @@ def largest_vocabulary(answer):
         return lambda vocabulary: _peak(200, vocabulary, gpus)
 
     check_largest(answer, 2_000, 200_000, "words", make_fits)
-    return "with 2,000 words more GPU 0 runs out of memory"
+    return "With 2,000 words more GPU 0 runs out of memory."
 
 
 def _peak(batch: int, vocabulary: int, gpus: list[torch.device], output_device: torch.device | None = None) -> int:
@@ -95,18 +97,24 @@ def damaged(answer):
 
         found = call(answer, gpus, send)
         require(
-            isinstance(found, list), f"{show(found)} is not a list", "a list of pairs (source, target) is asked for"
+            isinstance(found, list), f"{show(found)} is not a list.", "A list of pairs (source, target) is asked for."
         )
         ways = {_way(pair) for pair in found}
         what = f"of {sorted(ways)} the copies on {sorted(ways - broken)} arrive whole"
-        require(not ways - broken, what, "each direction is a way of its own, to be tested without the way back")
+        require(not ways - broken, f"{what}.", "Each direction is a way of its own, to be tested without the way back.")
         what = f"{len(broken - ways)} of {len(broken)} damaged ways are missing from your list"
-        require(not broken - ways, what, "zeros arrive there: send numbers that are not zero, by `send`, on every way")
-    return "every damaged way, and no other"
+        require(
+            not broken - ways,
+            f"{what}.",
+            "Zeros arrive there: send numbers that are not zero, by `send`, on every way.",
+        )
+    return "Every damaged way, and no other."
 
 
 def _way(pair) -> tuple[int, int]:
-    require(isinstance(pair, tuple | list) and len(pair) == 2, show(pair), "a pair (source, target) is asked for")
+    require(
+        isinstance(pair, tuple | list) and len(pair) == 2, f"{show(pair)}.", "A pair (source, target) is asked for."
+    )
     indices = tuple(gpu.index if isinstance(gpu, torch.device) else gpu for gpu in pair)
-    require(all(type(index) is int for index in indices), show(pair), "two of `gpus` are asked for")
+    require(all(type(index) is int for index in indices), f"{show(pair)}.", "Two of `gpus` are asked for.")
     return indices

@@ -25,33 +25,33 @@ def combine(answer):
         leaves = [torch.tensor(mean, device=gpu, requires_grad=True) for mean, gpu in zip(means, gpus, strict=False)]
         found = call(answer, [leaf * 1 for leaf in leaves], list(weights))
         what = f"for losses {means} with the weights {weights} you return {show(found)}"
-        require(isinstance(found, Tensor), what, "a tensor is asked for: a plain number has no gradient")
-        require(found.shape == (), what, f"one number, of shape (), is asked for, not {tuple(found.shape)}")
-        require(found.device == gpus[0], what, f"it should be on {gpus[0]}, where the first loss is")
-        require(not found.isnan(), what, "0 x nan is nan: what has weight 0 must be left out")
+        require(isinstance(found, Tensor), f"{what}.", "A tensor is asked for: a plain number has no gradient.")
+        require(found.shape == (), f"{what}.", f"One number, of shape (), is asked for, not {tuple(found.shape)}.")
+        require(found.device == gpus[0], f"{what}.", f"It should be on {gpus[0]}, where the first loss is.")
+        require(not found.isnan(), f"{what}.", "0 x nan is nan: what has weight 0 must be left out.")
         counted = [(leaf, weight) for leaf, weight in zip(leaves, weights, strict=True) if weight]
         weighted = sum(leaf.item() * weight for leaf, weight in counted)
         mistakes = {
-            sum(leaf.item() for leaf, _ in counted) / len(weights): "that is the mean of the means: weigh each",
-            weighted: "that is the weighted sum: divide it by the sum of the weights",
+            sum(leaf.item() for leaf, _ in counted) / len(weights): "is the mean of the means. Weight each.",
+            weighted: "is the weighted sum. Divide it by the sum of the weights.",
         }
-        result = f"for losses {means} with the weights {weights}"
-        compare.number(found, weighted / sum(weights), result, rel=1e-4, mistakes=mistakes)
-        require(found.requires_grad, what, "it has no gradient: .item(), .data and .detach() cut it off")
+        case = f"For losses {means} with the weights {weights}, "
+        compare.number(found, weighted / sum(weights), rel=1e-4, mistakes=mistakes, case=case)
+        require(found.requires_grad, f"{what}.", "It has no gradient: .item(), .data and .detach() cut it off.")
         found.backward()
         for leaf, weight in counted:
-            require(leaf.grad is not None, what, f"no gradient arrives on {leaf.device}")
-            compare.number(leaf.grad, weight / sum(weights), "(the gradient of a loss)", rel=1e-4)
-    return "the weights, the GPU and the gradients are right, and a piece of weight 0 does no harm"
+            require(leaf.grad is not None, f"{what}.", f"No gradient arrives on {leaf.device}.")
+            compare.number(leaf.grad, weight / sum(weights), rel=1e-4, case="As the gradient of a loss, ")
+    return "The weights, the GPU and the gradients are right, and a piece of weight 0 does no harm."
 
 
 @exercise
 def masked_criterion(answer):
     """Exercise 2: `answer`, a DataParallelCriterion, must give one GPU's masked mean, however the mask is spread."""
     why = "DataParallelCriterion(MaskedError(), ...) itself is asked for"
-    require(isinstance(answer, DataParallelCriterion), f"{show(answer)} is not a DataParallelCriterion", why)
+    require(isinstance(answer, DataParallelCriterion), f"{show(answer)} is not a DataParallelCriterion.", f"{why}.")
     gpus = [torch.device("cuda", index) for index in answer.device_ids]
-    require(len(gpus) > 1, f"it works on {len(gpus)} GPUs", "two or more are asked for: give it gpus")
+    require(len(gpus) > 1, f"It works on {len(gpus)} GPUs.", "Two or more are asked for: give it gpus.")
     need_gpus(len(gpus), values=True)
     numbers = torch.Generator().manual_seed(3)
     for kept in ((4, 4, 4, 4), (4, 3, 1, 1), (4, 2, 0, 0)):  # places that count in each quarter of the batch
@@ -64,15 +64,15 @@ def masked_criterion(answer):
         loss = answer(DataParallelModel(net, gpus)(inputs), targets, mask)
         counts = [int(piece.sum()) for piece in mask.chunk(len(gpus))]
         what = f"with {counts} places that count on the GPUs the loss is {loss.item():.3f}"
-        require(not loss.isnan(), what, "where no place counts your criterion still divides by 0")
-        why = f"one GPU's is {right.item():.3f}: tell DataParallelCriterion what the mean of each GPU is over"
-        require(torch.isclose(loss.cpu(), right, rtol=1e-4), what, why)
+        require(not loss.isnan(), f"{what}.", "Where no place counts your criterion still divides by 0.")
+        why = f"One GPU's is {right.item():.3f}: tell DataParallelCriterion what the mean of each GPU is over"
+        require(torch.isclose(loss.cpu(), right, rtol=1e-4), f"{what}.", f"{why}.")
         loss.backward()
         why = "0 / 0 inside the criterion makes the gradient nan, even where its result counts for nothing"
         for parameter, wanted in zip(net.parameters(), expected, strict=True):
-            require(not parameter.grad.isnan().any(), f"{what}, and its gradient nan", why)
+            require(not parameter.grad.isnan().any(), f"{what}, and its gradient nan.", f"{why}.")
             compare.tensor(parameter.grad, wanted)
-    return "the loss and the gradients of one GPU, also where a GPU has nothing that counts"
+    return "The loss and the gradients of one GPU, also where a GPU has nothing that counts."
 
 
 # Exercise 3: which losses come out of pieces? Each runs on one GPU and on four, as the answer says.
@@ -98,7 +98,7 @@ def losses(answers):
     compare.names(answers, LOSSES, "an answer")
     why = f"{AS_IT_IS!r}, {NOT_AT_ALL!r} or the weight, a function of scores and tags, is asked for"
     for name, answer in answers.items():
-        require(callable(answer) or answer in (AS_IT_IS, NOT_AT_ALL), f"{name}: {show(answer)}", why)
+        require(callable(answer) or answer in (AS_IT_IS, NOT_AT_ALL), f"{name}: {show(answer)}.", f"{why}.")
     gpus = need_gpus(4, values=True)[:4]
     for name in LOSSES:
         answer = answers[name]
@@ -108,13 +108,13 @@ def losses(answers):
         alone, alone_gradient = _cut_step(name, gpus[:1], None)
         loss, gradient = _cut_step(name, gpus, weight)
         both = f"one GPU {alone:.3f}, {len(gpus)} GPUs {loss:.3f}"
-        require(answer != NOT_AT_ALL, f"{name}: {NOT_AT_ALL}", f"it can be had: {both}. What is its mean over?")
+        require(answer != NOT_AT_ALL, f"{name}: {NOT_AT_ALL}.", f"It can be had: {both}. What is its mean over?")
         what = f"{name}, {answer if answer == AS_IT_IS else 'with your weight'}: {both}"
-        require(abs(loss - alone) < 1e-4, what, "the pieces' losses, each counted so often, make another mean")
+        require(abs(loss - alone) < 1e-4, f"{what}.", "The pieces' losses, each counted so often, make another mean.")
         off = float((gradient - alone_gradient).norm() / alone_gradient.norm())
-        why = f"the gradient is off by {off:.0%}: a weight counts as a constant, and yours depends on the scores"
-        require(off < 1e-3, what, why)
-    return "loss and gradient of one GPU wherever they can be had, and only there"
+        why = f"The gradient is off by {off:.0%}: a weight counts as a constant, and yours depends on the scores"
+        require(off < 1e-3, f"{what}.", f"{why}.")
+    return "Loss and gradient of one GPU wherever they can be had, and only there."
 
 
 class _Loss(nn.Module):
@@ -175,13 +175,13 @@ def peaks(answer):
         peak = _peak(name, gpus)
         before = peak + held * logits * (KNOWN_VOCABULARY / VOCABULARY - 1)
         mistakes = {
-            before: "that is the peak with 30,000 words",
-            before * VOCABULARY / KNOWN_VOCABULARY: "that shrinks everything, and the layers' activations do not",
-            held * logits: "that is the logits alone: the layers' activations come on top",
+            before: "is the peak with 30,000 words.",
+            before * VOCABULARY / KNOWN_VOCABULARY: "shrinks everything, and the layers' activations do not shrink.",
+            held * logits: "is the logits alone. The layers' activations come on top.",
         }
-        what = f"for {name}, where GPU 0 holds {held:g} times the logits at its peak"
-        compare.memory(answer[name], peak, "GiB", 0.05, mistakes, what)
-    return "what is counted in logits shrinks with the vocabulary, the rest nearly stays"
+        case = f"For {name}, where GPU 0 holds {held:g} times the logits at its peak, "
+        compare.memory(answer[name], peak, "GiB", 0.05, mistakes, case)
+    return "What is counted in logits shrinks with the vocabulary, the rest nearly stays."
 
 
 def _peak(name: str, gpus: list[torch.device]) -> int:
@@ -201,7 +201,7 @@ def largest_fused(answer):
         return step
 
     check_largest(answer, 40, 4_000, "sentences", make_fits)
-    return "with 40 more a GPU runs out of memory"
+    return "With 40 more a GPU runs out of memory."
 
 
 def _bert_step(bert: nn.Module, method: Callable, gpus: list[torch.device], vocabulary: int) -> Callable[[int], None]:

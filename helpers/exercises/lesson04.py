@@ -19,29 +19,33 @@ def tree(answer):
     """Exercise 1: `answer(ranks)` lists steps, each a list of (source, target), that bring rank 0's tensor to all."""
     for ranks in (2, 4, 3, 8, 1, 13, 64):
         steps = call(answer, ranks)
-        require(isinstance(steps, list), f"{show(steps)} is not a list", "a list of steps is asked for")
+        require(isinstance(steps, list), f"{show(steps)} is not a list.", "A list of steps is asked for.")
         have = {0}
         for number, step in enumerate(steps, 1):
             what = f"{ranks} ranks, step {number}: {show(step)}"
             try:
                 pairs = [(int(source), int(target)) for source, target in step]
             except (TypeError, ValueError) as error:
-                raise NotYet(what, "a step is a list of pairs (source, target)") from error
+                raise NotYet(f"{what}.", "A step is a list of pairs (source, target).") from error
             sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
             require(
-                sources <= have, what, f"{sources - have} cannot send: they do not have the tensor before this step"
+                sources <= have,
+                f"{what}.",
+                f"{sources - have} cannot send: they do not have the tensor before this step.",
             )
-            require(not targets & have, what, f"{targets & have} have it already")
-            require(targets <= set(range(ranks)), what, f"ranks run from 0 to {ranks - 1}")
-            require(len(sources) == len(pairs), what, "a rank sends twice in one step: it can do one thing at a time")
-            require(len(targets) == len(pairs), what, "a rank receives twice in one step")
+            require(not targets & have, f"{what}.", f"{targets & have} have it already.")
+            require(targets <= set(range(ranks)), f"{what}.", f"Ranks run from 0 to {ranks - 1}.")
+            require(
+                len(sources) == len(pairs), f"{what}.", "A rank sends twice in one step: it can do one thing at a time."
+            )
+            require(len(targets) == len(pairs), f"{what}.", "A rank receives twice in one step.")
             have |= targets
         what = f"{ranks} ranks after {len(steps)} steps"
-        require(len(have) == ranks, what, f"{ranks - len(have)} of them still wait for the tensor")
+        require(len(have) == ranks, f"{what}.", f"{ranks - len(have)} of them still wait for the tensor.")
         fewest = (ranks - 1).bit_length()
         why = f"{fewest} are enough: everyone who has it can send at the same time, so that they double in each step"
-        require(len(steps) == fewest, what, why)
-    return "64 ranks in 6 steps, where one after the other would take 63"
+        require(len(steps) == fewest, f"{what}.", f"{why}.")
+    return "64 ranks in 6 steps, where one after the other would take 63."
 
 
 # Exercise 2: four ranks share so many samples: uneven, and with one rank left over.
@@ -90,29 +94,29 @@ def validate(answer):
         _check_shares(asked, count, what)
         shown = what + ", ".join(str(value) for value in values)
         lost = any(isinstance(value, float) and math.isnan(value) for value in values)
-        require(not lost, shown, "a rank without samples has the mean of nothing, which is nan")
+        require(not lost, f"{shown}.", "A rank without samples has the mean of nothing, which is nan.")
         each = _Losses(count, "cpu").values
         right, means = each.mean().item(), [each[numbers].mean().item() for numbers in asked if numbers]
         counts = " + ".join(str(len(numbers)) for numbers in asked)
-        mistakes = {mean: "that is the mean of this rank's samples: the ranks' sums must meet" for mean in means} | {
-            sum(means) / len(means): f"that is the mean of the ranks' means, which have {counts} samples",
-            right * count: "that is the sum: divide by the number of samples",
+        mistakes = {mean: "is the mean of this rank's samples: the ranks' sums must meet." for mean in means} | {
+            sum(means) / len(means): f"is the mean of the ranks' means, which have {counts} samples.",
+            right * count: "is the sum: divide by the number of samples.",
         }
         for value in values:
             compare.number(value, right, rel=1e-4, mistakes=mistakes)
-    return "each sample counted once, the same mean on every rank, also where a rank has no sample"
+    return "Each sample counted once, the same mean on every rank, also where a rank has no sample."
 
 
 def _check_shares(asked: tuple[list[int], ...], count: int, what: str) -> None:
     """Each sample is asked for by one rank, and no rank has more than its share."""
     together, most = sum(asked, []), max(map(len, asked))
     missing = sorted(set(range(count)) - set(together))
-    require(not missing, f"{what}nobody asked for {missing}", "every sample is to be counted")
+    require(not missing, f"{what}nobody asked for {missing}.", "Every sample is to be counted.")
     shared = most <= -(-count // VALIDATION_RANKS)
-    require(shared, f"{what}a rank asked for {most} of them", "the ranks should share them")
+    require(shared, f"{what}a rank asked for {most} of them.", "The ranks should share them.")
     why = "DistributedSampler fills up, so that all ranks get equally many: deal them out yourself"
     twice = sorted({number for number in together if together.count(number) > 1})
-    require(not twice, f"{what}{twice} were asked for twice", why)
+    require(not twice, f"{what}{twice} were asked for twice.", f"{why}.")
 
 
 @exercise
@@ -125,11 +129,11 @@ def factor(answer):
         found = sum(each * mean for each, mean in zip(factors, means, strict=True)) / len(counts)
         right = sum(count * mean for count, mean in zip(counts, means, strict=True)) / sum(counts)
         what = f"ranks with {counts} labels: the loss becomes {found / right:.3g} times the mean over all labels"
-        why = "a rank's share is its labels by all labels, and DDP divides by the number of ranks"
+        why = "A rank's share is its labels by all labels, and DDP divides by the number of ranks"
         if torch.allclose(torch.tensor(factors), torch.tensor(counts) / sum(counts)):
             why = f"DDP divides by the number of ranks, {len(counts)}, afterwards: make up for it"
-        require(abs(found - right) <= 1e-9 * right, what, why)
-    return "the mean of the ranks is now the mean over all labels, also where a rank has none"
+        require(abs(found - right) <= 1e-9 * right, f"{what}.", f"{why}.")
+    return "The mean of the ranks is now the mean over all labels, also where a rank has none."
 
 
 SAMPLES, EPOCHS, RANKS, BATCH = 32, 3, 2, 8  # of exercise 4
@@ -172,33 +176,33 @@ def ranked(answer):
     found = launch(_train_in_rank, answer, ranks=RANKS, show=False, timeout=30)
     weights, asked, logged, returned = zip(*found, strict=True)
     for net, value in zip(weights, returned, strict=True):
-        require(net is not None, f"it returned {given(value, answer)}", "the net is asked for")
+        require(net is not None, f"It returned {given(value, answer)}.", "The net is asked for.")
     same = weights[0].shape == weights[1].shape and torch.allclose(*weights, atol=1e-6)
-    why = "their gradients never met: does the forward pass go through DistributedDataParallel?"
-    require(same, "the two ranks end with different weights", why)
+    why = "Their gradients never met: does the forward pass go through DistributedDataParallel?"
+    require(same, "The two ranks end with different weights.", why)
     _check_samples(asked)
-    why = f"rank 0 logs one per epoch, {EPOCHS} in all, and rank 1 none: of a hundred ranks nobody could read them"
-    require(logged == (EPOCHS, 0), f"ranks 0 and 1 logged {logged[0]} and {logged[1]} lines", why)
+    why = f"Rank 0 logs one per epoch, {EPOCHS} in all, and rank 1 none: of a hundred ranks nobody could read them"
+    require(logged == (EPOCHS, 0), f"Ranks 0 and 1 logged {logged[0]} and {logged[1]} lines.", f"{why}.")
     one = _on_one_device(asked)
     same = one.shape == weights[0].shape and torch.allclose(one, weights[0], atol=1e-4)
     each = BATCH // RANKS
     why = f"{BATCH} samples per step are {each} on each rank, and net, seed, rate and loss are those of `alone`"
-    require(same, "the ranks agree, but one GPU with the same samples ends with other weights", why)
-    return "one GPU's weights on both ranks, another order in each epoch, one line of log"
+    require(same, "The ranks agree, but one GPU with the same samples ends with other weights.", f"{why}.")
+    return "One GPU's weights on both ranks, another order in each epoch, one line of log."
 
 
 def _check_samples(asked: tuple[list[int], ...]) -> None:
     size = SAMPLES // RANKS
     for rank, numbers in enumerate(asked):
         what = f"rank {rank} took {len(numbers)} samples"
-        require(len(numbers) == EPOCHS * size, what, f"{EPOCHS} epochs of {size} are asked for")
+        require(len(numbers) == EPOCHS * size, f"{what}.", f"{EPOCHS} epochs of {size} are asked for.")
     epochs = [[numbers[e * size : (e + 1) * size] for numbers in asked] for e in range(EPOCHS)]
     for number, parts in enumerate(epochs):
         took = set(sum(parts, []))
         what = f"in epoch {number} the ranks took {len(took)} different samples of {SAMPLES}"
-        require(took == set(range(SAMPLES)), what, "each sample belongs to one rank: use the sampler")
-    why = "nobody told the sampler which epoch it is"
-    require(epochs[0] != epochs[1] and epochs[1] != epochs[2], "every epoch has the same order", why)
+        require(took == set(range(SAMPLES)), f"{what}.", "Each sample belongs to one rank: use the sampler.")
+    why = "Nobody told the sampler which epoch it is"
+    require(epochs[0] != epochs[1] and epochs[1] != epochs[2], "Every epoch has the same order.", f"{why}.")
 
 
 def _on_one_device(asked: tuple[list[int], ...]) -> Tensor:

@@ -24,15 +24,17 @@ def best_cuts(answer):
         try:
             cuts = [int(cut) for cut in found]
         except (TypeError, ValueError) as error:
-            raise NotYet(what, "a list with the numbers of layers is asked for") from error
-        require(cuts == list(found), what, "the numbers of layers are integers")
-        require(len(cuts) == stages - 1, what, f"{stages} stages have {stages - 1} cuts between them")
+            raise NotYet(f"{what}.", "A list with the numbers of layers is asked for.") from error
+        require(cuts == list(found), f"{what}.", "The numbers of layers are integers.")
+        require(len(cuts) == stages - 1, f"{what}.", f"{stages} stages have {stages - 1} cuts between them.")
         growing = all(start < end for start, end in pairwise([0, *cuts, len(times)]))
-        require(growing, what, f"cuts grow and lie between 1 and {len(times) - 1}, or a stage has no layer")
+        require(growing, f"{what}.", f"Cuts grow and lie between 1 and {len(times) - 1}, or a stage has no layer.")
         best = min(_slowest(times, each) for each in combinations(range(1, len(times)), stages - 1))
         slowest = _slowest(times, cuts)
-        require(slowest <= best + 1e-9, what, f"the slowest stage then takes {slowest:g}, and {best:g} is possible")
-    return "the slowest stage is as short as it can be, also where layers differ much"
+        require(
+            slowest <= best + 1e-9, f"{what}.", f"The slowest stage then takes {slowest:g}, and {best:g} is possible."
+        )
+    return "The slowest stage is as short as it can be, also where layers differ much."
 
 
 def _slowest(times: list, cuts) -> float:
@@ -47,10 +49,14 @@ def fewest(answer):
         found = call(answer, stages, share)
         what = f"fewest({stages}, {share}) is {show(found)}"
         number = compare.as_number(found)
-        require(number.is_integer() and number >= 1, what, "an integer of at least 1 is asked for")
-        require(number >= right, what, f"the bubble is then {bubble(stages, int(number)):.3f}, more than {share}")
-        require(number <= right, what, f"fewer are enough: {int(number) - 1:,} have a bubble of at most {share}, too")
-    return "64 stages need 1,197 micro-batches to be busy for 95 % of the time"
+        require(number.is_integer() and number >= 1, f"{what}.", "An integer of at least 1 is asked for.")
+        require(
+            number >= right, f"{what}.", f"The bubble is then {bubble(stages, int(number)):.3f}, more than {share}."
+        )
+        require(
+            number <= right, f"{what}.", f"Fewer are enough: {int(number) - 1:,} have a bubble of at most {share}, too."
+        )
+    return "64 stages need 1,197 micro-batches to be busy for 95 % of the time."
 
 
 KEEPS = 2  # micro-batches that a stage of exercise 3 has room for
@@ -64,20 +70,20 @@ def frugal(answer):
         what = f"{stages} stages, {micro_batches} micro-batches"
         for stage, order in enumerate(orders):
             kept = most_kept(order)
-            require(kept <= KEEPS, f"{what}: stage {stage} keeps {kept}", f"it has room for {KEEPS}")
+            require(kept <= KEEPS, f"{what}: stage {stage} keeps {kept}.", f"It has room for {KEEPS}.")
         try:
             taken = max(slot.end for slot in simulate(orders))
         except ValueError as error:
-            raise NotYet(what, str(error)) from error
+            raise NotYet(f"{what}.", str(error)) from error
         bound = micro_batches // 2 * max(slot.end for slot in simulate(gpipe(stages, 2)))
-        why = f"two at a time take {bound:g}: let a second micro-batch follow the first"
-        require(taken <= bound, f"{what} take {taken:g} forward passes", why)
+        why = f"Two at a time take {bound:g}: let a second micro-batch follow the first"
+        require(taken <= bound, f"{what} take {taken:g} forward passes.", f"{why}.")
     need_gpus(2, values=True)
     net, x, y = _job(12)
     right = _gradients_of(net, lambda: cross_entropy(net(x), y).backward())
     pipeline = Pipeline(list(net.children()), ["cuda:0", "cuda:1"], answer)
     compare.tensor(_gradients_of(net, lambda: pipeline.step(x, y, cross_entropy, micro_batches=4)), right)
-    return "memory for two, whatever the number of micro-batches, and the gradients of the whole batch"
+    return "Memory for two, whatever the number of micro-batches, and the gradients of the whole batch."
 
 
 def _orders(found: object, stages: int, micro_batches: int) -> list[list[Task]]:
@@ -85,12 +91,14 @@ def _orders(found: object, stages: int, micro_batches: int) -> list[list[Task]]:
     try:
         orders = [[Task(str(kind), int(number)) for kind, number in order] for order in found]
     except (TypeError, ValueError) as error:
-        raise NotYet(show(found), 'a list of orders is asked for, each a list of pairs such as ("F", 0)') from error
-    require(len(orders) == stages, f"{len(orders)} orders", f"each of {stages} stages needs one")
+        raise NotYet(
+            f"{show(found)}.", 'A list of orders is asked for, each a list of pairs such as ("F", 0).'
+        ) from error
+    require(len(orders) == stages, f"{len(orders)} orders.", f"Each of {stages} stages needs one.")
     every = sorted(Task(kind, number) for kind in "FB" for number in range(micro_batches))
     for stage, order in enumerate(orders):
         what = f"stage {stage} of {stages}, {micro_batches} micro-batches: {show(order)}"
-        require(sorted(order) == every, what, "each stage runs every micro-batch forward and backward, once")
+        require(sorted(order) == every, f"{what}.", "Each stage runs every micro-batch forward and backward, once.")
     return orders
 
 
@@ -105,13 +113,15 @@ def backward_in_parts(answer):
         net.register_forward_hook(lambda module, inputs, output, sizes=sizes: sizes.append(len(output)))
         found = call(answer, net, x, y, size)
         what = f"{samples} images in micro-batches of {size}"
-        require(bool(sizes), what, "the net was never called")
-        require(max(sizes) <= size, f"{what}: one had {max(sizes)}", "that is more than a micro-batch")
-        require(sum(sizes) == samples, f"{what}: {sum(sizes)} images went through", f"there are {samples}")
-        require(all(p.grad is not None for p in net.parameters()), what, "there are no gradients: call backward()")
+        require(bool(sizes), f"{what}.", "The net was never called.")
+        require(max(sizes) <= size, f"{what}: one had {max(sizes)}.", "That is more than a micro-batch.")
+        require(sum(sizes) == samples, f"{what}: {sum(sizes)} images went through.", f"There are {samples}.")
+        require(
+            all(p.grad is not None for p in net.parameters()), f"{what}.", "There are no gradients: call backward()."
+        )
         compare.tensor(_flat_gradients(net), right)
-        compare.number(found, loss.item(), "as the loss", rel=1e-4)
-    return "each image counts the same, also in a micro-batch of two"
+        compare.number(found, loss.item(), rel=1e-4, case="As the loss, ")
+    return "Each image counts the same, also in a micro-batch of two."
 
 
 def _job(samples: int) -> tuple[nn.Sequential, Tensor, Tensor]:

@@ -47,7 +47,7 @@ def _measured(run: Callable[[], object]) -> tuple[object, int, int]:
 
 def _require_small(what: str, found: float, target: float, because: str) -> None:
     sizes = f"{found / MiB:,.1f} MiB, and {target / MiB:,.1f} MiB are the target"
-    require(found <= target, f"the results are right, but {what} {sizes}", because)
+    require(found <= target, f"The results are right, but {what} {sizes}.", because)
 
 
 @exercise
@@ -63,14 +63,14 @@ def validation_loss(answer):
     right = validate(batches)  # first: PyTorch before 2.15 keeps cuBLAS's workspace from then on
     _, one, _ = _measured(lambda: validate(batches[:2]))
     result, peak, left = _measured(lambda: call(answer, net, batches))
-    require(not isinstance(result, Tensor), "a tensor came back", "a number is asked for: a tensor may keep a graph")
-    compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "that is the sum: divide by the batches"})
-    several = f"that is {peak / one:.1f} times one batch's: are batches, or layers, kept for a backward()?"
+    require(not isinstance(result, Tensor), "A tensor came back.", "A number is asked for: a tensor may keep a graph.")
+    compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "is the sum: divide by the batches."})
+    several = f"That is {peak / one:.1f} times one batch's: are batches, or layers, kept for a backward()?"
     _require_small("the peak is", peak, one + SLACK, several)
-    why = "something outside of the function refers to a tensor of it"
+    why = "Something outside of the function refers to a tensor of it."
     _require_small("your function leaves behind", left, SLACK, why)
-    require(net[0].weight.grad is None, "there are gradients now", "a validation has no backward()")
-    return f"the peak is {peak / MiB:.1f} MiB, that of a single batch without a graph"
+    require(net[0].weight.grad is None, "There are gradients now.", "A validation has no backward().")
+    return f"The peak is {peak / MiB:.1f} MiB, that of a single batch without a graph."
 
 
 @exercise
@@ -84,12 +84,12 @@ def features(answer):
     result, peak, left = _measured(lambda: call(answer, net, batches))
     compare.tensor(result, right)
     compare.device(result, gpu)
-    require(not result.requires_grad, "the features have a graph", "torch.no_grad() or detach() is missing")
-    why = f"the results themselves take {right.nbytes / MiB:.2f} MiB: what else is alive with them?"
+    require(not result.requires_grad, "The features have a graph.", "`torch.no_grad()` or `detach()` is missing.")
+    why = f"The results themselves take {right.nbytes / MiB:.2f} MiB: what else is alive with them?"
     outputs = BATCH * WIDTH * 4
     _require_small("the peak is", peak, one + outputs + 2 * right.nbytes + SLACK, why)
     _require_small("your function leaves behind", left, right.nbytes + SLACK, why)
-    return f"{right.nbytes / MiB:.2f} MiB stay, and the peak is {peak / MiB:.1f} MiB"
+    return f"{right.nbytes / MiB:.2f} MiB stay, and the peak is {peak / MiB:.1f} MiB."
 
 
 @exercise
@@ -102,20 +102,20 @@ def halve_until_it_fits(answer):
 
     def step(batch: int) -> None:
         tried.append(batch)
-        require(batch > 0, "the batch came down to 0", "nothing fitted: what died before was still on the GPU")
+        require(batch > 0, "The batch came down to 0.", "Nothing fitted: what died before was still on the GPU.")
         pieces = []  # a variable of its own, which an error keeps
         for _ in range(3):
             pieces.append(torch.empty(int(room * 0.3 * batch / 100) + 1, dtype=torch.uint8, device=gpu))
 
     result, _, left = _measured(lambda: call(answer, step, 400))
     what = f"it ended at {show(result)} and tried {tried[:6]}"
-    require(result in tried, what, "the batch that ran is asked for")
-    require(tried[:3] == [400, 200, 100], what, "each try should be half of the one before")
+    require(result in tried, f"{what}.", "The batch that ran is asked for.")
+    require(tried[:3] == [400, 200, 100], f"{what}.", "Each try should be half of the one before.")
     why = "100 fits on an empty GPU: inside `except` the error still keeps the variables of the step that died"
-    require(result == 100, what, why)
-    why = "something keeps the error, or a tensor of the step"
+    require(result == 100, f"{what}.", f"{why}.")
+    why = "Something keeps the error, or a tensor of the step."
     _require_small("your function leaves behind", left, SLACK, why)
-    return "each try began on an empty GPU"
+    return "Each try began on an empty GPU."
 
 
 @exercise
@@ -129,14 +129,18 @@ def accumulate(answer):
     _, one, _ = _measured(lambda: cross_entropy(net(piece.to(gpu)), labels.to(gpu)).backward())
     net.zero_grad()
     result, peak, _ = _measured(lambda: call(answer, net, x, y, pieces))
-    compare.number(result, right, "as the loss", rel=1e-4)
+    compare.number(result, right, rel=1e-4, case="As the loss, ")
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
-        require(parameter.grad is not None, "a parameter has no gradient", "backward() was not called, or cleared")
+        require(
+            parameter.grad is not None,
+            "A parameter has no gradient.",
+            "Call `backward()`, and do not clear the gradients afterwards.",
+        )
         compare.tensor(parameter.grad, gradient, rel=1e-3)
     # In a later piece the sum of the gradients is there while the new ones are made.
     most = one + max(parameter.nbytes for parameter in net.parameters()) + SLACK
-    _require_small("the peak is", peak, most, "all pieces are on the GPU at once: until when does each graph live?")
-    return f"the peak is {peak / MiB:.1f} MiB, that of one piece of {pieces}"
+    _require_small("the peak is", peak, most, "All pieces are on the GPU at once: until when does each graph live?")
+    return f"The peak is {peak / MiB:.1f} MiB, that of one piece of {pieces}."
 
 
 @exercise
@@ -146,19 +150,19 @@ def train_with_drift(answer):
     batches, reference, net = _batches(6, 64), _net(gpu), _net(gpu)
     right, own_peak, own_left = _measured(lambda: _drift(reference, batches, gpu))
     result, peak, left = _measured(lambda: call(answer, net, batches))
-    require(isinstance(result, list | tuple), f"{show(result)} is not a list", "a list of averages is asked for")
-    require(len(result) == len(right), f"there are {len(result)} averages", f"{len(right)} parameters have one each")
+    require(isinstance(result, list | tuple), f"{show(result)} is not a list.", "A list of averages is asked for.")
+    require(len(result) == len(right), f"There are {len(result)} averages.", f"{len(right)} parameters have one each.")
     for parameter, weight in zip(net.parameters(), reference.parameters(), strict=True):
         compare.tensor(parameter, weight, rel=1e-3, absolute=1e-5)
     for average, expected in zip(result, right, strict=True):
         compare.tensor(average, expected, rel=1e-3, absolute=1e-7)
     size = sum(parameter.nbytes for parameter in net.parameters())
     # Averages that are not made in place exist twice for a moment, with what they are made of.
-    why = "it grows with every batch: what do the averages, or a list, still refer to?"
+    why = "It grows with every batch: what do the averages, or a list, still refer to?"
     _require_small("the peak is", peak, own_peak + 4 * size + SLACK, why)
-    why = f"that is {left / size:.1f} times the parameters: what do the averages still refer to?"
+    why = f"That is {left / size:.1f} times the parameters: what do the averages still refer to?"
     _require_small("your function leaves behind", left, own_left + SLACK, why)
-    return f"{left / MiB:.1f} MiB stay: gradients and averages, after any number of batches"
+    return f"{left / MiB:.1f} MiB stay: gradients and averages, after any number of batches."
 
 
 def _drift(net: nn.Module, batches: Batches, gpu: torch.device, decay: float = 0.9) -> list[Tensor]:
@@ -193,7 +197,9 @@ def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str
     Says of each part how far off it is, and holds the sum against the GPU at the step's peak.
     """
     need_gpus(1)
-    require(isinstance(batch, Tensor), f"{show(batch)} is not a tensor", "one batch of inputs of your net is asked for")
+    require(
+        isinstance(batch, Tensor), f"{show(batch)} is not a tensor.", "One batch of inputs of your net is asked for."
+    )
     compare.names(answer, PARTS, "MiB")
     guesses = {name: compare.as_number(answer[name]) for name in PARTS}
     parts, peak = _measure_parts(make_net, batch, torch.device("cuda", torch.cuda.current_device()))
@@ -201,12 +207,12 @@ def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str
     wrong = [name for name in PARTS if abs(ratios[name] - 1) > OFF]
     if wrong:
         what = "; ".join(f"{name} {ratios[name]:.2f} times what was measured" for name in wrong)
-        raise NotYet(what, f"of the {wrong[0]}: {PARTS[wrong[0]]}")
+        raise NotYet(f"{what}.", f"Of the {wrong[0]}: {PARTS[wrong[0]]}.")
     percent = {name: round(100 * (ratios[name] - 1)) for name in PARTS}
     off = {name: f" ({percent[name]:+d} %)" if percent[name] else "" for name in PARTS}
     found = ", ".join(f"{name} {parts[name] / MiB:,.1f} MiB{off[name]}" for name in PARTS)
     held = f"{(peak + parts['context']) / MiB:,.1f} MiB were taken at the peak"
-    return f"measured, and how far off you were: {found}; {sum(guesses.values()):,.1f} MiB together, and {held}"
+    return f"Measured, and how far off you were: {found}; {sum(guesses.values()):,.1f} MiB together, and {held}."
 
 
 def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.device) -> tuple[dict[str, int], int]:
@@ -223,7 +229,9 @@ def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.
     context = total - free - torch.cuda.memory_reserved(gpu)  # and what other programs have taken
     found = {"workspaces": workspaces, "context": context}
     net = call(make_net)
-    require(isinstance(net, nn.Module), f"{show(net)} is not a net", "a function that makes an nn.Module is asked for")
+    require(
+        isinstance(net, nn.Module), f"{show(net)} is not a net.", "A function that makes an nn.Module is asked for."
+    )
     net, x = net.to(gpu), batch.to(gpu)
     adam = torch.optim.Adam(net.parameters())
     for _ in range(2):

@@ -29,25 +29,32 @@ def judge(answer):
     for seconds in _LOGS:
         found = call(answer, dict(seconds))
         pair = isinstance(found, tuple | list) and len(found) == 2
-        require(pair, f"judge returned {show(found)}", "two numbers are asked for: (gpus, share)")
+        require(pair, f"`judge` returned {show(found)}.", "Two numbers are asked for: (gpus, share).")
         log = ", ".join(f"{n}: {each:.3g} s" for n, each in seconds.items())
         gpus, share = found
         what = f"{log}: up to {show(gpus)} GPUs"
-        require(isinstance(gpus, int) and gpus in seconds, what, f"one of {', '.join(map(str, seconds))} is asked for")
+        require(
+            isinstance(gpus, int) and gpus in seconds,
+            f"{what}.",
+            f"One of {', '.join(map(str, seconds))} is asked for.",
+        )
         gains = {n: seconds[n // 2] / seconds[n] for n in seconds if n > 1}
         for n, gain in gains.items():
-            why = f"from {n // 2} to {n} GPUs the step gets {gain:.2f} times as fast, and {PAYS} is asked for"
-            require(gain >= PAYS or n > gpus, what, why)
-            require(gain < PAYS or n != 2 * gpus, what, f"it goes on paying: {why}")
+            why = f"From {n // 2} to {n} GPUs the step gets {gain:.2f} times as fast, and {PAYS} is asked for"
+            require(gain >= PAYS or n > gpus, f"{what}.", f"{why}.")
+            require(gain < PAYS or n != 2 * gpus, f"{what}.", f"It goes on paying: {why}.")
         one, many = seconds[1], seconds[gpus]
         mistakes = {
-            amdahl(seconds): f"that fits all of the log, also where doubling does not pay; take T(1) and T({gpus})",
-            many / one: "that is the whole time that is left; a part of it is parallel work, 1/n of what it was",
-            many / one - 1 / gpus: "1/n is left if all is parallel, but the serial share is not divided: solve for it",
-            one / many / gpus: "that is the efficiency",
+            amdahl(seconds): f"fits all of the log, also where doubling does not pay. Take T(1) and T({gpus}).",
+            many / one: "is the whole time that is left. A part of it is parallel work, 1/n of what it was.",
+            many / one
+            - 1 / gpus: "takes 1/n of all the work as parallel. The serial share is not divided: solve for it.",
+            one / many / gpus: "is the efficiency.",
         }
-        compare.number(share, (many / one - 1 / gpus) / (1 - 1 / gpus), f"for {log}", rel=1e-5, mistakes=mistakes)
-    return "it pays up to where the links change, and the law holds up to there"
+        compare.number(
+            share, (many / one - 1 / gpus) / (1 - 1 / gpus), rel=1e-5, mistakes=mistakes, case=f"For {log}: "
+        )
+    return "It pays up to where the links change, and the law holds up to there."
 
 
 def _wait(timelines: dict[str, Timeline]) -> tuple[int, TimeUse]:
@@ -78,16 +85,15 @@ def causes(answer):
         gpu, used = _wait(record_job(job))
         meanwhile = _meanwhile(used)
         cause = str(answer[job]).strip().lower()
-        require(cause in meanwhile, f"{job}: {show(answer[job])}", f"the words to choose from are {list(meanwhile)}")
+        require(cause in meanwhile, f"{job}: {show(answer[job])}.", f"The words to choose from are {list(meanwhile)}.")
         right = max(meanwhile, key=meanwhile.get)
         seconds, seen = meanwhile[cause]
-        why = (
-            f"{seen} in only {_ms(seconds)} of the {_ms(used.waiting)} modelled ms in which cuda:{gpu} does not compute"
-        )
+        told = f"Only in {_ms(seconds)} of the {_ms(used.waiting)} modelled ms in which cuda:{gpu} does not compute"
+        why = f"{told}, {seen}"
         if (cause, right) == ("link", "slower rank"):
-            why += "; in most of them it is in a collective that the other rank enters late: a link would delay both"
-        require(cause == right, f"{job}: {cause!r}", why)
-    return "each follows from what runs while a GPU does not compute, and from nothing else"
+            why += ". In most of them it is in a collective that the other rank enters late: a link would delay both"
+        require(cause == right, f"{job}: {cause!r}.", f"{why}.")
+    return "Each follows from what runs while a GPU does not compute, and from nothing else."
 
 
 @exercise
@@ -98,18 +104,20 @@ def changes(answer):
         change = answer[job]
         what = f"{job}: {show(change)}"
         one = isinstance(change, dict) and len(change) == 1
-        require(one, what, f"a dict with one argument is asked for, as in {{{next(iter(told.arguments))!r}: ...}}")
+        require(
+            one, f"{what}.", f"A dict with one argument is asked for, as in {{{next(iter(told.arguments))!r}: ...}}."
+        )
         try:
             after = record_job(job, **change)
         except (ValueError, TypeError) as error:
-            raise NotYet(what, str(error)) from error
+            raise NotYet(f"{what}.", str(error)) from error
         (_, was), (gpu, used) = _wait(record_job(job)), _wait(after)
         step = f"a step takes {_ms(sum(used))} ms, before {_ms(sum(was))} (modelled)"
         _, seen = max(_meanwhile(used).values())
         still = f"cuda:{gpu} waits for {_ms(used.waiting)} ms, mostly while {seen}, and at most {_ms(was.waiting / 2)}"
-        require(used.waiting <= was.waiting / 2, what, f"{still} are asked for; {step}")
-        require(sum(used) < sum(was), what, f"it waits less, but {step}: busy is not fast")
-    return "and each was measured: what to change follows from what the GPUs wait for"
+        require(used.waiting <= was.waiting / 2, f"{what}.", f"{still} are asked for; {step}.")
+        require(sum(used) < sum(was), f"{what}.", f"It waits less, but {step}: busy is not fast.")
+    return "And each was measured: what to change follows from what the GPUs wait for."
 
 
 _CASES = (  # parameters, states, bytes per sample, batch, gpus
@@ -127,17 +135,18 @@ def fits(answer):
     for parameters, states, per_sample, batch, gpus in _CASES:
         weights, mine = 4 * parameters, batch / gpus * per_sample
         mistakes = {
-            parameters * (2 + states) + max(parameters, mine): "a float32 number takes four bytes",
-            weights * (2 + states) + max(weights, batch * per_sample): "a GPU sees its own share of the batch, not all",
-            weights * (1 + states)
-            + max(weights, mine): "DDP's buckets are missing, which are as large as the gradients",
-            weights * 2 + max(weights, mine): "the optimizer's states are missing",
-            weights * (3 + states) + mine: "gradients come as activations go: only the larger is there at the peak",
+            parameters * (2 + states) + max(parameters, mine): "is too small: a float32 number takes four bytes.",
+            weights * (2 + states)
+            + max(weights, batch * per_sample): "counts the whole batch: a GPU sees its own share of it.",
+            weights * (1 + states) + max(weights, mine): "lacks DDP's buckets, which are as large as the gradients.",
+            weights * 2 + max(weights, mine): "lacks the optimizer's states.",
+            weights * (3 + states)
+            + mine: "counts both: gradients come as activations go, and only the larger is there at the peak.",
         }
-        what = f"bytes for {parameters:,} parameters, {states} states, batch {batch} on {gpus} GPUs"
+        case = f"With {parameters:,} parameters, {states} states, batch {batch} on {gpus} GPUs, "
         right = weights * (2 + states) + max(weights, mine)
-        compare.number(call(answer, parameters, states, per_sample, batch, gpus), right, what, 0.02, mistakes)
-    return "that is how close a budget on paper comes"
+        compare.number(call(answer, parameters, states, per_sample, batch, gpus), right, "bytes", 0.02, mistakes, case)
+    return "That is how close a budget on paper comes."
 
 
 _ASKED = {
@@ -154,8 +163,8 @@ def choices(answer):
     for case, (net, batch, gpus, network) in _ASKED.items():
         found, advice = answer[case], advise(NETS[net], batch, gpus, Cluster("A100", 8, network=network))
         pair = isinstance(found, tuple | list) and len(found) == 2
-        require(pair, f"{case} is {show(found)}", 'a method and a number of GPUs are asked for, as in ("DDP", 64)')
+        require(pair, f"{case} is {show(found)}.", 'A method and a number of GPUs are asked for, as in ("DDP", 64).')
         right = advice.method, 0 if advice.method == "more GPUs" else advice.gpus
         same = (str(found[0]).strip().lower(), found[1]) == (right[0].lower(), right[1])
-        require(same, f"{case}: {show(found)}", " ".join(f"{reason}." for reason in advice.reasons))
-    return "that is what the guide says, with its reasons in numbers"
+        require(same, f"{case}: {show(found)}.", " ".join(f"{reason}." for reason in advice.reasons))
+    return "That is what the guide says, with its reasons in numbers."
