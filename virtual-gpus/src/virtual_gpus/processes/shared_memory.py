@@ -46,7 +46,7 @@ class SharedMemoryRegistry:
         asked = os.environ.get(FOLDER)
         if not _open:
             _outside[:] = [asked]
-        self.made_by = os.getpid()
+        self.made_by, self._closed = os.getpid(), False
         mine = [str(cards.folder) for cards in _open if cards.made_by == os.getpid()]  # the others: a fork's parent's
         own = asked is None or asked in mine  # machines inside one another have other GPUs
         self._made_folder, self.folder = own, Path(_common_folder() if own else asked)
@@ -72,6 +72,7 @@ class SharedMemoryRegistry:
         atexit.unregister(self.close)
         if self._pid == os.getpid() and self.folder.is_dir():  # else it is the parent's, or nobody came
             with self._alone():
+                self._closed = True
                 self._living()
                 if self._file is not None:
                     self._file.close()
@@ -90,7 +91,9 @@ class SharedMemoryRegistry:
         with self._alone():
             own = max(used - self._inherited[slot], 0)
             others = self._others(slot)
-            if used or more or self._file is not None:  # else it touched no GPU: no process of the driver's
+            # A thread may still use GPUs that another one has switched off. One that touched no GPU is no process of
+            # the driver's.
+            if not self._closed and (used or more or self._file is not None):
                 fits = most is None or own + more + sum(others.values()) <= most
                 self._used[slot] = own + (more if fits else 0)
                 self._write()
@@ -106,6 +109,8 @@ class SharedMemoryRegistry:
 
     def _others(self, slot):
         found = {}
+        if self._closed:
+            return found
         for process, path in self._living():
             numbers = path.read_bytes()[: 8 * self._count]
             used = struct.unpack(f"<{self._count}q", numbers)[slot] if len(numbers) == 8 * self._count else 0
@@ -132,7 +137,7 @@ class SharedMemoryRegistry:
             inherited = [a + b for a, b in zip(self._inherited, self._used, strict=True)]
             self._begin()  # a fork
             self._inherited = inherited
-        with self._lock, _locked(self.folder):
+        with self._lock, contextlib.nullcontext() if self._closed else _locked(self.folder):
             yield
 
 
