@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "notebooks" / "scripts" / "train.py"
+SCRIPTS = ROOT / "notebooks" / "scripts"
 
 
 class Program:
@@ -66,10 +66,9 @@ class Program:
             raise AssertionError(f"still runs after {seconds} s:\n{self.output}") from None
 
 
-def torchrun(*arguments, log, environment=None, before=()):
-    """torchrun of this Python; `before`: a command that starts it."""
-    command = [*before, sys.executable, "-m", "torch.distributed.run", *arguments]
-    return Program(command, log, environment)
+def torchrun(*arguments, log, environment=None):
+    """torchrun of this Python."""
+    return Program([sys.executable, "-m", "torch.distributed.run", *arguments], log, environment)
 
 
 @contextmanager
@@ -116,17 +115,3 @@ def descendants(pid):
         found += map(int, children)
         left += map(int, children)
     return found
-
-
-def rank_processes(pid):
-    """rank -> the number of its process, below the torchrun `pid` (Linux)."""
-    ranks = {}
-    for child in descendants(pid):
-        try:
-            environment = Path(f"/proc/{child}/environ").read_text().split("\0")
-        except OSError:
-            continue
-        settings = dict(entry.split("=", 1) for entry in environment if "=" in entry)
-        if "RANK" in settings:
-            ranks.setdefault(int(settings["RANK"]), child)
-    return ranks

@@ -5,6 +5,7 @@ curves     losses, and the memory of a run (`plot_memory` of a MemoryMonitor)
 timelines  what each GPU did and when
 segments   how PyTorch's allocator has cut the memory of a GPU
 diagrams   pieces that travel between ranks
+programs   what differs between two programs of notebooks/scripts
 explore    sliders for any training job, and the memory that it takes
 live       memory of every GPU while a training runs
 
@@ -16,6 +17,7 @@ from helpers.show.curves import describe_memory, loss_curves, plot_memory
 from helpers.show.diagrams import pieces_picture
 from helpers.show.explore import explore
 from helpers.show.live import live_memory
+from helpers.show.programs import show_diff
 from helpers.show.segments import describe_segments, draw_segments
 from helpers.show.timelines import timeline_bars
 from helpers.show.words import describe
@@ -32,5 +34,6 @@ __all__ = [
     "memory_bars",
     "pieces_picture",
     "plot_memory",
+    "show_diff",
     "timeline_bars",
 ]

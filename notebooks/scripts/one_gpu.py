@@ -1,0 +1,126 @@
+"""Train a small network on Fashion-MNIST with one GPU, or on the CPU of a machine that has no GPU.
+
+    python one_gpu.py
+    python one_gpu.py --epochs 5 --checkpoint last.pt     # run it again to continue after the last complete epoch
+
+The other programs in this folder do the same job on several GPUs and print the same losses, up to rounding error. They
+differ from this file only where their method needs it. To see where, run `git diff --no-index one_gpu.py ddp.py`.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision.datasets import FashionMNIST
+from torchvision.transforms import ToTensor
+
+DATA = Path(__file__).parent / "../../data"  # the images that come with the course
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+class Net(nn.Module):
+    """A small network in two parts: images (N, 1, 28, 28) -> logits (N, 10).
+
+    GroupNorm treats each image separately. BatchNorm would use the mean of a batch, so that the losses would change
+    when the batch is divided over GPUs.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 32, 5, padding=2), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(4))
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(32 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def forward(self, images):
+        hidden = self.features(images)
+        return self.classifier(hidden)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3, help="epochs in total, including those before a restart")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
+    parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
+    parser.add_argument("--checkpoint", type=Path, help="the file to save after each epoch and to continue from")
+    parser.add_argument("--workers", type=int, default=2, help="processes that load images")
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def evaluate(model, loader):
+    """The mean loss and the share of correct answers."""
+    model.eval()
+    loss_sum, correct, count = 0.0, 0, 0
+    for images, labels in loader:
+        images = images.to(DEVICE)
+        labels = labels.to(DEVICE)
+        outputs = model(images)
+        loss_sum += cross_entropy(outputs, labels, reduction="sum").item()
+        correct += (outputs.argmax(dim=1) == labels).sum().item()
+        count += len(labels)
+    return loss_sum / count, correct / count
+
+
+def save_checkpoint(path, model, optimizer, epoch):
+    """Write a temporary file and then rename it, so that a program that is killed leaves the old file intact."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, temporary)
+    os.replace(temporary, path)
+
+
+def main():
+    args = parse_arguments()
+
+    train_data = FashionMNIST(args.data, train=True, transform=ToTensor())
+    test_data = FashionMNIST(args.data, train=False, transform=ToTensor())
+    sampler = RandomSampler(train_data, generator=torch.Generator())
+    # drop_last: all steps have the same number of images, so that every image counts the same.
+    train_loader = DataLoader(train_data, args.batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
+    test_loader = DataLoader(test_data, args.batch_size, num_workers=args.workers)
+
+    torch.manual_seed(0)
+    model = Net().to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    first_epoch = 0
+    if args.checkpoint and args.checkpoint.exists():
+        # weights_only: the file may contain tensors and numbers, but no code. map_location: it may come from a GPU
+        # that this machine does not have. load_state_dict copies the tensors to the device of the model.
+        checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first_epoch = checkpoint["epoch"] + 1
+
+    step = 0
+    for epoch in range(first_epoch, args.epochs):
+        sampler.generator.manual_seed(epoch)  # a different order in each epoch, and the same one after a restart
+        model.train()
+        losses = []
+        for images, labels in train_loader:
+            images = images.to(DEVICE)
+            labels = labels.to(DEVICE)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())  # loss.item() would make Python wait for the GPU in every step
+            step += 1
+            if step == args.max_steps:
+                break
+        train_loss = torch.stack(losses).mean()
+        test_loss, accuracy = evaluate(model, test_loader)
+        report = f"epoch {epoch} | loss {train_loss:.3f} | test loss {test_loss:.3f} | accuracy {accuracy:.1%}"
+        print(report, flush=True)
+        if step == args.max_steps:
+            break  # without a checkpoint, which is for complete epochs
+        if args.checkpoint:
+            save_checkpoint(args.checkpoint, model, optimizer, epoch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The programs in notebooks/scripts: alone, with python and torchrun, interrupted, and under SLURM; equal losses."""
+
+import ast
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from virtual_gpus import virtual_gpus
+
+from helpers.data import DATA
+from helpers.show import show_diff
+from tests.programs import ROOT, SCRIPTS, free_port, torchrun
+
+ON_SEVERAL_GPUS = ["data_parallel", "parallel_loss", "model_parallel", "pipeline"]
+PROGRAMS = ["one_gpu", "ddp", *ON_SEVERAL_GPUS]
+BATCH = 8
+TRAIN, TEST = 50, 21  # neither is a multiple of the batch size: 6 steps per epoch
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The first images of the bundled files, in the same format."""
+    folder = tmp_path_factory.mktemp("data")
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in {"train": TRAIN, "t10k": TEST}.items():
+        for kind, header, each in ("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1):
+            content = (DATA / "FashionMNIST" / "raw" / f"{name}-{kind}-ubyte").read_bytes()
+            shorter = content[:4] + np.array(count, ">i4").tobytes() + content[8 : header + count * each]
+            (raw / f"{name}-{kind}-ubyte").write_bytes(shorter)
+    return folder
+
+
+def execute(name, *arguments):
+    """Runs a program in this process and returns the lines that it prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    return lines(printed.getvalue())
+
+
+@pytest.fixture(scope="module")
+def run(data):
+    """`run("one_gpu", "--epochs", 2)` with the small data."""
+    return lambda name, *arguments: execute(name, *small(data), *arguments)
+
+
+@pytest.fixture(scope="module")
+def reference(run, tmp_path_factory):
+    """What one_gpu.py prints on the CPU in two epochs, and its checkpoint."""
+    path = tmp_path_factory.mktemp("reference") / "last.pt"
+    return run("one_gpu", "--epochs", 2, "--checkpoint", path), path
+
+
+def small(data):
+    return ["--data", data, "--batch-size", BATCH, "--workers", 0]
+
+
+def lines(output):
+    return [line for line in output.splitlines() if line.startswith("epoch")]
+
+
+def close(printed, expected):
+    """Whether lines are equal, except for the last digit of a loss."""
+    numbers = [
+        [[float(number) for number in re.findall(r"[\d.]+", line)] for line in each] for each in (printed, expected)
+    ]
+    return np.shape(numbers[0]) == np.shape(numbers[1]) and np.allclose(*numbers, rtol=0, atol=0.0011)
+
+
+def same_state(one, other):
+    """Whether two checkpoints have the same keys, epochs, weights and momenta, up to rounding error."""
+    torch.testing.assert_close(read(one), read(other), rtol=0, atol=1e-5)
+    return True
+
+
+def read(path):
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    momenta = [state["momentum_buffer"] for state in checkpoint["optimizer"]["state"].values()]
+    return dict(checkpoint["model"]), momenta, checkpoint["epoch"]
+
+
+# ---------------------------------------------------------------------------------------------- what they compute
+
+
+@pytest.mark.parametrize("name", ON_SEVERAL_GPUS)
+def test_several_gpus_compute_what_one_computes(name, run, reference, tmp_path):
+    with virtual_gpus(2):
+        printed = run(name, "--epochs", 2, "--checkpoint", tmp_path / "last.pt")
+    assert close(printed, reference[0]) and len(printed) == 2
+    assert same_state(tmp_path / "last.pt", reference[1])
+
+
+def test_the_loss_falls(run):
+    with virtual_gpus(1):
+        losses = [float(line.split()[4]) for line in run("one_gpu", "--epochs", 8)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_path):
+    """Each trains one more epoch, in a folder where none of them lies."""
+    monkeypatch.chdir(tmp_path)
+    relay = ["one_gpu", *ON_SEVERAL_GPUS, "one_gpu"]
+    with virtual_gpus(2):
+        undisturbed = run("one_gpu", "--epochs", len(relay))
+        continued = []
+        for epoch, name in enumerate(relay):
+            continued += run(name, "--epochs", epoch + 1, "--checkpoint", "run/last.pt")
+    assert close(continued, undisturbed)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.pt"]
+
+
+def test_max_steps_stops_early_and_leaves_the_checkpoint_of_the_last_complete_epoch(run, tmp_path):
+    path = tmp_path / "last.pt"
+    whole = run("one_gpu", "--epochs", 3)
+    stopped = run("one_gpu", "--epochs", 3, "--max-steps", 8, "--checkpoint", path)
+    assert close(stopped[:1], whole[:1]) and len(stopped) == 2
+    assert torch.load(path, weights_only=True)["epoch"] == 0
+    assert close(run("one_gpu", "--epochs", 3, "--checkpoint", path), whole[1:])
+
+
+def test_a_killed_program_leaves_the_old_checkpoint_intact(run, monkeypatch, tmp_path):
+    path = tmp_path / "last.pt"
+    run("one_gpu", "--epochs", 1, "--checkpoint", path)
+    before = path.read_bytes()
+
+    def write_half(content, file):
+        file.write_bytes(before[: len(before) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        run("one_gpu", "--epochs", 2, "--checkpoint", path)
+    assert path.read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------ as they are started
+
+
+def test_from_another_folder_with_the_bundled_images_and_workers(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with virtual_gpus(2):
+        (line,) = execute("data_parallel", "--max-steps", 2)
+    assert re.fullmatch(r"epoch 0 \| loss 2\.\d{3} \| test loss 2\.\d{3} \| accuracy \d+\.\d%", line)
+
+
+def test_two_machines_with_one_gpu_each(data, reference, tmp_path):
+    """Two torchruns that meet: on each there is only cuda:0, which a program that takes RANK for LOCAL_RANK misses."""
+    words = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-m", "virtual_gpus", "--gpus", 1, SCRIPTS / "ddp.py"]
+    words += [*small(data), "--epochs", 2, "--checkpoint", tmp_path / "last.pt"]
+    with torchrun(*words, log=tmp_path / "a") as one, torchrun(*words, log=tmp_path / "b") as other:
+        outputs = sorted(lines(program.wait()) for program in (one, other))
+    assert outputs[0] == [] and close(outputs[1], reference[0])
+    assert same_state(tmp_path / "last.pt", reference[1])
+
+
+# ddp.py, but rank 0 is killed in its eighth step, the second one of epoch 1.
+KILLED = f"""
+import os, runpy, signal, sys
+import torch
+
+cross_entropy, steps = torch.nn.functional.cross_entropy, 0
+
+def counted(*args, **kwargs):
+    global steps
+    steps += torch.is_grad_enabled()
+    if steps == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cross_entropy(*args, **kwargs)
+
+if os.environ["RANK"] == os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    torch.nn.functional.cross_entropy = counted
+sys.argv[0] = {str(SCRIPTS / "ddp.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_torchrun_starts_a_killed_process_again_as_in_the_slurm_files(data, reference, tmp_path):
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    words = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1, program, *small(data), "--epochs", 2]
+    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with torchrun(*words, "--checkpoint", tmp_path / "last.pt", log=tmp_path / "log", environment=settings) as program:
+        output = program.wait()
+    assert "exitcode: -9" in output or "Signal 9" in output, output
+    assert close(lines(output), reference[0])
+    assert same_state(tmp_path / "last.pt", reference[1])
+
+
+@pytest.mark.parametrize("file, nodes", [("train_one_node.slurm", 1), ("train_many_nodes.slurm", 2)])
+def test_the_slurm_files(tmp_path, file, nodes):
+    """Run by bash, with stand-ins for srun and scontrol, and a torchrun that says what it was called with."""
+    said = 'printf "%s\\n" "threads $OMP_NUM_THREADS" "share $TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@"'
+    for name, does in {
+        "srun": '"$@"',
+        "scontrol": '[ "$*" = "show hostnames node-[a-b]" ] && printf "node-a\\nnode-b\\n"',
+        "torchrun": said,
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "4042",
+        "SLURM_NNODES": str(nodes),
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "16",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+    }
+    slurm = SCRIPTS / file
+    done = subprocess.run(
+        ["bash", str(slurm), "--epochs", "3"], capture_output=True, text=True, env=settings, cwd=ROOT, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    where = {
+        1: ["--standalone"],
+        2: ["--rdzv-backend", "c10d", "--rdzv-id", "4042", "--rdzv-endpoint", "node-a:29542"],
+    }[nodes]
+    words = done.stdout.splitlines()
+    assert words[:2] == ["threads 4", "share 1"] and "--nproc-per-node 4" in " ".join(words)
+    assert "--max-restarts" in words
+    assert " ".join(where) in " ".join(words) and (nodes == 1 or "--nnodes 2" in " ".join(words))
+    script = words.index("notebooks/scripts/ddp.py")
+    assert (ROOT / words[script]).exists()
+    assert words[script + 1 :] == ["--checkpoint", "run/4042.pt", "--epochs", "3"]
+    asked = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", slurm.read_text(), re.MULTILINE)
+    assert {"nodes": str(nodes), "ntasks-per-node": "1", "gpus-per-node": "4"}.items() <= dict(asked).items()
+
+
+@pytest.mark.parametrize("name", ON_SEVERAL_GPUS)
+def test_with_fewer_than_two_gpus_they_say_what_is_needed(name, run):
+    needed = rf"This program needs 2 GPUs\. To use virtual ones: python -m virtual_gpus --gpus 2 .*{name}\.py"
+    with virtual_gpus(1), pytest.raises(SystemExit, match=needed):
+        run(name)
+
+
+def test_ddp_without_torchrun_says_what_is_needed(run, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"Start this program with torchrun: torchrun --nproc-per-node 2 .*ddp\.py"):
+        run("ddp")
+
+
+# ------------------------------------------------------------------------------------------------- what they are
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_they_import_only_pytorch_and_the_standard_library(name):
+    tree = ast.parse((SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
+    modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    roots = {module.split(".")[0] for module in modules}
+    assert {"torch", "torchvision"} <= roots <= {"torch", "torchvision", *sys.stdlib_module_names}
+
+
+def test_a_lesson_shows_the_difference_of_two_programs():
+    shown = show_diff("model_parallel", "pipeline")
+    text = repr(shown)
+    assert text.startswith("--- model_parallel.py\n+++ pipeline.py\n")
+    added = [line[1:].strip() for line in shown.lines if line.startswith("+") and not line.startswith("+++")]
+    assert "for micro_batch in images.chunk(MICRO_BATCHES):" in added and '"""' not in text
+    whole = (SCRIPTS / "pipeline.py").read_text(encoding="utf-8")
+    assert all(line in whole for line in added)
+    assert shown._repr_markdown_() == f"```diff\n{text}\n```"
