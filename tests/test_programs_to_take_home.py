@@ -162,9 +162,10 @@ def test_two_machines_with_one_gpu_each(data, reference, tmp_path):
     assert same_state(tmp_path / "last.pt", reference[1])
 
 
-# ddp.py, but rank 0 is killed in its eighth step, the second one of epoch 1.
+# ddp.py, but rank 0 is killed in its eighth step, the second one of epoch 1. When it is started again it comes late, so
+# that rank 1 would find the address of the killed process in a store that torchrun has kept.
 KILLED = f"""
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
 import torch
 
 cross_entropy, steps = torch.nn.functional.cross_entropy, 0
@@ -178,6 +179,8 @@ def counted(*args, **kwargs):
 
 if os.environ["RANK"] == os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     torch.nn.functional.cross_entropy = counted
+elif os.environ["RANK"] == "0":
+    time.sleep(3)
 sys.argv[0] = {str(SCRIPTS / "ddp.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
