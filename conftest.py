@@ -11,8 +11,6 @@ import nbval.kernel
 import pytest
 import run_all
 
-# Lessons that go on after errors in one kernel: their cells run a second time in it, and must print the same again.
-TWICE = ("06_out_of_memory",)
 OUTPUT_TIMEOUT_S = 60  # from the end of a cell until its outputs have come; nbval's 5 are short for a busy machine
 
 
@@ -25,20 +23,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report(collector):
-    """The lessons in TWICE: nbval's kernel is one for all cells of a file, so the file's cells are listed twice."""
     report = (yield).get_result()
-    if collector.path.suffix != ".ipynb" or not report.passed:
-        return
-    if collector.path.stem in TWICE:
-        report.result += [_again(cell) for cell in report.result]
-    for cell in report.result:
-        cell.output_timeout = OUTPUT_TIMEOUT_S
-
-
-def _again(cell):
-    return type(cell).from_parent(
-        cell.parent, name=f"{cell.name} again", cell_num=cell.cell_num, cell=cell.cell, options=cell.options
-    )
+    if collector.path.suffix == ".ipynb" and report.passed:
+        for cell in report.result:
+            cell.output_timeout = OUTPUT_TIMEOUT_S
 
 
 def pytest_runtest_setup(item):

@@ -14,7 +14,11 @@ from benchmarks.reference.operators import OPERATORS
 
 STEPS = measure.load("steps.json")
 TORCH = STEPS["meta"]["torch"]
-STEPS_WITH_NUMBERS = 2  # the first, and one with an optimizer's states: the third would cost 20 s and show no more
+STEPS_WITH_NUMBERS = 2  # the first, and one with an optimizer's states: the third shows no more
+# A CPU computes these in some 20 s. ResNet-34 is left out, which does what ResNet-18 does, and BERT, which does what
+# GPT does.
+WITH_NUMBERS = ("mlp_adamw_b256", "resnet18_cifar_b64", "resnet50_64px_b32", "gpt_small_b8", "gpt_small_bf16_b8",
+                "lstm_words_b32")  # fmt: skip
 
 
 @functools.cache
@@ -24,10 +28,16 @@ def steps_of(name: str) -> dict:
 
 
 @functools.cache
-def steps_in_order(shapes_only: bool = True) -> dict[str, dict]:
+def steps_in_order() -> dict[str, dict]:
     """All training steps' losses and memory, on one virtual GPU, one after the other as on the H200."""
-    count = measure.STEPS if shapes_only else STEPS_WITH_NUMBERS
-    return measure.on_virtual_gpu(lambda: measure.steps_in_order(CASES, count), TORCH, shapes_only)
+    return measure.on_virtual_gpu(lambda: measure.steps_in_order(CASES, measure.STEPS), TORCH, shapes_only=True)
+
+
+@functools.cache
+def some_steps(shapes_only: bool) -> dict[str, dict]:
+    """Those of WITH_NUMBERS alone."""
+    cases = {name: CASES[name] for name in WITH_NUMBERS}
+    return measure.on_virtual_gpu(lambda: measure.steps_in_order(cases, STEPS_WITH_NUMBERS), TORCH, shapes_only)
 
 
 @functools.cache
@@ -74,30 +84,28 @@ def test_on_a_fresh_card_half_of_all_steps_are_nearer_still(figure):
     assert found.median <= GOAL[figure].median, f"the median error is {100 * found.median:.2f} %"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_shapes_only_needs_the_memory_of_real_numbers(name):
-    shapes, numbers = steps_in_order()[name], steps_in_order(shapes_only=False)[name]
-    assert shapes["memory"][:STEPS_WITH_NUMBERS] == numbers["memory"]
+    shapes, numbers = some_steps(shapes_only=True)[name], some_steps(shapes_only=False)[name]
+    assert shapes["memory"] == numbers["memory"]
     assert shapes["model_bytes"] == numbers["model_bytes"]
     assert all(math.isnan(loss) for loss in shapes["losses"])
 
 
-# How near a loss comes to the H200's: dropout draws other numbers there, bf16 has three digits, and the ResNets' rate
-# of 0.1 makes TF32's rounding in their convolutions show from the second step on.
-NEAR = dict.fromkeys(CASES, (1e-3, STEPS_WITH_NUMBERS)) | {
-    "bert_small_b16": (5e-3, STEPS_WITH_NUMBERS),
+# How near a loss comes to the H200's: bf16 has three digits, and the ResNets' rate of 0.1 makes TF32's rounding in
+# their convolutions show from the second step on.
+NEAR = dict.fromkeys(WITH_NUMBERS, (1e-3, STEPS_WITH_NUMBERS)) | {
     "gpt_small_bf16_b8": (5e-3, STEPS_WITH_NUMBERS),
     "resnet18_cifar_b64": (1e-3, 1),
-    "resnet34_cifar_b128": (1e-3, 1),
     "resnet50_64px_b32": (1e-3, 1),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_the_losses_are_the_h200s(name):
     tolerance, steps = NEAR[name]
     real = STEPS["cases"][name]["losses"]
-    assert steps_in_order(shapes_only=False)[name]["losses"][:steps] == pytest.approx(real[:steps], rel=tolerance)
+    assert some_steps(shapes_only=False)[name]["losses"][:steps] == pytest.approx(real[:steps], rel=tolerance)
 
 
 # ---- single operators
