@@ -174,7 +174,7 @@ def fails(rank, samples, log):
 
 
 def test_ranked_names_the_rank_that_fails(two_gpus):
-    assert told(check.ranked(fails), "rank 1 of 2 raised KeyError: 'my mistake'")
+    assert told(check.ranked(fails), "Rank 1 of 2 raised KeyError: 'my mistake'")
 
 
 def test_ranked_needs_gpus():

@@ -1,24 +1,21 @@
 """One rank among others: connecting, agreeing, sharing the data, and what works without others."""
 
 import math
-import os
 
 import pytest
 import torch
 from virtual_gpus import virtual_gpus
 
 from helpers.parallel import ranks
-from helpers.parallel.launching import RankError, launch
+from helpers.parallel.launching import launch
 from helpers.parallel.ranks import (
     agree,
-    connect,
     disconnect,
     from_all,
     local_device,
     rank_loader,
     sums_of_all,
 )
-from tests.programs import free_port, held_port
 
 # ------------------------------------------------------------------------------------------ the only rank
 
@@ -51,34 +48,11 @@ def test_batches_of_all_ranks_together_are_those_of_one():
 
 def test_values_reach_every_rank_and_differences_are_told_on_all():
     def act(rank):
-        with pytest.raises(ValueError, match=r"do not \(batch: 4, 5, 6, in rank order\)"):
+        with pytest.raises(ValueError, match=r"have \(batch: 4, 5, 6\) in rank order"):
             agree({"batch": 4 + rank, "model": "same"})
         return from_all(rank)
 
     assert launch(act, ranks=3, show=False) == [[0, 1, 2]] * 3
-
-
-def connecting(number: int, port: int) -> str:
-    """The error of `connect` as rank `number` of two, in a process of its own."""
-
-    def act(rank):
-        disconnect()
-        for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
-            del os.environ[name]
-        os.environ.update({"MASTER_PORT": str(port), "RANK": str(number), "WORLD_SIZE": "2"})
-        connect(timeout_s=1)
-
-    with pytest.raises(RankError) as caught:
-        launch(act, ranks=1, show=False)
-    return str(caught.value)
-
-
-def test_connections_that_cannot_be_made():
-    with held_port(answers=True) as port:
-        assert f"Port {port} is in use: another training" in connecting(0, port)
-    with held_port(answers=False) as port:
-        assert "Rank 1 of 2 waited 1 s for the others at 127.0.0.1:" in connecting(1, port)
-    assert "Check that rank 0 runs there, that all ranks were started" in connecting(0, free_port())
 
 
 @pytest.mark.parametrize("gpus", [False, True])

@@ -1,4 +1,4 @@
-"""Several ranks or several GPUs at one job: launch and ranks, the parallel loss, the pipeline."""
+"""Training on several GPUs: launch and ranks, the parallel loss, the pipeline."""
 
 from helpers.parallel.launching import RankError, launch
 from helpers.parallel.loss import (
@@ -7,14 +7,11 @@ from helpers.parallel.loss import (
     LossInForward,
     count_labels,
     count_samples,
-    ignored_label,
-    label_weight,
     total,
 )
 from helpers.parallel.pipeline import (
     Pipeline,
     bubble,
-    explore_pipeline,
     gpipe,
     layers_of,
     one_f_one_b,
@@ -34,11 +31,8 @@ __all__ = [
     "count_labels",
     "count_samples",
     "disconnect",
-    "explore_pipeline",
     "from_all",
     "gpipe",
-    "ignored_label",
-    "label_weight",
     "launch",
     "layers_of",
     "local_device",

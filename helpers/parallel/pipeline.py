@@ -1,23 +1,20 @@
-"""A net cut into stages, each on a GPU of its own, and pipelines of micro-batches through them.
+"""A net that is cut into stages on several GPUs, and pipelines of micro-batches through them.
 
-    net = split(layers_of(resnet18()), gpus)        # nn.Sequential: each part on a GPU, a copy between them
+    net = split(layers_of(resnet18()), gpus)        # nn.Sequential: each part on a GPU, with a copy between them
     pipeline = Pipeline([part_0, part_1], gpus, schedule=one_f_one_b)
-    loss = pipeline.step(images, labels, nn.CrossEntropyLoss(), micro_batches=8)      # gradients, as of one batch
+    loss = pipeline.step(images, labels, nn.CrossEntropyLoss(), micro_batches=8)      # gradients of the whole batch
     optimizer.step()
 
 A schedule is a list with the order of tasks of each stage:
 
     orders = one_f_one_b(stages=4, micro_batches=8)     # orders[stage] = [Task("F", 0), Task("F", 1), ...]
     slots = simulate(orders)                            # when each task runs if "F" takes 1 and "B" 2 units of time
-    bubble(4, 8)                                        # 3/11 of that time a GPU is idle
-    most_kept(orders[0])                                # micro-batches whose activations stage 0 holds at once
+    bubble(4, 8)                                        # each GPU is idle for 3/11 of that time
+    most_kept(orders[0])                                # the most micro-batches whose activations stage 0 holds
 
-One process feeds all GPUs, because it does not wait for any of them. `torch.distributed.pipelining` does the same with
-one process per GPU. Lesson 05 builds these by hand. Sources: GPipe, arXiv 1811.06965; one forward, one backward
-("1F1B"), as in PipeDream-Flush, arXiv 2006.09503.
+One process launches the work of all GPUs. `torch.distributed.pipelining` does the same with one process per GPU.
+Sources: GPipe, arXiv 1811.06965; one forward, one backward ("1F1B"), as in PipeDream-Flush, arXiv 2006.09503.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,7 +28,6 @@ __all__ = [
     "Slot",
     "Task",
     "bubble",
-    "explore_pipeline",
     "gpipe",
     "layers_of",
     "most_kept",
@@ -44,7 +40,7 @@ __all__ = [
 
 
 class OnGPU(nn.Module):
-    """A part of a net on one GPU. Its input is copied there, and autograd copies the gradient back."""
+    """A part of a net on one GPU. It copies its input there, and autograd copies the gradient back."""
 
     def __init__(self, part: nn.Module, gpu: torch.device | str | int):
         super().__init__()
@@ -56,10 +52,10 @@ class OnGPU(nn.Module):
 
 
 def split(layers: Sequence[nn.Module], gpus: Sequence, cuts: Sequence[int] | None = None) -> nn.Sequential:
-    """The layers in order, in as many parts as there are GPUs: input on any device, output on the last GPU.
+    """Puts the layers, in order, on the GPUs. The input can be on any device; the output is on the last GPU.
 
-    cuts: the numbers of the layers that begin the second, third, ... part; None cuts into parts with about as many
-    layers each. Raises ValueError for cuts that leave a part without layers.
+    cuts: the numbers of the layers that begin the second, third, ... part. By default the parts have about equally many
+    layers. Raises ValueError if a part has no layers.
     """
     layers = list(layers)
     if cuts is None:
@@ -67,7 +63,7 @@ def split(layers: Sequence[nn.Module], gpus: Sequence, cuts: Sequence[int] | Non
     edges = [0, *cuts, len(layers)]
     if len(edges) != len(gpus) + 1 or any(start >= end for start, end in zip(edges, edges[1:], strict=False)):
         raise ValueError(
-            f"{len(layers)} layers cannot be cut at {list(cuts)} for {len(gpus)} GPUs. Give {len(gpus) - 1} growing "
+            f"{len(layers)} layers cannot be cut at {list(cuts)} for {len(gpus)} GPUs. Pass {len(gpus) - 1} increasing "
             f"numbers between 1 and {len(layers) - 1}, so that each GPU gets a layer."
         )
     parts = [nn.Sequential(*layers[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
@@ -75,11 +71,11 @@ def split(layers: Sequence[nn.Module], gpus: Sequence, cuts: Sequence[int] | Non
 
 
 def layers_of(net: nn.Module) -> list[nn.Module]:
-    """The layers of a ResNet or a `Bert`, which called one after the other are the net.
+    """The layers of a ResNet or a `Bert`. Called one after the other, they compute what the net computes.
 
-    They are the net's own layers and not copies. Raises TypeError for another net.
+    They are the net's own layers, not copies. Raises TypeError for another net.
     """
-    # Here, because torchvision takes as long to import as PyTorch, and every spawned rank would wait for it.
+    # Imported here, because torchvision takes as long to import as PyTorch, and every spawned rank would wait for it.
     from torchvision.models import ResNet
 
     from helpers.models import Bert
@@ -89,11 +85,13 @@ def layers_of(net: nn.Module) -> list[nn.Module]:
         return [net.conv1, net.bn1, net.relu, net.maxpool, *blocks, net.avgpool, nn.Flatten(), net.fc]
     if isinstance(net, Bert):
         return [_Embedding(net), *net.blocks, net.norm, net.head]
-    raise TypeError(f"layers_of knows ResNet and Bert, not {type(net).__name__}. List its layers yourself.")
+    raise TypeError(
+        f"layers_of supports ResNet and Bert, not {type(net).__name__}. List the layers of this net yourself."
+    )
 
 
 class _Embedding(nn.Module):
-    """What a `Bert` does before its blocks."""
+    """The part of a `Bert` before its blocks."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
@@ -123,16 +121,14 @@ class Slot(NamedTuple):
 
 
 def gpipe(stages: int, micro_batches: int) -> list[list[Task]]:
-    """All forward passes, then all backward passes, the last micro-batch first (as autograd would)."""
-    _check(stages, micro_batches)
+    """All forward passes, then all backward passes, the last micro-batch first (as in autograd)."""
     forward = [Task("F", number) for number in range(micro_batches)]
     backward = [Task("B", number) for number in reversed(range(micro_batches))]
     return [forward + backward for _ in range(stages)]
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> list[list[Task]]:
-    """As few forward passes as fill the pipeline, then one forward, one backward in turns, then the rest."""
-    _check(stages, micro_batches)
+    """As few forward passes as fill the pipeline, then one forward and one backward pass in turns, then the rest."""
     orders = []
     for stage in range(stages):
         ahead = min(stages - stage - 1, micro_batches)  # forward passes before the turns begin
@@ -144,13 +140,12 @@ def one_f_one_b(stages: int, micro_batches: int) -> list[list[Task]]:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The share of time that a GPU is idle for want of work, (p - 1) / (m + p - 1), with equally long stages."""
-    _check(stages, micro_batches)
+    """The share of the time in which each GPU is idle, (p - 1) / (m + p - 1), if all stages take equally long."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def most_kept(order: Sequence[Task]) -> int:
-    """The largest number of micro-batches that a stage has gone forward with and not yet backward."""
+    """The largest number of micro-batches whose activations a stage holds between forward and backward pass."""
     kept = most = 0
     for kind, _ in order:
         kept += 1 if kind == "F" else -1
@@ -159,13 +154,13 @@ def most_kept(order: Sequence[Task]) -> int:
 
 
 def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: float = 2.0) -> list[Slot]:
-    """The tasks in time, sorted by their start: each starts when its stage is free and what it needs is done.
+    """The tasks with their times, sorted by start. A task starts when its stage is free and its input is there.
 
-    A forward pass needs that of the stage before, and a backward pass that of the stage after; on the last stage it
-    needs its own forward pass. Sending takes no time. Raises ValueError for orders in which the stages wait for each
-    other forever.
+    A forward pass needs the forward pass of the stage before it, and a backward pass needs the backward pass of the
+    stage after it. On the last stage, a backward pass needs its own forward pass. Copies take no time. Raises
+    ValueError if the stages would wait for each other forever.
     """
-    waiting = [[Task(*task) for task in order] for order in orders]  # plain pairs will do
+    waiting = [[Task(*task) for task in order] for order in orders]  # also takes plain pairs
     free, ends, slots = [0.0] * len(waiting), {}, []
     while any(waiting):
         ready = [
@@ -175,8 +170,8 @@ def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: f
         ]
         if not ready:
             stuck = {stage: tasks[0] for stage, tasks in enumerate(waiting) if tasks}
-            said = ", ".join(f"stage {stage} before {kind}{number}" for stage, (kind, number) in stuck.items())
-            raise ValueError(f"These orders never end, because all stages wait for each other ({said}).")
+            listed = ", ".join(f"stage {stage} before {kind}{number}" for stage, (kind, number) in stuck.items())
+            raise ValueError(f"These orders never end, because all stages wait for each other ({listed}).")
         for stage in ready:
             task = waiting[stage].pop(0)
             start = max([free[stage], *(ends[need] for need in _needs(stage, task, len(waiting)))])
@@ -186,17 +181,11 @@ def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: f
 
 
 def _needs(stage: int, task: Task, stages: int) -> set[tuple[int, Task]]:
-    """What must be done before a task: at most one task of a stage."""
+    """The (stage, task) that must be done before a task; empty if there is none."""
     kind, number = task
     if kind == "F":
         return {(stage - 1, task)} if stage else set()
     return {(stage + 1, task) if stage + 1 < stages else (stage, Task("F", number))}
-
-
-def _check(stages: int, micro_batches: int) -> None:
-    for name, number in (("stages", stages), ("micro_batches", micro_batches)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, not {number!r}.")
 
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
@@ -205,8 +194,8 @@ def _check(stages: int, micro_batches: int) -> None:
 class Pipeline:
     """Stages on GPUs, and training steps through them in the order of a schedule.
 
-    stages: modules, each is moved to its GPU. schedule: `gpipe`, `one_f_one_b`, or any function of (stages,
-    micro-batches) that gives their orders. There is one stage per GPU.
+    stages: one module per GPU, which is moved there. schedule: `gpipe`, `one_f_one_b`, or any function of (stages,
+    micro_batches) that returns their orders.
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence, schedule: Callable = gpipe):
@@ -215,22 +204,22 @@ class Pipeline:
         self.copies = [torch.cuda.Stream(gpu) for gpu in gpus]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of all stages, for an optimizer."""
+        """The parameters of all stages, for an optimizer."""
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
     def step(self, inputs: Tensor, targets: Tensor, criterion: Callable, micro_batches: int) -> Tensor:
-        """Forward and backward pass of a batch. Adds to the gradients; returns the loss, on the last GPU.
+        """Runs the forward and backward pass of a batch. Adds to the gradients and returns the loss, on the last GPU.
 
-        criterion(outputs, targets) must be a mean over samples. Each micro-batch counts by its size, so that loss and
+        criterion(outputs, targets) must be a mean over samples. Each micro-batch is weighted by its size, so loss and
         gradients are those of the whole batch. Raises ValueError if the batch has fewer samples than micro_batches.
         """
         if not 1 <= micro_batches <= len(inputs):
             raise ValueError(f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches.")
         orders = self.schedule(len(self.stages), micro_batches)
-        # All at once: for a copy from pageable memory later on the host, and so all other GPUs, would wait for GPU 0.
+        # The whole batch at once, because the host, and so every other GPU, waits for a copy from pageable memory.
         inputs, targets = inputs.to(self.gpus[0]), targets.to(self.gpus[-1])
         step = _Step(self, inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), criterion)
-        # In the order of time, because a GPU works in the order in which it was given its tasks.
+        # In the order of time, because a GPU runs its tasks in the order in which they are launched.
         for slot in simulate(orders):
             run = step.forward if slot.task.kind == "F" else step.backward
             run(slot.stage, slot.task.micro_batch)
@@ -238,18 +227,18 @@ class Pipeline:
 
 
 class _Step:
-    """What a step has sent and what it keeps for the backward pass. Keys are (stage, micro-batch)."""
+    """The tensors that a step has sent and that it keeps for the backward pass. Keys are (stage, micro-batch)."""
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], criterion: Callable):
         self.pipeline, self.inputs, self.targets, self.criterion = pipeline, inputs, targets, criterion
         self.last, self.samples = len(pipeline.stages) - 1, sum(map(len, targets))
-        self.activations: dict = {}  # that arrive at a stage, each with the event of its arrival
+        self.activations: dict = {}  # the inputs of a stage, each with the event of its arrival
         self.gradients: dict = {}
-        self.kept: dict = {}  # input and output, with the graph between them
+        self.kept: dict = {}  # the input and output of a stage, with the graph between them
         self.losses: list[Tensor] = []
 
     def forward(self, stage: int, number: int) -> None:
-        # What comes from another stage is a leaf: each stage has a graph of its own.
+        # The input from another stage is a leaf, so each stage has a graph of its own.
         x = self._receive(self.activations, stage, number).requires_grad_() if stage else self.inputs[number]
         y = self.pipeline.stages[stage](x)
         if stage < self.last:
@@ -267,13 +256,13 @@ class _Step:
             self._send(x.grad, self.gradients, stage, stage - 1, number)
 
     def _send(self, tensor: Tensor, sent: dict, source: int, target: int, number: int) -> None:
-        """Copy to a neighbour on streams of their own; on the GPUs' usual streams a copy makes both GPUs wait."""
+        """Copies to a neighbour on streams of their own. On the current streams, both GPUs would wait for the copy."""
         gpus, copies = self.pipeline.gpus, self.pipeline.copies
         copies[source].wait_stream(torch.cuda.current_stream(gpus[source]))
         with torch.cuda.stream(copies[source]), torch.cuda.stream(copies[target]):
             copy = tensor.to(gpus[target], non_blocking=True)
             sent[target, number] = copy, copies[target].record_event()
-        tensor.record_stream(copies[source])  # its memory is not used again before it has been sent
+        tensor.record_stream(copies[source])  # so that its memory is not reused before it has been sent
 
     def _receive(self, sent: dict, stage: int, number: int) -> Tensor:
         copy, arrival = sent.pop((stage, number))
@@ -281,21 +270,3 @@ class _Step:
         stream.wait_event(arrival)
         copy.record_stream(stream)
         return copy
-
-
-# ---- the panel ------------------------------------------------------------------------------------------------------
-
-
-def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "GPipe", extra: float = 1.0):
-    """A panel with sliders for a pipeline; end a cell with it. Nothing runs, and no GPU is needed.
-
-    schedule  "GPipe" or "1F1B"
-    extra     what each task costs beside its arithmetic (launching kernels, copies, small matrices that do not fill a
-              GPU), in percent of a stage's forward pass of the whole batch. With 0, more micro-batches always help.
-
-    Stages take equally long, and a backward pass twice as long as the forward pass. Raises ValueError for what the
-    sliders do not have.
-    """
-    from helpers.parallel.pipeline_panel import pipeline_panel  # a training script on a cluster has no ipywidgets
-
-    return pipeline_panel(stages, micro_batches, schedule, extra)

@@ -1,10 +1,10 @@
-"""One rank among others: joining them, a share of the data, agreeing, and doing things once.
+"""The work of one rank among others: join them, read a share of the data, exchange values.
 
-    connect()                                    # in a program that torchrun started
-    loader = rank_loader(dataset, batch_size=32) # this rank's share: 32 samples are the batch of all ranks together
+    connect()                                       # in a program that torchrun started
+    loader = rank_loader(dataset, batch_size=32)    # this rank's share of 32 samples
     disconnect()
 
-Every function here but `connect` also works in a plain program, as the only rank.
+Every function here except `connect` also works in a plain program, as the only rank.
 """
 
 import os
@@ -34,76 +34,51 @@ _kept: list[dist.ProcessGroup] = []
 
 
 def rank() -> int:
-    """This process's number, from 0; 0 where there is no process group."""
+    """The rank of this process; 0 if there is no process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are; 1 where there is no process group."""
+    """The number of ranks; 1 if there is no process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-# ------------------------------------------------------------------------------------------- coming and going
+# ---- join and leave -------------------------------------------------------------------------------------------------
 
 
 def connect(timeout_s: float = 120.0) -> int:
-    """Join the other ranks, as the environment says that torchrun sets up; returns this rank's number.
+    """Joins the process group that torchrun describes in the environment. Returns the rank of this process.
 
-    timeout_s: how long to wait for the others, here and in every collective later on. The backend is nccl where there
-    are GPUs, and otherwise gloo. On one machine torchrun can start the ranks again after a failure; on several it needs
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that, as in train_many_nodes.slurm. Raises RuntimeError where the
-    environment says nothing, where the address of rank 0 is taken, and where it never answers.
+    timeout_s is how long to wait for the other ranks, here and in every later collective. The backend is nccl if there
+    are GPUs, and gloo otherwise. Within one machine, torchrun can restart the ranks after a failure. Across several
+    machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for restarts, as train_many_nodes.slurm does.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise RuntimeError(
-            f"{', '.join(missing)} not set, so this process does not know the other ranks. Start it with torchrun "
-            "--nproc-per-node 2 program.py."
-        )
-    gpu = local_device() if torch.cuda.is_available() else None
-    if gpu is not None:
-        torch.cuda.set_device(gpu)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_device())
+        backend = "nccl"
     timeout = timedelta(seconds=timeout_s)
-    try:
-        store, number, ranks = next(dist.rendezvous("env://", timeout=timeout))
-    except dist.DistError as error:
-        raise RuntimeError(_connection_advice(error, timeout_s)) from None  # it is quoted there
+    store, number, ranks = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
-        # torchrun keeps one store for all attempts: here the address of a rank that has died would be found in it.
+        # torchrun keeps one store for all attempts, with the addresses of ranks that died in an earlier attempt.
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group(
-        "gloo" if gpu is None else "nccl", store=store, rank=number, world_size=ranks, timeout=timeout
-    )
+    dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=timeout)
     return number
 
 
-def _connection_advice(error: Exception, timeout_s: float) -> str:
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if "EADDRINUSE" in str(error):
-        return (
-            f"Port {port} is in use: another training, or one that was not ended, has it. Take another one, "
-            "torchrun --master-port 29501 or MASTER_PORT=29501, on all machines."
-        )
-    return (
-        f"Rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited {timeout_s:.0f} s for the others at "
-        f"{address}:{port}. Check that rank 0 runs there, that all ranks were started, that a firewall lets the port "
-        f"through, and that MASTER_ADDR is the right name. PyTorch says: {str(error).splitlines()[0]}"
-    )
-
-
 def disconnect() -> None:
-    """Leave the process group, if there is one: at the end of a program, when all ranks are done."""
+    """Leaves the process group, if there is one. Call it at the end of a program, when all ranks are done."""
     if dist.is_initialized():
-        # DistributedDataParallel must not be its last owner: when that goes, its C++ waits for gloo's thread with
-        # Python's lock in its hand, and the thread may be waiting for the lock. Python lets go of the lock before.
+        # DistributedDataParallel must not be the last owner of the group. When the last owner goes, the group's C++
+        # destructor waits for gloo's thread while it holds Python's lock, and that thread may be waiting for the lock.
         _kept.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 
 def local_device() -> torch.device:
-    """This rank's GPU: number LOCAL_RANK of this machine, the current one if that is not set; else the CPU.
+    """This rank's GPU: number LOCAL_RANK of this machine, or the current GPU if LOCAL_RANK is not set, or the CPU.
 
-    A machine that shows each rank only its own GPU, as SLURM can, has one GPU in every rank, cuda:0.
+    A machine can show each rank only its own GPU, as SLURM does. Then every rank uses cuda:0.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -113,13 +88,13 @@ def local_device() -> torch.device:
 
 
 def gpu_name(device: torch.device) -> str:
-    """A name of the device that no other one has, on this machine or another. The CPU is named by its process."""
+    """A name that no other device has, on this machine or another. The CPU is named after its process."""
     if device.type != "cuda":
         return f"{device} of process {os.getpid()} on {socket.gethostname()}"
     return f"{torch.cuda.get_device_properties(device).uuid} on {socket.gethostname()}"
 
 
-# --------------------------------------------------------------------------------------------------- the data
+# ---- the data -------------------------------------------------------------------------------------------------------
 
 
 def rank_loader(
@@ -127,26 +102,25 @@ def rank_loader(
 ) -> DataLoader:
     """A DataLoader with this rank's share of every batch of `batch_size` samples: DistributedSampler.
 
-    Batch k of all ranks together holds the samples of batch k of a single rank, for the same seed, so that trainings on
-    one GPU and on several can be compared. `options` are DataLoader's. ValueError for a batch that the ranks cannot
-    share equally.
+    Batch k of all ranks together holds the samples of batch k of a single rank with the same seed, so that trainings on
+    one GPU and on several can be compared. `options` are those of DataLoader. Raises ValueError if the ranks cannot
+    share a batch equally.
     """
     ranks = world_size()
     if batch_size % ranks or batch_size < 1:
-        below = batch_size // ranks * ranks
         raise ValueError(
-            f"A batch of {batch_size} cannot be shared equally by {ranks} ranks, with at least one sample each. Take "
-            + (f"{below} or {below + ranks}." if below > 0 else f"{ranks}, or start fewer ranks.")
+            f"The batch size is {batch_size}, but {ranks} ranks can only share a multiple of {ranks} equally. Change "
+            "the batch size or the number of ranks."
         )
     sampler = DistributedSampler(dataset, ranks, rank(), shuffle=shuffle, seed=seed)
     return DataLoader(dataset, batch_size // ranks, sampler=sampler, **options)
 
 
-# ---------------------------------------------------------------------------------------------------- objects
+# ---- values of all ranks --------------------------------------------------------------------------------------------
 
 
 def from_all(value: Any) -> list[Any]:
-    """The values of all ranks, in order, on every rank."""
+    """A list of the values of all ranks, in rank order, on every rank."""
     values = [value] * world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -154,19 +128,22 @@ def from_all(value: Any) -> list[Any]:
 
 
 def sums_of_all(numbers: Sequence[float]) -> list[float]:
-    """Each of the numbers added up over all ranks, in float64, on every rank: whole numbers are exact up to 2**53."""
+    """Each number added up over all ranks, on every rank. In float64, so that integers up to 2**53 are exact."""
     if world_size() == 1:
         return list(numbers)
-    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"  # NCCL sends nothing that is not on a GPU
+    device = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"  # NCCL only sends what is on a GPU
     sums = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
 
 
 def agree(values: dict[str, Any]) -> None:
-    """ValueError, on all ranks, if any of these values is not the same on all of them."""
+    """Raises ValueError on all ranks if a value is not the same on all of them."""
     everyone = from_all(values)
     differ = [name for name in values if any(other[name] != values[name] for other in everyone)]
     if differ:
-        told = "; ".join(f"{name}: {', '.join(str(other[name]) for other in everyone)}" for name in differ)
-        raise ValueError(f"The ranks must agree, and do not ({told}, in rank order). Each would wait for the others.")
+        listed = "; ".join(f"{name}: {', '.join(str(other[name]) for other in everyone)}" for name in differ)
+        raise ValueError(
+            f"All ranks need the same values, but they have ({listed}) in rank order. With different values they would "
+            "wait for each other forever."
+        )

@@ -1,9 +1,7 @@
-"""The panel of `explore_pipeline`: sliders for a pipeline, its schedule, and the time of a step.
+"""The panel of lesson 05: sliders for a pipeline, the picture of its schedule, and the time of a step.
 
-Times are in units of one stage's forward pass of the whole batch, so that one GPU needs 3 * stages for a step.
+Times are in units of one stage's forward pass of the whole batch. One GPU therefore needs 3 * stages for a step.
 """
-
-from __future__ import annotations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,14 +10,22 @@ from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_
 from helpers.show.panel import Panel, control
 from helpers.show.style import COLOURS, WIDTH
 
-__all__ = ["pipeline_panel"]
+__all__ = ["explore_pipeline"]
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
-MOST = 48  # micro-batches among which the shortest step is sought
+MOST = 48  # the largest number of micro-batches that is tried for the shortest step
 
 
-def pipeline_panel(stages: int, micro_batches: int, schedule: str, extra: float) -> Panel:
-    """See `explore_pipeline`."""
+def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "GPipe", extra: float = 1.0) -> Panel:
+    """A panel with sliders for a pipeline. End a cell with it. Nothing runs, and no GPU is needed.
+
+    schedule  "GPipe" or "1F1B"
+    extra     the overhead of each task (kernel launches, copies, small matrices that do not fill a GPU), in percent of
+              a stage's forward pass of the whole batch. With 0, more micro-batches always help.
+
+    All stages take equally long, and a backward pass takes twice as long as a forward pass. Raises ValueError for
+    values that the sliders do not have.
+    """
     controls = {
         "stages": control("stages", (1, 8), stages),
         "micro_batches": control("micro-batches", (1, 32), micro_batches),
@@ -32,7 +38,7 @@ def pipeline_panel(stages: int, micro_batches: int, schedule: str, extra: float)
 def _look(stages: int, micro_batches: int, extra: float, schedule: str) -> tuple[str, Figure]:
     orders = SCHEDULES[schedule](stages, micro_batches)
     slots = simulate(orders, *_task_times(micro_batches, extra))
-    # Of a step, as a share of one GPU's time, with 1, 2, ... micro-batches. Both schedules take as long.
+    # The time of a step as a share of one GPU's, with 1, 2, ... micro-batches. It is the same for both schedules.
     times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, MOST + 1)]
     best = min(range(MOST), key=times.__getitem__) + 1
     kept, now = most_kept(orders[0]), max(slot.end for slot in slots) / (3 * stages)
@@ -52,12 +58,12 @@ def _look(stages: int, micro_batches: int, extra: float, schedule: str) -> tuple
 
 
 def _task_times(micro_batches: int, extra: float) -> tuple[float, float]:
-    """Of a forward and of a backward pass."""
+    """The times of a forward and of a backward pass."""
     return 1 / micro_batches + extra / 100, 2 / micro_batches + extra / 100
 
 
 def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
-    """A row per stage, a box per task with the number of its micro-batch."""
+    """Draws one row per stage and one box per task, with the number of its micro-batch."""
     end, stages = max(slot.end for slot in slots), 1 + max(slot.stage for slot in slots)
     for stage, (kind, number), start, stop in slots:
         forward = kind == "F"
