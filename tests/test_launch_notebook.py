@@ -95,7 +95,7 @@ def test_a_function_of_a_cell_runs(outputs):
 
 def test_an_error_names_the_cells(outputs):
     error = outputs["raises"]["error"]
-    assert error.startswith("RankError: rank 1 of 2 raised TypeError: unsupported operand")
+    assert error.startswith("RankError: Rank 1 of 2 raised TypeError: unsupported operand")
     assert '  File "Cell In[3]", line 3, in bad\n    Net()(None)\n' in error
     assert '  File "Cell In[2]", line 3, in forward\n    return x * factor\n' in error
     assert '  File "torch/nn/modules/module.py", line' in error and "site-packages" not in error
