@@ -34,21 +34,23 @@ def bert_peaks(
     batch: int,
     devices: Sequence[torch.device | int],
     criterion: nn.Module | None = None,
+    vocabulary: int = VOCABULARY,
 ) -> Readings:
     """Readings of `devices` with the peaks of one step: forward, loss, backward, Adam.
 
     It is the second step, when Adam's states and DDP's final buckets exist. wrap: called with the net on the first
-    device and with the devices. batch: sentences that this process trains on. criterion: `WordLoss` by default. Memory
-    that earlier runs left reserved is released first. Raises ValueError for no device and for a batch below one.
+    device and with the devices. batch: sentences that this process trains on. criterion: `WordLoss` by default.
+    vocabulary: its words. Memory that earlier runs left reserved is released first. Raises ValueError for no device and
+    for a batch below one.
     """
     if not devices or batch < 1:
         raise ValueError(f"Give at least one device and one sentence, not {len(devices)} and {batch}.")
     torch.cuda.empty_cache()
-    network, criterion = wrap(bert_article(VOCABULARY).to(devices[0]), devices), criterion or WordLoss()
+    network, criterion = wrap(bert_article(vocabulary).to(devices[0]), devices), criterion or WordLoss()
     adam = torch.optim.Adam(network.parameters())
 
     def step():
-        tokens, words = random_tokens(batch, LENGTH, VOCABULARY)
+        tokens, words = random_tokens(batch, LENGTH, vocabulary)
         adam.zero_grad()
         criterion(network(tokens), words).backward()
         adam.step()

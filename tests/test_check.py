@@ -117,7 +117,7 @@ def test_numbers_within_tolerance_pass(right):
         (-100, "-100 ms is wrong: it should be more than 0."),
         (25, "25 ms is a quarter."),
         (True, "is a truth value"),
-        ("100", "write it without quotes"),
+        ("100", "without quotes"),
         (float("inf"), "a finite number"),
         (torch.ones(2), "is of type Tensor. Give a number."),
     ],

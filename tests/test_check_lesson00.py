@@ -1,5 +1,7 @@
 """The checks of lesson 00: the solutions pass, stubs and the usual mistakes are explained, nothing raises."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ def budget(net):
 def test_right_answers_pass_and_leave_no_memory_behind():
     assert check.total_memory(64) and check.total_memory(64.0)
     assert check.run_on(run_on) and check.run_on(lambda gpu, net, images: net.cuda(gpu)(images.cuda(gpu)))
+    assert check.run_on(lambda gpu, net, images: copy.deepcopy(net).to(gpu).forward(images.to(gpu)))
     assert check.budget(budget)
     assert check.pieces([4, 4, 4, 2]) and check.pieces((4, 4, 4, 2)) and check.pieces(torch.tensor([4, 4, 4, 2]))
     assert [torch.cuda.memory_allocated(index) for index in range(4)] == [0] * 4
@@ -51,6 +54,15 @@ def test_wrong_ways_to_run_on_a_gpu_are_explained():
         (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
         (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:0, and it should be cuda:3."),
         (lambda gpu, net, images: images.to(gpu), "the shape is (5, 1, 4, 4)"),
+        (
+            lambda gpu, net, images: run_on("cuda:0", net, images).to(gpu),
+            "but the net ran on cuda:0. Use no GPU except",
+        ),
+        (lambda gpu, net, images: net(images).to(gpu), "but the net ran on cpu"),
+        (
+            lambda gpu, net, images: nn.DataParallel(net.to("cuda:0"))(images).to(gpu),
+            "but the net ran on cuda:0, cuda:1, cuda:2. Use no GPU except cuda:3.",
+        ),
         (lambda gpu, net, images: run_on(gpu, net, images).softmax(1), "values are wrong"),
         (lambda gpu, net, images: net.to(gpu), "is not a tensor"),
         (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
@@ -60,12 +72,13 @@ def test_wrong_ways_to_run_on_a_gpu_are_explained():
 def test_wrong_budgets_are_explained():
     explains(
         check.budget,
-        (lambda net: budget(net) / 4, "leaves out the gradients and Adam's state"),
-        (lambda net: budget(net) / 2, "leaves out Adam's state"),
-        (lambda net: budget(net) * 3 / 4, "one of the two numbers that Adam keeps"),
+        (lambda net: budget(net) / 4, "is the size of the parameters alone. Add the gradients"),
+        (lambda net: budget(net) / 2, "is twice the size of the parameters. Adam keeps a state"),
+        (lambda net: budget(net) * 3 / 4, "How many numbers does Adam keep for each"),
         (lambda net: budget(net) * 2**20, "in bytes. Give MiB"),
         (lambda net: f"{budget(net)} MiB", "is text"),
-        (lambda net: budget(nn.Linear(1000, 500)), "too large"),
+        (lambda net: budget(nn.Linear(1000, 500)), "more than twice the right value"),
+        (lambda net: budget(net) * 1.5, "is too large"),
     )
 
 
@@ -73,13 +86,13 @@ def test_wrong_pieces_are_explained():
     explains(
         check.pieces,
         ([...] * 4, "still contains `...`"),
-        ([3.5] * 4, "until none are left for the last GPU"),
+        ([3.5] * 4, "Cut one with `scatter`."),
         ([float("nan")] * 4, "a finite number"),
         (["3"] * 4, "is text"),
-        ([4, 4, 3, 3], "until none are left for the last GPU"),
-        ([2, 4, 4, 4], "until none are left for the last GPU"),
-        ([4, 4, 4, 4], "are 16 images. The batch has 14."),
-        ([14], "a list of 4 numbers"),
+        ([4, 4, 3, 3], "[4, 4, 3, 3] is not how DataParallel cuts the batch"),
+        ([2, 4, 4, 4], "is not how DataParallel"),
+        ([4, 4, 4, 4], "adds up to 16 images, and the batch has 14."),
+        ([14], "Give a list of 4 numbers, one for each GPU."),
         ([10**400, 1, -(10**400), 13], "Give a number"),
     )
 

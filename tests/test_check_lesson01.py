@@ -44,8 +44,9 @@ def test_with_positions():
         (lambda x: torch.cat([x, torch.arange(len(x))[:, None]], 1), "is on cpu, different from"),
         (lambda x: torch.cat([x, torch.arange(len(x), device="cuda")[:, None]], 1), "is on cuda:0"),
         (lambda x: with_positions(x.cpu()), "The device is cpu, and it should be cuda:0."),
-        (lambda x: with_positions(x.float()), "the dtype of x"),
-        (lambda x: with_positions(x).roll(1, 1), "At [0, 0], yours is 0 and the right one is -1."),
+        (lambda x: with_positions(x.float()), "Keep the dtype of x"),
+        (lambda x: with_positions(x).roll(1, 1), "The row numbers are in the first column."),
+        (lambda x: torch.cat([x, x.new_ones(len(x), 1).cumsum(0)], 1), "At [0, 3], yours is 1 and the right one is 0."),
         (lambda x: x, "it should be (5, 4)"),
     )
 
@@ -66,15 +67,15 @@ def test_left_behind():
     assert check.left_behind(LEFT)
     for letter, right in LEFT.items():
         for part in {"batch", "net", "labels"} - {right}:
-            words = f"{letter!r} ends as before when its {part} is brought to cuda:1"
-            assert told(check.left_behind(LEFT | {letter: part}), words, "RuntimeError: ")
+            words = f"Program {letter} still fails after its {part} was moved to cuda:1, with RuntimeError: "
+            assert told(check.left_behind(LEFT | {letter: part}), words)
     explains(
         check.left_behind,
-        (LEFT | {"a": "batch"}, "mat1 stands for the input of a linear layer, on cuda:1, and the layer's bias"),
-        (LEFT | {"c": "batch"}, "the labels of a loss, on cuda:0, and the net's output, looked at before it, is on"),
-        (LEFT | {"d": "batch"}, "the embedding's table, looked at before it, is on cuda:0"),
+        (LEFT | {"a": "batch"}, "`mat1` is the input of a linear layer"),
+        (LEFT | {"c": "batch"}, "`target` is the labels of a loss"),
+        (LEFT | {"d": "batch"}, "it was compared with the embedding's table"),
         (LEFT | {"e": "net"}, "Input type (torch.FloatTensor) and weight type"),
-        (LEFT | {"e": "weights"}, "'weights' for 'e'. It is one of batch, net, labels."),
+        (LEFT | {"e": "weights"}, "'weights' is no part of program e. Choose from batch, net, labels."),
         ({"a": "net"}, "a dict with a part for each of a, b, c, d, e"),
         (LEFT | {"b": ...}, "still contains `...`"),
     )
@@ -114,9 +115,9 @@ MENDS = {  # in the order in which the errors come: the fault, its repair, the w
     ),
     "self.scale = torch.tensor([1.0, 2.0, 3.0])": (
         'self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))',
-        "an element-wise operation met a tensor on cuda:3 and one on cpu",
+        "Print the `.device` of each tensor in that line.",
     ),
-    "y.cuda()": ("y.to(device)", "the labels of a loss, on cuda:0"),
+    "y.cuda()": ("y.to(device)", "`target` is the labels of a loss"),
     ".numpy()": (".cpu().numpy()", "can't convert cuda:"),
 }
 
@@ -149,9 +150,11 @@ def test_each_mend_leads_to_the_next_error():
 
 
 SCALE = "self.scale = torch.tensor([1.0, 2.0, 3.0])"
+PARAMETER = "self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))"
 
 
 def test_other_mends():
+    assert check.mended(*program({SCALE: PARAMETER.replace("]))", "]), requires_grad=False)")}))
     assert check.mended(*program({"torch.arange(4)": "x.new_tensor([0, 1, 2, 3])"}))
     assert check.mended(*program({"    x.to(device)": "    x, net = x.to(device), net.to(device)"}))
     layers = "[nn.Linear(4, 8), nn.ReLU()]"
@@ -160,20 +163,23 @@ def test_other_mends():
         lambda mends: check.mended(*program(mends[0], **mends[1])),
         (({"y.cuda()": 'y.to("cuda:3")'}, {}), "on cuda:0 your code stopped at `nn.functional.cross_entropy"),
         (({"torch.arange(4)": 'torch.arange(4, device="cuda")'}, {}), "got mask on cuda:0 and self on"),
-        (({".numpy()": ".tolist()"}, {}), "a NumPy array of classes is asked for"),
+        (({".numpy()": ".tolist()"}, {}), "Return the classes as a NumPy array"),
         (({".numpy()": ".cpu().numpy() * 0"}, {}), "the classes are"),
-        (({layers: layers}, {"x = layer(x)": "x = layer.to(x.device)(x)"}), "lacks those of shape (8, 4) and (8,)"),
-        (({SCALE: SCALE}, {"* self.scale": "* self.scale.to(x.device)"}), "state_dict does not hold scale"),
-        (({SCALE: "self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))"}, {}), "scale is a parameter"),
-        (({SCALE: buffer}, {}), "without persistent=False"),
-        (({}, {"lr=0.1": "lr=0.2"}), "others than after three steps"),
+        (
+            ({layers: layers}, {"x = layer(x)": "x = layer.to(x.device)(x)"}),
+            "lacks the parameters of shape (8, 4) and (8,). A plain list",
+        ),
+        (({SCALE: SCALE}, {"* self.scale": "* self.scale.to(x.device)"}), "state_dict does not contain `scale`"),
+        (({SCALE: PARAMETER}, {}), "`scale` is a parameter that the optimizer trains"),
+        (({SCALE: buffer}, {}), "so a checkpoint loses it"),
+        (({}, {"lr=0.1": "lr=0.2"}), "differ from those of the CPU. Change devices only."),
         (({}, {"sgd.step()": "1 / 0"}), "ZeroDivisionError"),
     )
 
 
 def test_the_class_is_asked_for():
     net, train = program()
-    assert told(check.mended(net(), train), "give the class")
+    assert told(check.mended(net(), train), "Pass the class itself")
     assert told(check.mended(net, "train"), "cannot be called")
 
 
@@ -208,6 +214,23 @@ class NumbersInOrder(OnePerGPU):
         super().__init__(layers, [f"cuda:{i}" for i in range(len(layers))])
 
 
+class Returned(OnePerGPU):
+    def forward(self, x):
+        return super().forward(x).to(x.device)
+
+
+class Registered(nn.Module):
+    def __init__(self, layers, gpus):
+        super().__init__()
+        for i, layer in enumerate(layers):
+            self.add_module(str(i), layer.to(gpus[i]))
+
+    def forward(self, x):
+        for layer in self.children():
+            x = layer(x.to(layer.weight.device))
+        return x
+
+
 class Detached(OnePerGPU):
     def forward(self, x):
         for layer, gpu in zip(self.layers, self.gpus, strict=True):
@@ -216,12 +239,12 @@ class Detached(OnePerGPU):
 
 
 def test_one_per_gpu():
-    assert check.one_per_gpu(OnePerGPU)
+    assert check.one_per_gpu(OnePerGPU) and check.one_per_gpu(Returned) and check.one_per_gpu(Registered)
     explains(
         check.one_per_gpu,
-        (Stub, "`net.parameters()` is empty"),
-        (HiddenInAList, "nn.ModuleList"),
-        (NumbersInOrder, "layer 0 is on cuda:0"),
+        (Stub, "`net.parameters()` lacks the parameters of layer 0"),
+        (HiddenInAList, "Keep the layers where the module finds them"),
+        (NumbersInOrder, "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3."),
         (Detached, "layer 0 got no gradient"),
     )
 
@@ -234,27 +257,30 @@ def most_free(figure):
 def test_emptiest_gpu():
     assert check.emptiest_gpu(lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[0]))
     assert check.emptiest_gpu(lambda: torch.device("cuda", GPUtil.getFirstAvailable(order="memory")[0]))
-    assert check.emptiest_gpu(lambda: most_free(lambda i: -torch.cuda.memory_reserved(i)).index)
     explains(
         check.emptiest_gpu,
-        (lambda: torch.device("cuda:0"), "another GPU has"),
-        (lambda: most_free(lambda i: -torch.cuda.memory_allocated(i)), "ask mem_get_info"),
-        (lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[1]), "yours is the fullest"),
-        (lambda: torch.device("cuda"), "is not one of the GPUs"),
-        (lambda: 0.5, "0.5 is not one of the GPUs"),
+        (lambda: torch.device("cuda:0"), "cuda:0 has"),
+        (lambda: torch.device("cuda:1"), "Another program holds memory there"),
+        (lambda: most_free(lambda i: -torch.cuda.memory_allocated(i)), "PyTorch keeps freed memory in reserve"),
+        (lambda: most_free(lambda i: -torch.cuda.memory_reserved(i)), "Another program holds memory there"),
+        (lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[1]), "and another GPU has"),
+        (lambda: torch.device("cuda"), "is not the torch.device of a GPU"),
+        (lambda: "cuda:1", "'cuda:1' is not the torch.device of a GPU"),
+        (lambda: GPUtil.getFirstAvailable(order="memory")[0], "1 is not the torch.device of a GPU"),
     )
 
 
-IMAGES = 30 * 3 * 224 * 224
+IMAGES = 30 * 3 * 200 * 200
 
 
 def test_batch_bytes():
-    assert check.batch_bytes(2 * IMAGES + 512)
+    assert check.batch_bytes(2 * IMAGES + 256 + 512) and check.batch_bytes(torch.tensor(2 * IMAGES + 768))
     explains(
         check.batch_bytes,
-        (2 * IMAGES + 240, "a multiple of 512"),
-        (2 * IMAGES, "leaves out the labels"),
-        (4 * IMAGES + 512, "A float16 takes two"),
+        (2 * IMAGES + 240, "7,200,240 bytes is the payload. How does the allocator round?"),
+        (2 * IMAGES, "is the payload of the images alone"),
+        (2 * IMAGES + 256, "The labels are a tensor of their own"),
+        (4 * IMAGES + 512, "How many does a float16 take?"),
         (IMAGES + 30, "the number of elements"),
-        (2 * IMAGES + 1024, "9,032,704 bytes is too large."),
+        (2 * IMAGES + 1024, "7,201,024 bytes is too large."),
     )

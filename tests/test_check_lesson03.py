@@ -45,20 +45,33 @@ def weighted(losses, weights, divide=True):
     return summed / sum(weights) if divide else summed
 
 
+def in_one_product(losses, weights):
+    counts = torch.tensor(weights, device=losses[0].device)
+    return torch.where(counts > 0, on_the_first(losses), 0.0) @ (counts / counts.sum())
+
+
 def test_combine(gpus):
-    assert check.combine(combine)
+    assert check.combine(combine) and check.combine(in_one_product)
     explains(
         check.combine,
         (lambda losses, weights: sum(losses) / len(losses), "on the same device"),
-        (lambda losses, weights: on_the_first(losses).mean(), "the mean of the means"),
-        (lambda losses, weights: weighted(losses, weights, divide=False), "divide it by the sum"),
+        (lambda losses, weights: on_the_first(losses).mean(), "is the mean of the means. Where are the weights?"),
+        (lambda losses, weights: weighted(losses, weights, divide=False), "is the weighted sum. A mean is asked for."),
         (weighted, "0 x nan is nan"),
-        (lambda losses, weights: combine(losses, weights).item(), "a plain number has no gradient"),
-        (lambda losses, weights: combine(losses, weights).detach(), "no gradient"),
-        (lambda losses, weights: combine(losses, weights).cpu(), "where the first loss is"),
+        (lambda losses, weights: combine(losses, weights).item(), "Return a tensor, which has a gradient"),
+        (lambda losses, weights: combine(losses, weights).detach(), "the result has no graph"),
+        (lambda losses, weights: combine(losses, weights).cpu(), "the result is on cpu, and the first loss is on"),
+        (
+            lambda losses, weights: combine([loss.to("cuda:0") for loss in losses], weights),
+            "the result is on cuda:0, and",
+        ),
+        (lambda losses, weights: combine([loss.nan_to_num() for loss in losses], weights), "A nan that has a weight"),
         (lambda losses, weights: combine(losses, weights)[None], "of shape ()"),
-        (lambda losses, weights: 3 * combine(losses, weights), "[3, 1], 8.25 is more than twice"),
-        (lambda losses, weights: combine([losses[0], *(x.detach() for x in losses[1:])], weights), "no gradient"),
+        (lambda losses, weights: 3 * combine(losses, weights), "[3, 1], 8.25 is more than twice the right value"),
+        (
+            lambda losses, weights: combine([losses[0], *(x.detach() for x in losses[1:])], weights),
+            "no gradient arrives",
+        ),
     )
 
 
@@ -71,27 +84,53 @@ class MaskedError(nn.Module):
         return ((outputs - targets).square() * mask).sum() / mask.sum().clamp(min=self.least)
 
 
+class PickedError(nn.Module):
+    def forward(self, outputs, targets, mask):
+        errors = (outputs - targets).square()[mask == 1]
+        return errors.mean() if len(errors) else 0 * outputs.sum()
+
+
+class SummedError(nn.Module):
+    def forward(self, outputs, targets, mask):
+        return ((outputs - targets).square() * mask).sum()
+
+
 def places(outputs, targets, mask):
     return mask.sum()
 
 
 def test_masked_criterion(gpus):
     assert check.masked_criterion(DataParallelCriterion(MaskedError(), gpus, weight=places))
-    for least in (0, 1):
-        wrong = DataParallelCriterion(MaskedError(least), gpus)
-        assert told(check.masked_criterion(wrong), "what the mean of each GPU is over")
-    assert told(check.masked_criterion(DataParallelCriterion(MaskedError(0), gpus, weight=places)), "gradient nan")
-    guarded = DataParallelCriterion(MaskedError(0), gpus, weight=lambda *a: a[2].sum().clamp(min=1))
-    assert told(check.masked_criterion(guarded), "still divides by 0")
+    assert check.masked_criterion(DataParallelCriterion(PickedError(), gpus, weight=lambda *a: int(a[2].sum())))
+
+    def guarded(*arguments):
+        return places(*arguments).clamp(min=1)
+
+    def mean_place(*arguments):
+        return arguments[2].mean()
+
+    weights = "The criterion is right on each GPU. What is its mean over?"
+    for criterion, options, words in (
+        (MaskedError(0), {}, weights),
+        (MaskedError(), {}, weights),
+        (MaskedError(), {"weight": mean_place}, weights),
+        (MaskedError(), {"weight": guarded}, weights),
+        (MaskedError(), {"reduction": "sum"}, weights),
+        (MaskedError(0), {"weight": places}, "its gradient is nan. 0 / 0 inside the criterion"),
+        (MaskedError(0), {"weight": guarded}, "the loss is nan. The criterion divides by 0 where no place counts"),
+        (MaskedError(100), {"weight": places}, "On a single device, a loss of"),
+        (SummedError(), {"reduction": "sum"}, "is the sum. A mean is asked for."),
+        (nn.MSELoss(), {}, "your code stopped"),
+    ):
+        assert told(check.masked_criterion(DataParallelCriterion(criterion, gpus, **options)), words)
     assert told(check.masked_criterion(DataParallelCriterion(MaskedError(), gpus[:1], weight=places)), "two or more")
     assert told(check.masked_criterion(MaskedError()), "is not a DataParallelCriterion")
-    assert told(check.masked_criterion(DataParallelCriterion(nn.MSELoss(), gpus)), "your code stopped")
 
 
 def test_what_needs_values_says_so(titans):
-    assert told(check.combine(combine), "the exercise needs values")
+    assert told(check.combine(combine), "These GPUs keep no values")
     answer = DataParallelCriterion(MaskedError(), titans, weight=places)
-    assert told(check.masked_criterion(answer), "the exercise needs values")
+    assert told(check.masked_criterion(answer), "These GPUs keep no values")
 
 
 @pytest.fixture
@@ -118,15 +157,15 @@ def both_sums(scores, tags):
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [
-        ("binary", check.NOT_AT_ALL, "it can be had: one GPU 1.104, 4 GPUs 1.104. What is its mean over?"),
-        ("present", check.NOT_AT_ALL, "it can be had"),
-        ("present", check.AS_IT_IS, "as it is: one GPU 0.996, 4 GPUs 0.972"),
-        ("present", samples, "with your weight: one GPU 0.996, 4 GPUs 0.972"),
-        ("triplet", lambda scores, tags: tags.sum(), "make another mean"),
-        ("root", check.AS_IT_IS, "make another mean"),
-        ("Dice", both_sums, "the gradient is off by 31%: a weight counts as a constant"),
-        ("ranking", lambda scores, tags: (tags == 1).sum() * (tags == 0).sum(), "make another mean"),
-        ("root", True, "'not at all' or the weight"),
+        ("binary", check.NOT_AT_ALL, "`binary` can be cut: one GPU and 4 GPUs give 1.104. What is its mean over?"),
+        ("present", check.NOT_AT_ALL, "`present` can be cut"),
+        ("present", check.AS_IT_IS, "`present` as it is is 0.972 on 4 GPUs and 0.996 on one GPU"),
+        ("present", samples, "`present` with your weight is 0.972 on 4 GPUs and 0.996"),
+        ("triplet", lambda scores, tags: tags.sum(), "Does it need another weight"),
+        ("root", check.AS_IT_IS, "Does it need another weight"),
+        ("Dice", both_sums, "its gradient is off by 31%. Does your weight depend on the scores?"),
+        ("ranking", lambda scores, tags: (tags == 1).sum() * (tags == 0).sum(), "Does it need another weight"),
+        ("root", True, "'not at all', or the weight"),
         ("root", lambda scores: 1, "your code stopped"),
     ],
 )  # fmt: skip
@@ -161,9 +200,9 @@ def test_peaks(titans, monkeypatch):
     assert check.peaks(PEAKS)
     for name, wrong, words in (
         ("DataParallel", 13.0, "the peak with 30,000 words"),
-        ("DataParallel", 13.0 * 2 / 3, "the layers' activations do not"),
+        ("DataParallel", 13.0 * 2 / 3, "Not all of it depends on the vocabulary"),
         ("loss in forward", 0.75 * LOGITS, "the logits alone"),
-        ("loss in forward", 9.36, "where GPU 0 holds 0.75 times the logits at its peak, 9.36 GiB is more than twice"),
+        ("loss in forward", 9.36, "As the peak of loss in forward, 9.36 GiB is more than twice"),
         ("parallel loss", 3.84 * 2**10, "in MiB"),
         ("output_device=1", 2.3, "too small"),
         ("output_device=1", "2.83 GiB", "is text"),
@@ -175,17 +214,17 @@ def test_peaks(titans, monkeypatch):
 
 def test_largest_fused(titans):
     assert check.largest_fused(1080)
-    assert told(check.largest_fused(1040), "40 sentences more still fit")
-    assert told(check.largest_fused(1120), "runs out of memory")
+    assert told(check.largest_fused(1040), "1,040 sentences are not the most: 40 more still fit")
+    assert told(check.largest_fused(1120), "With 1,120 sentences, a GPU runs out of memory.")
     assert torch.cuda.memory_allocated(0) == 0
 
 
 def test_largest_fused_wants_steps_of_40_and_the_articles_gpus(titans):
     for wrong in (1081, 270.5, 0, -40, 25):
-        assert told(check.largest_fused(wrong), "a multiple of 40")
-    assert told(check.largest_fused(10**6), "no GPU of 12 GB holds so many")
+        assert told(check.largest_fused(wrong), "is not a multiple of 40")
+    assert told(check.largest_fused(10**6), "No GPU of 12 GB holds")
     with virtual_gpus(4, memory="24 GiB", shapes_only=True):
-        assert told(check.largest_fused(1080), "GPUs of 12 GB are asked for")
+        assert told(check.largest_fused(1080), "the exercise asks for GPUs of 12 GB")
 
 
 def test_a_large_job_is_not_computed():

@@ -53,7 +53,7 @@ def number(
     elif value < expected / 2:
         fault = "is less than half the right value."
     nearest = min(mistakes or {}, key=lambda wrong: abs(wrong - value), default=expected)
-    if isclose(value, nearest, rel_tol=rel):
+    if isclose(value, nearest, rel_tol=rel / 2):
         fault = mistakes[nearest]
     shown = f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:,.6g}"
     raise NotYet(" ".join(f"{case}{shown} {unit} {fault}".split()))

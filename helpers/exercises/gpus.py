@@ -7,7 +7,7 @@ import torch
 
 from helpers.exercises.compare import as_number
 from helpers.exercises.core import require
-from helpers.measure import GiB
+from helpers.measure import GiB, MiB, format_bytes
 
 AGAIN = "Run the cell with use_gpus above again."
 
@@ -24,11 +24,10 @@ def need_gpus(least: int, values: bool | None = None) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def check_largest(answer: object, step: int, most: int, unit: str, make_fits: Callable) -> None:
+def check_largest(answer: object, step: int, most: int, unit: str, train: Callable) -> None:
     """`answer` must be the largest multiple of `step` that fits the article's four GPUs of 12 GB.
 
-    `make_fits(gpus)` gives a function that runs the job with so many and may run out of memory. More than `most` are
-    not tried.
+    `train(gpus, count)` runs the job with so many and may run out of memory. More than `most` are not tried.
     """
     value = as_number(answer)
     gpus = need_gpus(4, values=False)[:4]
@@ -38,16 +37,19 @@ def check_largest(answer: object, step: int, most: int, unit: str, make_fits: Ca
     shown = f"{value:,.10g} {unit}"
     require(value >= step and value % step == 0, f"{shown} is not a multiple of {step:,}.")
     require(value <= most, f"No GPU of 12 GB holds {shown}.")
-    run = make_fits(gpus)
-    require(_fits(run, int(value)), f"With {shown}, a GPU runs out of memory.")
-    require(not _fits(run, int(value) + step), f"{shown} fit, and {step:,} more still fit.")
+    gc.collect()  # what ran out of memory may have left its net behind, in cycles
+    held = max(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+    room = f"Your cells still hold {format_bytes(held)} on a GPU, so that less fits than on empty ones. {AGAIN}"
+    require(held < 64 * MiB, room, "Then search again, and keep no model from one try to the next.")
+    require(not _fits(train, gpus, int(value) + step), f"{shown} are not the most: {step:,} more still fit.")
+    require(_fits(train, gpus, int(value)), f"With {shown}, a GPU runs out of memory.")
 
 
-def _fits(run: Callable[[int], object], count: int) -> bool:
-    gc.collect()  # what ran out of memory before may have left its net behind, in cycles
+def _fits(train: Callable, gpus: list[torch.device], count: int) -> bool:
+    gc.collect()
     torch.cuda.empty_cache()
     try:
-        run(count)
+        train(gpus, count)
     except torch.OutOfMemoryError:
         return False
     return True

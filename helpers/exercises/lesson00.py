@@ -18,7 +18,7 @@ def total_memory(answer):
     sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in need_gpus(GPUS)]
     one = {sizes[0]: f"is the memory of one GPU. Add up all {len(sizes)}."}
     compare.memory(answer, sum(sizes), "GiB", rel=0.01, mistakes=one)
-    return f"{len(sizes)} GPUs, {sizes[0] / GiB:.2f} GiB on the first."
+    return f"There are {len(sizes)} GPUs, and the first has {sizes[0] / GiB:.2f} GiB."
 
 
 @exercise
@@ -26,12 +26,17 @@ def run_on(answer):
     """Exercise 1: `answer(gpu, net, images)` gives the output of `net` for CPU `images`, computed on `gpu`."""
     for gpu in reversed(need_gpus(GPUS)):  # the current GPU last: code that ignores `gpu` would pass there
         torch.manual_seed(gpu.index)
-        net, images = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), torch.randn(5, 1, 4, 4)
+        linear, images, ran_on = nn.Linear(16, 3), torch.randn(5, 1, 4, 4), set()
+        net = nn.Sequential(nn.Flatten(), linear)
         expected = net(images).detach()
+        linear.register_forward_hook(lambda module, inputs, output, ran_on=ran_on: ran_on.add(str(output.device)))
         output = call(answer, gpu, net, images)
         compare.tensor(output, expected)
         compare.device(output, gpu)
-    return "The net's own answers, on each GPU in turn."
+        places = ", ".join(sorted(ran_on))
+        only = f"The output is on {gpu}, but the net ran on {places}. Use no GPU except {gpu}."
+        require(ran_on <= {str(gpu)}, only, "Move the net and the images there before you call the net.")
+    return "The net gave the right output on each GPU in turn."
 
 
 @exercise
@@ -48,12 +53,12 @@ def budget(answer):
         held = sum(each.nbytes for each in (*parameters, *(p.grad for p in parameters), *states))
         size = sum(each.nbytes for each in parameters)
         mistakes = {
-            size: "leaves out the gradients and Adam's state.",
-            2 * size: "leaves out Adam's state.",
-            3 * size: "leaves out the gradients, or one of the two numbers that Adam keeps for each parameter.",
+            size: "is the size of the parameters alone. Add the gradients and Adam's state.",
+            2 * size: "is twice the size of the parameters. Adam keeps a state of its own.",
+            3 * size: "is three times the size of the parameters. How many numbers does Adam keep for each of them?",
         }
         compare.memory(value, held, "MiB", rel=0.01, mistakes=mistakes)
-    return "Four times the parameters, as measured after a step of Adam."
+    return "The net holds four times the size of its parameters after a step of Adam."
 
 
 @exercise
@@ -63,9 +68,8 @@ def pieces(answer):
     expected = [len(piece) for piece in nn.parallel.scatter(torch.zeros(BATCH, 1), gpus)]
     found = answer.tolist() if isinstance(answer, Tensor) else answer
     four = isinstance(found, list | tuple) and len(found) == GPUS
-    require(four, f"{show(answer)}.", f"A list of {GPUS} numbers is asked for, one per GPU.")
+    require(four, f"The answer is {show(answer)}. Give a list of {GPUS} numbers, one for each GPU.")
     numbers = [compare.as_number(each) for each in found]
-    require(sum(numbers) == BATCH, f"{show(answer)} are {sum(numbers):g} images.", f"The batch has {BATCH}.")
-    rule = f"a piece is {BATCH} / {GPUS} rounded up, {-(-BATCH // GPUS)} images, until none are left for the last GPU"
-    require(numbers == expected, f"{show(answer)}.", f"{rule}.")
-    return "The last GPU gets less, so it waits for the others."
+    require(sum(numbers) == BATCH, f"{show(answer)} adds up to {sum(numbers):g} images, and the batch has {BATCH}.")
+    require(numbers == expected, f"{show(answer)} is not how DataParallel cuts the batch. Cut one with `scatter`.")
+    return "The last GPU gets fewer images, so it waits for the others."

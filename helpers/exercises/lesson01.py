@@ -1,9 +1,8 @@
 """Checks of lesson 01, device placement: they take the learner's functions and modules to several GPUs."""
 
-import gc
 import itertools
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show, where, words
 from helpers.exercises.gpus import need_gpus
 from helpers.measure import MiB, format_bytes
+from helpers.parallel import launch
 
 
 def _places() -> list[torch.device]:
@@ -27,12 +27,14 @@ def with_positions(answer):
     """Exercise 1: `answer(x)` appends to each row its number, in the dtype and on the device of `x`."""
     for place, dtype in itertools.product(_places(), (torch.float32, torch.float64)):
         x = torch.linspace(-1, 1, 15, dtype=dtype).reshape(5, 3).to(place)
+        right = torch.cat([x, torch.arange(5.0).to(x)[:, None]], dim=1)
         found = call(answer, x)
-        compare.tensor(found, torch.cat([x, torch.arange(5.0).to(x)[:, None]], dim=1))
+        swapped = isinstance(found, Tensor) and torch.equal(found.cpu(), right.roll(1, dims=1).cpu())
+        require(not swapped, "The row numbers are in the first column. Append them as the last one.")
+        compare.tensor(found, right)
         compare.device(found, place)
-        why = "The new column should have the dtype of x"
-        require(found.dtype == dtype, f"For {dtype} the result is {found.dtype}.", f"{why}.")
-    return "The numbers, the device and the dtype follow x."
+        require(found.dtype == dtype, f"For an x of {dtype}, the result is {found.dtype}. Keep the dtype of x.")
+    return "The values, the device and the dtype follow x."
 
 
 # Exercise 2: five programs meant for cuda:1. Each: how net and batch are made, what was left behind, and where.
@@ -58,7 +60,7 @@ def errors() -> dict[str, str]:
 
 
 def _error_of(letter: str, brought: str | None = None) -> str:
-    """What program `letter` dies of when the part `brought` has come to cuda:1; "" if it runs."""
+    """The error of program `letter` when the part `brought` has come to cuda:1; "" if it runs."""
     make, left, elsewhere = _PROGRAMS[letter]
     at = {part: torch.device(elsewhere) if part == left != brought else GPU for part in PARTS}
     net, batch = make()
@@ -77,33 +79,23 @@ def left_behind(answer):
     compare.names(answer, _PROGRAMS, "a part")
     for letter, said in errors().items():
         part = answer[letter]
-        require(part in PARTS, f"{show(part)} for {letter!r}.", f"It is one of {', '.join(PARTS)}.")
-        what = f"{letter!r} ends as before when its {part} is brought to {GPU}"
-        require(not _error_of(letter, brought=part), f"{what}.", _told(said))
-    return f"Brought to {GPU}, they let all five programs run."
+        require(part in PARTS, f"{show(part)} is no part of program {letter}. Choose from {', '.join(PARTS)}.")
+        same = f"Program {letter} still fails after its {part} was moved to {GPU}, with {said}"
+        require(not _error_of(letter, brought=part), same, *_meaning(said))
+    return f"With these parts on {GPU}, all five programs run."
 
 
-# What a device error names: what its word stands for, and what was looked at before it.
-_NAMED = {
-    "mat1": ("the input of a linear layer", "the layer's bias"),
-    "target": ("the labels of a loss", "the net's output"),
-    "index": ("the words to look up", "the embedding's table"),
+_NAMED = {  # words of device errors
+    "mat1": "`mat1` is the input of a linear layer, and it was compared with the layer's bias and weight.",
+    "target": "`target` is the labels of a loss, and it was compared with the net's output.",
+    "index": "`index` is the words to look up, and it was compared with the embedding's table.",
+    "found at least": "Print the `.device` of each tensor in that line.",
 }
-_ARGUMENT = r"got (mat1|target|index) is on (\S+), different from other tensors on (\S+) "
-_OPERANDS = r"found at least two devices, (\S+) and (\S+)!"
 
 
-def _told(said: str) -> str:
-    """An error's words and, where it names devices by PyTorch's own terms, what they mean; a whole sentence."""
-    meaning = ""
-    if match := re.search(_ARGUMENT, said):
-        word, there, elsewhere = match.groups()
-        this, other = _NAMED[word]
-        meaning = f"{word} stands for {this}, on {there}, and {other}, looked at before it, is on {elsewhere}"
-    elif match := re.search(_OPERANDS, said):
-        places = "a tensor on {} and one on {}".format(*match.groups())
-        meaning = f"an element-wise operation met {places}: ask each in that line for its .device"
-    return f"{said} In other words: {meaning}." if meaning else said
+def _meaning(said: str) -> list[str]:
+    """What PyTorch's own words in a device error stand for, if there are any."""
+    return [meaning for word, meaning in _NAMED.items() if f"got {word} is on" in said or f"{word} two devices" in said]
 
 
 _SHAPES = [(8, 4), (8,), (3, 8), (3,)]  # of the weights and biases of exercise 3
@@ -112,29 +104,27 @@ _SHAPES = [(8, 4), (8,), (3, 8), (3,)]  # of the weights and biases of exercise 
 @exercise
 def mended(net_class, train):
     """Exercise 3: `train(net, device, x, y)` trains a `net_class()` anywhere; what the net then says, as NumPy."""
-    why = "The check makes the module itself: give the class, without brackets"
-    require(isinstance(net_class, type), f"{show(net_class)} is not a class.", f"{why}.")
+    named = f"{show(net_class)} is not a class. Pass the class itself: its name without brackets."
+    require(isinstance(net_class, type), named)
     x, y = torch.linspace(-2, 2, 24).sin().reshape(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     for place in reversed(_places()):
         net = net_class()
-        start = {tuple(weights.shape): weights.detach().clone() for weights in net.parameters()}
+        start = {shape: weights.detach().clone() for shape, weights in _trained(net).items()}
         try:
             found = call(train, net, place, x.clone(), y.clone())
         except (RuntimeError, TypeError) as error:
-            raise NotYet(f"On {place} your code stopped{where(error)}.", _told(words(error))) from error
-        missing = [shape for shape in _SHAPES if shape not in start]
-        what = f"net.parameters() lacks those of shape {' and '.join(map(str, missing))}"
-        require(
-            not missing, f"{what}.", "A plain list hides a layer from .to and from the optimizer: take nn.ModuleList."
-        )
-        why = "Parameters are for what the optimizer trains: make it a buffer with register_buffer"
-        require("scale" not in dict(net.named_parameters()), "`scale` is a parameter.", f"{why}.")
-        why = "A buffer is asked for, which .to moves and a checkpoint holds: register_buffer without persistent=False"
-        require("scale" in net.state_dict(), "The net's state_dict does not hold scale.", f"{why}.")
+            said = words(error)
+            raise NotYet(f"On {place} your code stopped{where(error)} with {said}", *_meaning(said)) from error
+        missing = " and ".join(str(shape) for shape in _SHAPES if shape not in start)
+        hidden = "A plain list hides a layer from `.to` and from the optimizer."
+        require(not missing, f"`net.parameters()` lacks the parameters of shape {missing}.", hidden)
+        scale = dict(net.named_parameters()).get("scale")
+        trained = "`scale` is a parameter that the optimizer trains. Register it as a buffer."
+        require(scale is None or not scale.requires_grad, trained)
+        require("scale" in net.state_dict(), "The net's state_dict does not contain `scale`, so a checkpoint loses it.")
         compare.device(net, place)
-        require(
-            isinstance(found, np.ndarray), f"`train` returned {show(found)}.", "A NumPy array of classes is asked for."
-        )
+        array = isinstance(found, np.ndarray)
+        require(array, f"`train` returned {show(found)}. Return the classes as a NumPy array.")
         # The same three steps of SGD, written out for the CPU, end with the same weights and classes.
         weights = [start[shape].cpu().requires_grad_() for shape in _SHAPES]
         sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
@@ -142,14 +132,19 @@ def mended(net_class, train):
             sgd.zero_grad()
             cross_entropy(_scores(weights, x), y).backward()
             sgd.step()
-        ended = {tuple(each.shape): each.detach().cpu() for each in net.parameters()}
+        ended = _trained(net)
         for shape, right in zip(_SHAPES, weights, strict=True):
-            same = torch.allclose(ended[shape], right.detach(), rtol=1e-3, atol=1e-4)
-            why = "Only places were to be mended: net, loss, rate, momentum and number of steps are right as they are"
-            require(same, f"The weights of shape {shape} are others than after three steps on the CPU.", f"{why}.")
+            same = torch.allclose(ended[shape].detach().cpu(), right.detach(), rtol=1e-3, atol=1e-4)
+            wrong = f"After training on {place}, the weights of shape {shape} differ from those of the CPU."
+            require(same, wrong, "Change devices only. The net, the loss, the rate and the number of steps are right.")
         same = found.tolist() == _scores(weights, x).argmax(1).tolist()
-        require(same, f"The classes are {show(found)}.", "After the same three steps on the CPU they are others.")
-    return "The same weights and classes on every device. (SGD before .to was no mistake: it has no state yet.)"
+        require(same, f"On {place}, the classes are {show(found)}, and on the CPU they are others.")
+    return "The weights and classes are the same on every device. (SGD before .to was no mistake: it has no state yet.)"
+
+
+def _trained(net: nn.Module) -> dict[tuple[int, ...], Tensor]:
+    """What the optimizer trains, by shape."""
+    return {tuple(each.shape): each for each in net.parameters() if each.requires_grad}
 
 
 def _scores(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -166,74 +161,83 @@ def one_per_gpu(answer):
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     expected = nn.Sequential(*layers)(x).detach()
     net = answer(layers, gpus)
-    require(isinstance(net, nn.Module), f"It made {show(net)}.", "A subclass of nn.Module is asked for.")
+    require(isinstance(net, nn.Module), f"The class made {show(net)}. Write a subclass of nn.Module.")
     known = {id(parameter) for parameter in net.parameters()}
-    why = "The layers are not kept, or in a plain list: take nn.ModuleList"
-    require(bool(known), "`net.parameters()` is empty.", f"{why}.")
     for i, (layer, gpu) in enumerate(zip(layers, gpus, strict=True)):
-        require(id(layer.weight) in known, f"`net.parameters()` lacks those of layer {i}.", f"{why}.")
+        lacks = f"`net.parameters()` lacks the parameters of layer {i}. Keep the layers where the module finds them."
+        require(id(layer.weight) in known, lacks)
         place = layer.weight.device
-        require(place == gpu, f"Layer {i} is on {place}.", f"`gpus[{i}]`, which is {gpu} in this check, is its place.")
+        require(place == gpu, f"Layer {i} is on {place}, and in this check gpus[{i}] is {gpu}.")
     found = call(net, x)
     compare.tensor(found, expected)
-    compare.device(found, gpus[-1])
-    require(found.requires_grad, "The output has no graph.", "A detach or no_grad cut it off from the layers.")
+    require(found.requires_grad, "The output has no graph. Is there a detach() or no_grad() on its way?")
     found.sum().backward()
     for i, layer in enumerate(layers):
-        require(layer.weight.grad is not None, f"Layer {i} got no gradient.", "A detach cut the graph before it.")
-    return f"{len(gpus)} layers on {len(gpus)} GPUs, values and gradients as on one device."
+        require(layer.weight.grad is not None, f"Layer {i} got no gradient. Is there a detach() behind it?")
+    return f"{len(gpus)} layers on {len(gpus)} GPUs give the values and gradients of one device."
 
 
-FILLING = 256 * MiB  # bytes by which one GPU is fuller than the next in `emptiest_gpu`
+FILLING = 512 * MiB  # bytes, of which some are put on the GPUs that are not to be the emptiest
 
 
 @exercise
 def emptiest_gpu(answer):
-    """Exercise 5: `answer()` is the GPU with the most free memory; asked once per way of filling them."""
+    """Exercise 5: `answer()` is the GPU with the most free memory, whoever holds the rest."""
     gpus = need_gpus(2)
-    for fullest in gpus:
-        # From `fullest` on each GPU holds less than the one before, and the last nothing. What the fullest holds is
-        # free again for PyTorch, which keeps it: who asks for allocated memory is misled.
-        order = gpus[fullest.index :] + gpus[: fullest.index]
-        sizes = [FILLING * (len(gpus) - 1 - place) for place in range(len(gpus))]
-        held = [torch.empty(size, dtype=torch.uint8, device=gpu) for gpu, size in zip(order, sizes, strict=True)]
-        del held[0]
-        try:
-            _is_emptiest(call(answer), gpus)
-        finally:
-            del held
-            gc.collect()
-            torch.cuda.empty_cache()
-    return "It named the emptiest GPU every time."
+    with _filled([gpu for gpu in gpus if gpu != gpus[1]], 2) as held:
+        del held[0]  # from here on PyTorch keeps it
+        _require_emptiest(*_choose(answer), "PyTorch keeps freed memory in reserve, and no other program can have it.")
+    with _filled(gpus[1:], 3):
+        ((chosen, free),) = launch(_choose_elsewhere, answer, gpus[0], ranks=1, show=False)
+    _require_emptiest(chosen, free, "Another program holds memory there, which PyTorch's own counters do not show.")
+    return "The function named the emptiest GPU, whoever filled the others."
 
 
-def _is_emptiest(answer: object, gpus: list[torch.device]) -> None:
-    name = f"cuda:{answer}" if type(answer) is int else str(answer)
-    require(name in map(str, gpus), f"{show(answer)} is not one of the GPUs.", "A torch.device of `gpus` is asked for.")
-    device = torch.device(name)
-    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in gpus]
-    chosen, most = free[device.index], max(free)
-    why = f"Another GPU has {format_bytes(most)} free"
-    if chosen == min(free):
-        why += "; yours is the fullest, where freed memory that PyTorch keeps is taken too: ask mem_get_info"
-    close = chosen >= most - FILLING // 4  # other programs on a real GPU come and go meanwhile
-    require(close, f"You chose {device} with {format_bytes(chosen)} free.", f"{why}.")
+@contextmanager
+def _filled(gpus: list[torch.device], fillings: int) -> Iterator[list[Tensor]]:
+    held = [torch.empty(fillings * FILLING, dtype=torch.uint8, device=gpu) for gpu in gpus]
+    try:
+        yield held
+    finally:
+        held.clear()
+        torch.cuda.empty_cache()
+
+
+def _choose(answer: Callable) -> tuple[torch.device, list[int]]:
+    """The GPU that the learner's function names, and how much each GPU has free."""
+    gpus, chosen = need_gpus(2), call(answer)
+    device = isinstance(chosen, torch.device) and chosen in gpus
+    require(device, f'{show(chosen)} is not the torch.device of a GPU, such as torch.device("cuda", 1).')
+    return chosen, [torch.cuda.mem_get_info(gpu)[0] for gpu in gpus]
+
+
+def _choose_elsewhere(rank: int, answer: Callable, gpu: torch.device) -> tuple[torch.device, list[int]]:
+    """The same in a process that holds memory of its own on `gpu` only."""
+    with _filled([gpu], 1):
+        return _choose(answer)
+
+
+def _require_emptiest(chosen: torch.device, free: list[int], why: str) -> None:
+    most = f"{chosen} has {format_bytes(free[chosen.index])} free, and another GPU has {format_bytes(max(free))}."
+    require(free[chosen.index] >= max(free) - FILLING // 4, most, why)  # other programs on real GPUs come and go
 
 
 @exercise
 def batch_bytes(answer):
-    """Exercise 6: the bytes that 30 float16 images of 3 x 224 x 224 and 30 int64 labels take on a GPU."""
+    """Exercise 6: the bytes that 30 float16 images of 3 x 200 x 200 and 30 int64 labels take on a GPU."""
     need_gpus(2)
     torch.cuda.empty_cache()  # a cached piece that is a little too large would be counted whole
     before = torch.cuda.memory_allocated(0)
-    images = torch.empty(30, 3, 224, 224, dtype=torch.float16, device="cuda:0")
+    images = torch.empty(30, 3, 200, 200, dtype=torch.float16, device="cuda:0")
+    of_images = torch.cuda.memory_allocated(0) - before
     labels = torch.empty(30, dtype=torch.int64, device="cuda:0")
     measured = torch.cuda.memory_allocated(0) - before
     mistakes = {
-        images.nbytes + labels.nbytes: "is the payload. Each tensor is rounded up to a multiple of 512 bytes.",
-        images.nbytes: "leaves out the labels.",
-        2 * images.nbytes + 512: "counts four bytes per pixel. A float16 takes two.",
+        images.nbytes + labels.nbytes: "is the payload. How does the allocator round?",
+        of_images: "is what the images alone take. The labels are a tensor of their own.",
+        images.nbytes: "is the payload of the images alone.",
+        2 * images.nbytes + 512: "counts four bytes for each number of the images. How many does a float16 take?",
         images.numel() + labels.numel(): "is the number of elements. Give bytes.",
     }
     compare.number(answer, measured, unit="bytes", rel=1e-9, mistakes=mistakes)
-    return f"{measured:,} bytes, {format_bytes(measured)}, as measured on cuda:0."
+    return f"Both take {measured:,} bytes, {format_bytes(measured)}, as measured on cuda:0."
