@@ -68,7 +68,7 @@ def _error_of(letter: str, brought: str | None = None) -> str:
         output = net.to(at["net"])(batch.to(at["batch"]))
         cross_entropy(output, torch.tensor([0, 2]).to(at["labels"])).backward()
     except RuntimeError as error:
-        return words(error)
+        return words(error).removesuffix(".")
     return ""
 
 
@@ -80,7 +80,7 @@ def left_behind(answer):
     for letter, said in errors().items():
         part = answer[letter]
         require(part in PARTS, f"{show(part)} is no part of program {letter}. Choose from {', '.join(PARTS)}.")
-        same = f"Program {letter} still fails after its {part} was moved to {GPU}, with {said}"
+        same = f"Program {letter} still fails after its {part} was moved to {GPU}, with {said}."
         require(not _error_of(letter, brought=part), same, *_meaning(said))
     return f"With these parts on {GPU}, all five programs run."
 
