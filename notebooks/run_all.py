@@ -3,9 +3,11 @@
     python notebooks/run_all.py                  # all lessons
     python notebooks/run_all.py 01 02            # those whose names begin so
     python notebooks/run_all.py --check          # store nothing; fail if a lesson would change
+    python notebooks/run_all.py --learners workshop     # copies for learners in ./workshop; runs nothing
 
 What is stored is what any other run gives byte for byte: no times, no widget state, no machine's paths.
-Running it twice leaves an empty `git diff`.
+Running it twice leaves an empty `git diff`. Learners' copies have no outputs and no solutions; the solutions are in
+answer_key.md beside them.
 """
 
 import argparse
@@ -15,8 +17,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -171,11 +175,68 @@ def renew(path, check):
     return "stored"
 
 
+def is_solution(cell):
+    """True for the folded cell that solves an exercise."""
+    return cell["cell_type"] == "code" and "".join(cell["source"]).startswith("# Solution")
+
+
+def learners_copy(notebook):
+    """The notebook without outputs and without solutions."""
+    copy = tidy(notebook)
+    copy.cells = [cell for cell in copy.cells if not is_solution(cell)]
+    for cell in copy.cells:
+        if cell.cell_type == "code":
+            cell.execution_count, cell.outputs = None, []
+    return copy
+
+
+def answers(notebook):
+    """The notebook's solutions in Markdown: each under the headings of its lesson and exercise, with what it prints."""
+    parts, exercise = [], ""
+    for cell in tidy(notebook).cells:
+        if cell.cell_type == "markdown":
+            headings = re.findall(r"^#{1,3} .*", cell.source, re.MULTILINE)
+            parts += [heading for heading in headings if heading.startswith("# ")]
+            exercise = next((heading for heading in reversed(headings) if heading.startswith("##")), exercise)
+        elif is_solution(cell):
+            if exercise not in parts:
+                parts.append(exercise)
+            printed = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+            text = "".join(printed).rstrip()
+            parts += [f"```python\n{cell.source}\n```", *([f"```text\n{text}\n```"] if text else [])]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_learners_copies(folder, paths):
+    """Write the copies, the answer key, and the programs and pictures that the lessons use, into a new `folder`."""
+    folder = Path(folder).resolve()
+    if folder.parent != FOLDER.parent:
+        raise SystemExit(
+            f"{folder} is not beside {FOLDER}. Give a folder there, such as {FOLDER.parent / 'workshop'}: "
+            "the lessons' programs look for the images in ../data."
+        )
+    if folder.exists():
+        raise SystemExit(f"{folder} exists already, and a learner may have worked in it. Give another name.")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        made = Path(unfinished) / folder.name
+        for needed in ("scripts", "images"):
+            shutil.copytree(FOLDER / needed, made / needed, ignore=shutil.ignore_patterns("__pycache__"))
+        stored = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        for path, notebook in zip(paths, stored, strict=True):
+            store(made / path.name, written(learners_copy(notebook)))
+        (made / "answer_key.md").write_text("\n".join(map(answers, stored)), encoding="utf-8")
+        os.replace(made, folder)
+
+
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="store nothing; fail if a lesson would change")
+    parser.add_argument("--learners", metavar="FOLDER", help="write copies without outputs and solutions; run nothing")
     parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
     options = parser.parse_args(arguments)
+    if options.learners:
+        write_learners_copies(options.learners, lessons(options.names))
+        return 0
     good = True
     for path in lessons(options.names):
         start = time.perf_counter()

@@ -7,6 +7,7 @@ what is wrong with one lesson; the tests below it give it a small lesson broken 
 import copy
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -320,6 +321,41 @@ def test_a_lesson_that_fails_is_left_as_it_was(folder, capfd):
     before = path.read_bytes()
     assert run_all.main([]) == 1
     assert "FAILED, nothing stored" in capfd.readouterr().out and path.read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def workshop():
+    """Learners' copies of all lessons, beside the lessons."""
+    made = run_all.FOLDER.parent / "workshop-of-the-tests"
+    shutil.rmtree(made, ignore_errors=True)
+    assert run_all.main(["--learners", str(made)]) == 0
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_learners_copies_are_the_lessons_without_outputs_and_solutions(workshop, path):
+    stored, copied = (json.loads(p.read_text(encoding="utf-8"))["cells"] for p in (path, workshop / path.name))
+    solutions = [source(cell) for cell in stored if source(cell).startswith("# Solution")]
+    assert [source(cell) for cell in copied] == [source(cell) for cell in stored if source(cell) not in solutions]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in copied if "outputs" in cell)
+    key = (workshop / "answer_key.md").read_text(encoding="utf-8")
+    assert len(solutions) > 2 and all(f"```python\n{solution}\n```" in key for solution in solutions)
+
+
+def test_the_answer_key_names_lesson_and_exercise_and_has_what_is_printed(lesson):
+    edit(4, cell_type="markdown", source="### 2. Count")(lesson)
+    assert run_all.answers(lesson) == (
+        "# A lesson\n\n### 2. Count\n\n```python\n# Solution\nx = 2\n```\n\n```text\ncorrect\n```\n"
+    )
+
+
+def test_learners_copies_have_the_programs_and_replace_nothing(workshop, tmp_path):
+    assert (workshop / "scripts" / "ddp.py").exists()
+    with pytest.raises(SystemExit, match="exists already"):
+        run_all.main(["--learners", str(workshop)])
+    with pytest.raises(SystemExit, match="is not beside"):
+        run_all.main(["--learners", str(tmp_path / "workshop")])
 
 
 def test_an_unknown_lesson_is_named(folder):
