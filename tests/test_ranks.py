@@ -1,4 +1,4 @@
-"""One rank among others: connecting, agreeing, sharing the data, and what works without others."""
+"""One rank among others: agreeing, sharing the data, and what works without others."""
 
 import math
 
@@ -10,7 +10,6 @@ from helpers.parallel import ranks
 from helpers.parallel.launching import launch
 from helpers.parallel.ranks import (
     agree,
-    disconnect,
     from_all,
     local_device,
     rank_loader,
@@ -24,7 +23,6 @@ def test_the_only_rank():
     assert (ranks.rank(), ranks.world_size()) == (0, 1)
     assert from_all("a") == ["a"] and sums_of_all([3]) == [3]
     agree({"batch": 3})
-    disconnect()
     loader = rank_loader(list(range(10)), 4, shuffle=False)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 

@@ -18,7 +18,7 @@ from helpers.parallel.pipeline import (
     simulate,
     split,
 )
-from helpers.parallel.ranks import connect, disconnect, from_all, local_device, rank, rank_loader
+from helpers.parallel.ranks import rank_loader
 
 __all__ = [
     "DataParallelCriterion",
@@ -27,17 +27,12 @@ __all__ = [
     "Pipeline",
     "RankError",
     "bubble",
-    "connect",
     "count_labels",
     "count_samples",
-    "disconnect",
-    "from_all",
     "gpipe",
     "launch",
     "layers_of",
-    "local_device",
     "one_f_one_b",
-    "rank",
     "rank_loader",
     "simulate",
     "split",

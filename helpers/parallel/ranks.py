@@ -1,16 +1,14 @@
-"""The work of one rank among others: join them, read a share of the data, exchange values.
+"""One rank among others: its GPU, its share of the data, and the values of all ranks.
 
-    connect()                                       # in a program that torchrun started
     loader = rank_loader(dataset, batch_size=32)    # this rank's share of 32 samples
-    disconnect()
+    names = from_all(gpu_name(local_device()))      # every rank's GPU, on every rank
 
-Every function here except `connect` also works in a plain program, as the only rank.
+Every function here also works in a plain program, as the only rank.
 """
 
 import os
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 __all__ = [
     "agree",
-    "connect",
-    "disconnect",
     "from_all",
     "gpu_name",
     "local_device",
@@ -29,8 +25,6 @@ __all__ = [
     "sums_of_all",
     "world_size",
 ]
-
-_kept: list[dist.ProcessGroup] = []
 
 
 def rank() -> int:
@@ -41,38 +35,6 @@ def rank() -> int:
 def world_size() -> int:
     """The number of ranks; 1 if there is no process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-# ---- join and leave -------------------------------------------------------------------------------------------------
-
-
-def connect(timeout_s: float = 120.0) -> int:
-    """Joins the process group that torchrun describes in the environment. Returns the rank of this process.
-
-    timeout_s is how long to wait for the other ranks, here and in every later collective. The backend is nccl if there
-    are GPUs, and gloo otherwise. Within one machine, torchrun can restart the ranks after a failure. Across several
-    machines, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for restarts, as train_many_nodes.slurm does.
-    """
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_device())
-        backend = "nccl"
-    timeout = timedelta(seconds=timeout_s)
-    store, number, ranks = next(dist.rendezvous("env://", timeout=timeout))
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
-        # torchrun keeps one store for all attempts, with the addresses of ranks that died in an earlier attempt.
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=timeout)
-    return number
-
-
-def disconnect() -> None:
-    """Leaves the process group, if there is one. Call it at the end of a program, when all ranks are done."""
-    if dist.is_initialized():
-        # DistributedDataParallel must not be the last owner of the group. When the last owner goes, the group's C++
-        # destructor waits for gloo's thread while it holds Python's lock, and that thread may be waiting for the lock.
-        _kept.append(dist.group.WORLD)
-        dist.destroy_process_group()
 
 
 def local_device() -> torch.device:
@@ -94,9 +56,6 @@ def gpu_name(device: torch.device) -> str:
     return f"{torch.cuda.get_device_properties(device).uuid} on {socket.gethostname()}"
 
 
-# ---- the data -------------------------------------------------------------------------------------------------------
-
-
 def rank_loader(
     dataset: Dataset, batch_size: int, *, shuffle: bool = True, seed: int = 0, **options: Any
 ) -> DataLoader:
@@ -114,9 +73,6 @@ def rank_loader(
         )
     sampler = DistributedSampler(dataset, ranks, rank(), shuffle=shuffle, seed=seed)
     return DataLoader(dataset, batch_size // ranks, sampler=sampler, **options)
-
-
-# ---- values of all ranks --------------------------------------------------------------------------------------------
 
 
 def from_all(value: Any) -> list[Any]:

@@ -23,7 +23,7 @@ __all__ = ["DistributedTrainer"]
 
 
 class DistributedTrainer(Trainer):
-    """The same loop in each rank. It needs a process group: `launch(...)`, or `connect()` under torchrun.
+    """The same loop in each rank. It needs a process group: `launch(...)`, or torchrun and `init_process_group`.
 
     loader      gives this rank's share of the samples: `rank_loader`, or a DataLoader with a DistributedSampler
     device      this rank's; by default its own GPU, or the CPU
@@ -53,8 +53,8 @@ class DistributedTrainer(Trainer):
     ):
         if not dist.is_initialized():
             raise RuntimeError(
-                "There is no process group. Start this function with launch(...) of helpers.parallel, or the program "
-                "with torchrun, and call connect() of helpers.parallel in its first lines."
+                "There is no process group. Start this function with launch(...) of helpers.parallel, or start the "
+                "program with torchrun and call torch.distributed.init_process_group() first."
             )
         self.rank, self.world_size, self.exact_mean = dist.get_rank(), dist.get_world_size(), exact_mean
         device = existing_device(local_device() if device is None else device)

@@ -13,6 +13,7 @@ the script's name, --shapes-only to compute nothing). Under SLURM: scaling.slurm
 """
 
 import argparse
+import os
 import statistics
 
 import torch
@@ -21,7 +22,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.models import bert_article, bert_small
-from helpers.parallel import connect, disconnect, local_device, rank
 
 
 def parse():
@@ -61,22 +61,25 @@ def timed(step):
 
 def main():
     args = parse()
-    connect()
+    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl")
     ranks = dist.get_world_size()
     samples = args.batch_size if args.per_gpu else args.batch_size // ranks
     if samples < 1:
         raise SystemExit(f"a batch of {args.batch_size} leaves nothing for each of {ranks} ranks")
-    step = training_step(args, local_device(), samples)
+    step = training_step(args, gpu, samples)
     for _ in range(args.warm_up):
         step()
     times = [timed(step) for _ in range(args.steps)]
     everyones = [None] * ranks
     dist.all_gather_object(everyones, times)
     times = [max(each) for each in zip(*everyones, strict=True)]
-    if rank() == 0:
+    if dist.get_rank() == 0:
         print(f"gpus={ranks} batch={samples * ranks} step_ms={statistics.median(times):.1f} "
               f"least_ms={min(times):.1f} most_ms={max(times):.1f}")  # fmt: skip
-    disconnect()
+    del step  # DistributedDataParallel must end before its process group does, or they can wait for each other
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
