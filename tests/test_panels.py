@@ -149,8 +149,8 @@ def test_the_explorer_begins_at_the_defaults_and_says_what_a_run_takes():
     name, peaks = panel.words.splitlines()
     assert name.startswith("batch 64, width 1,024, wrap two GPUs; 2 x NVIDIA H200, ")
     sizes = [f"{size / MiB:.1f} MiB" for size in peaks_of(batch=64, width=1024)]
-    assert peaks.startswith(f"The job runs: GPU 0 holds {sizes[0]} (peak allocated) of 1.75 GiB")
-    assert f"the other GPU holds {sizes[1]}." in peaks
+    assert peaks.startswith(f"The job runs: GPU 0 peaked at {sizes[0]} (allocated) of 1.75 GiB")
+    assert f"the other GPU peaked at {sizes[1]}." in peaks
 
 
 def test_the_explorer_follows_its_controls():
@@ -158,7 +158,7 @@ def test_the_explorer_follows_its_controls():
     panel.controls["wrap"].value, panel.controls["width"].value = "one GPU", 4096
     wait_for(panel)
     assert panel.words != panel.at(width=1024)
-    assert "the other GPU holds 0.00 MiB" in panel.words
+    assert "the other GPU peaked at 0.00 MiB" in panel.words
 
 
 def test_a_job_that_runs_out_of_memory_says_where_and_what_it_would_need():
@@ -180,7 +180,8 @@ def test_enough_memory_in_pieces_that_are_too_small():
         torch.empty(40 * MiB, dtype=torch.uint8, device="cuda")
 
     needed = explore(in_pairs, size=(8, 9), memory="200 MiB").words.splitlines()[-1]
-    assert needed.startswith("With more memory: GPU 0 holds 128 MiB") and needed.endswith("too small (fragmentation).")
+    assert needed.startswith("With more memory: GPU 0 peaked at 128 MiB")
+    assert needed.endswith("too small (fragmentation).")
 
 
 def test_an_error_of_the_job_is_told_with_its_line():
@@ -283,7 +284,7 @@ def test_what_remains_are_the_peaks(page, gpus, capsys):
         remains.append(page[-1].bundles[-1])
         assert [reading.peak_allocated for reading in panel.readings] == [0, GIB]
         assert capsys.readouterr().out == panel.words + "\n"
-        assert panel.words.startswith("GPU 1 holds 1.00 GiB (peak allocated) of 2.00 GiB")
+        assert panel.words.startswith("GPU 1 peaked at 1.00 GiB (allocated) of 2.00 GiB")
         torch.cuda.empty_cache()
     assert remains[0] == remains[1]  # however often the thread had looked
     assert set(remains[0]) == {"image/png"}  # a panel would be gone from the page with its kernel
@@ -394,8 +395,8 @@ def test_a_stored_notebook_has_pictures_and_words_that_a_second_run_repeats():
     run_all.run(notebook)
     cells = [cell.outputs for cell in run_all.tidy(notebook).cells]
     (explored,), (shown, said) = cells[1], cells[2]
-    assert set(explored.data) == {"image/png", "text/plain"} and "GPU 1 holds" in explored.data["text/plain"]
-    assert set(shown.data) == {"image/png"} and said.text.startswith("GPU 1 holds")
+    assert set(explored.data) == {"image/png", "text/plain"} and "GPU 1 peaked" in explored.data["text/plain"]
+    assert set(shown.data) == {"image/png"} and said.text.startswith("GPU 1 peaked")
     assert cells[3][0].data == explored.data and [each.get("data") for each in cells[4]] == [shown.data, None]
     assert cells[4][1].text == said.text
 

@@ -247,19 +247,22 @@ def test_what_cannot_be_drawn_is_refused_before_a_figure_is_made(draw, reason):
     assert plt.get_fignums() == []
 
 
-OF = "(peak allocated) of"
+OF = "(allocated) of"
 
 
 @pytest.mark.parametrize(
     "given, words",
     [
-        (BERT, f"GPU 0 holds 16.1 GiB {OF} 24.0 GiB, 6.7 times the emptiest; the other 3 GPUs hold 2.40 GiB each."),
-        (readings(9, 6, 3), f"GPU 0 holds 9.00 GiB {OF} 16.0 GiB, 3.0 times the emptiest; "
-         "the other 2 GPUs hold 3.00 GiB to 6.00 GiB each."),
-        (readings(1, 3), f"GPU 1 holds 3.00 GiB {OF} 16.0 GiB, 3.0 times the emptiest; the other GPU holds 1.00 GiB."),
-        (readings(0, 3), f"GPU 1 holds 3.00 GiB {OF} 16.0 GiB; the other GPU holds 0.00 MiB."),
-        (readings(8, 8), f"All 2 GPUs hold 8.00 GiB {OF} 16.0 GiB each."),
-        (readings(8), f"GPU 0 holds 8.00 GiB {OF} 16.0 GiB."),
+        (BERT, f"GPU 0 peaked at 16.1 GiB {OF} 24.0 GiB, 6.7 times the emptiest; "
+         "the other 3 GPUs peaked at 2.40 GiB each."),
+        (readings(9, 6, 3), f"GPU 0 peaked at 9.00 GiB {OF} 16.0 GiB, 3.0 times the emptiest; "
+         "the other 2 GPUs peaked at 3.00 GiB to 6.00 GiB each."),
+        (readings(1, 3), f"GPU 1 peaked at 3.00 GiB {OF} 16.0 GiB, 3.0 times the emptiest; "
+         "the other GPU peaked at 1.00 GiB."),
+        (readings(0, 3), f"GPU 1 peaked at 3.00 GiB {OF} 16.0 GiB; the other GPU peaked at 0.00 MiB."),
+        (readings(8, 8), f"All 2 GPUs peaked at 8.00 GiB {OF} 16.0 GiB each."),
+        (readings(8, 7.99), f"GPU 0 peaked at 8.00 GiB {OF} 16.0 GiB; the other GPU peaked at 7.99 GiB."),
+        (readings(8), f"GPU 0 peaked at 8.00 GiB {OF} 16.0 GiB."),
         (Readings(), "No readings yet."),
         (readings(13, 3, 3, 3, capacity_gib=11.8), "GPU 0 would need 13.0 GiB (peak allocated): 1.20 GiB over its "
          "11.8 GiB; the other 3 GPUs need 3.00 GiB each."),
@@ -267,8 +270,8 @@ OF = "(peak allocated) of"
         (readings(13, 13, capacity_gib=12), "All 2 GPUs would need 13.0 GiB (peak allocated) each: 1.00 GiB over their "
          "12.0 GiB."),
         (RAN_OUT, "GPU 1 ran out of its 12.0 GiB: with 10.0 GiB allocated and 11.0 GiB reserved it was asked for 3.00 "
-         "GiB more, 2.50 GiB over the edge. The run stopped there; until then the other 3 GPUs held 2.40 GiB (peak "
-         "allocated) each."),
+         "GiB more, 2.50 GiB over the edge. The run stopped there; until then the other 3 GPUs peaked at 2.40 "
+         "GiB (allocated) each."),
     ],
 )  # fmt: skip
 def test_a_picture_in_words(given, words):
@@ -277,9 +280,10 @@ def test_a_picture_in_words(given, words):
 
 def test_several_situations_in_words():
     assert describe({"before": readings(8), "after": readings(4)}, "peak_reserved") == (
-        "before: GPU 0 holds 8.40 GiB (peak reserved) of 16.0 GiB.\n"
-        "after: GPU 0 holds 4.20 GiB (peak reserved) of 16.0 GiB."
+        "before: GPU 0 peaked at 8.40 GiB (reserved) of 16.0 GiB.\n"
+        "after: GPU 0 peaked at 4.20 GiB (reserved) of 16.0 GiB."
     )
+    assert describe(readings(8), "allocated") == "GPU 0 holds 1.00 MiB (allocated) of 16.0 GiB."
 
 
 def alternative(figure) -> str:

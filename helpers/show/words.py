@@ -22,17 +22,20 @@ def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_all
     full = max(readings, key=lambda reading: getattr(reading, field))
     most, edge = getattr(full, field), full.edge(field)
     size, over = f"{format_bytes(most)} ({word(field)})", format_bytes(most - edge)
+    held = f"{format_bytes(most)} {_kind(field)}"
+    holds, hold = ("peaked at", "peaked at") if field.startswith("peak_") else ("holds", "hold")
     others = [getattr(reading, field) for reading in readings if reading is not full]
     if others and {format_bytes(value) for value in others} == {format_bytes(most)}:
         if most > edge:
             return f"All {len(readings)} GPUs would need {size} each: {over} over their {format_bytes(edge)}."
-        return f"All {len(readings)} GPUs hold {size} of {format_bytes(edge)} each."
+        return f"All {len(readings)} GPUs {hold} {held} of {format_bytes(edge)} each."
     if most > edge:
         rest = f"; {_others(others, 'needs', 'need')}" if others else ""
         return f"GPU {full.index} would need {size}: {over} over its {format_bytes(edge)}{rest}."
-    times = f", {most / min(others):.1f} times the emptiest" if others and min(others) else ""
-    rest = f"; {_others(others, 'holds', 'hold')}" if others else ""
-    return f"GPU {full.index} holds {size} of {format_bytes(edge)}{times}{rest}."
+    times = f"{most / min(others):.1f}" if others and min(others) else "1.0"
+    more = f", {times} times the emptiest" if times != "1.0" else ""
+    rest = f"; {_others(others, holds, hold)}" if others else ""
+    return f"GPU {full.index} {holds} {held} of {format_bytes(edge)}{more}{rest}."
 
 
 def check_field(readings: Sequence[Reading], field: str) -> None:
@@ -62,4 +65,12 @@ def _others(values: Sequence[int], singular: str, plural: str, measure: str = ""
 def _stopped(readings: Sequence[Reading], field: str) -> str:
     said = " ".join(f"{reading.refused}." for reading in readings if reading.refused) + " The run stopped there"
     rest = [getattr(reading, field) for reading in readings if not reading.refused]
-    return f"{said}; until then {_others(rest, 'held', 'held', f' ({word(field)})')}." if rest else f"{said}."
+    if not rest:
+        return f"{said}."
+    held = "peaked at" if field.startswith("peak_") else "held"
+    return f"{said}; until then {_others(rest, held, held, f' {_kind(field)}')}."
+
+
+def _kind(field: str) -> str:
+    """Which memory a figure is of, where the verb says whether it is a peak."""
+    return f"({word(field.removeprefix('peak_'))})"

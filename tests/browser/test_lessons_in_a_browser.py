@@ -209,7 +209,7 @@ def test_the_live_panel_changes_without_flicker_and_leaves_the_peaks(lab):
 
     (lab.folder / "door_2").touch()
     lab.wait_for_the_end(timeout=120)
-    image, words = lab.page.locator(".jp-RenderedImage img"), r"GPU 0 holds .* \(peak allocated\) of 4.00 GiB"
+    image, words = lab.page.locator(".jp-RenderedImage img"), r"GPU 0 peaked at .* \(allocated\) of 4.00 GiB"
     image.wait_for()
     lab.screenshot(SCREENSHOTS / "live_panel.png")
     flicker = lab.page.evaluate(FLICKER)
