@@ -306,7 +306,7 @@ def test_ranks_that_do_not_fit_together():
 
         with pytest.raises(ValueError, match="All 2 ranks would train on the same samples.*RandomSampler.*rank_loader"):
             make(DataLoader(data, 4, shuffle=True))
-        with pytest.raises(ValueError, match=r"batches in the loader: 2, 3, in rank"):
+        with pytest.raises(ValueError, match=r"batches in the loader: 2, 3\) in rank"):
             make([(None, None)] * (2 + rank))
         with pytest.raises(ValueError, match="accumulate: 1, 2"):
             make(rank_loader(data, 4), accumulate=1 + rank)
