@@ -119,7 +119,7 @@ def test_masked_criterion(gpus):
         (MaskedError(0), {"weight": places}, "its gradient is nan. 0 / 0 inside the criterion"),
         (MaskedError(0), {"weight": guarded}, "the loss is nan. The criterion divides by 0 where no place counts"),
         (MaskedError(100), {"weight": places}, "On a single device, a loss of"),
-        (SummedError(), {"reduction": "sum"}, "is the sum. A mean is asked for."),
+        (SummedError(), {"reduction": "sum"}, "is the sum, not a mean."),
         (nn.MSELoss(), {}, "your code stopped"),
     ):
         assert told(check.masked_criterion(DataParallelCriterion(criterion, gpus, **options)), words)

@@ -67,7 +67,7 @@ def masked_criterion(answer):
         error = ((net(inputs) - targets).square() * mask).sum()
         right = error / mask.sum()
         expected = torch.autograd.grad(right, list(net.parameters()), retain_graph=True)
-        alone, mistakes = answer.module(net(inputs), targets, mask), {error.item(): "is the sum. A mean is asked for."}
+        alone, mistakes = answer.module.criterion(net(inputs), targets, mask), {error.item(): "is the sum, not a mean."}
         compare.number(alone, right.item(), rel=1e-4, mistakes=mistakes, case="On a single device, a loss of ")
         loss = answer(DataParallelModel(net.to(gpus[0]), gpus)(inputs), targets, mask)
         case = f"With {[int(piece.sum()) for piece in mask.chunk(len(gpus))]} places that count on the GPUs"
