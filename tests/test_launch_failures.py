@@ -201,8 +201,8 @@ def dies(rank, how):
 
 DEATHS = {
     "exit 0": "Rank 1 of 3 died with exit code 0.",
-    "kill": "Rank 1 of 3 was ended by SIGKILL.",
-    "segfault": "Rank 1 of 3 was ended by SIGSEGV.",
+    "kill": "Rank 1 of 3 was ended by signal 9 (Killed). The system sends this signal when memory",
+    "segfault": "Rank 1 of 3 was ended by signal 11 (Segmentation fault).",
 }
 
 

@@ -55,7 +55,9 @@ class Failure:
         """From the exit code of a process that ended without writing anything."""
         how = f"died with exit code {exit_code}."
         if exit_code < 0:
-            how = f"was ended by {signal.Signals(-exit_code).name}. The system sends SIGKILL when memory runs out."
+            how = f"was ended by signal {-exit_code} ({signal.strsignal(-exit_code)})."
+        if exit_code == -signal.SIGKILL:
+            how += " The system sends this signal when memory runs out."
         return cls(rank, "error", how, "", time.monotonic())
 
     @classmethod
