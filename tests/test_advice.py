@@ -1,4 +1,4 @@
-"""helpers.lesson07.advice: the formulas against runs, the advice on cases with a known answer, picture and panel."""
+"""helpers.lesson07.advice: the formulas against runs, the advice on cases with a known answer, the picture."""
 
 import json
 
@@ -9,10 +9,9 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.gpus import modelled_gpus
-from helpers.lesson07 import NETS, advise, describe_guide, explore_advice, guide_picture
-from helpers.lesson07.advice import METHODS, cut, peak_bytes, stage_bytes, step_seconds
+from helpers.lesson07 import NETS, advise, describe_guide, guide_picture
+from helpers.lesson07.advice import METHODS, cut, fewest_pieces, peak_bytes, stage_bytes, step_seconds
 from helpers.lesson07.methods import BERT, PYRAMIDNET, measure, step_by
-from helpers.lesson07.nets import Net
 from helpers.lesson07.scaling import Cluster
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
@@ -154,34 +153,32 @@ def test_a_net_of_your_own():
 def test_cases_with_a_known_answer(net, batch, gpus, cluster, method, used, pieces):
     found = advise(net, batch, gpus, cluster)
     assert (found.method, found.gpus, found.micro_batches) == (method, used, pieces)
-    assert found.reasons and found.headline in str(found)
+    assert found.reasons and f"Take {method}" in str(found)
 
 
 def test_sharding_pays_its_weights_for_every_micro_batch():
     """Sixteen A100s in two machines: over Ethernet 10 the weights of 7 billion would be gathered too often."""
     fast, slow = advise(SEVEN, 256, 16, CLUSTER), advise(SEVEN, 256, 16, SLOW)
     assert (fast.method, slow.method) == ("sharding", "pipeline")
-    assert "sharding would fit as well, but is slower" in str(slow)
-    assert "29 s against 22 s" in str(advise(SEVEN, 64, 16, CLUSTER))
+    assert "sharding 22 s, pipeline 29 s" in str(advise(SEVEN, 64, 16, CLUSTER))
 
 
 def test_layers_bound_the_stages():
-    """Over a slow link 35 layers make a pipeline on 32 GPUs. On 64 they cannot, and the advice says so."""
+    """Over a slow link 35 layers make a pipeline on 32 GPUs. On 64 they cannot."""
     many = advise(SEVEN, 512, 64, SLOW)
-    assert many.method == "sharding" and "35 layers cannot make 64 stages" in str(many)
-    assert "accumulating gradients over 4 micro-batches" in many.headline
+    assert "Take sharding on 64 GPUs, accumulating gradients over 4 micro-batches." in str(many)
+    assert fewest_pieces(SEVEN, "pipeline", 512, 32, SLOW) and not fewest_pieces(SEVEN, "pipeline", 512, 64, SLOW)
 
 
-def test_a_net_that_fits_nowhere_is_told_where_it_would():
-    assert "on 8 such cards sharding or pipeline would fit" in str(advise(SEVEN, 64, 4, CLUSTER))
-    huge = Net.of("huge", [(2, 5e12, 1, 1, 9, 1, 51, 12)])
-    assert "no number of such cards" in str(advise(huge, 64, 4, CLUSTER))
+def test_a_net_that_does_not_fit_needs_more_gpus():
+    assert "Take more GPUs.\n" in str(advise(SEVEN, 64, 4, CLUSTER))
+    assert advise(SEVEN, 64, 8, CLUSTER).method == "sharding"
 
 
 def test_where_the_host_is_too_slow_a_network_does_not_help():
     """The PyramidNet's thousand operators take longer to launch than 32 images to compute."""
     words = str(advise(NETS["PyramidNet of the article"], 512, 16, CLUSTER))
-    assert "the host takes 64 ms to launch" in words and "Larger batches would change that" in words
+    assert "because the host takes 64 ms to launch" in words
 
 
 @pytest.mark.parametrize(("batch", "gpus"), [(0, 1), (1, 0), (1, 9)])
@@ -190,7 +187,7 @@ def test_bad_questions_are_refused(batch, gpus):
         advise(ARTICLE, batch, gpus, CLUSTER)
 
 
-# ---- picture and panel -----------------------------------------------------------------------------------------------
+# ---- picture --------------------------------------------------------------------------------------------------------
 
 
 def test_the_picture_has_words():
@@ -199,16 +196,3 @@ def test_the_picture_has_words():
     plt.close(figure)
     slow = describe_guide(SLOW, batch=512)
     assert "BERT of the article: one GPU on 1, DDP on 2 to 8, DDP on 8 of 16 to 64" in slow
-
-
-def test_the_panel_follows_its_controls():
-    panel = explore_advice()
-    assert "Take DDP on 4 GPUs" in panel.words
-    panel.controls["gpus"].value = 1
-    assert "Take one GPU" in panel.words
-    panel.controls["per_machine"].value, panel.controls["gpus"].value = 8, 64
-    assert "64 x NVIDIA TITAN Xp" in panel.words
-    bundle, _ = panel._repr_mimebundle_()
-    assert bundle["text/plain"] == panel.words and bundle["image/png"]
-    with pytest.raises(ValueError, match="gpus=5 is none of"):
-        explore_advice(gpus=5)

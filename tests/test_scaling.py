@@ -1,9 +1,8 @@
-"""helpers.lesson07.scaling: clusters, one rank's step laid out for many, laws, logs."""
+"""helpers.lesson07.scaling: clusters, one rank's step laid out for many, laws, programs."""
 
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from helpers.lesson07.scaling import (
     amdahl_seconds,
     efficiency,
     rank_step,
-    read_log,
 )
 from helpers.measure.timeline import record_timeline
 from helpers.parallel.launching import launch
@@ -182,23 +180,7 @@ def test_amdahl_needs_one_gpu_and_more(seconds):
         amdahl(seconds)
 
 
-# ---- logs and pictures ---------------------------------------------------------------------------------------------
-
-
-def test_logs_are_read_with_the_median_of_runs():
-    text = "srun: noise\ngpus=1 batch=8 step_ms=100.0 least_ms=1\n[rank0] gpus=2 batch=8 step_ms=60.0\n"
-    text += "gpus=2 batch=8 step_ms=50.0\ngpus=2 batch=8 step_ms=90.0"
-    assert read_log(text) == {1: 0.1, 2: 0.06}
-    with pytest.raises(ValueError, match="scaling.py"):
-        read_log("nothing")
-
-
-@pytest.mark.parametrize("mixed", ["gpus=2 batch=8 ", "gpus=4 batch=32 "])
-def test_a_strong_and_a_weak_series_are_not_mixed(mixed):
-    weak = "gpus=1 batch=8 step_ms=100\ngpus=2 batch=16 step_ms=110\n"
-    assert read_log(weak) == {1: 0.1, 2: 0.11}
-    with pytest.raises(ValueError, match="batches of 8, 16.* are mixed") if "=8" in mixed else nullcontext():
-        read_log(f"{weak}{mixed}step_ms=60")
+# ---- programs and pictures -----------------------------------------------------------------------------------------
 
 
 def test_the_job_measures_what_one_a100_can_hold():
@@ -215,12 +197,12 @@ def test_the_job_measures_what_one_a100_can_hold():
             step(2 * int(batch))
 
 
-def test_the_program_prints_what_is_read():
+def test_the_program_prints_what_the_lesson_reads():
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run += ["-m", "virtual_gpus", "--gpus", "2", "--shapes-only", "notebooks/scripts/scaling.py"]
     run += ["--model", "small", "--batch-size", "8", "--per-gpu", "--warm-up", "1", "--steps", "2"]
     said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert list(read_log(said)) == [2] and "batch=16 " in said
+    assert re.search(r"gpus=2 batch=16 step_ms=[\d.]+", said)  # as lesson 07 reads it
 
 
 @pytest.mark.parametrize("weak", [False, True])

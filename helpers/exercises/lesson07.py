@@ -166,5 +166,5 @@ def choices(answer):
         require(pair, f"{case} is {show(found)}.", 'A method and a number of GPUs are asked for, as in ("DDP", 64).')
         right = advice.method, 0 if advice.method == "more GPUs" else advice.gpus
         same = (str(found[0]).strip().lower(), found[1]) == (right[0].lower(), right[1])
-        require(same, f"{case}: {show(found)}.", " ".join(f"{reason}." for reason in advice.reasons))
+        require(same, f"{case}: {show(found)}.", *advice.reasons)
     return "That is what the guide says, with its reasons in numbers."

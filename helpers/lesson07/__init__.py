@@ -1,10 +1,10 @@
 """What lesson 07 alone needs, to choose a method.
 
 methods   every method on the same job: memory, modelled time, utilisation, the largest batch
-scaling   a step of DDP on any number of GPUs, Amdahl's law, logs of real runs
-nets      what the advice is told of a net
+scaling   a step of DDP on any number of GPUs, Amdahl's law
+nets      what the formulas know of a net
 advice    formulas of memory and time, and `advise`
-pictures  tables, pictures and the panel of all this
+pictures  the tables and pictures of all this
 waiting   steps in which GPUs wait, for the second exercise
 """
 
@@ -13,14 +13,12 @@ from helpers.lesson07.methods import BERT, PYRAMIDNET, TrainStep, compare, measu
 from helpers.lesson07.nets import NETS
 from helpers.lesson07.pictures import (
     describe_guide,
-    describe_methods,
     describe_scaling,
-    explore_advice,
     guide_picture,
     scaling_picture,
     table,
 )
-from helpers.lesson07.scaling import Cluster, amdahl, amdahl_seconds, rank_step, read_log
+from helpers.lesson07.scaling import Cluster, amdahl, amdahl_seconds, rank_step
 from helpers.lesson07.waiting import JOBS, record_job
 
 __all__ = [
@@ -35,14 +33,11 @@ __all__ = [
     "amdahl_seconds",
     "compare",
     "describe_guide",
-    "describe_methods",
     "describe_scaling",
-    "explore_advice",
     "guide_picture",
     "measure",
     "peak_bytes",
     "rank_step",
-    "read_log",
     "record_job",
     "scaling_picture",
     "step_seconds",

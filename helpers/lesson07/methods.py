@@ -14,12 +14,7 @@ from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
-import sys
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -30,12 +25,13 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.gpus import is_virtual, modelled_gpus
+from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
 from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
-from helpers.measure import peak_memory
+from helpers.measure import largest_batch, peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import PyramidNet, bert_article, pyramidnet_article
+from helpers.parallel.launching import launch
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 from helpers.parallel.pipeline import Pipeline, layers_of, one_f_one_b
 
@@ -271,24 +267,27 @@ def _one_of_the_ranks(job: Job, method: str, gpus: list, cluster: Cluster, batch
 
 
 def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: Sequence) -> Row:
-    """The row with the largest batch of which two steps run where each GPU has `room` bytes: it was run, and so was the
-    next, which did not fit."""
+    """The row with the largest batch of which two steps run where each GPU has `room` bytes. The next one failed."""
     # What a step adds to what rests would grow with the batch, if no memory lay idle.
     each = [(room - rest) * row.batch / (peak - rest) for peak, rest in zip(row.peaks, row.rest, strict=True)]
     line = max(1, int(min(each)))
     # A rank runs its own share, on the first GPU.
     shares, used = (len(gpus), gpus[:1]) if row.method == "DDP" else (1, gpus)
+
+    def two_steps(batch: int) -> None:
+        step = new_step()
+        step.clear()
+        torch.cuda.empty_cache()
+        step(batch // shares)
+        step(batch // shares)
+
     size = grain(line, len(gpus))
-    batch = math.ceil(0.9 * line / size) * size
     _limit_memory(used, room)
     try:
-        while batch and not _two_steps_fit(new_step, batch // shares):
-            batch -= size
-        while _two_steps_fit(new_step, (batch + size) // shares):  # the first try may have found memory in pieces
-            batch += size
+        largest = largest_batch(two_steps, math.ceil(0.8 * line), int(1.2 * line) + size, multiple_of=size, steps=1)
     finally:
         _limit_memory(used)
-    return replace(row, largest=batch, line=line)
+    return replace(row, largest=largest, line=line)
 
 
 def _limit_memory(gpus: Sequence, room: int | None = None) -> None:
@@ -303,24 +302,10 @@ def grain(line: int, gpus: int) -> int:
     return gpus * 2 ** max(0, int(math.log2(max(1, int(0.9 * line) // gpus // 25))))
 
 
-def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
-    """The second step finds the cache as the first has cut it up, and only then is it known that training goes on."""
-    gc.collect()  # the wrapper of the last try, which is in reference cycles
-    torch.cuda.empty_cache()
-    step = new_step()
-    step.clear()
-    torch.cuda.empty_cache()
-    try:
-        step(batch)
-        step(batch)
-    except torch.OutOfMemoryError:
-        return False
-    return True
-
-
 # ---- all methods on all jobs and clusters ----------------------------------------------------------------------------
 
 _MEMORY = "4 TiB"  # of every GPU: so much that nothing runs out of it, also where two processes share the GPUs
+_PROCESSES = 2
 
 
 def compare(
@@ -336,21 +321,25 @@ def compare(
     matter which GPUs are on here. In a program call this under `if __name__ == "__main__":`, because the processes may
     be spawned.
     """
-    every = list(product(jobs, methods, clusters.items()))
-    tasks = [(job, method, cluster, gpus, search) for job, method, (_, cluster) in every]
-    keys = [(name, job.name) for job, _, (name, _) in every]
-    forks = sys.platform == "linux" and (is_virtual() or not torch.cuda.is_available())  # CUDA does not survive a fork
-    context = multiprocessing.get_context("fork" if forks else "spawn")
-    with warnings.catch_warnings(), ProcessPoolExecutor(2, context, gc.freeze) as pool:
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        rows = list(pool.map(_measure_alone, tasks, chunksize=len(clusters)))  # a process knows a method's shapes
-    found = defaultdict(list)
-    for key, row in zip(keys, rows, strict=True):
-        found[key].append(row)
-    return dict(found)
+    tasks = list(product(jobs, methods))
+    shares = launch(
+        _measure_share, tasks, list(clusters.values()), gpus, search,
+        ranks=_PROCESSES, gpus=False, timeout=None, show=False,
+    )  # fmt: skip
+    found = {(name, job.name): [] for job in jobs for name in clusters}
+    for number, (job, _) in enumerate(tasks):
+        for name, row in zip(clusters, shares[number % _PROCESSES][number // _PROCESSES], strict=True):
+            found[name, job.name].append(row)
+    return found
 
 
-def _measure_alone(task: tuple) -> Row:
-    job, method, cluster, gpus, search = task
+def _measure_share(rank: int, tasks: Sequence[tuple], clusters: Sequence[Cluster], gpus: int, search: bool) -> list:
+    """For every second of the tasks (job, method) its rows, one for each cluster."""
+    torch.distributed.destroy_process_group()  # DDP is measured in a group of this process alone
+    gc.freeze()
+    return [[_measure_alone(*task, cluster, gpus, search) for cluster in clusters] for task in tasks[rank::_PROCESSES]]
+
+
+def _measure_alone(job: Job, method: str, cluster: Cluster, gpus: int, search: bool) -> Row:
     with modelled_gpus(gpus, cluster.kind, _MEMORY, cluster.links) as devices:
         return measure(job, method, devices, cluster, search=search)

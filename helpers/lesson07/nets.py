@@ -46,6 +46,11 @@ class Net:
         return 4 * self.layers.parameters.sum()
 
     @property
+    def largest_layer(self) -> float:
+        """Bytes of the parameters of the layer that has most."""
+        return 4 * self.layers.parameters.max()
+
+    @property
     def states(self) -> int:
         """Numbers that the optimizer keeps per parameter."""
         return STATES[self.optimizer]

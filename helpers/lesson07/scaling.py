@@ -1,4 +1,4 @@
-"""Scaling: a step of DDP on any number of GPUs, Amdahl's law, and logs of real runs.
+"""Scaling: a step of DDP on any number of GPUs, and Amdahl's law.
 
     recorded = rank_step(net, train_step, "cuda:0")      # one rank, alone in its process group
     recorded.on(64, Cluster("A100", 8))                  # seconds of the step on 64 GPUs, modelled
@@ -14,9 +14,6 @@ within 0.2 % (tests/test_scaling.py). Both use the same clock, so this checks th
 
 from __future__ import annotations
 
-import re
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -186,7 +183,7 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# ---- laws and logs: {GPUs: seconds of a step} ------------------------------------------------------------------------
+# ---- laws, of {GPUs: seconds of a step} ------------------------------------------------------------------------------
 
 
 def efficiency(seconds: Mapping[int, float], weak: bool = False) -> dict[int, float]:
@@ -212,24 +209,3 @@ def amdahl(seconds: Mapping[int, float]) -> float:
     relative = np.array(list(seconds.values())) / seconds[1]
     parallel = (1 - 1 / gpus) / relative  # T(n) / T(1) = s + (1 - s) / n, so T(n) / T(1) - 1 / n = s (1 - 1 / n)
     return float(np.clip(parallel @ (1 - 1 / gpus / relative) / (parallel @ parallel), 0, 1))
-
-
-def read_log(text: str) -> dict[int, float]:
-    """What `notebooks/scripts/scaling.py` printed, other lines passed over; the median where there are several runs.
-
-    Raises ValueError where no line is a measurement, and where neither the batch is the same in all of them (strong
-    scaling) nor the batch per GPU (weak).
-    """
-    found, batches, shares = defaultdict(list), set(), set()
-    for gpus, batch, milliseconds in re.findall(r"\bgpus=(\d+) batch=(\d+) step_ms=([\d.]+)", text):
-        found[int(gpus)].append(float(milliseconds) / 1e3)
-        batches.add(int(batch))
-        shares.add(int(batch) / int(gpus))
-    if not found:
-        raise ValueError("No line like 'gpus=4 batch=256 step_ms=123.4' is in this text. Is it scaling.py's output?")
-    if len(batches) > 1 and len(shares) > 1:
-        raise ValueError(
-            f"Runs with batches of {', '.join(map(str, sorted(batches)))} are mixed here, neither a strong series nor "
-            "a weak one. Keep a file for each series."
-        )
-    return {gpus: statistics.median(times) for gpus, times in sorted(found.items())}

@@ -7,6 +7,7 @@ segments   how PyTorch's allocator has cut the memory of a GPU
 diagrams   pieces that travel between ranks
 programs   what differs between two programs of notebooks/scripts
 explore    sliders for any training job, and the memory that it takes
+panel      sliders for anything that gives words and a figure
 live       memory of every GPU while a training runs
 
 Every picture has its words as a text alternative. Colours are those that colour-blind readers tell apart.
@@ -17,13 +18,16 @@ from helpers.show.curves import describe_memory, loss_curves, plot_memory
 from helpers.show.diagrams import pieces_picture
 from helpers.show.explore import explore
 from helpers.show.live import live_memory
+from helpers.show.panel import Panel, control
 from helpers.show.programs import show_diff
 from helpers.show.segments import describe_segments, draw_segments
 from helpers.show.timelines import timeline_bars
 from helpers.show.words import describe
 
 __all__ = [
+    "Panel",
     "compare_bars",
+    "control",
     "describe",
     "describe_memory",
     "describe_segments",
