@@ -47,14 +47,6 @@ def test_lengths_that_three_ranks_cannot_share_equally(samples):
     check_equal(run(job=job, watch=True), in_ranks(3, job=job, watch=True))
 
 
-@pytest.mark.parametrize("job", ["numbers", "words"])
-def test_accumulated_micro_batches_equal_one_batch(job):
-    """Batches of 4 by twos, also where the last step of an epoch has one only."""
-    one = run(job=job, watch=True)
-    check_equal(one, [run(job=job, watch=True, batch=4, accumulate=2)], 5e-6)
-    check_equal(one, in_ranks(2, job=job, watch=True, batch=4, accumulate=2), 5e-6)
-
-
 def test_class_weights_are_what_the_mean_is_over():
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0]), ignore_index=1)
     check_equal(run(watch=True, loss=loss), in_ranks(4, watch=True, loss=loss))
@@ -111,27 +103,6 @@ def test_every_rank_starts_from_rank_0_s_weights_and_draws_its_own_dropout():
     assert not torch.equal(mine, other)
 
 
-def test_micro_batches_are_averaged_once():
-    calls = []
-
-    def act(rank):
-        made = trainer(batch=2, accumulate=4)
-
-        def hook(state, bucket):
-            calls.append(bucket.buffer().numel())
-            done = torch.futures.Future()
-            done.set_result(bucket.buffer())
-            return done
-
-        made.network.register_comm_hook(None, hook)
-        made.train(1)
-        return calls, made.history[0].steps
-
-    for calls, steps in launch(act, ranks=2, show=False):
-        # 22 samples, 8 a step: two whole steps and one of 3 micro-batches; one bucket each.
-        assert steps == 3 and len(calls) == 3
-
-
 # ---------------------------------------------------------------------------------------------- evaluation
 
 
@@ -171,29 +142,7 @@ def shards(samples, ranks, drop_last):
     return sorted(seen)
 
 
-# ------------------------------------------------------------------------------------- half precision, GPUs
-
-
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_half_precision_on_virtual_gpus(amp):
-    with virtual_gpus(2):
-        ranks = in_ranks(2, job="words", amp=amp, accumulate=2, batch=4)
-    exact = run(job="words")
-    assert same(ranks[0]["weights"], ranks[1]["weights"])
-    assert ranks[0]["losses"] == pytest.approx(exact["losses"], rel=0.02) and ranks[0]["losses"] != exact["losses"]
-
-
-def test_fp16_leaves_out_a_step_that_overflows_on_one_rank():
-    def act(rank):
-        made = trainer(amp="fp16")
-        inputs, labels = (tensor[4 * rank : 4 * rank + 4] for tensor in numbers().tensors)
-        made.step(inputs, labels)
-        before = [parameter.detach().clone() for parameter in made.model.parameters()]
-        scale = made.scaler.get_scale()
-        made.step(inputs * (1e30 if rank else 1), labels)
-        return same(before, list(made.model.parameters())), made.scaler.get_scale() / scale
-
-    assert launch(act, ranks=2, show=False) == [(True, 0.5)] * 2
+# ----------------------------------------------------------------------------------------------------- GPUs
 
 
 def test_on_virtual_gpus_each_rank_has_its_own():
@@ -216,10 +165,10 @@ def test_on_virtual_gpus_each_rank_has_its_own():
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("options", [{"job": "numbers"}, {"job": "words", "batch": 4, "accumulate": 2}])
-def test_on_real_gpus_with_nccl(options):
-    ranks = launch(run_in_rank, options | {"watch": True}, ranks=2, show=False, timeout=300)
-    check_equal(run(**options, watch=True), ranks, 1e-4)
+@pytest.mark.parametrize("job", ["numbers", "words"])
+def test_on_real_gpus_with_nccl(job):
+    ranks = launch(run_in_rank, {"job": job, "watch": True}, ranks=2, show=False, timeout=300)
+    check_equal(run(job=job, watch=True), ranks, 1e-4)
 
 
 # ---------------------------------------------------------------------------------------- logs and checkpoints
@@ -308,8 +257,8 @@ def test_ranks_that_do_not_fit_together():
             make(DataLoader(data, 4, shuffle=True))
         with pytest.raises(ValueError, match=r"batches in the loader: 2, 3\) in rank"):
             make([(None, None)] * (2 + rank))
-        with pytest.raises(ValueError, match="accumulate: 1, 2"):
-            make(rank_loader(data, 4), accumulate=1 + rank)
+        with pytest.raises(ValueError, match="exact_mean: False, True"):
+            make(rank_loader(data, 4), exact_mean=rank == 1)
         with pytest.raises(ValueError, match="Several ranks train on the same GPU .*Give each rank its own"):
             make(rank_loader(data, 4), device="cuda:0")
         with pytest.raises(ValueError, match="The loader gave no batch"):

@@ -148,7 +148,7 @@ def make(path=None, seed=3, own_generator=False, **options):
     return Trainer(model, optimizer, LOSS, loader, "cpu", **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"own_generator": True}, {"amp": "fp16"}])
+@pytest.mark.parametrize("options", [{}, {"own_generator": True}])
 def test_a_resumed_run_ends_in_the_weights_of_an_undisturbed_one(tmp_path, options):
     expected = make(**options)
     records = expected.train(4)
@@ -157,7 +157,7 @@ def test_a_resumed_run_ends_in_the_weights_of_an_undisturbed_one(tmp_path, optio
     resumed = make(tmp_path / "last.pt", **options)
     assert resumed.resume() == 2
     assert resumed.train(2) == records[2:]
-    assert equal(expected, resumed) and resumed.scaler.state_dict() == expected.scaler.state_dict()
+    assert equal(expected, resumed)
 
 
 def test_the_test_above_would_notice_another_shuffle_or_dropout():
@@ -222,14 +222,9 @@ def test_loaders_and_labels_that_do_not_fit():
         trainer(loader=wrong).train(1)
 
 
-def test_options_that_make_no_sense():
-    for options, text in (
-        ({"loss": nn.CrossEntropyLoss(reduction="sum")}, 'reduction="mean", not "sum"'),
-        ({"accumulate": 0}, "accumulate must be at least 1.*not 0"),
-        ({"amp": "float16"}, 'amp must be None, "bf16" or "fp16"'),
-    ):
-        with pytest.raises(ValueError, match=text):
-            trainer(**options)
+def test_a_loss_that_is_no_mean():
+    with pytest.raises(ValueError, match='reduction="mean", not "sum"'):
+        trainer(loss=nn.CrossEntropyLoss(reduction="sum"))
 
 
 def test_an_optimizer_of_another_model():

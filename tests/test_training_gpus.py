@@ -146,16 +146,6 @@ def test_a_checkpoint_of_one_form_is_resumed_by_another(gpus, tmp_path, form, ot
     assert {parameter.device.type for parameter in on_the_cpu.parameters()} == {"cpu"}
 
 
-def test_data_parallel_accumulates_in_fp16_and_refuses_bf16(gpus):
-    expected = build("words", on_cpu).train(2)
-    made = build("words", FORMS["GPUs 1 and 3"], amp="fp16", accumulate=2)
-    made.loader = DataLoader(made.loader.dataset, 4, shuffle=True)
-    for one, other in zip(made.train(2), expected, strict=True):
-        assert one.loss == pytest.approx(other.loss, rel=0.02) and one.loss != other.loss
-    with pytest.raises(ValueError, match="threads would compute in float16"):
-        build("words", FORMS["4 GPUs"], amp="bf16")
-
-
 def test_what_is_refused(gpus):
     for devices, text in (([0, 4], "cuda:4 does not exist: this machine has 4 GPUs"), ([0, 0], "different GPUs")):
         with pytest.raises(ValueError, match=text):

@@ -38,16 +38,14 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     epoch: int,
     scheduler: Any = None,
-    scaler: torch.amp.GradScaler | None = None,
 ) -> Path:
-    """Save what training needs to go on after `epoch`, the last finished one. Returns the path.
+    """Save what training needs to go on after `epoch`, the last finished epoch. Returns the path.
 
     The file is written under another name in the same folder, forced to the disk, and then takes the place of the old
     one in one step (`os.replace` is atomic within a file system). A process that is killed half-way leaves the old
     checkpoint as it was.
     """
-    parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    given = {name: part for name, part in parts.items() if part is not None}
+    given = {"optimizer": optimizer} | ({} if scheduler is None else {"scheduler": scheduler})
     content = {
         "model": unwrap(model).state_dict(),
         "epoch": epoch,
@@ -74,7 +72,6 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
-    scaler: torch.amp.GradScaler | None = None,
 ) -> int | None:
     """Fill the model, and what else is given, from a checkpoint. Returns the epoch that was finished last.
 
@@ -93,7 +90,7 @@ def load_checkpoint(
     if weights.keys() != net.state_dict().keys() and all(key.startswith(PREFIX) for key in weights):
         weights = {key.removeprefix(PREFIX): value for key, value in weights.items()}
     net.load_state_dict(weights)
-    for name, part in {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}.items():
+    for name, part in {"optimizer": optimizer, "scheduler": scheduler}.items():
         if part is not None:
             _fill(part, name, content, path)
     return content.get("epoch")

@@ -4,20 +4,20 @@ Each rank is a process with a GPU of its own, a whole copy of the model, and its
 the ranks average their gradients, so that all of them make the same step and their copies stay equal.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from helpers.parallel.loss import label_weight
 from helpers.parallel.ranks import agree, from_all, gpu_name, local_device, sums_of_all
 from helpers.train.checkpoints import unwrap
 from helpers.train.loop import Device, Loss, Trainer, existing_device
-from helpers.train.scores import Batch, LossWeights, Score
+from helpers.train.scores import Batch, Score
 
 __all__ = ["DistributedTrainer"]
 
@@ -27,17 +27,16 @@ class DistributedTrainer(Trainer):
 
     loader      gives this rank's share of the samples: `rank_loader`, or a DataLoader with a DistributedSampler
     device      this rank's; by default its own GPU, or the CPU
-    exact_mean  the loss is the mean over all labels of all ranks, as on one GPU, also where ranks have unequally many
-                labels (an uneven last batch, labels that are left out), and the sampler's padding does not count. This
-                costs an all-reduce of one number per step. False: what DistributedDataParallel does alone, the mean of
-                the ranks' means, padding included
+    exact_mean  True: the loss is the mean over the labels of all ranks, as on one GPU, also where ranks have different
+                numbers of labels, and the sampler's padding does not count. This costs an all-reduce of one number per
+                step. False: the mean of the ranks' means with the padding, as DistributedDataParallel computes it
 
-    Every rank starts from rank 0's weights. All ranks have the same history and scores, summed over all of them; only
-    rank 0 logs and writes checkpoints, and all ranks read them. With n ranks, each with a batch of b / n,
-    every step equals the step of one GPU with a batch of b, up to rounding error; not for BatchNorm (use SyncBatchNorm)
-    and dropout (each rank draws its own).
+    Every rank starts from rank 0's weights. All ranks have the same history and scores, which are sums over all ranks.
+    Only rank 0 logs and writes checkpoints; all ranks read them. With n ranks, each with a batch of b / n, every step
+    equals the step of one GPU with a batch of b, up to rounding error. BatchNorm (use SyncBatchNorm) and dropout (each
+    rank draws its own) are exceptions.
 
-    RuntimeError without a process group; ValueError, on every rank, where the ranks do not fit together.
+    Raises RuntimeError without a process group, and ValueError on every rank where the ranks do not fit together.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class DistributedTrainer(Trainer):
         self.network = DistributedDataParallel(self.model, gpus)
 
     def _check_ranks(self) -> None:
-        """A rank that waits for one that does something else waits for ever: compare before the first step."""
+        """Compare before the first step, because a rank that waits for one that does something else waits forever."""
         names = from_all(gpu_name(self.device))
         if len(set(names)) < len(names):
             raise ValueError(
@@ -77,7 +76,7 @@ class DistributedTrainer(Trainer):
                 'device=f"cuda:{local_rank}", or leave device out. With fewer GPUs, start fewer ranks.'
             )
         batches = len(self.loader) if hasattr(self.loader, "__len__") else None
-        agree({"batches in the loader": batches, "accumulate": self.accumulate, "exact_mean": self.exact_mean})
+        agree({"batches in the loader": batches, "exact_mean": self.exact_mean})
         loader, ranks = self.loader, self.world_size
         plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if plain and ranks > 1 and getattr(loader.sampler, "num_replicas", None) != ranks:
@@ -87,19 +86,21 @@ class DistributedTrainer(Trainer):
                 "sampler=DistributedSampler(dataset)."
             )
 
-    def training_batches(self) -> Iterator[Batch]:
-        return super().training_batches() if self.exact_mean else iter(self.loader)
-
-    def loss_weights(self, batches: Sequence[Batch]) -> LossWeights | Sequence[float] | None:
+    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """As in one process. With `exact_mean` each rank's mean loss is weighted by its share of the labels."""
         if not self.exact_mean:
-            return [1 / len(batches)] * len(batches)
-        if self.world_size == 1:
-            return super().loss_weights(batches)
-        return LossWeights(batches, self.loss, self.output_device, self.world_size)
-
-    def maybe_no_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """`no_sync` around all batches of a step except the last, forward pass included: one all-reduce in all."""
-        return nullcontext() if last else self.network.no_sync()
+            return super().step(inputs, labels)
+        self.optimizer.zero_grad()
+        mine = label_weight(self.loss, labels).to(self.output_device, non_blocking=True)
+        everyone = mine.clone()
+        added_up = dist.all_reduce(everyone, async_op=True)  # while the forward pass runs
+        loss, sums = self.forward(self.network, inputs, labels)
+        added_up.wait()
+        # DistributedDataParallel divides by the number of ranks. Where no rank has a label, the weight is 0.
+        weight = self.world_size * mine / everyone.clamp(min=torch.finfo(torch.float32).tiny)
+        (loss * weight).backward()
+        self.optimizer.step()
+        return sums
 
     def evaluate(self, loader: Iterable[Batch]) -> Score:
         """The score over all ranks' samples, each counted once, the same on every rank. All ranks must call it.

@@ -1,14 +1,12 @@
 """The training loop in one process: on one device, or on several GPUs with `nn.DataParallel`.
 
-`DistributedTrainer` (`helpers.train.ddp`) runs the same loop in each of many processes. A form of training defines only
-what it does in its own way: `network`, the module that is called; `place_inputs`, where its inputs go; `output_device`,
-where its outputs meet the labels; and, with several ranks, how they wait for each other and add up their sums.
+`DistributedTrainer` (`helpers.train.ddp`) runs the same loop in each of many processes. Each trainer defines only what
+it does in its own way: `network`, the module that is called; `place_inputs`, where its inputs go; `output_device`,
+where its outputs meet the labels; and, with several ranks, how a loss is weighted and how sums are added up.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,12 @@ from torch import Tensor, nn
 from helpers.gpus import keeps_values
 from helpers.parallel.loss import ignored_label
 from helpers.train.checkpoints import load_checkpoint, save_checkpoint, unwrap
-from helpers.train.scores import Batch, EpochRecord, LossWeights, Score, batch_sums, score_of, without_padding
+from helpers.train.scores import Batch, EpochRecord, Score, batch_sums, score_of, without_padding
 
 __all__ = ["DataParallelTrainer", "Device", "Loss", "Trainer", "existing_device"]
 
 Device = torch.device | str | int
 Loss = Callable[[Tensor, Tensor], Tensor]
-DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NO_BATCH = (
     "The loader gave no batch: its data set is empty, or smaller than one batch with drop_last=True, or it is a "
     "generator that is used up."
@@ -40,15 +37,13 @@ class Trainer:
     scheduler   makes one `step()` per optimizer step
     seed        PyTorch's generators start every epoch from seed + epoch, so that shuffling and dropout of an epoch do
                 not depend on what ran before it; None leaves the generators alone
-    accumulate  batches per optimizer step; the step is that of one batch of all their samples
-    amp         "bf16" or "fp16": matrix multiplications and convolutions run in 16 bits, weights stay in float32. With
-                "fp16" the loss is scaled up before `backward`, since small gradients would become 0
     checkpoint  a path: written after every epoch, read by `resume()`
     log         called with each `EpochRecord`; None for silence
     stop_on_nan False where losses have no values, as with shapes only
     """
 
-    rank, world_size = 0, 1
+    rank = 0
+    exact_mean = True  # see DistributedTrainer
 
     def __init__(
         self,
@@ -60,25 +55,18 @@ class Trainer:
         *,
         scheduler: Any = None,
         seed: int | None = 0,
-        accumulate: int = 1,
-        amp: str | None = None,
         checkpoint: str | Path | None = None,
         log: Callable[[EpochRecord], None] | None = print,
         stop_on_nan: bool = True,
     ):
         if getattr(loss, "reduction", "mean") != "mean":
             raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
-        if accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, the number of batches per step, not {accumulate!r}.")
-        if amp not in DTYPES:
-            raise ValueError(f'amp must be None, "bf16" or "fp16", not {amp!r}.')
         self.device = self.output_device = existing_device(device)
         self.name = str(self.device)
         self.model = self.network = model.to(self.device)
         self.optimizer, self.loss, self.loader = optimizer, loss, loader
-        self.scheduler, self.seed, self.accumulate, self.dtype = scheduler, seed, accumulate, DTYPES[amp]
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=amp == "fp16")
-        self.checkpoint, self.log, self.stop_on_nan = checkpoint, log, stop_on_nan
+        self.scheduler, self.seed, self.checkpoint = scheduler, seed, checkpoint
+        self.log, self.stop_on_nan = log, stop_on_nan
         self.epoch = 0
         self.history: list[EpochRecord] = []
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -100,17 +88,17 @@ class Trainer:
         self.network.train()
         rate = self.optimizer.param_groups[0]["lr"]
         sums, steps, largest = torch.zeros(4, device=self.output_device), 0, 0
-        batches = self.training_batches()
-        while step := list(islice(batches, self.accumulate)):
-            sums += self._step(step)
+        batches = without_padding(self.loader, ignored_label(self.loss)) if self.exact_mean else self.loader
+        for inputs, labels in batches:
+            sums += self.step(inputs, labels)
             steps += 1
-            largest = max(largest, sum(len(labels) for _, labels in step))
+            largest = max(largest, len(labels))
             if self.scheduler is not None:
                 self.scheduler.step()
         if steps == 0:
             raise ValueError(NO_BATCH)
-        # The sums are read here only: `.item()` makes the host wait until the GPU has done all that it was given, and
-        # a wait in every step would leave the GPU without work.
+        # The sums are read only here: `.item()` makes the host wait until the GPU has done all its work, and a wait in
+        # every step would leave the GPU idle.
         *totals, largest = self.add_up([total.item() for total in sums] + [largest])
         score = score_of(totals)
         record = EpochRecord(self.name, self.epoch, int(largest), steps, rate, score.loss, score.accuracy)
@@ -137,21 +125,11 @@ class Trainer:
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """One optimizer step on one batch. Returns its `batch_sums`, on the output device."""
-        return self._step([(inputs, labels)])
-
-    def _step(self, batches: Sequence[Batch]) -> Tensor:
         # Before the forward pass, so that old gradients and new activations are never in memory together.
         self.optimizer.zero_grad()
-        weights, sums = self.loss_weights(batches), None
-        for number, (inputs, labels) in enumerate(batches):
-            with self.maybe_no_sync(last=number == len(batches) - 1):
-                loss, found = self.forward(self.network, inputs, labels)
-                if weights is not None:
-                    loss = loss * weights[number]
-                self.scaler.scale(loss).backward()
-            sums = found if sums is None else sums + found
-        self.scaler.step(self.optimizer)  # with "fp16", no step where gradients overflowed
-        self.scaler.update()
+        loss, sums = self.forward(self.network, inputs, labels)
+        loss.backward()
+        self.optimizer.step()
         return sums
 
     def forward(self, network: nn.Module, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,16 +138,15 @@ class Trainer:
         A function of its own, so that the outputs have no name left when `backward` runs: for masked words they are
         the largest tensor of all, and a name would keep them in memory.
         """
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
-            outputs = network(self.place_inputs(inputs))
-            labels = labels.to(self.output_device, non_blocking=True)
-            if outputs.shape[:-1] != labels.shape:
-                raise ValueError(
-                    f"Logits {tuple(outputs.shape)} do not fit labels {tuple(labels.shape)}: labels must have the "
-                    "shape of the logits without its last dimension."
-                )
-            # (N, C) stays as it is, (N, T, V) becomes (N T, V): CrossEntropyLoss wants the classes second.
-            loss = self.loss(outputs.flatten(0, -2), labels.flatten())
+        outputs = network(self.place_inputs(inputs))
+        labels = labels.to(self.output_device, non_blocking=True)
+        if outputs.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"Logits {tuple(outputs.shape)} do not fit labels {tuple(labels.shape)}: labels must have the shape of "
+                "the logits without its last dimension."
+            )
+        # (N, C) stays as it is, (N, T, V) becomes (N T, V), because CrossEntropyLoss wants the classes second.
+        loss = self.loss(outputs.flatten(0, -2), labels.flatten())
         return loss, batch_sums(self.loss, loss.detach(), outputs.detach(), labels)
 
     def evaluate(self, loader: Iterable[Batch]) -> Score:
@@ -204,26 +181,13 @@ class Trainer:
 
     def _parts(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        scaler = self.scaler if self.scaler.is_enabled() else None
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": scaler}
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
-    # ---------------------------------------------------------------------- what other forms do in their own way
+    # ------------------------------------------------------------------- what other trainers do in their own way
 
     def place_inputs(self, inputs: Tensor) -> Tensor:
         """Inputs where the network wants them; `non_blocking` lets copies from pinned memory overlap."""
         return inputs.to(self.device, non_blocking=True)
-
-    def training_batches(self) -> Iterator[Batch]:
-        """The batches of an epoch."""
-        return without_padding(self.loader, ignored_label(self.loss))
-
-    def loss_weights(self, batches: Sequence[Batch]) -> LossWeights | Sequence[float] | None:
-        """What each batch's loss is multiplied by; None where it is the only one."""
-        return None if len(batches) == 1 else LossWeights(batches, self.loss, self.output_device)
-
-    def maybe_no_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Around the forward and backward pass of each batch of a step; `last` for the last one."""
-        return nullcontext()
 
     def add_up(self, numbers: list[float]) -> list[float]:
         """Each of the numbers, summed over all ranks."""
@@ -250,8 +214,6 @@ class DataParallelTrainer(Trainer):
 
     devices        the GPUs; the first one holds the parameters, the gradients and the optimizer's state
     output_device  the GPU where outputs are gathered and the loss is computed; the first one by default
-
-    amp="bf16" is refused: DataParallel's threads know that autocast is on, but not its type, and compute in float16.
     """
 
     def __init__(
@@ -267,10 +229,6 @@ class DataParallelTrainer(Trainer):
         gpus = [existing_device(device) for device in devices]
         if not gpus or any(gpu.type != "cuda" for gpu in gpus) or len(set(gpus)) < len(gpus):
             raise ValueError(f"DataParallel needs a list of different GPUs, such as use_gpus(4), not {list(devices)}.")
-        if options.get("amp") == "bf16" and len(gpus) > 1:
-            raise ValueError(
-                'DataParallel\'s threads would compute in float16. Use amp="fp16", or a DistributedTrainer.'
-            )
         super().__init__(unwrap(model), optimizer, loss, loader, gpus[0], **options)
         self.output_device = gpus[0] if output_device is None else existing_device(output_device)
         self.network = nn.DataParallel(self.model, gpus, self.output_device)

@@ -1,8 +1,8 @@
 """What training counts: labels, summed over batches and ranks before anything is divided.
 
-Batches have unequally many labels: the last one of an epoch is smaller, and masked words hide a different number in
-each sentence. The mean of the batches' means is then not the mean over all labels. So a score is made of sums, and in a
-step of several micro-batches, or of several ranks, each mean loss is multiplied by its share of the labels.
+The number of labels differs from batch to batch: the last batch of an epoch is smaller, and masked words hide a
+different number in each sentence. The mean of the batches' means is then not the mean over all labels. So a score is
+made of sums.
 """
 
 import math
@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from helpers.parallel.loss import ignored_label, label_weight
 
-__all__ = ["EpochRecord", "LossWeights", "Score", "batch_sums", "score_of", "without_padding"]
+__all__ = ["EpochRecord", "Score", "batch_sums", "score_of", "without_padding"]
 
 Batch = Sequence[Tensor]  # inputs, labels
 
@@ -64,7 +63,7 @@ def batch_sums(criterion: Any, loss: Tensor, logits: Tensor, labels: Tensor) -> 
     valid = labels != ignored_label(criterion)
     right = (logits.argmax(-1) == labels) & valid
     count, weight = valid.sum().float(), label_weight(criterion, labels)
-    # Without a label the mean is 0 / 0 = nan, and a rank or a micro-batch may well have none.
+    # Without a label the mean is 0 / 0 = nan, and a rank may well have none.
     total = torch.where(count > 0, loss.float() * weight, 0.0)
     return torch.stack([total, right.sum().float(), count, weight])
 
@@ -75,31 +74,7 @@ def score_of(sums: Sequence[float]) -> Score:
     return Score(loss / weight if weight else math.nan, right / count if count else math.nan)
 
 
-# --------------------------------------------------------------------------------- several batches or ranks in a step
-
-
-class LossWeights:
-    """weights[i] is what the mean loss of batch i of a step is multiplied by before `backward`, a tensor of shape ().
-
-        weight = labels of the batch / labels of all batches of the step, on all ranks
-
-    The gradients then add up to those of one large batch. `ranks`: with more than one, all of them must make their
-    weights at the same time. The labels are known before the forward pass, so the sum over the ranks is made while the
-    forward pass runs.
-    """
-
-    def __init__(self, batches: Sequence[Batch], criterion: Any, device: torch.device, ranks: int = 1):
-        counts = torch.stack([label_weight(criterion, labels) for _, labels in batches])
-        self._counts = counts.to(device, non_blocking=True)
-        self._total, self._ranks = self._counts.sum(), ranks
-        self._waiting = dist.all_reduce(self._total, async_op=True) if ranks > 1 else None
-
-    def __getitem__(self, number: int) -> Tensor:
-        if self._waiting is not None:
-            self._waiting.wait()
-            self._waiting = None
-        # DistributedDataParallel divides by the number of ranks. Without any label all weights are 0.
-        return self._ranks * self._counts[number] / self._total.clamp(min=torch.finfo(torch.float32).tiny)
+# ----------------------------------------------------------------------------------------------------- padding
 
 
 def without_padding(loader: Iterable[Batch], ignored: int) -> Iterator[Batch]:
