@@ -18,10 +18,9 @@ from helpers.measure.oom import (
     forget_error,
     remember_origins,
 )
-from helpers.measure.oom.blocks import Block
+from helpers.measure.oom.blocks import UNKNOWN, Block, origin
 from helpers.measure.oom.explain import Explanation
-from helpers.measure.oom.holders import holders
-from helpers.measure.oom.origins import UNKNOWN, origin
+from helpers.measure.oom.leaks import holders
 from helpers.show import describe_segments, draw_segments
 from helpers.show.style import alt_text
 

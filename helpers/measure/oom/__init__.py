@@ -10,10 +10,9 @@ The same on real and on virtual GPUs: everything comes from torch.cuda's snapsho
 `helpers.show.draw_segments` draws the blocks of PyTorch's allocator.
 """
 
+from helpers.measure.oom.blocks import remember_origins
 from helpers.measure.oom.explain import Explanation, explain_memory, explain_oom
-from helpers.measure.oom.holders import forget_error
-from helpers.measure.oom.leaks import Leaks, find_leaks
-from helpers.measure.oom.origins import remember_origins
+from helpers.measure.oom.leaks import Leaks, find_leaks, forget_error
 
 __all__ = [
     "Explanation",

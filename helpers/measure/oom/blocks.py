@@ -1,26 +1,34 @@
 """What is on a GPU now, block by block: its kind, its shape, the line that made it.
 
-The allocator knows the blocks and Python knows the tensors; they meet at the block's address. What nothing in Python
-refers to is held by C++: activations that autograd keeps for backward, and workspaces of libraries.
+The allocator knows the blocks and Python knows the tensors; both know the block's address. What nothing in Python
+refers to is held by C++: activations that autograd keeps for backward, and workspaces of libraries. The line is known
+where PyTorch's memory history, which `remember_origins()` switches on, has the stack of the allocation.
 """
 
 import gc
 import inspect
+import linecache
 import os
 import sys
+import sysconfig
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from helpers.gpus import block_address
-from helpers.measure.oom.origins import UNKNOWN, origin
 
 KINDS = ("parameters", "gradients", "optimizer state", "buffers", "tensors in variables", "held by autograd")
 _CHUNK = 2_000  # objects whose referents are looked at together: a list of all of them would be millions long
+MOST_EVENTS = 200_000  # per GPU, about a kilobyte each on the host; of a longer history the end is kept
+UNKNOWN = "made before remember_origins() was called"
+_TORCH = str(Path(torch.__file__).parent)
+_STDLIB = sysconfig.get_path("stdlib")
 _HERE = os.path.join(os.path.dirname(__file__), "")
 
 
@@ -108,6 +116,49 @@ def _held_by_python() -> set[int]:
     for frame in running_frames():
         found |= tensors.intersection(map(id, variables(frame).values()))
     return found
+
+
+# ---- the lines that made them ----------------------------------------------------------------------------------------
+
+
+def remember_origins() -> None:
+    """Keep, from here on, the stack of every allocation on every GPU, and the history that PyTorch's viewer draws.
+
+    Costs some microseconds per allocation. Raises RuntimeError without any GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("There is no GPU to watch. Call use_gpus first: `from helpers import use_gpus`.")
+    torch.cuda.init()
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=MOST_EVENTS)
+
+
+@contextmanager
+def origins_remembered() -> Iterator[None]:
+    """Origins are remembered inside, and afterwards only if they were before."""
+    already = torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled()
+    if not already:
+        remember_origins()
+    try:
+        yield
+    finally:
+        if not already:
+            torch.cuda.memory._record_memory_history(None)
+
+
+def origin(frames: Sequence[dict]) -> str:
+    """The innermost of `frames` (innermost first, as in a snapshot) that is not PyTorch's or Python's, in words:
+    "`x = net(x)` in train (scripts/train.py:12)". The file of a notebook's cell has no name that says anything."""
+    for frame in frames:
+        file = frame["filename"]
+        foreign = file in ("", "<string>") or file.startswith((_TORCH, "<frozen", "??"))
+        if foreign or (file.startswith(_STDLIB) and "site-packages" not in file):
+            continue
+        code = linecache.getline(file, frame["line"]).strip() or frame["name"]
+        code = code if len(code) <= 60 else f"{code[:57]}..."
+        inside = "" if frame["name"] == "<module>" else f" in {frame['name']}"
+        in_a_cell = "ipykernel" in file or file.startswith("<")
+        return f"`{code}`{inside}" + ("" if in_a_cell else f" ({'/'.join(Path(file).parts[-2:])}:{frame['line']})")
+    return UNKNOWN
 
 
 # ---- functions' variables, which gc does not know --------------------------------------------------------------------

@@ -9,8 +9,7 @@ from textwrap import fill
 import torch
 
 from helpers.measure.memory import measure_memory, read_memory
-from helpers.measure.oom.blocks import KINDS, Block, live_blocks
-from helpers.measure.oom.origins import origins_remembered
+from helpers.measure.oom.blocks import KINDS, Block, live_blocks, origins_remembered
 from helpers.measure.readings import Reading
 from helpers.measure.refusals import Refusal, read_refusal
 from helpers.measure.sizes import MiB, format_bytes
