@@ -15,7 +15,6 @@ from virtual_gpus import active_machine, virtual_gpus
 
 from helpers.measure import MiB, Reading, Readings, format_bytes
 from helpers.show import explore, live, live_memory
-from helpers.show import panel as panel_module
 from helpers.show.live import LivePanel
 from helpers.show.panel import Panel, control, size_of
 
@@ -29,11 +28,6 @@ def wait_until(condition) -> None:
         time.sleep(0.005)
 
 
-def wait_for(panel: Panel) -> None:
-    """Until a slow panel shows what its controls say."""
-    wait_until(lambda: not panel._busy)
-
-
 # ---- what panels share ----------------------------------------------------------------------------------------------
 
 
@@ -43,8 +37,8 @@ def square(side, shape):
     return f"{shape} of {side} & {side}", Figure(figsize=(2, side / 10))
 
 
-def squares(slow=False):
-    return Panel(square, {"side": control("side", (10, 50), 12), "shape": control("shape", ["square"])}, slow)
+def squares():
+    return Panel(square, {"side": control("side", (10, 50), 12), "shape": control("shape", ["square"])})
 
 
 def test_a_panel_follows_its_controls_and_says_what_cannot_be():
@@ -75,41 +69,20 @@ def test_controls():
             control("x", options, value)
 
 
-def test_a_slow_panel_shows_a_sign_and_leaves_out_what_its_control_passes():
-    asked, door = [], threading.Event()
+def test_a_slow_panel_shows_a_sign_and_computes_each_answer_once():
+    asked, signs = [], []
 
     def look(side):
         asked.append(side)
-        if side > 10:
-            assert door.wait(60)
+        signs.append(panel._sign.value if len(asked) > 1 else "")
         return f"{side}", Figure(figsize=(1, 1))
 
     panel = Panel(look, {"side": control("side", (10, 50), 10)}, slow=True)
-    assert panel.words == "10" and "computing" not in panel._sign.value
-    for side in (20, 30, 40, 50):
+    assert panel.words == "10" and not panel.controls["side"].continuous_update
+    for side in (20, 10, 20):
         panel.controls["side"].value = side
-        wait_until(lambda: "computing" in panel._sign.value)
-        wait_until(lambda: asked[-1] == 20)
-        assert panel.words == "10"
-    door.set()
-    wait_for(panel)
-    assert panel.words == "50" and asked == [10, 20, 50] and "computing" not in panel._sign.value
-    panel.controls["side"].value = 20
-    wait_for(panel)
-    assert panel.words == "20" and asked == [10, 20, 50]  # it was known
-
-
-def test_a_slow_panel_and_the_cells_of_a_notebook_take_turns(monkeypatch):
-    """As IPython calls it: before and after each cell."""
-    panel = squares(slow=True)
-    panel_module._begin()
-    panel.controls["side"].value = 20
-    time.sleep(0.1)
-    assert panel.words == "square of 12 & 12" and "computing" in panel._sign.value
-    panel_module._end()
-    wait_for(panel)
-    assert panel.words == "square of 20 & 20"
-    panel_module._end()  # of a cell that was interrupted before its turn: no error
+        assert panel.words == str(side) and "computing" not in panel._sign.value
+    assert asked == [10, 20] and "computing" in signs[1]
 
 
 # ---- the explorer ---------------------------------------------------------------------------------------------------
@@ -156,7 +129,6 @@ def test_the_explorer_begins_at_the_defaults_and_says_what_a_run_takes():
 def test_the_explorer_follows_its_controls():
     panel = explorer()
     panel.controls["wrap"].value, panel.controls["width"].value = "one GPU", 4096
-    wait_for(panel)
     assert panel.words != panel.at(width=1024)
     assert "the other GPU peaked at 0.00 MiB" in panel.words
 
@@ -165,7 +137,6 @@ def test_a_job_that_runs_out_of_memory_says_where_and_what_it_would_need():
     panel = explorer()
     before = size_of(panel._png)
     panel.controls["batch"].value = 2**20
-    wait_for(panel)
     _, stopped, needed = panel.words.splitlines()
     said = r"Out of memory: GPU 0 ran out of its 2\.00 GiB: with .* allocated and .* reserved it was asked for .* more"
     assert re.match(said, stopped)
@@ -192,7 +163,6 @@ def test_an_error_of_the_job_is_told_with_its_line():
     panel = explore(job, width=(1, 4))
     assert panel.words.startswith("width 3; 1 x NVIDIA H200")
     panel.controls["width"].value = 4
-    wait_for(panel)
     assert re.match(r"Not possible: RuntimeError in line \d+, net\(torch.empty\(1, width\)\).*: mat1 and", panel.words)
 
 
@@ -203,7 +173,6 @@ def test_the_explorer_leaves_gpus_and_random_numbers_as_they_are():
         torch.manual_seed(0)
         kept, panel = torch.ones(3, device="cuda"), explorer()
         panel.controls["batch"].value = 128
-        wait_for(panel)
         assert torch.equal(torch.rand(3), expected) and kept.sum().item() == 3
         assert torch.cuda.device_count() == 1 and torch.cuda.memory_allocated() == 512
     assert active_machine() is None
@@ -399,17 +368,3 @@ def test_a_stored_notebook_has_pictures_and_words_that_a_second_run_repeats():
     assert set(shown.data) == {"image/png"} and said.text.startswith("GPU 1 peaked")
     assert cells[3][0].data == explored.data and [each.get("data") for each in cells[4]] == [shown.data, None]
     assert cells[4][1].text == said.text
-
-
-def test_a_cell_that_trains_keeps_its_gpus_while_a_slider_moves():
-    """The panel's thread waits for the cell: otherwise its GPUs would answer in the middle of a training."""
-    train = (
-        "import time\npanel.controls['size'].value = 900\nsizes = []\nfor _ in range(50):\n"
-        "    sizes.append(torch.ones(1, device='cuda:1').sum().item())\n    time.sleep(0.01)\n"
-        "print(sum(sizes), torch.cuda.get_device_properties(0).total_memory // 2**30, 'size 100' in panel.words)"
-    )
-    look = "print('size 900' in panel.words or time.sleep(3) or 'size 900' in panel.words)"
-    notebook = new_notebook(cells=[new_code_cell(source) for source in (CELLS[0], CELLS[1], train, look, look)])
-    run_all.run(notebook)
-    assert notebook.cells[2].outputs[0].text == "50.0 16 True\n"
-    assert "True" in notebook.cells[4].outputs[0].text

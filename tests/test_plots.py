@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal
-from helpers.show import compare_bars, describe, loss_curves, memory_bars, pieces_picture
+from helpers.show import compare_bars, describe, memory_bars, pieces_picture
 from helpers.show.bars import empty_figure
 from helpers.show.style import COLOURS, alt_text
 
@@ -66,8 +66,6 @@ PICTURES = {
     "ran out, far over": lambda: memory_bars(FAR),
     "ran out, situations": lambda: compare_bars({"DataParallel": RAN_OUT, "parallel loss": MOVED}, title=LONG),
     "ran out of its limit": lambda: compare_bars({"limited": LIMITED, "free": LIMITED[1:]}, field="peak_reserved"),
-    "losses": lambda: loss_curves({"single GPU": [2.3, 1.9], "DataParallel": [2.3, 1.8]}, title=LONG),
-    "long losses": lambda: loss_curves({LONG: [1 / (i + 1) for i in range(500)]}, xlabel="step"),
 }
 
 
@@ -105,7 +103,7 @@ def test_every_text_is_inside_the_picture_and_none_on_another(picture):
         assert not [bar for bar in bars if lies_on(boxes[text], bar)], text
 
 
-@pytest.mark.parametrize("picture", ["four GPUs", "reference", "losses"])
+@pytest.mark.parametrize("picture", ["four GPUs", "reference"])
 def test_the_same_picture_has_the_same_bytes(picture):
     def png():
         stored = io.BytesIO()
@@ -235,8 +233,6 @@ def test_no_text_lies_on_the_edge_of_its_frame():
         (lambda: compare_bars({"a": BERT}, field="peak"), "no field 'peak': give one of peak_allocated"),
         (lambda: compare_bars({"a": BERT}, field="driver_used"), "GPU 0 has no driver used, since GPUtil"),
         (lambda: describe(BERT, "capacity"), "no field 'capacity'"),
-        (lambda: loss_curves({}), "at least one history"),
-        (lambda: loss_curves({"a": []}), "at least one value"),
         (lambda: pieces_picture([[1, 2]]), r"states\[rank\]\[step\]\[piece\]"),
         (lambda: pieces_picture([[[]]]), r"states\[rank\]\[step\]\[piece\]"),
     ],
@@ -304,9 +300,6 @@ def test_a_picture_carries_its_words_into_the_notebook():
     assert alternative(figure) == alt_text(figure) == f"BERT\n{describe(BERT)}"
     both = {"one": BERT, "two": MOVED}
     assert alternative(compare_bars(both, field="peak_reserved").figure) == describe(both, "peak_reserved")
-    assert alternative(loss_curves({"train": [2.31, 1.9], "test": [2.4]}, xlabel="step").figure) == (
-        "train: loss 2.3 first, 1.9 last; test: loss 2.4 first, 2.4 last (step 1 to 2)."
-    )
 
 
 STATES = [[[1, 1], [1, 2], [2, 2]], [[1, 1], [2, 1], [2, 2]]]  # [rank][step][piece] of a ring of two

@@ -1,7 +1,7 @@
 """Readings in, pictures, words and panels out.
 
 bars       memory per GPU, alone (`memory_bars`) or side by side (`compare_bars`); `describe` says the same in words
-curves     losses, and the memory of a run (`plot_memory` of a MemoryMonitor)
+curves     the memory of a run (`plot_memory` of a MemoryMonitor)
 timelines  what each GPU did and when
 segments   how PyTorch's allocator has cut the memory of a GPU
 diagrams   pieces that travel between ranks
@@ -14,7 +14,7 @@ Every picture has its words as a text alternative. Colours are those that colour
 """
 
 from helpers.show.bars import compare_bars, memory_bars
-from helpers.show.curves import describe_memory, loss_curves, plot_memory
+from helpers.show.curves import describe_memory, plot_memory
 from helpers.show.diagrams import pieces_picture
 from helpers.show.explore import explore
 from helpers.show.live import live_memory
@@ -34,7 +34,6 @@ __all__ = [
     "draw_segments",
     "explore",
     "live_memory",
-    "loss_curves",
     "memory_bars",
     "pieces_picture",
     "plot_memory",

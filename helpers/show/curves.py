@@ -1,6 +1,6 @@
-"""Curves over a run: losses, and the allocated memory that a `MemoryMonitor` recorded."""
+"""The allocated memory of a run that a `MemoryMonitor` recorded, as a curve."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from textwrap import fill
 
 import matplotlib.pyplot as plt
@@ -14,42 +14,13 @@ from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from helpers.measure import GiB, MemoryMonitor, format_bytes, unit_of
 from helpers.measure.monitor import Run, Span
-from helpers.show.style import COLOURS, WIDTH, legend_below, open_frame, set_alt_text
+from helpers.show.style import WIDTH, legend_below, open_frame, set_alt_text
 
-LINES = ("-", "--", "-.", ":")
-MARKERS = "osD^vPX"
 MOST_PHASES = 60  # of more the colours cannot be told apart
 # A colour and a hatch each, light enough for a dark line on top; other names take what is left, in order.
 PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
 PEAK = {"marker": "D", "color": "#D55E00", "mec": "white", "ms": 7, "ls": "none"}
 CROSS = {"marker": "x", "color": "black", "ms": 11, "mew": 2.5, "ls": "none"}
-
-
-def loss_curves(histories: Mapping[str, Sequence[float]], xlabel: str = "epoch", title: str | None = None) -> Axes:
-    """One line per history, its values at 1, 2, 3, .... Returns the axes. Raises ValueError for no values."""
-    if not histories or not all(len(history) for history in histories.values()):
-        raise ValueError("Give at least one history with at least one value, for example {'train': [2.3, 1.9]}.")
-    _, ax = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
-    said, longest = [], max(map(len, histories.values()))
-    for place, (name, history) in enumerate(histories.items()):
-        values = [float(value) for value in history]
-        ax.plot(
-            range(1, len(values) + 1),
-            values,
-            label=fill(name, 40),
-            color=COLOURS[place % 7],
-            linestyle=LINES[place % 4],
-            marker=MARKERS[place % 7],
-            markevery=max(1, len(values) // 20),
-        )
-        said.append(f"{name}: loss {values[0]:.2g} first, {values[-1]:.2g} last")
-    ax.set(xlabel=xlabel, ylabel="loss")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    open_frame(ax, grid="both")
-    ax.set_title(fill(title or "", 66), loc="left", fontsize=11)
-    legend_below(ax.figure, ax.lines)
-    set_alt_text(ax.figure, title, f"{'; '.join(said)} ({xlabel} 1 to {longest}).")
-    return ax
 
 
 def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | None = None) -> Figure:

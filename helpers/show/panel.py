@@ -9,8 +9,6 @@ Readers without a kernel see the picture and the words of the first position.
 """
 
 import struct
-import threading
-import time
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from html import escape
@@ -18,19 +16,18 @@ from inspect import Parameter
 from io import BytesIO
 
 import ipywidgets
-from IPython import get_ipython
 from matplotlib.figure import Figure
 
-_PAUSE = 0.2  # seconds that the controls must stand still before something slow begins
 _SIGN = "<b>computing …</b>"
-_turn = threading.RLock()  # of the cell that runs, or of the one panel that computes
 
 
 class Panel:
     """`look(**chosen)` gives words and a figure for what the `controls` say. End a cell with the panel.
 
-    slow: `look` runs in a thread, with a sign on the panel, and in turns with the notebook's cells. Positions that a
-    control passes meanwhile are left out. Each answer is computed once. An error of `look` is shown as words.
+    slow: `look` takes seconds. A sign says so meanwhile, and a slider is followed only when it is let go.
+
+    Each answer is computed once. An error of `look` is shown as words. While a cell runs the panel waits, as everything
+    that a kernel does.
 
     controls  name -> widget, an argument of `look` each
     words     what is shown, as a text
@@ -40,16 +37,16 @@ class Panel:
         self.controls, self.words = dict(controls), ""
         self._look, self._slow = look, slow
         self._answers: dict[str, tuple[str, bytes]] = {}
-        self._lock, self._busy, self._shown, self._png = threading.Lock(), False, None, b""
+        self._png = b""
         self._sign, self._picture, self._said = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         grid = ipywidgets.Layout(grid_template_columns="repeat(auto-fill, 340px)", grid_gap="0 10px")
         top = ipywidgets.GridBox(list(self.controls.values()), layout=grid)
         self._panel = ipywidgets.VBox([top, *([self._sign] if slow else []), self._picture, self._said])
-        if slow:
-            _let_cells_take_turns()
         self._follow()
         for widget in self.controls.values():
-            widget.observe(self._moved, names="value")
+            if slow and hasattr(widget, "continuous_update"):
+                widget.continuous_update = False
+            widget.observe(self._follow, names="value")
 
     @property
     def chosen(self) -> dict:
@@ -60,48 +57,26 @@ class Panel:
         """The words for `values` in place of what the controls say; the panel stays as it is."""
         return self._answer(self.chosen | values)[0]
 
-    def _moved(self, change) -> None:
-        with self._lock:
-            if self._busy:  # whoever is at work sees afterwards that a control has moved
-                return
-            self._busy = True
-        if self._slow:
-            threading.Thread(target=self._follow, name="panel", daemon=True).start()
-        else:
-            self._follow()
-
-    def _follow(self) -> None:
-        """Show what the controls say, and again if that has changed meanwhile."""
-        while True:
-            with self._lock:
-                chosen = self.chosen
-                self._busy = chosen != self._shown
-                if not self._busy:
-                    return
-            if self._slow and self._shown is not None:
-                self._sign.value = _SIGN
-                time.sleep(_PAUSE)
-                if chosen != self.chosen:
-                    continue
-            self.words, picture = self._answer(chosen)
-            self._png = picture or self._png
-            # Where there is no picture the last one keeps its place: the page below does not move.
-            self._picture.layout.visibility = "visible" if picture else "hidden"
-            self._picture.value = image(self._png, self.words) if self._png else ""
-            lines = "<br>".join(map(escape, self.words.splitlines()))
-            room = "8.4em" if self._slow else "4.2em"  # for six lines, or three: the page below does not move
-            self._said.value = f'<div style="line-height: 1.4; max-width: 700px; min-height: {room}">{lines}</div>'
-            self._sign.value = "&nbsp;"
-            self._shown = chosen
+    def _follow(self, change=None) -> None:
+        """Show what the controls say."""
+        self._sign.value = _SIGN
+        self.words, picture = self._answer(self.chosen)
+        self._png = picture or self._png
+        # Where there is no picture the last one keeps its place, so that the page below does not move.
+        self._picture.layout.visibility = "visible" if picture else "hidden"
+        self._picture.value = image(self._png, self.words) if self._png else ""
+        lines = "<br>".join(map(escape, self.words.splitlines()))
+        room = "8.4em" if self._slow else "4.2em"  # for six lines, or three
+        self._said.value = f'<div style="line-height: 1.4; max-width: 700px; min-height: {room}">{lines}</div>'
+        self._sign.value = "&nbsp;"
 
     def _answer(self, chosen: dict) -> tuple[str, bytes]:
         """Words and picture for `chosen`; no picture where that is an error."""
         key = repr(chosen)
         if key not in self._answers:
             try:
-                with _turn:
-                    words, figure = self._look(**chosen)
-                    self._answers[key] = words, png(figure)
+                words, figure = self._look(**chosen)
+                self._answers[key] = words, png(figure)
             except Exception as error:
                 self._answers[key] = f"Not possible: {error}", b""
         return self._answers[key]
@@ -148,28 +123,3 @@ def image(picture: bytes, words: str) -> str:
     data, size = b64encode(picture).decode(), "width: {width}px; height: {height}px".format(**size_of(picture))
     style = f"display: block; {size}; max-width: none"  # a block: inline, a line of text would leave room below it
     return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{style}">'
-
-
-def _let_cells_take_turns() -> None:
-    """While a cell runs, the threads of panels wait, and the next cell waits for them.
-
-    The virtual GPUs that answer are those of the whole process: a panel that puts others in their place would take
-    them from a training that runs in a cell.
-    """
-    shell = get_ipython()
-    if shell is None or _begin in shell.events.callbacks["pre_run_cell"]:
-        return
-    shell.events.register("pre_run_cell", _begin)
-    shell.events.register("post_run_cell", _end)
-    _turn.acquire()  # for the cell that runs now
-
-
-def _begin(*info) -> None:
-    _turn.acquire()
-
-
-def _end(*result) -> None:
-    try:
-        _turn.release()
-    except RuntimeError:  # the cell was interrupted while it waited for its turn
-        pass
