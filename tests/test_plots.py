@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal
-from helpers.show import compare_bars, describe, memory_bars, pieces_picture
+from helpers.show import compare_bars, describe, memory_bars
 from helpers.show.bars import empty_figure
 from helpers.show.style import COLOURS, alt_text
 
@@ -233,8 +233,6 @@ def test_no_text_lies_on_the_edge_of_its_frame():
         (lambda: compare_bars({"a": BERT}, field="peak"), "no field 'peak': give one of peak_allocated"),
         (lambda: compare_bars({"a": BERT}, field="driver_used"), "GPU 0 has no driver used, since GPUtil"),
         (lambda: describe(BERT, "capacity"), "no field 'capacity'"),
-        (lambda: pieces_picture([[1, 2]]), r"states\[rank\]\[step\]\[piece\]"),
-        (lambda: pieces_picture([[[]]]), r"states\[rank\]\[step\]\[piece\]"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_a_figure_is_made(draw, reason):
@@ -300,15 +298,3 @@ def test_a_picture_carries_its_words_into_the_notebook():
     assert alternative(figure) == alt_text(figure) == f"BERT\n{describe(BERT)}"
     both = {"one": BERT, "two": MOVED}
     assert alternative(compare_bars(both, field="peak_reserved").figure) == describe(both, "peak_reserved")
-
-
-STATES = [[[1, 1], [1, 2], [2, 2]], [[1, 1], [2, 1], [2, 2]]]  # [rank][step][piece] of a ring of two
-
-
-def test_pieces_show_every_count_and_outline_what_is_complete():
-    figure = pieces_picture(STATES)
-    assert [ax.get_title() for ax in figure.axes] == ["start", "step 1", "step 2"]
-    shown = [[text.get_text() for text in ax.texts] for ax in figure.axes]
-    assert shown == [["1", "1", "1", "1"], ["1", "2", "2", "1"], ["2", "2", "2", "2"]]
-    assert [len(ax.patches) for ax in figure.axes] == [0, 2, 4]
-    assert alt_text(figure) == "Complete pieces at the start and after each step: 0, 2, 4 of 4."

@@ -4,7 +4,6 @@ bars       memory per GPU, alone (`memory_bars`) or side by side (`compare_bars`
 curves     the memory of a run (`plot_memory` of a MemoryMonitor)
 timelines  what each GPU did and when
 segments   how PyTorch's allocator has cut the memory of a GPU
-diagrams   pieces that travel between ranks
 programs   what differs between two programs of notebooks/scripts
 explore    sliders for any training job, and the memory that it takes
 panel      sliders for anything that gives words and a figure
@@ -15,7 +14,6 @@ Every picture has its words as a text alternative. Colours are those that colour
 
 from helpers.show.bars import compare_bars, memory_bars
 from helpers.show.curves import describe_memory, plot_memory
-from helpers.show.diagrams import pieces_picture
 from helpers.show.explore import explore
 from helpers.show.live import live_memory
 from helpers.show.panel import Panel, control
@@ -35,7 +33,6 @@ __all__ = [
     "explore",
     "live_memory",
     "memory_bars",
-    "pieces_picture",
     "plot_memory",
     "show_diff",
     "timeline_bars",
