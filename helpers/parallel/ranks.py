@@ -7,7 +7,6 @@ Every function here also works in a plain program, as the only rank.
 """
 
 import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 __all__ = [
     "agree",
     "from_all",
-    "gpu_name",
     "local_device",
     "rank",
     "rank_loader",
@@ -47,13 +45,6 @@ def local_device() -> torch.device:
     if torch.cuda.device_count() == 1 or "LOCAL_RANK" not in os.environ:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-
-
-def gpu_name(device: torch.device) -> str:
-    """A name that no other device has, on this machine or another. The CPU is named after its process."""
-    if device.type != "cuda":
-        return f"{device} of process {os.getpid()} on {socket.gethostname()}"
-    return f"{torch.cuda.get_device_properties(device).uuid} on {socket.gethostname()}"
 
 
 def rank_loader(

@@ -3,9 +3,9 @@
     save_checkpoint("run/last.pt", model, optimizer, epoch)    # a model in DataParallel, or not
     epoch = load_checkpoint("run/last.pt", model, optimizer)   # and this one may be, too
 
-`nn.DataParallel(net)` and `DistributedDataParallel(net)` put `module.` before every key of their `state_dict()`, which
-is why a file saved from a wrapped model does not load into a plain one. Files written here never have the prefix; files
-that have it are read as well. A file is read with `weights_only=True`: it can hold numbers, but no code.
+`nn.DataParallel(net)` and `DistributedDataParallel(net)` put `module.` before every key of their `state_dict()`. So a
+file saved from a wrapped model does not load into a plain one. Files written here never have the prefix; files that
+have it are read as well. Files are read with `weights_only=True`, so they can hold numbers but no code.
 """
 
 import os
@@ -41,9 +41,9 @@ def save_checkpoint(
 ) -> Path:
     """Save what training needs to go on after `epoch`, the last finished epoch. Returns the path.
 
-    The file is written under another name in the same folder, forced to the disk, and then takes the place of the old
-    one in one step (`os.replace` is atomic within a file system). A process that is killed half-way leaves the old
-    checkpoint as it was.
+    The file is written under another name in the same folder and then takes the place of the old one in one step,
+    because `os.replace` is atomic within a file system. A process that is killed half-way leaves the old checkpoint as
+    it was.
     """
     given = {"optimizer": optimizer} | ({} if scheduler is None else {"scheduler": scheduler})
     content = {

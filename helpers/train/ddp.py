@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from helpers.parallel.loss import label_weight
-from helpers.parallel.ranks import agree, from_all, gpu_name, local_device, sums_of_all
+from helpers.parallel.ranks import agree, local_device, sums_of_all
 from helpers.train.checkpoints import unwrap
 from helpers.train.loop import Device, Loss, Trainer, existing_device
 from helpers.train.scores import Batch, Score
@@ -69,20 +69,14 @@ class DistributedTrainer(Trainer):
 
     def _check_ranks(self) -> None:
         """Compare before the first step, because a rank that waits for one that does something else waits forever."""
-        names = from_all(gpu_name(self.device))
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"Several ranks train on the same GPU ({', '.join(names)}, in rank order). Give each rank its own, "
-                'device=f"cuda:{local_rank}", or leave device out. With fewer GPUs, start fewer ranks.'
-            )
         batches = len(self.loader) if hasattr(self.loader, "__len__") else None
         agree({"batches in the loader": batches, "exact_mean": self.exact_mean})
         loader, ranks = self.loader, self.world_size
         plain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if plain and ranks > 1 and getattr(loader.sampler, "num_replicas", None) != ranks:
             raise ValueError(
-                f"All {ranks} ranks would train on the same samples, since the loader has a "
-                f"{type(loader.sampler).__name__}. Make it with rank_loader(dataset, batch_size), or with "
+                f"All {ranks} ranks would train on the same samples, because the loader has a "
+                f"{type(loader.sampler).__name__}. Make the loader with rank_loader(dataset, batch_size), or with "
                 "sampler=DistributedSampler(dataset)."
             )
 
