@@ -69,39 +69,26 @@ def use_gpus(
     "real" or "auto" (the default). Another call replaces the virtual GPUs of the last one. Raises RuntimeError if there
     are too few GPUs, or if they are not what GPUS and shapes_only ask for; ValueError for a bad argument.
     """
+    global _ours
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"use_gpus(count) needs an integer of at least 1, not {count!r}.")
-    choice = _choice()
+    choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
+    if choice not in _CHOICES:
+        raise ValueError(f"GPUS={choice!r} in the environment: it must be one of {', '.join(_CHOICES)}.")
     wanted = _virtual_gpus(count, kind, memory, shapes_only=shapes_only)
     if engine.active_machine() is not (_ours and _ours[1]):  # on around this program: python -m virtual_gpus, a test
-        return _take_what_is_on(count, choice, shapes_only)
+        _refuse_what_is_on(count, choice, shapes_only)
+        return _say_virtual(_devices(count))
     _switch_off()
     real = torch.cuda.device_count()
     if choice == "real":
-        _refuse_too_few(count, real, shapes_only)
+        _refuse_real(count, real, shapes_only)
     if choice == "real" or (choice == "auto" and real >= count and not shapes_only):
         devices = _devices(count)
         print(f"{_number(count, 'real')} ({_names(devices)})")
         return devices
-    return _switch_on(wanted)
-
-
-def _virtual_gpus(count: int, kind: str, memory: int | str | None, **settings) -> engine.virtual_gpus:
-    # CUDA_VISIBLE_DEVICES speaks of real GPUs here (a cluster sets it): virtual ones are all visible.
-    return engine.virtual_gpus(count, kind=kind, memory=memory, honour_visible_devices=False, **settings)
-
-
-def _choice() -> str:
-    choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
-    if choice not in _CHOICES:
-        raise ValueError(f"GPUS={choice!r} in the environment: it must be one of {', '.join(_CHOICES)}.")
-    return choice
-
-
-def _switch_on(gpus: engine.virtual_gpus) -> list[torch.device]:
-    global _ours
-    devices = gpus.start()
-    _ours = gpus, engine.active_machine()
+    devices = wanted.start()
+    _ours = wanted, engine.active_machine()
     return _say_virtual(devices)
 
 
@@ -112,7 +99,12 @@ def _switch_off() -> None:
         _ours = None
 
 
-def _refuse_too_few(count: int, real: int, shapes_only: bool) -> None:
+def _virtual_gpus(count: int, kind: str, memory: int | str | None, **settings) -> engine.virtual_gpus:
+    # CUDA_VISIBLE_DEVICES speaks of real GPUs here, for example on a cluster. Virtual GPUs are all visible.
+    return engine.virtual_gpus(count, kind=kind, memory=memory, honour_visible_devices=False, **settings)
+
+
+def _refuse_real(count: int, real: int, shapes_only: bool) -> None:
     if shapes_only:
         raise RuntimeError("shapes_only=True is something that only virtual GPUs have. Unset GPUS=real.")
     if real < count:
@@ -122,7 +114,7 @@ def _refuse_too_few(count: int, real: int, shapes_only: bool) -> None:
         )
 
 
-def _take_what_is_on(count: int, choice: str, shapes_only: bool) -> list[torch.device]:
+def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
     visible = torch.cuda.device_count()
     if choice == "real":
         raise RuntimeError("GPUS=real, but this program runs inside virtual GPUs. Unset GPUS, or run it without them.")
@@ -135,7 +127,6 @@ def _take_what_is_on(count: int, choice: str, shapes_only: bool) -> list[torch.d
             f"{count} GPUs are needed, but only {visible} virtual GPUs are on around this program. "
             f"Start it with --gpus {count}."
         )
-    return _say_virtual(_devices(count))
 
 
 def _say_virtual(devices: list[torch.device]) -> list[torch.device]:
