@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
 from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
-from helpers.measure import largest_batch, peak_memory
+from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import PyramidNet, bert_article, pyramidnet_article
 from helpers.parallel.launching import launch
@@ -267,27 +267,24 @@ def _one_of_the_ranks(job: Job, method: str, gpus: list, cluster: Cluster, batch
 
 
 def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: Sequence) -> Row:
-    """The row with the largest batch of which two steps run where each GPU has `room` bytes. The next one failed."""
+    """The row with the largest batch of which two steps run where each GPU has `room` bytes. It was run, and so was
+    the next, which failed. `helpers.measure.largest_batch` would need twice the tries, as it does not know the line."""
     # What a step adds to what rests would grow with the batch, if no memory lay idle.
     each = [(room - rest) * row.batch / (peak - rest) for peak, rest in zip(row.peaks, row.rest, strict=True)]
     line = max(1, int(min(each)))
     # A rank runs its own share, on the first GPU.
     shares, used = (len(gpus), gpus[:1]) if row.method == "DDP" else (1, gpus)
-
-    def two_steps(batch: int) -> None:
-        step = new_step()
-        step.clear()
-        torch.cuda.empty_cache()
-        step(batch // shares)
-        step(batch // shares)
-
     size = grain(line, len(gpus))
+    batch = math.ceil(0.9 * line / size) * size
     _limit_memory(used, room)
     try:
-        largest = largest_batch(two_steps, math.ceil(0.8 * line), int(1.2 * line) + size, multiple_of=size, steps=1)
+        while batch and not _two_steps_fit(new_step, batch // shares):
+            batch -= size
+        while _two_steps_fit(new_step, (batch + size) // shares):  # the first try may have found memory in pieces
+            batch += size
     finally:
         _limit_memory(used)
-    return replace(row, largest=largest, line=line)
+    return replace(row, largest=batch, line=line)
 
 
 def _limit_memory(gpus: Sequence, room: int | None = None) -> None:
@@ -300,6 +297,21 @@ def _limit_memory(gpus: Sequence, room: int | None = None) -> None:
 def grain(line: int, gpus: int) -> int:
     """How finely to search: 1, 2, 4, ... samples per GPU, some 4 % of the batch."""
     return gpus * 2 ** max(0, int(math.log2(max(1, int(0.9 * line) // gpus // 25))))
+
+
+def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
+    """The second step finds the cache as the first has cut it up, and only then is it known that training goes on."""
+    gc.collect()  # the wrapper of the last try, which is in reference cycles
+    torch.cuda.empty_cache()
+    step = new_step()
+    step.clear()
+    torch.cuda.empty_cache()
+    try:
+        step(batch)
+        step(batch)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 # ---- all methods on all jobs and clusters ----------------------------------------------------------------------------
