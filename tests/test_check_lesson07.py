@@ -59,7 +59,7 @@ def test_no_answer_makes_a_check_raise():
         (check.fits, lambda p, k, s, b, n: 8 * p + max(4 * p, b / n * s), "states are missing"),
         (check.fits, lambda p, k, s, b, n: ddp_bytes(p, k, s, b * n, n), "share of the batch"),
         (check.fits, lambda p, k, s, b, n: ddp_bytes(p, k - 1, s, b, n), "buckets"),
-        (check.choices, CHOSEN | {"A": ("DDP", 64)}, "efficiency of 4 %, because"),
+        (check.choices, CHOSEN | {"A": ("DDP", 64)}, "because exchanging"),
         (check.choices, CHOSEN | {"B": ("sharding", 4)}, "no copy fits"),
         (check.choices, CHOSEN | {"C": ("DDP", 8)}, "it fits"),
         (check.choices, CHOSEN | {"C": "DDP"}, "a method and a number of GPUs"),
