@@ -260,13 +260,13 @@ def test_emptiest_gpu():
     explains(
         check.emptiest_gpu,
         (lambda: torch.device("cuda:0"), "cuda:0 has"),
-        (lambda: torch.device("cuda:1"), "Another program holds memory there"),
-        (lambda: most_free(lambda i: -torch.cuda.memory_allocated(i)), "PyTorch keeps freed memory in reserve"),
-        (lambda: most_free(lambda i: -torch.cuda.memory_reserved(i)), "Another program holds memory there"),
+        (lambda: torch.device("cuda:1"), "cuda:1 has"),
+        (lambda: most_free(lambda i: -torch.cuda.memory_allocated(i)), "or that PyTorch keeps in reserve, is not free"),
+        (lambda: most_free(lambda i: -torch.cuda.memory_reserved(i)), "Memory that other programs hold"),
         (lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[1]), "and another GPU has"),
         (lambda: torch.device("cuda"), "is not the torch.device of a GPU"),
         (lambda: "cuda:1", "'cuda:1' is not the torch.device of a GPU"),
-        (lambda: GPUtil.getFirstAvailable(order="memory")[0], "1 is not the torch.device of a GPU"),
+        (lambda: GPUtil.getFirstAvailable(order="memory")[0], "is not the torch.device of a GPU"),
     )
 
 

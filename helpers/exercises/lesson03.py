@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, softplus, triplet_margin_loss
 
 from helpers.data import random_tokens
 from helpers.exercises import compare
@@ -87,36 +86,29 @@ def masked_criterion(answer):
 # Exercise 3: which losses come out of pieces? Each runs on one GPU and on four, as the answer says.
 AS_IT_IS, NOT_AT_ALL = "as it is", "not at all"
 
-# As the lesson's cell defines them, of scores (N, 6) and tags (N, 6), each 0 or 1.
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "binary": binary_cross_entropy_with_logits,
-    "present": lambda scores, tags: softplus(-scores)[tags == 1].mean(),
-    "triplet": lambda scores, tags: triplet_margin_loss(*scores.chunk(3, 1)),
-    "root": lambda scores, tags: (scores - tags).square().mean().sqrt(),
-    "Dice": lambda scores, tags: 1 - 2 * (scores.sigmoid() * tags).sum() / (scores.sigmoid() + tags).sum(),
-    "ranking": lambda scores, tags: softplus(scores[tags == 0] - scores[tags == 1][:, None]).mean(),
-}
-
-# How one GPU's loss does come out of the pieces, where it does.
-_WEIGHTS: dict[str, Callable | None] = {"binary": None, "triplet": None, "present": lambda scores, tags: tags.sum()}
+# How one GPU's loss comes out of the pieces: with which weight, or not at all.
+_WEIGHTS: dict[str, Callable | str | None] = {
+    "binary": None, "present": lambda scores, tags: tags.sum(), "triplet": None,
+    "root": NOT_AT_ALL, "Dice": NOT_AT_ALL, "ranking": NOT_AT_ALL,
+}  # fmt: skip
 
 
 @exercise
-def losses(answers):
-    """Exercise 3: for each of `LOSSES` "as it is", "not at all", or the weight that DataParallelCriterion needs."""
-    compare.names(answers, LOSSES, "an answer")
+def losses(answers, losses):
+    """Exercise 3: for each of `losses` "as it is", "not at all", or the weight that DataParallelCriterion needs."""
+    compare.names(answers, _WEIGHTS, "an answer")
     for name, answer in answers.items():
         choice = callable(answer) or answer in (AS_IT_IS, NOT_AT_ALL)
         asked = f"Give {AS_IT_IS!r}, {NOT_AT_ALL!r}, or the weight as a function of scores and tags."
         require(choice, f"The answer for `{name}` is {show(answer)}.", asked)
     gpus = need_gpus(4, values=True)[:4]
-    for name in LOSSES:
+    for name in _WEIGHTS:
         answer = answers[name]
-        if answer == NOT_AT_ALL and name not in _WEIGHTS:
+        if answer == NOT_AT_ALL == _WEIGHTS[name]:
             continue
         weight = _WEIGHTS[name] if answer == NOT_AT_ALL else None if answer == AS_IT_IS else answer
-        alone, alone_gradient = _cut_step(name, gpus[:1], None)
-        loss, gradient = _cut_step(name, gpus, weight)
+        alone, alone_gradient = _cut_step(losses[name], gpus[:1], None)
+        loss, gradient = _cut_step(losses[name], gpus, weight)
         given = answer if answer == AS_IT_IS else "with your weight"
         both = f"The loss `{name}` {given} is {loss:.3f} on {len(gpus)} GPUs and {alone:.3f} on one GPU"
         can = f"The loss `{name}` can be cut: one GPU and {len(gpus)} GPUs give {loss:.3f}. What is its mean over?"
@@ -131,22 +123,19 @@ def losses(answers):
 
 
 class _Loss(nn.Module):
-    def __init__(self, name: str):
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]):
         super().__init__()
-        self.name = name
-
-    def forward(self, scores: Tensor, tags: Tensor) -> Tensor:
-        return LOSSES[self.name](scores, tags)
+        self.forward = loss
 
 
-def _cut_step(name: str, gpus: list[torch.device], weight: Callable | None) -> tuple[float, Tensor]:
+def _cut_step(function: Callable, gpus: list[torch.device], weight: Callable | None) -> tuple[float, Tensor]:
     """Loss and gradient of a small net on these GPUs, the same batch each time."""
     numbers = torch.Generator().manual_seed(1)
     inputs, chance = 3 * torch.randn(10, 3, generator=numbers), torch.rand(10, 6, generator=numbers)
     tags = (chance < torch.linspace(0.1, 0.8, 10)[:, None]).float()
     torch.manual_seed(0)
     net = nn.Linear(3, 6).to(gpus[0])
-    criterion = DataParallelCriterion(_Loss(name), gpus, reduction="mean", weight=weight)
+    criterion = DataParallelCriterion(_Loss(function), gpus, reduction="mean", weight=weight)
     loss = criterion(DataParallelModel(net, gpus)(inputs), tags)
     return loss.item(), torch.autograd.grad(loss, net.weight)[0].cpu()
 
