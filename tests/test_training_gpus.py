@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual_gpus import virtual_gpus
 
 from helpers.models import PyramidNet, bert_small, group_norm, small_resnet
-from helpers.train import DataParallelTrainer, Trainer, load_checkpoint
+from helpers.train import DataParallelTrainer, Trainer
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -70,8 +70,6 @@ def test_losses_accuracies_and_weights_equal_the_cpu_s(gpus, case, form):
         assert (one.steps, one.batch_size) == (other.steps, other.batch_size)
     for one, other in zip(runner.model.parameters(), expected.model.parameters(), strict=True):
         torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-4)
-    score, other = runner.evaluate(CASES[case][1]()), expected.evaluate(CASES[case][1]())
-    assert score.loss == pytest.approx(other.loss, abs=1e-5) and score.accuracy == other.accuracy
 
 
 def test_batch_norm_is_why_equality_is_not_asked_of_every_net(gpus):
@@ -130,20 +128,6 @@ def test_inputs_never_lie_on_the_first_gpu_as_a_whole(gpus):
     assert [(gpu, samples) for gpu, samples, _ in seen] == [(0, 2), (1, 2), (2, 2), (3, 2)]
     # 2 MiB of weights and 2 samples of 1 MiB; the whole batch would be 8 MiB.
     assert max(allocated for _, _, allocated in seen) < 6 * 2**20
-
-
-@pytest.mark.parametrize("form, other", [("4 GPUs", "one GPU"), ("one GPU", "GPUs 1 and 3")])
-def test_a_checkpoint_of_one_form_is_resumed_by_another(gpus, tmp_path, form, other):
-    path = tmp_path / "last.pt"
-    expected = build("words", FORMS[form], torch.optim.Adam).train(4)
-    build("words", FORMS[form], torch.optim.Adam, checkpoint=path).train(2)
-    resumed = build("words", FORMS[other], torch.optim.Adam, checkpoint=path)
-    assert resumed.resume() == 2
-    for one, two in zip(resumed.train(2), expected[2:], strict=True):
-        assert one.loss == pytest.approx(two.loss, abs=1e-5)
-    on_the_cpu = bert_small(30, 8)
-    assert load_checkpoint(path, on_the_cpu) == 3
-    assert {parameter.device.type for parameter in on_the_cpu.parameters()} == {"cpu"}
 
 
 def test_what_is_refused(gpus):

@@ -98,7 +98,9 @@ def load_checkpoint(
 
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"There is no checkpoint at {path}. Check the path, or train with checkpoint= first.")
+        raise FileNotFoundError(
+            f"There is no checkpoint at {path}. Check the path, or write one with save_checkpoint first."
+        )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load has no error class of its own: a damaged file raises one of many

@@ -17,7 +17,7 @@ from helpers.parallel.loss import label_weight
 from helpers.parallel.ranks import agree, local_device, sums_of_all
 from helpers.train.checkpoints import unwrap
 from helpers.train.loop import Device, Loss, Trainer, existing_device
-from helpers.train.scores import Batch, Score
+from helpers.train.scores import Batch
 
 __all__ = ["DistributedTrainer"]
 
@@ -32,7 +32,7 @@ class DistributedTrainer(Trainer):
                 step. False: the mean of the ranks' means with the padding, as DistributedDataParallel computes it
 
     Every rank starts from rank 0's weights. All ranks have the same history and scores, which are sums over all ranks.
-    Only rank 0 logs and writes checkpoints; all ranks read them. With n ranks, each with a batch of b / n, every step
+    Only rank 0 logs. With n ranks, each with a batch of b / n, every step
     equals the step of one GPU with a batch of b, up to rounding error. BatchNorm (use SyncBatchNorm) and dropout (each
     rank draws its own) are exceptions.
 
@@ -96,21 +96,5 @@ class DistributedTrainer(Trainer):
         self.optimizer.step()
         return sums
 
-    def evaluate(self, loader: Iterable[Batch]) -> Score:
-        """The score over all ranks' samples, each counted once, the same on every rank. All ranks must call it.
-
-        Each rank passes its own share through the model inside DistributedDataParallel, whose own forward pass would
-        make the ranks wait for each other; they need not have equally many batches.
-        """
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, 0)  # BatchNorm's running means are each rank's own since the last step
-        return self._evaluate(self.model, loader)
-
     def add_up(self, numbers: list[float]) -> list[float]:
         return sums_of_all(numbers)
-
-    def checkpoint_exists(self) -> bool:
-        """ValueError where only some ranks see the file: they would go on from different epochs."""
-        found = super().checkpoint_exists()
-        agree({"the checkpoint exists": found})
-        return found

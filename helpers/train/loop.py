@@ -7,7 +7,6 @@ where its outputs meet the labels; and, with several ranks, how a loss is weight
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from helpers.gpus import keeps_values
 from helpers.parallel.loss import ignored_label
-from helpers.train.checkpoints import load_checkpoint, save_checkpoint, unwrap
-from helpers.train.scores import Batch, EpochRecord, Score, batch_sums, score_of, without_padding
+from helpers.train.checkpoints import unwrap
+from helpers.train.scores import Batch, EpochRecord, batch_sums, score_of, without_padding
 
 __all__ = ["DataParallelTrainer", "Device", "Loss", "Trainer", "existing_device"]
 
@@ -37,7 +36,6 @@ class Trainer:
     scheduler   makes one `step()` per optimizer step
     seed        PyTorch's generators start every epoch from seed + epoch, so that shuffling and dropout of an epoch do
                 not depend on what ran before it; None leaves the generators alone
-    checkpoint  a path: written after every epoch, read by `resume()`
     log         called with each `EpochRecord`; None for silence
     stop_on_nan False where losses have no values, as with shapes only
     """
@@ -55,7 +53,6 @@ class Trainer:
         *,
         scheduler: Any = None,
         seed: int | None = 0,
-        checkpoint: str | Path | None = None,
         log: Callable[[EpochRecord], None] | None = print,
         stop_on_nan: bool = True,
     ):
@@ -65,8 +62,7 @@ class Trainer:
         self.name = str(self.device)
         self.model = self.network = model.to(self.device)
         self.optimizer, self.loss, self.loader = optimizer, loss, loader
-        self.scheduler, self.seed, self.checkpoint = scheduler, seed, checkpoint
-        self.log, self.stop_on_nan = log, stop_on_nan
+        self.scheduler, self.seed, self.log, self.stop_on_nan = scheduler, seed, log, stop_on_nan
         self.epoch = 0
         self.history: list[EpochRecord] = []
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -79,11 +75,11 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------- the loop
 
     def train(self, epochs: int) -> list[EpochRecord]:
-        """Train `epochs` more epochs, each with its log line and its checkpoint. Returns their records."""
+        """Train `epochs` more epochs, each with its log line. Returns their records."""
         return [self.train_epoch() for _ in range(epochs)]
 
     def train_epoch(self) -> EpochRecord:
-        """One pass over the loader. FloatingPointError, and no checkpoint, if the loss is nan or infinite."""
+        """One pass over the loader. Raises FloatingPointError if the loss is nan or infinite."""
         self._seed_epoch()
         self.network.train()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -110,14 +106,11 @@ class Trainer:
             )
         if self.stop_on_nan and not math.isfinite(score.loss):
             raise FloatingPointError(
-                f"The loss of epoch {self.epoch} on {self.name} is {score.loss}: the weights are useless now, and no "
-                "checkpoint was written. Build the model again, or resume() from the last one. Try a learning rate ten "
-                f"times smaller than {rate:g}, and look for nan in the data. If one GPU trains well and several do "
-                "not, test the copies between each pair of GPUs."
+                f"The loss of epoch {self.epoch} on {self.name} is {score.loss}: the weights are useless now. Build "
+                f"the model again. Try a learning rate ten times smaller than {rate:g}, and look for nan in the data. "
+                "If one GPU trains well and several do not, test the copies between each pair of GPUs."
             )
         self.epoch += 1
-        if self.checkpoint is not None and self.rank == 0:
-            save_checkpoint(self.checkpoint, epoch=record.epoch, **self._parts())
         self.history.append(record)
         if self.log is not None:
             self.log(record)
@@ -149,40 +142,6 @@ class Trainer:
         loss = self.loss(outputs.flatten(0, -2), labels.flatten())
         return loss, batch_sums(self.loss, loss.detach(), outputs.detach(), labels)
 
-    def evaluate(self, loader: Iterable[Batch]) -> Score:
-        """Loss and accuracy on another loader, without dropout or gradients; the model stays as it is."""
-        return self._evaluate(self.network, loader)
-
-    def _evaluate(self, network: nn.Module, loader: Iterable[Batch]) -> Score:
-        sums, steps, training = torch.zeros(4, device=self.output_device), 0, network.training
-        network.eval()
-        try:
-            with torch.inference_mode():
-                for inputs, labels in without_padding(loader, ignored_label(self.loss)):
-                    sums += self.forward(network, inputs, labels)[1]
-                    steps += 1
-        finally:
-            network.train(training)
-        *totals, steps = self.add_up([total.item() for total in sums] + [steps])
-        if steps == 0:
-            raise ValueError(NO_BATCH)
-        return score_of(totals)
-
-    def resume(self) -> int:
-        """Go on from the checkpoint, if the file exists. Returns the number of the epoch that comes next.
-
-        With a seed, training ends in the same weights as if it had never been interrupted.
-        """
-        if self.checkpoint is None:
-            raise ValueError("There is no file to resume from. Give checkpoint= to the trainer.")
-        if self.checkpoint_exists():
-            self.epoch = load_checkpoint(self.checkpoint, **self._parts()) + 1
-        return self.epoch
-
-    def _parts(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-
     # ------------------------------------------------------------------- what other trainers do in their own way
 
     def place_inputs(self, inputs: Tensor) -> Tensor:
@@ -192,10 +151,6 @@ class Trainer:
     def add_up(self, numbers: list[float]) -> list[float]:
         """Each of the numbers, summed over all ranks."""
         return numbers
-
-    def checkpoint_exists(self) -> bool:
-        """The same answer on all ranks."""
-        return Path(self.checkpoint).exists()
 
     def _seed_epoch(self) -> None:
         if self.seed is not None:
