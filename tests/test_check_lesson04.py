@@ -28,23 +28,41 @@ def tree(ranks):
     return steps
 
 
+def from_far_to_near(ranks):
+    """Half of all ranks away first, then a quarter, ..."""
+    steps, distance = [], 1
+    while distance < ranks:
+        distance *= 2
+    while distance > 1:
+        senders = range(0, ranks, distance)
+        distance //= 2
+        steps.append(tuple((sender, sender + distance) for sender in senders if sender + distance < ranks))
+    return tuple(steps)
+
+
 def test_tree():
     assert check.tree(tree)
-    assert check.tree(lambda ranks: [step[::-1] for step in tree(ranks)])
+    assert check.tree(from_far_to_near)
     explains(
         check.tree,
-        (lambda ranks: [[(0, rank)] for rank in range(1, ranks)], "2 are enough"),
-        (lambda ranks: [[(0, rank) for rank in range(1, ranks)]], "sends twice"),
-        (lambda ranks: [[(rank, rank + 1) for rank in range(ranks - 1)]], "do not have the tensor before"),
-        (lambda ranks: tree(ranks)[:-1], "still wait"),
-        (lambda ranks: [*tree(ranks), [(0, 1)]], "have it already"),
-        (lambda ranks: [[(0, ranks)]], "ranks run from 0 to 1"),
+        (lambda ranks: [[(0, rank)] for rank in range(1, ranks)], "3 steps, and 2 are enough. How many ranks"),
+        (lambda ranks: [[(0, rank) for rank in range(1, ranks)]], "can send once in a step"),
+        (lambda ranks: [[(rank, rank + 1) for rank in range(ranks - 1)]], "if it had the tensor before the step"),
+        (lambda ranks: tree(ranks)[:-1], "With 2 ranks, 1 still wait"),
+        (lambda ranks: [*tree(ranks), [(0, 1)]], "that does not have the tensor yet"),
+        (lambda ranks: [[(0, ranks)]], "Send once to each rank, 0 to 1,"),
         (lambda ranks: [(0, 1)], "a step is a list of pairs"),
+        (lambda ranks: 2, "2 is not a list"),
     )
 
 
 def dealt(rank, count):
     return range(rank, count, 4)
+
+
+def in_blocks(rank, count):
+    each = -(-count // 4)
+    return range(rank * each, min(count, (rank + 1) * each))
 
 
 def filled_up(rank, count):
@@ -69,17 +87,19 @@ def validation(numbers=dealt, mean=by_sums):
 
 def test_validate(four):
     assert check.validate(validation())
-    assert check.validate(validation(mean=lambda losses: torch.tensor([by_sums(losses)])))
+    assert check.validate(validation(in_blocks, lambda losses: torch.tensor([by_sums(losses)])))
     explains(
         lambda wrong: check.validate(validation(**wrong)),
-        ({"mean": of_means}, "the mean of the ranks' means, which have 3 + 3 + 2 + 2 samples"),
-        ({"mean": lambda losses: losses.mean().item()}, "the ranks' sums must meet"),
+        ({"mean": of_means}, "is the mean of the ranks' means, but the ranks have 3 + 3 + 2 + 2 samples"),
+        ({"mean": lambda losses: losses.mean().item()}, "The samples of the others are missing"),
+        ({"mean": lambda losses: 10 * by_sums(losses)}, "is the sum of the losses"),
         ({"mean": lambda losses: (by_sums(losses), None)[dist.get_rank() > 1]}, "returned None"),
-        ({"mean": lambda losses: by_sums(losses) / 4}, "too small"),
-        ({"mean": lambda losses: [by_sums(losses)]}, "Give a number"),
-        ({"numbers": filled_up}, "[0, 1] were asked for twice. DistributedSampler fills up"),
-        ({"numbers": lambda rank, count: range(rank, count - count % 4, 4)}, "nobody asked for [8, 9]"),
-        ({"numbers": lambda rank, count: range(count)}, "a rank asked for 10 of them"),
+        ({"mean": lambda losses: (by_sums(losses), 2.0)[dist.get_rank() > 1]}, "rank 2's result of 2 is"),
+        ({"mean": lambda losses: by_sums(losses) / 4}, "less than half the right value"),
+        ({"mean": lambda losses: [by_sums(losses)]}, "write a number"),
+        ({"numbers": filled_up}, "the samples [0, 1] are looked at twice. DistributedSampler does this"),
+        ({"numbers": lambda rank, count: range(rank, count - count % 4, 4)}, "no rank looks at the samples [8, 9]"),
+        ({"numbers": lambda rank, count: range(count)}, "one rank looks at 10 samples"),
         ({"numbers": lambda rank, count: range(rank, count + 4, 4)}, "IndexError"),
     )
 
@@ -92,31 +112,45 @@ def test_validate_notices_ranks_without_samples(four):
         dist.all_reduce(sums)
         return (sums[0] / sums[1]).item()
 
-    assert told(check.validate(validation(mean=by_weighted_means)), "3 samples, 4 ranks: nan, nan, nan, nan")
+    assert told(check.validate(validation(mean=by_weighted_means)), "3 samples on 4 ranks, the results are (nan, nan")
+
+
+def test_a_rank_without_samples_must_not_return_early(four):
+    def returns_early(losses):
+        return by_sums(losses) if len(losses) else 0.0
+
+    why = "Every rank must take part in every collective, even a rank without samples."
+    assert told(check.validate(validation(mean=returns_early)), why)
 
 
 def test_factor():
     assert check.factor(lambda counts, rank: counts[rank] * len(counts) / sum(counts))
+    assert check.factor(lambda counts, rank: torch.tensor(counts)[rank] / torch.tensor(counts).float().mean())
     explains(
         check.factor,
-        (lambda counts, rank: counts[rank] / sum(counts), "DDP divides by the number of ranks, 4"),
-        (lambda counts, rank: 1, "a rank's share is its labels by all labels"),
-        (lambda counts, rank: 4 * counts[rank] / sum(counts), "[5, 5] labels: the loss becomes 2 times the mean"),
+        (lambda counts, rank: counts[rank] / sum(counts), "every label counts 0.25 times as much"),
+        (lambda counts, rank: counts[rank] / sum(counts), "DDP divides by the number of ranks, here 4"),
+        (lambda counts, rank: 1, "a label of rank 3 counts 1.17 times as much"),
+        (lambda counts, rank: sum(counts) / counts[rank], "Every label must count the same"),
+        (lambda counts, rank: 4 * counts[rank] / sum(counts), "[5, 5] labels, every label counts 2 times as much"),
+        (lambda counts, rank: 4 * counts[rank] / sum(counts), "DDP divides by the number of ranks, here 2"),
+        (lambda counts, rank: max(counts[rank], 1) * len(counts) / sum(counts), "has no labels"),
         (lambda counts, rank: "1", "is text"),
     )
 
 
 def loop(
-    set_epoch=True, through_ddp=True, logs=lambda rank: rank == 0, sampled=True, epochs=3, seed=0, rate=0.1, batch=4
+    set_epoch=True, through_ddp=True, logs=lambda rank: rank == 0, sampled=True, shuffle=True, seed=0, rate=0.1, batch=4
 ):
     """A function as the learner writes it, with the traps that are asked for."""
 
     def train(rank, samples, log):
-        torch.manual_seed(seed + rank)  # DDP takes rank 0's
+        if seed is not None:
+            torch.manual_seed(seed + rank)  # DDP takes rank 0's
         net = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
         sgd = torch.optim.SGD(net.parameters(), rate)
-        sampler = DistributedSampler(samples) if sampled else None
-        for epoch in range(epochs):
+        sampler = DistributedSampler(samples, shuffle=shuffle) if sampled else None
+        for epoch in range(3):
             if set_epoch and sampled:
                 sampler.set_epoch(epoch)
             for x, y in DataLoader(samples, batch_size=batch, sampler=sampler):
@@ -145,26 +179,49 @@ def test_ranked(two_gpus):
     assert torch.rand(1) == drawn  # the check leaves the generator alone
 
 
+def dealt_by_hand(rank, samples, log):
+    """Right in another form: no sampler, no DataLoader, and the inner net is returned."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1).to(rank)
+    ddp, sgd = DistributedDataParallel(net, device_ids=[rank]), torch.optim.SGD(net.parameters(), 0.1)
+    for epoch in range(3):
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(epoch)).tolist()
+        for numbers in torch.tensor(order[rank::2]).split(4):
+            x, y = (torch.stack(each) for each in zip(*(samples[number] for number in numbers), strict=True))
+            sgd.zero_grad()
+            mse_loss(ddp(x.to(rank)), y.to(rank)).backward()
+            sgd.step()
+        if rank == 0:
+            log(epoch)
+    return net
+
+
+def test_ranked_dealt_by_hand(two_gpus):
+    assert check.ranked(dealt_by_hand)
+
+
 def test_the_exercise_s_samples():
-    data = check.samples()
+    data = check.Samples()
     assert len(data) == 32 and data[0][0].shape == (4,) and data[0][1].shape == (1,)
 
 
 def test_ranked_explains(two_gpus):
     explains(
         lambda wrong: check.ranked(loop(**wrong)),
-        ({"set_epoch": False}, "which epoch it is"),
-        ({"through_ddp": False}, "their gradients never met"),
-        ({"logs": lambda rank: True}, "ranks 0 and 1 logged 3 and 3 lines"),
-        ({"logs": lambda rank: False}, "ranks 0 and 1 logged 0 and 0 lines"),
-        ({"batch": 8}, "8 samples per step are 4 on each rank"),
-        ({"sampled": False}, "3 epochs of 16"),
-        ({"rate": 0.2}, "net, seed, rate and loss"),
+        ({"set_epoch": False}, "Every epoch has the same order. How does the sampler know"),
+        ({"shuffle": False}, "in the order in which they are stored. Shuffle them"),
+        ({"through_ddp": False}, "Their gradients were never averaged"),
+        ({"logs": lambda rank: True}, "Ranks 0 and 1 logged 3 and 3 lines. Rank 0 should log one line per epoch"),
+        ({"logs": lambda rank: False}, "Ranks 0 and 1 logged 0 and 0 lines"),
+        ({"batch": 8}, "A step takes 8 samples on each rank, 16 together, and 8 in `alone`"),
+        ({"sampled": False}, "Ranks 0 and 1 took 96 and 96 samples. In each of 3 epochs, half of the 32"),
+        ({"seed": None}, "starts from random weights"),
+        ({"rate": 0.2}, "Compare the net, the seed, the learning rate"),
     )
 
 
 def test_ranked_wants_the_net(two_gpus):
-    assert told(check.ranked(lambda rank, samples, log: 3), "It returned 3. The net is asked for.")
+    assert told(check.ranked(lambda rank, samples, log: 3), "It returned 3. Return the net.")
 
 
 def fails(rank, samples, log):

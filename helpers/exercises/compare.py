@@ -3,11 +3,13 @@
 They do not give the answer away: they say how far off it is, and name the mistake where a known one was made.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isclose, isfinite
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 
 from helpers.exercises.core import NotYet, require, show
 from helpers.measure import GiB, MiB
@@ -105,6 +107,27 @@ def tensor(answer: object, expected: Tensor, rel: float = 1e-4, absolute: float 
     first = tuple(wrong[0].tolist())
     both = f"At {list(first)}, yours is {found[first]:.4g} and the right one is {right[first]:.4g}."
     raise NotYet(f"{len(wrong)} of {right.numel()} values are wrong.", both)
+
+
+def accumulated(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """The gradients in `net` must be those of the mean cross entropy over all of `batches`, pairs (x, labels).
+
+    Where they are a sum of the batches' own gradients, the sentence tells how much each batch counts in it.
+    """
+    parameters = list(net.parameters())
+    left = all(parameter.grad is not None for parameter in parameters)
+    require(left, "Some parameters have no gradient. Was backward() called, and were the gradients kept?")
+    found = parameters_to_vector([parameter.grad for parameter in parameters]).cpu().double()
+    parts = [torch.autograd.grad(cross_entropy(net(x), labels), parameters) for x, labels in batches]
+    each = torch.stack([parameters_to_vector(part).cpu().double() for part in parts], dim=1)
+    sizes = [len(labels) for _, labels in batches]
+    right = torch.tensor(sizes).double() / sum(sizes)
+    counts = torch.linalg.lstsq(each, found[:, None]).solution[:, 0]
+    if torch.allclose(each @ counts, found, rtol=1e-3, atol=1e-5) and not torch.allclose(counts, right, rtol=1e-3):
+        shown = [round(count, 3) + 0.0 for count in counts.tolist()]
+        what = f"The gradients of the micro-batches of {sizes} samples count {shown}."
+        raise NotYet(what, "Every sample must count the same, and all of them together 1.")
+    tensor(found, each @ right, rel=1e-3, absolute=1e-5)
 
 
 def names(answer: object, expected: Iterable[str], what: str) -> None:

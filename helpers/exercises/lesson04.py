@@ -1,17 +1,18 @@
 """Checks of lesson 04, distributed data parallel. Two of them start ranks of their own."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, given, require, show
 from helpers.exercises.gpus import need_gpus
-from helpers.parallel import launch
+from helpers.parallel import RankError, launch
 
 
 @exercise
@@ -19,58 +20,58 @@ def tree(answer):
     """Exercise 1: `answer(ranks)` lists steps, each a list of (source, target), that bring rank 0's tensor to all."""
     for ranks in (2, 4, 3, 8, 1, 13, 64):
         steps = call(answer, ranks)
-        require(isinstance(steps, list), f"{show(steps)} is not a list.", "A list of steps is asked for.")
+        require(isinstance(steps, list | tuple), f"{show(steps)} is not a list. Return a list of steps.")
         have = {0}
         for number, step in enumerate(steps, 1):
-            what = f"{ranks} ranks, step {number}: {show(step)}"
+            what = f"With {ranks} ranks, step {number} is {show(step)}."
             try:
                 pairs = [(int(source), int(target)) for source, target in step]
             except (TypeError, ValueError) as error:
-                raise NotYet(f"{what}.", "A step is a list of pairs (source, target).") from error
+                raise NotYet(what, "A step is a list of pairs (source, target).") from error
             sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
-            require(
-                sources <= have,
-                f"{what}.",
-                f"{sources - have} cannot send: they do not have the tensor before this step.",
-            )
-            require(not targets & have, f"{what}.", f"{targets & have} have it already.")
-            require(targets <= set(range(ranks)), f"{what}.", f"Ranks run from 0 to {ranks - 1}.")
-            require(
-                len(sources) == len(pairs), f"{what}.", "A rank sends twice in one step: it can do one thing at a time."
-            )
-            require(len(targets) == len(pairs), f"{what}.", "A rank receives twice in one step.")
+            can_send = sources <= have and len(sources) == len(pairs)
+            require(can_send, what, "A rank can send once in a step, if it had the tensor before the step.")
+            in_need = targets <= set(range(ranks)) - have and len(targets) == len(pairs)
+            require(in_need, what, f"Send once to each rank, 0 to {ranks - 1}, that does not have the tensor yet.")
             have |= targets
-        what = f"{ranks} ranks after {len(steps)} steps"
-        require(len(have) == ranks, f"{what}.", f"{ranks - len(have)} of them still wait for the tensor.")
+        missing = ranks - len(have)
+        require(not missing, f"With {ranks} ranks, {missing} still wait for the tensor after {len(steps)} steps.")
         fewest = (ranks - 1).bit_length()
-        why = f"{fewest} are enough: everyone who has it can send at the same time, so that they double in each step"
-        require(len(steps) == fewest, f"{what}.", f"{why}.")
-    return "64 ranks in 6 steps, where one after the other would take 63."
+        what = f"With {ranks} ranks you take {len(steps)} steps, and {fewest} are enough."
+        require(len(steps) == fewest, what, "How many ranks could send in each step?")
+    return "64 ranks have the tensor after 6 steps. Sending to one after the other would take 63."
+
+
+def _launch(work: Callable, answer: object, ranks: int, timeout: float) -> list:
+    """What `work(rank, answer)` returned in each rank."""
+    try:
+        return launch(work, answer, ranks=ranks, show=False, timeout=timeout)
+    except (RankError, TimeoutError) as error:
+        if isinstance(error, RankError) and "had returned by then" not in str(error):
+            raise
+        why = "Every rank must take part in every collective, even a rank without samples."
+        raise NotYet("Some ranks waited for a rank that had returned or did something else.", why) from error
 
 
 # Exercise 2: four ranks share so many samples: uneven, and with one rank left over.
 VALIDATION_RANKS, COUNTS = 4, (10, 3)
 
 
-class _Losses:
-    """Called with numbers of samples, gives their losses as a tensor on `device`; notes which were asked for."""
-
-    def __init__(self, count: int, device: str):
-        self.values = 1 + torch.arange(count, device=device) ** 2 / 10
-        self.asked: list[int] = []
-
-    def __call__(self, numbers) -> Tensor:
-        asked = [int(number) for number in numbers]
-        self.asked += asked
-        return self.values[asked]
+def _losses(count: int) -> Tensor:
+    return 1 + torch.arange(count) ** 2 / 10
 
 
 def _validate_in_rank(rank: int, answer) -> list[tuple]:
     """For each count: what the learner's function returned in this rank, and which samples it asked for."""
     found = []
     for count in COUNTS:
-        losses = _Losses(count, f"cuda:{rank}")
-        found.append((_plain(answer(rank, count, losses)), losses.asked))
+        values, asked = _losses(count).to(rank), []
+
+        def losses(numbers, values=values, asked=asked) -> Tensor:
+            asked += [int(number) for number in numbers]
+            return values[[int(number) for number in numbers]]
+
+        found.append((_plain(answer(rank, count, losses)), asked))
     return found
 
 
@@ -85,84 +86,80 @@ def _plain(value: object) -> object:
 def validate(answer):
     """Exercise 2: `answer(rank, count, losses)` gives each of four ranks the mean loss of all samples, asked once."""
     need_gpus(VALIDATION_RANKS, values=True)
-    found = launch(_validate_in_rank, answer, ranks=VALIDATION_RANKS, show=False, timeout=20)
+    found = _launch(_validate_in_rank, answer, VALIDATION_RANKS, timeout=20)
     for place, count in enumerate(COUNTS):
         values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
         for value in values:
             given(value, answer)
-        what = f"{count} samples, {VALIDATION_RANKS} ranks: "
+        what = f"With {count} samples on {VALIDATION_RANKS} ranks,"
         _check_shares(asked, count, what)
-        shown = what + ", ".join(str(value) for value in values)
         lost = any(isinstance(value, float) and math.isnan(value) for value in values)
-        require(not lost, f"{shown}.", "A rank without samples has the mean of nothing, which is nan.")
-        each = _Losses(count, "cpu").values
-        right, means = each.mean().item(), [each[numbers].mean().item() for numbers in asked if numbers]
+        require(not lost, f"{what} the results are {show(values)}. The mean of no samples is nan.")
+        losses = _losses(count)
+        right, means = losses.mean().item(), [losses[numbers].mean().item() for numbers in asked if numbers]
         counts = " + ".join(str(len(numbers)) for numbers in asked)
-        mistakes = {mean: "is the mean of this rank's samples: the ranks' sums must meet." for mean in means} | {
-            sum(means) / len(means): f"is the mean of the ranks' means, which have {counts} samples.",
-            right * count: "is the sum: divide by the number of samples.",
-        }
-        for value in values:
-            compare.number(value, right, rel=1e-4, mistakes=mistakes)
-    return "Each sample counted once, the same mean on every rank, also where a rank has no sample."
+        mistakes = {mean: "is the mean of one rank's samples. The samples of the others are missing." for mean in means}
+        mistakes[sum(means) / len(means)] = f"is the mean of the ranks' means, but the ranks have {counts} samples."
+        mistakes[right * count] = "is the sum of the losses. Return their mean."
+        for rank, value in enumerate(values):
+            compare.number(value, right, rel=1e-4, mistakes=mistakes, case=f"{what} rank {rank}'s result of ")
+    return "Each sample counts once, and all ranks have the same mean, even a rank without samples."
 
 
 def _check_shares(asked: tuple[list[int], ...], count: int, what: str) -> None:
     """Each sample is asked for by one rank, and no rank has more than its share."""
     together, most = sum(asked, []), max(map(len, asked))
     missing = sorted(set(range(count)) - set(together))
-    require(not missing, f"{what}nobody asked for {missing}.", "Every sample is to be counted.")
+    require(not missing, f"{what} no rank looks at the samples {missing}. Count every sample.")
     shared = most <= -(-count // VALIDATION_RANKS)
-    require(shared, f"{what}a rank asked for {most} of them.", "The ranks should share them.")
-    why = "DistributedSampler fills up, so that all ranks get equally many: deal them out yourself"
+    require(shared, f"{what} one rank looks at {most} samples. The ranks should share the work.")
     twice = sorted({number for number in together if together.count(number) > 1})
-    require(not twice, f"{what}{twice} were asked for twice.", f"{why}.")
+    why = "DistributedSampler does this: it repeats samples, so that all ranks get the same number."
+    require(not twice, f"{what} the samples {twice} are looked at twice.", why)
 
 
 @exercise
 def factor(answer):
     """Exercise 3: `answer(counts, rank)` is the factor of a rank's loss that makes DDP's the mean over all labels."""
-    generator = torch.Generator().manual_seed(0)
     for counts in ([16, 16, 16, 13], [37, 12, 8, 4], [5, 5], [1, 9], [3, 0, 7], [10]):
-        means = torch.rand(len(counts), generator=generator, dtype=torch.double).tolist()
-        factors = [compare.as_number(call(answer, list(counts), rank)) for rank in range(len(counts))]
-        found = sum(each * mean for each, mean in zip(factors, means, strict=True)) / len(counts)
-        right = sum(count * mean for count, mean in zip(counts, means, strict=True)) / sum(counts)
-        what = f"ranks with {counts} labels: the loss becomes {found / right:.3g} times the mean over all labels"
-        why = "A rank's share is its labels by all labels, and DDP divides by the number of ranks"
-        if torch.allclose(torch.tensor(factors), torch.tensor(counts) / sum(counts)):
-            why = f"DDP divides by the number of ranks, {len(counts)}, afterwards: make up for it"
-        require(abs(found - right) <= 1e-9 * right, f"{what}.", f"{why}.")
-    return "The mean of the ranks is now the mean over all labels, also where a rank has none."
+        ranks, what = len(counts), f"For ranks with {counts} labels,"
+        counted = {}  # by rank: what one of its labels counts, where 1 is right
+        for rank, labels in enumerate(counts):
+            value = compare.as_number(call(answer, list(counts), rank))
+            if labels:
+                counted[rank] = value * sum(counts) / (ranks * labels)
+            else:
+                require(value == 0, f"{what} rank {rank} has no labels, but its factor is {value:g}. It should be 0.")
+        rank, worst = max(counted.items(), key=lambda each: abs(each[1] - 1))
+        which, why = f"a label of rank {rank}", "Every label must count the same."
+        if all(math.isclose(each, worst, rel_tol=1e-5) for each in counted.values()):
+            which, why = "every label", f"DDP divides by the number of ranks, here {ranks}."
+        much = f"counts {worst:.3g} times as much as in the mean over all labels."
+        require(abs(worst - 1) < 1e-5, f"{what} {which} {much}", why)
+    return "The mean of the ranks' losses is now the mean over all labels, even if a rank has none."
 
 
 SAMPLES, EPOCHS, RANKS, BATCH = 32, 3, 2, 8  # of exercise 4
+OTHER_SEED = 1000  # of rank 0 before it calls the learner's function
 
 
-class _Watched(Dataset):
-    """y = x times fixed weights; notes which samples were asked for."""
+class Samples(TensorDataset):
+    """What exercise 4 trains on: 32 pairs, x of shape (4,) and y of shape (1,). Notes which were asked for."""
 
     def __init__(self):
-        self.x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
-        self.y = self.x @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]])
+        x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+        super().__init__(x, x @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]))
         self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __getitem__(self, number: int):
         self.asked.append(int(number))
-        return self.x[number], self.y[number]
-
-
-def samples() -> Dataset:
-    """What exercise 4 trains on: 32 pairs, x of shape (4,) and y of shape (1,)."""
-    return _Watched()
+        return super().__getitem__(number)
 
 
 def _train_in_rank(rank: int, answer) -> tuple[Tensor | None, list[int], int, object]:
     """The learner's function in a rank: the weights, which samples it took, how often it logged, what it returned."""
-    samples, logged = _Watched(), []
+    torch.manual_seed(OTHER_SEED + rank)  # so that a missing torch.manual_seed(0) shows
+    samples, logged = Samples(), []
     net = answer(rank, samples, logged.append)
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu() if isinstance(net, nn.Module) else None
     dist.barrier()
@@ -173,47 +170,52 @@ def _train_in_rank(rank: int, answer) -> tuple[Tensor | None, list[int], int, ob
 def ranked(answer):
     """Exercise 4: `answer(rank, samples, log)` must train for three epochs on two ranks, and end where one GPU ends."""
     need_gpus(RANKS, values=True)
-    found = launch(_train_in_rank, answer, ranks=RANKS, show=False, timeout=30)
+    found = _launch(_train_in_rank, answer, RANKS, timeout=30)
     weights, asked, logged, returned = zip(*found, strict=True)
     for net, value in zip(weights, returned, strict=True):
-        require(net is not None, f"It returned {given(value, answer)}.", "The net is asked for.")
-    same = weights[0].shape == weights[1].shape and torch.allclose(*weights, atol=1e-6)
-    why = "Their gradients never met: does the forward pass go through DistributedDataParallel?"
-    require(same, "The two ranks end with different weights.", why)
+        require(net is not None, f"It returned {given(value, answer)}. Return the net.")
+
+    def same(other: Tensor, tolerance: float = 1e-4) -> bool:
+        return other.shape == weights[0].shape and torch.allclose(other, weights[0], atol=tolerance)
+
+    why = "Their gradients were never averaged. Does the forward pass go through DistributedDataParallel?"
+    require(same(weights[1], 1e-6), "The two ranks end with different weights.", why)
     _check_samples(asked)
-    why = f"Rank 0 logs one per epoch, {EPOCHS} in all, and rank 1 none: of a hundred ranks nobody could read them"
-    require(logged == (EPOCHS, 0), f"Ranks 0 and 1 logged {logged[0]} and {logged[1]} lines.", f"{why}.")
-    one = _on_one_device(asked)
-    same = one.shape == weights[0].shape and torch.allclose(one, weights[0], atol=1e-4)
+    what = f"Ranks 0 and 1 logged {logged[0]} and {logged[1]} lines."
+    require(logged == (EPOCHS, 0), what, f"Rank 0 should log one line per epoch, {EPOCHS} in all, and rank 1 none.")
     each = BATCH // RANKS
-    why = f"{BATCH} samples per step are {each} on each rank, and net, seed, rate and loss are those of `alone`"
-    require(same, "The ranks agree, but one GPU with the same samples ends with other weights.", f"{why}.")
-    return "One GPU's weights on both ranks, another order in each epoch, one line of log."
+    if not same(_on_one_device(asked, each)):
+        why = "Compare the net, the seed, the learning rate, the loss and the batch size with those of `alone`."
+        if same(_on_one_device(asked, each, OTHER_SEED)):
+            why = "The net starts from random weights. `alone` sets the seed first."
+        if same(_on_one_device(asked, BATCH)):
+            why = f"A step takes {BATCH} samples on each rank, {RANKS * BATCH} together, and {BATCH} in `alone`."
+        raise NotYet("Both ranks end with the same weights, but not with those of one GPU.", why)
+    return "Both ranks have one GPU's weights, each epoch has its own order, and only rank 0 logs."
 
 
 def _check_samples(asked: tuple[list[int], ...]) -> None:
     size = SAMPLES // RANKS
-    for rank, numbers in enumerate(asked):
-        what = f"rank {rank} took {len(numbers)} samples"
-        require(len(numbers) == EPOCHS * size, f"{what}.", f"{EPOCHS} epochs of {size} are asked for.")
-    epochs = [[numbers[e * size : (e + 1) * size] for numbers in asked] for e in range(EPOCHS)]
-    for number, parts in enumerate(epochs):
-        took = set(sum(parts, []))
-        what = f"in epoch {number} the ranks took {len(took)} different samples of {SAMPLES}"
-        require(took == set(range(SAMPLES)), f"{what}.", "Each sample belongs to one rank: use the sampler.")
-    why = "Nobody told the sampler which epoch it is"
-    require(epochs[0] != epochs[1] and epochs[1] != epochs[2], "Every epoch has the same order.", f"{why}.")
+    epochs = [[numbers[first : first + size] for numbers in asked] for first in range(0, EPOCHS * size, size)]
+    shared = all(len(numbers) == EPOCHS * size for numbers in asked)
+    shared = shared and all(sorted(sum(parts, [])) == list(range(SAMPLES)) for parts in epochs)
+    what = f"Ranks 0 and 1 took {len(asked[0])} and {len(asked[1])} samples."
+    require(shared, what, f"In each of {EPOCHS} epochs, half of the {SAMPLES} samples should go to each rank.")
+    stored = epochs[0][0] == sorted(epochs[0][0])
+    require(not stored, "The samples come in the order in which they are stored. Shuffle them, as `alone` does.")
+    differ = epochs[0] != epochs[1] != epochs[2]
+    require(differ, "Every epoch has the same order. How does the sampler know which epoch it is?")
 
 
-def _on_one_device(asked: tuple[list[int], ...]) -> Tensor:
-    """The weights of `alone` after the samples that the ranks took, a batch of all ranks per step."""
-    data, each = _Watched(), BATCH // RANKS
-    torch.manual_seed(0)
+def _on_one_device(asked: tuple[list[int], ...], each: int, seed: int = 0) -> Tensor:
+    """The weights of `alone` after the samples that the ranks took, `each` of every rank per step."""
+    x, y = Samples().tensors
+    torch.manual_seed(seed)
     net = nn.Linear(4, 1)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     for first in range(0, len(asked[0]), each):
         numbers = sum((rank[first : first + each] for rank in asked), [])
         sgd.zero_grad()
-        mse_loss(net(data.x[numbers]), data.y[numbers]).backward()
+        mse_loss(net(x[numbers]), y[numbers]).backward()
         sgd.step()
     return nn.utils.parameters_to_vector(net.parameters()).detach()

@@ -25,7 +25,7 @@ def _gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _net(gpu: torch.device, outputs: int = 10) -> nn.Module:
+def _net(gpu: torch.device, outputs: int = 10) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs)]
     return nn.Sequential(*layers).to(gpu)
@@ -38,16 +38,19 @@ def _batches(count: int = 12, batch: int = BATCH) -> Batches:
 
 
 def _measured(run: Callable[[], object]) -> tuple[object, int, int]:
-    """What `run()` returned, and the bytes that the GPU held more at the peak and in the end, `result` among them."""
+    """What `run()` returned, and the bytes that the GPU held more at the peak and in the end, the result among them."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     result = run()
     return result, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
 
 
-def _require_small(what: str, found: float, target: float, because: str) -> None:
-    sizes = f"{found / MiB:,.1f} MiB, and {target / MiB:,.1f} MiB are the target"
-    require(found <= target, f"The results are right, but {what} {sizes}.", because)
+def _require_small(peak: float, most: float, left: float, kept: float, why: str) -> None:
+    """At most `most` bytes more at the peak, and at most `kept` afterwards."""
+    for does, found, allowed in (("takes", peak, most), ("leaves behind", left, kept)):
+        what = f"The results are right, but your function {does} {found / MiB:,.1f} MiB"
+        when = " at the peak" if found is peak else ""
+        require(found <= allowed, f"{what}{when}, and {allowed / MiB:,.1f} MiB are allowed.", why)
 
 
 @exercise
@@ -56,20 +59,25 @@ def validation_loss(answer):
     gpu = _gpu()
     net, batches = _net(gpu), _batches()
 
+    @torch.no_grad()
     def validate(batches: Batches) -> float:
-        with torch.no_grad():
-            return sum(cross_entropy(net(x.to(gpu)), y.to(gpu)).item() for x, y in batches) / len(batches)
+        return sum(cross_entropy(net(x.to(gpu)), y.to(gpu)).item() for x, y in batches) / len(batches)
 
     right = validate(batches)  # first: PyTorch before 2.15 keeps cuBLAS's workspace from then on
     _, one, _ = _measured(lambda: validate(batches[:2]))
+    outputs = []  # for each batch the device, and whether there is a graph
+    net[-1].register_forward_hook(lambda module, inputs, output: outputs.append((output.device, output.requires_grad)))
     result, peak, left = _measured(lambda: call(answer, net, batches))
-    require(not isinstance(result, Tensor), "A tensor came back.", "A number is asked for: a tensor may keep a graph.")
-    compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "is the sum: divide by the batches."})
-    several = f"That is {peak / one:.1f} times one batch's: are batches, or layers, kept for a backward()?"
-    _require_small("the peak is", peak, one + SLACK, several)
-    why = "Something outside of the function refers to a tensor of it."
-    _require_small("your function leaves behind", left, SLACK, why)
-    require(net[0].weight.grad is None, "There are gradients now.", "A validation has no backward().")
+    require(not isinstance(result, Tensor), "The answer is a tensor, which may keep a graph. Return a number.")
+    compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "is the sum. Divide it by the batches."})
+    for device, _ in outputs:
+        require(device == gpu, f"The net ran on {device}. Run it on {gpu}.")
+    why = f"A batch without a graph takes {one / MiB:.1f} MiB. What still refers to tensors of earlier batches?"
+    _require_small(peak, one + SLACK, left, SLACK, why)
+    graphs = any(graph for _, graph in outputs)
+    require(not graphs, "Each batch still builds a graph, and frees it afterwards. A validation needs no graph.")
+    kept = all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
+    require(kept, "The net is different now: its parameters need requires_grad=True for training, and no gradients.")
     return f"The peak is {peak / MiB:.1f} MiB, that of a single batch without a graph."
 
 
@@ -84,11 +92,9 @@ def features(answer):
     result, peak, left = _measured(lambda: call(answer, net, batches))
     compare.tensor(result, right)
     compare.device(result, gpu)
-    require(not result.requires_grad, "The features have a graph.", "`torch.no_grad()` or `detach()` is missing.")
-    why = f"The results themselves take {right.nbytes / MiB:.2f} MiB: what else is alive with them?"
-    outputs = BATCH * WIDTH * 4
-    _require_small("the peak is", peak, one + outputs + 2 * right.nbytes + SLACK, why)
-    _require_small("your function leaves behind", left, right.nbytes + SLACK, why)
+    require(not result.requires_grad, "The features still refer to a graph. Nothing will be trained with them.")
+    why = f"The results themselves take {right.nbytes / MiB:.2f} MiB. Which larger tensors stay alive with them?"
+    _require_small(peak, one + BATCH * WIDTH * 4 + 2 * right.nbytes + SLACK, left, right.nbytes + SLACK, why)
     return f"{right.nbytes / MiB:.2f} MiB stay, and the peak is {peak / MiB:.1f} MiB."
 
 
@@ -102,19 +108,17 @@ def halve_until_it_fits(answer):
 
     def step(batch: int) -> None:
         tried.append(batch)
-        require(batch > 0, "The batch came down to 0.", "Nothing fitted: what died before was still on the GPU.")
         pieces = []  # a variable of its own, which an error keeps
-        for _ in range(3):
+        for _ in range(3 if batch else 0):
             pieces.append(torch.empty(int(room * 0.3 * batch / 100) + 1, dtype=torch.uint8, device=gpu))
 
-    result, _, left = _measured(lambda: call(answer, step, 400))
-    what = f"it ended at {show(result)} and tried {tried[:6]}"
-    require(result in tried, f"{what}.", "The batch that ran is asked for.")
-    require(tried[:3] == [400, 200, 100], f"{what}.", "Each try should be half of the one before.")
-    why = "100 fits on an empty GPU: inside `except` the error still keeps the variables of the step that died"
-    require(result == 100, f"{what}.", f"{why}.")
-    why = "Something keeps the error, or a tensor of the step."
-    _require_small("your function leaves behind", left, SLACK, why)
+    result, peak, left = _measured(lambda: call(answer, step, 400))
+    what = f"Your function tried {', '.join(map(str, tried[:6]))} and returned {show(result)}."
+    require(result in tried, what, "Return the batch that ran.")
+    require(tried[:3] == [400, 200, 100], what, "Each try should be half of the one before.")
+    why = "What still refers to the tensors of the steps that failed?"
+    require(result == 100, what, f"100 fits on an empty GPU. {why}")
+    _require_small(peak, room, left, SLACK, why)
     return "Each try began on an empty GPU."
 
 
@@ -123,23 +127,19 @@ def accumulate(answer):
     """Exercise 4: `answer(net, x, y, pieces)` leaves the batch's gradients, with one piece on the GPU at a time."""
     gpu, pieces = _gpu(), 4
     net, (x, y) = _net(gpu), _batches(1, 3003)[0]
-    right = cross_entropy(net(x.to(gpu)), y.to(gpu))
-    expected, right = torch.autograd.grad(right, list(net.parameters())), right.item()
+    few, labels = x[:10].to(gpu), y[:10].to(gpu)  # in pieces of 3, 3, 3 and 1
+    loss = cross_entropy(net(few), labels).item()
+    compare.number(call(answer, net, few.cpu(), labels.cpu(), pieces), loss, rel=1e-4, case="The loss of ")
+    compare.accumulated(net, list(zip(few.chunk(pieces), labels.chunk(pieces), strict=True)))
+    net.zero_grad()
     piece, labels = x.chunk(pieces)[0], y.chunk(pieces)[0]
     _, one, _ = _measured(lambda: cross_entropy(net(piece.to(gpu)), labels.to(gpu)).backward())
     net.zero_grad()
-    result, peak, _ = _measured(lambda: call(answer, net, x, y, pieces))
-    compare.number(result, right, rel=1e-4, case="As the loss, ")
-    for parameter, gradient in zip(net.parameters(), expected, strict=True):
-        require(
-            parameter.grad is not None,
-            "A parameter has no gradient.",
-            "Call `backward()`, and do not clear the gradients afterwards.",
-        )
-        compare.tensor(parameter.grad, gradient, rel=1e-3)
+    _, peak, left = _measured(lambda: call(answer, net, x, y, pieces))
     # In a later piece the sum of the gradients is there while the new ones are made.
     most = one + max(parameter.nbytes for parameter in net.parameters()) + SLACK
-    _require_small("the peak is", peak, most, "All pieces are on the GPU at once: until when does each graph live?")
+    why = "All pieces are on the GPU at once. Until when does the graph of each piece live?"
+    _require_small(peak, most, left, most, why)
     return f"The peak is {peak / MiB:.1f} MiB, that of one piece of {pieces}."
 
 
@@ -150,19 +150,17 @@ def train_with_drift(answer):
     batches, reference, net = _batches(6, 64), _net(gpu), _net(gpu)
     right, own_peak, own_left = _measured(lambda: _drift(reference, batches, gpu))
     result, peak, left = _measured(lambda: call(answer, net, batches))
-    require(isinstance(result, list | tuple), f"{show(result)} is not a list.", "A list of averages is asked for.")
-    require(len(result) == len(right), f"There are {len(result)} averages.", f"{len(right)} parameters have one each.")
+    require(isinstance(result, list | tuple), f"{show(result)} is not a list. Return a list of averages.")
+    require(len(result) == len(right), f"There are {len(result)} averages. Return one for each parameter.")
     for parameter, weight in zip(net.parameters(), reference.parameters(), strict=True):
         compare.tensor(parameter, weight, rel=1e-3, absolute=1e-5)
     for average, expected in zip(result, right, strict=True):
         compare.tensor(average, expected, rel=1e-3, absolute=1e-7)
     size = sum(parameter.nbytes for parameter in net.parameters())
+    why = "The memory grows with every batch. What do the averages, or a list, still refer to?"
     # Averages that are not made in place exist twice for a moment, with what they are made of.
-    why = "It grows with every batch: what do the averages, or a list, still refer to?"
-    _require_small("the peak is", peak, own_peak + 4 * size + SLACK, why)
-    why = f"That is {left / size:.1f} times the parameters: what do the averages still refer to?"
-    _require_small("your function leaves behind", left, own_left + SLACK, why)
-    return f"{left / MiB:.1f} MiB stay: gradients and averages, after any number of batches."
+    _require_small(peak, own_peak + 4 * size + SLACK, left, own_left + SLACK, why)
+    return f"{left / MiB:.1f} MiB stay, gradients and averages, after any number of batches."
 
 
 def _drift(net: nn.Module, batches: Batches, gpu: torch.device, decay: float = 0.9) -> list[Tensor]:
@@ -178,14 +176,14 @@ def _drift(net: nn.Module, batches: Batches, gpu: torch.device, decay: float = 0
     return drift
 
 
-# Exercise 6: the parts of a budget, and why each is as large as it is.
+# Exercise 6: the parts of a budget, and where each comes from.
 PARTS = {
-    "parameters": "they are four bytes for each float32, buffers included",
-    "gradients": "there is one number for each parameter, of four bytes",
-    "optimizer": "Adam keeps two numbers for each parameter, of four bytes each",
-    "activations": "it is what each layer keeps for backward, and the logits' softmax, times the batch",
-    "workspaces": "cuBLAS takes 32 MiB on Hopper GPUs and 8 MiB on most others",
-    "context": "it is what is taken on the GPU, but not by PyTorch: mem_get_info's total - free - memory_reserved",
+    "parameters": "A float32 takes four bytes, and buffers count.",
+    "gradients": "Each parameter has one gradient.",
+    "optimizer": "How many numbers does Adam keep for each parameter?",
+    "activations": "Add up what each layer keeps for backward, and the softmax of the logits, for the whole batch.",
+    "workspaces": "cuBLAS takes 32 MiB on Hopper GPUs and 8 MiB on most others.",
+    "context": "It depends on the GPU. Measure it: mem_get_info's total - free, without what PyTorch has reserved.",
 }
 OFF = 0.1  # how far off a guess may be
 
@@ -197,22 +195,20 @@ def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str
     Says of each part how far off it is, and holds the sum against the GPU at the step's peak.
     """
     need_gpus(1)
-    require(
-        isinstance(batch, Tensor), f"{show(batch)} is not a tensor.", "One batch of inputs of your net is asked for."
-    )
+    require(isinstance(batch, Tensor), f"{show(batch)} is not a tensor. Give a batch of inputs of your net.")
     compare.names(answer, PARTS, "MiB")
     guesses = {name: compare.as_number(answer[name]) for name in PARTS}
     parts, peak = _measure_parts(make_net, batch, torch.device("cuda", torch.cuda.current_device()))
     ratios = {name: guesses[name] * MiB / max(parts[name], 1) for name in PARTS}
     wrong = [name for name in PARTS if abs(ratios[name] - 1) > OFF]
     if wrong:
-        what = "; ".join(f"{name} {ratios[name]:.2f} times what was measured" for name in wrong)
-        raise NotYet(f"{what}.", f"Of the {wrong[0]}: {PARTS[wrong[0]]}.")
-    percent = {name: round(100 * (ratios[name] - 1)) for name in PARTS}
-    off = {name: f" ({percent[name]:+d} %)" if percent[name] else "" for name in PARTS}
-    found = ", ".join(f"{name} {parts[name] / MiB:,.1f} MiB{off[name]}" for name in PARTS)
-    held = f"{(peak + parts['context']) / MiB:,.1f} MiB were taken at the peak"
-    return f"Measured, and how far off you were: {found}; {sum(guesses.values()):,.1f} MiB together, and {held}."
+        what = ", ".join(f"{name} {ratios[name]:.2f}" for name in wrong)
+        why = f"Begin with the {wrong[0]}. {PARTS[wrong[0]]}"
+        raise NotYet(f"Your figures, divided by the measured ones: {what}. 1 would be right.", why)
+    found = ", ".join(f"{name} {parts[name] / MiB:,.1f} MiB ({round(100 * (ratios[name] - 1)):+d} %)" for name in PARTS)
+    held = f"The GPU held {(peak + parts['context']) / MiB:,.1f} MiB at the peak"
+    why = "because not all parts exist at the same time, and temporary buffers come on top"
+    return f"Measured, and how far off you are: {found}. Your sum is {sum(guesses.values()):,.1f} MiB. {held}, {why}."
 
 
 def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.device) -> tuple[dict[str, int], int]:
@@ -229,19 +225,16 @@ def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.
     context = total - free - torch.cuda.memory_reserved(gpu)  # and what other programs have taken
     found = {"workspaces": workspaces, "context": context}
     net = call(make_net)
-    require(
-        isinstance(net, nn.Module), f"{show(net)} is not a net.", "A function that makes an nn.Module is asked for."
-    )
+    require(isinstance(net, nn.Module), f"{show(net)} is not a net. Give a function that returns an nn.Module.")
     net, x = net.to(gpu), batch.to(gpu)
     adam = torch.optim.Adam(net.parameters())
     for _ in range(2):
         adam.zero_grad()
         torch.cuda.reset_peak_memory_stats(gpu)
         before = requested()
-        loss = net(x)
-        if loss.dim() == 2:
-            loss = cross_entropy(loss, torch.zeros(len(loss), dtype=torch.long, device=gpu))
-        loss = loss.float().mean()
+        loss = net(x).float()
+        labels = torch.zeros(len(x), dtype=torch.long, device=gpu)
+        loss = cross_entropy(loss, labels) if loss.dim() == 2 else loss.mean()
         found["activations"] = requested() - before
         loss.backward()
         del loss

@@ -1,25 +1,22 @@
 """Checks of lesson 07, choosing a method."""
 
+import math
+
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.lesson07 import JOBS, NETS, Cluster, advise, amdahl, amdahl_seconds, record_job
-from helpers.measure import MiB
+from helpers.lesson07.advice import METHODS, advise, peak_bytes, step_seconds
+from helpers.lesson07.nets import NETS
+from helpers.lesson07.scaling import Cluster, amdahl
+from helpers.lesson07.waiting import JOBS, record_job
+from helpers.measure import MiB, format_bytes
 from helpers.measure.timeline import Timeline, TimeUse, time_use
 
 PAYS = 1.5  # times as fast, by twice the GPUs
-
-
-def _log(one: float, serial: float, most: int, jump_at: int = 1024, factor: float = 1.0) -> dict[int, float]:
-    """{GPUs: seconds} by Amdahl's law, from `jump_at` GPUs on `factor` times as long."""
-    counts = [2**power for power in range(most.bit_length())]
-    return {n: amdahl_seconds(one, serial, n) * (factor if n >= jump_at else 1.0) for n in counts}
-
-
-_LOGS = (
-    _log(0.32, 0.02, 64, jump_at=16, factor=3.0),
-    _log(1.0, 0.01, 4),
-    _log(2.0, 0.15, 16),
-    _log(8.0, 0.05, 8, jump_at=4, factor=1.7),  # from 4 to 8 it pays again, but from 2 to 4 it does not
+_LOGS = (  # {GPUs: seconds}
+    {1: 0.32, 2: 0.1632, 4: 0.0848, 8: 0.0456, 16: 0.0780, 32: 0.0486, 64: 0.0339},
+    {1: 1.0, 2: 0.505, 4: 0.2575},
+    {1: 2.0, 2: 1.15, 4: 0.725, 8: 0.5125, 16: 0.40625},
+    {1: 8.0, 2: 4.2, 4: 3.91, 8: 2.295},  # from 4 to 8 it pays again, but from 2 to 4 it does not
 )
 
 
@@ -28,53 +25,44 @@ def judge(answer):
     """Exercise 1: `answer(seconds)`, of {GPUs: seconds}: up to how many GPUs doubling pays, and Amdahl's share."""
     for seconds in _LOGS:
         found = call(answer, dict(seconds))
-        pair = isinstance(found, tuple | list) and len(found) == 2
-        require(pair, f"`judge` returned {show(found)}.", "Two numbers are asked for: (gpus, share).")
         log = ", ".join(f"{n}: {each:.3g} s" for n, each in seconds.items())
+        what = f"For {log}, `judge` returned {show(found)}."
+        pair = isinstance(found, tuple | list) and len(found) == 2
+        require(pair, what, "Return two numbers, (gpus, share).")
         gpus, share = found
-        what = f"{log}: up to {show(gpus)} GPUs"
-        require(
-            isinstance(gpus, int) and gpus in seconds,
-            f"{what}.",
-            f"One of {', '.join(map(str, seconds))} is asked for.",
-        )
+        require(gpus in list(seconds), what, f"The first number should be one of {', '.join(map(str, seconds))}.")
         gains = {n: seconds[n // 2] / seconds[n] for n in seconds if n > 1}
         for n, gain in gains.items():
-            why = f"From {n // 2} to {n} GPUs the step gets {gain:.2f} times as fast, and {PAYS} is asked for"
-            require(gain >= PAYS or n > gpus, f"{what}.", f"{why}.")
-            require(gain < PAYS or n != 2 * gpus, f"{what}.", f"It goes on paying: {why}.")
+            why = f"From {n // 2} to {n} GPUs a step gets {gain:.2f} times as fast, and {PAYS} times is the limit."
+            require(gain >= PAYS or n > gpus, what, why)
+            require(gain < PAYS or n != 2 * gpus, what, why)
         one, many = seconds[1], seconds[gpus]
         mistakes = {
-            amdahl(seconds): f"fits all of the log, also where doubling does not pay. Take T(1) and T({gpus}).",
-            many / one: "is the whole time that is left. A part of it is parallel work, 1/n of what it was.",
-            many / one
-            - 1 / gpus: "takes 1/n of all the work as parallel. The serial share is not divided: solve for it.",
+            amdahl(seconds): f"fits the whole log, but doubling does not pay in all of it. Use T(1) and T({gpus}).",
+            many / one: "is T(gpus) / T(1). A part of that time is parallel work.",
+            many / one - 1 / gpus: "subtracts 1/gpus for all of the work. The serial work is not divided by gpus.",
             one / many / gpus: "is the efficiency.",
         }
-        compare.number(
-            share, (many / one - 1 / gpus) / (1 - 1 / gpus), rel=1e-5, mistakes=mistakes, case=f"For {log}: "
-        )
-    return "It pays up to where the links change, and the law holds up to there."
+        right = (many / one - 1 / gpus) / (1 - 1 / gpus)
+        compare.number(share, right, rel=1e-5, mistakes=mistakes, case=f"For {log}, the share of ")
+    return "Doubling pays up to where the links change, and Amdahl's law holds up to there."
 
 
 def _wait(timelines: dict[str, Timeline]) -> tuple[int, TimeUse]:
-    """Of all GPUs the one that waits longest: its number, and its time."""
+    """Of all GPUs the one that waits longest: its number, and its time in ms."""
     every = [(gpu, time_use(each, gpu)) for each in timelines.values() for gpu in each.gpus]
-    return max(every, key=lambda each: each[1].waiting)
+    gpu, used = max(every, key=lambda each: each[1].waiting)
+    return gpu, TimeUse(*(1e3 * seconds for seconds in used))
 
 
 def _meanwhile(used: TimeUse) -> dict[str, tuple[float, str]]:
-    """What a GPU may wait for: in how many seconds of its waiting it does, and what is to be seen then."""
+    """What a GPU may wait for: in how much of its waiting it does, and what is to be seen then."""
     return {
         "slower rank": (used.collective, "it is in a collective"),
         "link": (used.copying, "a copy from or to it runs"),
         "other stage": (used.others, "another GPU of its process works"),
         "host": (used.nothing, "no GPU of its process does anything"),
     }
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}"
 
 
 @exercise
@@ -85,15 +73,15 @@ def causes(answer):
         gpu, used = _wait(record_job(job))
         meanwhile = _meanwhile(used)
         cause = str(answer[job]).strip().lower()
-        require(cause in meanwhile, f"{job}: {show(answer[job])}.", f"The words to choose from are {list(meanwhile)}.")
+        require(cause in meanwhile, f"{job}: {show(answer[job])}.", f"Choose one of {', '.join(meanwhile)}.")
         right = max(meanwhile, key=meanwhile.get)
-        seconds, seen = meanwhile[cause]
-        told = f"Only in {_ms(seconds)} of the {_ms(used.waiting)} modelled ms in which cuda:{gpu} does not compute"
-        why = f"{told}, {seen}"
+        ms, seen = meanwhile[cause]
+        what = f"{job}: {cause!r} is not the main cause."
+        why = f"cuda:{gpu} does not compute for {used.waiting:.1f} modelled ms, and {seen} in only {ms:.1f} of them."
         if (cause, right) == ("link", "slower rank"):
-            why += ". In most of them it is in a collective that the other rank enters late: a link would delay both"
-        require(cause == right, f"{job}: {cause!r}.", f"{why}.")
-    return "Each follows from what runs while a GPU does not compute, and from nothing else."
+            why += " A slow link would keep both ranks in the collective."
+        require(cause == right, what, why)
+    return "Each cause follows from what runs while a GPU does not compute."
 
 
 @exercise
@@ -102,22 +90,20 @@ def changes(answer):
     compare.names(answer, JOBS, "a dict with an argument")
     for job, told in JOBS.items():
         change = answer[job]
-        what = f"{job}: {show(change)}"
+        what = f"{job}: {show(change)}."
         one = isinstance(change, dict) and len(change) == 1
-        require(
-            one, f"{what}.", f"A dict with one argument is asked for, as in {{{next(iter(told.arguments))!r}: ...}}."
-        )
+        require(one, what, f"Give a dict with one argument, as in {{{next(iter(told.arguments))!r}: ...}}.")
         try:
             after = record_job(job, **change)
         except (ValueError, TypeError) as error:
-            raise NotYet(f"{what}.", str(error)) from error
+            raise NotYet(what, str(error)) from error
         (_, was), (gpu, used) = _wait(record_job(job)), _wait(after)
-        step = f"a step takes {_ms(sum(used))} ms, before {_ms(sum(was))} (modelled)"
         _, seen = max(_meanwhile(used).values())
-        still = f"cuda:{gpu} waits for {_ms(used.waiting)} ms, mostly while {seen}, and at most {_ms(was.waiting / 2)}"
-        require(used.waiting <= was.waiting / 2, f"{what}.", f"{still} are asked for; {step}.")
-        require(sum(used) < sum(was), f"{what}.", f"It waits less, but {step}: busy is not fast.")
-    return "And each was measured: what to change follows from what the GPUs wait for."
+        waits = f"cuda:{gpu} waits for {used.waiting:.1f} ms, and at most {was.waiting / 2:.1f} are allowed."
+        step = f"A step takes {sum(used):.1f} modelled ms, and took {sum(was):.1f} before."
+        better = used.waiting <= was.waiting / 2 and sum(used) < sum(was)
+        require(better, what, waits, f"While it waits, {seen} most of the time.", step)
+    return "All four were run. What to change follows from what the GPUs wait for."
 
 
 _CASES = (  # parameters, states, bytes per sample, batch, gpus
@@ -125,28 +111,33 @@ _CASES = (  # parameters, states, bytes per sample, batch, gpus
     (24_253_410, 1, 37.6 * MiB, 768, 4),
     (24_253_410, 1, 37.6 * MiB, 240, 1),
     (365_375_290, 2, 1024.0 * MiB, 16, 8),
+    (365_375_290, 2, 1024.0 * MiB, 31, 8),  # so that 31 // 8 shows
     (365_375_290, 2, 1024.0 * MiB, 64, 64),
 )
+
+
+def _peak(weights: float, share: float, kept: int) -> float:
+    """Of `kept` times the weights all the time, and the gradients or a share of the batch, whichever is larger."""
+    return kept * weights + max(weights, share)
 
 
 @exercise
 def fits(answer):
     """Exercise 3: `answer(parameters, states, per_sample, batch, gpus)` gives DDP's bytes per GPU, within 2 %."""
     for parameters, states, per_sample, batch, gpus in _CASES:
-        weights, mine = 4 * parameters, batch / gpus * per_sample
+        weights, share, kept = 4 * parameters, batch / gpus * per_sample, 2 + states
+        right = _peak(weights, share, kept)
         mistakes = {
-            parameters * (2 + states) + max(parameters, mine): "is too small: a float32 number takes four bytes.",
-            weights * (2 + states)
-            + max(weights, batch * per_sample): "counts the whole batch: a GPU sees its own share of it.",
-            weights * (1 + states) + max(weights, mine): "lacks DDP's buckets, which are as large as the gradients.",
-            weights * 2 + max(weights, mine): "lacks the optimizer's states.",
-            weights * (3 + states)
-            + mine: "counts both: gradients come as activations go, and only the larger is there at the peak.",
+            _peak(parameters, share, kept): "counts a byte for each number. A float32 takes four bytes.",
+            _peak(weights, batch * per_sample, kept): "counts the whole batch, and a GPU has only its share of it.",
+            _peak(weights, batch // gpus * per_sample, kept): "drops the samples that do not divide evenly.",
+            _peak(weights, share, kept - 1): "lacks DDP's buckets, which are as large as the gradients.",
+            _peak(weights, share, 2): "lacks the optimizer's states.",
+            right + min(weights, share): "adds gradients and samples. Only the larger is there at the peak.",
         }
-        case = f"With {parameters:,} parameters, {states} states, batch {batch} on {gpus} GPUs, "
-        right = weights * (2 + states) + max(weights, mine)
+        case = f"With {parameters:,} parameters, {states} states and a batch of {batch} on {gpus} GPUs, "
         compare.number(call(answer, parameters, states, per_sample, batch, gpus), right, "bytes", 0.02, mistakes, case)
-    return "That is how close a budget on paper comes."
+    return "A budget on paper comes this close to the measured memory."
 
 
 _ASKED = {
@@ -160,11 +151,21 @@ _ASKED = {
 def choices(answer):
     """Exercise 4: `answer` gives for "A", "B" and "C" (method, GPUs), as `advise` does on A100s, 8 a machine."""
     compare.names(answer, _ASKED, "(method, GPUs)")
-    for case, (net, batch, gpus, network) in _ASKED.items():
-        found, advice = answer[case], advise(NETS[net], batch, gpus, Cluster("A100", 8, network=network))
-        pair = isinstance(found, tuple | list) and len(found) == 2
-        require(pair, f"{case} is {show(found)}.", 'A method and a number of GPUs are asked for, as in ("DDP", 64).')
+    for case, (name, batch, gpus, network) in _ASKED.items():
+        found, net, cluster = answer[case], NETS[name], Cluster("A100", 8, network=network)
+        what = f"{case}: {show(found)}."
+        choice = found if isinstance(found, tuple | list) and len(found) == 2 else ("", 0)
+        methods = {name.lower(): name for name in (*METHODS, "more GPUs")}
+        method, advice = methods.get(str(choice[0]).strip().lower()), advise(net, batch, gpus, cluster)
+        why = f'Give one of {", ".join(methods.values())}, and a number of GPUs, as in ("DDP", 64).'
+        require(method is not None, what, why)
         right = advice.method, 0 if advice.method == "more GPUs" else advice.gpus
-        same = (str(found[0]).strip().lower(), found[1]) == (right[0].lower(), right[1])
-        require(same, f"{case}: {show(found)}.", *advice.reasons)
-    return "That is what the guide says, with its reasons in numbers."
+        asked = method if method in METHODS[1:] else "DDP"
+        used = int(choice[1]) if choice[1] in range(1, gpus + 1) else gpus
+        least = format_bytes(round(peak_bytes(net, asked, batch, used, cluster, math.ceil(batch / used))))
+        speed = step_seconds(net, "one GPU", batch, 1, cluster) / step_seconds(net, asked, batch, used, cluster)
+        need = f"{asked} on {used} GPUs needs at least {least} on each, and a GPU has {format_bytes(cluster.room)}."
+        fast = f"A step is {speed:.1f} times as fast as on one GPU, an efficiency of {100 * speed / used:.0f} % (rough)."
+        rule = "The guide takes DDP where a copy fits, on the most GPUs that keep an efficiency of 50 %."
+        require((method, choice[1]) == right, what, need, fast, rule)
+    return "This is what the guide says, and it gives its reasons in numbers."
