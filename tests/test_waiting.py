@@ -37,13 +37,13 @@ def test_ranks_have_a_timeline_each_with_a_gpu_of_its_own():
 @pytest.mark.parametrize(
     ("job", "change", "said"),
     [
-        ("A", {"shares": (1, 1)}, "Job A has no argument 'shares', only micro_batches, fused"),
-        ("A", {"micro_batches": 0}, "micro_batches=0 makes another step or none, micro_batches=16 would"),
-        ("A", {"micro_batches": True}, "makes another step or none"),
-        ("A", {"fused": 1}, "makes another step or none"),
-        ("B", {"shares": (8192, 0)}, "makes another step or none"),
-        ("B", {"shares": (4096, 2048)}, r"shares=\(4096, 2048\) makes another step"),
-        ("D", {"average_on": 2}, "average_on=2 makes another"),
+        ("A", {"shares": (1, 1)}, "Job A has no argument 'shares'. It has micro_batches, fused"),
+        ("A", {"micro_batches": 0}, "cannot run with micro_batches=0. micro_batches=16 would be possible"),
+        ("A", {"micro_batches": True}, "Job A cannot run with"),
+        ("A", {"fused": 1}, "Job A cannot run with"),
+        ("B", {"shares": (8192, 0)}, "Job B cannot run with"),
+        ("B", {"shares": (4096, 2048)}, r"cannot run with shares=\(4096, 2048\)"),
+        ("D", {"average_on": 2}, "cannot run with average_on=2"),
     ],
 )
 def test_what_is_no_step_is_refused(job, change, said):

@@ -91,11 +91,11 @@ def changes(answer):
     for job, told in JOBS.items():
         change = answer[job]
         what = f"{job}: {show(change)}."
-        one = isinstance(change, dict) and len(change) == 1
-        require(one, what, f"Give a dict with one argument, as in {{{next(iter(told.arguments))!r}: ...}}.")
+        one = isinstance(change, dict) and len(change) == 1 and set(change) <= set(told.arguments)
+        require(one, what, f"Give a dict with one of these arguments: {', '.join(told.arguments)}.")
         try:
             after = record_job(job, **change)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise NotYet(what, str(error)) from error
         (_, was), (gpu, used) = _wait(record_job(job)), _wait(after)
         _, seen = max(_meanwhile(used).values())

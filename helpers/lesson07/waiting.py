@@ -59,9 +59,9 @@ def record_job(name: str, **changes) -> dict[str, Timeline]:
     usual = JOBS[name].arguments
     for key, value in changes.items():
         if key not in usual:
-            raise ValueError(f"Job {name} has no argument {key!r}, only {', '.join(usual)}.")
+            raise ValueError(f"Job {name} has no argument {key!r}. It has {', '.join(usual)}.")
         if not _POSSIBLE[key](value):
-            raise ValueError(f"{key}={value!r} makes another step or none, {key}={usual[key]!r} would do.")
+            raise ValueError(f"Job {name} cannot run with {key}={value!r}. {key}={usual[key]!r} would be possible.")
     return _recorded(name, **{key: tuple(each) if key == "shares" else each for key, each in (usual | changes).items()})
 
 
