@@ -165,7 +165,7 @@ def choices(answer):
         least = format_bytes(round(peak_bytes(net, asked, batch, used, cluster, math.ceil(batch / used))))
         speed = step_seconds(net, "one GPU", batch, 1, cluster) / step_seconds(net, asked, batch, used, cluster)
         need = f"{asked} on {used} GPUs needs at least {least} on each, and a GPU has {format_bytes(cluster.room)}."
-        fast = f"A step is {speed:.1f} times as fast as on one GPU, an efficiency of {100 * speed / used:.0f} % (rough)."
+        fast = f"A step is {speed:.1f} times as fast as on one, an efficiency of {100 * speed / used:.0f} % (rough)."
         rule = "The guide takes DDP where a copy fits, on the most GPUs that keep an efficiency of 50 %."
         require((method, choice[1]) == right, what, need, fast, rule)
     return "This is what the guide says, and it gives its reasons in numbers."
