@@ -14,5 +14,5 @@ gibibyte = torch.empty(2**28, device=device)  # float32: four bytes each
 
 print(f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')!r}")
 print(f"PyTorch sees {torch.cuda.device_count()} GPUs and puts 1 GiB on {gibibyte.device}")
-for card in GPUtil.getGPUs():
-    print(f"  the driver's card {card.id}: {card.memoryUsed:5.0f} MiB used")
+for gpu in GPUtil.getGPUs():
+    print(f"  the driver's GPU {gpu.id}: {gpu.memoryUsed:5.0f} MiB used")
