@@ -60,14 +60,20 @@ _ours: tuple | None = None  # the virtual GPUs of the last call and their machin
 
 
 def use_gpus(
-    count: int, *, memory: int | str | None = None, kind: str = "H200", shapes_only: bool = False
+    count: int,
+    *,
+    memory: int | str | None = None,
+    kind: str = "H200",
+    links: str | None = None,
+    shapes_only: bool = False,
 ) -> list[torch.device]:
     """`count` GPUs to learn on, as a list of torch.device; one printed line says whether they are real.
 
-    memory, kind, shapes_only: of virtual GPUs (see `virtual_gpus.virtual_gpus`). Real GPUs, and virtual ones that were
-    switched on around this program, are what they are. The environment variable GPUS forces the choice: "virtual",
-    "real" or "auto" (the default). Another call replaces the virtual GPUs of the last one. Raises RuntimeError if there
-    are too few GPUs, or if they are not what GPUS and shapes_only ask for; ValueError for a bad argument.
+    memory, kind, links, shapes_only: of virtual GPUs (see `virtual_gpus.virtual_gpus`). Real GPUs, and virtual ones
+    that were switched on around this program, are what they are. The environment variable GPUS forces the choice:
+    "virtual", "real" or "auto" (the default). Another call replaces the virtual GPUs of the last one. Raises
+    RuntimeError if there are too few GPUs, or if they are not what GPUS and shapes_only ask for; ValueError for a bad
+    argument.
     """
     global _ours
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -75,7 +81,7 @@ def use_gpus(
     choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"GPUS={choice!r} in the environment: it must be one of {', '.join(_CHOICES)}.")
-    wanted = _virtual_gpus(count, kind, memory, shapes_only=shapes_only)
+    wanted = _virtual_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
     if engine.active_machine() is not (_ours and _ours[1]):  # on around this program: python -m virtual_gpus, a test
         _refuse_what_is_on(count, choice, shapes_only)
         return _say_virtual(_devices(count))

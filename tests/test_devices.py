@@ -182,9 +182,9 @@ def test_describe_machine_draws_the_links_that_the_gpus_have():
         rows = devices.describe_machine().split("\n\n")[1].splitlines()
         return [row.split()[1:] for row in rows[1:]]
 
-    with virtual_gpus(4, kind="A100", links="NVLink pairs"):
-        assert drawn() == [["X", "NV4", "SYS", "SYS"], ["NV4", "X", "SYS", "SYS"],
-                           ["SYS", "SYS", "X", "NV4"], ["SYS", "SYS", "NV4", "X"]]  # fmt: skip
+    use_gpus(4, kind="A100", links="NVLink pairs")
+    assert drawn() == [["X", "NV4", "SYS", "SYS"], ["NV4", "X", "SYS", "SYS"],
+                       ["SYS", "SYS", "X", "NV4"], ["SYS", "SYS", "NV4", "X"]]  # fmt: skip
     with virtual_gpus(4, kind="A100", hosts=2):
         assert drawn() == [["X", "NV12"], ["NV12", "X"]]  # nvidia-smi knows the machine that it runs on
 
