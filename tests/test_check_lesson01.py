@@ -51,7 +51,7 @@ def test_with_positions():
     )
 
 
-LEFT = {"a": "net", "b": "batch", "c": "labels", "d": "net", "e": "batch"}
+LEFT = {"a": "model", "b": "batch", "c": "labels", "d": "model", "e": "batch"}
 
 
 def test_the_five_errors_are_pytorch_s_own():
@@ -66,17 +66,17 @@ def test_the_five_errors_are_pytorch_s_own():
 def test_left_behind():
     assert check.left_behind(LEFT)
     for letter, right in LEFT.items():
-        for part in {"batch", "net", "labels"} - {right}:
+        for part in {"batch", "model", "labels"} - {right}:
             words = f"Program {letter} still fails after its {part} was moved to cuda:1, with RuntimeError: "
             assert told(check.left_behind(LEFT | {letter: part}), words)
     explains(
         check.left_behind,
         (LEFT | {"a": "batch"}, "`mat1` is the input of a linear layer"),
-        (LEFT | {"c": "batch"}, "`target` is the labels of a loss"),
+        (LEFT | {"c": "batch"}, "`target` stands for the labels of a loss"),
         (LEFT | {"d": "batch"}, "it was compared with the embedding's table"),
-        (LEFT | {"e": "net"}, "Input type (torch.FloatTensor) and weight type"),
-        (LEFT | {"e": "weights"}, "'weights' is no part of program e. Choose from batch, net, labels."),
-        ({"a": "net"}, "a dict with a part for each of a, b, c, d, e"),
+        (LEFT | {"e": "model"}, "Input type (torch.FloatTensor) and weight type"),
+        (LEFT | {"e": "weights"}, "'weights' is not a part of program e. Choose from batch, model, labels."),
+        ({"a": "model"}, "a dict with a part for each of a, b, c, d, e"),
         (LEFT | {"b": ...}, "still contains `...`"),
     )
 
@@ -96,15 +96,16 @@ class Net(nn.Module):
         return self.last(x) * self.scale
 
 
-def train(net, device, x, y):
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    net.to(device)
+def train(model, device, x, y):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.to(device)
     x.to(device)
     for _ in range(3):
-        sgd.zero_grad()
-        nn.functional.cross_entropy(net(x), y.cuda()).backward()
-        sgd.step()
-    return net(x).argmax(1).numpy()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y.cuda())
+        loss.backward()
+        optimizer.step()
+    return model(x).argmax(1).numpy()
 """
 MENDS = {  # in the order in which the errors come: the fault, its repair, the words of its error
     "    x.to(device)": ("    x = x.to(device)", "mat1 is on cpu, different from other tensors on cuda:3"),
@@ -117,7 +118,7 @@ MENDS = {  # in the order in which the errors come: the fault, its repair, the w
         'self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))',
         "Print the `.device` of each tensor in that line.",
     ),
-    "y.cuda()": ("y.to(device)", "`target` is the labels of a loss"),
+    "y.cuda()": ("y.to(device)", "`target` stands for the labels of a loss"),
     ".numpy()": (".cpu().numpy()", "can't convert cuda:"),
 }
 
@@ -139,7 +140,7 @@ def program(changes=None, **more):
 
 def test_the_mended_training_is_right():
     assert check.mended(*program())
-    assert check.mended(*program(**{"sgd = torch": "net.to(device)\n    sgd = torch"}))
+    assert check.mended(*program(**{"optimizer = torch": "model.to(device)\n    optimizer = torch"}))
 
 
 def test_each_mend_leads_to_the_next_error():
@@ -156,12 +157,12 @@ PARAMETER = "self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))"
 def test_other_mends():
     assert check.mended(*program({SCALE: PARAMETER.replace("]))", "]), requires_grad=False)")}))
     assert check.mended(*program({"torch.arange(4)": "x.new_tensor([0, 1, 2, 3])"}))
-    assert check.mended(*program({"    x.to(device)": "    x, net = x.to(device), net.to(device)"}))
+    assert check.mended(*program({"    x.to(device)": "    x, model = x.to(device), model.to(device)"}))
     layers = "[nn.Linear(4, 8), nn.ReLU()]"
     buffer = 'self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]), persistent=False)'
     explains(
         lambda mends: check.mended(*program(mends[0], **mends[1])),
-        (({"y.cuda()": 'y.to("cuda:3")'}, {}), "on cuda:0 your code stopped at `nn.functional.cross_entropy"),
+        (({"y.cuda()": 'y.to("cuda:3")'}, {}), "on cuda:0 your code stopped at `loss = nn.functional.cross_entropy"),
         (({"torch.arange(4)": 'torch.arange(4, device="cuda")'}, {}), "got mask on cuda:0 and self on"),
         (({".numpy()": ".tolist()"}, {}), "Return the classes as a NumPy array"),
         (({".numpy()": ".cpu().numpy() * 0"}, {}), "the classes are"),
@@ -172,8 +173,8 @@ def test_other_mends():
         (({SCALE: SCALE}, {"* self.scale": "* self.scale.to(x.device)"}), "state_dict does not contain `scale`"),
         (({SCALE: PARAMETER}, {}), "`scale` is a parameter that the optimizer trains"),
         (({SCALE: buffer}, {}), "so a checkpoint loses it"),
-        (({}, {"lr=0.1": "lr=0.2"}), "differ from those of the CPU. Change devices only."),
-        (({}, {"sgd.step()": "1 / 0"}), "ZeroDivisionError"),
+        (({}, {"lr=0.1": "lr=0.2"}), "differ from those of the CPU. Change only devices."),
+        (({}, {"optimizer.step()": "1 / 0"}), "ZeroDivisionError"),
     )
 
 
@@ -242,7 +243,7 @@ def test_one_per_gpu():
     assert check.one_per_gpu(OnePerGPU) and check.one_per_gpu(Returned) and check.one_per_gpu(Registered)
     explains(
         check.one_per_gpu,
-        (Stub, "`net.parameters()` lacks the parameters of layer 0"),
+        (Stub, "`model.parameters()` lacks the parameters of layer 0"),
         (HiddenInAList, "Keep the layers where the module finds them"),
         (NumbersInOrder, "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3."),
         (Detached, "layer 0 got no gradient"),
@@ -277,9 +278,9 @@ def test_batch_bytes():
     assert check.batch_bytes(2 * IMAGES + 256 + 512) and check.batch_bytes(torch.tensor(2 * IMAGES + 768))
     explains(
         check.batch_bytes,
-        (2 * IMAGES + 240, "7,200,240 bytes is the payload. How does the allocator round?"),
-        (2 * IMAGES, "is the payload of the images alone"),
-        (2 * IMAGES + 256, "The labels are a tensor of their own"),
+        (2 * IMAGES + 240, "7,200,240 bytes is the size of the values alone. How does the allocator round?"),
+        (2 * IMAGES, "is the size of the images' values alone"),
+        (2 * IMAGES + 256, "is what the images alone take. Add the labels."),
         (4 * IMAGES + 512, "How many does a float16 take?"),
         (IMAGES + 30, "the number of elements"),
         (2 * IMAGES + 1024, "7,201,024 bytes is too large."),

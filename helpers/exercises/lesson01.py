@@ -33,11 +33,11 @@ def with_positions(answer):
         compare.tensor(found, right)
         compare.device(found, place)
         require(found.dtype == dtype, f"For an x of {dtype}, the result is {found.dtype}. Keep the dtype of x.")
-    return "The values, the device and the dtype follow x."
+    return "The values are right, and the result has the device and the dtype of x."
 
 
-# Exercise 2: five programs meant for cuda:1. Each: how net and batch are made, what was left behind, and where.
-GPU, PARTS = torch.device("cuda", 1), ("batch", "net", "labels")
+# Exercise 2: five programs meant for cuda:1. Each: how model and batch are made, what was left behind, and where.
+GPU, PARTS = torch.device("cuda", 1), ("batch", "model", "labels")
 
 
 def _linear() -> tuple[nn.Module, Tensor]:
@@ -45,10 +45,10 @@ def _linear() -> tuple[nn.Module, Tensor]:
 
 
 _PROGRAMS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str, str]] = {
-    "a": (_linear, "net", "cpu"),
+    "a": (_linear, "model", "cpu"),
     "b": (_linear, "batch", "cuda:0"),
     "c": (_linear, "labels", "cuda:0"),
-    "d": (lambda: (nn.Embedding(10, 3), torch.tensor([1, 7])), "net", "cuda:0"),
+    "d": (lambda: (nn.Embedding(10, 3), torch.tensor([1, 7])), "model", "cuda:0"),
     "e": (lambda: (nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten()), torch.zeros(2, 1, 3, 3)), "batch", "cpu"),
 }
 
@@ -62,9 +62,9 @@ def _error_of(letter: str, brought: str | None = None) -> str:
     """The error of program `letter` when the part `brought` has come to cuda:1; "" if it runs."""
     make, left, elsewhere = _PROGRAMS[letter]
     at = {part: torch.device(elsewhere) if part == left != brought else GPU for part in PARTS}
-    net, batch = make()
+    model, batch = make()
     try:
-        output = net.to(at["net"])(batch.to(at["batch"]))
+        output = model.to(at["model"])(batch.to(at["batch"]))
         cross_entropy(output, torch.tensor([0, 2]).to(at["labels"])).backward()
     except RuntimeError as error:
         return words(error).removesuffix(".")
@@ -78,7 +78,7 @@ def left_behind(answer):
     compare.names(answer, _PROGRAMS, "a part")
     for letter, said in errors().items():
         part = answer[letter]
-        require(part in PARTS, f"{show(part)} is no part of program {letter}. Choose from {', '.join(PARTS)}.")
+        require(part in PARTS, f"{show(part)} is not a part of program {letter}. Choose from {', '.join(PARTS)}.")
         same = f"Program {letter} still fails after its {part} was moved to {GPU}, with {said}."
         require(not _error_of(letter, brought=part), same, *_meaning(said))
     return f"With these parts on {GPU}, all five programs run."
@@ -86,8 +86,8 @@ def left_behind(answer):
 
 _NAMED = {  # words of device errors
     "mat1": "`mat1` is the input of a linear layer, and it was compared with the layer's bias and weight.",
-    "target": "`target` is the labels of a loss, and it was compared with the net's output.",
-    "index": "`index` is the words to look up, and it was compared with the embedding's table.",
+    "target": "`target` stands for the labels of a loss, and it was compared with the model's output.",
+    "index": "`index` stands for the word numbers to look up, and it was compared with the embedding's table.",
     "found at least": "Print the `.device` of each tensor in that line.",
 }
 
@@ -102,26 +102,27 @@ _SHAPES = [(8, 4), (8,), (3, 8), (3,)]  # of the weights and biases of exercise 
 
 @exercise
 def mended(net_class, train):
-    """Exercise 3: `train(net, device, x, y)` trains a `net_class()` anywhere; what the net then says, as NumPy."""
+    """Exercise 3: `train(model, device, x, y)` trains a `net_class()` anywhere; what the model then says, as NumPy."""
     named = f"{show(net_class)} is not a class. Pass the class itself: its name without brackets."
     require(isinstance(net_class, type), named)
     x, y = torch.linspace(-2, 2, 24).sin().reshape(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     for place in reversed(_places()):
-        net = net_class()
-        start = {shape: weights.detach().clone() for shape, weights in _trained(net).items()}
+        model = net_class()
+        start = {shape: weights.detach().clone() for shape, weights in _trained(model).items()}
         try:
-            found = call(train, net, place, x.clone(), y.clone())
+            found = call(train, model, place, x.clone(), y.clone())
         except (RuntimeError, TypeError) as error:
             said = words(error)
             raise NotYet(f"On {place} your code stopped{where(error)} with {said}", *_meaning(said)) from error
         missing = " and ".join(str(shape) for shape in _SHAPES if shape not in start)
         hidden = "A plain list hides a layer from `.to` and from the optimizer."
-        require(not missing, f"`net.parameters()` lacks the parameters of shape {missing}.", hidden)
-        scale = dict(net.named_parameters()).get("scale")
+        require(not missing, f"`model.parameters()` lacks the parameters of shape {missing}.", hidden)
+        scale = dict(model.named_parameters()).get("scale")
         trained = "`scale` is a parameter that the optimizer trains. Register it as a buffer."
         require(scale is None or not scale.requires_grad, trained)
-        require("scale" in net.state_dict(), "The net's state_dict does not contain `scale`, so a checkpoint loses it.")
-        compare.device(net, place)
+        lost = "The model's state_dict does not contain `scale`, so a checkpoint loses it."
+        require("scale" in model.state_dict(), lost)
+        compare.device(model, place)
         array = isinstance(found, np.ndarray)
         require(array, f"`train` returned {show(found)}. Return the classes as a NumPy array.")
         # The same three steps of SGD, written out for the CPU, end with the same weights and classes.
@@ -131,19 +132,20 @@ def mended(net_class, train):
             sgd.zero_grad()
             cross_entropy(_scores(weights, x), y).backward()
             sgd.step()
-        ended = _trained(net)
+        ended = _trained(model)
         for shape, right in zip(_SHAPES, weights, strict=True):
             same = torch.allclose(ended[shape].detach().cpu(), right.detach(), rtol=1e-3, atol=1e-4)
             wrong = f"After training on {place}, the weights of shape {shape} differ from those of the CPU."
-            require(same, wrong, "Change devices only. The net, the loss, the rate and the number of steps are right.")
+            require(same, wrong, "Change only devices. The model, the loss, the learning rate and the steps are right.")
         same = found.tolist() == _scores(weights, x).argmax(1).tolist()
-        require(same, f"On {place}, the classes are {show(found)}, and on the CPU they are others.")
-    return "The weights and classes are the same on every device. (SGD before .to was no mistake: it has no state yet.)"
+        require(same, f"On {place}, the classes are {show(found)}, and they differ from those on the CPU.")
+    right = "Building SGD before `.to` was not a mistake, because it has no state yet."
+    return f"The weights and classes are the same on every device. {right}"
 
 
-def _trained(net: nn.Module) -> dict[tuple[int, ...], Tensor]:
+def _trained(model: nn.Module) -> dict[tuple[int, ...], Tensor]:
     """What the optimizer trains, by shape."""
-    return {tuple(each.shape): each for each in net.parameters() if each.requires_grad}
+    return {tuple(each.shape): each for each in model.parameters() if each.requires_grad}
 
 
 def _scores(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -159,17 +161,17 @@ def one_per_gpu(answer):
     layers = [nn.Linear(4, 4) for _ in gpus]
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
     expected = nn.Sequential(*layers)(x).detach()
-    net = answer(layers, gpus)
-    require(isinstance(net, nn.Module), f"The class made {show(net)}. Write a subclass of nn.Module.")
-    known = {id(parameter) for parameter in net.parameters()}
+    model = answer(layers, gpus)
+    require(isinstance(model, nn.Module), f"The class made {show(model)}. Write a subclass of nn.Module.")
+    known = {id(parameter) for parameter in model.parameters()}
     for i, (layer, gpu) in enumerate(zip(layers, gpus, strict=True)):
-        lacks = f"`net.parameters()` lacks the parameters of layer {i}. Keep the layers where the module finds them."
+        lacks = f"`model.parameters()` lacks the parameters of layer {i}. Keep the layers where the module finds them."
         require(id(layer.weight) in known, lacks)
         place = layer.weight.device
         require(place == gpu, f"Layer {i} is on {place}, and in this check gpus[{i}] is {gpu}.")
-    found = call(net, x)
+    found = call(model, x)
     compare.tensor(found, expected)
-    require(found.requires_grad, "The output has no graph. Is there a detach() or no_grad() on its way?")
+    require(found.requires_grad, "The output has no graph. Is there a detach() or no_grad() on the way?")
     found.sum().backward()
     for i, layer in enumerate(layers):
         require(layer.weight.grad is not None, f"Layer {i} got no gradient. Is there a detach() behind it?")
@@ -219,10 +221,10 @@ def batch_bytes(answer):
     labels = torch.empty(30, dtype=torch.int64, device="cuda:0")
     measured = torch.cuda.memory_allocated(0) - before
     mistakes = {
-        images.nbytes + labels.nbytes: "is the payload. How does the allocator round?",
-        of_images: "is what the images alone take. The labels are a tensor of their own.",
-        images.nbytes: "is the payload of the images alone.",
-        2 * images.nbytes + 512: "counts four bytes for each number of the images. How many does a float16 take?",
+        images.nbytes + labels.nbytes: "is the size of the values alone. How does the allocator round?",
+        of_images: "is what the images alone take. Add the labels.",
+        images.nbytes: "is the size of the images' values alone. Add the labels, and round both.",
+        2 * images.nbytes + 512: "counts four bytes for each value of the images. How many does a float16 take?",
         images.numel() + labels.numel(): "is the number of elements. Give bytes.",
     }
     compare.number(answer, measured, unit="bytes", rel=1e-9, mistakes=mistakes)
