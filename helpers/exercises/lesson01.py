@@ -87,7 +87,7 @@ def left_behind(answer):
 _NAMED = {  # words of device errors
     "mat1": "`mat1` is the input of a linear layer, and it was compared with the layer's bias and weight.",
     "target": "`target` stands for the labels of a loss, and it was compared with the model's output.",
-    "index": "`index` stands for the word numbers to look up, and it was compared with the embedding's table.",
+    "index": "`index` stands for the numbers of the words to look up, and it was compared with the embedding's table.",
     "found at least": "Print the `.device` of each tensor in that line.",
 }
 
