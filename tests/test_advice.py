@@ -163,6 +163,13 @@ def test_sharding_pays_its_weights_for_every_micro_batch():
     assert "sharding 22 s, pipeline 29 s" in str(advise(SEVEN, 64, 16, CLUSTER))
 
 
+def test_more_gpus_of_the_same_kind_never_mean_fewer_in_use():
+    """BERT large over Ethernet 10 is worth 16 of 16 GPUs, so also 16 of 32 and of 64."""
+    large = NETS["BERT large, 512 tokens"]
+    used = {gpus: advise(large, 512, gpus, SLOW).gpus for gpus in (8, 16, 32, 64)}
+    assert used == {8: 8, 16: 16, 32: 16, 64: 16}
+
+
 def test_layers_bound_the_stages():
     """Over a slow link 35 layers make a pipeline on 32 GPUs. On 64 they cannot."""
     many = advise(SEVEN, 512, 64, SLOW)

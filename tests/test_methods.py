@@ -31,7 +31,7 @@ from helpers.parallel.launching import RankError, launch
 
 TITAN = Cluster("TITAN Xp")
 LARGE = Job("large", lambda: Bert(30_000, 256, 2, 8, 128), 64, 16, (128,), (128,), True, torch.optim.Adam)
-SMALL = Job("small", lambda: Bert(4000, 64, 4, 4, 32), 32, 8, (32,), (32,), True, torch.optim.Adam)
+SMALL = Job("small", lambda: Bert(4000, 64, 4, 4, 32), 128, 32, (32,), (32,), True, torch.optim.Adam)
 GIB = 2**30
 # Before 2.15 cuBLAS keeps workspaces: larger than the small net, and in the way of the large one, as chance has it.
 AS_IN_2_15 = {"kind": "TITAN Xp", "shapes_only": True, "torch_version": "2.15"}
@@ -135,7 +135,7 @@ def test_compare_gives_what_measure_gives():
     """In processes of their own, for other kinds than the GPUs here, in the order that was asked for."""
     clusters, methods = {"old": Cluster("K80"), "here": TITAN}, ["DDP", "one GPU"]
     with modelled_gpus(1, "H200"):
-        found = compare(clusters, [BERT], methods, search=False)
+        found = compare(clusters, [BERT], methods)
     assert list(found) == [("old", "BERT"), ("here", "BERT")]
     for name, cluster in clusters.items():
         for row, method in zip(found[name, "BERT"], methods, strict=True):
@@ -188,4 +188,4 @@ def test_the_table(rows):
     large = Row("small", "DDP", 4, 0.5, (1.0,) * 4, (0,) * 4, (13 * GIB,) * 4, largest=3, line=4)
     found, clusters = {("TITAN Xps", "small"): [*rows.values(), large]}, {"TITAN Xps": TITAN}
     text = table(found, clusters)
-    assert all(method in text for method in METHODS) and "13.00!" in text and "500" in text and text.endswith(" 3")
+    assert all(method in text for method in METHODS) and "13.00!" in text and "500" in text

@@ -51,6 +51,20 @@ def test_the_slowest_link_sets_the_pace():
     assert inside < infiniband < ethernet
 
 
+def test_an_all_reduce_uses_all_adapters_of_a_machine():
+    """Bytes divide among them as long as links within the machine are not slower; a machine alone needs none."""
+    one, eight = (Cluster("A100", 8, network="InfiniBand HDR", adapters=count) for count in (1, 8))
+    size = 2**34
+    assert one.all_reduce_seconds(size, 16) == pytest.approx(8 * eight.all_reduce_seconds(size, 16), rel=1e-3)
+    assert one.all_reduce_seconds(size, 8) == eight.all_reduce_seconds(size, 8) < eight.all_reduce_seconds(size, 16)
+    many = Cluster("A100", 8, network="InfiniBand HDR", adapters=100)
+    inside = many.all_reduce_seconds(size, 8) / (2 * 7 / 8)
+    assert many.all_reduce_seconds(size, 16) / (2 * 15 / 16) == pytest.approx(inside, rel=1e-3)
+    assert one.copy_seconds(size, 16) == eight.copy_seconds(size, 16)  # two GPUs use one adapter
+    with pytest.raises(ValueError, match="at least one network adapter, not 0"):
+        Cluster("A100", 8, adapters=0)
+
+
 def test_a_copy_goes_over_the_slowest_link():
     cluster = Cluster("A100", 8, network="Ethernet 25")
     assert cluster.copy_seconds(MIB, 1) == 0 < cluster.copy_seconds(MIB, 2) == cluster.copy_seconds(MIB, 8)

@@ -141,9 +141,9 @@ def fits(answer):
 
 
 _ASKED = {
-    "A": ("BERT of the article", 512, 64, "Ethernet 10"),
-    "B": ("7 billion, 2,048 tokens", 64, 4, "Ethernet 10"),
-    "C": ("PyramidNet of the article", 2048, 16, "InfiniBand HDR"),
+    "A": ("BERT of the article", 512, 64, "Ethernet 10", 1),
+    "B": ("7 billion, 2,048 tokens", 64, 4, "Ethernet 10", 1),
+    "C": ("PyramidNet of the article", 2048, 16, "InfiniBand HDR", 8),
 }
 
 
@@ -151,8 +151,9 @@ _ASKED = {
 def choices(answer):
     """Exercise 4: `answer` gives for "A", "B" and "C" (method, GPUs), as `advise` does on A100s, 8 a machine."""
     compare.names(answer, _ASKED, "(method, GPUs)")
-    for case, (name, batch, gpus, network) in _ASKED.items():
-        found, net, cluster = answer[case], NETS[name], Cluster("A100", 8, network=network)
+    for case, (name, batch, gpus, network, adapters) in _ASKED.items():
+        found, net = answer[case], NETS[name]
+        cluster = Cluster("A100", 8, network=network, adapters=adapters)
         what = f"{case}: {show(found)}."
         choice = found if isinstance(found, tuple | list) and len(found) == 2 else ("", 0)
         methods = {name.lower(): name for name in (*METHODS, "more GPUs")}

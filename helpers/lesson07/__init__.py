@@ -11,14 +11,8 @@ waiting   steps in which GPUs wait, for the second exercise
 from helpers.lesson07.advice import advise, peak_bytes, step_seconds
 from helpers.lesson07.methods import BERT, PYRAMIDNET, TrainStep, compare, measure
 from helpers.lesson07.nets import NETS
-from helpers.lesson07.pictures import (
-    describe_guide,
-    describe_scaling,
-    guide_picture,
-    scaling_picture,
-    table,
-)
-from helpers.lesson07.scaling import Cluster, amdahl, amdahl_seconds, rank_step
+from helpers.lesson07.pictures import describe_guide, guide_picture, scaling_picture, table
+from helpers.lesson07.scaling import Cluster, amdahl, efficiency, rank_step
 from helpers.lesson07.waiting import JOBS, record_job
 
 __all__ = [
@@ -30,10 +24,9 @@ __all__ = [
     "TrainStep",
     "advise",
     "amdahl",
-    "amdahl_seconds",
     "compare",
     "describe_guide",
-    "describe_scaling",
+    "efficiency",
     "guide_picture",
     "measure",
     "peak_bytes",

@@ -194,9 +194,9 @@ class Advice:
 def advise(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
     """The method for training `net` with `batch` samples per step on `gpus` GPUs of `cluster`, with reasons.
 
-    One GPU or DDP where a copy of the net fits a GPU, and on fewer GPUs where links or host are too slow for all;
-    otherwise sharding or a pipeline. Raises ValueError for less than one sample or GPU, and for GPUs that leave a
-    machine partly empty.
+    One GPU or DDP where a copy of the net fits a GPU, on the most GPUs that keep an efficiency of 50 %: all of them, or
+    fewer machines, or some GPUs of one. Otherwise sharding or a pipeline. Raises ValueError for less than one sample or
+    GPU, and for GPUs that leave a machine partly empty.
     """
     if batch < 1 or gpus < 1:
         raise ValueError(f"batch={batch}, gpus={gpus}: at least one of each is needed.")
@@ -205,9 +205,10 @@ def advise(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
 
 
 def _copies(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice | None:
-    """A copy of the net on each GPU: on all of them, or on the most within one machine that are worth it."""
+    """A copy of the net on each GPU, of the most GPUs that are worth it."""
     one, reasons = step_seconds(net, "one GPU", batch, 1, cluster), []
-    for used in (gpus, *range(min(gpus - 1, cluster.per_machine), 0, -1)):
+    machines = range(gpus - cluster.per_machine, cluster.per_machine, -cluster.per_machine)
+    for used in (gpus, *machines, *range(min(gpus - 1, cluster.per_machine), 0, -1)):
         method = "DDP" if used > 1 else "one GPU"
         pieces = fewest_pieces(net, method, batch, used, cluster)
         if not pieces:

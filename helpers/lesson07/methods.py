@@ -325,17 +325,16 @@ def compare(
     jobs: Sequence[Job] = (PYRAMIDNET, BERT),
     methods: Sequence[str] = METHODS,
     gpus: int = 4,
-    search: bool = True,
 ) -> dict[tuple[str, str], list[Row]]:
     """{(name of the cluster, name of the job): a `Row` per method}, as `measure` returns them on `gpus` GPUs.
 
-    search: with the largest batch that fits. Two processes with virtual GPUs of their own do the work, so it does not
+    Two processes with virtual GPUs of their own do the work, so it does not
     matter which GPUs are on here. In a program call this under `if __name__ == "__main__":`, because the processes may
     be spawned.
     """
     tasks = list(product(jobs, methods))
     shares = launch(
-        _measure_share, tasks, list(clusters.values()), gpus, search,
+        _measure_share, tasks, list(clusters.values()), gpus,
         ranks=_PROCESSES, gpus=False, timeout=None, show=False,
     )  # fmt: skip
     found = {(name, job.name): [] for job in jobs for name in clusters}
@@ -345,13 +344,13 @@ def compare(
     return found
 
 
-def _measure_share(rank: int, tasks: Sequence[tuple], clusters: Sequence[Cluster], gpus: int, search: bool) -> list:
+def _measure_share(rank: int, tasks: Sequence[tuple], clusters: Sequence[Cluster], gpus: int) -> list:
     """For every second of the tasks (job, method) its rows, one for each cluster."""
     torch.distributed.destroy_process_group()  # DDP is measured in a group of this process alone
     gc.freeze()
-    return [[_measure_alone(*task, cluster, gpus, search) for cluster in clusters] for task in tasks[rank::_PROCESSES]]
+    return [[_measure_alone(*task, cluster, gpus) for cluster in clusters] for task in tasks[rank::_PROCESSES]]
 
 
-def _measure_alone(job: Job, method: str, cluster: Cluster, gpus: int, search: bool) -> Row:
+def _measure_alone(job: Job, method: str, cluster: Cluster, gpus: int) -> Row:
     with modelled_gpus(gpus, cluster.kind, _MEMORY, cluster.links) as devices:
-        return measure(job, method, devices, cluster, search=search)
+        return measure(job, method, devices, cluster)

@@ -26,9 +26,8 @@ Curves = Mapping[str, Mapping[int, float]]  # name: {GPUs: seconds of a step}
 
 def table(found: Found, clusters: Mapping[str, Cluster]) -> str:
     """A part per cluster and job, with a line per method: batch, GiB on the fullest GPU ("!": does not fit) and on the
-    emptiest, modelled ms of a step, samples per second, the busy share of the GPUs from least to most, and the largest
-    batch that fits."""
-    lines = [f"{'':15} batch  GiB, fullest  least      ms samples/s       busy   most"]
+    emptiest, modelled ms of a step, samples per second, and the busy share of the GPUs from least to most."""
+    lines = [f"{'':15} batch  GiB, fullest  least      ms samples/s       busy"]
     for (name, job), rows in found.items():
         lines += ["", f"{job}, {name}, {clusters[name].room / GiB:.1f} GiB each"]
         for row in rows:
@@ -37,7 +36,7 @@ def table(found: Found, clusters: Mapping[str, Cluster]) -> str:
             fullest = f"{max(row.peaks) / GiB:.2f}" + (" " if row.fits(clusters[name]) else "!")
             lines.append(
                 f"{row.method:15} {row.batch:5} {fullest:>13} {min(row.peaks) / GiB:6.2f} {1e3 * row.seconds:7.0f} "
-                f"{row.samples_per_second:9.0f} {busy:>10} {row.largest or '':>6}"
+                f"{row.samples_per_second:9.0f} {busy:>10}"
             )
     return "\n".join(lines)
 
@@ -76,17 +75,17 @@ def scaling_picture(
     right.set(xlabel="GPUs", ylabel="efficiency in %", ylim=(0, 105))
     left.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
-    set_alt_text(figure, describe_scaling(curves, weak))
+    set_alt_text(figure, describe_scaling(curves, weak, law))
     return figure
 
 
-def describe_scaling(curves: Curves, weak: bool = False) -> str:
+def describe_scaling(curves: Curves, weak: bool = False, law: bool = True) -> str:
     """The picture in words: per curve the efficiency at each number of GPUs, and Amdahl's serial share."""
     lines = []
     for name, seconds in curves.items():
         shares = ", ".join(f"{n}: {100 * each:.0f} %" for n, each in efficiency(seconds, weak).items())
-        law = "" if weak else f"; Amdahl's serial share {100 * amdahl(seconds):.1f} %"
-        lines.append(f"{name}: efficiency by GPUs {shares}{law}")
+        share = f"; Amdahl's serial share {100 * amdahl(seconds):.1f} %" if law and not weak else ""
+        lines.append(f"{name}: efficiency by GPUs {shares}{share}")
     return "\n".join(lines)
 
 

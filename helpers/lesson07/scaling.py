@@ -34,12 +34,14 @@ from helpers.measure.timeline import record_timeline, seconds_covered
 @dataclass(frozen=True)
 class Cluster:
     """Machines with `per_machine` GPUs of a `kind`. links: within a machine, None for the kind's own ("PCIe 3", ...,
-    "NVLink pairs", "NVSwitch"). network: between machines. No GPU is needed. Raises ValueError for unknown names."""
+    "NVLink pairs", "NVSwitch"). network: between machines; adapters: how many of them a machine has, which an
+    all-reduce uses together. No GPU is needed. Raises ValueError for unknown names."""
 
     kind: str
     per_machine: int = 4
     links: str | None = None
     network: str = "Ethernet 100"
+    adapters: int = 1
 
     def __post_init__(self):
         self.all_reduce_seconds(1, self.per_machine)
@@ -67,8 +69,9 @@ class Cluster:
         return all_reduce_seconds(nbytes, gpus, **vars(self))
 
     def copy_seconds(self, nbytes: float, gpus: int) -> float:
-        """Modelled seconds of a copy between neighbours among `gpus` GPUs, over the slowest link between them."""
-        return copy_seconds(nbytes, gpus, **vars(self))
+        """Modelled seconds of a copy between neighbours among `gpus` GPUs, over the slowest link between them and one
+        adapter."""
+        return copy_seconds(nbytes, gpus, self.kind, self.per_machine, self.links, self.network)
 
 
 # ---- one rank's step, and what many take -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Nothing is switched on here, and no GPU is needed, real or virtual.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from virtual_gpus.clock.calibration import HOST, calibration
@@ -61,13 +62,24 @@ def copy_seconds(
 
 
 def all_reduce_seconds(
-    nbytes: float, gpus: int, kind: str, per_machine: int, links: str | None = None, network: str = "Ethernet 100"
+    nbytes: float,
+    gpus: int,
+    kind: str,
+    per_machine: int,
+    links: str | None = None,
+    network: str = "Ethernet 100",
+    adapters: int = 1,
 ) -> float:
     """Seconds of an all-reduce of `nbytes` around a ring of `gpus` GPUs, one machine filled after the other.
 
-    links: within a machine, None for the kind's own; network: between machines, one of `NETWORKS`. Raises ValueError
-    for unknown names, and for a number of GPUs that leaves a machine partly empty.
+    links: within a machine, None for the kind's own; network: between machines, one of `NETWORKS`. adapters: of a
+    machine. NCCL lays a ring through each of them and divides the bytes among the rings. Raises ValueError for unknown
+    names, for less than one adapter, and for a number of GPUs that leaves a machine partly empty.
     """
+    if adapters < 1:
+        raise ValueError(f"a machine needs at least one network adapter, not {adapters}")
     topology = arrange(spec(kind), gpus, links, -(-gpus // per_machine), network)
+    together = replace(topology.network, bandwidth=adapters * topology.network.bandwidth)
+    topology = replace(topology, network=together)
     ring = [topology.between(gpu, (gpu + 1) % gpus) for gpu in range(gpus)] if gpus > 1 else []
     return ring_seconds(ring, gpus, "all_reduce", nbytes)
