@@ -264,7 +264,7 @@ OF = "(allocated) of"
         (readings(13, 13, capacity_gib=12), "All 2 GPUs would need 13.0 GiB (peak allocated) each: 1.00 GiB over their "
          "12.0 GiB."),
         (RAN_OUT, "GPU 1 ran out of its 12.0 GiB: with 10.0 GiB allocated and 11.0 GiB reserved it was asked for 3.00 "
-         "GiB more, 2.50 GiB over the edge. The run stopped there; until then the other 3 GPUs peaked at 2.40 "
+         "GiB more, which is 2.50 GiB too much. The run stopped there; until then the other 3 GPUs peaked at 2.40 "
          "GiB (allocated) each."),
     ],
 )  # fmt: skip

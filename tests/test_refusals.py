@@ -86,7 +86,7 @@ def test_what_a_real_gpu_said():
     assert found.limited and found.room == 8 * GiB - found.reserved and found.over == 528 * MiB - found.room
     assert str(found) == (
         "GPU 0 ran out of the 8.00 GiB that this process may reserve: with 7.62 GiB allocated and 7.63 GiB reserved "
-        "it was asked for 528 MiB more, 153 MiB over the edge"
+        "it was asked for 528 MiB more, which is 153 MiB too much"
     )
 
 
@@ -94,7 +94,7 @@ def test_a_refusal_in_words():
     assert (USUAL.limited, USUAL.room, USUAL.over) == (False, 700 * MiB, 1348 * MiB)
     assert str(USUAL) == (
         "GPU 1 ran out of its 11.9 GiB: with 9.20 GiB allocated and 10.1 GiB reserved it was asked for 2.00 GiB more, "
-        "1.32 GiB over the edge"
+        "which is 1.32 GiB too much"
     )
 
 

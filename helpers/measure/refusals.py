@@ -62,7 +62,8 @@ class Refusal:
         return (
             f"GPU {self.gpu} ran out of {limit or f'its {format_bytes(self.capacity)}'}: with "
             f"{format_bytes(self.allocated)} allocated and {format_bytes(self.reserved)} reserved it was asked for "
-            f"{format_bytes(self.requested)} more" + (f", {format_bytes(self.over)} over the edge" if self.over else "")
+            f"{format_bytes(self.requested)} more"
+            + (f", which is {format_bytes(self.over)} too much" if self.over else "")
         )
 
 

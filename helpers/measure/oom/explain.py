@@ -99,19 +99,22 @@ class Explanation:
         half, whole, cached = format_bytes(graph // 2), format_bytes(graph), format_bytes(self.cached)
         found = [
             (graph, "For validation: torch.inference_mode(), which keeps nothing for backward."),
-            (graph // 2, f"Half the batch: about {half} of what autograd holds. Accumulate gradients over two halves."),
             (
                 graph // 2,
-                f"Half of {whole} and often more: torch.utils.checkpoint around the blocks of the net, or autocast to "
-                "bfloat16.",
+                f"Halve the batch and accumulate the gradients of both halves: autograd holds about {half} less.",
+            ),
+            (
+                graph // 2,
+                "Put torch.utils.checkpoint around the model's blocks, or use autocast to bfloat16: "
+                f"half of {whole} or more.",
             ),
         ]
         if refused and refused.requested > self.capacity - self.outside:
             text = "Nothing: this one request is larger than the whole GPU. Make that tensor smaller."
             found.append((refused.requested, text))
         if refused and self.cached + refused.room >= refused.requested:
-            text = f"{cached} lie cached in pieces, enough for the request, had they been one: "
-            found.append((self.cached, text + "expandable_segments:True, or make the large tensors first."))
+            text = f"{cached} are cached in pieces. In one piece they would do: "
+            found.append((self.cached, text + "set expandable_segments:True, or create the large tensors first."))
         least = _LEAST * max(1, self.allocated)
         return sorted((each for each in found if each[0] > least), key=lambda each: -each[0])
 
@@ -142,7 +145,7 @@ class Explanation:
             return ""
         lacking = self.refused.over
         return (
-            " (enough)" if size >= lacking else f" (not enough: {format_bytes(max(lacking, MiB // 100))} were lacking)"
+            " (enough)" if size >= lacking else f" (not enough: {format_bytes(max(lacking, MiB // 100))} are missing)"
         )
 
     def _look(self, reading: Reading, refused: Refusal | None) -> None:
