@@ -36,3 +36,40 @@ def copy_paths_picture() -> Figure:
         "pinned memory, and from there over PCIe to the GPU. Between GPU 0 and GPU 1 it takes NVLink, not host memory.",
     )
     return figure
+
+
+def data_parallel_picture() -> Figure:
+    """One forward pass of DataParallel on four GPUs. Returns the figure."""
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.3), layout="constrained")
+    ax.set(xlim=(0, 10), ylim=(0, 5))
+    ax.axis("off")
+
+    def box(left, bottom, width, words, colour):
+        ax.add_patch(plt.Rectangle((left, bottom), width, 0.7, facecolor=colour, edgecolor="0.3"))
+        ax.text(left + width / 2, bottom + 0.35, words, ha="center", va="center")
+
+    def arrow(start, end, style="-"):
+        ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "lw": 1.5, "linestyle": style})
+
+    box(3.6, 4.2, 4.4, "64 images, in host memory", "0.94")
+    box(3.6, 0.1, 4.4, "64 rows of logits, on GPU 0", bar_style(1)["facecolor"])
+    for number in range(4):
+        left = 1.7 + 2.15 * number
+        middle = left + 0.85
+        box(left, 2.6, 1.7, f"model, GPU {number}", bar_style(5)["facecolor"])
+        ax.text(middle, 1.9, "16 rows", ha="center", va="center", fontsize=9, bbox={"fc": "white", "ec": "none"})
+        gathered = 4.5 + 0.87 * number
+        arrow((gathered, 4.2), (middle, 3.3))
+        arrow((middle, 1.7), (gathered, 0.8))
+        ax.plot((middle, middle), (2.6, 2.1), color="black", lw=1.5)
+        if number < 3:
+            arrow((left + 1.7, 2.95), (left + 2.15, 2.95), "--")
+    for height, words in ((3.75, "scatter"), (2.95, "replicate"), (1.9, "parallel_apply"), (1.2, "gather")):
+        ax.text(0, height, words, va="center", family="monospace")
+    set_alt_text(
+        figure,
+        "scatter divides 64 images in host memory into pieces of 16, one for each of four GPUs. replicate copies the "
+        "model from GPU 0 to GPUs 1 to 3. parallel_apply calls the model on each GPU, which gives 16 rows of logits. "
+        "gather copies all 64 rows to GPU 0.",
+    )
+    return figure
