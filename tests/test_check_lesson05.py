@@ -46,7 +46,7 @@ def test_best_cuts():
     assert check.best_cuts(best_cuts)
     assert check.best_cuts(stage_by_stage)
     assert check.best_cuts(lambda times, stages: tuple(best_cuts(times, stages)))
-    valid = "growing integers between 1 and 4, so that each stage has a layer"
+    valid = "increasing integers from 1 to 4, so that each stage has a layer"
     explains(
         check.best_cuts,
         (lambda times, stages: [len(times) * k // stages for k in range(1, stages)], "is possible"),
@@ -121,7 +121,7 @@ def test_frugal():
         (gpipe, "stage 0 keeps 6 micro-batches at a time. It has room for 2"),
         (one_f_one_b, "It has room for 2"),
         (one_at_a_time, "your schedule takes 12 units of time, and 9 are allowed"),
-        (one_at_a_time, "At most one micro-batch is under way"),
+        (one_at_a_time, "Only one micro-batch is in the pipeline"),
         (always_two, "your schedule takes 33 units of time, and 27 are allowed"),
         (always_two, "where does a stage wait"),
         (never_ends, "never end"),
@@ -213,8 +213,8 @@ def test_backward_in_parts():
         (in_parts(right, log=lambda loss, y, labels: loss.item()), "your loss of "),
         (in_parts(right, log=lambda loss, y, labels: loss * len(y) / len(labels)), "still refers to its graph"),
         (another_loss, "values are wrong"),
-        (at_once, "the net was called with [50] images"),
-        (drops_the_last, "called with [16, 16, 16] images. Send each image through the net once"),
+        (at_once, "the model was called with [50] images"),
+        (drops_the_last, "called with [16, 16, 16] images. Pass each image through the model once"),
         (one_backward_at_the_end, "4 forward passes ran without a backward pass"),
         (without_backward, "4 forward passes ran without a backward pass"),
         (lambda net, images, labels, size: 0.0, "was called with [] images"),

@@ -14,7 +14,7 @@ from helpers.parallel.pipeline import Task, bubble, gpipe, most_kept, simulate
 
 @exercise
 def best_cuts(answer):
-    """Exercise 1: `answer(times, stages)` lists the first layers of the stages after the first; the best cuts."""
+    """Exercise 1: `answer(times, stages)` returns the best cuts, the first layer of each stage except stage 0."""
     for times, stages in (
         ([4, 1, 1, 2, 6], 2), ([1, 1, 1, 1], 2), ([5, 1, 1, 1, 1, 1], 3), ([1, 2, 3, 4, 5, 6, 7, 8], 4),
         ([9, 1, 1], 3), ([3, 3, 3], 1), ([0.5, 0.25, 2.0, 0.25, 1.0], 3),
@@ -24,7 +24,7 @@ def best_cuts(answer):
         edges = [0, *found, len(times)] if isinstance(found, list | tuple) else [0]
         valid = all(isinstance(edge, int) for edge in edges) and len(edges) == stages + 1
         valid = valid and all(start < end for start, end in pairwise(edges))
-        why = f"Return {stages - 1} growing integers between 1 and {len(times) - 1}, so that each stage has a layer."
+        why = f"Return {stages - 1} increasing integers from 1 to {len(times) - 1}, so that each stage has a layer."
         require(valid, what, why)
         best = min(_slowest(times, each) for each in combinations(range(1, len(times)), stages - 1))
         slowest = _slowest(times, found)
@@ -56,12 +56,12 @@ def fewest(answer):
     return "64 stages need 1,197 micro-batches to be busy for 95 % of the time."
 
 
-KEEPS = 2  # micro-batches that a stage of exercise 3 has room for
+KEEPS = 2  # micro-batches that fit in the memory of a stage in exercise 3
 
 
 @exercise
 def frugal(answer):
-    """Exercise 3: `answer(stages, micro_batches)` never keeps more than two, as fast as two at a time through GPipe."""
+    """Exercise 3: `answer(stages, micro_batches)` never keeps more than two, as fast as GPipe with two at a time."""
     for stages, micro_batches in ((2, 2), (2, 6), (3, 6), (4, 8), (4, 2), (8, 4)):
         orders = _orders(call(answer, stages, micro_batches), stages, micro_batches)
         what = f"With {stages} stages and {micro_batches} micro-batches,"
@@ -75,7 +75,7 @@ def frugal(answer):
         slow = f"{what} your schedule takes {taken:g} units of time, and {bound:g} are allowed."
         why = "Look at simulate(...) of your orders: where does a stage wait?"
         if max(kept) == 1:
-            why = "At most one micro-batch is under way. What could the idle stages do?"
+            why = "Only one micro-batch is in the pipeline at a time. What could the idle stages do?"
         require(taken <= bound, slow, why)
     return "No stage keeps more than two micro-batches, however many there are."
 
@@ -100,12 +100,12 @@ def _orders(found: object, stages: int, micro_batches: int) -> list[list[Task]]:
 
 @exercise
 def backward_in_parts(answer):
-    """Exercise 4: `answer(net, images, labels, size)`: backward in micro-batches; gradients and loss of the batch."""
+    """Exercise 4: `answer(model, images, labels, size)` runs micro-batches; gradients and loss are the batch's."""
     for samples, size in ((50, 16), (12, 4), (7, 3), (5, 8)):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
         x, y = torch.randn(samples, 6), torch.randint(0, 3, (samples,))
-        loss = cross_entropy(net(x), y).item()
+        loss = cross_entropy(model(x), y).item()
         sizes, passes = [], []
 
         def note(module, inputs, output, sizes=sizes, passes=passes) -> None:
@@ -114,17 +114,17 @@ def backward_in_parts(answer):
             if output.requires_grad:
                 output.register_hook(lambda gradient: passes.append("B"))
 
-        hook = net.register_forward_hook(note)
-        found = call(answer, net, x, y, size)
+        hook = model.register_forward_hook(note)
+        found = call(answer, model, x, y, size)
         hook.remove()
         what = f"With {samples} images in micro-batches of {size},"
         whole = sum(sizes) == samples and max(sizes, default=0) <= size
-        why = f"Send each image through the net once, at most {size} at a time."
-        require(whole, f"{what} the net was called with {sizes} images.", why)
+        why = f"Pass each image through the model once, at most {size} at a time."
+        require(whole, f"{what} the model was called with {sizes} images.", why)
         at_once = max(map(len, "".join(passes).split("B")))
-        why = "Their graphs are in memory together. Call backward() before the next forward pass."
+        why = "Their graphs are in memory at the same time. Call backward() before the next forward pass."
         require(at_once == 1, f"{what} {at_once} forward passes ran without a backward pass.", why)
-        compare.accumulated(net, list(zip(x.split(size), y.split(size), strict=True)))
+        compare.accumulated(model, list(zip(x.split(size), y.split(size), strict=True)))
         graph = isinstance(found, Tensor) and found.requires_grad
         require(not graph, "The loss that you return still refers to its graph. Return a number.")
         compare.number(found, loss, rel=1e-4, case=f"{what} your loss of ")
