@@ -1,7 +1,7 @@
 """The networks of the lessons.
 
     relu_net                          linear layers, for thousands of steps in seconds
-    resnet34, small_resnet            images, by torchvision; the small one for a laptop's CPU
+    small_resnet                      images, by torchvision, for a laptop's CPU
     PyramidNet, pyramidnet_article    images; a large net whose memory stays balanced under DataParallel
     Bert, bert_small, bert_article    masked words; unbalanced, since its output is far larger than its input
 
@@ -17,18 +17,13 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models import ResNet, resnet
+from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
 
 def parameter_count(model: nn.Module) -> int:
     """How many numbers the optimizer may change; a tensor shared by two layers counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters: what one replica costs before gradients, buffers and activations."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def relu_net(sizes: Sequence[int]) -> nn.Sequential:
@@ -43,14 +38,6 @@ def relu_net(sizes: Sequence[int]) -> nn.Sequential:
 
 
 # ---------------------------------------------------------------------------------------------------- ResNet
-
-
-def resnet34() -> ResNet:
-    """torchvision's ResNet-34 with fresh weights: images (N, 3, H, W) -> logits (N, 10); 21,289,802 parameters.
-
-    Source: "Deep Residual Learning for Image Recognition", arXiv 1512.03385.
-    """
-    return resnet.resnet34(weights=None, num_classes=10)
 
 
 def group_norm(channels: int) -> nn.GroupNorm:

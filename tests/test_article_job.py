@@ -8,7 +8,7 @@ from virtual_gpus import virtual_gpus
 from helpers import lesson04 as article_job
 from helpers.lesson04 import WordLoss, bert_peaks
 from helpers.measure import MiB
-from helpers.models import parameter_bytes
+from helpers.models import parameter_count
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -36,7 +36,7 @@ def test_data_parallel_loads_gpu_0_and_the_parallel_loss_does_not(gpus):
 
 def test_one_gpu_holds_weights_gradients_and_adam_s_state(gpus):
     found = bert_peaks(nn.DataParallel, 1, gpus[:1])
-    weights = parameter_bytes(article_job.bert_article(article_job.VOCABULARY))
+    weights = 4 * parameter_count(article_job.bert_article(article_job.VOCABULARY))
     assert len(found) == 1
     assert found[0].peak_allocated > 4 * weights  # weights, gradients, two states
     assert round(weights / MiB) == 83
