@@ -4,12 +4,13 @@
                 imports the engine.
     data        The images and texts to train on, and random batches.
     models      The networks of the lessons.
-    train       One training loop: on one GPU, with DataParallel, or in each of many ranks with DDP. Checkpoints.
-    parallel    Several ranks or GPUs at one job: `launch` and what ranks call, the parallel loss, pipelines.
+    train       One training loop, on one GPU or with DataParallel.
+    parallel    Several ranks or GPUs at one job: `launch`, the parallel loss, pipelines.
     measure     What GPUs hold and do: memory, the largest batch, timelines, reports of out-of-memory errors.
     show        Pictures, words and panels of what was measured.
     exercises   The checks of the exercises, a module for each lesson.
     lesson04    The peak memory of the article's BERT under any of PyTorch's wrappers.
+    lesson05    The pictures of lesson 05.
     lesson07    The models behind the choice of a method, and the advice.
 
 Importing has no side effect; `use_gpus` switches GPUs on.

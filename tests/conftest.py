@@ -17,13 +17,12 @@ def workspaces_given_back(monkeypatch):
     monkeypatch.setattr(memory_model, "keeps_workspaces", lambda version, environment: False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def small_program():
     """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.
 
-    For tests that ask gc often: each time it would go through all of them. What the tests make it sees.
+    Many tests ask gc to collect, which takes half a second when it goes through all of them. It sees what tests make.
     """
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Training on several GPUs: launch and ranks, the parallel loss, the pipeline."""
+"""Training on several GPUs: `launch`, the parallel loss, the pipeline."""
 
 from helpers.parallel.launching import RankError, launch
 from helpers.parallel.loss import (
@@ -18,7 +18,6 @@ from helpers.parallel.pipeline import (
     simulate,
     split,
 )
-from helpers.parallel.ranks import rank_loader
 
 __all__ = [
     "DataParallelCriterion",
@@ -33,7 +32,6 @@ __all__ = [
     "launch",
     "layers_of",
     "one_f_one_b",
-    "rank_loader",
     "simulate",
     "split",
     "total",
