@@ -11,7 +11,7 @@ from virtual_gpus import virtual_gpus
 from helpers.exercises import lesson06 as check
 from tests.check_answers import explains, survives_strange_answers, told
 
-pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 LOOPS = (
     check.validation_loss,

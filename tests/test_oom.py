@@ -25,7 +25,7 @@ from helpers.show import describe_segments, draw_segments
 from helpers.show.style import alt_text
 
 matplotlib.use("Agg")
-pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 
 @pytest.fixture
