@@ -277,12 +277,14 @@ def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: 
     size = grain(line, len(gpus))
     batch = math.ceil(0.9 * line / size) * size
     _limit_memory(used, room)
+    gc.freeze()  # each try collects its own garbage, and need not look through all objects that are there already
     try:
         while batch and not _two_steps_fit(new_step, batch // shares):
             batch -= size
         while _two_steps_fit(new_step, (batch + size) // shares):  # the first try may have found memory in pieces
             batch += size
     finally:
+        gc.unfreeze()
         _limit_memory(used)
     return replace(row, largest=batch, line=line)
 
