@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import html
 import io
 import os
 import re
@@ -270,4 +271,8 @@ def test_a_lesson_shows_the_difference_of_two_programs():
     assert "for micro_batch in images.chunk(MICRO_BATCHES):" in added and '"""' not in text
     whole = (SCRIPTS / "pipeline.py").read_text(encoding="utf-8")
     assert all(line in whole for line in added)
-    assert shown._repr_markdown_() == f"```diff\n{text}\n```"
+    drawn = shown._repr_html_()
+    without_styles = html.unescape(re.sub("<[^>]*>", "", drawn))  # as GitHub shows it
+    assert without_styles == f"{text}\n"
+    changed = [line for line in shown.lines[2:] if line.startswith(("+", "-"))]
+    assert drawn.count("background-color") == len(changed)

@@ -1,6 +1,7 @@
-"""The difference between two of the programs in `notebooks/scripts`, as coloured lines of a notebook."""
+"""The difference between two of the programs in `notebooks/scripts`, as tinted lines of a notebook."""
 
 import difflib
+import html
 from pathlib import Path
 
 __all__ = ["Difference", "show_diff"]
@@ -8,8 +9,12 @@ __all__ = ["Difference", "show_diff"]
 SCRIPTS = Path(__file__).resolve().parents[2] / "notebooks" / "scripts"
 
 
+# Green and red, transparent enough to be read in light and dark themes. The signs say the same without colour.
+TINTS = {"+": "rgba(46, 160, 67, 0.22)", "-": "rgba(248, 81, 73, 0.22)"}
+
+
 class Difference:
-    """Lines of a diff. JupyterLab draws them in colour; `print` gives them as plain text."""
+    """Lines of a diff. Notebooks tint the changed lines; `print` gives plain text."""
 
     def __init__(self, lines: list[str]):
         self.lines = lines
@@ -17,8 +22,22 @@ class Difference:
     def __repr__(self) -> str:
         return "\n".join(self.lines)
 
-    def _repr_markdown_(self) -> str:
-        return f"```diff\n{self}\n```"
+    def _repr_html_(self) -> str:
+        # Styles are inline, and each line ends with a newline, because GitHub removes styles and keeps the rest.
+        # The inner box is as wide as the longest line, so that tints do not end where a reader begins to scroll.
+        lines = "".join(_tinted(line) for line in self.lines)
+        box = f'<span style="display: inline-block; min-width: 100%">{lines}</span>'
+        return f'<pre style="overflow-x: auto; white-space: pre">{box}</pre>'
+
+
+def _tinted(line: str) -> str:
+    """A line of a diff as HTML."""
+    text = html.escape(line, quote=False) + "\n"
+    if line.startswith(("+++ ", "--- ")):  # the names of the files
+        return f"<b>{text}</b>"
+    if line[:1] in TINTS:
+        return f'<span style="display: block; background-color: {TINTS[line[0]]}">{text}</span>'
+    return text
 
 
 def show_diff(before: str, after: str) -> Difference:
