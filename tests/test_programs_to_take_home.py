@@ -152,15 +152,15 @@ def test_from_another_folder_with_the_bundled_images_and_workers(monkeypatch, tm
     assert re.fullmatch(r"epoch 0 \| loss 2\.\d{3} \| test loss 2\.\d{3} \| accuracy \d+\.\d%", line)
 
 
-def test_two_machines_with_one_gpu_each(data, reference, tmp_path):
-    """Two torchruns that meet: on each there is only cuda:0, which a program that takes RANK for LOCAL_RANK misses."""
-    words = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
-    words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "-m", "virtual_gpus", "--gpus", 1, SCRIPTS / "ddp.py"]
-    words += [*small(data), "--epochs", 2, "--checkpoint", tmp_path / "last.pt"]
-    with torchrun(*words, log=tmp_path / "a") as one, torchrun(*words, log=tmp_path / "b") as other:
-        outputs = sorted(lines(program.wait()) for program in (one, other))
-    assert outputs[0] == [] and close(outputs[1], reference[0])
-    assert same_state(tmp_path / "last.pt", reference[1])
+def test_ddp_takes_the_gpu_of_its_local_rank(run, reference, monkeypatch, tmp_path):
+    """As rank 0 of 1, but the second process of its machine: RANK is not the number of a GPU."""
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    with virtual_gpus(2):
+        printed = run("ddp", "--epochs", 2, "--checkpoint", tmp_path / "last.pt")
+        assert torch.cuda.max_memory_allocated(1) > torch.cuda.max_memory_allocated(0) == 0
+    assert close(printed, reference[0]) and same_state(tmp_path / "last.pt", reference[1])
 
 
 # ddp.py, but rank 0 is killed in its eighth step, the second one of epoch 1. When it is started again it comes late, so

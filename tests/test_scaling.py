@@ -1,8 +1,6 @@
 """helpers.lesson07.scaling: clusters, one rank's step laid out for many, laws, programs."""
 
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -129,9 +127,8 @@ def in_a_rank(rank, samples):
 
 @pytest.mark.parametrize(
     ("kind", "samples", "links", "bound"),
-    [("K80", 4096, None, "GPU"), ("A100", 4096, None, "GPU"), ("H200", 8, None, "host"), ("A100", 64, None, "host"),
-     ("H200", 8, "PCIe 3", "links"), ("A100", 1024, "PCIe 3", "links")],
-)  # fmt: skip
+    [("K80", 4096, None, "GPU"), ("A100", 64, None, "host"), ("H200", 8, "PCIe 3", "links")],
+)
 def test_one_rank_tells_what_real_ranks_take(kind, samples, links, bound):
     """Ranks in processes of their own, two and four of them, whatever the bottleneck is. Tolerance: 0.2 %, and 0.01 of
     utilisation. (With DDP's gradients copied as for a communication hook, steps bound by the host came 5 % short.)"""
@@ -209,14 +206,6 @@ def test_the_job_measures_what_one_a100_can_hold():
         step.clear()
         with pytest.raises(torch.OutOfMemoryError):
             step(2 * int(batch))
-
-
-def test_the_program_prints_what_the_lesson_reads():
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run += ["-m", "virtual_gpus", "--gpus", "2", "--shapes-only", "notebooks/scripts/scaling.py"]
-    run += ["--model", "small", "--batch-size", "8", "--per-gpu", "--warm-up", "1", "--steps", "2"]
-    said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"gpus=2 batch=16 step_ms=[\d.]+", said)  # as lesson 07 reads it
 
 
 @pytest.mark.parametrize("weak", [False, True])
