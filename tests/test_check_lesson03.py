@@ -8,11 +8,17 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
+from helpers import lesson04
 from helpers.exercises import lesson03 as check
 from helpers.parallel import DataParallelCriterion
-from tests.check_answers import Hostile, explains, measured_once, survives_strange_answers, told
+from tests.check_answers import Hostile, explains, measured_once, one_layer, survives_strange_answers, told
 
-pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program", "small_jobs")
+
+
+@pytest.fixture
+def small_jobs(monkeypatch):
+    one_layer(monkeypatch, check, lesson04)
 
 
 def losses(answers):
@@ -167,8 +173,8 @@ def both_sums(scores, tags):
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [
-        ("binary", check.NOT_AT_ALL, "`binary` can be cut: one GPU and 4 GPUs give 1.104. What is its mean over?"),
-        ("present", check.NOT_AT_ALL, "`present` can be cut"),
+        ("binary", check.NOT_AT_ALL, "`binary` can be divided. One GPU and 4 GPUs give 1.104. What is its mean over?"),
+        ("present", check.NOT_AT_ALL, "`present` can be divided"),
         ("present", check.AS_IT_IS, "`present` as it is is 0.972 on 4 GPUs and 0.996 on one GPU"),
         ("present", samples, "`present` with your weight is 0.972 on 4 GPUs and 0.996"),
         ("triplet", lambda scores, tags: tags.sum(), "Does it need another weight"),
@@ -189,7 +195,8 @@ def test_losses_wants_all_and_four_gpus(answers):
         assert told(losses(answers), "the number of GPUs is 2", "the exercise needs 4")
 
 
-PEAKS = {"DataParallel": 9.36, "output_device=1": 2.83, "loss in forward": 3.89, "parallel loss": 3.89}
+# With one layer.
+PEAKS = {"DataParallel": 7.66, "output_device=1": 1.08, "loss in forward": 2.19, "parallel loss": 2.19}
 LOGITS = 200 * 163 * 20_000 * 4 / 2**30
 
 
@@ -197,23 +204,23 @@ def test_peaks(titans, monkeypatch):
     measured_once(monkeypatch, check, "_peak")
     assert check.peaks(PEAKS)
     for name, wrong, words in (
-        ("DataParallel", 13.0, "the peak with 30,000 words"),
-        ("DataParallel", 13.0 * 2 / 3, "Not all of it depends on the vocabulary"),
+        ("DataParallel", 7.66 + 3 / 2 * LOGITS, "the peak with 30,000 words"),
+        ("loss in forward", (2.19 + 0.75 / 2 * LOGITS) * 2 / 3, "Not all of it depends on the vocabulary"),
         ("loss in forward", 0.75 * LOGITS, "the logits alone"),
-        ("loss in forward", 9.36, "As the peak of loss in forward, 9.36 GiB is more than twice"),
-        ("parallel loss", 3.84 * 2**10, "in MiB"),
-        ("output_device=1", 2.3, "too small"),
-        ("output_device=1", "2.83 GiB", "is text"),
+        ("loss in forward", 7.66, "As the peak of loss in forward, 7.66 GiB is more than twice"),
+        ("parallel loss", 2.19 * 2**10, "in MiB"),
+        ("output_device=1", 0.8, "too small"),
+        ("output_device=1", "1.08 GiB", "is text"),
         ("output_device=1", ..., "still contains `...`"),
     ):
         assert told(check.peaks(PEAKS | {name: wrong}), words)
-    assert told(check.peaks({"DataParallel": 9.36}), "a number for each of DataParallel, output_device=1")
+    assert told(check.peaks({"DataParallel": 7.66}), "a number for each of DataParallel, output_device=1")
 
 
 def test_largest_fused(titans):
-    assert check.largest_fused(1080)
-    assert told(check.largest_fused(1040), "1,040 sentences are not the most: 40 more still fit")
-    assert told(check.largest_fused(1120), "With 1,120 sentences, a GPU runs out of memory.")
+    assert check.largest_fused(2080)
+    assert told(check.largest_fused(2040), "2,040 sentences are not the most: 40 more still fit")
+    assert told(check.largest_fused(2120), "With 2,120 sentences, a GPU runs out of memory.")
     assert torch.cuda.memory_allocated(0) == 0
 
 

@@ -111,7 +111,7 @@ def losses(answers, losses):
         loss, gradient = _cut_step(losses[name], gpus, weight)
         given = answer if answer == AS_IT_IS else "with your weight"
         both = f"The loss `{name}` {given} is {loss:.3f} on {len(gpus)} GPUs and {alone:.3f} on one GPU"
-        can = f"The loss `{name}` can be cut: one GPU and {len(gpus)} GPUs give {loss:.3f}. What is its mean over?"
+        can = f"The loss `{name}` can be divided. One GPU and {len(gpus)} GPUs give {loss:.3f}. What is its mean over?"
         require(answer != NOT_AT_ALL, can)
         require(abs(loss - alone) < 1e-4, f"{both}. Does it need another weight, or can no weight help?")
         off = float((gradient - alone_gradient).norm() / alone_gradient.norm())
