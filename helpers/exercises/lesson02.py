@@ -35,7 +35,7 @@ def piece_sizes(answer):
         alike = "DataParallel makes all pieces of the same size, except the last, which may be smaller."
         require(len(set(found[:-1])) <= 1 and found[-1] <= found[0], said, alike)
         require(found == right, said, f"The first piece has {right[0]} samples. Which rule gives that?")
-    return "These are the pieces of scatter, even where GPUs stay without work."
+    return "These are the pieces of scatter, even where some GPUs get no samples."
 
 
 @exercise

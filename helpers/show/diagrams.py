@@ -40,8 +40,8 @@ def copy_paths_picture() -> Figure:
 
 def data_parallel_picture() -> Figure:
     """One forward pass of DataParallel on four GPUs. Returns the figure."""
-    figure, ax = plt.subplots(figsize=(WIDTH, 3.3), layout="constrained")
-    ax.set(xlim=(0, 10), ylim=(0, 5))
+    figure, ax = plt.subplots(figsize=(WIDTH, 3.5), layout="constrained")
+    ax.set(xlim=(0, 10), ylim=(0, 5.4))
     ax.axis("off")
 
     def box(left, bottom, width, words, colour):
@@ -51,7 +51,7 @@ def data_parallel_picture() -> Figure:
     def arrow(start, end, style="-"):
         ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "lw": 1.5, "linestyle": style})
 
-    box(3.6, 4.2, 4.4, "64 images, in host memory", "0.94")
+    box(3.6, 4.6, 4.4, "64 images, in host memory", "0.94")
     box(3.6, 0.1, 4.4, "64 rows of logits, on GPU 0", bar_style(1)["facecolor"])
     for number in range(4):
         left = 1.7 + 2.15 * number
@@ -59,12 +59,14 @@ def data_parallel_picture() -> Figure:
         box(left, 2.6, 1.7, f"model, GPU {number}", bar_style(5)["facecolor"])
         ax.text(middle, 1.9, "16 rows", ha="center", va="center", fontsize=9, bbox={"fc": "white", "ec": "none"})
         gathered = 4.5 + 0.87 * number
-        arrow((gathered, 4.2), (middle, 3.3))
+        arrow((gathered, 4.6), (middle, 3.3))
         arrow((middle, 1.7), (gathered, 0.8))
         ax.plot((middle, middle), (2.6, 2.1), color="black", lw=1.5)
-        if number < 3:
-            arrow((left + 1.7, 2.95), (left + 2.15, 2.95), "--")
-    for height, words in ((3.75, "scatter"), (2.95, "replicate"), (1.9, "parallel_apply"), (1.2, "gather")):
+        if number > 0:
+            arrow((left + 0.2, 3.65), (left + 0.2, 3.3))
+    # From GPU 0's model up, and along all the others.
+    ax.plot((1.9, 1.9, left + 0.2), (3.3, 3.65, 3.65), color="black", lw=1.5, linestyle="--")
+    for height, words in ((4.2, "scatter"), (3.65, "replicate"), (2.95, "parallel_apply"), (1.2, "gather")):
         ax.text(0, height, words, va="center", family="monospace")
     set_alt_text(
         figure,
