@@ -277,7 +277,7 @@ def test_segments_in_words_and_drawn(gpu):
     pair = torch.empty(24 * MiB, dtype=torch.uint8, device=gpu)
     del pair
     first, second = (torch.empty(12 * MiB, dtype=torch.uint8, device=gpu) for _ in range(2))
-    assert describe_segments(gpu) == "1 segment, 24.0 MiB reserved: 24.0 MiB used in 2 blocks, no holes."
+    assert describe_segments(gpu) == "1 segment, 24.0 MiB reserved: 24.0 MiB used in 2 blocks, no gaps."
     del second
     said = "1 segment, 24.0 MiB reserved: 12.0 MiB used in 1 block, 12.0 MiB free in 1 piece, the largest 12.0 MiB."
     assert describe_segments(gpu) == said and first.is_cuda

@@ -31,7 +31,7 @@ def _net(gpu: torch.device, outputs: int = 10) -> nn.Sequential:
     return nn.Sequential(*layers).to(gpu)
 
 
-def _batches(count: int = 12, batch: int = BATCH) -> Batches:
+def _batches(count: int = 6, batch: int = BATCH) -> Batches:
     torch.manual_seed(1)
     x, y = torch.randn(count, batch, 64), torch.randint(10, (count, batch))
     return list(zip(x, y, strict=True))
@@ -71,13 +71,13 @@ def validation_loss(answer):
     require(not isinstance(result, Tensor), "The answer is a tensor, which may keep a graph. Return a number.")
     compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "is the sum. Divide it by the batches."})
     for device, _ in outputs:
-        require(device == gpu, f"The net ran on {device}. Run it on {gpu}.")
+        require(device == gpu, f"The model ran on {device}. Run it on {gpu}.")
     why = f"A batch without a graph takes {one / MiB:.1f} MiB. What still refers to tensors of earlier batches?"
     _require_small(peak, one + SLACK, left, SLACK, why)
     graphs = any(graph for _, graph in outputs)
     require(not graphs, "Each batch still builds a graph, and frees it afterwards. A validation needs no graph.")
     kept = all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
-    require(kept, "The net is different now: its parameters need requires_grad=True for training, and no gradients.")
+    require(kept, "The model has changed: its parameters need requires_grad=True for training, and no gradients.")
     return f"The peak is {peak / MiB:.1f} MiB, that of a single batch without a graph."
 
 
@@ -117,7 +117,7 @@ def halve_until_it_fits(answer):
     require(result in tried, what, "Return the batch that ran.")
     require(tried[:3] == [400, 200, 100], what, "Each try should be half of the one before.")
     why = "What still refers to the tensors of the steps that failed?"
-    require(result == 100, what, f"100 fits on an empty GPU. {why}")
+    require(result == 100, what, f"A batch of 100 fits on an empty GPU. {why}")
     _require_small(peak, room, left, SLACK, why)
     return "Each try began on an empty GPU."
 
@@ -195,7 +195,7 @@ def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str
     Says of each part how far off it is, and holds the sum against the GPU at the step's peak.
     """
     need_gpus(1)
-    require(isinstance(batch, Tensor), f"{show(batch)} is not a tensor. Give a batch of inputs of your net.")
+    require(isinstance(batch, Tensor), f"{show(batch)} is not a tensor. Give a batch of inputs for your model.")
     compare.names(answer, PARTS, "MiB")
     guesses = {name: compare.as_number(answer[name]) for name in PARTS}
     parts, peak = _measure_parts(make_net, batch, torch.device("cuda", torch.cuda.current_device()))
@@ -225,7 +225,7 @@ def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.
     context = total - free - torch.cuda.memory_reserved(gpu)  # and what other programs have taken
     found = {"workspaces": workspaces, "context": context}
     net = call(make_net)
-    require(isinstance(net, nn.Module), f"{show(net)} is not a net. Give a function that returns an nn.Module.")
+    require(isinstance(net, nn.Module), f"{show(net)} is not a model. Give a function that returns an nn.Module.")
     net, x = net.to(gpu), batch.to(gpu)
     adam = torch.optim.Adam(net.parameters())
     for _ in range(2):

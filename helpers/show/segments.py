@@ -1,7 +1,7 @@
 """Segments and blocks of PyTorch's allocator: what is used, what is free, and in how large pieces.
 
 A segment is what PyTorch took from the driver in one go; tensors get blocks of it. A request is served only if some
-free piece is large enough: many small holes make "out of memory" with memory left. That is fragmentation.
+free piece is large enough: many small gaps make "out of memory" with memory left. That is fragmentation.
 """
 
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ MOST_ROWS = 24
 
 
 def draw_segments(gpu=0, title: str | None = None) -> Axes:
-    """Draw the segments of one GPU, a row each, the largest first: blocks in use by kind, holes white.
+    """Draw the segments of one GPU, a row each, the largest first: blocks in use by kind, gaps white.
 
     A segment that is expandable shows the part that has memory. Returns the axes. Raises what `read_memory` raises,
     and ValueError for a GPU without segments.
@@ -56,7 +56,7 @@ def describe_segments(gpu=0) -> str:
     said = f"{_count(segments, 'segment')}, {reserved} reserved: {format_bytes(sum(used))} used in "
     said += _count(used, "block")
     if not free:
-        return f"{said}, no holes."
+        return f"{said}, no gaps."
     return f"{said}, {format_bytes(sum(free))} free in {_count(free, 'piece')}, the largest {format_bytes(max(free))}."
 
 

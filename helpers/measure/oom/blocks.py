@@ -73,23 +73,26 @@ def gpu_tensors(gpu: int) -> dict[str, list[Tensor]]:
     """The tensors on GPU number `gpu`, by kind; one may be of several. The last kind are those that have been objects
     of Python once, and that now only C++ refers to."""
     found, held = defaultdict(list), _held_by_python()
-    for tensor in objects_of(Tensor):
+    tensors, optimizers, modules = objects_of(Tensor, torch.optim.Optimizer, nn.Module)
+    for tensor in tensors:
         known = KINDS[0] if issubclass(type(tensor), nn.Parameter) else KINDS[4 if id(tensor) in held else 5]
         found[known].append(tensor)
     for leaves in list(found.values()):  # Python may hold the parameter only, and C++ its gradient
         found["gradients"] += [t.grad for t in leaves if t.is_leaf and t.requires_grad]
-    for optimizer in objects_of(torch.optim.Optimizer):
+    for optimizer in optimizers:
         found["optimizer state"] += [value for state in optimizer.state.values() for value in state.values()]
-    for module in objects_of(nn.Module):
+    for module in modules:
         found["buffers"] += vars(module).get("_buffers", {}).values()
     return {kind: [each for each in found[kind] if _is_on(each, gpu)] for kind in KINDS}
 
 
-def objects_of(kind: type) -> list:
-    """Every object of a class that Python's gc knows. Classes are asked, since objects may lie about theirs."""
+def objects_of(*kinds: type) -> list[list]:
+    """For each of `kinds`, every object of that class that Python's gc knows. gc knows half a million in a notebook, so
+    they are gone through once for all kinds. Classes are asked, since objects may lie about theirs."""
     objects = gc.get_objects()
-    wanted = {each for each in set(map(type, objects)) if issubclass(each, kind)}
-    return [each for each in objects if type(each) in wanted]
+    wanted = {each for each in set(map(type, objects)) if issubclass(each, kinds)}
+    objects = [each for each in objects if type(each) in wanted]
+    return [[each for each in objects if issubclass(type(each), kind)] for kind in kinds]
 
 
 def _is_on(value: object, gpu: int) -> bool:

@@ -113,8 +113,8 @@ class Explanation:
             text = "Nothing: this one request is larger than the whole GPU. Make that tensor smaller."
             found.append((refused.requested, text))
         if refused and self.cached + refused.room >= refused.requested:
-            text = f"{cached} are cached in pieces. In one piece they would do: "
-            found.append((self.cached, text + "set expandable_segments:True, or create the large tensors first."))
+            text = f"{cached} are cached, but in several gaps. One gap of that size would be enough. "
+            found.append((self.cached, text + "Set expandable_segments:True, or create the large tensors first."))
         least = _LEAST * max(1, self.allocated)
         return sorted((each for each in found if each[0] > least), key=lambda each: -each[0])
 

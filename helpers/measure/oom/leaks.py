@@ -127,7 +127,7 @@ def _likeness(block: Block) -> tuple:
 
 
 def _with_graph() -> list[Tensor]:
-    return [tensor for tensor in objects_of(Tensor) if tensor.grad_fn is not None]
+    return [tensor for tensor in objects_of(Tensor)[0] if tensor.grad_fn is not None]
 
 
 def _graphs(before: set[int]) -> list[tuple[str, int]]:
