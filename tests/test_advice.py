@@ -185,7 +185,7 @@ def test_a_net_that_does_not_fit_needs_more_gpus():
 def test_where_the_host_is_too_slow_a_network_does_not_help():
     """The PyramidNet's thousand operators take longer to launch than 32 images to compute."""
     words = str(advise(NETS["PyramidNet of the article"], 512, 16, CLUSTER))
-    assert "because the host takes 64 ms to launch" in words
+    assert "because Python takes 64 ms to launch" in words
 
 
 @pytest.mark.parametrize(("batch", "gpus"), [(0, 1), (1, 0), (1, 9)])

@@ -76,10 +76,10 @@ def test_the_largest_batch_fits_and_a_step_more_does_not(method):
     """On GPUs of that size; here it is searched for on larger ones, of which PyTorch may take a part."""
     with virtual_gpus(4, memory="64 GiB", **AS_IN_2_15) as gpus:
         row = measure(LARGE, method, gpus, TITAN, search=True)
-    assert row.line * 0.6 < row.largest <= row.line * 1.1
+    assert row.estimate * 0.6 < row.largest <= row.estimate * 1.1
     assert two_steps_fit(method, row.largest)
     # Two steps of the search: how memory lies in pieces differs by one between there and here.
-    assert not two_steps_fit(method, row.largest + 2 * grain(row.line, 1 if method == "one GPU" else 4))
+    assert not two_steps_fit(method, row.largest + 2 * grain(row.estimate, 1 if method == "one GPU" else 4))
 
 
 def two_steps_fit(method, batch):
@@ -185,7 +185,7 @@ def test_a_peak_that_fits_is_not_enough():
 
 
 def test_the_table(rows):
-    large = Row("small", "DDP", 4, 0.5, (1.0,) * 4, (0,) * 4, (13 * GIB,) * 4, largest=3, line=4)
+    large = Row("small", "DDP", 4, 0.5, (1.0,) * 4, (0,) * 4, (13 * GIB,) * 4, largest=3, estimate=4)
     found, clusters = {("TITAN Xps", "small"): [*rows.values(), large]}, {"TITAN Xps": TITAN}
     text = table(found, clusters)
     assert all(method in text for method in METHODS) and "13.00!" in text and "500" in text

@@ -45,7 +45,7 @@ def judge(answer):
         }
         right = (many / one - 1 / gpus) / (1 - 1 / gpus)
         compare.number(share, right, rel=1e-5, mistakes=mistakes, case=f"For {log}, the share of ")
-    return "Doubling pays up to where the links change, and Amdahl's law holds up to there."
+    return "Doubling pays until the links change, and up to there Amdahl's law holds."
 
 
 def _wait(timelines: dict[str, Timeline]) -> tuple[int, TimeUse]:
@@ -81,7 +81,7 @@ def causes(answer):
         if (cause, right) == ("link", "slower rank"):
             why += " A slow link would keep both ranks in the collective."
         require(cause == right, what, why)
-    return "Each cause follows from what runs while a GPU does not compute."
+    return "You can read each cause from what runs while a GPU does not compute."
 
 
 @exercise
@@ -103,7 +103,7 @@ def changes(answer):
         step = f"A step takes {sum(used):.1f} modelled ms, and took {sum(was):.1f} before."
         better = used.waiting <= was.waiting / 2 and sum(used) < sum(was)
         require(better, what, waits, f"While it waits, {seen} most of the time.", step)
-    return "All four were run. What to change follows from what the GPUs wait for."
+    return "All four ran. What the GPUs wait for tells you what to change."
 
 
 _CASES = (  # parameters, states, bytes per sample, batch, gpus
@@ -137,7 +137,7 @@ def fits(answer):
         }
         case = f"With {parameters:,} parameters, {states} states and a batch of {batch} on {gpus} GPUs, "
         compare.number(call(answer, parameters, states, per_sample, batch, gpus), right, "bytes", 0.02, mistakes, case)
-    return "A budget on paper comes this close to the measured memory."
+    return "This formula gives the memory that section 2 measured."
 
 
 _ASKED = {
@@ -166,7 +166,7 @@ def choices(answer):
         least = format_bytes(round(peak_bytes(net, asked, batch, used, cluster, math.ceil(batch / used))))
         speed = step_seconds(net, "one GPU", batch, 1, cluster) / step_seconds(net, asked, batch, used, cluster)
         need = f"{asked} on {used} GPUs needs at least {least} on each, and a GPU has {format_bytes(cluster.room)}."
-        fast = f"A step is {speed:.1f} times as fast as on one, an efficiency of {100 * speed / used:.0f} % (rough)."
+        fast = f"A step is {speed:.1f} times as fast as on one GPU: {100 * speed / used:.0f} % efficiency (rough)."
         rule = "The guide takes DDP where a copy fits, on the most GPUs that keep an efficiency of 50 %."
         require((method, choice[1]) == right, what, need, fast, rule)
-    return "This is what the guide says, and it gives its reasons in numbers."
+    return "The guide gives the same answers. Call `advise` to read its reasons."

@@ -231,7 +231,7 @@ def _copies(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice | None:
 def _what_is_slow(net: Net, gpus: int, cluster: Cluster) -> str:
     launching, exchange = launch_seconds(net, ddp=True), cluster.all_reduce_seconds(net.weights, gpus)
     if exchange < launching:
-        return f"the host takes {_time(launching)} to launch a step's kernels, however few samples a GPU has"
+        return f"Python takes {_time(launching)} to launch a step's kernels, however few samples a GPU has"
     return f"exchanging {_size(net.weights)} of gradients takes {_time(exchange)}"
 
 
@@ -239,7 +239,7 @@ def _parts(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
     """A part of the net on each GPU."""
     whole, room = _size(net.weights * (2 + net.states)), _size(cluster.room)
     states = f"Parameters, gradients and {net.optimizer}'s states take {whole}, and a GPU has {room}"
-    reasons, found = [f"{states}, so no copy fits with a sample."], {}
+    reasons, found = [f"{states}, so no GPU has room for a copy of the model and a sample."], {}
     for method in ("sharding", "pipeline"):
         pieces = fewest_pieces(net, method, batch, gpus, cluster) if gpus > 1 else 0
         if pieces:

@@ -190,8 +190,8 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
 class Row:
     """A method on a job: `seconds` of a step (modelled), and per GPU its `utilisation`, the bytes allocated at `rest`
     between steps and at the `peaks`. largest: the largest batch that was found to fit, to some 4 %; None without a
-    search. line: the same by a line through rest and peak, which ignores fragmentation. rank: of DDP, one rank's step
-    alone."""
+    search. estimate: the same by a line through rest and peak, which ignores fragmentation. rank: of DDP, one rank's
+    step alone."""
 
     job: str
     method: str
@@ -201,7 +201,7 @@ class Row:
     rest: tuple[int, ...]
     peaks: tuple[int, ...]
     largest: int | None = None
-    line: int | None = None
+    estimate: int | None = None
     rank: RankStep | None = field(default=None, repr=False)
 
     @property
@@ -286,7 +286,7 @@ def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: 
     finally:
         gc.unfreeze()
         _limit_memory(used)
-    return replace(row, largest=batch, line=line)
+    return replace(row, largest=batch, estimate=line)
 
 
 def _limit_memory(gpus: Sequence, room: int | None = None) -> None:

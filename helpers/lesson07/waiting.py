@@ -30,13 +30,13 @@ class WaitingJob(NamedTuple):
     arguments: dict
 
 
-_TWO_STAGES = "a net in two stages, one per GPU, in one process"
+_TWO_STAGES = "a model in two stages, one per GPU, in one process"
 JOBS = {
     "A": WaitingJob(_TWO_STAGES, "A100", {"micro_batches": 16, "fused": False}),
     "B": WaitingJob("DDP, a process per GPU", "A100", {"shares": (6144, 2048), "fused": False}),
     "C": WaitingJob(_TWO_STAGES, "A100", {"micro_batches": 1, "fused": False}),
     "D": WaitingJob(
-        "a table of words' vectors on GPU 0, layers that take the mean of a text's vectors on GPU 1, in one process",
+        "an embedding of words on GPU 0, layers that take the mean of each text's vectors on GPU 1, in one process",
         "TITAN Xp", {"micro_batches": 4, "average_on": 1, "fused": False},
     ),
 }  # fmt: skip
