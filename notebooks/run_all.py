@@ -4,6 +4,7 @@
     python notebooks/run_all.py 01 02            # those whose names begin so
     python notebooks/run_all.py --check          # store nothing; fail if a lesson would change
     python notebooks/run_all.py --learners workshop     # copies for learners in ./workshop; runs nothing
+    python notebooks/run_all.py --outline               # print all headings; runs nothing
 
 What is stored is what any other run gives byte for byte: no times, no widget state, no machine's paths.
 Running it twice leaves an empty `git diff`. Learners' copies have no outputs and no solutions; the solutions are in
@@ -175,6 +176,19 @@ def renew(path, check):
     return "stored"
 
 
+def headings(cell):
+    """The headings of a cell, as they are written: "## Exercises"."""
+    if cell["cell_type"] != "markdown":
+        return []
+    return [line for line in "".join(cell["source"]).splitlines() if re.match(r"#{1,6} ", line)]
+
+
+def outline(notebook):
+    """All headings of a lesson as a nested list in Markdown."""
+    found = [heading.partition(" ") for cell in notebook["cells"] for heading in headings(cell)]
+    return "".join(f"{'  ' * (len(level) - 1)}- {title}\n" for level, _, title in found)
+
+
 def is_solution(cell):
     """True for the folded cell that solves an exercise."""
     return cell["cell_type"] == "code" and "".join(cell["source"]).startswith("# Solution")
@@ -194,11 +208,10 @@ def answers(notebook):
     """The notebook's solutions in Markdown: each under the headings of its lesson and exercise, with what it prints."""
     parts, exercise = [], ""
     for cell in tidy(notebook).cells:
-        if cell.cell_type == "markdown":
-            headings = re.findall(r"^#{1,3} .*", cell.source, re.MULTILINE)
-            parts += [heading for heading in headings if heading.startswith("# ")]
-            exercise = next((heading for heading in reversed(headings) if heading.startswith("##")), exercise)
-        elif is_solution(cell):
+        found = headings(cell)
+        parts += [heading for heading in found if heading.startswith("# ")]
+        exercise = next((heading for heading in reversed(found) if heading.startswith("##")), exercise)
+        if is_solution(cell):
             if exercise not in parts:
                 parts.append(exercise)
             printed = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
@@ -232,10 +245,15 @@ def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="store nothing; fail if a lesson would change")
     parser.add_argument("--learners", metavar="FOLDER", help="write copies without outputs and solutions; run nothing")
+    parser.add_argument("--outline", action="store_true", help="print all headings; run nothing")
     parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
     options = parser.parse_args(arguments)
     if options.learners:
         write_learners_copies(options.learners, lessons(options.names))
+        return 0
+    if options.outline:
+        for path in lessons(options.names):
+            print(outline(json.loads(path.read_text(encoding="utf-8"))), end="")
         return 0
     good = True
     for path in lessons(options.names):

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import run_all
@@ -67,6 +68,8 @@ def cell_problems(cell, place):
         yield f"its output holds a time of day or a duration: {match[0]!r}"
     if match := PATHS.search(printed):
         yield f"its output holds a path of the machine that ran it: {match[0]!r}"
+    if text.startswith("# Solution") and "check." in text and not re.search(r"^Correct\b", printed, re.MULTILINE):
+        yield f"its solution is not accepted: {printed!r}"
     yield from error_problems(cell)
     yield from gpu_problems(cell)
 
@@ -106,11 +109,42 @@ def printed_text(cell):
 # --- the lessons -----------------------------------------------------------------------------------------
 
 LESSONS = run_all.lessons()
+OUTLINE = Path(__file__).parent / "outline.md"
+lesson_by_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+@lesson_by_lesson
 def test_the_lesson_is_stored_whole(path):
     assert problems(json.loads(path.read_text(encoding="utf-8"))) == []
+
+
+def test_no_section_is_lost():
+    """To change a heading, change the outline: `python notebooks/run_all.py --outline > tests/outline.md`."""
+    found = "".join(run_all.outline(json.loads(path.read_text(encoding="utf-8"))) for path in LESSONS)
+    assert found == OUTLINE.read_text(encoding="utf-8")
+
+
+# A reader takes 200 words and 12 lines of code a minute, and a minute for each prediction.
+WORDS, LINES, MOST_MINUTES, NEAR = 200, 12, 50, 0.15
+
+
+@lesson_by_lesson
+def test_the_stated_minutes_are_those_of_a_reader(path):
+    """Without the exercises, the reading list and what goes further."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    minutes = 0
+    for cell in cells:
+        text, _, rest = source(cell).partition("## Exercises")
+        if cell["cell_type"] == "markdown":
+            minutes += len(re.sub(r"!\[.*?\]\(.*?\)", "", text).split()) / WORDS + text.count("**Predict")
+        else:
+            minutes += sum(bool(line.strip()) for line in text.splitlines()) / LINES
+        if rest:
+            break
+    stated = int(re.search(r"\*\*Time\*\*:? (?:about )?(\d+) minutes", source(cells[0]))[1])
+    assert abs(stated / minutes - 1) <= NEAR and stated <= MOST_MINUTES, f"{minutes:.1f} minutes by the count"
+    row = re.search(rf"notebooks/{path.name}\) \| (\d+) \|", (run_all.FOLDER.parent / "README.md").read_text())
+    assert int(row[1]) == stated, "README says otherwise"
 
 
 # --- the checks themselves -------------------------------------------------------------------------------
@@ -178,6 +212,7 @@ BROKEN = {
     ),
     r"\(jupyter.source_hidden\), and no other": edit(4, metadata={"jupyter": {"source_hidden": True}}),
     r"\(jupyter.outputs_hidden\), and no other": edit(4, metadata={"jupyter": {"outputs_hidden": True}}),
+    "solution is not accepted": edit(5, source="# Solution\ncheck.count(1)"),
     "goals": edit(0, source="# A lesson"),
     "take-aways": edit(6, source="## Where to read on"),
     "where to read on": edit(6, source="## Take-aways"),
@@ -333,7 +368,7 @@ def workshop():
     shutil.rmtree(made)
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+@lesson_by_lesson
 def test_learners_copies_are_the_lessons_without_outputs_and_solutions(workshop, path):
     stored, copied = (json.loads(p.read_text(encoding="utf-8"))["cells"] for p in (path, workshop / path.name))
     solutions = [source(cell) for cell in stored if source(cell).startswith("# Solution")]
