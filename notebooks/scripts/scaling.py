@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 notebooks/scripts/scaling.py --batch-size 256              # strong: 64 on each of four
     torchrun --nproc-per-node 4 notebooks/scripts/scaling.py --batch-size 256 --per-gpu    # weak: 256 on each
 
-Rank 0 prints one line, which `helpers.lesson07.read_log` reads again; the lines of a series of runs go to one file:
+Rank 0 prints one line, which lesson 07's `read_log` reads. The lines of a series of runs go to one file:
 
     gpus=4 batch=256 step_ms=123.4 least_ms=120.1 most_ms=130.9
 
@@ -35,15 +35,15 @@ def parse():
 
 
 def training_step(args, device, samples):
-    """A function that trains one step on invented words, always the same: loading data is another question."""
+    """A function that trains one step, always on the same invented words, so that no data has to be loaded."""
     model, length = (bert_article(), 163) if args.model == "article" else (bert_small(), 32)
-    net = DistributedDataParallel(model.to(device), device_ids=[device])
-    adam = torch.optim.Adam(net.parameters())
+    ddp = DistributedDataParallel(model.to(device), device_ids=[device])
+    adam = torch.optim.Adam(ddp.parameters())
     words = torch.zeros(samples, length, dtype=torch.long, device=device)
 
     def step():
         adam.zero_grad()
-        cross_entropy(net(words).flatten(0, 1), words.flatten()).backward()
+        cross_entropy(ddp(words).flatten(0, 1), words.flatten()).backward()
         adam.step()
 
     return step
