@@ -478,7 +478,7 @@ def test_a_run_that_the_history_does_not_hold_is_refused(monkeypatch):
     monkeypatch.setattr(monitor_module, "MOST_EVENTS", 20)
     with virtual_gpus(1):
         monitor = recorded()
-        with pytest.raises(RuntimeError, match="does not hold the whole run"):
+        with pytest.raises(RuntimeError, match="does not contain the whole run"):
             monitor.peak()
 
 

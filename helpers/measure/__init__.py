@@ -1,4 +1,4 @@
-"""What GPUs hold and do: readings of memory, the monitor, timelines, out-of-memory reports."""
+"""Measures GPUs: memory readings, the memory monitor, timelines, and reports about running out of memory."""
 
 from helpers.measure.batch_size import largest_batch
 from helpers.measure.memory import measure_memory, peak_memory, read_memory, reset_peaks

@@ -1,4 +1,4 @@
-"""The largest batch that fits, found by trying."""
+"""Finds the largest batch that fits by running training steps."""
 
 import copy
 import gc
@@ -17,21 +17,22 @@ def largest_batch(
     keep: Iterable = (),
     steps: int = 2,
 ) -> int:
-    """The largest batch up to `limit` for which `step(batch)` runs, by doubling and then halving the gap; 0 if none.
+    """Return the largest batch size, in samples and up to `limit`, for which `step(batch)` runs, or 0 if none does.
 
-    `step` runs one training step. torch.OutOfMemoryError means that the batch is too large; any other error passes
-    through. Each try runs `steps` steps: the optimizer makes its state in the first, and the second finds the cache as
-    the first has cut it up. Between two tries memory is given back.
+    The search doubles the batch until it fails, and then bisects. `step` runs one training step. A
+    torch.OutOfMemoryError means that the batch is too large, and any other error is passed on. Each try runs `steps`
+    steps, because the optimizer creates its state in the first step, and the second step runs with the cache that the
+    first one has fragmented. Cached memory is released between tries. Raises ValueError for an empty search range.
 
-    start: the first batch to try.
-    multiple_of: only multiples are tried, for example of 4 for four GPUs.
-    report: `report(batch, fitted)` is called after every try.
-    keep: networks and optimizers whose state after each try is what it was before the search. Their gradients are
-    cleared. The copies lie in host memory. The random numbers are put back in any case.
+    start: the first batch size to try.
+    multiple_of: try only multiples of this number, for example 4 for four GPUs.
+    report: called as `report(batch, fitted)` after every try.
+    keep: models and optimizers whose state is restored after each try, from copies in host memory. Their gradients are
+    cleared. The state of the random number generators is always restored.
     """
     last = limit // multiple_of  # from here on in units of multiple_of
     if min(start, multiple_of, last, steps) < 1:
-        raise ValueError("There is nothing to try: start, multiple_of and steps are at least 1, limit a multiple.")
+        raise ValueError("start, multiple_of and steps must be at least 1, and limit must be at least multiple_of.")
     saved = [(each, _on_host(each.state_dict())) for each in keep]
     good, bad, size = 0, None, min(-(-start // multiple_of), last)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -55,9 +56,9 @@ def _runs(step: Callable[[int], object], batch: int, steps: int) -> bool:
 
 
 def _put_back(saved: list[tuple]) -> None:
-    """Called outside of `except`, where the error's traceback would keep the step's tensors alive."""
+    """Call this outside of `except`, because there the error's traceback keeps the step's tensors alive."""
     for each, state in saved:
-        each.load_state_dict(copy.deepcopy(state))  # a copy: an optimizer counts its own steps on
+        each.load_state_dict(copy.deepcopy(state))  # a copy, because an optimizer updates its state in place
         each.zero_grad()
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,15 +1,15 @@
-"""Reads the memory of GPUs from two sides: what PyTorch knows and what the driver sees.
+"""Reads the memory of GPUs, as PyTorch's allocator counts it and as the driver reports it.
 
 PyTorch's caching allocator keeps freed memory for the next tensor, so three figures differ:
 
     allocated     bytes that live tensors hold now                      torch.cuda.memory_allocated
     reserved      bytes that PyTorch took from the driver and keeps     torch.cuda.memory_reserved
-    driver used   bytes that are taken on the GPU: reserved memory, the CUDA context, other programs (GPUtil)
+    driver used   bytes in use on the GPU: reserved memory, the CUDA context, and other programs (GPUtil)
 
-Usage:  print(read_memory())                 a table of now
-        peak_memory(step)                    run step(), a table of its peaks
+Usage:  print(read_memory())                 print a table of the memory in use now
+        peak_memory(step)                    run step() and return a table of its peaks
         peak_memory(step, catch=True)        the same for a step that may run out of memory
-        with measure_memory() as readings:   the same for a block
+        with measure_memory() as readings:   the same for a block of code
 """
 
 import gc
@@ -24,13 +24,13 @@ from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusals import read_refusal
 from helpers.measure.sizes import MiB
 
-_open: list[dict[int, tuple[int, int]]] = []  # per block of `measure_memory`: peaks that others have reset meanwhile
+_open: list[dict[int, tuple[int, int]]] = []  # for each open `measure_memory`: peaks before resets by others
 
 
 def read_memory(devices=None) -> Readings:
-    """Read the memory of `devices` (a device, an index, or a list of them; all visible GPUs if None).
+    """Read the memory of `devices` (a device, an index, or a list of them; None means all visible GPUs).
 
-    Raises RuntimeError without any GPU, ValueError for a device that is not a GPU or does not exist.
+    Raises RuntimeError if there is no GPU, and ValueError for a device that is not a GPU or does not exist.
     """
     indices = gpu_indices(devices)
     driver, note = _driver_view(indices)
@@ -38,9 +38,9 @@ def read_memory(devices=None) -> Readings:
 
 
 def reset_peaks(devices=None) -> None:
-    """Let the peaks of `devices` (all if None) start again from what is held now. Errors: `read_memory`."""
+    """Reset the peaks of `devices` (None means all GPUs) to the memory in use now. Raises what `read_memory` raises."""
     indices = gpu_indices(devices)
-    torch.cuda.init()  # before CUDA has started PyTorch refuses to reset anything
+    torch.cuda.init()  # PyTorch cannot reset peaks before CUDA is initialized
     for before in _open:
         for index in before.keys() & indices:
             before[index] = _highest(before, index)
@@ -50,16 +50,16 @@ def reset_peaks(devices=None) -> None:
 
 @contextmanager
 def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
-    """Reset the peaks, run the block, read at its end, also when it fails: the yielded list is filled then.
+    """Reset the peaks, run the block, and read the memory when it ends. The yielded list is filled at that time.
 
-    Where the block runs out of memory, the reading of that GPU says in `refused` what was asked for and what was
-    held then. The peaks of the other GPUs cover what ran until then. The error passes through, as any other does, but
-    with `catch=True` the program goes on after the block.
+    The list is also filled if the block fails. If the block runs out of memory, `refused` of that GPU's reading says
+    how much was requested and how much was in use. The peaks of the other GPUs cover what ran until then. The error is
+    passed on, as is any other error. With `catch=True`, the program continues after the block instead.
 
-    Blocks may be nested: each has its own peaks. Memory that PyTorch had cached before counts as reserved: call
-    `torch.cuda.empty_cache()` first for a fresh start.
+    You may nest blocks, and each has its own peaks. Memory that PyTorch has already cached counts as reserved. To start
+    without it, call `torch.cuda.empty_cache()` first. Raises what `read_memory` raises.
     """
-    gc.collect()  # cycles left by earlier cells would otherwise be freed in the block, or not, by chance
+    gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
     reset_peaks(indices)
     before = dict.fromkeys(indices, (0, 0))
@@ -67,13 +67,13 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
     readings, refusal, said = Readings(), None, ""
     try:
         yield readings
-    except torch.OutOfMemoryError as error:  # keep its figures only: the error would keep the block's tensors alive
+    except torch.OutOfMemoryError as error:  # keep only its figures, because the error keeps the block's tensors alive
         refusal = read_refusal(error)
         first_line, *_ = str(error).splitlines() or [""]
         said = f"{refusal}." if refusal else f"Memory ran out; PyTorch does not say where: {first_line}"
         if not catch:
             raise
-        error.__traceback__ = None  # its frames refer to each other in a cycle, which would wait for gc
+        error.__traceback__ = None  # its frames form a reference cycle, which only gc frees
     finally:
         _open[:] = [each for each in _open if each is not before]
         found = read_memory(indices)
@@ -85,9 +85,9 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
 
 
 def peak_memory(fn: Callable[[], object], devices=None, catch: bool = False) -> Readings:
-    """Run `fn()` and return the readings after it; the peaks are this run's. Errors of `fn` pass through.
+    """Run `fn()` and return the readings afterwards. The peaks are those of this run. Errors of `fn` are passed on.
 
-    `catch=True`: a run that ends with torch.OutOfMemoryError gives readings too, see `measure_memory`.
+    With `catch=True`, a run that ends with torch.OutOfMemoryError also returns readings (see `measure_memory`).
     """
     with measure_memory(devices, catch) as readings:
         fn()
@@ -95,11 +95,11 @@ def peak_memory(fn: Callable[[], object], devices=None, catch: bool = False) -> 
 
 
 def gpu_indices(devices=None) -> list[int]:
-    """The numbers of GPUs given as numbers, "cuda:1" or torch.device; None: of all. Errors: `read_memory`."""
+    """Return the indices of `devices`: integers, "cuda:1", torch.device, or None for all. Errors: `read_memory`."""
     count = torch.cuda.device_count()
     if count == 0:
         raise RuntimeError(
-            "There is no GPU to read, neither a real nor a virtual one. "
+            "There is no GPU to read, neither a real one nor a virtual one. "
             "Call use_gpus first: `from helpers import use_gpus; gpus = use_gpus(4)`."
         )
     if devices is None:
@@ -107,7 +107,7 @@ def gpu_indices(devices=None) -> list[int]:
     single = isinstance(devices, (int, str, torch.device))
     found = [_index(device, count) for device in ([devices] if single else devices)]
     if not found:
-        raise ValueError("No device was given: give some, such as ['cuda:0'], or None for all GPUs.")
+        raise ValueError("The list of devices is empty. Pass devices such as ['cuda:0'], or None for all GPUs.")
     return list(dict.fromkeys(found))
 
 
@@ -115,7 +115,7 @@ def _index(device: int | str | torch.device, count: int) -> int:
     if not isinstance(device, int):
         device = torch.device(device)
         if device.type != "cuda":
-            raise ValueError(f"{device} is not a GPU: give devices like 'cuda:0', or None for all of them.")
+            raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
         device = torch.cuda.current_device() if device.index is None else device.index
     if not 0 <= device < count:
         raise ValueError(f"There is no cuda:{device}: PyTorch sees cuda:0 to cuda:{count - 1}.")
@@ -123,7 +123,7 @@ def _index(device: int | str | torch.device, count: int) -> int:
 
 
 def _read_one(index: int, gpu) -> Reading:
-    """gpu: GPUtil's, or None."""
+    """Read GPU number `index`. gpu is GPUtil's object for it, or None."""
     properties = torch.cuda.get_device_properties(index)
     return Reading(
         index=index,
@@ -139,24 +139,24 @@ def _read_one(index: int, gpu) -> Reading:
 
 
 def _highest(before: dict[int, tuple[int, int]], index: int) -> tuple[int, int]:
-    """The most allocated and the most reserved on a GPU: since the last reset, or before it."""
+    """Return the peaks of allocated and reserved bytes on a GPU, including those before the last reset."""
     allocated, reserved = before[index]
     now = torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index)
     return max(allocated, now[0]), max(reserved, now[1])
 
 
 def _driver_view(indices: list[int]) -> tuple[dict, str]:
-    """GPUtil's GPU for each of PyTorch's (None where it lists none), and a note, which is empty where both count alike.
+    """Return GPUtil's object for each of PyTorch's GPUs (None if it lists none), and a note if the numbering differs.
 
-    nvidia-smi, and therefore GPUtil, lists every GPU of the machine. PyTorch sees only those that CUDA_VISIBLE_DEVICES
-    leaves, in the order given there. So they are matched by UUID.
+    nvidia-smi, and therefore GPUtil, lists every GPU of the machine. PyTorch sees only the GPUs in
+    CUDA_VISIBLE_DEVICES, in the order given there. The GPUs are therefore matched by UUID.
     """
     missing = dict.fromkeys(indices)
     try:
-        import GPUtil  # here, since GPUtil 1.4.0 does not even import from Python 3.12 on without setuptools
+        import GPUtil  # here, because GPUtil 1.4.0 needs setuptools to be imported on Python 3.12 and later
 
         listed = {_uuid(gpu.uuid): gpu for gpu in GPUtil.getGPUs()}
-    except Exception as error:  # GPUtil parses nvidia-smi's text; PyTorch's figures do not depend on it
+    except Exception as error:  # GPUtil parses nvidia-smi's text, on which PyTorch's figures do not depend
         return missing, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
     if not listed:
         return missing, "The driver's figures are missing: GPUtil found no nvidia-smi."
@@ -176,4 +176,4 @@ def _uuid(uuid) -> str:
 
 
 def _bytes(mib: float | None) -> int | None:
-    return None if mib is None or isnan(mib) else round(mib * MiB)  # nan: nvidia-smi does not know it
+    return None if mib is None or isnan(mib) else round(mib * MiB)  # GPUtil gives nan if nvidia-smi has no figure

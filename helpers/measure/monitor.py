@@ -1,23 +1,23 @@
-"""Records a run's memory, event by event: how high it went on every GPU, when, and what held it.
+"""Records the memory of a run event by event, with the peak of every GPU, when it occurred, and what filled it.
 
     with MemoryMonitor() as monitor:
-        monitor.watch(model, optimizer)       # marks forward, backward and step, and knows what parameters take
+        monitor.watch(model, optimizer)       # marks forward, backward and step, and finds parameters and states
         train()
     monitor.peak(0)                           # Peak(gpu=0, bytes=812000000, event=1204, phase="backward")
     monitor.at_peak(0)                        # {"parameters": 44700000, "gradients": ..., ...}, in bytes
-    plot_memory(monitor)                      # of helpers.show, as is describe_memory: the same in words
+    plot_memory(monitor)                      # from helpers.show; describe_memory says the same in words
 
-Real and virtual GPUs are recorded by the same means: PyTorch's own memory history. It has every allocation and every
-free, which a thread that samples would miss, and gives the same curve every time. It notes the bytes that were asked
-for; `helpers.gpus.replay` knows how much more the allocator hands out, so the sum is `torch.cuda.memory_allocated`.
+Real and virtual GPUs are recorded in the same way, with PyTorch's memory history. It contains every allocation and
+every free, which a sampling thread would miss, and gives the same curve every time. The history gives the bytes that
+were requested. `helpers.gpus.replay` adds the allocator's rounding, so the sum equals `torch.cuda.memory_allocated`.
 
-How the kind of a block at the peak is known:
+Each block at the peak gets a kind:
 
-    parameters, gradients, optimizer state   a tensor of this kind is seen in it: parameters when the watch begins and
-                                             when a replica of DataParallel begins, gradients after each backward pass,
-                                             states after each step
-    activations   made in a forward phase that it outlives, but not the next forward phase too
-    other         the rest: temporary buffers, workspaces, gradients of activations, the batch, what was there before
+    parameters, gradients, optimizer state   A tensor of this kind was seen in the block. The monitor looks for
+                                             parameters when the watch and each DataParallel replica begin, for
+                                             gradients after each backward pass, and for states after each step.
+    activations   The block was created in a forward phase, outlived it, and was freed before the next one ended.
+    other         Everything else: temporary buffers, workspaces, gradients of activations, the batch, older blocks.
 """
 
 import threading
@@ -35,12 +35,12 @@ from helpers.gpus import block_address, replay
 from helpers.measure.memory import gpu_indices
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "other")
-MOST_EVENTS = 1_000_000  # per GPU, a few hundred bytes each on the host
+MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
 _COUNTED = ("alloc", "free_requested")  # the actions in the history that the allocator's counters count
 
 
 class Span(NamedTuple):
-    """A phase: the events after `start` up to and including `end`."""
+    """A phase, which covers the events after `start` up to and including `end`."""
 
     start: int
     end: int
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most that was allocated on `gpu`, in bytes, after event number `event`, in `phase` (None: in none)."""
+    """The peak of allocated memory on `gpu`, in `bytes`, after event number `event`, in `phase` (None between two)."""
 
     gpu: int
     bytes: int
@@ -57,7 +57,7 @@ class Peak(NamedTuple):
 
 
 class Life(NamedTuple):
-    """A block of `size` bytes in use from event `born` (0: before the run) until event `died` (`last` + 1: still)."""
+    """A block of `size` bytes, in use from event `born` (0 if before the run) to `died` (`last` + 1 if not freed)."""
 
     address: int
     size: int
@@ -67,14 +67,14 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What was recorded on one GPU.
+    """The recording of one GPU.
 
-    allocated   bytes after each event; 0 is the beginning
-    lives       of all blocks that were in use
+    allocated   allocated bytes after each event; element 0 is the beginning
+    lives       one `Life` for each block that was in use
     ooms        the events after which memory ran out
-    marks       (event, phase): after this event it is this phase; None is between two
-    owners      by address of a block: (event, kind) when a tensor of this kind was seen in it
-    off         bytes by which the curve ends elsewhere than the allocator's own count
+    marks       (event, phase) pairs: `phase` begins after `event`; None means between two phases
+    owners      by address of a block: (event, kind) pairs, one each time a tensor of this kind was seen in it
+    off         bytes by which the end of the curve differs from the allocator's own count
     """
 
     gpu: int
@@ -91,7 +91,7 @@ class Run:
         return len(self.allocated) - 1
 
     def spans(self) -> list[Span]:
-        """The phases in order and without gaps; None is what lies between two."""
+        """The phases in order and without gaps. The phase None fills the time between two phases."""
         found: list[Span] = []
         ends = [*(event for event, _ in self.marks[1:]), self.last]
         for (start, phase), end in zip(self.marks, ends, strict=True):
@@ -102,14 +102,14 @@ class Run:
         return found
 
     def peak(self) -> Peak:
-        """The most that was allocated, and when: the first time."""
+        """The peak of allocated memory, in bytes, and the first event at which it is reached."""
         most = max(self.allocated)
         event = self.allocated.index(most)
         phase = next((span.phase for span in self.spans() if span.start < event <= span.end), None)
         return Peak(self.gpu, most, event, phase)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind (`KINDS`) at the peak; they add up to it."""
+        """Bytes of each kind (`KINDS`) at the peak. They add up to the peak."""
         event, forwards = self.peak().event, self._forwards()
         held = dict.fromkeys(KINDS, 0)
         for life in self.lives:
@@ -125,11 +125,11 @@ class Run:
         return "activations" if made else "other"
 
     def _forwards(self) -> list[tuple[int, int, int]]:
-        """Of each forward phase its start and end, and the end of the next one."""
+        """For each forward phase: its start, its end, and the end of the next forward phase."""
         spans = [span for span in self.spans() if span.phase == "forward" and span.start < span.end]
         found = []
         for span, following in zip_longest(spans, spans[1:]):
-            # Where memory ran out, everything alive was wanted: what came after is the error's way out.
+            # If memory ran out, the phase ends there, because the frees that follow belong to the error's unwinding.
             end = next((oom for oom in self.ooms if span.start <= oom <= span.end), span.end)
             found.append((span.start, end, following.end if following else self.last + 1))
         return found
@@ -138,8 +138,8 @@ class Run:
 class MemoryMonitor:
     """Records the memory of `gpus` (a device, an index, or a list of them; None for all) while its block runs.
 
-    Entering raises RuntimeError without any GPU or for a second time, ValueError for a GPU that does not exist.
-    Results are there after the block, also when it failed; before, they raise RuntimeError.
+    Entering raises RuntimeError if there is no GPU or the monitor was used before, and ValueError for a GPU that does
+    not exist. Results are available after the block, even if it failed. Before its end, they raise RuntimeError.
     """
 
     def __init__(self, gpus=None):
@@ -156,11 +156,11 @@ class MemoryMonitor:
 
     def __enter__(self) -> "MemoryMonitor":
         if self._marks:
-            raise RuntimeError("A MemoryMonitor records one run: make a new one for the next.")
+            raise RuntimeError("This MemoryMonitor has already recorded a run. Create a new one for the next run.")
         self.indices = gpu_indices(self._gpus)
         torch.cuda.init()
         with ExitStack() as undo:  # undone at the end, or at once if anything fails here
-            if not torch._C._cuda_isHistoryEnabled():  # whoever records already keeps their history
+            if not torch._C._cuda_isHistoryEnabled():  # otherwise somebody else's recording goes on
                 torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
                 undo.callback(torch.cuda.memory._record_memory_history, None)
             self._before = torch.cuda.memory._snapshot()
@@ -169,14 +169,14 @@ class MemoryMonitor:
             self._marks = {index: [] for index in self.indices}
             self._owners = {index: defaultdict(list) for index in self.indices}
             self._mark(None)
-            # No hook of PyTorch's runs before the first node of a backward pass.
+            # PyTorch has no hook that runs before the first node of a backward pass.
             self._engine, torch.autograd.backward = torch.autograd.backward, self._backward
             undo.callback(setattr, torch.autograd, "backward", self._engine)
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *error) -> None:
-        with self._undo:  # whatever fails here, hooks and history are put back
+        with self._undo:  # restores hooks and history even if something fails here
             self._mark(None)
             traces = torch.cuda.memory._snapshot()["device_traces"]
             for index in self.indices:
@@ -189,13 +189,14 @@ class MemoryMonitor:
                 self._too_long |= run.last != self._events(index)
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Mark the phases of training `model`, and know the blocks of its parameters and of `optimizer`'s state.
+        """Mark the phases of training `model`, and find the blocks of its parameters and of `optimizer`'s state.
 
-        Call it in the block; elsewhere it raises RuntimeError. forward is from the model's call to backward(), the loss
-        included; backward is backward() itself; step is the optimizer's. Under nn.DataParallel watch the wrapped model.
+        "forward" lasts from the model's call to backward() and includes the loss, "backward" is the call of backward(),
+        and "step" is the optimizer's step. With nn.DataParallel, pass the DataParallel model. Call this method inside
+        the block. Elsewhere it raises RuntimeError.
         """
         if not self._marks or self._runs:
-            raise RuntimeError("Nothing is recorded now: call watch in the `with MemoryMonitor()` block.")
+            raise RuntimeError("Nothing is being recorded. Call watch inside the `with MemoryMonitor()` block.")
         self.watched.append(model)
         hooks = [
             model.register_forward_pre_hook(self._forward_begins),
@@ -214,25 +215,25 @@ class MemoryMonitor:
         self._own("optimizer state", _states(optimizer))
 
     def _mark(self, phase: str | None, gpus: Collection[int] | None = None) -> None:
-        """From here on it is `phase` on `gpus` (all if None)."""
+        """Begin `phase` on `gpus` (None means all)."""
         for index in self.indices if gpus is None else gpus:
             if index in self._marks:
                 self._marks[index].append((self._events(index), phase))
 
     def _events(self, index: int) -> int:
-        """Allocations and frees on one GPU since the beginning, by the allocator's own counters."""
+        """The number of allocations and frees on one GPU since the beginning, from the allocator's own counters."""
         counters = torch.cuda.memory_stats_as_nested_dict(index)["allocation"]["all"]
         return counters["allocated"] + counters["freed"] - self._counted[index]
 
     def _own(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """At the last mark these tensors were there, and are of this kind."""
+        """Note that these tensors existed at the last mark and are of this kind."""
         for tensor in tensors:
             gpu = -1 if tensor is None else tensor.get_device()
             if gpu in self._owners and tensor.layout is torch.strided:
                 self._owners[gpu][block_address(tensor)].append((self._marks[gpu][-1][0], kind))
 
     def _forward_begins(self, module: nn.Module, inputs) -> None:
-        if self._in_backward:  # a checkpoint computes again what the backward pass needs
+        if self._in_backward:  # checkpointing runs forward passes again within the backward pass
             return
         with self._lock:
             if not getattr(module, "_is_replica", False):
@@ -248,13 +249,13 @@ class MemoryMonitor:
             self._own("parameters", copies)
 
     def _forward_ends(self, module: nn.Module, inputs, outputs) -> None:
-        # With gradients the phase goes on until backward() begins: the loss belongs to the forward pass.
+        # With gradients, the phase lasts until backward() begins, because the loss belongs to the forward pass.
         if not torch.is_grad_enabled() and not self._in_backward:
             self._mark(None)
 
     def _backward(self, *args, **kwargs):
-        """torch.autograd.backward while the monitor is on."""
-        if self._in_backward:  # a checkpoint may call it in a backward pass
+        """Replaces torch.autograd.backward while the monitor records."""
+        if self._in_backward:  # checkpointing may call it within a backward pass
             return self._engine(*args, **kwargs)
         self._mark("backward")
         self._in_backward = True
@@ -267,35 +268,35 @@ class MemoryMonitor:
                 self._own("gradients", [parameter.grad for parameter in model.parameters()])
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-        self._mark("backward" if self._in_backward else None)  # a step may be a gradient's hook
+        self._mark("backward" if self._in_backward else None)  # a gradient hook may run a step
         self._own("optimizer state", _states(optimizer))
 
     # ---- results
 
     def run(self, gpu: int = 0) -> Run:
-        """All that was recorded on one GPU. Raises RuntimeError for a run that is not over, that was too long, or in
-        which nothing happened on any GPU, ValueError for a GPU that was not recorded."""
+        """The recording of one GPU. Raises RuntimeError if the run is not over or was too long, or if it has no event
+        on any GPU, and ValueError for a GPU that was not recorded."""
         if not self._runs:
-            raise RuntimeError("The run is not over: results are there after the `with MemoryMonitor()` block.")
+            raise RuntimeError("The run is not over. Ask for results after the `with MemoryMonitor()` block.")
         if gpu not in self._runs:
-            raise ValueError(f"GPU {gpu!r} was not recorded: recorded were {self.indices}.")
+            raise ValueError(f"GPU {gpu!r} was not recorded. The recorded GPUs are {self.indices}.")
         if self._too_long:
             raise RuntimeError(
-                "PyTorch's memory history does not hold the whole run: record fewer steps, and do not change the "
-                "history or the allocator's counters meanwhile."
+                "PyTorch's memory history does not contain the whole run. Record fewer steps, and do not change the "
+                "history or the allocator's counters during the run."
             )
         if not any(run.last or run.ooms for run in self._runs.values()):
             raise RuntimeError("Nothing was recorded: no GPU memory was allocated or freed in the monitor's block.")
         return self._runs[gpu]
 
     def peak(self, gpu: int = 0) -> Peak:
-        """The most that was allocated, and when: the first time. Errors: `run`."""
+        """The peak of allocated memory, in bytes, and when it is first reached. Raises what `run` raises."""
         return self.run(gpu).peak()
 
     def at_peak(self, gpu: int = 0) -> dict[str, int]:
-        """Bytes by kind (`KINDS`) at the peak; they add up to it. Errors: `run`, and RuntimeError without `watch`."""
+        """Bytes of each kind (`KINDS`) at the peak. Raises what `run` raises, and RuntimeError without `watch`."""
         if not self.watched:
-            raise RuntimeError("Whose bytes these are is not known: call monitor.watch(model, optimizer) in the run.")
+            raise RuntimeError("The kinds of blocks are not known. Call monitor.watch(model, optimizer) in the run.")
         return self.run(gpu).at_peak()
 
 
@@ -305,7 +306,7 @@ def _states(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
 
 
 def _played(trace: Sequence[Mapping], segments: Sequence[Mapping]) -> tuple[list[int], list[Life], list[int]]:
-    """The history of one GPU, from its `segments` at the beginning on: the curve, the blocks' lives, the failures."""
+    """Replay one GPU's history, starting from its `segments`. Returns `allocated`, `lives` and `ooms` of a `Run`."""
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
     held = {block["address"]: (block["size"], 0) for block in blocks}
     states = replay(trace, segments)
