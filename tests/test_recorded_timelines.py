@@ -186,7 +186,7 @@ def test_a_table_of_what_each_gpu_does():
 
 
 def test_a_gpu_that_did_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"GPU 2 did nothing in this timeline, whose GPUs are \[0\]"):
+    with pytest.raises(ValueError, match=r"GPU 2 did nothing in this timeline. The GPUs that did are \[0\]"):
         time_use(of(1.0, (0, 0, 1, "step")), 2)
 
 

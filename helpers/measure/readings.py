@@ -1,4 +1,4 @@
-"""A reading of one GPU's memory, and a list of readings that shows itself as a table in MiB."""
+"""A reading of one GPU's memory, and a list of readings that is displayed as a table in MiB."""
 
 from collections import Counter, UserList
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from textwrap import fill
 from helpers.measure.refusals import Refusal
 from helpers.measure.sizes import MiB, digits
 
-_WIDTH = 88  # characters of a table's lines: what a notebook shows without a scroll bar
+_WIDTH = 88  # characters per line of a table; a notebook shows them without a scroll bar
 _COLUMNS = {
     "PyTorch (torch.cuda)": ("allocated", "peak allocated", "reserved", "peak reserved", "capacity"),
     "driver (GPUtil)": ("used", "total"),
@@ -19,8 +19,8 @@ _COLUMNS = {
 class Reading:
     """The memory of one GPU at one moment. Every size is in bytes.
 
-    driver_used, driver_total: None where GPUtil does not list this GPU.
-    refused: what this GPU was asked for when it ran out of memory and so ended the run that was measured, else None.
+    driver_used, driver_total: None if GPUtil does not list this GPU.
+    refused: the failed request, if this GPU ran out of memory and thereby ended the measured run, otherwise None.
     """
 
     index: int
@@ -35,14 +35,14 @@ class Reading:
     refused: Refusal | None = None
 
     def edge(self, field: str) -> int:
-        """The capacity that the figure `field` counts against: the driver's own total for the driver's figures."""
+        """The capacity in bytes for the figure `field`. The driver's figures have the driver's own total."""
         return self.driver_total if field.startswith("driver") and self.driver_total else self.capacity
 
 
 class Readings(UserList):
-    """A list of `Reading` that shows itself as a table.
+    """A list of `Reading` that is displayed as a table.
 
-    note: sentences on what the figures do not say, for example that memory ran out, or that the driver's are missing.
+    note: sentences about what the figures do not show, for example that the driver's figures are missing.
     """
 
     def __init__(self, readings: Iterable[Reading] = (), note: str = ""):
@@ -62,19 +62,19 @@ class Readings(UserList):
     __str__ = __repr__
 
     def _columns(self, source: str) -> list[list[str]]:
-        """A column of texts for each figure of `source`, its heading first."""
+        """For each figure of `source`, a column of strings that begins with its heading."""
         before = "driver_" if source.startswith("driver") else ""
         found = []
         for heading in _COLUMNS[source]:
             sizes = [getattr(reading, before + heading.replace(" ", "_")) for reading in self]
             largest = max((size or 0 for size in sizes), default=0) / MiB
-            decimals = 0 if largest >= 1000 else 1 if largest >= 100 else 2  # the same in one column: digits line up
+            decimals = 0 if largest >= 1000 else 1 if largest >= 100 else 2  # equal in one column, so that digits align
             found.append([heading, *("-" if size is None else digits(size / MiB, decimals) for size in sizes)])
         return found
 
 
 def _with_heading(heading: str, columns: list[list[str]]) -> list[str]:
-    """The lines of some columns side by side, below a rule with a heading, all of the same width."""
+    """Join columns side by side, below a rule with a heading. Returns lines of equal width."""
     columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
     rows = ["  ".join(row) for row in zip(*columns, strict=True)]
     width = max(len(rows[0]), len(heading) + 4 if heading else 0)

@@ -1,7 +1,7 @@
-"""What PyTorch says when a GPU runs out of memory, in bytes.
+"""Reads the figures of PyTorch's out-of-memory error, in bytes.
 
-torch.OutOfMemoryError carries its figures only as text, which is the same on real and on virtual GPUs
-(c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15). They are exact to two decimals of PyTorch's unit:
+torch.OutOfMemoryError contains its figures only as text, which is the same on real and on virtual GPUs
+(c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15). They are rounded to two decimals of PyTorch's unit:
 
     CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 11.91 GiB of which 1.25 GiB is
     free. [...] Of the allocated memory 9.20 GiB is allocated by PyTorch, and 900.00 MiB is reserved by PyTorch but
@@ -28,10 +28,10 @@ _FIGURES = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """What GPU number `gpu` was asked for when it ran out of memory, and what was held then. Sizes in bytes.
+    """The request that failed on GPU number `gpu`, and the memory that was in use at that time. Sizes are in bytes.
 
-    `requested` is the segment that PyTorch asked the driver for: a tensor's size, rounded up to 2 MiB or to 20 MiB.
-    `allowed`: what torch.cuda.set_per_process_memory_fraction lets this process reserve, or None.
+    requested: the segment that PyTorch requested from the driver, which is a tensor's size rounded up to 2 or 20 MiB.
+    allowed: how much torch.cuda.set_per_process_memory_fraction lets this process reserve, or None without a limit.
     """
 
     gpu: int
@@ -44,17 +44,17 @@ class Refusal:
 
     @property
     def limited(self) -> bool:
-        """True if the process's own limit stood in the way, and not the GPU's capacity."""
+        """True if the request exceeded the limit of the process, not the capacity of the GPU."""
         return self.allowed is not None and self.allowed - self.reserved < self.free
 
     @property
     def room(self) -> int:
-        """What could still be had."""
+        """The bytes that PyTorch could still have reserved."""
         return max(0, self.allowed - self.reserved) if self.limited else self.free
 
     @property
     def over(self) -> int:
-        """By how much `requested` exceeds `room`. What the run would have asked for afterwards is not known."""
+        """The bytes by which `requested` exceeds `room`. The requests that would have followed are not known."""
         return max(0, self.requested - self.room)
 
     def __str__(self) -> str:
@@ -68,9 +68,9 @@ class Refusal:
 
 
 def read_refusal(error: BaseException) -> Refusal | None:
-    """The figures in the text of `error`; None where it is not the text of PyTorch's caching allocator.
+    """Return the figures in the text of `error`, or None if the text is not from PyTorch's caching allocator.
 
-    DataParallel puts a replica's error, with its traceback, into the text of another error: the last one counts.
+    DataParallel puts a replica's error and its traceback into the text of another error, so the last match counts.
     """
     _, found, text = str(error).rpartition(_BEGINNING)
     text = found + text

@@ -1,16 +1,16 @@
-"""Bytes in words: "16.3 GiB". GiB is 2^30 bytes and MiB 2^20, everywhere in the course."""
+"""Formats bytes as text, for example "16.3 GiB". In the whole course, 1 GiB is 2^30 bytes and 1 MiB is 2^20 bytes."""
 
 MiB = 2**20
 GiB = 2**30
 
 
 def unit_of(count: float) -> tuple[int, str]:
-    """The unit in which figures and axes give `count` bytes, as bytes and name: GiB from 1 GiB on, otherwise MiB."""
+    """Return the unit for `count` bytes, as its size in bytes and its name: GiB from 1 GiB on, otherwise MiB."""
     return (GiB, "GiB") if abs(count) >= GiB else (MiB, "MiB")
 
 
 def format_bytes(count: float | None, unit: str | None = None) -> str:
-    """`count` bytes with three digits or more and a unit: "1.25 MiB", "16.3 GiB"; in `unit` if given."""
+    """Format `count` bytes with at least three digits, in `unit` or that of `unit_of`: "16.3 GiB". None: "unknown"."""
     if count is None:
         return "unknown"
     unit = unit or unit_of(count)[1]
@@ -19,6 +19,6 @@ def format_bytes(count: float | None, unit: str | None = None) -> str:
 
 
 def digits(value: float, decimals: int) -> str:
-    """`value` with so many decimals. A value that would show as zero and is not zero is "<0.01"."""
+    """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01"."""
     smallest = 10**-decimals
     return f"<{smallest:g}" if 0 < value < smallest / 2 else f"{value:,.{decimals}f}"

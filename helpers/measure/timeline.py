@@ -1,13 +1,13 @@
-"""Who works when: the work of every GPU during a block of code, modelled or measured.
+"""Records what every GPU does during a block of code, in modelled or measured time.
 
     with record_timeline() as timeline:
         step()
     timeline.seconds, timeline.utilisation(0)
     print(describe_timeline(timeline))
-    print(describe_time_use(timeline))             # a line per GPU: computing, or waiting, and for what
+    print(describe_time_use(timeline))             # one line per GPU: how long it computes, and what it waits for
 
-Virtual GPUs have a modelled clock. On real GPUs torch.profiler measures, which slows the program itself down.
-`timeline.modelled` says which of the two it was, and so do tables and pictures (`helpers.show.timeline_bars`).
+Virtual GPUs have a modelled clock. On real GPUs, torch.profiler measures the times, which slows the program down.
+`timeline.modelled` says which of the two applies, and so do tables and pictures (`helpers.show.timeline_bars`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from helpers.gpus import modelled_timeline
 
 KINDS = ("forward", "backward", "step", "copy", "collective")
-BLOCK = "helpers.measure.timeline"  # the recorded block's name in torch.profiler's trace
+BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
 
 
 class Work(NamedTuple):
-    """A kernel, copy or collective: on which GPU, from when to when (seconds from the block's beginning), its kind."""
+    """A kernel, copy or collective on one GPU. `start` and `end` are in seconds since the block began."""
 
     gpu: int
     start: float
@@ -42,34 +42,35 @@ class Work(NamedTuple):
 
 @dataclass
 class Timeline:
-    """What was recorded: filled when the block ends. Can be pickled, so a rank can return it."""
+    """The recording, which is filled when the block ends. It can be pickled, so a rank can return it."""
 
     seconds: float = 0.0
     work: list[Work] = field(default_factory=list)
     modelled: bool = True
 
     def busy_seconds(self, gpu: int) -> float:
-        """Seconds in which a GPU ran kernels, collectives' among them, copies not; two at once count once."""
+        """Seconds in which a GPU ran kernels. Collectives count, and copies do not. Overlapping kernels count once."""
         return seconds_covered((w.start, w.end) for w in self.work if w.gpu == gpu and w.kind != "copy")
 
     def utilisation(self, gpu: int) -> float:
-        """The share of the block's time in which a GPU ran kernels, 0 to 1."""
+        """The share of the block's time, from 0 to 1, in which a GPU ran kernels."""
         return self.busy_seconds(gpu) / self.seconds if self.seconds else 0.0
 
     @property
     def gpus(self) -> list[int]:
-        """Those that did something, in order."""
+        """The indices of the GPUs that did something, in ascending order."""
         return sorted({w.gpu for w in self.work})
 
 
 class TimeUse(NamedTuple):
-    """Seconds of one GPU; the five add up to the timeline's `seconds`. Each moment counts at the first that holds.
+    """How one GPU spends its time. The five values are in seconds and add up to the timeline's `seconds`. If several
+    apply at the same time, the first one counts.
 
-    computing: it runs a kernel that does not belong to a collective.
-    collective: it is in a collective, and so sends or waits for another rank (nvidia-smi calls that busy).
-    copying: a copy from or to it is on its way.
-    others: another GPU of this timeline works. This GPU may need what that one computes, or the host may be late.
-    nothing: no GPU does anything, so the host has issued nothing that could begin.
+    computing: the GPU runs a kernel that does not belong to a collective.
+    collective: it takes part in a collective, so it sends or waits for another rank (busy, according to nvidia-smi).
+    copying: a copy from or to this GPU is in progress.
+    others: another GPU of this timeline works. This GPU may need its result, or the host may launch work too late.
+    nothing: no GPU works, so the host has not launched any work that could start.
     """
 
     computing: float
@@ -89,12 +90,12 @@ class TimeUse(NamedTuple):
 
 @contextmanager
 def record_timeline() -> Iterator[Timeline]:
-    """Record what the GPUs do in the block; they are idle when it begins and when it ends.
+    """Record what the GPUs do in the block. All GPUs finish their work before the block begins and before it ends.
 
-    Raises RuntimeError where there is no GPU.
+    Raises RuntimeError if there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("There is no GPU whose work could be recorded: call use_gpus(...) first.")
+        raise RuntimeError("There is no GPU whose work could be recorded. Call use_gpus(...) first.")
     found, clock = Timeline(), modelled_timeline()
     if clock is None:
         yield from _measured(found)
@@ -106,7 +107,7 @@ def record_timeline() -> Iterator[Timeline]:
 
 
 def _measured(found: Timeline) -> Iterator[Timeline]:
-    """By torch.profiler."""
+    """Record with torch.profiler."""
     found.modelled = False
     for index in range(torch.cuda.device_count()):
         torch.cuda.synchronize(index)
@@ -123,10 +124,10 @@ def _measured(found: Timeline) -> Iterator[Timeline]:
 
 
 def work_of(events: Sequence[dict]) -> tuple[float, list[Work]]:
-    """Seconds and work from the events of torch.profiler's trace.
+    """Return the seconds of the block and its work, from the events of torch.profiler's trace.
 
-    A kernel belongs to the optimizer where it was launched inside its step, to backward where a thread other than the
-    program's launched it (autograd has one per GPU), otherwise to forward.
+    A kernel belongs to "step" if it was launched inside the optimizer's step, to "backward" if it was launched by
+    another thread (autograd has one per GPU), and otherwise to "forward".
     """
     spans = [event for event in events if event.get("ph") == "X"]
     block = next(e for e in spans if e["name"] == BLOCK and e.get("cat") == "user_annotation")
@@ -145,7 +146,7 @@ def work_of(events: Sequence[dict]) -> tuple[float, list[Work]]:
 
 
 def _gpus(args: dict) -> list[int]:
-    """One GPU, or for a copy between two GPUs both: it names its ends, and no "device"."""
+    """Return the GPU of an event, or both GPUs of a copy, which has the two ends instead of "device"."""
     return [args["device"]] if "device" in args else sorted({args["fromDevice"], args["toDevice"]})
 
 
@@ -163,7 +164,7 @@ def _phase(name: str, launch: dict | None, thread: int, steps: Sequence[tuple[fl
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """(start, end) pairs in order; those that overlap, touch, or are at most `gap` seconds apart are one."""
+    """Sort (start, end) pairs, in seconds, and join those that overlap or are at most `gap` seconds apart."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1] + gap:
@@ -174,18 +175,18 @@ def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[t
 
 
 def seconds_covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the intervals; where two overlap they count once."""
+    """Return how many seconds lie in at least one of the intervals."""
     return sum(end - start for start, end in merged(intervals))
 
 
 def time_use(timeline: Timeline, gpu: int) -> TimeUse:
-    """Where the time of a GPU (its index) went, in modelled or measured seconds, as the timeline's.
+    """Return how GPU number `gpu` spent its time, in modelled or measured seconds like the timeline.
 
-    A timeline knows the GPUs of its process: where each rank is a process, record one in each. Raises ValueError for a
-    GPU that did nothing in it.
+    A timeline contains only the GPUs of its process. If each rank is a process, record a timeline in each. Raises
+    ValueError for a GPU that did nothing in the timeline.
     """
     if gpu not in timeline.gpus:
-        raise ValueError(f"GPU {gpu} did nothing in this timeline, whose GPUs are {timeline.gpus}.")
+        raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {timeline.gpus}.")
     kinds = ([], [], [], [])  # computing, collective, copying, others
     for work in timeline.work:
         place = 3 if work.gpu != gpu else {"collective": 1, "copy": 2}.get(work.kind, 0)
@@ -196,14 +197,14 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
 
 
 def describe_timeline(timeline: Timeline) -> str:
-    """The timeline in a line: its length, modelled or measured, and how busy each GPU is."""
+    """Describe a timeline in one line: its length, modelled or measured, and the utilisation of each GPU."""
     how = "modelled" if timeline.modelled else "measured"
     busy = ", ".join(f"cuda:{gpu} {100 * timeline.utilisation(gpu):.0f} %" for gpu in timeline.gpus)
     return f"{how} {format_time(timeline.seconds)} | busy: {busy}"
 
 
 def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
-    """A table in ms, modelled or measured: a line for each GPU of each timeline, named by its key."""
+    """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key."""
     timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
     how = "modelled ms" if all(timeline.modelled for timeline in timelines.values()) else "measured ms"
     rows = [(f"{name} cuda:{gpu}".strip(), each, gpu) for name, each in timelines.items() for gpu in each.gpus]
@@ -216,6 +217,6 @@ def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """ "12.3 ms", "1,234 ms": three digits or more."""
+    """Format seconds as milliseconds with at least three digits, for example "12.3 ms" or "1,234 ms"."""
     ms = 1e3 * seconds
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

@@ -1,12 +1,12 @@
-"""Out of memory: what is on a GPU, which line made it, and what keeps it there.
+"""Explains a GPU's memory: what it contains, which line of code created each tensor, and what keeps it alive.
 
-    with explain_oom() as why: train()         when memory runs out: what was asked for, what would have helped
-    explain_memory()                           the same table for now
-    forget_error()                             frees what the last error keeps alive: its frames and their tensors
-    remember_origins()                         from here on the line that makes a tensor is known: call it first
+    with explain_oom() as why: train()         if memory runs out: which request failed, and what would have helped
+    explain_memory()                           the same table for the memory in use now
+    forget_error()                             free what the last error keeps alive: its frames and their tensors
+    remember_origins()                         record the line that creates each tensor from now on; call it first
     with find_leaks() as leaks: step()         what a block left behind, and who refers to it
 
-The same on real and on virtual GPUs: everything comes from torch.cuda's snapshots and from Python's gc.
+All of this works in the same way on real and on virtual GPUs, with torch.cuda's snapshots and Python's gc.
 `helpers.show.draw_segments` draws the blocks of PyTorch's allocator.
 """
 

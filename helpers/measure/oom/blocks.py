@@ -1,8 +1,8 @@
-"""What is on a GPU now, block by block: its kind, its shape, the line that made it.
+"""Lists the blocks in use on a GPU, each with its kind, its shape, and the line of code that created it.
 
-The allocator knows the blocks and Python knows the tensors; both know the block's address. What nothing in Python
-refers to is held by C++: activations that autograd keeps for backward, and workspaces of libraries. The line is known
-where PyTorch's memory history, which `remember_origins()` switches on, has the stack of the allocation.
+The allocator knows the blocks, Python knows the tensors, and both know the block's address. Blocks to which nothing in
+Python refers are held by C++: activations that autograd keeps for the backward pass, and workspaces of libraries. The
+line is known if PyTorch's memory history, which `remember_origins()` enables, has the stack of the allocation.
 """
 
 import gc
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from helpers.gpus import block_address
 
 KINDS = ("parameters", "gradients", "optimizer state", "buffers", "tensors in variables", "held by autograd")
-_CHUNK = 2_000  # objects whose referents are looked at together: a list of all of them would be millions long
-MOST_EVENTS = 200_000  # per GPU, about a kilobyte each on the host; of a longer history the end is kept
+_CHUNK = 2_000  # objects whose referents are examined together, because a list for all would have millions of entries
+MOST_EVENTS = 200_000  # per GPU, about 1 KB of host memory each; PyTorch keeps the most recent ones
 UNKNOWN = "made before remember_origins() was called"
 _TORCH = str(Path(torch.__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
@@ -34,8 +34,8 @@ _HERE = os.path.join(os.path.dirname(__file__), "")
 
 @dataclass(frozen=True)
 class Block:
-    """A block in use: `size` bytes of the GPU, of which `requested` were asked for. `shape`: None if no tensor of
-    Python's lies in it; `origin`: the line that made it, in words."""
+    """A block in use, with its `size` and the size that was `requested`, in bytes. `shape` is None if the block
+    contains no tensor that Python knows. `origin` is the line that created it, as text."""
 
     address: int
     size: int
@@ -47,7 +47,7 @@ class Block:
 
 
 def live_blocks(gpu: int, by_kind: dict[str, list[Tensor]] | None = None) -> list[Block]:
-    """All blocks in use on GPU number `gpu`, the largest first. by_kind: `gpu_tensors(gpu)`, where it is there."""
+    """Return all blocks in use on GPU number `gpu`, largest first. by_kind: `gpu_tensors(gpu)`, if already computed."""
     known = {}
     for kind, tensors in (gpu_tensors(gpu) if by_kind is None else by_kind).items():
         for tensor in tensors:
@@ -64,20 +64,20 @@ def live_blocks(gpu: int, by_kind: dict[str, list[Tensor]] | None = None) -> lis
 
 
 def segments_of(gpu: int) -> list[dict]:
-    """The segments of GPU number `gpu`, in the order of their addresses."""
-    segments = torch.cuda.memory_snapshot(include_traces=False)  # the history is long, and of no use here
+    """Return the segments of GPU number `gpu`, sorted by address."""
+    segments = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
     return sorted((each for each in segments if each["device"] == gpu), key=lambda each: each["address"])
 
 
 def gpu_tensors(gpu: int) -> dict[str, list[Tensor]]:
-    """The tensors on GPU number `gpu`, by kind; one may be of several. The last kind are those that have been objects
-    of Python once, and that now only C++ refers to."""
+    """Return the tensors on GPU number `gpu` by kind. A tensor may have several kinds. The last kind contains tensors
+    that have a Python object, and to which only C++ still refers."""
     found, held = defaultdict(list), _held_by_python()
     tensors, optimizers, modules = objects_of(Tensor, torch.optim.Optimizer, nn.Module)
     for tensor in tensors:
         known = KINDS[0] if issubclass(type(tensor), nn.Parameter) else KINDS[4 if id(tensor) in held else 5]
         found[known].append(tensor)
-    for leaves in list(found.values()):  # Python may hold the parameter only, and C++ its gradient
+    for leaves in list(found.values()):  # Python may refer only to the parameter, and C++ to its gradient
         found["gradients"] += [t.grad for t in leaves if t.is_leaf and t.requires_grad]
     for optimizer in optimizers:
         found["optimizer state"] += [value for state in optimizer.state.values() for value in state.values()]
@@ -87,8 +87,8 @@ def gpu_tensors(gpu: int) -> dict[str, list[Tensor]]:
 
 
 def objects_of(*kinds: type) -> list[list]:
-    """For each of `kinds`, every object of that class that Python's gc knows. gc knows half a million in a notebook, so
-    they are gone through once for all kinds. Classes are asked, since objects may lie about theirs."""
+    """For each of `kinds`, return the objects of that class that Python's gc knows. A notebook has half a million, so
+    one pass serves all kinds. It tests `type(object)`, because `object.__class__` may be overridden."""
     objects = gc.get_objects()
     wanted = {each for each in set(map(type, objects)) if issubclass(each, kinds)}
     objects = [each for each in objects if type(each) in wanted]
@@ -98,18 +98,18 @@ def objects_of(*kinds: type) -> list[list]:
 def _is_on(value: object, gpu: int) -> bool:
     try:
         return isinstance(value, Tensor) and value.layout is torch.strided and value.get_device() == gpu
-    except RuntimeError:  # a tensor without storage, as functorch makes them
+    except RuntimeError:  # a tensor without storage, for example of functorch
         return False
 
 
 def _held_by_python() -> set[int]:
-    """The ids of all tensors that an object or a running function of Python refers to.
+    """Return the ids of all tensors to which a Python object or a running Python function refers.
 
-    gc knows the tensors that C++ alone keeps, too: a tensor's Python object lives as long as the tensor does.
-    Modules are not asked, only their dicts: on Python 3.12 `_asyncio`, which runs in every notebook, gives out objects
-    that are free already (its freelist), and giving them back ties the list into a ring that gc never leaves.
+    gc also knows the tensors that only C++ keeps, because a tensor's Python object lives as long as the tensor.
+    Modules are skipped, but not their dicts. On Python 3.12 `_asyncio`, which runs in every notebook, returns objects
+    from its list of free objects. Releasing them turns this list into a cycle, in which gc never ends.
     """
-    # Taken first: nothing that is made from here on is in it.
+    # Listed first, so that it contains no object that is created below.
     objects = [each for each in gc.get_objects() if type(each) is not ModuleType]
     classes = {each for each in set(map(type, objects)) if issubclass(each, Tensor)}
     tensors = {id(each) for each in objects if type(each) in classes}
@@ -125,9 +125,9 @@ def _held_by_python() -> set[int]:
 
 
 def remember_origins() -> None:
-    """Keep, from here on, the stack of every allocation on every GPU, and the history that PyTorch's viewer draws.
+    """Record from now on the stack of every allocation on every GPU, and the history that PyTorch's viewer draws.
 
-    Costs some microseconds per allocation. Raises RuntimeError without any GPU.
+    This takes a few microseconds per allocation. Raises RuntimeError if there is no GPU.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("There is no GPU to watch. Call use_gpus first: `from helpers import use_gpus`.")
@@ -137,7 +137,7 @@ def remember_origins() -> None:
 
 @contextmanager
 def origins_remembered() -> Iterator[None]:
-    """Origins are remembered inside, and afterwards only if they were before."""
+    """Remember origins inside the block. Afterwards, restore the previous state."""
     already = torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled()
     if not already:
         remember_origins()
@@ -149,8 +149,8 @@ def origins_remembered() -> Iterator[None]:
 
 
 def origin(frames: Sequence[dict]) -> str:
-    """The innermost of `frames` (innermost first, as in a snapshot) that is not PyTorch's or Python's, in words:
-    "`x = net(x)` in train (scripts/train.py:12)". The file of a notebook's cell has no name that says anything."""
+    """Describe the innermost of `frames` (innermost first, as in a snapshot) outside PyTorch and Python, for example
+    "`x = net(x)` in train (scripts/train.py:12)". A line in a notebook cell is described without its file name."""
     for frame in frames:
         file = frame["filename"]
         foreign = file in ("", "<string>") or file.startswith((_TORCH, "<frozen", "??"))
@@ -164,11 +164,11 @@ def origin(frames: Sequence[dict]) -> str:
     return UNKNOWN
 
 
-# ---- functions' variables, which gc does not know --------------------------------------------------------------------
+# ---- variables of functions, which gc does not know ------------------------------------------------------------------
 
 
 def all_frames() -> Iterator[FrameType]:
-    """The frames of the functions that run now, in all threads, innermost first."""
+    """Yield the frames of the running functions of all threads, innermost first."""
     for frame in list(sys._current_frames().values()):
         while frame is not None:
             yield frame
@@ -176,15 +176,15 @@ def all_frames() -> Iterator[FrameType]:
 
 
 def running_frames() -> Iterator[FrameType]:
-    """The same without this package's."""
+    """Yield the same frames, except those of this package."""
     return (frame for frame in all_frames() if not frame.f_code.co_filename.startswith(_HERE))
 
 
 def variables(frame: FrameType) -> dict[str, object]:
-    """The local variables of a function by name; none for a module's frame, whose variables are a module's own.
+    """Return the local variables of a function by name, and none for a module's frame, which belong to the module.
 
-    Up to Python 3.12 `frame.f_locals` fills a dict that the frame then keeps, and with it each tensor until the
-    function returns, even those that it deletes. So that dict is emptied here.
+    Up to Python 3.12, `frame.f_locals` fills a dict that the frame keeps. The dict would keep each tensor alive until
+    the function returns, even a tensor that the function deletes. It is therefore emptied here.
     """
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return {}

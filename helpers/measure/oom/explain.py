@@ -1,4 +1,4 @@
-"""Explains a GPU's memory, now or at the moment when it ran out: by kind, by line, and what would have helped."""
+"""Explains a GPU's memory, now or when it ran out: its contents by kind and by line, and what would have helped."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from helpers.measure.readings import Reading
 from helpers.measure.refusals import Refusal, read_refusal
 from helpers.measure.sizes import MiB, format_bytes
 
-_WIDTH = 110  # characters of a notebook's output
+_WIDTH = 110  # characters per line of a notebook's output
 _MOST_GROUPS = 5
-_LEAST = 0.02  # of what is allocated: a cure that gives back less is not worth a sentence
-_ROUNDING = 0.01  # of PyTorch's text
+_LEAST = 0.02  # of the allocated memory; advice that saves less is left out
+_ROUNDING = 0.01  # in the figures of PyTorch's error text
 
 
 @dataclass(frozen=True)
 class Group:
-    """`count` blocks of one kind, shape and origin; `size` bytes together."""
+    """`count` blocks of the same kind, shape and origin, with a total of `size` bytes."""
 
     kind: str
     shape: tuple[int, ...] | None
@@ -39,13 +39,13 @@ class Group:
 
 @dataclass
 class Explanation:
-    """GPU number `gpu` at one moment, in bytes. What `explain_oom` gives is False where memory did not run out.
+    """The memory of GPU number `gpu` at one time, in bytes. It is false if memory did not run out in `explain_oom`.
 
-    outside   what others took on the GPU: the CUDA context, libraries, other programs
-    refused   what was asked for, if memory ran out then
-    said      what is printed where there is nothing to explain
+    outside   memory in use outside PyTorch's allocator: the CUDA context, libraries, other programs
+    refused   the request that failed, if memory ran out
+    said      the text that is printed if there is nothing to explain
 
-    Blocks are looked at a moment after the refusal: the operation that failed has freed its own by then (`gone`).
+    The blocks are read shortly after the failure. The failed operation has freed its own blocks by then (`gone`).
     """
 
     gpu: int | None = None
@@ -65,17 +65,17 @@ class Explanation:
 
     @property
     def gone(self) -> int:
-        """What the operation that failed held when memory ran out; 0 if it is within the rounding of PyTorch's text."""
+        """Bytes that the failed operation held when memory ran out, or 0 if below the rounding of PyTorch's text."""
         gone = self.refused.allocated - self.allocated if self.refused else 0
         return gone if gone > _ROUNDING * self.allocated else 0
 
     @property
     def cached(self) -> int:
-        """Reserved by PyTorch, and in no tensor's use; when memory ran out, if it did."""
+        """Bytes that PyTorch has reserved and no tensor uses. If memory ran out, this is the value at that time."""
         return max(0, self.reserved - self.allocated - self.gone)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes per kind; those of `KINDS` that are there, then what is gone, cached, taken by others, and free."""
+        """Bytes per kind: the existing kinds of `KINDS`, then memory that is gone, cached, used by others, or free."""
         found = Counter()
         for block in self.blocks:
             found[block.kind] += block.size
@@ -86,7 +86,7 @@ class Explanation:
         return kinds | {"free": max(0, self.capacity - self.reserved - self.outside)}
 
     def groups(self) -> list[Group]:
-        """Blocks of one kind, shape and origin together, the largest groups first."""
+        """The blocks, grouped by kind, shape and origin. The largest group comes first."""
         found = defaultdict(list)
         for block in self.blocks:
             found[block.kind, block.shape or None, block.dtype, block.origin].append(block.size)
@@ -94,7 +94,7 @@ class Explanation:
         return sorted(made, key=lambda group: (-group.size, group.origin))
 
     def advice(self) -> list[tuple[int, str]]:
-        """(bytes that come back, what to do), the largest first; nothing that would not matter."""
+        """(bytes saved, what to do) pairs, largest first. Advice that would save very little is left out."""
         graph, refused = self.by_kind().get("held by autograd", 0), self.refused
         half, whole, cached = format_bytes(graph // 2), format_bytes(graph), format_bytes(self.cached)
         found = [
@@ -140,7 +140,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _enough(self, size: int) -> str:
-        """Whether `size` bytes more would have made room."""
+        """Say whether `size` more bytes would have been enough."""
         if self.refused is None:
             return ""
         lacking = self.refused.over
@@ -156,9 +156,9 @@ class Explanation:
 
 
 def explain_memory(gpu=0) -> Explanation:
-    """What is on one GPU now (a number, "cuda:1", a device), by kind, and the lines that made the largest tensors.
+    """Explain what one GPU (an index, "cuda:1", or a device) contains now, by kind and by line of code.
 
-    Lines are known from `remember_origins()` on. Raises what `read_memory` raises.
+    Lines are known for tensors created after `remember_origins()`. Raises what `read_memory` raises.
     """
     found = Explanation()
     found._look(read_memory(gpu)[0], None)
@@ -167,20 +167,20 @@ def explain_memory(gpu=0) -> Explanation:
 
 @contextmanager
 def explain_oom(gpus=None) -> Iterator[Explanation]:
-    """Run the block; where it runs out of memory, say what was there, what was asked for, what would have helped.
+    """Run the block. If it runs out of memory, explain what was in use, what was requested, what would have helped.
 
-    The explanation is filled when the block ends, for the GPU that ran out of memory. The program goes on after the
-    block, and nothing that died with it is kept alive. `gpus`: see `helpers.measure.read_memory`.
+    The explanation is filled when the block ends, for the GPU that ran out of memory. The program continues after the
+    block, and the failed block's tensors are not kept alive. gpus: see `helpers.measure.read_memory`, also for errors.
     """
     found = Explanation()
     with origins_remembered(), measure_memory(gpus, catch=True) as readings:
         try:
             yield found
         except torch.OutOfMemoryError as error:
-            # Now, while the error still holds the frames and their variables: after this block they are gone.
+            # This must happen here, while the error still keeps the frames and their variables alive.
             refused, now = read_refusal(error), read_memory(gpus)
             those = [reading for reading in now if refused and reading.index == refused.gpu]
-            fullest = max(now, key=lambda reading: reading.allocated)  # where the text does not say which it was
+            fullest = max(now, key=lambda reading: reading.allocated)  # if the text does not name a GPU
             found._look(those[0] if those else fullest, refused if those else None)
             raise
     peaks = ", ".join(f"GPU {each.index} {format_bytes(each.peak_allocated)}" for each in readings)

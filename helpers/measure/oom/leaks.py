@@ -1,13 +1,13 @@
-"""What a piece of a program leaves behind on a GPU, and what keeps it there.
+"""Finds what a block of code leaves behind on a GPU, and what keeps it alive.
 
     with find_leaks() as leaks:
         train_one_epoch()
     print(leaks)
 
-Blocks of one kind, shape and origin are counted before and after. What there is more of has leaked, or is meant to
-stay, for example an optimizer's state after its first step. For a tensor that Python can reach, gc says who refers to
-it. Nothing in Python refers to what autograd keeps; then the tensors whose graph is still alive are listed, the largest
-graph first. `forget_error()` frees the most frequent leak, the last error.
+Blocks of the same kind, shape and origin are counted before and after. Additional blocks have leaked or are meant to
+stay, such as an optimizer's state after its first step. If Python can reach a tensor, gc finds what refers to it.
+Nothing in Python refers to what autograd keeps. In this case, the tensors whose graph is still alive are listed, the
+largest graph first. `forget_error()` frees the most frequent leak, which is the last error.
 """
 
 import gc
@@ -40,17 +40,17 @@ from helpers.measure.oom.explain import Group
 from helpers.measure.sizes import format_bytes
 
 _MOST_GRAPHS, _MOST_NODES, _MOST_ROWS = 3, 100_000, 6
-_MOST_NAMES, _MOST_SEARCHES = 3, 60  # each search asks every object of the program
+_MOST_NAMES, _MOST_SEARCHES = 3, 60  # each search goes through every object of the program
 
 
 @dataclass
 class Leaks:
-    """What is on `gpu` at the end of the block and was not at its beginning. False if there is nothing.
+    """Blocks that GPU number `gpu` has at the end of the block of code, but not at its beginning. False if none.
 
-    grown     [(group, names)]: what there is more of, and the names that keep one of it (`holders`)
-    graphs    [(names, nodes)]: new graphs of autograd that are still alive; nodes are counted up to 100,000
-    cycles    bytes that only gc.collect() gave back: objects that refer to one another in a cycle
-    change    bytes by which what is allocated has grown
+    grown     [(group, names)]: additional blocks, and the names that keep one of them alive (`holders`)
+    graphs    [(names, nodes)]: new autograd graphs that are still alive; nodes are counted up to 100,000
+    cycles    bytes that only gc.collect() freed, because objects referred to each other in a cycle
+    change    bytes by which the allocated memory has grown
     """
 
     gpu: int
@@ -79,9 +79,9 @@ class Leaks:
 
 @contextmanager
 def find_leaks(gpu=0) -> Iterator[Leaks]:
-    """Compare what is on one GPU (a number, "cuda:1", a device) before and after the block.
+    """Compare the blocks on one GPU (an index, "cuda:1", or a device) before and after the block of code.
 
-    The result is filled when the block ends, also when it fails. Raises what `read_memory` raises.
+    The result is filled when the block of code ends, even if it fails. Raises what `read_memory` raises.
     """
     found = Leaks(read_memory(gpu)[0].index)
     gc.collect()
@@ -109,7 +109,7 @@ def _fill(found: Leaks, before: list[Block], graphs: set[int]) -> None:
 
 
 def _more(before: list[Block], after: list[Block]) -> list[tuple[Group, list[Block]]]:
-    """What there is more of, with the new blocks, the largest first."""
+    """Return the groups that have grown, each with its new blocks. The largest group comes first."""
     counts, known = Counter(map(_likeness, before)), {block.address for block in before}
     groups: dict[tuple, list[Block]] = defaultdict(list)
     for block in after:
@@ -131,7 +131,7 @@ def _with_graph() -> list[Tensor]:
 
 
 def _graphs(before: set[int]) -> list[tuple[str, int]]:
-    """The new graphs that a name keeps, the largest first; of graphs of one size the first in the alphabet."""
+    """Return the new graphs that a name keeps alive, largest first. Graphs of equal size are sorted by name."""
     new = [tensor for tensor in _with_graph() if id(tensor) not in before]
     found = nlargest(10, ((_nodes(tensor.grad_fn), tensor) for tensor in new), key=lambda each: each[0])
     named = sorted((-nodes, ", ".join(holders(tensor))) for nodes, tensor in found)
@@ -152,10 +152,10 @@ def _nodes(root) -> int:
 
 
 def holders(thing: object) -> list[str]:
-    """Up to three names that keep `thing` alive, those with the shortest way first; none if C++ alone does.
+    """Return up to three names that keep `thing` alive, the shortest paths first, or none if only C++ refers to it.
 
-    `out`, `history['losses'][3]`, "`x` of train(), which ended in an error that is kept": Python's gc is asked who
-    refers to it, then who refers to those, until variables of modules or functions are reached.
+    Examples are `out`, `history['losses'][3]` and "`x` of train(), which ended in an error that is kept". Python's gc
+    gives the objects that refer to `thing`, then those that refer to them, up to variables of modules or functions.
     """
     names, waiting, seen = [], deque([(thing, "")]), {id(thing), *map(id, all_frames())}
     for _ in range(_MOST_SEARCHES):
@@ -175,17 +175,17 @@ def holders(thing: object) -> list[str]:
 
 
 def _step(thing: object, holder: object, path: str) -> tuple[str, str | None]:
-    """(name, None) where `holder` gives `thing` a name, or ("", what follows the name that `holder` may have)."""
+    """Return (name, None) if `holder` gives `thing` a name, otherwise ("", the path from `holder` to `thing`)."""
     if isinstance(holder, FrameType):
         return _variable(holder, thing, path, ", which ended in an error that is kept"), None
     if isinstance(holder, dict):
         keys = [key for key, value in list(holder.items()) if value is thing] or ["..."]
-        key = min(keys, key=lambda key: str(key).startswith("_"))  # IPython has names of its own for results
+        key = min(keys, key=lambda key: str(key).startswith("_"))  # IPython adds names of its own for results
         module = holder.get("__name__")
         if isinstance(module, str) and module in sys.modules and vars(sys.modules[module]) is holder:
             return f"`{key}{path}`" + ("" if module == "__main__" else f" of the module {module}"), None
         return "", f"[{key!r}]{path}"
-    if isinstance(thing, CellType) or isinstance(holder, (CellType, FunctionType)):  # what a function closes over
+    if isinstance(thing, CellType) or isinstance(holder, (CellType, FunctionType)):  # a variable in a closure
         return "", path
     if isinstance(holder, (list, tuple)):
         return "", f"[{next((i for i, value in enumerate(holder) if value is thing), '...')}]{path}"
@@ -198,32 +198,32 @@ def _step(thing: object, holder: object, path: str) -> tuple[str, str | None]:
 
 
 def _variable(frame: FrameType, thing: object, path: str, what: str = "") -> str:
-    """The name of `thing` in a function; "" if it has none there."""
+    """Return the name of `thing` in a function, or "" if it has none there."""
     name = next((name for name, value in variables(frame).items() if value is thing), None)
     return f"`{name}{path}` of {frame.f_code.co_name}(){what}" if name else ""
 
 
 def forget_error() -> int:
-    """Free what the last error that ended a cell, or a line at a prompt, keeps. Returns the bytes that came back on
-    all GPUs. Does nothing where there was none; an error that your own variable names stays.
+    """Free what the last error that ended a cell, or a line at a prompt, keeps alive. Returns the bytes freed on all
+    GPUs. It does nothing if there was no error. An error that one of your own variables holds stays.
 
-    Python keeps the error (`sys.last_value`), the error its traceback, that the frames of all functions on the way,
-    and the frames their variables: the tensors of a training step that ran out of memory. IPython keeps it a second
-    time, and has looked at every frame to show it.
+    Python keeps the last error (`sys.last_value`), and with it the traceback, the frames of all functions in it, and
+    their variables, for example the tensors of a training step that ran out of memory. IPython keeps the error a second
+    time, and has read the variables of every frame to display it.
     """
     before = _allocated()
     ipython = sys.modules.get("IPython")
-    shown = getattr(ipython and ipython.get_ipython(), "InteractiveTB", None)  # what shows IPython's errors
+    shown = getattr(ipython and ipython.get_ipython(), "InteractiveTB", None)  # displays IPython's errors
     for trace in (getattr(sys, "last_traceback", None), getattr(shown, "tb", None)):
         if isinstance(trace, TracebackType):
             for frame, _ in traceback.walk_tb(trace):
-                variables(frame)  # empties the copy that Python up to 3.12 made when IPython looked
+                variables(frame)  # empties the copy that Python up to 3.12 made for IPython
             traceback.clear_frames(trace)
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         vars(sys).pop(name, None)
     if shown is not None:
         shown.tb = None
-    gc.collect()  # older errors lie in reference cycles
+    gc.collect()  # older errors are in reference cycles
     return before - _allocated()
 
 
