@@ -1,7 +1,7 @@
-"""What the lessons train on: images, text, and random batches.
+"""The training data of the lessons: images, text, and random batches.
 
-Nothing is downloaded. The bundled files lie in the folder `data` beside this package, and their checksums are compared
-whenever they are read. `data/README.md` names their origin and licence.
+Nothing is downloaded. The bundled files are in the folder `data` beside this package. Their checksums are verified
+whenever they are read. `data/README.md` gives their origin and licence.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 NOVEL = "pride_and_prejudice.txt"
 PAD, UNK, CLS, SEP, MASK = range(5)
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
+IGNORED = -100  # the label that torch.nn.functional.cross_entropy ignores
 
 
 class DamagedData(RuntimeError):
-    """A data file is missing, incomplete or changed; the message says which and what to do."""
+    """A data file is missing, incomplete or changed. The message says which file, and what to do."""
 
 
 class Images(TensorDataset):
-    """Images [N, channels, size, size] in float32, labels [N] in int64; `classes` names the labels."""
+    """Images (N, channels, size, size) in float32 and labels (N,) in int64. `classes` has the name of each label."""
 
     def __init__(self, images: Tensor, labels: Tensor, classes: Iterable[str]):
         super().__init__(images, labels)
@@ -36,19 +36,19 @@ class Images(TensorDataset):
 
 
 def bundled(name: str) -> Path:
-    """The path of a bundled file, such as "pride_and_prejudice.txt", after its checksum was compared."""
+    """Return the path of a bundled file, such as "pride_and_prejudice.txt". Raises DamagedData if a check fails."""
     path, sums = DATA / name, DATA / "SHA256SUMS"
     if not DATA.is_dir():
         raise DamagedData(
-            f"There is no folder {DATA}. The data are not part of an installed package: install the helpers in place, "
-            "with `pip install -e .` in the course's folder."
+            f"There is no folder {DATA}. An installed package does not contain the data. Run `pip install -e .` in the "
+            "course's folder to install the helpers in place."
         )
     if not path.is_file() or not sums.is_file():
         raise DamagedData(f"{path} or {sums} is missing. Run `git checkout data` in the course's folder.")
     lines = (line.split() for line in sums.read_text(encoding="utf-8").splitlines())
     expected = {file: checksum for checksum, file in lines}
     if hashlib.sha256(path.read_bytes()).hexdigest() != expected.get(name):
-        raise DamagedData(f"{path} was changed: its SHA-256 differs. Run `git checkout data` in the course's folder.")
+        raise DamagedData(f"The checksum of {path} is wrong. Run `git checkout data` in the course's folder.")
     return path
 
 
@@ -56,15 +56,15 @@ def bundled(name: str) -> Path:
 
 
 def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: int | None = None) -> Images:
-    """The bundled photographs of clothes: 4,000 to train on, 1,000 to test on, the classes equally frequent.
+    """The bundled photographs of clothes, with 4,000 for training and 1,000 for testing. Classes are equally frequent.
 
-    Normalised to mean 0 and standard deviation 1. `channels` is 1 (grey) or 3 (the grey image three times, as networks
-    for colour images want it); `size` is the side in pixels (the originals have 28); `count` keeps the first images
-    only. Raises DamagedData where a file is not what was shipped.
+    The images are normalized to mean 0 and standard deviation 1. `channels` is 1 (grey) or 3 (the grey image three
+    times, for models that need colour images). `size` is the width and height in pixels (the originals have 28).
+    `count` keeps only the first images. Raises DamagedData for a changed file, and ValueError for other values.
     """
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}.")
-    for part in ("train", "t10k"):  # torchvision wants all four files, whichever it reads
+    for part in ("train", "t10k"):  # torchvision checks that all four files exist
         bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
     raw = datasets.FashionMNIST(DATA, train=train)
@@ -80,14 +80,14 @@ def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: 
 
 
 class Words:
-    """A text cut into words. `tokens` lists the vocabulary, special tokens first; `ids` [N] is the text.
+    """A text as a sequence of words. `tokens` is the vocabulary, with the special tokens first. `ids` (N,) is the text.
 
-    Words outside the vocabulary become [UNK].
+    Words outside the vocabulary become [UNK]. Raises ValueError for a vocabulary that has only special tokens.
     """
 
     def __init__(self, text: str, vocabulary_size: int):
         if vocabulary_size <= len(SPECIAL_TOKENS):
-            raise ValueError(f"vocabulary_size must be above {len(SPECIAL_TOKENS)}, the number of special tokens.")
+            raise ValueError(f"vocabulary_size must exceed {len(SPECIAL_TOKENS)}, the number of special tokens.")
         counted = Counter(self.split(text))
         by_frequency = sorted(counted, key=lambda word: (-counted[word], word))
         self.tokens = (*SPECIAL_TOKENS, *by_frequency[: vocabulary_size - len(SPECIAL_TOKENS)])
@@ -96,11 +96,11 @@ class Words:
 
     @staticmethod
     def split(text: str) -> list[str]:
-        """Words in lower case, and punctuation marks."""
+        """Return the words of a text in lower case, and its punctuation marks."""
         return re.findall(r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]", text.lower())
 
     def encode(self, text: str) -> Tensor:
-        """The ids of a text, int64."""
+        """Return the ids of a text, (N,) in int64."""
         return torch.tensor([self._index.get(word, UNK) for word in self.split(text)], dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -108,20 +108,20 @@ class Words:
 
 
 def words(vocabulary_size: int = 8000) -> Words:
-    """The bundled novel as `Words` with at most `vocabulary_size` tokens, the most frequent ones.
+    """Return the bundled novel as `Words` with the `vocabulary_size` most frequent tokens.
 
-    The novel has fewer than 8,000 different words: `len(words())` is the size that a network needs.
+    The novel has fewer than 8,000 different words, so pass `len(words())` to a model as the size of its vocabulary.
     """
     return Words(bundled(NOVEL).read_text(encoding="utf-8"), vocabulary_size)
 
 
 def masked_words(length: int, vocabulary: Words, train: bool = True) -> TensorDataset:
-    """Sequences for BERT's training task, which is to guess the words that were hidden.
+    """Return sequences for BERT's training task, which is to predict hidden words.
 
-    Gives inputs [N, length] and labels [N, length], both int64, the same in every call. Each sequence is [CLS],
-    length - 2 words, [SEP]; the last is filled with [PAD]. In each, 15 % of the words are picked, and at least one. Of
-    these 80 % become [MASK], 10 % a random word, and 10 % stay. Labels hold the picked words and -100 elsewhere.
-    `train` is the first 90 % of the text; the rest is for testing.
+    Inputs and labels are (N, length) in int64 and the same in every call. A sequence is [CLS], length - 2 words, [SEP].
+    The last one is padded with [PAD]. In each sequence, 15 % of the words are picked, and at least one. Of these, 80 %
+    become [MASK], 10 % become a random word, and 10 % do not change. Labels are the picked words, and -100 elsewhere.
+    `train` selects the first 90 % of the text, otherwise the rest. Raises ValueError for a length below 3.
     """
     if length < 3:
         raise ValueError(f"length must be at least 3, for one word between [CLS] and [SEP], not {length}.")
@@ -139,7 +139,7 @@ def _mask(sequences: Tensor, vocabulary_size: int) -> tuple[Tensor, Tensor]:
 
     hidable = (sequences != PAD) & (sequences != CLS) & (sequences != SEP)
     wanted = (hidable.sum(1, keepdim=True) * 0.15).round().clamp(min=1)
-    # The rank of a random score picks exactly `wanted` words; 2 keeps the special tokens out.
+    # Ranking random scores picks exactly `wanted` words. The score 2.0 excludes the special tokens.
     picked = random().masked_fill(~hidable, 2.0).argsort(1).argsort(1) < wanted
     any_word = torch.randint(len(SPECIAL_TOKENS), vocabulary_size, sequences.shape, generator=generator)
     fate = random()
@@ -152,17 +152,17 @@ def _mask(sequences: Tensor, vocabulary_size: int) -> tuple[Tensor, Tensor]:
 
 
 def random_images(batch: int) -> tuple[Tensor, Tensor]:
-    """Noise in the form of CIFAR-10: images [batch, 3, 32, 32] in float32, labels [batch] in int64, below 10."""
+    """Return noise with the shapes of CIFAR-10: images (batch, 3, 32, 32) in float32, labels (batch,) in int64."""
     return torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
 
 
 def random_tokens(batch: int, length: int, vocabulary_size: int) -> tuple[Tensor, Tensor]:
-    """Random words, none special: inputs and labels [batch, length], both int64."""
+    """Return random words without special tokens: inputs and labels, both (batch, length) in int64."""
     shape, special = (batch, length), len(SPECIAL_TOKENS)
     inputs = torch.randint(special, vocabulary_size, shape)
     return inputs, torch.randint(special, vocabulary_size, shape)
 
 
 def loader(dataset: Dataset, batch_size: int, shuffle: bool = False) -> DataLoader:
-    """A DataLoader whose order is the same in every run, and another one in every epoch."""
+    """Return a DataLoader. With `shuffle`, every epoch has a different order, and every run has the same orders."""
     return DataLoader(dataset, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))

@@ -1,9 +1,9 @@
-"""The GPUs of the course: real ones where the machine has enough, otherwise virtual ones. The one door to the engine.
+"""Provides the GPUs of the course, which are real if the machine has enough, and otherwise virtual.
 
-    gpus = use_gpus(4, memory="16 GiB")           # afterwards nothing else needs to know which they are
-    data_sheet("TITAN Xp").memory                 # bytes; figures of GPU kinds need no GPU
+    gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
+    data_sheet("TITAN Xp").memory                 # bytes; the data sheets need no GPU
 
-No other module of the course imports `virtual_gpus`. What the others need from it is offered here.
+This is the only module of the course that imports `virtual_gpus`. Other modules import from here.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ __all__ = [
     "use_gpus",
 ]
 
-# Where the engine lies: errors and stacks leave its frames out, as real GPUs have none.
+# The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
 ENGINE_FOLDER = os.path.join(os.path.dirname(engine.__file__), "")
 GPU_KINDS = tuple(kinds())
 _CHOICES = ("auto", "virtual", "real")
-_ours: tuple | None = None  # the virtual GPUs of the last call and their machine, so that a cell can be run again
+_ours: tuple | None = None  # the virtual GPUs of the last call and their machine, to replace them in the next
 
 
 # ---- the switch ------------------------------------------------------------------------------------------------------
@@ -67,12 +67,12 @@ def use_gpus(
     links: str | None = None,
     shapes_only: bool = False,
 ) -> list[torch.device]:
-    """`count` GPUs to learn on, as a list of torch.device; one printed line says whether they are real.
+    """Return `count` GPUs as a list of torch.device, and print a line that says whether they are real or virtual.
 
-    memory, kind, links, shapes_only: of virtual GPUs (see `virtual_gpus.virtual_gpus`). Real GPUs, and virtual ones
-    that were switched on around this program, are what they are. The environment variable GPUS forces the choice:
-    "virtual", "real" or "auto" (the default). Another call replaces the virtual GPUs of the last one. Raises
-    RuntimeError if there are too few GPUs, or if they are not what GPUS and shapes_only ask for; ValueError for a bad
+    memory, kind, links, shapes_only: properties of virtual GPUs (see `virtual_gpus.virtual_gpus`). They do not affect
+    real GPUs, or virtual GPUs that were started around this program. The environment variable GPUS overrides the
+    choice with "virtual", "real" or "auto" (the default). A new call replaces the virtual GPUs of the last call. Raises
+    RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError for an invalid
     argument.
     """
     global _ours
@@ -80,9 +80,9 @@ def use_gpus(
         raise ValueError(f"use_gpus(count) needs an integer of at least 1, not {count!r}.")
     choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
     if choice not in _CHOICES:
-        raise ValueError(f"GPUS={choice!r} in the environment: it must be one of {', '.join(_CHOICES)}.")
+        raise ValueError(f"The environment variable GPUS is {choice!r}. It must be one of {', '.join(_CHOICES)}.")
     wanted = _virtual_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
-    if engine.active_machine() is not (_ours and _ours[1]):  # on around this program: python -m virtual_gpus, a test
+    if engine.active_machine() is not (_ours and _ours[1]):  # started by python -m virtual_gpus or a test
         _refuse_what_is_on(count, choice, shapes_only)
         return _say_virtual(_devices(count))
     _switch_off()
@@ -106,17 +106,17 @@ def _switch_off() -> None:
 
 
 def _virtual_gpus(count: int, kind: str, memory: int | str | None, **settings) -> engine.virtual_gpus:
-    # CUDA_VISIBLE_DEVICES speaks of real GPUs here, for example on a cluster. Virtual GPUs are all visible.
+    # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
     return engine.virtual_gpus(count, kind=kind, memory=memory, honour_visible_devices=False, **settings)
 
 
 def _refuse_real(count: int, real: int, shapes_only: bool) -> None:
     if shapes_only:
-        raise RuntimeError("shapes_only=True is something that only virtual GPUs have. Unset GPUS=real.")
+        raise RuntimeError("shapes_only=True needs virtual GPUs, but the environment says GPUS=real. Unset GPUS.")
     if real < count:
         raise RuntimeError(
-            f"GPUS=real, but {count} GPUs are needed and PyTorch sees {real}. Unset GPUS (or set GPUS=virtual) to go "
-            "on with virtual GPUs. If the machine has more GPUs, look at CUDA_VISIBLE_DEVICES and nvidia-smi."
+            f"GPUS=real, but {count} GPUs are needed and PyTorch sees {real}. Unset GPUS (or set GPUS=virtual) to use "
+            "virtual GPUs. If the machine has more GPUs, check CUDA_VISIBLE_DEVICES and nvidia-smi."
         )
 
 
@@ -126,11 +126,11 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
         raise RuntimeError("GPUS=real, but this program runs inside virtual GPUs. Unset GPUS, or run it without them.")
     if shapes_only and not engine.active_machine().shapes_only:
         raise RuntimeError(
-            "shapes_only=True, but the virtual GPUs around this program keep values. Start it with --shapes-only."
+            "shapes_only=True, but the virtual GPUs of this program keep values. Start it with --shapes-only."
         )
     if visible < count:
         raise RuntimeError(
-            f"{count} GPUs are needed, but only {visible} virtual GPUs are on around this program. "
+            f"{count} GPUs are needed, but this program was started with only {visible} virtual GPUs. "
             f"Start it with --gpus {count}."
         )
 
@@ -152,7 +152,7 @@ def _number(count: int, word: str) -> str:
 
 
 def _names(devices: list[torch.device]) -> str:
-    """ "NVIDIA H200, 16.00 GiB each"; several kinds are listed one by one."""
+    """Describe GPUs of one kind as "NVIDIA H200, 16.00 GiB each". List GPUs of several kinds one by one."""
     found = [torch.cuda.get_device_properties(device) for device in devices]
     names = [f"{gpu.name}, {gpu.total_memory / 2**30:.2f} GiB" for gpu in found]
     if len(set(names)) == 1:
@@ -160,46 +160,46 @@ def _names(devices: list[torch.device]) -> str:
     return "; ".join(names)
 
 
-# ---- the GPUs that are on --------------------------------------------------------------------------------------------
+# ---- the active GPUs -------------------------------------------------------------------------------------------------
 
 
 def is_virtual() -> bool:
-    """True if the GPUs that answer now are virtual ones."""
+    """Return True if virtual GPUs are active."""
     return engine.active_machine() is not None
 
 
 def keeps_values() -> bool:
-    """False where the GPUs that answer keep sizes only (`shapes_only=True`): a loss read from them is nan."""
+    """Return False if the active GPUs keep only sizes (`shapes_only=True`). A loss that is read from them is nan."""
     machine = engine.active_machine()
     return machine is None or not machine.shapes_only
 
 
 def renew_gpus() -> None:
-    """In a new process: its virtual GPUs start empty, as a process's part of real GPUs does.
+    """Empty the virtual GPUs of a new process, because a new process has no memory on real GPUs either.
 
-    A forked process inherits its parent's GPUs with everything on them. Those tensors are on the CPU afterwards.
+    A forked process inherits its parent's virtual GPUs with all tensors. Those tensors are on the CPU afterwards.
     """
     engine.renew_inherited()
 
 
 def modelled_timeline():
-    """A recorder of the virtual GPUs' modelled clock (see `helpers.measure.timeline`); None where real GPUs answer."""
+    """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
     return engine.record_timeline() if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
-    """The address under which memory snapshots know a strided GPU tensor; None if it takes no memory there.
+    """Return the address of a strided GPU tensor in memory snapshots, or None if it takes no memory on the GPU.
 
-    A virtual GPU's addresses are its own: `data_ptr()` is that of the CPU's memory where the numbers lie.
+    For a tensor on a virtual GPU, `data_ptr()` is a different address, that of its values in the CPU's memory.
     """
     return engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr()
 
 
 def describe_machine() -> str:
-    """The machine as a text: its GPUs, their memory, and the links between them as `nvidia-smi topo -m` draws them."""
+    """Describe the machine's GPUs, their memory, and the links between them (as `nvidia-smi topo -m` draws them)."""
     count = torch.cuda.device_count()
     if count == 0:
-        return "no GPU: call use_gpus(4) to get virtual ones"
+        return "There is no GPU. Call use_gpus(4) to get virtual GPUs."
     found = [torch.cuda.get_device_properties(i) for i in range(count)]
     lines = [
         f"cuda:{i}  {gpu.name}, {gpu.total_memory / 2**30:.2f} GiB, {gpu.multi_processor_count} multiprocessors, "
@@ -210,21 +210,21 @@ def describe_machine() -> str:
 
 
 def _links() -> str:
-    """The links between all GPUs, also those that CUDA_VISIBLE_DEVICES hides: nvidia-smi does not look at it."""
+    """The links between all GPUs. nvidia-smi ignores CUDA_VISIBLE_DEVICES, so hidden GPUs are included."""
     machine = engine.active_machine()
     if machine is not None:
         return machine.topology.drawn()
     try:
         return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30).stdout.rstrip()
     except (OSError, subprocess.TimeoutExpired):
-        return "nvidia-smi topo -m did not answer: the links between these GPUs are not known"
+        return "The links between these GPUs are not known, because nvidia-smi topo -m did not answer."
 
 
-# ---- kinds of GPUs, whatever GPUs are on -----------------------------------------------------------------------------
+# ---- other kinds of GPUs ---------------------------------------------------------------------------------------------
 
 
 def modelled_gpus(
     count: int, kind: str, memory: int | str | None = None, links: str | None = None
 ) -> engine.virtual_gpus:
-    """Virtual GPUs in shapes only for a `with` block, whatever GPUs answer around it: to compare kinds of GPUs."""
+    """Return virtual GPUs in shapes only for a `with` block, to compare kinds of GPUs. Other GPUs may be active."""
     return _virtual_gpus(count, kind, memory, links=links, shapes_only=True)

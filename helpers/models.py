@@ -1,13 +1,13 @@
-"""The networks of the lessons.
+"""The models of the lessons.
 
-    relu_net                          linear layers, for thousands of steps in seconds
-    small_resnet                      images, by torchvision, for a laptop's CPU
-    PyramidNet, pyramidnet_article    images; a large net whose memory stays balanced under DataParallel
-    Bert, bert_small, bert_article    masked words; unbalanced, since its output is far larger than its input
+    relu_net                          linear layers, for thousands of steps in a few seconds
+    small_resnet                      images; torchvision's ResNet, small enough for a laptop's CPU
+    PyramidNet, pyramidnet_article    images; a large model whose memory stays balanced with DataParallel
+    Bert, bert_small, bert_article    masked words; unbalanced, because its output is far larger than its input
 
-Nothing here names a device: every tensor that a `forward` makes takes the device of its input, which is what
-lets `nn.DataParallel` run a copy of the net on each GPU. Weights come from PyTorch's global generator, so
-call `torch.manual_seed(...)` before a constructor to get the same net again. Nothing is downloaded.
+No model here names a device. Every tensor that a `forward` creates has the device of its input, so `nn.DataParallel`
+can run a copy of the model on each GPU. Weights come from PyTorch's global random number generator. To get the same
+model again, call `torch.manual_seed(...)` before the constructor. Nothing is downloaded.
 """
 
 import math
@@ -22,14 +22,14 @@ from torchvision.models.resnet import BasicBlock
 
 
 def parameter_count(model: nn.Module) -> int:
-    """How many numbers the optimizer may change; a tensor shared by two layers counts once."""
+    """Return the number of parameters. A parameter that two layers share counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def relu_net(sizes: Sequence[int]) -> nn.Sequential:
-    """Linear layers of these sizes with ReLU between them: inputs (N, ...) of sizes[0] numbers -> (N, sizes[-1]).
+    """Linear layers of these sizes with ReLU between them. Inputs (N, ...) of sizes[0] numbers give (N, sizes[-1]).
 
-    Weights by He's rule, which keeps the size of numbers from layer to layer (arXiv 1502.01852), biases by PyTorch's.
+    He's initialization (arXiv 1502.01852) keeps the variance equal from layer to layer. Biases use PyTorch's default.
     """
     layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
     for layer in layers:
@@ -41,16 +41,16 @@ def relu_net(sizes: Sequence[int]) -> nn.Sequential:
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """GroupNorm with 8 groups, to be given as `norm` to `small_resnet`: it looks at one sample at a time."""
+    """GroupNorm with 8 groups, for the argument `norm` of `small_resnet`. It normalizes each sample by itself."""
     return nn.GroupNorm(8, channels)
 
 
 def small_resnet(classes: int = 10, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
-    """A ResNet-10, torchvision's with one block per stage: images (N, 3, H, W) -> logits (N, classes).
+    """A ResNet-10, which is torchvision's ResNet with one block per stage: images (N, 3, H, W) -> logits (N, classes).
 
-    It trains for an epoch within seconds on a CPU, and with `norm=group_norm` it has no BatchNorm. BatchNorm averages
-    over the samples that one GPU sees, so that DataParallel on 4 GPUs and one GPU compute different functions. Without
-    it they are equal up to rounding error.
+    An epoch takes seconds on a CPU. With `norm=group_norm`, the model has no BatchNorm. BatchNorm averages over the
+    samples that one GPU sees, so DataParallel on 4 GPUs computes a different function than one GPU. Without BatchNorm,
+    the results are equal up to rounding error.
     """
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=classes, norm_layer=norm)
 
@@ -59,7 +59,7 @@ def small_resnet(classes: int = 10, norm: Callable[[int], nn.Module] = nn.BatchN
 
 
 class PyramidBlock(nn.Module):
-    """BN-conv-BN-ReLU-conv-BN, and a shortcut without weights: pooled if smaller, zero-padded if wider."""
+    """BN-conv-BN-ReLU-conv-BN with a shortcut that has no weights and is pooled or zero-padded to the output's size."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -75,22 +75,22 @@ class PyramidBlock(nn.Module):
         y = self.bn3(self.conv2(F.relu(self.bn2(y), inplace=True)))
         if self.stride != 1:
             x = F.avg_pool2d(x, self.stride, ceil_mode=True)
-        # F.pad makes its zeros on x's own GPU; torch.zeros(...) would make them on the CPU, and fail here.
+        # F.pad creates zeros on the GPU of x. torch.zeros(...) would create them on the CPU, and the sum would fail.
         return y + F.pad(x, (0, 0, 0, 0, 0, self.extra))
 
 
 class PyramidNet(nn.Module):
     """Additive PyramidNet for small images: (N, 3, H, W) -> logits (N, classes).
 
-    Three stages of (depth - 2) / 6 blocks; from 16 channels on, every block is wider than the one before it
-    by alpha / (number of blocks), rounded. The second and third stage halve height and width.
-    Source: "Deep Pyramidal Residual Networks", arXiv 1610.02915.
+    It has three stages of (depth - 2) / 6 blocks. The stem has 16 channels, and every block adds alpha / (number of
+    blocks) channels, rounded. The second and the third stage halve height and width. Raises ValueError for a depth that
+    is not 6 n + 2. Source: "Deep Pyramidal Residual Networks", arXiv 1610.02915.
     """
 
     def __init__(self, depth: int, alpha: float, classes: int = 10):
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise ValueError(f"depth must be 6 n + 2 for n blocks in each of 3 stages (8, 14, 20, ...), not {depth}")
+            raise ValueError(f"depth must be 6 n + 2 for n blocks in each of 3 stages (8, 14, 20, ...), not {depth}.")
         blocks = (depth - 2) // 2
         widths = [16 + round(alpha * block / blocks) for block in range(blocks + 1)]
         strides = [2 if block in (blocks // 3, 2 * blocks // 3) else 1 for block in range(blocks)]
@@ -109,10 +109,10 @@ class PyramidNet(nn.Module):
 
 
 def pyramidnet_article() -> PyramidNet:
-    """The article's PyramidNet for 10 classes: exactly 24,253,410 parameters.
+    """The article's PyramidNet for 10 classes, with exactly 24,253,410 parameters.
 
-    The article calls it alpha = 270: 5 more channels in each of 3 x 18 blocks. But its parameters are
-    those of 3 x 17 blocks (depth 104): the width does grow by 5 per block, but from 16 to 271, not to 286.
+    The article gives alpha = 270, which means 5 more channels in each of 3 x 18 blocks. Its number of parameters,
+    however, is that of 3 x 17 blocks (depth 104), whose width grows from 16 to 271 and not to 286.
     """
     return PyramidNet(depth=104, alpha=255)
 
@@ -121,7 +121,7 @@ def pyramidnet_article() -> PyramidNet:
 
 
 class BertBlock(nn.Module):
-    """Self-attention, then a feed-forward net of four times the width; each normed before, added after."""
+    """Self-attention and a feed-forward part of four times the width, each with a LayerNorm before and a shortcut."""
 
     def __init__(self, hidden: int, heads: int, dropout: float, fused: bool):
         super().__init__()
@@ -154,13 +154,13 @@ class BertBlock(nn.Module):
 class Bert(nn.Module):
     """A BERT for masked words: tokens (N, T) with T <= length -> logits (N, T, vocabulary).
 
-    Learned embeddings of token and place, `layers` blocks, a linear head that is not tied to the embedding;
-    no segments, no padding mask, no next-sentence head. Source: "BERT", arXiv 1810.04805.
+    It has learned embeddings of token and position, `layers` blocks, and a linear head that is not tied to the
+    embedding. It has no segments, no padding mask and no next-sentence head. Source: "BERT", arXiv 1810.04805.
 
-    The blocks are written out rather than taken from `nn.TransformerEncoderLayer`, for the memory's sake: the
-    article's code (2019) kept the attention scores, (N, heads, T, T) per layer, for the backward pass, and so
-    does this one. `nn.TransformerEncoderLayer` calls `scaled_dot_product_attention`, whose CUDA kernels never
-    store them; `fused=True` does the same here, with equal results and the same weights.
+    The attention is written out, because the code of the article (2019) keeps the attention scores (N, heads, T, T) of
+    each layer for the backward pass. `nn.TransformerEncoderLayer` calls `scaled_dot_product_attention`, whose CUDA
+    kernels never store them. `fused=True` does the same here, with the same weights and equal results. Raises
+    ValueError if `hidden` is not a multiple of `heads`, and for more than `length` tokens.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Bert(nn.Module):
     ):
         super().__init__()
         if hidden % heads:
-            raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads})")
+            raise ValueError(f"hidden ({hidden}) must be a multiple of heads ({heads}).")
         self.token = nn.Embedding(vocabulary, hidden)
         self.place = nn.Embedding(length, hidden)
         self.dropout = nn.Dropout(dropout)
@@ -187,14 +187,14 @@ class Bert(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if length > self.place.num_embeddings:
-            raise ValueError(f"{length} tokens per sample, but this net has {self.place.num_embeddings} places")
+            raise ValueError(f"A sample has {length} tokens, but the model has {self.place.num_embeddings} positions.")
         places = torch.arange(length, device=tokens.device)
         x = self.dropout(self.token(tokens) + self.place(places))
         return self.head(self.norm(self.blocks(x)))
 
 
 def _bert_weights(module: nn.Module) -> None:
-    """BERT's own start: weights from N(0, 0.02), biases 0; the first loss is then close to ln(vocabulary)."""
+    """Initialize as BERT does: weights from N(0, 0.02) and biases 0. The first loss is close to ln(vocabulary)."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):
@@ -202,10 +202,10 @@ def _bert_weights(module: nn.Module) -> None:
 
 
 def bert_small(vocabulary: int = 2_000, length: int = 32, dropout: float = 0.1) -> Bert:
-    """The course's own size: 2 layers, 4 heads, hidden 64. An epoch takes seconds on a CPU."""
+    """A small BERT for the course: 2 layers, 4 heads, hidden size 64. An epoch takes seconds on a CPU."""
     return Bert(vocabulary, hidden=64, layers=2, heads=4, length=length, dropout=dropout)
 
 
 def bert_article(vocabulary: int = 30_000, fused: bool = False) -> Bert:
-    """The article's size: 8 layers, 8 heads, hidden 256, length 163. Logits at batch 200: 3.64 GiB."""
+    """The article's BERT: 8 layers, 8 heads, hidden size 256, length 163. The logits of 200 samples take 3.64 GiB."""
     return Bert(vocabulary, hidden=256, layers=8, heads=8, length=163, fused=fused)

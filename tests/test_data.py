@@ -40,7 +40,7 @@ def test_one_changed_byte_is_noticed(own_data):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(data.DamagedData, match="train-images-idx3-ubyte was changed.*git checkout data"):
+    with pytest.raises(data.DamagedData, match="The checksum of .*train-images-idx3-ubyte is wrong.*git checkout data"):
         data.fashion_mnist()
 
 
@@ -118,7 +118,7 @@ def test_a_small_vocabulary_keeps_the_frequent_words():
     small = data.words(vocabulary_size=100)
     assert len(small) == 100 and "the" in small.tokens and "netherfield" not in small.tokens
     assert data.UNK in small.ids
-    with pytest.raises(ValueError, match="vocabulary_size must be above 5"):
+    with pytest.raises(ValueError, match="vocabulary_size must exceed 5"):
         data.words(vocabulary_size=5)
 
 

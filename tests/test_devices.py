@@ -120,7 +120,7 @@ def test_real_needs_enough_real_cards(monkeypatch, real_cards):
     assert use_gpus(2) == [torch.device("cuda:0"), torch.device("cuda:1")]
     with pytest.raises(RuntimeError, match="GPUS=real, but 3 GPUs are needed and PyTorch sees 2"):
         use_gpus(3)
-    with pytest.raises(RuntimeError, match="shapes_only=True is something that only virtual GPUs have"):
+    with pytest.raises(RuntimeError, match="shapes_only=True needs virtual GPUs"):
         use_gpus(1, shapes_only=True)
     assert active_machine() is None
 
@@ -170,7 +170,7 @@ def test_visible_devices_speak_of_real_cards(monkeypatch):
 
 def test_describe_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert devices.describe_machine() == "no GPU: call use_gpus(4) to get virtual ones"
+    assert devices.describe_machine() == "There is no GPU. Call use_gpus(4) to get virtual GPUs."
     use_gpus(2, memory="16 GiB", kind="A100")
     text = devices.describe_machine().splitlines()
     assert text[0].startswith("cuda:0  ") and "16.00 GiB" in text[0] and "capability 8.0" in text[0]

@@ -73,7 +73,7 @@ def test_bert_shapes_and_sizes():
 
 
 def test_bert_says_what_is_wrong_with_its_sizes():
-    with pytest.raises(ValueError, match="9 tokens per sample, but this net has 8 places"):
+    with pytest.raises(ValueError, match="A sample has 9 tokens, but the model has 8 positions"):
         models.bert_small(vocabulary=50, length=8)(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="multiple of heads"):
         models.Bert(50, hidden=10, layers=1, heads=4, length=8)
