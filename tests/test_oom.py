@@ -289,5 +289,5 @@ def test_segments_in_words_and_drawn(gpu):
 
 
 def test_an_empty_gpu_has_nothing_to_draw(gpu):
-    with pytest.raises(ValueError, match="holds no memory"):
+    with pytest.raises(ValueError, match="has not reserved any memory"):
         draw_segments(gpu)

@@ -1,16 +1,16 @@
-"""Readings in, pictures, words and panels out.
+"""Shows measurements as pictures, text, and panels with controls.
 
-bars       memory per GPU, alone (`memory_bars`) or side by side (`compare_bars`); `describe` says the same in words
-curves     the memory of a run (`plot_memory` of a MemoryMonitor)
-timelines  what each GPU did and when
-segments   how PyTorch's allocator has cut the memory of a GPU
-diagrams   the paths of a copy, a forward pass of DataParallel
-programs   what differs between two programs of notebooks/scripts
-explore    sliders for any training job, and the memory that it takes
-panel      sliders for anything that gives words and a figure
-live       memory of every GPU while a training runs
+bars       memory per GPU, for one situation (`memory_bars`) or several (`compare_bars`); `describe` gives the text
+curves     the memory of a run that a MemoryMonitor recorded (`plot_memory`)
+timelines  what each GPU did, and when
+segments   how PyTorch's allocator divides the memory of a GPU
+diagrams   the paths of a copy, and a forward pass of DataParallel
+programs   the differences between two programs of notebooks/scripts
+explore    sliders for any training job, and the memory that the job takes
+panel      sliders for any function that returns text and a figure
+live       the memory of every GPU during training
 
-Every picture has its words as a text alternative. Colours are those that colour-blind readers tell apart.
+Every picture has a text alternative. Colour-blind readers can tell the colours apart.
 """
 
 from helpers.show.bars import compare_bars, memory_bars

@@ -1,9 +1,9 @@
-"""Memory as horizontal bars, a row per GPU, with a number at the end of each bar.
+"""Draws memory as horizontal bars, with one row per GPU and a number at the end of each bar.
 
-    memory_bars(readings)                            peaks, allocated and reserved
+    memory_bars(readings)                            peaks of allocated and reserved memory
     compare_bars({"one": readings, "two": others})   several situations, GPU by GPU
 
-The frame behind a bar is what the GPU has. What does not fit is drawn beyond it, in a colour and a hatch of its own.
+The frame behind a bar is the GPU's capacity. Memory that does not fit extends beyond it, with its own colour and hatch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ _MARKER = {"marker": "D", "color": "black", "mec": "white", "ms": 7, "ls": "none
 
 
 def memory_bars(readings: Readings, title: str | None = None, figure: Figure | None = None) -> Axes:
-    """Per GPU the peak that PyTorch allocated and the peak that it reserved, against the GPU's capacity.
+    """Draw for each GPU the peaks of allocated and of reserved memory, and the GPU's capacity.
 
-    The row of a GPU that ran out of memory shows that moment instead, with what was asked for. Where all peaks are
-    small the axis ends before the capacity and says so. `figure`: an empty one to draw in, such as `empty_figure`.
-    Returns the axes. Raises ValueError for no readings.
+    For a GPU that ran out of memory, the row shows that moment and the request that failed. If all peaks are small, the
+    axis ends before the capacity, and its label says so. `figure`: an empty figure to draw in, such as `empty_figure`.
+    Returns the axes. Raises ValueError if there are no readings.
     """
     if not readings:
-        raise ValueError("There are no readings to draw: give what read_memory() or peak_memory(step) returned.")
+        raise ValueError("There are no readings to draw. Pass the result of read_memory() or peak_memory(step).")
     series = {"peak allocated": (readings, "peak_allocated"), "peak reserved": (readings, "peak_reserved")}
     labels = [f"GPU {reading.index}\nof {format_bytes(reading.capacity)}" for reading in readings]
     ax = _draw(series, labels, title, figure)
@@ -47,22 +47,22 @@ def compare_bars(
     reference_name: str = "article",
     title: str | None = None,
 ) -> Axes:
-    """Several situations side by side, GPU by GPU, one bar each for `field` of their readings.
+    """Draw several situations side by side, with one bar for each GPU and situation.
 
-    `field`: "peak_allocated", "peak_reserved", "allocated", "reserved" or "driver_used". `reference` holds somebody
-    else's figures, in bytes per GPU (None where unknown), under the name of their situation; they appear as diamonds,
-    called `reference_name`. Situations may have different numbers of GPUs. What does not fit: as in `memory_bars`.
-    Returns the axes. Raises ValueError for no readings, a reference that fits no situation, and an unknown field.
+    `field`: "peak_allocated", "peak_reserved", "allocated", "reserved" or "driver_used". `reference` has figures from
+    another source, in bytes per GPU (None if unknown), under the name of their situation. They are drawn as diamonds
+    and called `reference_name`. Situations may have different numbers of GPUs. Memory that does not fit is drawn as in
+    `memory_bars`. Returns the axes. Raises ValueError for missing readings, an unknown field, or a wrong reference.
     """
     if not situations or not all(situations.values()):
-        raise ValueError("Give at least one situation, each with readings: {'DataParallel': peak_memory(step)}.")
+        raise ValueError("Pass at least one situation, each with readings: {'DataParallel': peak_memory(step)}.")
     for readings in situations.values():
         check_field(readings, field)
     for name, figures in (reference or {}).items():
         if name not in situations:
             raise ValueError(f"The reference names {name!r}, but the situations are {list(situations)}.")
         if len(figures) > len(situations[name]):
-            raise ValueError(f"{name!r} has {len(situations[name])} GPU(s), its reference {len(figures)} figures.")
+            raise ValueError(f"{name!r} has {len(situations[name])} GPU(s), but the reference {len(figures)} figures.")
     labels = [f"GPU {reading.index}" for reading in max(situations.values(), key=len)]
     series = {name: (readings, field) for name, readings in situations.items()}
     ax = _draw(series, labels, title, reference=reference, reference_name=reference_name)
@@ -72,13 +72,13 @@ def compare_bars(
 
 
 def empty_figure(gpus: int) -> Figure:
-    """For `memory_bars` of so many GPUs, of the same size each time, and unknown to pyplot: good in a thread."""
+    """Return a figure for `memory_bars` of this number of GPUs. It does not use pyplot, so threads can draw in it."""
     return Figure(figsize=(WIDTH, 1.2 + 0.62 * gpus), layout="constrained")
 
 
 @dataclass
 class _Bar:
-    """One bar; sizes in bytes. `parts`: (name, end, style), each of which begins where the one before ends."""
+    """One bar, with sizes in bytes. `parts`: (name, end, style); each part begins at the end of the one before."""
 
     y: float
     edge: int
@@ -103,7 +103,7 @@ def _bar(reading: Reading, field: str, y: float, name: str, style: dict) -> _Bar
     value = {"allocated": refused.allocated, "reserved": refused.reserved}.get(field.removeprefix("peak_"), on_gpu)
     taken = max(value, refused.reserved if refused.limited else on_gpu)
     parts = [(name, value, style)]
-    if taken > value:  # by PyTorch's cache, CUDA's context, or other programs
+    if taken > value:  # used by PyTorch's cache, CUDA's context, or other programs
         parts.append(("taken otherwise", taken, TAKEN))
     parts.append(("asked for when memory ran out", taken + refused.requested, ASKED))
     over = f": {format_bytes(refused.over)} over" if refused.over else " refused"
@@ -118,7 +118,7 @@ def _draw(
     reference: Mapping[str, Sequence] | None = None,
     reference_name: str = "",
 ) -> Axes:
-    """A bar per series (readings, field) and GPU; the rows are called `labels`."""
+    """Draw a bar for each series (readings, field) and each GPU. `labels` are the names of the rows."""
     size = WIDTH, 1.2 + (0.1 + 0.26 * len(series)) * len(labels)
     ax = (figure or plt.figure(figsize=size, layout="constrained")).subplots()
     bars = []
@@ -126,7 +126,7 @@ def _draw(
         shift = 0.8 * (place + 0.5) / len(series) - 0.4
         for row, (reading, told) in enumerate(zip_longest(readings, (reference or {}).get(name, ()))):
             bar = _bar(reading, field, row + shift, fill(name, 40), series_style(place))
-            if told is not None:  # with the digits that it has: others would be invented
+            if told is not None:  # with three digits, because the source gives no more
                 bar.marker, bar.text = told, f"{bar.text} ({reference_name}: {told / GiB:.3g} GiB)"
             bars.append(bar)
     top, capacity = max(bar.end for bar in bars), max(bar.edge for bar in bars)
@@ -148,7 +148,7 @@ def _draw(
 
 
 def _draw_bars(ax: Axes, bars: Sequence[_Bar], height: float, unit: int) -> list:
-    """Returns the legend's keys."""
+    """Draw the bars and return the legend's keys."""
     keys: dict[str, Patch] = {}
     for bar in bars:
         ax.barh(bar.y, bar.edge / unit, 1.1 * height, facecolor="white", edgecolor="0.55", zorder=1)
@@ -165,15 +165,15 @@ def _draw_bars(ax: Axes, bars: Sequence[_Bar], height: float, unit: int) -> list
 
 
 def _write_figures(ax: Axes, bars: Sequence[_Bar], unit: int) -> None:
-    """Write each bar's text right of it, or right of its frame where it would lie on that; lengthen the axis for it."""
+    """Write each bar's text to the right of it, or of its frame if they would overlap. Lengthen the axis to fit."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
-    # Not in the layout, which would shrink the axes for texts that still stick out.
+    # The layout ignores the texts. Otherwise it would shrink the axes for texts that are still too long.
     look = {"textcoords": "offset points", "va": "center", "fontsize": 9, "bbox": box, "zorder": 3, "in_layout": False}
     texts = [ax.annotate(bar.text, (0, bar.y), (9 if bar.marker else 5, 0), **look) for bar in bars]
     ax.figure.draw_without_rendering()
     width = ax.get_window_extent().width
     shares = [(text.get_window_extent().width + 0.2 * ax.figure.dpi) / width for text in texts]
-    for _ in range(2):  # a longer axis makes the texts reach further in its units: once more with the new length
+    for _ in range(2):  # twice, because on a longer axis the texts cover more of its units
         limit = ax.get_xlim()[1]
         for bar, text, share in zip(bars, texts, shares, strict=True):
             on_the_edge = bar.end < bar.edge <= bar.end + share * limit * unit

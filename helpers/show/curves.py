@@ -1,4 +1,4 @@
-"""The allocated memory of a run that a `MemoryMonitor` recorded, as a curve."""
+"""Draws the allocated memory of a run that a `MemoryMonitor` recorded as a curve."""
 
 from collections.abc import Sequence
 from textwrap import fill
@@ -16,22 +16,22 @@ from helpers.measure import GiB, MemoryMonitor, format_bytes, unit_of
 from helpers.measure.monitor import Run, Span
 from helpers.show.style import WIDTH, legend_below, open_frame, set_alt_text
 
-MOST_PHASES = 60  # of more the colours cannot be told apart
-# A colour and a hatch each, light enough for a dark line on top; other names take what is left, in order.
+MOST_PHASES = 60  # with more phases, the colours cannot be told apart
+# A colour and a hatch for each phase, light enough for a dark line on top.
 PHASES = {"forward": ("#56B4E9", ""), "backward": ("#E69F00", "////"), "step": ("#009E73", "....")}
 PEAK = {"marker": "D", "color": "#D55E00", "mec": "white", "ms": 7, "ls": "none"}
 CROSS = {"marker": "x", "color": "black", "ms": 11, "mew": 2.5, "ls": "none"}
 
 
 def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | None = None) -> Figure:
-    """Allocated memory of every recorded GPU, event by event, where each allocation and each free is one.
+    """Draw the allocated memory of every recorded GPU by event. Each allocation and each free is an event.
 
-    Phases are shaded, unless there are very many; the peak is marked, and what held it is said above; a cross stands
-    where memory ran out. around: draw so many events before and after each GPU's own peak; None: all. Returns the
-    figure. Raises ValueError for `around` below 1, and the monitor's errors.
+    Phases are shaded, unless there are more than `MOST_PHASES`. The peak is marked, and the text above it says what
+    filled it. A cross marks where memory ran out. around: draw only this number of events before and after each GPU's
+    peak. Returns the figure. Raises ValueError for `around` below 1, and what `MemoryMonitor.run` raises.
     """
     if around is not None and around < 1:
-        raise ValueError(f"around={around}: give the number of events before and after the peak, 1 or more.")
+        raise ValueError(f"around={around}, but the number of events before and after the peak must be 1 or more.")
     runs = [monitor.run(gpu) for gpu in monitor.indices]
     shown = [_events(run, around) for run in runs]
     phases = [_phases(run, events) for run, events in zip(runs, shown, strict=True)]
@@ -50,7 +50,7 @@ def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | 
         for span in spans:
             ax.axvspan(span.start, span.end, **_tint(*PHASES[span.phase]))
         _draw_curve(ax, run, events, unit)
-        text = _headline(run, monitor.watched).replace(f" {unit_name}", f"\u00a0{unit_name}")  # stays with its number
+        text = _headline(run, monitor.watched).replace(f" {unit_name}", f"\u00a0{unit_name}")  # a no-break space
         ax.set_title(fill(text, 92), loc="left", fontsize=9)
     rows[0, 0].set_ylim(0, 1.1 * top / unit or 1)
     rows[-1, 0].set_xlabel("event (an allocation or a free)")
@@ -59,12 +59,12 @@ def plot_memory(monitor: MemoryMonitor, title: str | None = None, around: int | 
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     set_alt_text(figure, title, describe_memory(monitor))
-    plt.close(figure)  # a cell that ends with it shows it once, and figures do not pile up
+    plt.close(figure)  # so a cell shows the figure only once, and figures do not accumulate
     return figure
 
 
 def describe_memory(monitor: MemoryMonitor) -> str:
-    """The picture in words: per GPU the peak, when it was, and what held it. Errors: `MemoryMonitor.run`."""
+    """Describe each GPU's peak, when it occurred, and what filled it. Raises what `MemoryMonitor.run` raises."""
     return "\n".join(_headline(monitor.run(gpu), monitor.watched) + "." for gpu in monitor.indices)
 
 
@@ -82,7 +82,7 @@ def _headline(run: Run, watched: Sequence) -> str:
 
 
 def _events(run: Run, around: int | None) -> range:
-    """The events to draw: `around` of them before and after the peak, or all."""
+    """Return the events to draw: all, or `around` events before and after the peak."""
     if around is None:
         return range(run.last + 1)
     peak = run.peak().event
@@ -90,19 +90,19 @@ def _events(run: Run, around: int | None) -> range:
 
 
 def _phases(run: Run, events: range) -> list[Span]:
-    """The phases, as far as they are drawn; none of a run with too many."""
+    """Return the phases within the drawn events, or none if there are too many."""
     spans = [Span(max(events[0], span.start), min(span.end, events[-1]), span.phase) for span in run.spans()]
     spans = [span for span in spans if span.phase and span.start < span.end]
     return spans if len(spans) <= MOST_PHASES else []
 
 
 def _tint(colour: str, hatch: str) -> dict:
-    """A light colour with a hatch of the same: a dark line on top is read well."""
+    """Return the style for a light colour with a hatch, on which a dark line is easy to see."""
     return {"facecolor": to_rgba(colour, 0.25), "edgecolor": to_rgba(colour, 0.4), "hatch": hatch, "linewidth": 0}
 
 
 def _draw_curve(ax: Axes, run: Run, events: range, unit: int) -> None:
-    """The curve, its peak, and where memory ran out."""
+    """Draw the curve, its peak, and the events at which memory ran out."""
     peak = run.peak()
     ax.plot(events, [run.allocated[event] / unit for event in events], color="black", lw=1.1, drawstyle="steps-post")
     for event in run.ooms:

@@ -1,4 +1,4 @@
-"""Diagrams that explain an idea and show no measurement."""
+"""Diagrams that explain concepts, without measurements."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -7,7 +7,7 @@ from helpers.show.style import WIDTH, bar_style, set_alt_text
 
 
 def copy_paths_picture() -> Figure:
-    """The paths that a copy takes between host memory, a pinned buffer and two GPUs. Returns the figure."""
+    """Draw the paths of copies between host memory, a pinned buffer and two GPUs. Returns the figure."""
     figure, ax = plt.subplots(figsize=(WIDTH, 2.7), layout="constrained")
     ax.set(xlim=(0, 10), ylim=(0, 4))
     ax.axis("off")
@@ -39,7 +39,7 @@ def copy_paths_picture() -> Figure:
 
 
 def data_parallel_picture() -> Figure:
-    """One forward pass of DataParallel on four GPUs. Returns the figure."""
+    """Draw one forward pass of DataParallel on four GPUs. Returns the figure."""
     figure, ax = plt.subplots(figsize=(WIDTH, 3.5), layout="constrained")
     ax.set(xlim=(0, 10), ylim=(0, 5.4))
     ax.axis("off")
@@ -64,7 +64,7 @@ def data_parallel_picture() -> Figure:
         ax.plot((middle, middle), (2.6, 2.1), color="black", lw=1.5)
         if number > 0:
             arrow((left + 0.2, 3.65), (left + 0.2, 3.3))
-    # From GPU 0's model up, and along all the others.
+    # The dashed line goes up from the model on GPU 0 and along the other models.
     ax.plot((1.9, 1.9, left + 0.2), (3.3, 3.65, 3.65), color="black", lw=1.5, linestyle="--")
     for height, words in ((4.2, "scatter"), (3.65, "replicate"), (2.95, "parallel_apply"), (1.2, "gather")):
         ax.text(0, height, words, va="center", family="monospace")

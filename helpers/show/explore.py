@@ -1,4 +1,4 @@
-"""Sliders for any training job: its memory on every GPU, measured by a run on virtual GPUs in shapes only.
+"""Sliders for any training job. The panel measures its memory on every GPU by a run on virtual GPUs in shapes only.
 
 def job(batch=64, width=1024):
     net = nn.DataParallel(nn.Linear(width, width).to("cuda:0"))
@@ -25,17 +25,17 @@ _PLENTY = "1000000 GiB"
 
 
 def explore(step: Callable, *, gpus: int = 1, kind: str = "H200", memory: int | str | None = None, **options) -> Panel:
-    """A panel that runs `step` with what its controls say, and shows the peak of every GPU. End a cell with it.
+    """Return a panel that runs `step` with the values of its controls, and shows the peak memory of every GPU.
 
-    step: a function that builds a net and trains it, for two steps if the optimizer's state is to count. It runs in
-    shapes only, so it must not look at values. options: for each of its arguments (low, high) or (low, high, step) for
-    a slider, a list of choices, or a dict of choices by name. A control begins at the argument's default value.
-    gpus, kind, memory: of the virtual GPUs that the job finds, as for `use_gpus`; those that are on stay as they are.
+    step: a function that builds and trains a model, for two steps if the optimizer's state should count. It runs in
+    shapes only, so it must not read values. options: for each argument of `step`, (low, high) or (low, high, step) for
+    a slider, a list of choices, or a dict of choices by name. A control starts at the argument's default value.
+    gpus, kind, memory: the virtual GPUs of the job, as for `use_gpus`. Active GPUs do not change.
 
-    A job that runs out of memory is run again with more, to show what it would need. Raises TypeError where `step` does
-    not take the options, ValueError for a default that is none of the options and for GPUs that do not exist.
+    If the job runs out of memory, it runs again with more memory to show how much it needs. Raises TypeError if `step`
+    does not accept the options, and ValueError for a default outside the options or for GPUs that do not exist.
     """
-    modelled_gpus(gpus, kind, memory)  # says what is wrong with its arguments
+    modelled_gpus(gpus, kind, memory)  # checks its arguments
     parameters = inspect.signature(step).parameters
     inspect.signature(step).bind(**options)
     controls = {}
@@ -78,16 +78,16 @@ def _run_and_look(job: Callable, name: str, gpus: int, kind: str, memory: int | 
 
 
 def _run(job: Callable, gpus: int, kind: str, memory: int | str | None) -> tuple[Readings, int]:
-    """The peaks of each GPU, and the bytes that each has for PyTorch. Random numbers go on as if nothing had been."""
+    """Return the peaks of each GPU, and the bytes that each has for PyTorch. Random number generators do not change."""
     with modelled_gpus(gpus, kind, memory), torch.random.fork_rng(devices=[]):
         room, _ = torch.cuda.mem_get_info(0)  # the capacity without CUDA's context
         return peak_memory(job, catch=True), room
 
 
 def _where(error: Exception, file: str) -> str:
-    """The error in a line, and the job's line from which it came."""
+    """Describe an error in one line, with the line of the job that caused it."""
     lines = str(error).strip().splitlines() or [""]
-    said = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # DataParallel puts a whole traceback into it
+    said = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # DataParallel includes a whole traceback
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     line = f" in line {frames[-1].lineno}, {frames[-1].line}" if frames else ""
     return f"{type(error).__name__}{line}: {said}"

@@ -1,13 +1,13 @@
-"""A live panel: memory of every GPU while a training runs, for real and virtual GPUs with the same call.
+"""A live panel that shows the memory of every GPU during training, on real and on virtual GPUs.
 
     with live_memory():
         trainer.train(epochs=2)
 
-    with live_memory() as panel:                      # the epochs' lines on the panel as well
+    with live_memory() as panel:                      # also shows the line of each epoch on the panel
         Trainer(..., log=panel.log).train(epochs=2)
 
-A thread looks every half second at what `read_memory` reads and changes one picture in place. After the block the peaks
-remain, as a picture and in words; on virtual GPUs they are the same in every run.
+A thread calls `read_memory` every half second and updates one picture. After the block, the panel shows the peaks as a
+picture and as text. On virtual GPUs, the peaks are the same in every run.
 """
 
 import threading
@@ -27,26 +27,26 @@ from helpers.show.words import describe
 
 
 class LivePanel:
-    """What `live_memory` gives: after the block `readings` has the peaks, and `words` says them if they were shown."""
+    """The panel of `live_memory`. After the block, `readings` has the peaks, and `words` describes them if shown."""
 
     def __init__(self, gpus, every: float):
         if not every > 0:
-            raise ValueError(f"every={every}: give the seconds between two looks, more than 0.")
+            raise ValueError(f"every={every}, but the number of seconds between two updates must be positive.")
         self.readings, self.words = Readings(), ""
         self._gpus, self._every, self._line = gpus, every, ""
         self._picture = self._display = None
         self._ended = threading.Event()
 
     def log(self, record: object) -> None:
-        """Print `record`, and show it on the panel: give it to a `Trainer` as its `log`."""
+        """Print `record` and show it on the panel. Pass this method to a `Trainer` as its `log`."""
         self._line = str(record)
         print(record)
 
     @contextmanager
     def _showing(self) -> Iterator[None]:
-        self._picture = ipywidgets.HTML(layout=ipywidgets.Layout(margin="0 0 3px 0"))  # as below an image
+        self._picture = ipywidgets.HTML(layout=ipywidgets.Layout(margin="0 0 3px 0"))  # the margin of an image
         self._look()
-        # No text/plain: what is shown at first is not what is stored in the end.
+        # Without text/plain, because the notebook's file should have the peaks, not the first view.
         bundle = self._picture._repr_mimebundle_() or {}
         view = {kind: data for kind, data in bundle.items() if kind != "text/plain"}
         self._display = display(view, raw=True, display_id=True)
@@ -59,7 +59,7 @@ class LivePanel:
             thread.join()
 
     def _keep_looking(self) -> None:
-        """A look that fails is left out: the training is worth more than its panel, and the next one may succeed."""
+        """Ignore an update that fails, because training is more important than the panel, and the next may succeed."""
         while not self._ended.wait(self._every):
             with suppress(Exception):
                 self._look()
@@ -68,12 +68,12 @@ class LivePanel:
         self._picture.value = _now(read_memory(self._gpus), self._line)
 
     def _close(self) -> None:
-        """Leave the peaks: on the page and in the notebook's file as an image, which needs no kernel, and as words."""
+        """Show the peaks as an image and as text. The notebook's file keeps both, and they need no kernel."""
         self.words, figure = describe(self.readings), empty_figure(len(self.readings))
         memory_bars(self.readings, "Peaks of this run", figure)
         picture = png(figure)
-        self._picture.value = image(picture, self.words)  # until the output below has taken its place
-        # With its size, so that the page keeps the place free before the image is decoded: nothing below moves.
+        self._picture.value = image(picture, self.words)  # until the output below replaces it
+        # With its size, so that the page reserves the space before the image is decoded, and nothing below moves.
         metadata = {"image/png": size_of(picture) | {"alt": self.words}}
         self._display.update({"image/png": b64encode(picture).decode()}, metadata=metadata, raw=True)
         print(self.words)
@@ -83,10 +83,9 @@ class LivePanel:
 def live_memory(gpus=None, every: float = 0.5, show: bool = True) -> Iterator[LivePanel]:
     """Show the memory of `gpus` (a device, an index, or a list of them; None for all) while the block runs.
 
-    every: seconds between two looks. Peaks start anew, as with `measure_memory`. Ends with the block, also when that
-    fails or is interrupted. Without a notebook, or with show=False, nothing is shown and nothing is read. Raises
-    ValueError for a time that is not positive; where it shows something also RuntimeError without any GPU, ValueError
-    for a GPU that does not exist.
+    every: seconds between two updates. Peaks are reset at the start, as with `measure_memory`. The panel ends with the
+    block, even if the block fails or is interrupted. Outside a notebook, or with show=False, nothing is shown or read.
+    Raises ValueError if `every` is not positive. When the panel is shown, it also raises what `read_memory` raises.
     """
     panel = LivePanel(gpus, every)
     if not show or not _in_a_notebook():
@@ -105,10 +104,10 @@ def _in_a_notebook() -> bool:
 
 
 def _now(readings: Readings, line: str) -> str:
-    """What is allocated now as bars, the rest in words, in HTML: matplotlib would take a fifth of a second.
+    """Return HTML with the allocated memory as bars and the rest as text. Matplotlib would need a fifth of a second.
 
-    `line`: what the training said last. It is as high as the picture of the peaks. A frame's length is the capacity or,
-    where all are small beside it, a power of two: so the scale seldom changes while memory grows.
+    `line`: the last line that training logged. The height is that of the picture of the peaks. The frame is as long as
+    the capacity, or as a power of two if all GPUs hold little, so that the scale rarely changes while memory grows.
     """
     capacity, most = (max(getattr(each, name) for each in readings) for name in ("capacity", "peak_reserved"))
     length = capacity if 8 * most >= capacity else max(1 << (most - 1).bit_length(), MiB)

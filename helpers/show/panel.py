@@ -1,11 +1,11 @@
-"""A panel for a notebook: controls, and a picture and words that follow them.
+"""A panel for a notebook, with controls, and a picture and a text that depend on them.
 
-    def look(side):                      # what to show, as words and a figure
+    def look(side):                      # returns a text and a figure
         return f"{side * side} pixels", draw_square(side)
 
     Panel(look, {"side": control("side, px", (1, 100), 20)})
 
-Readers without a kernel see the picture and the words of the first position.
+Readers without a kernel see the picture and the text for the initial values.
 """
 
 import struct
@@ -22,15 +22,15 @@ _SIGN = "<b>computing …</b>"
 
 
 class Panel:
-    """`look(**chosen)` gives words and a figure for what the `controls` say. End a cell with the panel.
+    """Shows the text and the figure that `look(**chosen)` returns. Make the panel the last expression of a cell.
 
-    slow: `look` takes seconds. A sign says so meanwhile, and a slider is followed only when it is let go.
+    slow: set this if `look` takes seconds. The panel then says that it computes, and waits until a slider is released.
 
-    Each answer is computed once. An error of `look` is shown as words. While a cell runs the panel waits, as everything
-    that a kernel does.
+    Each result is computed once. An error of `look` is shown as text. While a cell runs, the panel waits, because the
+    kernel does one thing at a time.
 
-    controls  name -> widget, an argument of `look` each
-    words     what is shown, as a text
+    controls  dict of the name of each argument of `look` and its widget
+    words     the text that is shown
     """
 
     def __init__(self, look: Callable[..., tuple[str, Figure]], controls: Mapping, slow: bool = False):
@@ -50,19 +50,19 @@ class Panel:
 
     @property
     def chosen(self) -> dict:
-        """What the controls say, by name."""
+        """The values of the controls, by name."""
         return {name: widget.value for name, widget in self.controls.items()}
 
     def at(self, **values) -> str:
-        """The words for `values` in place of what the controls say; the panel stays as it is."""
+        """Return the text for `values`, and for the controls' values otherwise. The panel itself does not change."""
         return self._answer(self.chosen | values)[0]
 
     def _follow(self, change=None) -> None:
-        """Show what the controls say."""
+        """Show the result for the values of the controls."""
         self._sign.value = _SIGN
         self.words, picture = self._answer(self.chosen)
         self._png = picture or self._png
-        # Where there is no picture the last one keeps its place, so that the page below does not move.
+        # Without a picture, the hidden last one keeps its space, so that the page below does not move.
         self._picture.layout.visibility = "visible" if picture else "hidden"
         self._picture.value = image(self._png, self.words) if self._png else ""
         lines = "<br>".join(map(escape, self.words.splitlines()))
@@ -71,7 +71,7 @@ class Panel:
         self._sign.value = "&nbsp;"
 
     def _answer(self, chosen: dict) -> tuple[str, bytes]:
-        """Words and picture for `chosen`; no picture where that is an error."""
+        """Return text and picture for `chosen`. After an error, the picture is empty."""
         key = repr(chosen)
         if key not in self._answers:
             try:
@@ -85,7 +85,7 @@ class Panel:
         return self.words
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> tuple[dict, dict]:
-        """For a notebook: the panel, and for readers without a kernel a still picture and the words."""
+        """Return the panel for a notebook, and a static picture and the text for readers without a kernel."""
         bundle = dict(self._panel._repr_mimebundle_() or {}) | {"text/plain": self.words}
         picture = self._answer(self.chosen)[1]
         if not picture:
@@ -94,9 +94,9 @@ class Panel:
 
 
 def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidget:
-    """A slider for (low, high) or (low, high, step), a menu for a list; it begins at `value`.
+    """Return a slider for (low, high) or (low, high, step), or a menu for a list. It starts at `value`.
 
-    `options`: as for ipywidgets.interact. Raises ValueError for a value that is none of them.
+    `options`: as for ipywidgets.interact. Raises ValueError for a value that is not among them.
     """
     widget = ipywidgets.interactive.widget_from_abbrev(options, value)
     if widget is None or (value is not Parameter.empty and widget.value != value):
@@ -107,19 +107,19 @@ def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidge
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file: the same bytes each time."""
+    """Return the figure as a PNG file. Equal figures give equal bytes."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
     return file.getvalue()
 
 
 def size_of(picture: bytes) -> dict:
-    """Width and height of a PNG file in pixels, as its header says."""
+    """Return the width and the height of a PNG file in pixels, from its header."""
     return dict(zip(("width", "height"), struct.unpack(">II", picture[16:24]), strict=True))
 
 
 def image(picture: bytes, words: str) -> str:
-    """A PNG file as an HTML element that has its size from the start, with `words` as its alternative text."""
+    """Return a PNG file as an HTML element with a fixed size and `words` as its alternative text."""
     data, size = b64encode(picture).decode(), "width: {width}px; height: {height}px".format(**size_of(picture))
-    style = f"display: block; {size}; max-width: none"  # a block: inline, a line of text would leave room below it
+    style = f"display: block; {size}; max-width: none"  # inline, there would be a gap below it
     return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{style}">'

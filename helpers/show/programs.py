@@ -1,4 +1,4 @@
-"""The difference between two of the programs in `notebooks/scripts`, as tinted lines of a notebook."""
+"""Shows the difference between two programs of `notebooks/scripts`, with tinted lines in a notebook."""
 
 import difflib
 import html
@@ -9,12 +9,12 @@ __all__ = ["Difference", "show_diff"]
 SCRIPTS = Path(__file__).resolve().parents[2] / "notebooks" / "scripts"
 
 
-# Green and red, transparent enough to be read in light and dark themes. The signs say the same without colour.
+# Green and red, transparent enough for light and dark themes. The signs + and - say the same without colour.
 TINTS = {"+": "rgba(46, 160, 67, 0.22)", "-": "rgba(248, 81, 73, 0.22)"}
 
 
 class Difference:
-    """Lines of a diff. Notebooks tint the changed lines; `print` gives plain text."""
+    """The lines of a diff. Notebooks tint the changed lines, and `print` gives plain text."""
 
     def __init__(self, lines: list[str]):
         self.lines = lines
@@ -24,14 +24,14 @@ class Difference:
 
     def _repr_html_(self) -> str:
         # Styles are inline, and each line ends with a newline, because GitHub removes styles and keeps the rest.
-        # The inner box is as wide as the longest line, so that tints do not end where a reader begins to scroll.
+        # The inner box is as wide as the longest line, so that the tint continues when a reader scrolls sideways.
         lines = "".join(_tinted(line) for line in self.lines)
         box = f'<span style="display: inline-block; min-width: 100%">{lines}</span>'
         return f'<pre style="overflow-x: auto; white-space: pre">{box}</pre>'
 
 
 def _tinted(line: str) -> str:
-    """A line of a diff as HTML."""
+    """Return a line of a diff as HTML."""
     text = html.escape(line, quote=False) + "\n"
     if line.startswith(("+++ ", "--- ")):  # the names of the files
         return f"<b>{text}</b>"
@@ -41,18 +41,18 @@ def _tinted(line: str) -> str:
 
 
 def show_diff(before: str, after: str) -> Difference:
-    """What changes from one program to another: `show_diff("one_gpu", "ddp")`.
+    """Return the changes from one program to another, for example `show_diff("one_gpu", "ddp")`.
 
-    Lines that begin with - are only in the first, lines with + only in the second. The docstrings at the top of the
-    files, which explain the programs, are left out.
+    Lines that begin with - are only in the first program, and lines that begin with + only in the second. The
+    docstrings at the top of the files, which explain the programs, are left out.
     """
     programs = [code(name) for name in (before, after)]
     lines = difflib.unified_diff(*programs, f"{before}.py", f"{after}.py", n=1, lineterm="")
-    # The line numbers of a change mean nothing without the files: an empty line separates the places instead.
+    # Without the files, the line numbers of a change are of no use. An empty line separates the changes instead.
     return Difference(["" if line.startswith("@@") else line for line in lines])
 
 
 def code(name: str) -> list[str]:
-    """The lines of a program from its first import on."""
+    """Return the lines of a program from the line `import argparse` on."""
     lines = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").splitlines()
     return lines[lines.index("import argparse") :]

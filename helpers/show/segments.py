@@ -1,7 +1,7 @@
-"""Segments and blocks of PyTorch's allocator: what is used, what is free, and in how large pieces.
+"""Draws the segments and blocks of PyTorch's allocator, which show how fragmented the memory of a GPU is.
 
-A segment is what PyTorch took from the driver in one go; tensors get blocks of it. A request is served only if some
-free piece is large enough: many small gaps make "out of memory" with memory left. That is fragmentation.
+PyTorch takes a segment from the driver in one request and divides it into blocks for tensors. A tensor needs a free
+piece that is large enough. With many small gaps, memory can run out although enough of it is free (fragmentation).
 """
 
 import matplotlib.pyplot as plt
@@ -16,14 +16,14 @@ MOST_ROWS = 24
 
 
 def draw_segments(gpu=0, title: str | None = None) -> Axes:
-    """Draw the segments of one GPU, a row each, the largest first: blocks in use by kind, gaps white.
+    """Draw one row per segment of a GPU, the largest first. Blocks in use are coloured by kind, and gaps are white.
 
-    A segment that is expandable shows the part that has memory. Returns the axes. Raises what `read_memory` raises,
-    and ValueError for a GPU without segments.
+    For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
+    axes. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
     segments, kinds = _segments(gpu)
     if not segments:
-        raise ValueError("PyTorch holds no memory on this GPU, so there is no segment to draw.")
+        raise ValueError("PyTorch has not reserved any memory on this GPU, so there is no segment to draw.")
     shown = sorted(segments, key=lambda segment: -segment["total_size"])[:MOST_ROWS]
     styles = {kind: bar_style(place, place) | {"linewidth": 0.6} for place, kind in enumerate(KINDS)}
     _, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(shown)), layout="constrained")
@@ -47,7 +47,7 @@ def draw_segments(gpu=0, title: str | None = None) -> Axes:
 
 
 def describe_segments(gpu=0) -> str:
-    """The picture in words: segments, what is used, what is free and in how large pieces. Errors: `read_memory`."""
+    """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
     segments, kinds = _segments(gpu)
     blocks = [block for segment in segments for block in segment["blocks"]]
     used = [block["size"] for block in blocks if block["address"] in kinds]
@@ -61,7 +61,7 @@ def describe_segments(gpu=0) -> str:
 
 
 def _segments(gpu) -> tuple[list[dict], dict[int, str]]:
-    """The segments as PyTorch describes them, and the kinds of the blocks in use by their addresses."""
+    """Return PyTorch's descriptions of the segments, and the kinds of the blocks in use by address."""
     index = read_memory(gpu)[0].index
     return segments_of(index), {block.address: block.kind for block in live_blocks(index)}
 

@@ -1,4 +1,4 @@
-"""The picture of timelines: a row per GPU, one timeline below the other with the same scale of time."""
+"""Draws timelines below each other, with one row per GPU and the same time axis."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from helpers.measure.timeline import KINDS, Timeline, describe_timeline, merged,
 from helpers.show.style import WIDTH, series_style, set_alt_text
 
 LOOKS = {kind: series_style(place) for place, kind in enumerate(KINDS)}
-# Copies lie in a strip too narrow for a hatch, and an edge lets one that is shorter than a pixel be seen.
+# The strip of the copies is too narrow for a hatch. An edge makes copies visible that are shorter than a pixel.
 LOOKS["copy"] |= {"hatch": "", "edgecolor": LOOKS["copy"]["facecolor"], "linewidth": 1.2}
-_GAP = 0.002  # of the width: kernels nearer than that are drawn as one bar
+_GAP = 0.002  # of the width; kernels with a smaller gap between them are drawn as one bar
 
 
 def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
-    """Draw each timeline in axes of its own, named by its key. Returns the figure.
+    """Draw each timeline in its own axes, with its key as the title. Returns the figure.
 
-    Kernels too near to be told apart are one bar, as high as the share of its time in which they run. Copies lie in a
-    narrow strip below their GPU's row. Raises ValueError for a timeline without work.
+    Kernels that are too close to be told apart are one bar. Its height is the share of the time in which they run.
+    Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work.
     """
     timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
     if not timelines or not all(timeline.work for timeline in timelines.values()):
-        raise ValueError("There is nothing to draw: a timeline has no work of a GPU in it.")
+        raise ValueError("There is nothing to draw, because a timeline does not contain any work of a GPU.")
     rows = [len(timeline.gpus) for timeline in timelines.values()]
     size = WIDTH, 0.75 + sum(0.3 + 0.36 * count for count in rows)
     figure, axes = plt.subplots(
@@ -48,7 +48,7 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
 
 def _draw_rows(ax, timeline: Timeline, gap: float) -> None:
     for row, gpu in enumerate(timeline.gpus):
-        for kind in ("collective", *KINDS[:-1]):  # behind the kernels that run meanwhile
+        for kind in ("collective", *KINDS[:-1]):  # first, so that they are behind simultaneous kernels
             spans = sorted((w.start, w.end) for w in timeline.work if (w.gpu, w.kind) == (gpu, kind))
             bars = [_bar(row, kind, piece, spans) for piece in merged(spans, gap)]
             ax.add_collection(PolyCollection(bars, **LOOKS[kind]))
@@ -58,7 +58,7 @@ def _draw_rows(ax, timeline: Timeline, gap: float) -> None:
 
 
 def _bar(row: int, kind: str, piece: tuple[float, float], spans: list[tuple[float, float]]) -> list:
-    """Corners of a piece, in ms and rows."""
+    """Return the corners of a bar, in ms and rows."""
     start, end = piece
     low, high = (row + 0.44, row + 0.34) if kind == "copy" else (row + 0.32, row - 0.4)
     if kind != "copy" and end > start:

@@ -1,4 +1,4 @@
-"""Memory readings in words: what a picture of them shows, for those who cannot see it."""
+"""Describes memory readings as text, for readers who cannot see the picture."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,9 +8,9 @@ FIELDS = ("peak_allocated", "peak_reserved", "allocated", "reserved", "driver_us
 
 
 def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_allocated") -> str:
-    """A picture in words: per situation the fullest GPU, the others, and how far they are apart, or what does not fit.
+    """Describe each situation: the fullest GPU, the others, the ratio between them, and what does not fit.
 
-    `field` is the figure that counts. Raises ValueError for one that is not known.
+    `field` is the figure to describe, as in `compare_bars`. Raises ValueError for an unknown field.
     """
     if isinstance(readings, Mapping):
         return "\n".join(f"{name}: {describe(each, field)}" for name, each in readings.items())
@@ -39,18 +39,18 @@ def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_all
 
 
 def check_field(readings: Sequence[Reading], field: str) -> None:
-    """Raises ValueError where `field` is none of `FIELDS`, or one of the readings does not know it."""
+    """Raise ValueError if `field` is not in `FIELDS`, or if one of the readings has no value for it."""
     if field not in FIELDS:
-        raise ValueError(f"There is no field {field!r}: give one of {', '.join(FIELDS)}.")
+        raise ValueError(f"There is no field {field!r}. Choose one of {', '.join(FIELDS)}.")
     unknown = [reading.index for reading in readings if getattr(reading, field) is None]
     if unknown:
         raise ValueError(
-            f"GPU {unknown[0]} has no {word(field)}, since GPUtil does not know it: give field='peak_reserved' instead."
+            f"GPU {unknown[0]} has no {word(field)}, because GPUtil has no figure. Pass field='peak_reserved' instead."
         )
 
 
 def word(field: str) -> str:
-    """A field's name as it stands in sentences and below axes."""
+    """Return a field's name for sentences and axis labels."""
     return field.replace("_", " ")
 
 
@@ -72,5 +72,5 @@ def _stopped(readings: Sequence[Reading], field: str) -> str:
 
 
 def _kind(field: str) -> str:
-    """Which memory a figure is of, where the verb says whether it is a peak."""
+    """Return the kind of memory without "peak", for sentences whose verb already says it."""
     return f"({word(field.removeprefix('peak_'))})"
