@@ -311,7 +311,7 @@ RUNNABLE = [
     "import os, sys\nprint(os.environ['GPUS'], os.environ.get('PYTEST_CURRENT_TEST'))",
     # What a child prints reaches the kernel through a thread of its own, which may be late: the cell waits for it.
     "import subprocess, threading\ncame, write = threading.Event(), sys.stdout.write\n"
-    "sys.stdout.write = lambda text: (write(text), came.set())[0]\n"
+    "sys.stdout.write = lambda text: (write(text), '\\n' in text and came.set())[0]\n"
     "_ = subprocess.run([sys.executable, '-c', 'print(42)'])\nassert came.wait(60)\ndel sys.stdout.write",
     "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()",
     "hash('a'), object()",

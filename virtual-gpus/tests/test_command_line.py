@@ -90,20 +90,6 @@ if __name__ == "__main__":
     main()
 """
 
-TORCHRUN = """\
-import json, os, sys
-import torch, torch.distributed as dist
-
-local = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(local)
-dist.init_process_group("nccl")
-x = torch.full((3,), float(dist.get_rank()), device="cuda")
-dist.all_reduce(x)
-total = torch.cuda.get_device_properties(local).total_memory
-json.dump([str(x.device), x.tolist(), sys.argv[1:], total], open(f"torchrun{local}.json", "w"))
-dist.destroy_process_group()
-"""
-
 
 def run(folder, *command, **environment):
     """The finished process of `python ...` in `folder`."""
@@ -148,17 +134,6 @@ def test_an_unmodified_package_that_spawns(tmp_path):
         facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert facts["weight"] == f"cuda:{rank}" and facts["grad"] == [3.0] * 4  # the mean of 2 and 4
         assert facts["allocated"][1 - rank] == 0 < facts["allocated"][rank]
-
-
-def test_under_torchrun(tmp_path):
-    (tmp_path / "train.py").write_text(TORCHRUN)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(tmp_path, *torchrun, "-m", "virtual_gpus", "--gpus", "2", "--memory", "2GiB", "train.py", "-v")
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        found = json.loads((tmp_path / f"torchrun{rank}.json").read_text())
-        assert found == [f"cuda:{rank}", [1.0] * 3, ["-v"], 2 << 30]
-    assert done.stdout.count("gloo") == 1
 
 
 # ---- arguments, without starting anything ------------------------------------------------------------------

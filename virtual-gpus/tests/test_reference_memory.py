@@ -15,10 +15,9 @@ from benchmarks.reference.operators import OPERATORS
 STEPS = measure.load("steps.json")
 TORCH = STEPS["meta"]["torch"]
 STEPS_WITH_NUMBERS = 2  # the first, and one with an optimizer's states: the third shows no more
-# A CPU computes these in some 20 s. ResNet-34 is left out, which does what ResNet-18 does, and BERT, which does what
+# A CPU computes these in some 12 s. ResNet-34 is left out, which does what ResNet-18 does, and BERT, which does what
 # GPT does.
-WITH_NUMBERS = ("mlp_adamw_b256", "resnet18_cifar_b64", "resnet50_64px_b32", "gpt_small_b8", "gpt_small_bf16_b8",
-                "lstm_words_b32")  # fmt: skip
+WITH_NUMBERS = ("mlp_adamw_b256", "resnet18_cifar_b64", "resnet50_64px_b32", "gpt_small_bf16_b8", "lstm_words_b32")
 
 
 @functools.cache
