@@ -1,6 +1,6 @@
-"""The peak memory of a training step of the article's BERT, under any of PyTorch's wrappers.
+"""Measures the peak memory of a training step of the article's BERT, with any of PyTorch's wrappers.
 
-bert_peaks(nn.DataParallel, 200, gpus)             # one process, four GPUs; with gpus[:1] one GPU
+bert_peaks(nn.DataParallel, 200, gpus)             # one process and four GPUs, or one GPU with gpus[:1]
 bert_peaks(DistributedDataParallel, 50, [rank])    # in each of four ranks
 """
 
@@ -16,13 +16,13 @@ from helpers.models import bert_article
 
 __all__ = ["LENGTH", "VOCABULARY", "WordLoss", "bert_peaks"]
 
-LENGTH, VOCABULARY = 163, 30_000  # words of a sentence, and different words in all
+LENGTH, VOCABULARY = 163, 30_000  # words per sentence, and different words in total
 
 
 class WordLoss(nn.Module):
-    """Cross entropy, mean over words: logits (N, T, V), words (N, T), which go to the GPU of the logits.
+    """Cross entropy, as the mean over words: logits (N, T, V), words (N, T). Words are copied to the logits' GPU.
 
-    Images have one word each: logits (N, V), words (N,).
+    For images, pass logits (N, V) and labels (N,).
     """
 
     def forward(self, logits: Tensor, words: Tensor) -> Tensor:
@@ -36,15 +36,15 @@ def bert_peaks(
     criterion: nn.Module | None = None,
     vocabulary: int = VOCABULARY,
 ) -> Readings:
-    """Readings of `devices` with the peaks of one step: forward, loss, backward, Adam.
+    """Return the readings of `devices` with the peaks of one training step: forward, loss, backward, Adam.
 
-    It is the second step, when Adam's states and DDP's final buckets exist. wrap: called with the net on the first
-    device and with the devices. batch: sentences that this process trains on. criterion: `WordLoss` by default.
-    vocabulary: its words. Memory that earlier runs left reserved is released first. Raises ValueError for no device and
-    for a batch below one.
+    The second step is measured, when Adam's states and DDP's final buckets exist. wrap: called with the model on the
+    first device and with the devices. batch: number of sentences of this process. criterion: `WordLoss` by default.
+    vocabulary: number of words. Reserved memory of earlier runs is released first. Raises ValueError for an empty list
+    of devices or a batch below 1.
     """
     if not devices or batch < 1:
-        raise ValueError(f"Give at least one device and one sentence, not {len(devices)} and {batch}.")
+        raise ValueError(f"Pass at least one device and one sentence, not {len(devices)} and {batch}.")
     torch.cuda.empty_cache()
     network, criterion = wrap(bert_article(vocabulary).to(devices[0]), devices), criterion or WordLoss()
     adam = torch.optim.Adam(network.parameters())

@@ -1,4 +1,4 @@
-"""The panel of lesson 05, and its sketch of a matrix that is cut over two ranks.
+"""The panel of lesson 05, and its sketch of matrices that are divided between two ranks.
 
 The panel has sliders for a pipeline and shows the picture of its schedule and the time of a step. Times are in units of
 one stage's forward pass of the whole batch. One GPU therefore needs 3 * stages for a step.
@@ -21,7 +21,7 @@ MOST = 48  # the largest number of micro-batches that is tried for the shortest 
 
 
 def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "GPipe", extra: float = 1.0) -> Panel:
-    """A panel with sliders for a pipeline. End a cell with it. Nothing runs, and no GPU is needed.
+    """Return a panel with sliders for a pipeline, for the end of a cell. It simulates the pipeline and needs no GPU.
 
     schedule  "GPipe" or "1F1B"
     extra     the overhead of each task (kernel launches, copies, small matrices that do not fill a GPU), in percent of
@@ -62,12 +62,12 @@ def _look(stages: int, micro_batches: int, extra: float, schedule: str) -> tuple
 
 
 def _task_times(micro_batches: int, extra: float) -> tuple[float, float]:
-    """The times of a forward and of a backward pass."""
+    """Return the times of a forward and of a backward pass, in forward passes of the whole batch."""
     return 1 / micro_batches + extra / 100, 2 / micro_batches + extra / 100
 
 
 def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
-    """Draws one row per stage and one box per task, with the number of its micro-batch."""
+    """Draw one row per stage and one box per task, with the number of its micro-batch."""
     end, stages = max(slot.end for slot in slots), 1 + max(slot.stage for slot in slots)
     for stage, (kind, number), start, stop in slots:
         forward = kind == "F"
@@ -82,7 +82,7 @@ def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
 
 
 def tensor_parallel_picture() -> Figure:
-    """Draws gelu(x A) B on two ranks: A is cut into columns and B into rows, and y is the sum of both ranks' terms."""
+    """Draw gelu(x A) B on two ranks. A is cut into columns and B into rows, and y is the sum of both ranks' terms."""
     figure, ax = plt.subplots(figsize=(WIDTH, 2.5), layout="constrained")
     every, first, second = {"facecolor": "0.75", "edgecolor": "white"}, bar_style(0), bar_style(1, 1)
 

@@ -1,10 +1,10 @@
-"""What lesson 07 alone needs, to choose a method.
+"""The parts that only lesson 07 needs, in which you choose a method.
 
-methods   every method on the same job: memory, modelled time, utilisation, the largest batch
-scaling   a step of DDP on any number of GPUs, Amdahl's law
-nets      what the formulas know of a net
-advice    formulas of memory and time, and `advise`
-pictures  the tables and pictures of all this
+methods   measures every method on the same job: memory, modelled time, utilisation, the largest batch
+scaling   computes a step of DDP on any number of GPUs, and fits Amdahl's law
+nets      the models' figures on which the formulas are based
+advice    formulas for memory and time, and `advise`
+pictures  tables and pictures of the results
 waiting   steps in which GPUs wait, for the second exercise
 """
 

@@ -4,10 +4,10 @@
     print(advice)                                 # "Take DDP on 4 GPUs." and the reasons
     peak_bytes(NETS["BERT of the article"], "DDP", 200, 4, Cluster("TITAN Xp"))
 
-Nothing is run. Lesson 07 shows the formulas and compares them with runs, and tests do so for more kinds of GPUs. Memory
-is within 2 %, except for a pipeline that is cut at other layers (13 %). Times are 0.92 to 1.07 of the modelled ones for
-the article's BERT and 0.77 to 1.00 for its PyramidNet. Formulas and runs use the same rates of GPUs and links, so the
-comparison does not check these rates. Sharding is not run. Fragmentation needs memory beyond all of these figures.
+The formulas do not run a model. Lesson 07 compares them with runs, and tests do so for more kinds of GPUs. Memory is
+within 2 %, except for a pipeline that is cut at other layers (13 %). Times are 0.92 to 1.07 of the modelled times for
+the article's BERT, and 0.77 to 1.00 for its PyramidNet. Formulas and runs use the same rates of GPUs and links, so the
+comparison does not check these rates. Sharding was not compared. Fragmentation takes additional memory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ METHODS = ("one GPU", "DataParallel", "parallel loss", "DDP", "pipeline", "shard
 def peak_bytes(
     net: Net, method: str, batch: float, gpus: int, cluster: Cluster, micro_batches: int | None = None
 ) -> float:
-    """Bytes on the fullest GPU in a step of `batch` samples on all `gpus` together, in float32.
+    """Return the peak bytes on the fullest GPU for a step of `batch` samples on all `gpus` together, in float32.
 
-    micro_batches: over how many gradients are accumulated; None for one. Of a pipeline, None for one per GPU. cluster:
-    its speed decides where a pipeline is cut. Raises ValueError for an unknown method.
+    micro_batches: number of micro-batches over which gradients are accumulated. None means one, or one per GPU for a
+    pipeline. cluster: its speed determines where a pipeline is cut. Raises ValueError for an unknown method.
     """
     _check(method)
     if method == "pipeline":
@@ -43,7 +43,7 @@ def peak_bytes(
     pieces = micro_batches or 1
     weights, states = net.weights, net.states
     activations, outputs = net.activations, net.outputs
-    earlier = weights if pieces > 1 else 0  # the gradients of the micro-batches before
+    earlier = weights if pieces > 1 else 0  # the gradients of earlier micro-batches
     whole = batch / pieces
     share = whole / gpus
     formulas = {
@@ -62,18 +62,18 @@ def _check(method: str) -> None:
 
 
 def stage_bytes(net: Net, batch: float, gpus: int, cluster: Cluster, micro_batches: int | None = None) -> np.ndarray:
-    """Bytes of each stage of a pipeline (1F1B) at its peak."""
+    """Return the peak bytes of each stage of a pipeline (1F1B)."""
     micro_batches = micro_batches or gpus
     samples = batch / micro_batches
     stages = cut(net, gpus, samples, cluster)
     found = []
-    received = 0.0  # bytes per sample that the stage before hands on
+    received = 0.0  # bytes per sample from the previous stage
     for number, (start, end) in enumerate(stages):
         layers = net.layers[start:end]
         stages_left = len(stages) - number
         held = min(micro_batches, stages_left)  # micro-batches whose activations the stage holds at once
         weights = 4 * layers.parameters.sum()
-        gradients = weights if held < micro_batches else 0  # they are there at the peak, except in the first round
+        gradients = weights if held < micro_batches else 0  # they exist at the peak, except in the first round
         outputs = layers.output[-1] * (3 if stages_left == 1 else 1)
         kept = samples * (held * (layers.activations.sum() + received) + outputs)
         found.append(weights * (1 + net.states) + gradients + kept)
@@ -84,14 +84,14 @@ def stage_bytes(net: Net, batch: float, gpus: int, cluster: Cluster, micro_batch
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 _FORWARD = 1 / 3  # of the computation
-_UPDATE = {"SGD": 3, "SGD with momentum": 8, "Adam": 18}  # times that a parameter's four bytes are read or written
+_UPDATE = {"SGD": 3, "SGD with momentum": 8, "Adam": 18}  # how often a parameter's four bytes are read or written
 
 
 def step_seconds(
     net: Net, method: str, batch: float, gpus: int, cluster: Cluster, micro_batches: int | None = None
 ) -> float:
-    """Rough modelled seconds of a step of `batch` samples on all `gpus` together. micro_batches: of a pipeline, None
-    for one per GPU. Raises ValueError for an unknown method."""
+    """Return the approximate modelled seconds of a step of `batch` samples on all `gpus` together. micro_batches: for a
+    pipeline; None means one per GPU. Raises ValueError for an unknown method."""
     _check(method)
     update = net.weights * _UPDATE[net.optimizer] / cluster.rates.memory
     if gpus == 1 or method == "one GPU":
@@ -116,10 +116,10 @@ def step_seconds(
 
 
 def layer_seconds(net: Net, samples: float, cluster: Cluster) -> np.ndarray:
-    """Seconds of each layer on one GPU, both passes: starting its kernels, arithmetic, and moving samples and weights.
-    They are added, because operators that compute wait for operators that move. The last layer's includes the loss."""
+    """Return the seconds of each layer on one GPU in both passes: starting kernels, arithmetic, and memory traffic.
+    They are added, because operators that compute wait for operators that move data. The loss is in the last layer."""
     layers, rates = net.layers, cluster.rates
-    starts = 5 * layers.operators * rates.kernel  # 5 of the shortest kernel's time for an operator, on average
+    starts = 5 * layers.operators * rates.kernel  # on average, an operator takes 5 times the shortest kernel's time
     arithmetic = samples * layers.flops / (rates.convolutions if net.convolutions else rates.products)
     moved = samples * layers.moved + 3 * 4 * layers.parameters  # weights read in both passes, gradients written
     seconds = starts + arithmetic + moved / rates.memory
@@ -128,24 +128,24 @@ def layer_seconds(net: Net, samples: float, cluster: Cluster) -> np.ndarray:
 
 
 def loss_seconds(net: Net, samples: float, cluster: Cluster) -> float:
-    """Seconds of the loss and its gradient, which read or write the outputs eight times."""
+    """Return the seconds of the loss and its gradient, which read or write the outputs eight times."""
     return 8 * samples * net.outputs / cluster.rates.memory
 
 
 def launch_seconds(net: Net, ddp: bool = False) -> float:
-    """Seconds in which the host launches a step's operators; DDP also copies each gradient to a bucket and back."""
+    """Return the seconds in which the host launches a step's operators. DDP adds copies of gradients to buckets."""
     operators = net.layers.operators.sum() + (2 * net.layers.tensors.sum() if ddp else 0)
     return operators * OPERATOR_SECONDS
 
 
 @lru_cache(maxsize=512)
 def cut(net: Net, gpus: int, samples: float, cluster: Cluster) -> list[tuple[int, int]]:
-    """(start, end) of the layers of each stage. There are as many stages as GPUs, or as layers if there are fewer."""
+    """Return (start, end) of the layers of each stage. There are as many stages as GPUs, or as layers if fewer."""
     return balanced_cuts(layer_seconds(net, samples, cluster).tolist(), min(gpus, len(net.layers)))
 
 
 def _ddp_seconds(net: Net, batch: float, gpus: int, cluster: Cluster) -> float:
-    """Gradients come from the last layer to the first. A bucket is sent when it is full and the one before is done."""
+    """Gradients come from the last layer first. A bucket is sent when it is full and the previous bucket is done."""
     layers = layer_seconds(net, batch / gpus, cluster)
     layers *= max(1, launch_seconds(net, ddp=True) / layers.sum())  # the host's speed, where it is slower
     now, sent, bucket = _FORWARD * layers.sum(), 0.0, 0.0
@@ -158,7 +158,7 @@ def _ddp_seconds(net: Net, batch: float, gpus: int, cluster: Cluster) -> float:
 
 
 def _pipeline_seconds(net: Net, batch: float, gpus: int, cluster: Cluster, micro_batches: int) -> float:
-    """All stages once, the slowest once more for each further micro-batch, copies from stage to stage and back."""
+    """Add all stages, the slowest stage again for each further micro-batch, and the copies between stages."""
     samples = batch / micro_batches
     stages, layers = cut(net, gpus, samples, cluster), layer_seconds(net, samples, cluster)
     seconds = [layers[start:end].sum() for start, end in stages]
@@ -166,7 +166,7 @@ def _pipeline_seconds(net: Net, batch: float, gpus: int, cluster: Cluster, micro
     passes = sum(seconds) + (micro_batches - 1) * max(seconds) + copies
     largest = 4 * max(net.layers.parameters[start:end].sum() for start, end in stages)
     update = largest * _UPDATE[net.optimizer] / cluster.rates.memory
-    return max(passes, micro_batches * launch_seconds(net)) + update  # one process feeds all GPUs
+    return max(passes, micro_batches * launch_seconds(net)) + update  # one process launches the work of all GPUs
 
 
 # ---- advice ----------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ _WORTH = 0.5  # the least efficiency at which more GPUs are worth it
 
 @dataclass(frozen=True)
 class Advice:
-    """The method to take, on how many `gpus`, in how many `micro_batches` (of a pipeline; otherwise gradients are
-    accumulated over them), and the `reasons` as sentences."""
+    """The recommended method, the numbers of `gpus` and of `micro_batches` to use, and the `reasons` as sentences.
+    Micro-batches are those of a pipeline. With other methods, gradients are accumulated over them."""
 
     method: str
     gpus: int
@@ -192,20 +192,20 @@ class Advice:
 
 
 def advise(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
-    """The method for training `net` with `batch` samples per step on `gpus` GPUs of `cluster`, with reasons.
+    """Recommend a method for training `net` with `batch` samples per step on `gpus` GPUs of `cluster`, with reasons.
 
-    One GPU or DDP where a copy of the net fits a GPU, on the most GPUs that keep an efficiency of 50 %: all of them, or
-    fewer machines, or some GPUs of one. Otherwise sharding or a pipeline. Raises ValueError for less than one sample or
-    GPU, and for GPUs that leave a machine partly empty.
+    If a copy of the model fits on a GPU, this is one GPU or DDP, on as many GPUs as have an efficiency of 50 %: all of
+    them, fewer machines, or some GPUs of one machine. Otherwise it is sharding or a pipeline. Raises ValueError for
+    less than one sample or GPU, and for a number of GPUs that leaves a machine partly unused.
     """
     if batch < 1 or gpus < 1:
-        raise ValueError(f"batch={batch}, gpus={gpus}: at least one of each is needed.")
+        raise ValueError(f"batch={batch} and gpus={gpus}, but both must be at least 1.")
     cluster.all_reduce_seconds(1, gpus)
     return _copies(net, batch, gpus, cluster) or _parts(net, batch, gpus, cluster)
 
 
 def _copies(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice | None:
-    """A copy of the net on each GPU, of the most GPUs that are worth it."""
+    """Advise a copy of the model on each GPU, with as many GPUs as are worth it."""
     one, reasons = step_seconds(net, "one GPU", batch, 1, cluster), []
     machines = range(gpus - cluster.per_machine, cluster.per_machine, -cluster.per_machine)
     for used in (gpus, *machines, *range(min(gpus - 1, cluster.per_machine), 0, -1)):
@@ -236,7 +236,7 @@ def _what_is_slow(net: Net, gpus: int, cluster: Cluster) -> str:
 
 
 def _parts(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
-    """A part of the net on each GPU."""
+    """Advise a part of the model on each GPU."""
     whole, room = _size(net.weights * (2 + net.states)), _size(cluster.room)
     states = f"Parameters, gradients and {net.optimizer}'s states take {whole}, and a GPU has {room}"
     reasons, found = [f"{states}, so no GPU has room for a copy of the model and a sample."], {}
@@ -254,8 +254,8 @@ def _parts(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
 
 
 def fewest_pieces(net: Net, method: str, batch: int, gpus: int, cluster: Cluster) -> int:
-    """The fewest micro-batches with which a step fits, by doubling; 0 if not even one sample per GPU fits, or if a
-    pipeline would have more stages than layers."""
+    """Return the smallest number of micro-batches, found by doubling, with which a step fits. Return 0 if not even one
+    sample per GPU fits, or if a pipeline would have more stages than layers."""
     least, most = (gpus, batch) if method == "pipeline" else (1, math.ceil(batch / gpus))
     if least > most or (method == "pipeline" and gpus > len(net.layers)):
         return 0

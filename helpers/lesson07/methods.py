@@ -1,13 +1,13 @@
-"""Every way to use several GPUs on one and the same job: memory, modelled time, utilisation, largest batch.
+"""Measures every method for several GPUs on the same job: memory, modelled time, utilisation, largest batch.
 
     gpus = use_gpus(4, kind="K80", memory="64 GiB", shapes_only=True)
     row = measure(PYRAMIDNET, "DataParallel", gpus, Cluster("K80"))
     row.seconds, row.utilisation, row.peaks       # modelled s, 0 to 1 per GPU, bytes per GPU
     found = compare({"K80s": Cluster("K80")})     # all methods on both jobs
 
-Times are modelled, so this needs virtual GPUs. A step is measured with the optimizer's state in place. Give the GPUs
-more memory than any method needs: then a batch that does not fit can still be compared, and `Row.fits` says so.
-DDP is measured as one rank's step in this process. `helpers.lesson07.scaling` works out what several ranks take.
+Times are modelled, so this needs virtual GPUs. A step is measured after the optimizer's state has been created. Use
+GPUs with more memory than any method needs. A batch that does not fit can then still be compared, and `Row.fits` says
+so. For DDP, one rank's step is measured in this process, and `helpers.lesson07.scaling` computes it for several ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ METHODS = ("one GPU", "DataParallel", "parallel loss", "DDP", "model parallel", 
 
 @dataclass(frozen=True)
 class Job:
-    """A training job. batch: samples of a step on several GPUs together; alone: on one GPU. inputs, targets: shapes of
-    one sample's; words: whether the inputs are integers. optimizer: a function of the parameters. criterion: of outputs
-    and targets."""
+    """A training job. batch: samples per step on all GPUs together. alone: samples per step on one GPU. inputs and
+    targets: shapes of one sample. words: whether the inputs are integers. optimizer: called with the parameters.
+    criterion: called with outputs and targets."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -57,11 +57,11 @@ class Job:
     criterion: Callable[[Tensor, Tensor], Tensor] = WordLoss()
 
     def loss(self, net: nn.Module, inputs: Tensor, targets: Tensor, gpu: torch.device) -> Tensor:
-        """The loss of a net that takes its inputs on `gpu`."""
+        """Return the loss of a model whose inputs must be on `gpu`."""
         return self.criterion(net(inputs.to(gpu)), targets)
 
     def batch_of(self, size: int) -> tuple[Tensor, Tensor]:
-        """Invented inputs and targets of `size` samples on the CPU, all zeros, since nothing here looks at values."""
+        """Return inputs and targets of `size` samples on the CPU. All are zero, because nothing here reads values."""
         dtype = torch.long if self.words else torch.float32
         return torch.zeros(size, *self.inputs, dtype=dtype), torch.zeros(size, *self.targets, dtype=torch.long)
 
@@ -75,10 +75,10 @@ PYRAMIDNET = Job("PyramidNet", pyramidnet_article, 768, 240, (3, 32, 32), (), Fa
 
 
 class TrainStep:
-    """A training step of a batch of any size: `TrainStep(...)(batch)`.
+    """A training step for batches of any size. Call it with the number of samples.
 
-    loss_of(inputs, targets) returns the loss, or runs the backward pass itself and returns None. The optimizer's state
-    is made beforehand, by a step with gradients of zero.
+    loss_of(inputs, targets) returns the loss, or runs the backward pass itself and returns None. A first step with
+    gradients of zero creates the optimizer's state.
     """
 
     def __init__(self, job: Job, net, loss_of: Callable[[Tensor, Tensor], Tensor | None]):
@@ -90,11 +90,11 @@ class TrainStep:
         self.clear()
 
     def clear(self) -> None:
-        """Let go of the gradients, which otherwise stay until the next step."""
+        """Free the gradients, which otherwise stay until the next step."""
         self._optimizer.zero_grad()
 
     def backward(self, batch: int) -> None:
-        """Both passes. The gradients are added to those that are there."""
+        """Run both passes with `batch` samples, and add to the existing gradients."""
         loss = self._loss_of(*self._job.batch_of(batch))
         if loss is not None:
             loss.backward()
@@ -109,8 +109,8 @@ class TrainStep:
 
 
 def step_by(job: Job, method: str, gpus: Sequence, micro_batches: int | None = None) -> TrainStep:
-    """A step by a method of one process, which is any except DDP. micro_batches: of a pipeline, None for one per GPU
-    (more make its bubble shorter, see lesson 05)."""
+    """Return a training step for a method that runs in one process, which is any method except DDP. micro_batches: for
+    a pipeline; None means one per GPU (more make its bubble shorter, see lesson 05)."""
     first = gpus[0]
     with torch.device(first):  # without values there is nothing to initialise
         net = job.build()
@@ -133,8 +133,8 @@ def step_by(job: Job, method: str, gpus: Sequence, micro_batches: int | None = N
 
 
 def stages_of(net: nn.Module, stages: int, inputs: Tensor, gpu) -> list[nn.Sequential]:
-    """The net's layers, cut so that the slowest stage is as fast as it can be. inputs: some samples, with which the
-    forward pass of each layer is timed on `gpu`. The layers are moved there. Errors: `layers_to_cut`."""
+    """Return the layers of the model in stages, cut so that the slowest stage is as fast as possible. The layers are
+    moved to `gpu`, and their forward passes are timed with `inputs`. Raises what `layers_to_cut` raises."""
     gpu, seconds, x, layers = torch.device(gpu), [], inputs.to(gpu), layers_to_cut(net)
     with torch.no_grad():
         for layer in layers:
@@ -146,12 +146,12 @@ def stages_of(net: nn.Module, stages: int, inputs: Tensor, gpu) -> list[nn.Seque
 
 
 def layers_to_cut(net: nn.Module) -> list[nn.Module]:
-    """The layers of a ResNet, `Bert` or `PyramidNet`, between which it can be cut. Raises TypeError for another net."""
+    """Return the layers of a ResNet, `Bert` or `PyramidNet`, for stages. Raises TypeError for other models."""
     return [net.stem, *net.blocks, _PyramidTail(net)] if isinstance(net, PyramidNet) else layers_of(net)
 
 
 class _PyramidTail(nn.Module):
-    """What a `PyramidNet` does after its blocks."""
+    """The part of a `PyramidNet` after its blocks."""
 
     def __init__(self, net: PyramidNet):
         super().__init__()
@@ -162,8 +162,8 @@ class _PyramidTail(nn.Module):
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
-    """(start, end) of each part of the layers with these `costs`: the sum of the parts' costs to the 16th power is the
-    smallest, so that the dearest part decides, and then the next. Raises ValueError for more parts than layers."""
+    """Cut layers with these `costs` into parts, and return (start, end) of each. This minimizes the sum of the parts'
+    costs to the 16th power, in which the largest part dominates. Raises ValueError for more parts than layers."""
     if not 1 <= parts <= len(costs):
         raise ValueError(f"{len(costs)} layers cannot be cut into {parts} parts.")
     sums = [0.0, *accumulate(costs)]
@@ -174,7 +174,7 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
 
     @cache
     def best(parts: int, end: int) -> tuple[float, list[int]]:
-        """(sum, edges) of the first `end` layers in so many parts."""
+        """Return (sum, edges) for the first `end` layers in this number of parts."""
         if parts == 1:
             return steep(0, end), [0, end]
         firsts = ((cut, *best(parts - 1, cut)) for cut in range(parts - 1, end))
@@ -188,10 +188,10 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A method on a job: `seconds` of a step (modelled), and per GPU its `utilisation`, the bytes allocated at `rest`
-    between steps and at the `peaks`. largest: the largest batch that was found to fit, to some 4 %; None without a
-    search. estimate: the same by a line through rest and peak, which ignores fragmentation. rank: of DDP, one rank's
-    step alone."""
+    """The result of a method on a job: modelled `seconds` of a step, and for each GPU its `utilisation` (0 to 1), and
+    the bytes allocated between steps (`rest`) and at the peak (`peaks`). largest: the largest batch found to fit, to
+    about 4 %, or None without a search. estimate: the same from a line through rest and peak, which ignores
+    fragmentation. rank: for DDP, the step of one rank on its own."""
 
     job: str
     method: str
@@ -206,25 +206,25 @@ class Row:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all GPUs together, modelled."""
+        """Modelled samples per second of all GPUs together."""
         return self.batch / self.seconds
 
     def fits(self, cluster: Cluster) -> bool:
-        """True if every GPU's peak fits, and the search did not find the batch too large: memory in pieces can stop a
-        step whose peak would fit."""
+        """True if every GPU's peak fits, and the search did not find the batch to be too large. With fragmented memory,
+        a step can fail although its peak would fit."""
         return max(self.peaks) <= cluster.room and (self.largest is None or self.largest >= self.batch)
 
 
 def measure(job: Job, method: str, gpus: Sequence[torch.device], cluster: Cluster, search: bool = False) -> Row:
-    """One step of `job` by `method` (one of `METHODS`) on GPUs of the cluster's kind, with the job's batch.
+    """Measure one step of `job` with `method` (one of `METHODS`) on GPUs of the cluster's kind, with the job's batch.
 
-    search: also find the largest batch that fits the cluster's GPUs, by running steps. Raises ValueError for another
-    method; RuntimeError where times are not modelled.
+    search: also find the largest batch that fits on the cluster's GPUs, by running steps. Raises ValueError for an
+    unknown method, and RuntimeError if times are not modelled.
     """
     if method not in METHODS:
         raise ValueError(f"There is no method {method!r}. Choose one of {', '.join(METHODS)}.")
     gpus, batch = (list(gpus[:1]), job.alone) if method == "one GPU" else (list(gpus), job.batch)
-    gc.collect()  # nets of earlier runs that are in reference cycles
+    gc.collect()  # models of earlier runs that are in reference cycles
     torch.cuda.empty_cache()
     row, new_step = (_one_of_the_ranks if method == "DDP" else _one_process)(job, method, gpus, cluster, batch)
     if not search:
@@ -234,7 +234,7 @@ def measure(job: Job, method: str, gpus: Sequence[torch.device], cluster: Cluste
 
 
 def _one_process(job: Job, method: str, gpus: list, cluster: Cluster, batch: int):
-    """The row, and a function that returns a step to search with."""
+    """Return the row, and a function that returns a step for the search."""
     step, timelines = step_by(job, method, gpus), []
     rest = tuple(torch.cuda.memory_allocated(gpu) for gpu in gpus)
 
@@ -249,7 +249,7 @@ def _one_process(job: Job, method: str, gpus: list, cluster: Cluster, batch: int
 
 
 def _one_of_the_ranks(job: Job, method: str, gpus: list, cluster: Cluster, batch: int):
-    """The same of one of the ranks, alone."""
+    """Return the same for DDP, from the step of one rank on its own."""
     ranks, first = len(gpus), gpus[0]
     net = job.build().to(first)
 
@@ -259,7 +259,7 @@ def _one_of_the_ranks(job: Job, method: str, gpus: list, cluster: Cluster, batch
     rank = rank_step(net, lambda ddp: partial(step_of(ddp), batch // ranks), first)
     share, seconds = rank.utilisation_on(ranks, cluster), rank.on(ranks, cluster)
     row = Row(job.name, method, batch, seconds, (share,) * ranks, (rank.rest,) * ranks, (rank.peak,) * ranks, rank=rank)
-    # A new wrapper for each try of a search: an error in the backward pass leaves DDP unusable.
+    # Each try of a search needs a new wrapper, because an error in the backward pass leaves DDP unusable.
     return row, lambda: step_of(DistributedDataParallel(net, device_ids=[first]))
 
 
@@ -267,21 +267,21 @@ def _one_of_the_ranks(job: Job, method: str, gpus: list, cluster: Cluster, batch
 
 
 def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: Sequence) -> Row:
-    """The row with the largest batch of which two steps run where each GPU has `room` bytes. It was run, and so was
-    the next, which failed. `helpers.measure.largest_batch` would need twice the tries, as it does not know the line."""
-    # What a step adds to what rests would grow with the batch, if no memory lay idle.
+    """Return the row with the largest batch for which two steps run if each GPU has `room` bytes. This batch was run,
+    and the next larger one failed. `helpers.measure.largest_batch` has no estimate and would need twice the tries."""
+    # The memory that a step adds is proportional to the batch, except for fragmentation.
     each = [(room - rest) * row.batch / (peak - rest) for peak, rest in zip(row.peaks, row.rest, strict=True)]
     line = max(1, int(min(each)))
-    # A rank runs its own share, on the first GPU.
+    # A rank runs only its own share of the batch, on the first GPU.
     shares, used = (len(gpus), gpus[:1]) if row.method == "DDP" else (1, gpus)
     size = grain(line, len(gpus))
     batch = math.ceil(0.9 * line / size) * size
     _limit_memory(used, room)
-    gc.freeze()  # each try collects its own garbage, and need not look through all objects that are there already
+    gc.freeze()  # so that the garbage collection of each try skips all objects that exist already
     try:
         while batch and not _two_steps_fit(new_step, batch // shares):
             batch -= size
-        while _two_steps_fit(new_step, (batch + size) // shares):  # the first try may have found memory in pieces
+        while _two_steps_fit(new_step, (batch + size) // shares):  # fragmentation may have stopped the first try
             batch += size
     finally:
         gc.unfreeze()
@@ -290,20 +290,20 @@ def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: 
 
 
 def _limit_memory(gpus: Sequence, room: int | None = None) -> None:
-    """PyTorch may take `room` bytes on each GPU and no more, as if that were all that it had; None: all of it."""
+    """Limit PyTorch to `room` bytes on each GPU, as if the GPU had no more. None removes the limit."""
     for gpu in gpus:
         whole = torch.cuda.get_device_properties(gpu).total_memory
         torch.cuda.set_per_process_memory_fraction((room or whole) / whole, gpu)
 
 
 def grain(line: int, gpus: int) -> int:
-    """How finely to search: 1, 2, 4, ... samples per GPU, some 4 % of the batch."""
+    """Return the step size of the search in samples: 1, 2, 4, ... per GPU, about 4 % of the batch."""
     return gpus * 2 ** max(0, int(math.log2(max(1, int(0.9 * line) // gpus // 25))))
 
 
 def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
-    """The second step finds the cache as the first has cut it up, and only then is it known that training goes on."""
-    gc.collect()  # the wrapper of the last try, which is in reference cycles
+    """Run two steps. Only the second shows that training fits, because the first has fragmented its cache."""
+    gc.collect()  # frees the wrapper of the last try, which is in a reference cycle
     torch.cuda.empty_cache()
     step = new_step()
     step.clear()
@@ -318,7 +318,7 @@ def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
 
 # ---- all methods on all jobs and clusters ----------------------------------------------------------------------------
 
-_MEMORY = "4 TiB"  # of every GPU: so much that nothing runs out of it, also where two processes share the GPUs
+_MEMORY = "4 TiB"  # of every GPU, which is enough for every job in both processes
 _PROCESSES = 2
 
 
@@ -328,11 +328,10 @@ def compare(
     methods: Sequence[str] = METHODS,
     gpus: int = 4,
 ) -> dict[tuple[str, str], list[Row]]:
-    """{(name of the cluster, name of the job): a `Row` per method}, as `measure` returns them on `gpus` GPUs.
+    """Measure all methods on `gpus` GPUs. Returns {(name of the cluster, name of the job): a list of `Row`}.
 
-    Two processes with virtual GPUs of their own do the work, so it does not
-    matter which GPUs are on here. In a program call this under `if __name__ == "__main__":`, because the processes may
-    be spawned.
+    Two processes with their own virtual GPUs do the work, so it does not matter which GPUs are active here. In a
+    program, call this under `if __name__ == "__main__":`, because the processes may be spawned.
     """
     tasks = list(product(jobs, methods))
     shares = launch(
@@ -347,7 +346,7 @@ def compare(
 
 
 def _measure_share(rank: int, tasks: Sequence[tuple], clusters: Sequence[Cluster], gpus: int) -> list:
-    """For every second of the tasks (job, method) its rows, one for each cluster."""
+    """Return the rows, one for each cluster, of every second task (job, method)."""
     torch.distributed.destroy_process_group()  # DDP is measured in a group of this process alone
     gc.freeze()
     return [[_measure_alone(*task, cluster, gpus) for cluster in clusters] for task in tasks[rank::_PROCESSES]]

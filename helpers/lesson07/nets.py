@@ -1,4 +1,4 @@
-"""What the advice is told of a net: of each layer what it keeps, moves, computes and hands on. Measured, per sample."""
+"""The models' figures on which the advice is based: what each layer keeps, moves, computes and passes on per sample."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ COLUMNS = ("parameters", "activations", "output", "moved", "flops", "operators",
 
 @dataclass(frozen=True, eq=False)
 class Net:
-    """A net and its optimizer. layers: a record array with a row per layer and these columns:
+    """A model and its optimizer. layers: a record array with a row for each layer and these columns:
 
-    parameters   a number
-    activations  bytes per sample that it keeps until the backward pass, in float32, its output among them (of the last
-                 layer: without, since the loss keeps its own)
-    output       bytes per sample that it hands on
+    parameters   the number of parameters
+    activations  bytes per sample, in float32, that the layer keeps until the backward pass. They include its output,
+                 except for the last layer, because the loss keeps its own copy.
+    output       bytes per sample of the output
     moved        bytes per sample that its operators read and write, in both passes
     flops        operations per sample of matrix multiplications and convolutions, in both passes
-    operators    that start kernels, in both passes
-    tensors      in which its parameters lie
+    operators    the number of operators that start kernels, in both passes
+    tensors      the number of tensors that contain its parameters
     """
 
     name: str
@@ -36,7 +36,7 @@ class Net:
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Sequence[float]], *how) -> Net:
-        """From rows (count, ...), each of which stands for `count` equal layers. how: optimizer, convolutions."""
+        """Create a net from rows (count, ...), each for `count` equal layers. how: optimizer, convolutions."""
         found = [tuple(map(float, row)) for count, *row in rows for _ in range(int(count))]
         return cls(name, np.rec.fromrecords(found, names=COLUMNS), *how)
 
@@ -47,28 +47,28 @@ class Net:
 
     @property
     def largest_layer(self) -> float:
-        """Bytes of the parameters of the layer that has most."""
+        """Bytes of the parameters of the layer that has the most."""
         return 4 * self.layers.parameters.max()
 
     @property
     def states(self) -> int:
-        """Numbers that the optimizer keeps per parameter."""
+        """The number of values that the optimizer keeps for each parameter."""
         return STATES[self.optimizer]
 
     @property
     def outputs(self) -> float:
-        """Bytes of a sample's outputs, which the loss gets."""
+        """Bytes per sample of the outputs, from which the loss is computed."""
         return self.layers.output[-1]
 
     @property
     def activations(self) -> float:
-        """Bytes that a sample keeps for the backward pass, without those that the loss keeps."""
+        """Bytes per sample that are kept for the backward pass, without those of the loss."""
         return self.layers.activations.sum()
 
 
 def _stored() -> dict[str, Net]:
-    """nets.json: rows of a count and `COLUMNS`, in MiB and 10^9 operations. Measured on virtual GPUs in shapes only, by
-    `python -m tests.benchmarks.nets` (PyTorch 2.15); `net_of` there measures any net so."""
+    """Read nets.json, whose rows are a count and `COLUMNS`, in MiB and 10^9 operations. The figures were measured by
+    `python -m tests.benchmarks.nets` on virtual GPUs in shapes only (PyTorch 2.15). Its `net_of` measures any model."""
     units, found = np.array([1, 1, MiB, MiB, MiB, 1e9, 1, 1]), {}
     for name, stored in json.loads(Path(__file__).with_name("nets.json").read_text()).items():
         found[name] = Net.of(name, stored["rows"] * units, stored["optimizer"], stored["convolutions"])

@@ -1,6 +1,6 @@
-"""What lesson 07 shows: methods as a table, scaling curves, and the decision guide as a picture.
+"""The results of lesson 07: the methods as a table, scaling curves, and the decision guide as a picture.
 
-Each picture has a function that says the same in words.
+For each picture, another function returns a description as text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Curves = Mapping[str, Mapping[int, float]]  # name: {GPUs: seconds of a step}
 
 
 def table(found: Found, clusters: Mapping[str, Cluster]) -> str:
-    """A part per cluster and job, with a line per method: batch, GiB on the fullest GPU ("!": does not fit) and on the
-    emptiest, modelled ms of a step, samples per second, and the busy share of the GPUs from least to most."""
+    """Return a table for each cluster and job, with a line for each method: batch, GiB on the fullest GPU ("!" if it
+    does not fit) and on the emptiest, modelled ms per step, samples per second, and the GPUs' range of utilisation."""
     lines = [f"{'':15} batch  GiB, fullest  least      ms samples/s       busy"]
     for (name, job), rows in found.items():
         lines += ["", f"{job}, {name}, {clusters[name].room / GiB:.1f} GiB each"]
@@ -47,9 +47,10 @@ def table(found: Found, clusters: Mapping[str, Cluster]) -> str:
 def scaling_picture(
     curves: Curves, weak: bool = False, law: bool = True, title: str = "", how: str = "modelled"
 ) -> Figure:
-    """Speed-up (strong) or time (weak), and efficiency, against GPUs.
+    """Draw the speed-up (with `weak`, the time of a step) and the efficiency for each number of GPUs.
 
-    law: draw Amdahl's law as fitted to each strong curve, dotted. how: the times are "modelled", or "measured".
+    law: also draw Amdahl's law, fitted to each curve, as a dotted line (not with `weak`). how: "modelled" or "measured"
+    times. Returns the figure.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.0), layout="constrained")
     ticks = sorted({n for seconds in curves.values() for n in seconds})
@@ -80,7 +81,7 @@ def scaling_picture(
 
 
 def describe_scaling(curves: Curves, weak: bool = False, law: bool = True) -> str:
-    """The picture in words: per curve the efficiency at each number of GPUs, and Amdahl's serial share."""
+    """Describe each curve: the efficiency for each number of GPUs, and Amdahl's serial share."""
     lines = []
     for name, seconds in curves.items():
         shares = ", ".join(f"{n}: {100 * each:.0f} %" for n, each in efficiency(seconds, weak).items())
@@ -96,8 +97,8 @@ _FIELDS = {"one GPU": "#FBF6B8", "DDP": "#CCE3F2", "pipeline": "#FBE2B8", "shard
 
 
 def guide_picture(cluster: Cluster, batch: int = 256) -> Figure:
-    """A table with the method that `advise` names, with a row per net and a column per number of GPUs, and with the
-    number of micro-batches over which gradients are accumulated. batch: samples of a step."""
+    """Draw a table of the methods that `advise` recommends, with a row for each model and a column for each number of
+    GPUs. It also has the number of micro-batches. batch: samples per step. Returns the figure."""
     found = _advices(cluster, batch)
     words = [[_field(n, advice) for n, advice in advices.items()] for advices in found.values()]
     colours = [[_FIELDS[advice.method] for advice in advices.values()] for advices in found.values()]
@@ -114,7 +115,7 @@ def guide_picture(cluster: Cluster, batch: int = 256) -> Figure:
 
 
 def describe_guide(cluster: Cluster, batch: int = 256) -> str:
-    """The picture in words: a line per net."""
+    """Describe the picture, with one line for each model."""
     lines = []
     for name, advices in _advices(cluster, batch).items():
         runs = groupby(advices.items(), key=lambda item: _method_and_gpus(*item))

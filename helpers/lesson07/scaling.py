@@ -1,15 +1,15 @@
-"""Scaling: a step of DDP on any number of GPUs, and Amdahl's law.
+"""Computes the time of a DDP step on any number of GPUs, and fits Amdahl's law.
 
     recorded = rank_step(net, train_step, "cuda:0")      # one rank, alone in its process group
     recorded.on(64, Cluster("A100", 8))                  # seconds of the step on 64 GPUs, modelled
     amdahl({1: 0.32, 2: 0.17, 4: 0.09})                  # the share that does not get faster
 
-64 ranks would be 64 processes, so one rank's step is recorded: when each bucket of gradients is ready, how large it is,
-and when each kernel starts. The all-reduces are then laid on a line of their own. Each starts when its bucket is ready
-and the one before is done, and takes as long as a ring of n GPUs. A kernel that needs its result starts after it, and
-no earlier than with one rank, because the host goes on meanwhile. All ranks count as equally fast, and the broadcast of
-buffers (of BatchNorm) takes no longer than with one rank. Against 2 and 4 ranks in processes of their own this is
-within 0.2 % (tests/test_scaling.py). Both use the same clock, so this checks the arithmetic and not the clock.
+64 ranks would be 64 processes. Therefore one rank's step is recorded: when each bucket of gradients is ready, how large
+it is, and when each kernel starts. The times of the all-reduces are then computed. Each starts when its bucket is ready
+and the previous one is done, and takes the time of a ring of n GPUs. A kernel that needs the result starts after it,
+but no earlier than with one rank. All ranks are assumed to be equally fast, and broadcasting buffers (of BatchNorm) to
+take no longer than with one rank. The result is within 0.2 % of runs with 2 and 4 processes (tests/test_scaling.py).
+Both use the same modelled clock, so this checks the arithmetic, but not the clock.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from helpers.measure.timeline import record_timeline, seconds_covered
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines with `per_machine` GPUs of a `kind`. links: within a machine, None for the kind's own ("PCIe 3", ...,
-    "NVLink pairs", "NVSwitch"). network: between machines; adapters: how many of them a machine has, which an
-    all-reduce uses together. No GPU is needed. Raises ValueError for unknown names."""
+    """Machines with `per_machine` GPUs of a `kind`. links: the links within a machine ("PCIe 3", ..., "NVLink pairs",
+    "NVSwitch"), or None for the kind's default. network: the network between machines. adapters: the number of network
+    adapters of a machine, which an all-reduce uses together. No GPU is needed. Raises ValueError for unknown names."""
 
     kind: str
     per_machine: int = 4
@@ -48,12 +48,12 @@ class Cluster:
 
     @property
     def gpu(self) -> GPUSpec:
-        """The data sheet of its GPUs."""
+        """The data sheet of the GPUs."""
         return data_sheet(self.kind)
 
     @property
     def room(self) -> int:
-        """Bytes that PyTorch can have on a GPU: its memory without CUDA's context."""
+        """Bytes that PyTorch can use on a GPU, which is its memory without CUDA's context."""
         return self.gpu.memory - self.gpu.context
 
     @property
@@ -62,24 +62,24 @@ class Cluster:
         return rates(self.kind)
 
     def all_reduce_seconds(self, nbytes: float, gpus: int) -> float:
-        """Modelled seconds of an all-reduce on `gpus` GPUs, one machine filled after the other.
+        """Return the modelled seconds of an all-reduce of `nbytes` bytes. The GPUs fill one machine after another.
 
-        Raises ValueError for a number of GPUs that leaves a machine partly empty.
+        Raises ValueError for a number of GPUs that leaves a machine partly unused.
         """
         return all_reduce_seconds(nbytes, gpus, **vars(self))
 
     def copy_seconds(self, nbytes: float, gpus: int) -> float:
-        """Modelled seconds of a copy between neighbours among `gpus` GPUs, over the slowest link between them and one
-        adapter."""
+        """Return the modelled seconds of a copy of `nbytes` bytes between neighbours among `gpus` GPUs, over the
+        slowest link between them and one adapter."""
         return copy_seconds(nbytes, gpus, self.kind, self.per_machine, self.links, self.network)
 
 
-# ---- one rank's step, and what many take -----------------------------------------------------------------------------
+# ---- one rank's step, and the time of many ranks ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together: `ready` in seconds since the step began, `nbytes`, and how many `tensors`."""
+    """Gradients that are sent together. They are `ready` in seconds since the step began. `tensors` is their number."""
 
     ready: float
     nbytes: int
@@ -88,8 +88,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A DDP step of one rank on its own: `seconds`, bytes allocated at `rest` before it and at its `peak`, its
-    `buckets`, and (start, end) of its GPU's `kernels` without the all-reduces, which take no time with one rank."""
+    """A DDP step of one rank on its own: its `seconds`, the bytes allocated before it (`rest`) and at its `peak`, its
+    `buckets`, and (start, end) of its `kernels` without the all-reduces, which take no time with one rank."""
 
     seconds: float
     rest: int
@@ -99,27 +99,27 @@ class RankStep:
 
     @property
     def after(self) -> tuple[tuple[float, float], ...]:
-        """The kernels that need the reduced gradients: those that came once the last bucket was ready."""
+        """The kernels that need the reduced gradients, which are those that start after the last bucket is ready."""
         return tuple(kernel for kernel in self.kernels if kernel[0] >= self.buckets[-1].ready)
 
     def on(self, ranks: int, cluster: Cluster) -> float:
-        """Modelled seconds of the step on `ranks` GPUs."""
+        """Return the modelled seconds of the step on `ranks` GPUs."""
         return self._on(ranks, cluster)[0]
 
     def utilisation_on(self, ranks: int, cluster: Cluster) -> float:
-        """Share of the step in which each GPU is busy. All-reduces count: nvidia-smi counts NCCL's kernels too."""
+        """Return the share of the step (0 to 1) in which each GPU is busy. All-reduces count, as in nvidia-smi."""
         seconds, spans = self._on(ranks, cluster)
         return seconds_covered(spans) / seconds
 
     def _on(self, ranks: int, cluster: Cluster) -> tuple[float, list[tuple[float, float]]]:
-        """Seconds of the step, and (start, end) of everything that runs on the GPU."""
+        """Return the seconds of the step, and (start, end) of everything that runs on the GPU."""
         after, end, reduced = self.after, 0.0, []
         spans = list(self.kernels[: len(self.kernels) - len(after)])
         for bucket in self.buckets:
             start = max(end, bucket.ready)
             end = start + cluster.all_reduce_seconds(bucket.nbytes, ranks)
             spans.append((start, end))
-            reduced += [end] * bucket.tensors  # DDP copies its tensors back, a kernel each, bucket by bucket
+            reduced += [end] * bucket.tensors  # DDP copies the tensors back, with one kernel for each
         reduced += [end] * (len(after) - len(reduced))  # the optimizer needs all of them
         free = 0.0
         for (start, stop), needed in zip(after, reduced, strict=False):
@@ -130,10 +130,9 @@ class RankStep:
 
 
 def rank_step(net: nn.Module, train_step: Callable[[nn.Module], Callable[[], object]], gpu) -> RankStep:
-    """Record a step of DDP with one rank. train_step(ddp) returns the function that runs a step of the wrapped net.
+    """Record a step of DDP with one rank. train_step(ddp) returns the function that runs a step of the wrapped model.
 
-    Three steps are run, because DDP orders its buckets after the first. Raises RuntimeError where times are not
-    modelled.
+    Three steps run, because DDP orders its buckets after the first. Raises RuntimeError if times are not modelled.
     """
     gpu, sent = torch.device(gpu), _AllReduces()
     with one_rank():
@@ -150,7 +149,7 @@ def rank_step(net: nn.Module, train_step: Callable[[nn.Module], Callable[[], obj
         with record_timeline() as timeline:
             step()
     if not timeline.modelled:
-        raise RuntimeError("One rank stands for many by modelled times only. Time real ranks themselves.")
+        raise RuntimeError("One rank can stand for many only with modelled times. On real GPUs, time all ranks.")
     starts = [span.start for span in timeline.work if span.kind == "collective" and span.name == "all_reduce"]
     kernels = sorted((span.start, span.end) for span in timeline.work if span.kind not in ("collective", "copy"))
     buckets = tuple(Bucket(start, *bucket) for start, bucket in zip(starts, sent.found, strict=True))
@@ -158,8 +157,8 @@ def rank_step(net: nn.Module, train_step: Callable[[nn.Module], Callable[[], obj
 
 
 class _AllReduces(TorchDispatchMode):
-    """Notes of each all-reduce its bytes, and how many gradients have come since the one before: DDP sends a bucket
-    with its last gradient. (A communication hook would see buckets too, but makes DDP copy gradients differently.)"""
+    """Records for each all-reduce its bytes and the number of gradients since the previous one. DDP sends a bucket
+    after its last gradient. A communication hook would see buckets, but with it DDP copies gradients differently."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +177,7 @@ class _AllReduces(TorchDispatchMode):
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process only, for the block. Raises ValueError (PyTorch's) where one is open already."""
+    """Open a process group of only this process for the block. PyTorch raises ValueError if one is already open."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -186,25 +185,25 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# ---- laws, of {GPUs: seconds of a step} ------------------------------------------------------------------------------
+# ---- efficiency and Amdahl's law, from {GPUs: seconds of a step} -----------------------------------------------------
 
 
 def efficiency(seconds: Mapping[int, float], weak: bool = False) -> dict[int, float]:
-    """Speed-up divided by the number of GPUs, 1 for the fewest. weak: the work grew with the GPUs, so the ideal is the
-    same time; otherwise the work is the same."""
+    """Return the speed-up divided by the number of GPUs, which is 1 for the smallest number. weak: the work grows with
+    the number of GPUs, so the ideal time is constant. Otherwise, the work is constant."""
     fewest = min(seconds)
     return {gpus: seconds[fewest] / each * (1 if weak else fewest / gpus) for gpus, each in sorted(seconds.items())}
 
 
 def amdahl_seconds(one: float, serial: float, gpus: int) -> float:
-    """Amdahl's law: the time on `gpus` GPUs if a share `serial` (0 to 1) of one GPU's time does not get shorter."""
+    """Return the time on `gpus` GPUs by Amdahl's law, if the share `serial` (0 to 1) of the time `one` is constant."""
     return one * (serial + (1 - serial) / gpus)
 
 
 def amdahl(seconds: Mapping[int, float]) -> float:
-    """The serial share, 0 to 1, for which Amdahl's law fits best: least squares of relative errors, T(1) kept.
+    """Return the serial share (0 to 1) for which Amdahl's law fits best, by least squares of relative errors.
 
-    Raises ValueError without the time of one GPU, or with nothing else.
+    Raises ValueError if the time of one GPU or of any other number is missing.
     """
     if 1 not in seconds or len(seconds) < 2:
         raise ValueError("Amdahl's law needs the time on one GPU and on at least one other number of GPUs.")

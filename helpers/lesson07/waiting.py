@@ -1,10 +1,10 @@
 """Four training steps in which GPUs wait, to be read from their timelines: exercise 2 of lesson 07.
 
-    timelines = record_job("A")                    # {"A": timeline}; of B one for each rank
+    timelines = record_job("A")                    # {"A": timeline}; job B has one for each rank
     faster = record_job("A", micro_batches=8)      # the same step with one argument changed
 
-`JOBS` says in words what each is, and its arguments as they are. The steps run on two virtual GPUs of their own,
-without values, so all times are modelled. (What makes them wait stands below; answer first.)
+`JOBS` describes each job and gives its arguments. The steps run on two virtual GPUs of their own, in shapes only, so
+all times are modelled. Answer the exercise before you read on, because the code below shows what makes the GPUs wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helpers.parallel.pipeline import Pipeline, one_f_one_b
 
 
 class WaitingJob(NamedTuple):
-    """A step on two GPUs of `kind`. words: what it is; arguments: those that can be changed, with their values."""
+    """A step on two GPUs of `kind`. words: a description. arguments: those that can be changed, with their values."""
 
     words: str
     kind: str
@@ -49,12 +49,12 @@ _POSSIBLE = {
 
 
 def record_job(name: str, **changes) -> dict[str, Timeline]:
-    """The timelines of a step of job `name` of `JOBS`, after a warm-up, with `changes` of its arguments.
+    """Return the timelines of a step of job `name` of `JOBS`, after a warm-up, with `changes` of its arguments.
 
-    micro_batches: how many the batch is cut into; fused: Adam in one kernel (else in some for each kind of
-    arithmetic); shares: samples of each rank, 8,192 together; average_on: the GPU, 0 or 1, that takes the means. The
-    same step is recorded once: the modelled clock would say the same again. Raises ValueError for an argument that the
-    job does not have, and a value that makes another step of it or none.
+    micro_batches: the number of micro-batches. fused: whether Adam runs as one kernel, otherwise as several for each
+    kind of arithmetic. shares: samples of each rank, 8,192 together. average_on: the GPU, 0 or 1, that computes the
+    means. The same step is recorded only once, because its modelled times are always equal. Raises ValueError for an
+    argument that the job does not have, and for a value with which the step would be impossible or different work.
     """
     usual = JOBS[name].arguments
     for key, value in changes.items():
@@ -89,7 +89,7 @@ def _equal_stages(name: str) -> tuple[list[nn.Sequential], Tensor]:
 
 
 class _Mean(nn.Module):
-    """The mean of a text's vectors: (texts, words, width) in, (texts, width) out."""
+    """The mean of the vectors of each text: (texts, words, width) -> (texts, width)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
@@ -114,7 +114,7 @@ def _rank(rank: int, shares: tuple[int, int], fused: bool) -> Timeline:
     with torch.device(rank):
         net, inputs = _layers(6, 2048), torch.empty(shares[rank], 2048)
     ddp = DistributedDataParallel(net, device_ids=[rank])
-    share = 2 * shares[rank] / sum(shares)  # DDP takes the mean over ranks, and each sample is to count the same
+    share = 2 * shares[rank] / sum(shares)  # so that samples count equally in DDP's mean over ranks
     return _recorded_step(ddp, fused, lambda: (_loss(ddp(inputs), inputs) * share).backward())
 
 
@@ -126,7 +126,7 @@ def _recorded_step(net: nn.Module, fused: bool, both_passes) -> Timeline:
         both_passes()
         adam.step()
 
-    step(), step()  # Adam's states are made in the first, and DDP orders its buckets after it
+    step(), step()  # the first creates Adam's states, and DDP orders its buckets after it
     with record_timeline() as timeline:
         step()
     return timeline

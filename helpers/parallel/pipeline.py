@@ -1,4 +1,4 @@
-"""A net that is cut into stages on several GPUs, and pipelines of micro-batches through them.
+"""Models that are cut into stages on several GPUs, and pipelines of micro-batches through the stages.
 
     net = split(layers_of(resnet18()), gpus)        # nn.Sequential: each part on a GPU, with a copy between them
     pipeline = Pipeline([part_0, part_1], gpus, schedule=one_f_one_b)
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class OnGPU(nn.Module):
-    """A part of a net on one GPU. It copies its input there, and autograd copies the gradient back."""
+    """A part of a model on one GPU. It copies its input there, and autograd copies the gradient back."""
 
     def __init__(self, part: nn.Module, gpu: torch.device | str | int):
         super().__init__()
@@ -52,10 +52,10 @@ class OnGPU(nn.Module):
 
 
 def split(layers: Sequence[nn.Module], gpus: Sequence, cuts: Sequence[int] | None = None) -> nn.Sequential:
-    """Puts the layers, in order, on the GPUs. The input can be on any device; the output is on the last GPU.
+    """Move the layers, in order, to the GPUs. The input can be on any device, and the output is on the last GPU.
 
-    cuts: the numbers of the layers that begin the second, third, ... part. By default the parts have about equally many
-    layers. Raises ValueError if a part has no layers.
+    cuts: the numbers of the layers at which the second, third, ... part begins. By default, all parts have about the
+    same number of layers. Raises ValueError if a part has no layers.
     """
     layers = list(layers)
     if cuts is None:
@@ -71,9 +71,9 @@ def split(layers: Sequence[nn.Module], gpus: Sequence, cuts: Sequence[int] | Non
 
 
 def layers_of(net: nn.Module) -> list[nn.Module]:
-    """The layers of a ResNet or a `Bert`. Called one after the other, they compute what the net computes.
+    """Return the layers of a ResNet or a `Bert`. Called one after the other, they compute the same as the model.
 
-    They are the net's own layers, not copies. Raises TypeError for another net.
+    They are the model's own layers, not copies. Raises TypeError for other models.
     """
     # Imported here, because torchvision takes as long to import as PyTorch, and every spawned rank would wait for it.
     from torchvision.models import ResNet
@@ -86,7 +86,7 @@ def layers_of(net: nn.Module) -> list[nn.Module]:
     if isinstance(net, Bert):
         return [_Embedding(net), *net.blocks, net.norm, net.head]
     raise TypeError(
-        f"layers_of supports ResNet and Bert, not {type(net).__name__}. List the layers of this net yourself."
+        f"layers_of supports ResNet and Bert, not {type(net).__name__}. List the layers of this model yourself."
     )
 
 
@@ -112,7 +112,7 @@ class Task(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A task in time: when it starts and ends on its stage, in units."""
+    """A task with its start and end on its stage, in the units of `simulate`."""
 
     stage: int
     task: Task
@@ -121,14 +121,14 @@ class Slot(NamedTuple):
 
 
 def gpipe(stages: int, micro_batches: int) -> list[list[Task]]:
-    """All forward passes, then all backward passes, the last micro-batch first (as in autograd)."""
+    """Return the orders of GPipe: all forward passes, then all backward passes, beginning with the last micro-batch."""
     forward = [Task("F", number) for number in range(micro_batches)]
     backward = [Task("B", number) for number in reversed(range(micro_batches))]
     return [forward + backward for _ in range(stages)]
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> list[list[Task]]:
-    """As few forward passes as fill the pipeline, then one forward and one backward pass in turns, then the rest."""
+    """Return the orders of 1F1B: forward passes that fill the pipeline, then one forward and one backward in turns."""
     orders = []
     for stage in range(stages):
         ahead = min(stages - stage - 1, micro_batches)  # forward passes before the turns begin
@@ -140,12 +140,12 @@ def one_f_one_b(stages: int, micro_batches: int) -> list[list[Task]]:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """The share of the time in which each GPU is idle, (p - 1) / (m + p - 1), if all stages take equally long."""
+    """Return the share of time in which each GPU is idle, (p - 1) / (m + p - 1), if all stages take equally long."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def most_kept(order: Sequence[Task]) -> int:
-    """The largest number of micro-batches whose activations a stage holds between forward and backward pass."""
+    """Return the largest number of micro-batches whose activations a stage holds at once."""
     kept = most = 0
     for kind, _ in order:
         kept += 1 if kind == "F" else -1
@@ -154,7 +154,7 @@ def most_kept(order: Sequence[Task]) -> int:
 
 
 def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: float = 2.0) -> list[Slot]:
-    """The tasks with their times, sorted by start. A task starts when its stage is free and its input is there.
+    """Return the tasks with their times, sorted by start. A task starts when its stage is free and its input exists.
 
     A forward pass needs the forward pass of the stage before it, and a backward pass needs the backward pass of the
     stage after it. On the last stage, a backward pass needs its own forward pass. Copies take no time. Raises
@@ -181,7 +181,7 @@ def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: f
 
 
 def _needs(stage: int, task: Task, stages: int) -> set[tuple[int, Task]]:
-    """The (stage, task) that must be done before a task; empty if there is none."""
+    """Return the (stage, task) that must be done before a task, or an empty set if there is none."""
     kind, number = task
     if kind == "F":
         return {(stage - 1, task)} if stage else set()
@@ -192,10 +192,10 @@ def _needs(stage: int, task: Task, stages: int) -> set[tuple[int, Task]]:
 
 
 class Pipeline:
-    """Stages on GPUs, and training steps through them in the order of a schedule.
+    """Runs training steps through stages on several GPUs, in the order of a schedule.
 
     stages: one module per GPU, which is moved there. schedule: `gpipe`, `one_f_one_b`, or any function of (stages,
-    micro_batches) that returns their orders.
+    micro_batches) that returns the orders.
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence, schedule: Callable = gpipe):
@@ -208,7 +208,7 @@ class Pipeline:
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
     def step(self, inputs: Tensor, targets: Tensor, criterion: Callable, micro_batches: int) -> Tensor:
-        """Runs the forward and backward pass of a batch. Adds to the gradients and returns the loss, on the last GPU.
+        """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
 
         criterion(outputs, targets) must be a mean over samples. Each micro-batch is weighted by its size, so loss and
         gradients are those of the whole batch. Raises ValueError if the batch has fewer samples than micro_batches.
@@ -216,10 +216,10 @@ class Pipeline:
         if not 1 <= micro_batches <= len(inputs):
             raise ValueError(f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches.")
         orders = self.schedule(len(self.stages), micro_batches)
-        # The whole batch at once, because the host, and so every other GPU, waits for a copy from pageable memory.
+        # Copy the whole batch at once, because the host waits for a copy from pageable memory, and so do all GPUs.
         inputs, targets = inputs.to(self.gpus[0]), targets.to(self.gpus[-1])
         step = _Step(self, inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), criterion)
-        # In the order of time, because a GPU runs its tasks in the order in which they are launched.
+        # Launch the tasks in the order of time, because a GPU runs its tasks in the order in which they are launched.
         for slot in simulate(orders):
             run = step.forward if slot.task.kind == "F" else step.backward
             run(slot.stage, slot.task.micro_batch)
@@ -256,7 +256,7 @@ class _Step:
             self._send(x.grad, self.gradients, stage, stage - 1, number)
 
     def _send(self, tensor: Tensor, sent: dict, source: int, target: int, number: int) -> None:
-        """Copies to a neighbour on streams of their own. On the current streams, both GPUs would wait for the copy."""
+        """Copy to a neighbour on separate streams. On the current streams, both GPUs would wait for the copy."""
         gpus, copies = self.pipeline.gpus, self.pipeline.copies
         copies[source].wait_stream(torch.cuda.current_stream(gpus[source]))
         with torch.cuda.stream(copies[source]), torch.cuda.stream(copies[target]):
