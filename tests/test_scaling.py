@@ -90,7 +90,7 @@ def test_a_cluster_knows_its_cards():
 
 @pytest.mark.parametrize("options", [{"kind": "K79"}, {"kind": "K80", "network": "string"}])
 def test_unknown_names_are_refused(options):
-    with pytest.raises(ValueError, match="choose one of"):
+    with pytest.raises(ValueError, match="Choose one of"):
         Cluster(**options)
 
 

@@ -267,7 +267,7 @@ def test_no_bytes_cost_nothing():
     nothing = gpu.malloc(0)
     assert (nothing.size, gpu.allocated, gpu.reserved, current(gpu, "allocation")) == (0, 0, 0, 0)
     gpu.free(nothing)
-    with pytest.raises(ValueError, match="freed before"):
+    with pytest.raises(ValueError, match="already been freed"):
         gpu.free(nothing)
     with pytest.raises(ValueError, match="-1 bytes"):
         gpu.malloc(-1)
@@ -277,7 +277,7 @@ def test_freeing_twice_is_an_error_and_changes_nothing():
     gpu = CachingAllocator(GIB)
     block, neighbour = gpu.malloc(1000), gpu.malloc(1000)
     gpu.free(block)
-    with pytest.raises(ValueError, match="freed before"):
+    with pytest.raises(ValueError, match="already been freed"):
         gpu.free(block)
     assert gpu.allocated == neighbour.size
     check_invariants(gpu)
@@ -531,7 +531,7 @@ def was_interrupted(moment, action, seen):
 def test_allocating_in_the_middle_of_a_malloc_is_refused_not_a_deadlock():
     gpu = CachingAllocator(GIB)
     gpu.observers.append(lambda *_: gpu.malloc(1))
-    with pytest.raises(RuntimeError, match="finalizer or observer|a finalizer or an observer"):
+    with pytest.raises(RuntimeError, match="A finalizer or an observer"):
         gpu.malloc(1000)
     gpu.observers.clear()
     check_invariants(gpu)

@@ -224,7 +224,7 @@ def test_more_that_is_not_modelled():
         lambda: torch.nested.as_nested_tensor([x, x]),
         lambda: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 2])),
     ):
-        with pytest.raises(NotModelled, match="not modelled by virtual GPUs"):
+        with pytest.raises(NotModelled, match="Virtual GPUs do not model"):
             act()
 
 
@@ -240,7 +240,7 @@ def test_an_operator_without_a_cuda_kernel():
     ("arguments", "text"),
     [
         ({"count": 0}, "at least 1"),
-        ({"count": 1.5}, "whole number"),
+        ({"count": 1.5}, "integer"),
         ({"count": 2, "memory": "16"}, "unit"),
         ({"count": 2, "memory": "-1 GiB"}, "-1"),
         ({"count": 2, "kind": "RTX 9090"}, "H200"),

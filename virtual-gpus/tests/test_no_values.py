@@ -82,7 +82,7 @@ def test_a_tensor_of_gpus_that_are_off_is_named_where_it_meets_one_that_is_on(sh
 
 def test_one_without_values_says_that_too():
     net = made_before(shapes_only=True)
-    with virtual_gpus(1), pytest.raises(RuntimeError, match="has no values, since they kept none"):
+    with virtual_gpus(1), pytest.raises(RuntimeError, match="has no values, because those GPUs kept none"):
         net(torch.ones(3, 4, device="cuda"))
 
 

@@ -98,7 +98,7 @@ def test_what_needs_values_says_so():
             lambda: torch.zeros(3, dtype=torch.long).copy_(n),
             lambda: torch.save(x, "/dev/null"),
         ):
-            with pytest.raises(RuntimeError, match="shapes_only=True keeps none"):
+            with pytest.raises(RuntimeError, match="shapes_only=True, virtual GPUs keep no values"):
                 act()
 
 

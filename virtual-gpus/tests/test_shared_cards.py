@@ -289,7 +289,7 @@ def test_the_older_name_counts_where_both_are_set(monkeypatch):
             ValueError,
             "Expected 'True' or 'False' at index 2 in ConfigTokenizer but got 'true'",
         ),
-        ("backend:cudaMallocAsync", NotModelled, 'allocator setting "backend:cudaMallocAsync" is not modelled'),
+        ("backend:cudaMallocAsync", NotModelled, 'do not model the allocator setting "backend:cudaMallocAsync"'),
     ],
 )
 def test_a_wrong_environment_shows_at_the_first_touch(monkeypatch, text, error, message):

@@ -82,7 +82,7 @@ def test_what_cannot_be_asked():
         assert t.seconds == 0.0 and t.utilisation(0) == 0.0 and not t.spans
         with pytest.raises(ValueError, match="no GPU 3"):
             t.busy_seconds(3)
-        with pytest.raises(RuntimeError, match="make a new one"), t:
+        with pytest.raises(RuntimeError, match="Make a new one"), t:
             pass
 
 

@@ -48,7 +48,9 @@ def test_versions_nest_with_their_gpus():
 
 @pytest.mark.parametrize("wrong", ["2.10", "3.0", "new", "", "2", "2.1x", (2, 11)])
 def test_a_version_that_is_not_known_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"torch_version is text from '2\.11' to '2\.15', such as '2\.13', not"):
+    with pytest.raises(
+        ValueError, match=r"torch_version must be text from '2\.11' to '2\.15', for example '2\.13', not"
+    ):
         virtual_gpus(1, torch_version=wrong)
 
 
@@ -67,4 +69,4 @@ def test_programs_choose_it_on_the_command_line(tmp_path, capsys):
         assert active_machine().settings.version == (2, 11)
     with pytest.raises(SystemExit):
         program.parse(["--torch", "1.0", str(script)])
-    assert "torch_version is text from '2.11' to '2.15'" in capsys.readouterr().err
+    assert "torch_version must be text from '2.11' to '2.15'" in capsys.readouterr().err

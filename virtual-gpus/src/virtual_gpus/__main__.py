@@ -23,30 +23,32 @@ from virtual_gpus.settings import Settings
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split our options from the program and its arguments. Bad ones print what is wrong and exit with 2."""
+    """Separate our options from the program and its arguments. Invalid options print an error and exit with 2."""
     parser = argparse.ArgumentParser(
         prog="python -m virtual_gpus", description="Run a program on virtual GPUs.", allow_abbrev=False
     )
-    parser.add_argument("--gpus", type=int, default=1, help="how many GPUs (default 1)")
-    parser.add_argument("--memory", default=None, help="memory per GPU, such as 16GiB (default: the kind's own)")
-    parser.add_argument("--kind", default="H200", help="K80, TITAN Xp, V100, T4, A100, H100 or H200 (default)")
-    parser.add_argument("--shapes-only", action="store_true", help="sizes only: no data, no arithmetic")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: 1)")
+    parser.add_argument("--memory", default=None, help="memory of each GPU, such as 16GiB (default: that of the kind)")
+    parser.add_argument("--kind", default="H200", help="K80, TITAN Xp, V100, T4, A100, H100 or H200 (default: H200)")
+    parser.add_argument("--shapes-only", action="store_true", help="keep sizes, but no values")
     parser.add_argument(
-        "--torch", dest="torch_version", help="use memory as this PyTorch does, such as 2.11 (default: yours)"
+        "--torch",
+        dest="torch_version",
+        help="PyTorch version whose memory rules apply (default: the installed one)",
     )
     parser.add_argument(
-        "--links", default=None, help=f"between GPUs: {', '.join(ARRANGEMENTS)} (default: the kind's own)"
+        "--links", default=None, help=f"links between GPUs: {', '.join(ARRANGEMENTS)} (default: those of the kind)"
     )
-    parser.add_argument("--hosts", type=int, default=1, help="machines that the GPUs are spread over (default 1)")
-    parser.add_argument("--network", default="Ethernet 100", help=f"between machines: {', '.join(NETWORKS)}")
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module name")
+    parser.add_argument("--hosts", type=int, default=1, help="number of machines with these GPUs (default: 1)")
+    parser.add_argument("--network", default="Ethernet 100", help=f"network between machines: {', '.join(NETWORKS)}")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="a script, or a module name after -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
     options = parser.parse_args(arguments)
     if options.module and not _is_module(options.program):
-        parser.error(f"there is no module named {options.program!r}")
+        parser.error(f"There is no module named {options.program!r}.")
     if not options.module and not os.path.isfile(options.program):
-        parser.error(f"there is no file {options.program!r}; for a module write -m {options.program}")
+        parser.error(f"There is no file {options.program!r}. To run a module, write -m {options.program}.")
     try:
         asked = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
         options.made = virtual_gpus(options.gpus, **asked)
@@ -65,7 +67,7 @@ def _is_module(name: str) -> bool:
 def main(arguments: list[str] | None = None) -> None:
     """Switch the GPUs on and run the program as __main__, as Python itself would.
 
-    They stay on until the process ends: threads and exit handlers of the program need them as well.
+    The GPUs stay on until the process ends, because threads and exit handlers of the program need them too.
     """
     options, rest = parse(sys.argv[1:] if arguments is None else arguments)
     options.made.start()
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run_script(program: str) -> None:
-    """`python program`. Not by runpy, which takes the module away again while threads may still need it."""
+    """Run `program` as Python does. runpy would remove the module while threads may still need it."""
     path = os.path.abspath(program)
     sys.path.insert(0, os.path.dirname(path))
     script = types.ModuleType("__main__")
@@ -96,7 +98,7 @@ def _run_script(program: str) -> None:
 
 
 def _without_our_frames(hook: Callable[..., object]) -> Callable[..., None]:
-    """`hook` for uncaught exceptions, shown a traceback that starts in the program."""
+    """Wrap `hook`, which handles uncaught exceptions, so that it receives a traceback that starts in the program."""
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):

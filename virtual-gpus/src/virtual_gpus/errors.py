@@ -1,8 +1,9 @@
-"""PyTorch's own error texts and types, for the mistakes that virtual GPUs must refuse as real ones do.
+"""Errors of virtual GPUs: PyTorch's own texts for mistakes that real GPUs refuse, and texts for what is not modelled.
 
-Whether an operator checks its arguments one by one ("got mat2 is on cpu, different from other tensors on cuda:0") or
-all together ("found at least two devices") stands in native_functions.yaml, which every torch wheel carries: operators
-marked `device_check: NoCheck` leave the check to TensorIterator, the others get the generated one.
+Some operators check the devices of their arguments one by one ("got mat2 is on cpu, different from other tensors on
+cuda:0"), others check them all together ("found at least two devices"). The file native_functions.yaml, which is part
+of every torch wheel, says which. Operators marked `device_check: NoCheck` leave the check to TensorIterator. All others
+use the generated check.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 
 
 class NotModelled(NotImplementedError):
-    """A PyTorch function or operator that virtual GPUs do not have. Nothing falls back to the CPU silently."""
+    """A PyTorch function or operator that virtual GPUs do not model. They never fall back to the CPU silently."""
 
 
 def not_modelled(what: str) -> NotModelled:
     """The error for `what` ("torch.cuda.CUDAGraph", "aten::foo")."""
     return NotModelled(
-        f"{what} is not modelled by virtual GPUs. It needs a real GPU: run with GPUS=real on a machine that has one. "
-        'What is modelled stands in help("virtual_gpus").'
+        f"Virtual GPUs do not model {what}. To use it, run without virtual GPUs on a machine that has a real GPU. "
+        'The known limits are listed in help("virtual_gpus").'
     )
 
 
 def not_ready() -> RuntimeError:
-    """What cudaEventElapsedTime and its like say while work is still under way."""
+    """The error of cudaEventElapsedTime and similar calls while work is still running."""
     return torch.AcceleratorError("CUDA error: device not ready")
 
 
 def invalid_device_ordinal() -> Exception:
-    """CUDA's answer to a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
+    """CUDA's error for a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
     return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
 
 
 def no_room_for_context() -> Exception:
-    """CUDA's answer to a process that comes to a GPU which other processes have filled."""
+    """CUDA's error for a process that first uses a GPU when other processes have already filled it."""
     where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
     return _cuda_error("out of memory", f"Search for `cudaErrorMemoryAllocation' in {where} for more information.")
 
@@ -71,23 +72,23 @@ def wrong_generator(wanted: str, found: str) -> RuntimeError:
 
 
 def out_of_memory_text(error: OutOfMemory, gpu: VirtualGPU) -> str:
-    """PyTorch's sentence for an allocation that does not fit, with this GPU's figures."""
+    """PyTorch's message for an allocation that does not fit, with the numbers of this GPU."""
     return oom_message(error, gpu.index, gpu.machine.settings.version)
 
 
 def needs_values(what: str) -> RuntimeError:
-    """What `shapes_only` cannot answer: anything that depends on numbers inside a tensor."""
+    """The error for a call that depends on the values inside a tensor, which `shapes_only` does not keep."""
     return RuntimeError(
-        f"{what} needs the values of a tensor on a virtual GPU, and shapes_only=True keeps none. "
-        "Leave this call out, or run without shapes_only."
+        f"With shapes_only=True, virtual GPUs keep no values, but {what} needs them. "
+        "Leave out this call, or run without shapes_only."
     )
 
 
 def host_memory_ran_out(operator: str) -> MemoryError:
-    """The laptop's memory is full, not the virtual GPU's."""
+    """The error for when the computer's own memory is full, not that of the virtual GPU."""
     return MemoryError(
-        f"this computer's own memory ran out in {operator}: virtual GPUs keep their tensors in it. "
-        "Take a smaller batch, or shapes_only=True, which needs no memory."
+        f"This computer ran out of its own memory in {operator}. Virtual GPUs keep their tensors in that memory. "
+        "Use a smaller batch, or use shapes_only=True, which keeps no values."
     )
 
 
@@ -112,7 +113,7 @@ def _yaml_entries() -> dict[str, str]:
 
 @functools.cache
 def checks_each_argument(name: str) -> bool:
-    """True if CUDA compares the devices of this operator's arguments one by one, 0-dim ones as well."""
+    """True if CUDA compares the devices of this operator's arguments one by one, including 0-dim arguments."""
     entry = _yaml_entries().get(name)
     if entry is None:
         return False
@@ -149,42 +150,45 @@ def two_devices(first: torch.device, second: torch.device) -> RuntimeError:
 
 
 def other_machine(device: torch.device) -> RuntimeError:
-    """Tensors of an outer `virtual_gpus` and of one inside it: the same names, but other GPUs."""
+    """The error for tensors of two nested `virtual_gpus` blocks, which have the same names but different GPUs."""
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but one on {device} belongs to other virtual_gpus(...) than "
-        "the rest: sets inside one another are different GPUs. Copy it over with .to(...)"
+        f"Expected all tensors to be on the same device, but one on {device} belongs to a different virtual_gpus(...) "
+        "block. Nested blocks have different GPUs, even if their names are the same. Copy the tensor with .to(...)."
     )
 
 
 def gpu_is_off(gpu: VirtualGPU) -> RuntimeError:
-    """A tensor whose virtual GPUs were switched off meets a tensor of those that are on."""
+    """The error for a tensor whose virtual GPUs are off, in one operator with a tensor on GPUs that are on."""
     return RuntimeError(
         "Expected all tensors to be on the same device, but one of them was made on "
-        f"{_off(gpu)} Make it again on the GPUs that are on, or move it there with .to(...)."
+        f"{_off(gpu)} Create it again on the GPUs that are on now, or move it there with .to(...)."
     )
 
 
 def warn_of_gpu_that_is_off(gpu: VirtualGPU, frame: FrameType) -> None:
-    """Say once per set of GPUs that its tensors are computed with on the CPU, while other virtual GPUs are on.
+    """Warn that an operator runs on the CPU because its tensor's virtual GPUs are off, while others are on.
 
-    frame: whose line the warning names.
+    The warning appears once per set of GPUs. frame: the caller whose line the warning names.
     """
     if not gpu.machine.said_that_it_is_off:
         gpu.machine.said_that_it_is_off = True
-        text = f"A tensor is used that was made on {_off(gpu)} Make it again, or move it with .to(...)."
+        text = f"This line uses a tensor that was made on {_off(gpu)} Create it again, or move it with .to(...)."
         warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 def _off(gpu: VirtualGPU) -> str:
-    what = "has no values, since they kept none" if gpu.machine.shapes_only else "is in the computer's memory now"
+    values = "has no values, because those GPUs kept none" if gpu.machine.shapes_only else "is now on the CPU"
     return (
-        f"cuda:{gpu.index} of virtual GPUs that are off: a later use_gpus(...) replaced them, or their block ended. "
-        f"The tensor {what}."
+        f"cuda:{gpu.index} of virtual GPUs that are off. They were stopped or replaced, or their block ended. "
+        f"The tensor {values}."
     )
 
 
 def lengths_on_gpu(name: str, tensor: torch.Tensor) -> RuntimeError:
-    """The lengths of a packed sequence are read by the host (aten/src/ATen/native/PackedSequence.cpp)."""
+    """The host reads the lengths of a packed sequence, so they must be on the CPU.
+
+    The text is that of aten/src/ATen/native/PackedSequence.cpp.
+    """
     kind = torch._C.TensorBase.type(tensor).split(".")[-1].removesuffix("Tensor")
     return RuntimeError(
         f"'{name}' argument should be a 1D CPU int64 tensor, but got {tensor.dim()}D {tensor.device} {kind} tensor"
@@ -202,13 +206,13 @@ def mask_elsewhere(mask: torch.device, self_: torch.device) -> RuntimeError:
 
 
 def convolution_weight_elsewhere(input_type: str, weight_type: str) -> RuntimeError:
-    """A convolution whose weight stayed on another device (aten/src/ATen/native/Convolution.cpp)."""
+    """A convolution whose weight is on a different device (aten/src/ATen/native/Convolution.cpp)."""
     return RuntimeError(f"Input type ({input_type}) and weight type ({weight_type}) should be the same")
 
 
 def no_cuda_kernel(name: str) -> NotImplementedError:
-    """An operator that has no CUDA form at all."""
+    """An operator that PyTorch does not implement for CUDA."""
     return NotImplementedError(
-        f"Could not run '{name}' with arguments from the 'CUDA' backend: PyTorch has no CUDA kernel for it, so a real "
-        "GPU would refuse it as well."
+        f"Could not run '{name}' with arguments from the 'CUDA' backend. PyTorch has no CUDA kernel for this "
+        "operator, so a real GPU would refuse it as well. Call it on a CPU tensor."
     )

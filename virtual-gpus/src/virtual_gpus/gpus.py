@@ -40,20 +40,20 @@ def parse_bytes(size: int | str) -> int:
     """
     nbytes = _bytes_of_text(size) if isinstance(size, str) else size
     if isinstance(nbytes, bool) or not isinstance(nbytes, int):
-        raise TypeError(f'a size is a whole number of bytes or text such as "16 GiB", not {size!r}')
+        raise TypeError(f'A size must be an integer number of bytes or text such as "16 GiB", not {size!r}.')
     if nbytes < 1:
-        raise ValueError(f"a size must be at least one byte, not {size!r}")
+        raise ValueError(f"A size must be at least one byte, not {size!r}.")
     return nbytes
 
 
 def _bytes_of_text(text: str) -> int:
     match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([A-Za-z]*)\s*", text)
     if match is None:
-        raise ValueError(f'cannot read {text!r} as a size: write a number and a unit, such as "16 GiB"')
+        raise ValueError(f'Cannot read {text!r} as a size. Write a number and a unit, for example "16 GiB".')
     number, unit = match.groups()
     if unit.lower() not in _BY_LOWER:
-        problem = f"unknown unit {unit!r} in {text!r}" if unit else f"{text!r} has no unit"
-        raise ValueError(f"{problem}: write one of {', '.join(_UNITS)}")
+        problem = f"has the unknown unit {unit!r}" if unit else "has no unit"
+        raise ValueError(f"The size {text!r} {problem}. Use one of {', '.join(_UNITS)}.")
     return int(float(number) * _BY_LOWER[unit.lower()])
 
 
@@ -182,7 +182,7 @@ def spec(kind: str) -> GPUSpec:
     """
     found = _BY_KIND.get(re.sub(r"\s", "", str(kind)).lower())
     if found is None:
-        raise ValueError(f"no data sheet for a GPU of kind {kind!r}: choose one of {', '.join(kinds())}")
+        raise ValueError(f"There is no data sheet for a GPU of kind {kind!r}. Choose one of {', '.join(kinds())}.")
     return found
 
 
@@ -205,10 +205,13 @@ def draw_topology(labels: Sequence[Sequence[str]]) -> str:
     """
     if any(len(row) != len(labels) for row in labels):
         columns = [len(row) for row in labels]
-        raise ValueError(f"the matrix of links must be square: {len(labels)} rows, {columns} columns")
+        raise ValueError(f"The matrix of links must be square. It has {len(labels)} rows, with lengths {columns}.")
     for label in {label for row in labels for label in row}:
         if re.sub(r"^NV\d+$", "NV#", label) not in _LEGEND:
-            raise ValueError(f"unknown link {label!r}: choose one of {', '.join(_LEGEND)}")
+            raise ValueError(
+                f"The matrix contains the unknown link {label!r}. Use one of {', '.join(_LEGEND)}. "
+                "In NV#, # is the number of NVLinks."
+            )
     names = [f"GPU{index}" for index in range(len(labels))]
     rows = [["", *names], *([name, *row] for name, row in zip(names, labels, strict=True))]
     lines = ["".join((" X" if cell == "X" else cell).ljust(8) for cell in row).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""What was asked for: how many virtual GPUs of which kind, and how they are joined. Checked here and nowhere else."""
+"""The settings of a set of virtual GPUs: their number, their kind and their links. All checks are in this module."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from virtual_gpus.clock.links import Topology, arrange
 from virtual_gpus.gpus import GPUSpec, parse_bytes, spec
 
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # whose memory is known
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # the versions whose memory rules are known
 INSTALLED = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `virtual_gpus`, which explains them. Raises ValueError or TypeError for a bad one."""
+    """The arguments of `virtual_gpus`, which documents them. Raises ValueError or TypeError for an invalid one."""
 
     count: int = 1
     memory: int | str | None = None
@@ -32,39 +32,42 @@ class Settings:
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"the number of virtual GPUs must be a whole number of at least 1, not {self.count!r}")
-        _ = self.bytes_per_gpu, self.version, self.topology  # each raises if its part is wrong
+            raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
+        _ = self.bytes_per_gpu, self.version, self.topology  # each raises an error if its part is invalid
 
     @property
     def spec(self) -> GPUSpec:
-        """The data sheet of each GPU."""
+        """The data sheet of one GPU."""
         return spec(self.kind)
 
     @property
     def bytes_per_gpu(self) -> int:
-        """The memory of each GPU."""
+        """The memory of one GPU in bytes."""
         return self.spec.memory if self.memory is None else parse_bytes(self.memory)
 
     @property
     def version(self) -> tuple[int, int]:
-        """(major, minor) of the PyTorch whose rules of memory hold."""
+        """(major, minor) of the PyTorch version whose memory rules apply."""
         return INSTALLED if self.torch_version is None else _parse_version(self.torch_version)
 
     @property
     def topology(self) -> Topology:
-        """How the GPUs are joined."""
+        """The links between the GPUs."""
         return arrange(self.spec, self.count, self.links, self.hosts, self.network)
 
     def arguments(self) -> dict[str, Any]:
-        """By name, as `virtual_gpus` takes them: `virtual_gpus(**settings.arguments())`."""
+        """The settings as keyword arguments for `virtual_gpus(**settings.arguments())`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def _parse_version(text: str) -> tuple[int, int]:
-    """ "2.11", "2.11.0" or "2.11.0+cu130" as (2, 11). Raises ValueError for a version whose memory is not known."""
+    """ "2.11", "2.11.0" or "2.11.0+cu130" as (2, 11). Raises ValueError for versions with unknown memory rules."""
     match = re.match(r"(\d+)\.(\d+)(?:[.+]|$)", str(text))
     version = match and (int(match[1]), int(match[2]))
     if not version or not OLDEST_TORCH <= version <= NEWEST_TORCH:
         oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TORCH, NEWEST_TORCH))
-        raise ValueError(f"torch_version is text from {oldest!r} to {newest!r}, such as '2.13', not {text!r}")
+        raise ValueError(
+            f"torch_version must be text from {oldest!r} to {newest!r}, for example '2.13', not {text!r}. "
+            "The memory rules of other versions are not known."
+        )
     return version

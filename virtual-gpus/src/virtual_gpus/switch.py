@@ -55,7 +55,7 @@ class virtual_gpus:
         """Switch on. Returns the devices, cuda:0 first."""
         with _switching:
             if self._machine is not None:
-                raise RuntimeError("these virtual GPUs are on already: call stop() first, or make new ones")
+                raise RuntimeError("These virtual GPUs are already on. Call stop() first, or create new ones.")
             first = active() is None
             self._machine = made = VirtualMachine(self._settings)
             made.first_options = lambda: patches.allocator_settings.from_environment(made)

@@ -77,7 +77,7 @@ def all_reduce_seconds(
     names, for less than one adapter, and for a number of GPUs that leaves a machine partly empty.
     """
     if adapters < 1:
-        raise ValueError(f"a machine needs at least one network adapter, not {adapters}")
+        raise ValueError(f"A machine needs at least one network adapter, not {adapters}.")
     topology = arrange(spec(kind), gpus, links, -(-gpus // per_machine), network)
     together = replace(topology.network, bandwidth=adapters * topology.network.bandwidth)
     topology = replace(topology, network=together)

@@ -63,7 +63,7 @@ def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
     if match := re.fullmatch(r"NV(\d+)", label):
         return LinkSpec(f"NVLink x{match[1]}", label, int(match[1]) * _NVLINK, _NVLINK_LATENCY)
     if label not in _ROADS:
-        raise ValueError(f"unknown link {label!r}: choose NV and a number, or one of {', '.join(_ROADS)}")
+        raise ValueError(f"The link {label!r} is unknown. Use NV and a number, or one of {', '.join(_ROADS)}.")
     return LinkSpec(f"{pcie.name}, {label}", label, pcie.bandwidth * _ROADS[label], pcie.latency)
 
 
@@ -75,11 +75,11 @@ def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str 
     labels as nvidia-smi prints them, "X" on the diagonal. network: a name of `NETWORKS`. Raises ValueError.
     """
     if count < 1:
-        raise ValueError(f"a machine needs at least one GPU, not {count}")
+        raise ValueError(f"A machine needs at least one GPU, not {count}.")
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1 or count % hosts:
-        raise ValueError(f"{count} GPUs cannot be spread evenly over {hosts!r} machines")
+        raise ValueError(f"Cannot spread {count} GPUs evenly over {hosts!r} machines. Choose a divisor of {count}.")
     if network not in NETWORKS:
-        raise ValueError(f"no network {network!r}: choose one of {', '.join(NETWORKS)}")
+        raise ValueError(f"There is no network {network!r}. Choose one of {', '.join(NETWORKS)}.")
     own = _PCIE.get(links, spec.host_link) if isinstance(links, str) else spec.host_link
     where = tuple(slot * hosts // count for slot in range(count))
     return Topology(_labels(spec, count, links, count // hosts), own, where, NETWORKS[network])
@@ -89,7 +89,7 @@ def _labels(spec: GPUSpec, count: int, links, per_host: int):
     if links is not None and not isinstance(links, str):
         return _checked(links, count)
     if links is not None and links not in ARRANGEMENTS:
-        raise ValueError(f"no links {links!r}: choose one of {', '.join(ARRANGEMENTS)}, or give a matrix of labels")
+        raise ValueError(f"There are no links {links!r}. Choose one of {', '.join(ARRANGEMENTS)}, or give a matrix.")
     return tuple(
         tuple("X" if row == column else _label(spec, links, row % per_host, column % per_host, per_host)
               for column in range(count))
@@ -114,8 +114,10 @@ def _checked(matrix, count: int):
     rows = tuple(tuple(row) for row in matrix)
     draw_topology(rows)  # says what is wrong with it
     if len(rows) != count:
-        raise ValueError(f"the matrix of links is for {len(rows)} GPUs, not for {count}")
+        raise ValueError(f"The matrix of links describes {len(rows)} GPUs, but the number of GPUs is {count}.")
     for row in range(count):
         if rows[row][row] != "X" or any(rows[row][column] != rows[column][row] for column in range(row)):
-            raise ValueError("the matrix of links must be the same both ways, with X on its diagonal")
+            raise ValueError(
+                f"The matrix of links must be symmetric, with X on its diagonal. Check row {row}: {rows[row]}."
+            )
     return rows

@@ -40,7 +40,7 @@ def _run(call: OpCall, func, args, kwargs) -> Any:
         if "DefaultCPUAllocator" in str(error):
             raise errors.host_memory_ran_out(call.op.name) from None
         if str(error).startswith("Could not run 'aten::") and "'CPU' backend" in str(error):
-            raise errors.not_modelled(f"aten::{call.op.name}, which only CUDA has,") from None
+            raise errors.not_modelled(f"aten::{call.op.name}, which exists only for CUDA") from None
         raise
     finally:
         this_thread.inside = False

@@ -123,7 +123,7 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Give a block back to the cache. Raises ValueError when it was given back before."""
         if block.state != USED:
-            raise ValueError(f"{block!r} was freed before: free each block once")
+            raise ValueError(f"The block {block!r} has already been freed. Free each block only once.")
         block.state = FREEING
         if block.size:
             self._pending.append(block)
@@ -422,14 +422,14 @@ class CachingAllocator:
 
 
 _NESTED = (
-    "a finalizer or an observer used this GPU's allocator in the middle of an allocation: only `free` and the"
-    " properties can be used there"
+    "A finalizer or an observer used this GPU's allocator in the middle of an allocation. It may only call `free` and "
+    "read properties there."
 )
 
 
 def _empty_block(nbytes: int) -> Block:
     if nbytes < 0:
-        raise ValueError(f"cannot allocate {nbytes} bytes")
+        raise ValueError(f"Cannot allocate {nbytes} bytes. Ask for zero bytes or more.")
     block = Block(0, 0, None, None, None, None)
     block.state = USED
     return block

@@ -28,7 +28,7 @@ class DeviceMemory:
         observers: list[Callable[[str, int, int], None]],
     ):
         if capacity <= 0 or not 0 <= context < capacity:
-            raise ValueError(f"a GPU of {capacity} bytes cannot hold a context of {context} bytes")
+            raise ValueError(f"A GPU of {capacity} bytes cannot hold a context of {context} bytes.")
         self.capacity, self.context, self.other, self.shared = capacity, context, 0, None
         self.segments: dict[int, Segment] = {}
         self._next_address, self._stats, self._observers = first_address, stats, observers

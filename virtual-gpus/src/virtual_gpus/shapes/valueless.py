@@ -33,7 +33,7 @@ def _as_shape(value):
 
 
 def size_is_known(call: OpCall) -> bool:
-    """True for indexing by whole numbers: its size is the index's. A mask's depends on its values."""
+    """True for indexing by integers: its size is the index's. A mask's depends on its values."""
     masks = (torch.bool, torch.uint8)
     return call.op.is_index and not any(i is not None and i.dtype in masks for i in call["indices"])
 
@@ -102,7 +102,7 @@ def collective(call: OpCall):
 
 def _refuse_whole_numbers(tensor: torch.Tensor) -> None:
     if not _has_nan(tensor):
-        raise errors.needs_values("copying a tensor of whole numbers to the CPU")
+        raise errors.needs_values("copying a tensor of integers to the CPU")
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

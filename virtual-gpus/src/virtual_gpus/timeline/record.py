@@ -47,7 +47,7 @@ class Timeline:
 
     def __enter__(self) -> Timeline:
         if self._began is not None:
-            raise RuntimeError("this timeline has been recorded: make a new one with record_timeline()")
+            raise RuntimeError("This timeline has already been recorded. Make a new one with record_timeline().")
         self._began = self._wait_for_all()
         self._hooks = [register_optimizer_step_pre_hook(self._step_begins),
                        register_optimizer_step_post_hook(self._step_ends)]  # fmt: skip
@@ -85,7 +85,7 @@ class Timeline:
     def _limits(self) -> tuple[float, float]:
         """When the block began and ended. Raises RuntimeError before its end."""
         if self._began is None or self._ended is None:
-            raise RuntimeError("the timeline is still recording: ask after the `with` block")
+            raise RuntimeError("The timeline is still recording. Read it after the `with` block.")
         return self._began, self._ended
 
     @property
@@ -116,7 +116,7 @@ class Timeline:
     def _index(self, gpu: int | str | torch.device) -> int:
         index = gpu if isinstance(gpu, int) else torch.device(gpu).index
         if not isinstance(index, int) or not 0 <= index < len(self._machine.gpus):
-            raise ValueError(f"there is no GPU {gpu!r}: choose 0 to {len(self._machine.gpus) - 1}")
+            raise ValueError(f"There is no GPU {gpu!r}. Choose a GPU from 0 to {len(self._machine.gpus) - 1}.")
         return index
 
     def utilisation(self, gpu: int) -> float:
@@ -156,5 +156,7 @@ def record_timeline() -> Timeline:
     GPUs: on real ones, torch.profiler does this."""
     machine = active()
     if machine is None:
-        raise RuntimeError("no virtual GPUs are on: use torch.profiler on real ones, or virtual_gpus(...) first")
+        raise RuntimeError(
+            "No virtual GPUs are on. Switch them on first with virtual_gpus(...). For real GPUs, use torch.profiler."
+        )
     return Timeline(machine)
