@@ -1,4 +1,4 @@
-"""A pytest plugin: tests that run on virtual GPUs, so that a project's CI can test multi-GPU code without a GPU.
+"""A pytest plugin that runs tests on virtual GPUs, so that CI can test multi-GPU code without a GPU.
 
     def test_all_gpus_agree(virtual_gpus):                     # two GPUs
         assert torch.cuda.device_count() == len(virtual_gpus) == 2
@@ -6,8 +6,8 @@
     @pytest.mark.virtual_gpus(4, memory="16 GiB")              # any arguments of virtual_gpus.virtual_gpus
     def test_the_batch_fits(): ...
 
-Every test gets fresh GPUs, and everything is put back after it, whatever the test did. The plugin lies beside the
-package rather than in it, so that pytest imports PyTorch only when a test asks for GPUs.
+Every test gets new GPUs. After each test, PyTorch is restored, even if the test failed. The plugin is a module outside
+the package, so that pytest imports PyTorch only for tests that use GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """A marked test gets the fixture without naming it, before every other fixture of its own."""
+    """Give a marked test the fixture without naming it, before all of its other fixtures."""
     names = getattr(item, "fixturenames", None)
     if names is not None and item.get_closest_marker("virtual_gpus"):
         if "virtual_gpus" in names:
@@ -42,9 +42,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def virtual_gpus(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
-    """Virtual GPUs for one test, as a list of devices: two, or what the marker `virtual_gpus` asks for.
+    """Virtual GPUs for one test, as a list of devices. The default is two, and the marker `virtual_gpus` changes it.
 
-    Raises ValueError for a bad argument of the marker.
+    Raises ValueError for an invalid argument of the marker.
     """
     from virtual_gpus import virtual_gpus as switch
 

@@ -1,70 +1,89 @@
-"""Virtual GPUs: the cells of a multi-GPU lesson on a machine without GPUs.
+"""Virtual GPUs: run the cells of a multi-GPU lesson on a machine without GPUs.
 
     with virtual_gpus(4, memory="16 GiB"):
         x = torch.randn(1000, 1000, device="cuda:3")
         torch.cuda.memory_allocated(3)  # 4 MB, counted by a model of PyTorch's caching allocator
 
-Numbers, shapes, gradients and errors are real: every operator runs, on the CPU. Which GPU a tensor is on, how much
-memory each GPU has left and what does not fit is modelled. `python -m virtual_gpus --gpus 4 script.py` runs a whole
-program so. With `shapes_only=True` sizes are kept and values are not: a job of 100 GiB is measured on a laptop.
+Numbers, shapes, gradients and errors are real, because every operator runs on the CPU. The package models which GPU
+holds a tensor, how much memory each GPU has left, and which allocations fail. To run a whole program on virtual GPUs,
+use `python -m virtual_gpus --gpus 4 script.py`. With `shapes_only=True`, tensors keep their sizes but no values, so you
+can measure a job of 100 GiB on a laptop.
 
-A modelled clock says how long it would take and who would wait for whom: `torch.cuda.Event.elapsed_time`,
-`torch.cuda.utilization` and GPUtil's load answer from it, and
+A modelled clock predicts how long the program would take and where it would wait. `torch.cuda.Event.elapsed_time`,
+`torch.cuda.utilization` and the load in GPUtil use this clock. You can also record a timeline:
 
     with record_timeline() as t:
         step()
     t.seconds, t.utilisation(0)  # modelled
     t.plot(), t.save("step.json")
 
-How near it is to a real H200: `python -m benchmarks.clock`. The kernels of nine training steps take 1 to 10 %
-less than there (median 3 %), their wall time is within 24 % (median 17 %), each of 119 timings of single operators and
-copies within 30 %. These very figures are what the constants were fitted to (`virtual_gpus.clock.calibration` says
-which were, and which are estimates): another network, and any other GPU, will be farther off.
+`python -m benchmarks.clock` compares the clock with a real H200. The modelled kernels of nine training steps take 1 to
+10 % less time than the real ones (median 3 %). The wall times are within 24 % (median 17 %). Each of 119 timings of
+single operators and copies is within 30 %. The constants of the clock were fitted to these same measurements, so expect
+larger errors for other networks and other GPUs. `virtual_gpus.clock.calibration` says which constants were fitted and
+which are estimates.
 
 Known limits
 ------------
-- Nothing is faster: the clock runs beside the program, whose own seconds are the CPU's.
-- The clock knows what PyTorch is asked to do. Time that a program spends on its own (loading and changing data, Python
-  without tensors, `time.sleep`) does not pass on it, nor does work on CPU tensors.
-- Where the host is the bottleneck, a modelled wall time is that of one machine: the constants in
-  `virtual_gpus.clock.calibration.HOST`. There the H200's own wall seconds differed by up to 1.6 x between two
-  runs of a day.
-- Kernels of several streams of one GPU take turns, also where small ones would run side by side. CUDA's launch queue
-  has no end. Links that several copies share are shared per GPU, not per switch. NCCL's rings are modelled, not its
-  trees.
-- Numbers never depend on streams: a program that forgets to wait is right here and may be wrong on a real GPU.
-- Of torch.distributed, collectives and messages of GPU tensors take modelled time; those of CPU tensors take none.
-- Memory is that of CUDA's operators and libraries; `help("virtual_gpus.ops")` says where it comes from and how
-  near it is. Estimated: cuDNN's workspaces, every GPU but the H200. Not counted: memory that is not PyTorch's (NCCL,
-  cuSOLVER), temporaries of sorting. The context is one figure per kind of GPU.
-- Processes see each other's memory where one started the other, or torchrun both, with the same number, kind and memory
-  of GPUs; programs that were started apart where VIRTUAL_GPUS_FOLDER names the same folder for both. A fork's copies of
-  its parent's tensors count once. On Windows two processes may both take the last free memory.
-- Random numbers drawn on a GPU differ from a real GPU's, and from the CPU's for the same seed, as on a real GPU.
-- Tensors made under FakeTensorMode say that they are on the CPU. They are nobody's memory and take no time.
-- `shapes_only` keeps no values: `.item()` of a floating-point tensor is nan, of anything else an error.
-  Memory is that of a run with numbers, but for sparse gradients, which then have no entries. Collectives then send
-  the time and nothing else, so that a rank does not notice other sizes on another rank.
-- Refused with an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
-  processes, nested tensors, DLPack, NCCL by hand, temperature and power sensors, the allocator settings
-  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve. The backend "nccl" means gloo.
-- PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF) is read at the first touch of a GPU. Without options the allocator was
-  measured against a real H200; what the options do is read from PyTorch's source.
-- A tensor that `record_stream` named comes back at the first allocation after the stream's work, by the modelled clock.
-- `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`; so does
-  `torch.distributed.tensor.parallel`. Not compared with a real GPU: their memory beside the shares (buffers of the
-  collectives) and time. The collectives of DTensor itself (`full_tensor`, tensor parallel) take no modelled time.
-  `set_gradient_divide_factor` with a factor other than the number of ranks needs NCCL; gloo says so.
-  Gloo's thread may hold a collective's buffer for a moment: a peak may be one gathered layer too high, run by run.
-- `torch.autocast("cpu")` casts tensors on virtual GPUs as well, which it leaves alone on real ones.
-- Programs started with `subprocess` have no virtual GPUs of their own; put `python -m virtual_gpus` before them.
-- A thread that was running before the GPUs went on joins when it first names a GPU (those of a ThreadPoolExecutor or
-  of an event loop join for each call). Stopped by another thread than started them, they leave an idle dispatch mode on
-  the starting one, until it starts others and stops them.
-- Tensors that outlive the GPUs they were on are ordinary CPU tensors afterwards (meta tensors with `shapes_only`).
-  While other virtual GPUs are on, the first computation with them warns. An error names them where they meet a tensor
-  of these GPUs.
-- `torch.load(..., map_location=None)` and `torch.save` work; a file saved from a virtual GPU loads on a real one.
+Time:
+
+- Programs do not run faster. The clock only counts modelled time, while the program runs at the speed of the CPU.
+- The clock counts only the work that PyTorch is asked to do on GPUs. It does not count work on CPU tensors, nor the
+  program's own time, for example for loading data, for Python code without tensors, or for `time.sleep`.
+- Where the host is the bottleneck, the modelled wall time is that of one particular machine. Its constants are in
+  `virtual_gpus.clock.calibration.HOST`. On that machine, the wall time with a real H200 differed by a factor of up to
+  1.6 between two runs on the same day.
+- Kernels on different streams of one GPU run one after the other, even if small kernels would overlap on a real GPU.
+  CUDA's launch queue has no limit. Copies that use the same link share its bandwidth per GPU, not per switch. Of NCCL's
+  algorithms, only rings are modelled, not trees.
+- Numbers never depend on streams. A program that forgets to wait gives correct results here, but may give wrong ones on
+  a real GPU.
+- In torch.distributed, collectives and messages take modelled time for GPU tensors, but none for CPU tensors.
+
+Memory:
+
+- Memory is that of CUDA's operators and libraries. `help("virtual_gpus.ops")` explains where the numbers come from and
+  how accurate they are. The workspaces of cuDNN and all GPUs except the H200 are estimates. Two things are not counted:
+  memory outside PyTorch (NCCL, cuSOLVER) and the temporary buffers of sorting. The size of the CUDA context is one
+  number per kind of GPU.
+- Processes see each other's memory if one started the other, or if torchrun started both. They must have the same
+  number, kind and memory of GPUs. Programs that were started separately see each other's memory if
+  VIRTUAL_GPUS_FOLDER names the same folder for both. A forked process has copies of its parent's tensors, which
+  count only once. On Windows, two processes can both take the last free memory.
+- PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) is read when a GPU is first used. The default allocator was compared
+  with a real H200. The effects of the options follow PyTorch's source code.
+- A block that is marked with `record_stream` becomes free at the first allocation after the stream's work has finished
+  on the modelled clock.
+- Tensors that are made under FakeTensorMode report the CPU as their device. They take no memory and no time.
+
+Values:
+
+- Random numbers that are drawn on a virtual GPU differ from those of a real GPU. For the same seed they also differ
+  from those of the CPU, as on a real GPU.
+- `shapes_only` keeps no values. `.item()` returns nan for floating-point tensors and raises an error for all others.
+  Memory is the same as in a run with values, except that sparse gradients have no entries. Collectives exchange only
+  the modelled time, so a rank does not notice if the sizes on another rank differ.
+- `torch.autocast("cpu")` also casts tensors on virtual GPUs. With real GPUs it leaves GPU tensors unchanged.
+
+What is not modelled, and what differs:
+
+- These features raise an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
+  processes, nested tensors, DLPack, calling NCCL directly, temperature and power sensors, and the allocator settings
+  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve. The backend "nccl" stands for gloo.
+- `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`.
+  `torch.distributed.tensor.parallel` works too. Their times were not compared with a real GPU, nor was their memory for
+  the buffers of the collectives. The collectives of DTensor itself (`full_tensor`, tensor parallelism) take no modelled
+  time. `set_gradient_divide_factor` with a factor other than the number of ranks needs NCCL, so gloo raises an error.
+  Gloo's thread may hold a collective's buffer slightly too long. In some runs the peak is therefore too high by one
+  gathered layer.
+- Programs that are started with `subprocess` have no virtual GPUs. Start them with `python -m virtual_gpus`.
+- A thread that was running before the GPUs were switched on sees them from the first time it names a GPU. Threads of a
+  ThreadPoolExecutor or an event loop see them for each call. If the GPUs are stopped in a different thread from the one
+  that started them, an idle dispatch mode stays active in the starting thread until it starts and stops GPUs again.
+- When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If
+  other virtual GPUs are on, the first computation with such a tensor warns. It raises an error in an operator with a
+  tensor on the current GPUs.
+- `torch.save` and `torch.load(..., map_location=None)` work. A file saved on a virtual GPU loads on a real one.
 """
 
 from __future__ import annotations

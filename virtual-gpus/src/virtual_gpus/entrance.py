@@ -1,7 +1,8 @@
-"""Entrances: the functions by which PyTorch and the learner's program come into this package.
+"""Entrances: the functions through which PyTorch and the user's program call this package.
 
-Errors end at the line that called, as those from C++ do: a kept traceback holds no frame of ours, and so no tensor. And
-whoever works for a call can ask which Python instruction made it, however many functions lie in between.
+The traceback of an error ends at the line of the caller, as for errors from C++. A traceback that is kept therefore
+holds no frame of this package and no tensor. The code behind an entrance can find the Python instruction that made the
+call, however many functions are in between.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _P, _R = ParamSpec("_P"), TypeVar("_R")
 
 
 def entrance(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator of a function that is called from outside. The allocator's OutOfMemory becomes PyTorch's error."""
+    """Decorate a function that is called from outside. Turns the allocator's OutOfMemory into PyTorch's error."""
 
     @functools.wraps(function)
     def entered(*args, **kwargs):
@@ -47,9 +48,9 @@ _ENTERED = entrance(lambda: None).__code__  # the code of `entered`, which all e
 
 
 def calling_frame() -> FrameType:
-    """The frame that called the innermost entrance. For `__torch_dispatch__`: the one whose instruction called PyTorch.
+    """The frame that called the innermost entrance. In `__torch_dispatch__` it is the frame that called PyTorch.
 
-    Found by walking up, so no function on the way needs to know how deep it lies. Do not keep the frame.
+    The search goes up the stack, so that no function needs to know its depth. Do not keep the frame.
     """
     frame = sys._getframe()
     while frame.f_code is not _ENTERED:
@@ -58,7 +59,7 @@ def calling_frame() -> FrameType:
 
 
 def _beyond_this_package(traceback: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback below our own frames (a custom operator's Python code), or None."""
+    """The part of a traceback below the frames of this package, for example in a custom operator. None if empty."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_HERE):
         traceback = traceback.tb_next
     return traceback

@@ -1,24 +1,25 @@
-"""Data sheets of GPUs and links, sizes in words, and the picture of `nvidia-smi topo -m`. No torch here.
+"""Data sheets of GPUs and links, sizes as text, and the table of `nvidia-smi topo -m`. Does not import torch.
 
     spec("H200").memory            # 150109880320 bytes
     parse_bytes("16 GiB")          # 17179869184
     print(draw_topology([["X", "NV6"], ["NV6", "X"]]))
 
-Where the figures come from:
+Sources of the numbers:
 
-- Data sheets and architecture white papers of NVIDIA: SMs, memory bandwidth, peak flops (dense, at boost
-  clock), link bandwidths.
-- Reported by CUDA on real GPUs: memory of K80, V100, T4, A100 (deviceQuery, ECC on) and H200 (torch 2.11)
-  to the byte; of TITAN Xp (nvidia-smi) and H100 (torch 2.7) to the MiB; L2 of K80, V100, T4, A100, H100 and
-  H200.
-- Measured on an H200 (torch 2.11, CUDA 13.0, driver 580): its context, and the latency of PCIe 5 (4 KiB of pinned
-  memory in 13 microseconds). PyTorch's out-of-memory error gave 760 MiB after matrix products, and 0.75 GiB after some
-  80 kinds of operators of cuBLAS, cublasLt and cuDNN: kernels that load later add little, so it is one number.
-  nvidia-smi showed about 0.9 GiB; what it counts beyond that is not known.
-- Estimated: all other contexts (they change by 100 MiB and more with driver, CUDA and the libraries
-  loaded), the L2 of TITAN Xp, the latencies of PCIe 3 and 4 (taken to be that of PCIe 5) and of NVLink.
+- The data sheets and architecture white papers of NVIDIA give the number of SMs, the memory bandwidth, the peak
+  operations per second (dense, at boost clock) and the link bandwidths.
+- CUDA on real GPUs reported the memory. It is exact to the byte for K80, V100, T4, A100 (deviceQuery, ECC on) and H200
+  (torch 2.11), and exact to the MiB for TITAN Xp (nvidia-smi) and H100 (torch 2.7). CUDA also reported the L2 cache of
+  all kinds except TITAN Xp.
+- The context of the H200 and the latency of PCIe 5 were measured (torch 2.11, CUDA 13.0, driver 580). A copy of 4 KiB
+  of pinned memory took 13 microseconds. PyTorch's out-of-memory error reported 760 MiB for the context after matrix
+  multiplications, and 0.75 GiB after about 80 kinds of operators of cuBLAS, cublasLt and cuDNN. Kernels that are loaded
+  later add little, so one number is enough. nvidia-smi showed about 0.9 GiB. What else it counts is not known.
+- All other contexts are estimates. They vary by 100 MiB or more with the driver, CUDA and the loaded libraries. The L2
+  cache of TITAN Xp and the latencies of PCIe 3, PCIe 4 and NVLink are estimates, too. The latency of PCIe 3 and 4 is
+  assumed to be that of PCIe 5.
 
-Every process on a GPU has a context of its own. NCCL's buffers (some hundred MiB per communicator) come on top and
+Every process on a GPU has its own context. NCCL needs additional buffers (a few hundred MiB per communicator), which
 are not modelled.
 """
 
@@ -34,9 +35,9 @@ _MIB = 1 << 20
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of a size: a whole number of bytes, or text such as "16 GiB" (2^30) or "16GB" (10^9).
+    """Convert a size to bytes. It is an integer or text such as "16 GiB" (units of 2^30) or "16GB" (units of 10^9).
 
-    Raises ValueError for other text and for less than one byte, TypeError for other types.
+    Raises ValueError for other text and for less than one byte, and TypeError for other types.
     """
     nbytes = _bytes_of_text(size) if isinstance(size, str) else size
     if isinstance(nbytes, bool) or not isinstance(nbytes, int):
@@ -58,7 +59,7 @@ def _bytes_of_text(text: str) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Bytes in the largest binary unit that fits, to one decimal: "16 GiB", "139.8 GiB", "512 B"."""
+    """Format bytes in the largest binary unit that fits, with one decimal: "16 GiB", "139.8 GiB", "512 B"."""
     if nbytes < 0:
         return "-" + format_bytes(-nbytes)
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -69,10 +70,11 @@ def format_bytes(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """A road for bytes.
+    """A link between two GPUs, between a GPU and the host, or between machines.
 
-    bandwidth: peak bytes per second in one direction; latency: seconds of the shortest copy; label: what
-    `nvidia-smi topo -m` writes between two GPUs joined by it.
+    bandwidth: peak bytes per second in one direction.
+    latency: seconds of the shortest copy.
+    label: what `nvidia-smi topo -m` prints for two GPUs with this link.
     """
 
     name: str
@@ -92,7 +94,7 @@ NVLINK4 = LinkSpec("NVLink 4 x18", "NV18", 450e9, 5e-6)
 
 
 class Flops(NamedTuple):
-    """Peak operations per second of matrix products, by type of number."""
+    """Peak operations per second of matrix multiplications, by data type."""
 
     fp32: float
     tf32: float
@@ -103,13 +105,18 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True)
 class GPUSpec:
-    """One GPU as CUDA sees it.
+    """The data sheet of one kind of GPU.
 
-    kind: the key of `spec`. name: as torch.cuda.get_device_properties prints it. memory: bytes, as CUDA
-    reports them. capability: compute capability (major, minor). bandwidth: of the memory, bytes per second.
-    flops: peak operations per second of matrix products by type (tensor cores where the GPU has them; a
-    type that it lacks counts as fp32). context: bytes that nvidia-smi shows for a process beside torch's
-    reserved memory. link: between GPUs; host_link: to the CPU. source: where this GPU's figures come from.
+    kind: the name for `spec`.
+    name: the name that torch.cuda.get_device_properties reports.
+    memory: bytes, as CUDA reports them.
+    capability: compute capability (major, minor).
+    bandwidth: bytes per second of the GPU's memory.
+    flops: peak operations per second of matrix multiplications by data type, on tensor cores if the GPU has them. A
+        type that the GPU does not support counts as fp32.
+    context: bytes of a process's CUDA context, which come in addition to PyTorch's reserved memory.
+    link: the link between two GPUs. host_link: the link to the CPU.
+    source: where the numbers of this GPU come from.
     """
 
     kind: str
@@ -131,7 +138,7 @@ def _teraflops(*peaks: float) -> Flops:
 
 
 _SPECS = (
-    GPUSpec(  # one of the two GPUs of the GPU: half of the board's 8.74 and 2.91 teraflops, 480 GB/s, 24 GB
+    GPUSpec(  # one of the two GPUs on the board: half of the board's 8.74 and 2.91 teraflops, 480 GB/s, 24 GB
         "K80", "Tesla K80", 11_996_954_624, (3, 7), 13, 1_572_864, 240e9,
         _teraflops(4.37, 4.37, 4.37, 4.37, 1.455),
         300 * _MIB, PCIE3, PCIE3, "K80 board specification; memory and L2: deviceQuery; context: estimated",
@@ -171,14 +178,14 @@ _BY_KIND = {gpu.kind.lower(): gpu for gpu in _SPECS}
 
 
 def kinds() -> list[str]:
-    """The names that `spec` knows, oldest GPU first."""
+    """The names of all kinds of GPUs that `spec` knows, oldest first."""
     return [gpu.kind for gpu in _SPECS]
 
 
 def spec(kind: str) -> GPUSpec:
-    """The GPUSpec of a kind, such as "H200" or "titan xp"; case and spaces do not matter.
+    """The GPUSpec of a kind, for example "H200" or "titan xp". Case and spaces do not matter.
 
-    Raises ValueError, naming all kinds, for one that is not there.
+    Raises ValueError for an unknown kind and names all kinds.
     """
     found = _BY_KIND.get(re.sub(r"\s", "", str(kind)).lower())
     if found is None:
@@ -199,9 +206,9 @@ _LEGEND = {
 
 
 def draw_topology(labels: Sequence[Sequence[str]]) -> str:
-    """The text of `nvidia-smi topo -m`, without its CPU columns, for a square matrix of labels.
+    """The text of `nvidia-smi topo -m` for a square matrix of labels, without the columns about the CPU.
 
-    Raises ValueError for a matrix that is not square or a label that nvidia-smi does not know.
+    Raises ValueError if the matrix is not square or if nvidia-smi does not know a label.
     """
     if any(len(row) != len(labels) for row in labels):
         columns = [len(row) for row in labels]

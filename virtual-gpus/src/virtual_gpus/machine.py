@@ -1,7 +1,7 @@
-"""A virtual GPU and the machine it sits in: data sheets, allocators and the current device.
+"""A virtual GPU and the machine that contains it: data sheets, allocators and the current device.
 
-One machine is *active* at a time; machines nest like a stack, the newest on top answers. A GPU owns a model of the
-caching allocator; the machine owns a clock, and the topology of its links.
+Machines form a stack, and only the newest one is *active*. Each GPU has a model of the caching allocator. The machine
+has a clock and the topology of its links.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _StreamTimes:
 
 
 class VirtualGPU:
-    """One GPU: its place among the visible GPUs (`index`), its place in the box (`slot`), spec and memory."""
+    """One GPU: its number among the visible GPUs (`index`), its number in the machine (`slot`), its spec and memory."""
 
     def __init__(self, slot: int, settings: Settings, machine: VirtualMachine):
         self.slot = slot
@@ -59,13 +59,13 @@ class VirtualGPU:
 
     @property
     def stream(self) -> int:
-        """The running thread's current stream on this GPU: 0, the default, or a number. Blocks belong to a stream."""
+        """The current stream of this thread on this GPU. 0 is the default stream. Every block belongs to a stream."""
         return self.streams.get(threading.get_ident(), 0)
 
     def start_context(self) -> None:
-        """Count the memory that a CUDA context takes; a real GPU pays it at the process's first touch.
+        """Count the memory of the CUDA context, which a real GPU allocates when a process first uses it.
 
-        Raises `machine.no_room_for_context` where other processes left too little.
+        Raises `machine.no_room_for_context` if other processes have left too little memory.
         """
         if not self.allocator.device.context:
             self.machine.start_cuda()
@@ -73,7 +73,7 @@ class VirtualGPU:
                 raise self.machine.no_room_for_context()
 
     def allocate(self, nbytes: int, owner: object) -> Block:
-        """A block for this thread's current stream that lives as long as `owner`. Raises OutOfMemory, with its GPU."""
+        """Allocate a block on this thread's current stream that lives as long as `owner`. Raises OutOfMemory."""
         allocator = self.allocator
         if not allocator.device.context:
             self.start_context()
@@ -88,10 +88,10 @@ class VirtualGPU:
 
 
 class VirtualMachine:
-    """The virtual GPUs that `settings` ask for, their clock and their links.
+    """The virtual GPUs of `settings`, their clock and their links.
 
-    `slots` are all of its GPUs. `gpus` are those that CUDA_VISIBLE_DEVICES leaves, in its order, read when somebody
-    first asks; all of them if it is not honoured.
+    `slots` are all GPUs. `gpus` are the visible ones, in the order of CUDA_VISIBLE_DEVICES, which is read when they are
+    first used. All GPUs are visible if the settings ignore this variable.
     """
 
     def __init__(self, settings: Settings):
@@ -114,7 +114,7 @@ class VirtualMachine:
 
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
-        """The visible GPUs, cuda:0 first. Settled at the first touch: programs set CUDA_VISIBLE_DEVICES early on."""
+        """The visible GPUs, cuda:0 first. They are fixed when they are first used."""
         found = self._visible()
         for index, gpu in enumerate(found):
             gpu.index = index
@@ -125,20 +125,20 @@ class VirtualMachine:
         return self.slots if visible is None else [self.slots[i] for i in visible]
 
     def count_visible(self) -> int:
-        """How many GPUs are visible. To ask is no touch yet, as on a real machine."""
+        """The number of visible GPUs. Asking for it does not count as first use, as on a real machine."""
         return len(vars(self).get("gpus", self._visible()))
 
     def look_again(self) -> None:
-        """Forget which GPUs are visible: CUDA_VISIBLE_DEVICES may still be set by a program that starts now."""
+        """Forget the visible GPUs, because a program that starts now may still set CUDA_VISIBLE_DEVICES."""
         vars(self).pop("gpus", None)
 
     def start_cuda(self) -> None:
-        """What PyTorch does at the process's first touch of any GPU: make the allocators, with their options."""
+        """Set the allocators' options, as PyTorch does when a process first uses any GPU."""
         if self.options is None:
             self.set_options(self.first_options(), first=True)
 
     def set_options(self, options: Options, first: bool = False) -> None:
-        """Let all allocators behave as `options` say. `first`: they are only being made (see `Options.fraction`)."""
+        """Set the options of all allocators. first: the allocators are being created (see `Options.fraction`)."""
         self.options = options
         for gpu in self.slots:
             gpu.allocator.set_options(options, first)
@@ -154,7 +154,7 @@ class VirtualMachine:
 
     @contextmanager
     def without_time(self):
-        """For work that the caller puts on the clock in another form: what happens here goes to a spare clock."""
+        """Use a separate clock in this block. The caller adds the work to the real clock in a different form."""
         clock, self.clock = self.clock, Clock(len(self.slots), self.clock.host)
         try:
             yield
@@ -162,9 +162,9 @@ class VirtualMachine:
             self.clock = clock
 
     def load(self, gpu: VirtualGPU) -> float:
-        """Share of the last modelled second in which `gpu` ran kernels, 0 to 1.
+        """The fraction of the last modelled second, 0 to 1, in which `gpu` ran kernels.
 
-        The clock stands still when nobody uses it: after a second of real time without any work the GPUs are idle.
+        The clock stops when there is no work, so the load is 0 after one second of real time without any work.
         """
         issued, since = self._last_seen
         if issued != self.clock.issued:
@@ -175,16 +175,16 @@ class VirtualMachine:
 
     @property
     def is_inherited(self) -> bool:
-        """True in a forked process, if its parent put the machine on."""
+        """True in a forked process whose parent switched the machine on."""
         return self.registry is not None and self.registry.made_by != os.getpid()
 
     def registry_name(self) -> str:
-        """Text that another machine has only if its GPUs are the same."""
+        """A text that is equal only for machines with the same number, kind and memory of GPUs."""
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
 
 
 def visible_slots(count: int) -> list[int] | None:
-    """What CUDA_VISIBLE_DEVICES says, read as CUDA reads it: up to the first entry that names no GPU."""
+    """The slots in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA reads it. None if it is not set."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -203,12 +203,12 @@ _stack: list[VirtualMachine] = []
 
 
 def active() -> VirtualMachine | None:
-    """The machine that answers now, or None when no virtual GPUs are on."""
+    """The machine of the virtual GPUs that are on, or None."""
     return _stack[-1] if _stack else None
 
 
 def push(machine: VirtualMachine) -> None:
-    """Put `machine` on top; `active()` gives it from now on."""
+    """Put `machine` on top of the stack, so that `active()` returns it."""
     machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots))
     for gpu in machine.slots:
         gpu.allocator.device.shared = machine.registry.share(gpu.slot)
@@ -217,7 +217,7 @@ def push(machine: VirtualMachine) -> None:
 
 
 def remove(machine: VirtualMachine) -> None:
-    """Take `machine` away wherever it stands in the stack (blocks may be stopped out of order)."""
+    """Remove `machine` from any place in the stack, because blocks can end in any order."""
     _stack.remove(machine)
     machine.on = False
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back

@@ -1,13 +1,13 @@
 """PyTorch's rules for GPU memory as plain functions: blocks, segments, cuBLAS's workspaces, buffers of reductions.
 
-    round_size(1000)                                  # 1024: what the caching allocator hands out
-    segment_size(3 << 20)                             # 20 MiB: what it takes from the GPU for that
+    round_size(1000)                                  # 1024: the size of the block for this request
+    segment_size(3 << 20)                             # 20 MiB: what the allocator takes from the GPU for 3 MiB
     blas_workspaces("H200", (2, 13)).size("cublas")   # 32 MiB
     reduction_scratch((65536, 768), "H200", dims=(0,))
     for state in replay(trace): print(state.allocated, state.reserved, state.segments)
 
-The virtual GPUs count with these functions. Nothing is switched on by importing or calling them, and no GPU is needed.
-Sizes are bytes. `memory.allocator.CachingAllocator` is the whole allocator, which needs a program to run on it.
+The virtual GPUs use the same functions. You can call them without any GPU, and they do not switch virtual GPUs on.
+All sizes are in bytes. `memory.allocator.CachingAllocator` is the complete allocator, which follows a running program.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _KIB = 1 << 10
 
 
 def round_size(nbytes: int, options: Options = _DEFAULTS) -> int:
-    """The size of the block that serves a request of `nbytes` bytes, before what is too small to split off."""
+    """The block size for a request of `nbytes` bytes. A remainder that is too small to split off comes on top."""
     return options.rounded(nbytes)
 
 
 def segment_size(nbytes: int, options: Options = _DEFAULTS) -> int:
-    """What the allocator takes from the GPU for a request of `nbytes` bytes that no cached block serves."""
+    """The bytes that the allocator takes from the GPU for a request of `nbytes` bytes if no cached block fits."""
     return options.segment_size(options.rounded(nbytes))
 
 
 class MemoryState(NamedTuple):
-    """What a GPU's allocator holds: bytes in used blocks, bytes taken from the GPU, the number of segments."""
+    """The state of an allocator: bytes in used blocks, bytes taken from the GPU, and the number of segments."""
 
     allocated: int
     reserved: int
@@ -61,13 +61,14 @@ class MemoryState(NamedTuple):
 def replay(
     trace: Iterable[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]] = (), options: Options = _DEFAULTS
 ) -> Iterator[MemoryState]:
-    """Follow what an allocator did: yields its state before the first event of `trace`, and after each of them.
+    """Replay a recorded trace. Yields the allocator's state before the first event of `trace` and after each event.
 
-    trace: one GPU's events, as in `torch.cuda.memory._snapshot()["device_traces"]`. segments: that GPU's segments
-    before the first event, as in the same snapshot's "segments"; without them nothing was there. A trace notes the
-    bytes that were asked for. How large the blocks became follows from the rules: sizes round up, and a remainder
-    that is too small to be split off stays with its block. Addresses that `trace` and `segments` do not explain, and
-    expandable segments, which split to the last 512 bytes, count as their rounded size.
+    trace: the events of one GPU, as in `torch.cuda.memory._snapshot()["device_traces"]`.
+    segments: the segments of this GPU before the first event, as in "segments" of a snapshot. The default is none.
+
+    A trace contains the requested bytes, not the sizes of the blocks. These follow from the rules: sizes are rounded
+    up, and a remainder that is too small to split off stays with its block. A block counts with its rounded size if
+    `trace` and `segments` do not explain its address, or if it is in an expandable segment, which splits to 512 bytes.
     """
     blocks = _Blocks(segments, options)
     used = (block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
@@ -103,7 +104,7 @@ _Place = tuple[int, int, int]  # a block: its size, its segment's address (0: no
 
 
 class _Blocks:
-    """Which bytes of which segment are free, by address: that tells how large a block an allocation got."""
+    """The free bytes of every segment by address. They determine the size of the block for an allocation."""
 
     def __init__(self, segments: Sequence[Mapping[str, Any]], options: Options):
         self._options = options
@@ -137,7 +138,7 @@ class _Blocks:
         return self._options.rounded(requested) if place is None else place[0]
 
     def allocate(self, address: int, requested: int) -> int:
-        """The bytes that a request at `address` got."""
+        """The size of the block for a request at `address`."""
         size, place = self._options.rounded(requested), self._free.pop(address, None)
         if place is None:
             self._used[address] = size, 0, 0
@@ -153,7 +154,7 @@ class _Blocks:
         return size
 
     def free(self, address: int) -> None:
-        """A block that may be used again: it merges with the free neighbours in its segment."""
+        """Free a block, so that it can be used again. It merges with free neighbours in its segment."""
         size, segment, split_from = self._used.pop(address, (0, 0, 0))
         if not segment:
             return
@@ -175,10 +176,12 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class BlasWorkspaces:
-    """The workspaces that matrix multiplications take on one GPU, for each thread and stream.
+    """The workspaces of matrix multiplications on one GPU. Each thread and stream has its own.
 
-    cublas, cublaslt: bytes. kept: once taken a workspace stays; otherwise each operator takes its own and gives it
-    back. unified: cublasLt works in cuBLAS's workspace. paired: whoever takes cublasLt's takes cuBLAS's as well.
+    cublas, cublaslt: bytes.
+    kept: a workspace stays allocated after its first use. Otherwise each operator allocates and frees its own.
+    unified: cublasLt uses the workspace of cuBLAS.
+    paired: an operator that allocates the workspace of cublasLt also allocates that of cuBLAS.
     """
 
     cublas: int
@@ -188,13 +191,13 @@ class BlasWorkspaces:
     paired: bool
 
     def size(self, library: str) -> int:
-        """Bytes of the workspace of "cublas" or "cublaslt"."""
+        """The bytes of the workspace of "cublas" or "cublaslt"."""
         if library == "cublas":
             return self.cublas
         return min(self.cublas, self.cublaslt) if self.unified else self.cublaslt
 
     def libraries(self, lt: bool = False) -> tuple[str, ...]:
-        """Whose workspaces one operator takes. lt: it goes through cublasLt, as products with a bias vector do."""
+        """The libraries whose workspaces one operator allocates. lt: it uses cublasLt, as linear layers do."""
         if not lt or self.unified:
             return ("cublas",)
         return ("cublas", "cublaslt") if self.paired else ("cublaslt",)
@@ -203,18 +206,21 @@ class BlasWorkspaces:
 def blas_workspaces(
     gpu: GPUSpec | str, torch_version: tuple[int, int], environment: Mapping[str, str] | None = None
 ) -> BlasWorkspaces:
-    """The workspaces on a kind of GPU with a version of PyTorch, under the settings of `environment` (os.environ).
+    """The workspaces for a kind of GPU and a version of PyTorch. environment: settings, by default os.environ.
 
-    cuBLAS has 32 MiB on Hopper and later, 8.1 MiB before, or what CUBLAS_WORKSPACE_CONFIG=":SIZE:COUNT..." (KiB) says.
-    cublasLt has 1 MiB, or CUBLASLT_WORKSPACE_SIZE (KiB). What happens to them changed with PyTorch:
+    The workspace of cuBLAS has 32 MiB on Hopper and later GPUs, and 8.1 MiB on earlier ones. The variable
+    CUBLAS_WORKSPACE_CONFIG=":SIZE:COUNT..." (KiB) changes it. That of cublasLt has 1 MiB, or CUBLASLT_WORKSPACE_SIZE
+    (KiB). How long the workspaces stay allocated depends on the version of PyTorch:
 
-    - 2.11: kept for ever; cublasLt takes cuBLAS's workspace and its own.
-    - 2.12 to 2.14: kept for ever; cublasLt works in cuBLAS's ("unified"), unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0.
-    - from 2.15: each operator takes its workspace and gives it back, cublasLt its own alone. With
-      TORCH_CUBLAS_WORKSPACE_CACHE=1 as in 2.12 to 2.14.
+    - 2.11: Workspaces are never freed. An operator with cublasLt allocates its workspace and that of cuBLAS.
+    - 2.12 to 2.14: Workspaces are never freed. cublasLt uses the workspace of cuBLAS ("unified"), unless
+      TORCH_CUBLASLT_UNIFIED_WORKSPACE=0.
+    - 2.15: Each operator allocates its workspace and frees it again. An operator with cublasLt allocates only that of
+      cublasLt. With TORCH_CUBLAS_WORKSPACE_CACHE=1, the rules are those of 2.12 to 2.14.
 
-    Sources: aten/src/ATen/cuda/CublasHandlePool.cpp, CUDABlas.cpp. The rules of 2.11, 2.13 and 2.15 were read in their
-    libraries; that 2.12 is like 2.13 follows from the dates of the changes. Raises ValueError for an unknown kind.
+    Raises ValueError for an unknown kind. The sources are aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp. The
+    rules of 2.11, 2.13 and 2.15 were checked in the compiled libraries. The dates of the changes show that the rules of
+    2.12 are those of 2.13.
     """
     settings = os.environ if environment is None else environment
     pairs = re.findall(r":(\d+):(\d+)", settings.get("CUBLAS_WORKSPACE_CONFIG", ""))
@@ -231,7 +237,7 @@ def blas_workspaces(
 
 
 def keeps_workspaces(torch_version: tuple[int, int], environment: Mapping[str, str]) -> bool:
-    """True if workspaces stay once taken: always before 2.15, since then only when asked to."""
+    """True if workspaces are never freed. This is always the case before 2.15, and since then only on request."""
     return torch_version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
 
 
@@ -254,17 +260,19 @@ def reduction_scratch(
     strides: Sequence[int] | None = None,
     partial_bytes: int = 4,
 ) -> tuple[int, int]:
-    """Bytes of partial results and of semaphores that reducing a tensor takes for a moment, for example its `sum`.
+    """The bytes of two temporary buffers of a reduction such as `sum`: for partial results and for semaphores.
 
-    A sum of few outputs over many inputs is cut across thread blocks. Each block leaves its partial results in a
-    buffer, and counts itself off on a semaphore; the last block adds them up. For the bias gradient of a linear layer,
-    a sum over the rows of a wide matrix, that buffer is often larger than the matrix itself. How the work is cut
-    follows `setReduceConfig` (aten/src/ATen/native/cuda/Reduce.cuh). The figures equal those in the traces of an H200
-    to the byte.
+    shape: the shape of the tensor.
+    dims: the dimensions that are reduced. None: all of them.
+    strides: the strides in elements. None: those of a contiguous tensor.
+    partial_bytes: bytes of one partial result, for example 4 for a sum of floats, 16 for a maximum and its index.
 
-    dims: what is reduced; None: everything. strides: in elements; None: those of a contiguous tensor. partial_bytes: of
-    one partial result, for example 4 for a sum of floats, 16 for a maximum and its index. (0, 0) if one thread block
-    per output is enough. Raises ValueError for an unknown kind of GPU.
+    Returns (0, 0) if one thread block per output is enough. Raises ValueError for an unknown kind of GPU.
+
+    CUDA divides a reduction of many inputs to few outputs among several thread blocks. Each block writes its partial
+    results to a buffer and increments a semaphore. The last block adds them up. The bias gradient of a linear layer is
+    such a sum over the rows of a wide matrix, and its buffer is often larger than the matrix itself. The division
+    follows `setReduceConfig` (aten/src/ATen/native/cuda/Reduce.cuh). The bytes equal those in the traces of an H200.
     """
     if prod(shape) <= _MAX_VALUES:  # far too little for more than one block
         return 0, 0
@@ -315,7 +323,7 @@ def _buffers(
 
 
 def _merged(shape: tuple[int, ...], strides: tuple[int, ...], reduced: frozenset[int]) -> tuple[list[_Dim], list[_Dim]]:
-    """The reduced and the kept dimensions as (length, stride), fastest first, neighbours in memory joined."""
+    """The reduced and the kept dimensions as (length, stride), fastest first, with neighbours in memory merged."""
     both: tuple[list[_Dim], list[_Dim]] = [], []
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1:
@@ -336,7 +344,7 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
 
 
 def _output_vector(inner: Sequence[_Dim], outer: Sequence[_Dim]) -> int:
-    """How many neighbouring outputs one thread takes: 4, 2 or 1, as all strides and the length divide."""
+    """The neighbouring outputs per thread: the largest of 4, 2 and 1 that divides all strides and the length."""
     vector = _VECTOR
     for number in (outer[0][0], *(stride for _, stride in inner), *(stride for _, stride in outer[1:])):
         while number % vector:

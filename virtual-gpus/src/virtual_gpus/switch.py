@@ -1,4 +1,4 @@
-"""Switching virtual GPUs on and off: the class `virtual_gpus`, on top of everything else."""
+"""The class `virtual_gpus`, which switches virtual GPUs on and off. It uses all other modules of the package."""
 
 from __future__ import annotations
 
@@ -23,14 +23,21 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class virtual_gpus:
-    """`count` virtual GPUs: a context manager, a decorator, or `.start()` and `.stop()`. Nests; restores everything.
+    """Switch on `count` virtual GPUs. Use it as a context manager, as a decorator, or with `.start()` and `.stop()`.
 
-    memory: per GPU, bytes or text ("16 GiB", "512 MiB"); None takes the kind's own. kind: K80, TITAN Xp, V100, T4,
-    A100, H100 or H200. shapes_only: sizes without data or arithmetic, for jobs larger than this computer.
-    links, hosts, network: how the GPUs are joined, for the modelled clock (`help("virtual_gpus.clock.links.arrange")`).
-    honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine. torch_version: use
-    memory as that PyTorch does ("2.11" to "2.15"), say a cluster's; None: as the installed one does. Entering gives the
-    list of devices. Raises ValueError for a bad argument.
+    Sets of GPUs can be nested. Entering returns the list of devices. Switching off restores PyTorch as it was.
+
+    count: number of GPUs.
+    memory: memory of each GPU, in bytes or as text ("16 GiB", "512 MiB"). None: the memory of the kind.
+    kind: K80, TITAN Xp, V100, T4, A100, H100 or H200.
+    shapes_only: keep sizes, but no values. Use it for jobs that are larger than this computer.
+    honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine.
+    torch_version: the PyTorch version whose memory rules apply, "2.11" to "2.15", for example that of a cluster. None:
+        the installed version.
+    links, hosts, network: the connections of the GPUs, for the modelled clock. They are explained in
+        `help("virtual_gpus.clock.links.arrange")`.
+
+    Raises ValueError or TypeError for an invalid argument.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class virtual_gpus:
         self._machine: VirtualMachine | None = None
 
     def start(self) -> list[torch.device]:
-        """Switch on. Returns the devices, cuda:0 first."""
+        """Switch the GPUs on and return their devices, cuda:0 first. Raises RuntimeError if they are already on."""
         with _switching:
             if self._machine is not None:
                 raise RuntimeError("These virtual GPUs are already on. Call stop() first, or create new ones.")
@@ -72,7 +79,7 @@ class virtual_gpus:
             return [torch.device("cuda", gpu.index) for gpu in self._machine.gpus]
 
     def stop(self) -> None:
-        """Switch off and put everything back. Does nothing when they are off."""
+        """Switch the GPUs off and restore PyTorch as it was. Does nothing if they are already off."""
         with _switching:
             if self._machine is None:
                 return
@@ -91,7 +98,7 @@ class virtual_gpus:
         self.stop()
 
     def __call__(self, function: _Function) -> _Function:
-        """As a decorator: fresh GPUs for every call. A generator has them from its first `next` until it ends."""
+        """Decorate a function so that every call gets new GPUs. A generator has them until it ends."""
 
         @functools.wraps(function)
         def with_gpus(*args: Any, **kwargs: Any) -> Any:
@@ -117,19 +124,19 @@ class virtual_gpus:
 
 
 def start(settings: Settings) -> None:
-    """Switch on what `settings` ask for. A spawned process calls this by its name, see `patches.processes`."""
+    """Switch on the GPUs of `settings`. A spawned process calls this function by name (see `patches.processes`)."""
     virtual_gpus(**settings.arguments()).start()
 
 
 def active_machine() -> VirtualMachine | None:
-    """The machine that answers now, or None: for tools that draw or explain it."""
+    """The machine of the virtual GPUs that are on, or None. Tools that draw or explain it use this."""
     return active()
 
 
 def renew_inherited() -> None:
-    """In a forked process: empty virtual GPUs in place of those of the parent, with the same settings.
+    """In a forked process, replace the parent's virtual GPUs by empty ones with the same settings.
 
-    Tensors that the parent had on its GPUs are CPU tensors here afterwards. In any other process nothing happens.
+    Afterwards, the tensors on the parent's GPUs are CPU tensors in this process. In other processes this does nothing.
     """
     inherited = active()
     if inherited is not None and inherited.is_inherited:

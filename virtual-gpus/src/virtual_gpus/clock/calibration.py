@@ -1,18 +1,18 @@
-"""How much of its data sheet each kind of GPU reaches, and what its host pays: the constants of the clock. No torch.
+"""The constants of the clock: how much of its data sheet each kind of GPU reaches, and the costs on the host.
 
-One set per kind of GPU and per class of operator, none per network. Where they come from:
+There is one set of constants per kind of GPU and class of operator, but none per network. They come from these sources:
 
-- H200: fitted to what a real one measured (torch 2.11, CUDA 13.0): the kernels of nine training steps, by operator, and
-  single operators. `python -m benchmarks.clock` prints how near the whole comes.
-- H100: the H200's, whose chip it has.
-- K80: the speed of its convolutions was chosen with two published figures in view: PyramidNet at batch 240, 6 to 7 s
-  a step (6.1 s here), and PyTorch's tutorial on model parallelism, whose GPU is not named, 3.75 s (3.4 s here).
-  PyramidNet on four K80s at batch 768 follows: 4.9 s, where the same article has 5 s.
-- Every other kind, and the rest of the K80: estimated, from the share of peak that large matrix products, convolutions
-  and copies are known to reach on these GPUs. What follows from the data sheet (peak, bandwidth, multiprocessors)
-  scales by itself.
-- The host: fitted to the wall seconds of the same nine steps. The real machine's own figures moved by 1.6 x between
-  two runs of one day, so nothing that hangs on them is better than that.
+- H200: fitted to measurements on a real H200 (torch 2.11, CUDA 13.0), which are the kernels of nine training steps by
+  operator, and single operators. `python -m benchmarks.clock` prints how close the result is.
+- H100: the constants of the H200, which has the same chip.
+- K80: the speed of convolutions was chosen to match two published times. PyramidNet at batch 240 takes 6 to 7 s a step
+  (6.1 s here). PyTorch's tutorial on model parallelism, which does not name its GPU, takes 3.75 s (3.4 s here). As a
+  check, PyramidNet on four K80s at batch 768 takes 4.9 s here and 5 s in the article.
+- All other kinds, and all other constants of the K80: estimates from the fraction of the peak that large matrix
+  multiplications, convolutions and copies are known to reach on these GPUs. Values that follow from the data sheet
+  (peak, bandwidth, multiprocessors) need no constants.
+- The host: fitted to the wall time of the same nine steps. On the real machine, these times differed by a factor of 1.6
+  between two runs on the same day, so the constants cannot be more accurate than that.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import NamedTuple
 
 
 class Calibration(NamedTuple):
-    """Shares of a data sheet's peaks, as numbers between 0 and 1, and seconds.
+    """The constants of one kind of GPU. All except `kernel` are fractions of a peak of the data sheet, from 0 to 1.
 
-    kernel: seconds of the shortest kernel. memory: of the bandwidth, by kernels that read and write in order. simt: of
-    the fp32 and fp64 peak, by matrix products; tensor: of the tensor cores' peak. conv: of the same peaks, by
-    convolutions in fp32 and fp64; tensor_conv: on tensor cores, whose kernels want another layout of images.
+    kernel: seconds of the shortest kernel.
+    memory: fraction of the bandwidth for kernels that read and write in order.
+    simt: fraction of the fp32 and fp64 peak for matrix multiplications.
+    tensor: fraction of the tensor cores' peak for matrix multiplications.
+    conv: fraction of the fp32 and fp64 peak for convolutions.
+    tensor_conv: fraction of the tensor cores' peak for convolutions, whose kernels need a different image layout.
     """
 
     kernel: float
@@ -48,19 +51,23 @@ _CALIBRATIONS = {
 
 
 def calibration(kind: str) -> Calibration:
-    """The constants of a kind of GPU, by the name in its `GPUSpec.kind`."""
+    """The constants of a kind of GPU, given its `GPUSpec.kind`."""
     return _CALIBRATIONS[kind]
 
 
 class HostCosts(NamedTuple):
-    """Seconds that one host thread pays to issue work, Python and C++ together.
+    """Seconds that one host thread needs to issue work, in Python and C++ together.
 
-    view: an operator that starts no kernel. operator: one that starts a kernel and makes a tensor; in_place: one that
-    makes none. product, convolution: more, since a library is asked which kernel to take. kernel: each further kernel
-    of an operator. training: more per operator while a graph is built or gone through: modules, nodes, gradients.
-    tensor: each tensor in a list of tensors (the optimizers'). copy: a copy between devices; pageable_copy: through the
-    driver's buffer. wait: to notice that a GPU is done. pageable: bytes per second of the computer's own copies between
-    pageable and pinned memory.
+    view: an operator that starts no kernel.
+    operator: an operator that starts a kernel and creates a tensor.
+    in_place: an operator that starts a kernel and creates no tensor.
+    product, convolution: the additional time of a library that chooses the kernel.
+    kernel: each additional kernel of an operator.
+    training: the additional time per operator for modules, nodes and gradients, while autograd records or runs.
+    tensor: each tensor in a list of tensors, as in an optimizer.
+    copy: a copy between devices. pageable_copy: a copy through the driver's buffer.
+    wait: the time until the host notices that a GPU is done.
+    pageable: bytes per second of the host's copies between pageable and pinned memory, the only rate here.
     """
 
     view: float = 3e-6

@@ -1,10 +1,10 @@
-"""What the clock knows of a kind of GPU before anything runs: its rates, and the seconds of copies and all-reduces.
+"""Estimates without running anything: the rates of a kind of GPU, and the seconds of copies and all-reduces.
 
     rates("A100").convolutions                                       # operations per second
     all_reduce_seconds(87_001_280, 64, "A100", per_machine=8, network="Ethernet 25")
 
-Public: for budgets and advice, which calculate a step instead of running it. The figures are those of the clock itself.
-Nothing is switched on here, and no GPU is needed, real or virtual.
+Use these functions to calculate the time of a step instead of running it. They use the same numbers as the clock. They
+need no GPU, neither a real nor a virtual one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from virtual_gpus.gpus import spec
 
 __all__ = ["NETWORKS", "OPERATOR_SECONDS", "Rates", "all_reduce_seconds", "copy_seconds", "rates"]
 
-# What the host needs for an operator of a training step, in seconds: to launch it, to record it for autograd, and for
-# a view before and one after it.
+# Seconds of host time for one operator of a training step: to launch it, to record it for autograd, and for one view
+# before and one after it.
 OPERATOR_SECONDS = HOST.operator + HOST.training + 2 * HOST.view
 
 
 class Rates(NamedTuple):
-    """What a kind of GPU reaches with float32 as PyTorch computes it by default.
+    """The speeds that a kind of GPU reaches with float32 and PyTorch's default settings.
 
-    products: operations per second of large matrix multiplications. convolutions: the same of convolutions, over both
-    passes; on TF32's tensor cores where the GPU has them. memory: bytes per second. kernel: seconds of the shortest
-    kernel.
+    products: operations per second of large matrix multiplications.
+    convolutions: operations per second of convolutions over both passes, on TF32 tensor cores if the GPU has them.
+    memory: bytes per second.
+    kernel: seconds of the shortest kernel.
     """
 
     products: float
@@ -41,7 +42,7 @@ class Rates(NamedTuple):
 
 
 def rates(kind: str) -> Rates:
-    """The rates of a kind of GPU. Raises ValueError for a kind without a data sheet."""
+    """The rates of a kind of GPU. Raises ValueError for an unknown kind."""
     gpu = spec(kind)
     shares, cores = calibration(gpu.kind), tensor_cores(gpu, "tf32")
     forward = peak(gpu, "tf32" if cores else "fp32") * (shares.tensor_conv if cores else shares.conv)
@@ -52,9 +53,9 @@ def rates(kind: str) -> Rates:
 def copy_seconds(
     nbytes: float, gpus: int, kind: str, per_machine: int, links: str | None = None, network: str = "Ethernet 100"
 ) -> float:
-    """Seconds of a copy between two neighbours of `gpus` GPUs, over the slowest link that there is; 0 for one GPU.
+    """The seconds of a copy of `nbytes` between two neighbours among `gpus` GPUs, over the slowest link between them.
 
-    The arguments and errors are those of `all_reduce_seconds`.
+    The result for one GPU is 0. The arguments and errors are those of `all_reduce_seconds`.
     """
     topology = arrange(spec(kind), gpus, links, -(-gpus // per_machine), network)
     between = [topology.between(gpu, gpu + 1) for gpu in range(gpus - 1)]
@@ -70,11 +71,13 @@ def all_reduce_seconds(
     network: str = "Ethernet 100",
     adapters: int = 1,
 ) -> float:
-    """Seconds of an all-reduce of `nbytes` around a ring of `gpus` GPUs, one machine filled after the other.
+    """The seconds of an all-reduce of `nbytes` around a ring of `gpus` GPUs, with up to `per_machine` GPUs per machine.
 
-    links: within a machine, None for the kind's own; network: between machines, one of `NETWORKS`. adapters: of a
-    machine. NCCL lays a ring through each of them and divides the bytes among the rings. Raises ValueError for unknown
-    names, for less than one adapter, and for a number of GPUs that leaves a machine partly empty.
+    links: the links within a machine. None: those of the kind.
+    network: the network between machines, a name in `NETWORKS`.
+    adapters: network adapters of one machine. NCCL builds one ring per adapter and divides the bytes among the rings.
+
+    Raises ValueError for unknown names, for less than one adapter, and if the GPUs do not fill all machines evenly.
     """
     if adapters < 1:
         raise ValueError(f"A machine needs at least one network adapter, not {adapters}.")

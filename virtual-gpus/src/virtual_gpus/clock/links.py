@@ -1,12 +1,13 @@
-"""How GPUs are joined: links, the topology of a machine, and several machines on a network. No torch here.
+"""Links between GPUs: the topology of one machine, and several machines on a network. Does not import torch.
 
     topology = arrange(spec("A100"), 8, "NVLink pairs")
     topology.between(0, 1).bandwidth      # 100e9 bytes per second: four NVLinks
     print(topology.drawn())               # as `nvidia-smi topo -m` prints it
 
-Where the figures come from: the specifications of PCI Express, NVLink (25 GB/s per link and direction), Ethernet and
-InfiniBand. The share of a link's peak that copies reach was measured for PCIe 5 on an H200 (55.4 of 63 GB/s); the
-others', what a road across two bridges or two processors loses, and the latencies of networks are estimates.
+The bandwidths come from the specifications of PCI Express, NVLink (25 GB/s per link and direction), Ethernet and
+InfiniBand. Copies reach only a part of the peak, which was measured for PCIe 5 on an H200 (55.4 of 63 GB/s). For all
+other links this part is an estimate. The loss across two bridges or two processors and the latencies of networks are
+estimates, too.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 
 from virtual_gpus.gpus import PCIE3, PCIE4, PCIE5, GPUSpec, LinkSpec, draw_topology
 
-REACHED = 0.88  # share of a link's peak that a copy reaches
-REACHED_BY_COLLECTIVES = 0.78  # NCCL's rings, and they start with kernels
+REACHED = 0.88  # fraction of a link's peak bandwidth that a copy reaches
+REACHED_BY_COLLECTIVES = 0.78  # the same for NCCL's rings, which start with kernels
 _NVLINK = 25e9  # bytes per second of one NVLink in one direction, generations 2 to 4
 _NVLINK_LATENCY = 5e-6
-# PCIe between two GPUs: what nvidia-smi calls the road, and the share of PCIe's speed that is left on it.
+# PCIe between two GPUs: nvidia-smi's label of the path, and the fraction of PCIe's speed that the path reaches.
 _ROADS = {"PIX": 1.0, "PXB": 0.95, "PHB": 0.9, "NODE": 0.85, "SYS": 0.6}
 
 _GIGABIT = 1e9 / 8
@@ -38,8 +39,13 @@ ARRANGEMENTS = (*_PCIE, "NVLink pairs", "NVSwitch")
 
 @dataclass(frozen=True)
 class Topology:
-    """labels: [count][count], what nvidia-smi writes between two GPUs. pcie: the link to the host, and between GPUs
-    without NVLink. hosts: the machine that each GPU is in; network: the link between machines."""
+    """The links of a set of GPUs.
+
+    labels: a matrix [count][count] of what `nvidia-smi topo -m` prints for two GPUs.
+    pcie: the link to the host, and between GPUs without NVLink.
+    hosts: the machine of each GPU.
+    network: the link between machines.
+    """
 
     labels: tuple[tuple[str, ...], ...]
     pcie: LinkSpec
@@ -47,19 +53,19 @@ class Topology:
     network: LinkSpec
 
     def between(self, first: int, second: int) -> LinkSpec:
-        """The link between two GPUs, by slot. Its bandwidth is the peak."""
+        """The link between the GPUs in two slots. Its bandwidth is the peak."""
         if self.hosts[first] != self.hosts[second]:
             return self.network
         return link_of(self.labels[first][second], self.pcie)
 
     def drawn(self) -> str:
-        """What `nvidia-smi topo -m` prints, without the columns of the CPU. Of the first machine if there are more."""
+        """The output of `nvidia-smi topo -m` on the first machine, without the columns about the CPU."""
         here = [slot for slot, host in enumerate(self.hosts) if host == self.hosts[0]]
         return draw_topology([[self.labels[row][column] for column in here] for row in here])
 
 
 def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
-    """The link that a label of nvidia-smi stands for: "NV4" is four NVLinks, "SYS" PCIe across two processors."""
+    """The link for a label of nvidia-smi. "NV4" is four NVLinks, "SYS" is PCIe across two processors."""
     if match := re.fullmatch(r"NV(\d+)", label):
         return LinkSpec(f"NVLink x{match[1]}", label, int(match[1]) * _NVLINK, _NVLINK_LATENCY)
     if label not in _ROADS:
@@ -68,11 +74,18 @@ def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
 
 
 def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str = "Ethernet 100") -> Topology:
-    """The topology of `count` GPUs on `hosts` machines, evenly.
+    """The topology of `count` GPUs that are spread evenly over `hosts` machines.
 
-    links: None for the kind's own; "PCIe 3", "PCIe 4" or "PCIe 5"; "NVLink pairs" (0 with 1, 2 with 3, ..., all else
-    over PCIe, half of the GPUs on each of two processors); "NVSwitch" (each with each at full speed); or a matrix of
-    labels as nvidia-smi prints them, "X" on the diagonal. network: a name of `NETWORKS`. Raises ValueError.
+    links: one of these:
+        None: the links of the kind of GPU.
+        "PCIe 3", "PCIe 4" or "PCIe 5": PCIe between all GPUs.
+        "NVLink pairs": NVLink between GPUs 0 and 1, 2 and 3, and so on. All others use PCIe, with half of the GPUs on
+            each of two processors.
+        "NVSwitch": NVLink at full speed between all GPUs.
+        a square matrix of labels as nvidia-smi prints them, with "X" on the diagonal.
+    network: the network between machines, a name in `NETWORKS`.
+
+    Raises ValueError for invalid arguments.
     """
     if count < 1:
         raise ValueError(f"A machine needs at least one GPU, not {count}.")
@@ -112,7 +125,7 @@ def _label(spec: GPUSpec, links, row: int, column: int, count: int) -> str:
 
 def _checked(matrix, count: int):
     rows = tuple(tuple(row) for row in matrix)
-    draw_topology(rows)  # says what is wrong with it
+    draw_topology(rows)  # raises an error that says what is wrong
     if len(rows) != count:
         raise ValueError(f"The matrix of links describes {len(rows)} GPUs, but the number of GPUs is {count}.")
     for row in range(count):

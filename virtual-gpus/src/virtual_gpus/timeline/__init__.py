@@ -1,1 +1,1 @@
-"""What the modelled host and GPUs did during a block of code."""
+"""Timelines: what the modelled host and GPUs did during a block of code."""

@@ -1,4 +1,4 @@
-"""The picture of a timeline: a row per stream, forward, backward, step, copies and collectives told apart."""
+"""Draw a timeline with one row per stream. Colours separate forward, backward, step, copies and collectives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Okabe and Ito's colours, which people with colour-blind eyes can tell apart.
+# Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#BBBBBB"), strict=True))
 _HEIGHT = 0.8
 
 
 def draw(spans: Sequence[Span], seconds: float, axes: Axes | None = None) -> Figure | SubFigure:
-    """Draw into `axes`, or into a new figure. Returns the figure. seconds: how long the block took."""
+    """Draw into `axes` or into a new figure, and return the figure. seconds: the duration of the block."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -44,7 +44,7 @@ def draw(spans: Sequence[Span], seconds: float, axes: Axes | None = None) -> Fig
 
 
 def _first_with(kind: str, rows: Sequence[Row], spans: Sequence[Span]) -> int:
-    """The row whose bars carry the label in the legend."""
+    """The first row with this kind of work. Its bars carry the label for the legend."""
     return next(
         place for place, row in enumerate(rows) if any((s.gpu, s.lane) == row and s.kind == kind for s in spans)
     )

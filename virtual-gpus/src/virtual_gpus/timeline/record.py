@@ -1,13 +1,13 @@
-"""`record_timeline`: what the modelled host and GPUs did during a block of code, and when.
+"""`record_timeline` records what the modelled host and GPUs do during a block of code, and when.
 
     with record_timeline() as t:
         step()
-    t.seconds             # modelled wall time of the step, all of its work included
-    t.busy_seconds(0)     # of it, in which GPU 0 ran kernels
-    t.plot()              # a row per stream
+    t.seconds             # modelled wall time until all work of the step is done
+    t.busy_seconds(0)     # the part in which GPU 0 ran kernels
+    t.plot()              # one row per stream
     t.save("step.json")   # opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing
 
-The GPUs are idle when the block begins and when it ends, as with `torch.cuda.synchronize()` on both sides.
+The recording waits for all GPUs before and after the block, as `torch.cuda.synchronize()` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # matplotlib is an extra
 
 
 class Timeline:
-    """The spans of work that were recorded. Times are modelled seconds from the beginning of the block."""
+    """The recorded spans of work. Times are modelled seconds from the beginning of the block."""
 
     def __init__(self, machine: VirtualMachine) -> None:
         self._machine = machine
@@ -72,7 +72,7 @@ class Timeline:
         self._in_step = False
 
     def add(self, span: Span) -> None:
-        """Called by the clock for every span."""
+        """Add a span. The clock calls this for every span."""
         self._raw.append(span if span.kind else span._replace(kind=self._phase()))
 
     def _phase(self) -> str:
@@ -80,7 +80,7 @@ class Timeline:
             return "step"
         return "backward" if this_thread.in_backward else "forward"
 
-    # ---- what it says ----
+    # ---- results ----
 
     def _limits(self) -> tuple[float, float]:
         """When the block began and ended. Raises RuntimeError before its end."""
@@ -90,13 +90,13 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Modelled wall seconds of the block, until the last of its work was done."""
+        """Modelled wall time of the block in seconds, until all of its work is done."""
         began, ended = self._limits()
         return ended - began
 
     @property
     def spans(self) -> list[Span]:
-        """All work, in the order of issue: GPU (its index; None: the host), lane, start, end, kind, name."""
+        """All work in the order of issue: GPU (its index, or None for the host), lane, start, end, kind, name."""
         began, _ = self._limits()
         index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
         return [
@@ -106,9 +106,9 @@ class Timeline:
         ]
 
     def busy_seconds(self, gpu: int, copies: bool = False) -> float:
-        """Seconds in which a GPU ran kernels, collectives' among them, as nvidia-smi counts; two at once count once.
+        """Seconds in which a GPU ran kernels, including those of collectives. Overlapping kernels count once.
 
-        copies: count copies too, as a profiler's sum over everything on the GPU does.
+        nvidia-smi counts in the same way. copies: also count copies, as a profiler does for all work on the GPU.
         """
         index = self._index(gpu)
         return seconds_covered((s.start, s.end) for s in self.spans if s.gpu == index and (copies or s.kind != "copy"))
@@ -120,19 +120,19 @@ class Timeline:
         return index
 
     def utilisation(self, gpu: int) -> float:
-        """Share of the block's time in which a GPU ran kernels, 0 to 1: what nvidia-smi calls its utilization."""
+        """The fraction of the block's time, 0 to 1, in which a GPU ran kernels. nvidia-smi calls it utilization."""
         busy = self.busy_seconds(gpu)
         return busy / self.seconds if self.seconds else 0.0
 
     def plot(self, axes: Axes | None = None) -> Figure | SubFigure:
-        """Draw a row per stream (modelled milliseconds from left to right). Returns the matplotlib figure.
+        """Draw one row per stream over modelled milliseconds, and return the matplotlib figure.
 
-        Raises ImportError where matplotlib is missing.
+        axes: where to draw; None makes a new figure. Raises ImportError if matplotlib is not installed.
         """
         return draw(self.spans, self.seconds, axes)
 
     def save(self, path: str | Path) -> None:
-        """Write the timeline in Chrome's trace format, which Perfetto opens: JSON, times in microseconds."""
+        """Write the timeline as JSON in Chrome's trace format, with times in microseconds. Perfetto opens it."""
         path = Path(path)
         half_done = path.with_name(path.name + ".part")
         half_done.write_text(json.dumps({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}), "utf-8")
@@ -152,8 +152,10 @@ class Timeline:
 
 
 def record_timeline() -> Timeline:
-    """Record what the modelled host and GPUs do: `with record_timeline() as t:`. Raises RuntimeError without virtual
-    GPUs: on real ones, torch.profiler does this."""
+    """Record what the modelled host and GPUs do: `with record_timeline() as t:`.
+
+    Raises RuntimeError if no virtual GPUs are on. For real GPUs, use torch.profiler.
+    """
     machine = active()
     if machine is None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Spans of work: their kinds, their rows in the picture and in the file, and how long several last together."""
+"""Spans of work: their kinds, their rows in a plot or a file, and how much time they cover together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROUNDING = 1e-12  # seconds between an end and the next beginning that are the 
 
 
 def rows_of(spans: Iterable[Span]) -> list[Row]:
-    """The (GPU, lane) pairs that have work: the host first, then each GPU: streams, copies, collectives."""
+    """The (GPU, lane) pairs with work: first the host, then the streams, copies and collectives of each GPU."""
     found = {(s.gpu, s.lane) for s in spans}
     return sorted(found, key=lambda r: (-1 if r[0] is None else r[0], isinstance(r[1], str), str(r[1]).zfill(9)))
 
@@ -26,7 +26,7 @@ def lane_name(lane: int | str) -> str:
 
 
 def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """(start, end) pairs that are within `gap` seconds of each other as one, in order."""
+    """Merge (start, end) pairs that are at most `gap` seconds apart. Returns them in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1] + gap + _ROUNDING:
@@ -37,7 +37,7 @@ def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[t
 
 
 def seconds_covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the intervals; where two overlap they count once."""
+    """The seconds in at least one of the intervals. Overlaps count once."""
     covered, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, until))
