@@ -47,20 +47,23 @@ class Owner(weakref.ref):
 
 
 class CachingAllocator:
-    """The memory of one GPU with `capacity` bytes, `context` of them taken by this process's CUDA context.
+    """The memory of one GPU with `capacity` bytes, of which this process's CUDA context takes `context` bytes.
 
-    GPUs that differ in `first_address` by more than they ever reserve give different addresses.
+    To give several GPUs different addresses, choose values of `first_address` that differ by more than they reserve.
 
-    device: the GPU's memory as its driver sees it. clock: of the streams, see `NoClock`. live_blocks: the used blocks
-    by address. observers: called as f(event, address, size) for "alloc" and "free" (size: the block's;
-    "free_requested" and "free_completed" where it waited for a stream in between), "segment_alloc", "segment_free"
-    (the segment's), "segment_map", "segment_unmap" (pages of an expandable one) and "oom" (address 0, size: the
-    block's that found no place); they may read the properties and free blocks, no more. oom_observers: called as
-    f(error) before an OutOfMemory is raised, when the allocator is free again; what they raise is raised instead.
+    device: the GPU's memory as its driver sees it.
+    clock: the clock of the streams (see `NoClock`).
+    live_blocks: the used blocks by address.
+    observers: functions that are called as f(event, address, size). They may only read properties and free blocks.
+        "alloc", "free": a block. If it waited for a stream, "free_requested" and "free_completed" replace "free".
+        "segment_alloc", "segment_free": a segment. "segment_map", "segment_unmap": pages of an expandable segment.
+        "oom": the address is 0, and the size is that of the block that did not fit.
+    oom_observers: functions that are called as f(error) before an OutOfMemory is raised, when the allocator is free
+        again. An error that they raise replaces the OutOfMemory.
 
-    Any thread may call any method. `free` never waits and may be called at any moment, also by a finalizer
-    that interrupts `malloc`. An exception in the middle (Ctrl-C) leaves the books in order: `_live`, the waiting
-    blocks and the device's segments are the truth, the rest is an index of them, and `_rebuild` makes it anew.
+    Any thread may call any method. `free` never waits. It may be called at any time, even by a finalizer that
+    interrupts `malloc`. An exception in the middle, for example Ctrl-C, leaves a consistent state, because everything
+    else is an index of `_live`, the waiting blocks and the device's segments. `_rebuild` creates this index again.
     """
 
     def __init__(self, capacity: int, context: int = 0, first_address: int = FIRST_ADDRESS):

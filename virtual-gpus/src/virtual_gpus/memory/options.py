@@ -1,19 +1,20 @@
-"""The caching allocator's options, and how PYTORCH_ALLOC_CONF and `_set_allocator_settings` write them.
+"""The options of the caching allocator, as in PYTORCH_ALLOC_CONF and `_set_allocator_settings`.
 
     parse("max_split_size_mb:128,garbage_collection_threshold:0.8").max_split == 128 << 20
 
 max_split_size_mb
     A free block of this size or more serves only requests of this size or more, and is not split.
 garbage_collection_threshold
-    Above this part of the allowed memory (see `set_per_process_memory_fraction`: without it, nothing happens) cached
-    blocks that were not used for long go back to the GPU before a new segment is taken.
+    If more than this fraction of the allowed memory is used, cached blocks that have long been unused go back to the
+    GPU before a new segment is taken. This has an effect only after `set_per_process_memory_fraction`.
 expandable_segments
-    One segment per stream and pool grows by pages of 2 MiB (small) or 20 MiB (large), instead of many of fixed size.
+    Each stream and pool has one segment, which grows by pages of 2 MiB (small) or 20 MiB (large), instead of many
+    segments of fixed size.
 roundup_power2_divisions
-    Sizes round up to one of so many steps between two powers of 2.
+    Sizes are rounded up to this number of steps between two powers of 2.
 
-A text is read as c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp read it, with their errors. Sizes
-are bytes. No torch is imported.
+A text is parsed as in c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp, with the same errors. All
+sizes are in bytes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _NO_STEPS = (0,) * INTERVALS
 
 @dataclass(frozen=True)
 class Options:
-    """How the allocator behaves. The defaults are PyTorch's.
+    """The options of an allocator. The defaults are PyTorch's.
 
-    `fraction` is per_process_memory_fraction, which counts when a GPU's allocator is made. `unknown` names what a text
-    asked for that the model does not have: whoever applies the options has to refuse it.
+    fraction: per_process_memory_fraction, which takes effect when the allocator of a GPU is created.
+    unknown: the settings of a text that are not modelled. The code that applies the options must refuse them.
     """
 
     max_split: int = UNLIMITED

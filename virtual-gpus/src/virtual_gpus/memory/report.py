@@ -59,11 +59,15 @@ def _segment_entry(head: Block, device: int) -> dict:
 
 
 class OutOfMemory(Exception):
-    """An allocation found no memory, even after the cache was emptied. All figures in bytes.
+    """An allocation found no memory, even after the cache was emptied. All sizes are in bytes.
 
-    requested: the segment that was asked of the GPU; capacity, free: the GPU's; used: this process, with its
-    context; allowed: the limit of `set_fraction`, or None; allocated, reserved: the allocator's; others: (process id,
-    bytes) of each other process on the GPU; expandable: whether segments were expandable.
+    requested: the segment that was requested from the GPU.
+    capacity, free: the total and the free memory of the GPU.
+    used: the memory of this process, including its context.
+    allowed: the limit of `set_fraction`, or None.
+    allocated, reserved: the memory in used blocks and in segments.
+    others: (process id, bytes) of each other process on the GPU.
+    expandable: whether segments were expandable.
     """
 
     def __init__(
@@ -82,14 +86,14 @@ class OutOfMemory(Exception):
         self.allowed, self.allocated, self.reserved = allowed, allocated, reserved
         self.others, self.expandable = tuple(others), expandable
         left = f"{format_size(free)} of {format_size(capacity)}"
-        super().__init__(f"{format_size(requested)} wanted, {left} free")
+        super().__init__(f"Tried to allocate {format_size(requested)}, but only {left} is free.")
 
 
 def oom_message(error: OutOfMemory, gpu_index: int, version: tuple[int, int] = (2, 15)) -> str:
-    """PyTorch's own text (that of 2.11 seen on a real H200) for an `OutOfMemory` on GPU `gpu_index`.
+    """PyTorch's own text for an `OutOfMemory` on GPU `gpu_index`. That of 2.11 was compared with a real H200.
 
-    `version`: whose words; from 2.15 on there are others for expandable segments. The other processes come first: in
-    which order a driver lists them is not documented.
+    version: the PyTorch version. Since 2.15 the text is different for expandable segments. The order in which a driver
+    lists the other processes is not documented.
     """
     allowed = "" if error.allowed is None else f"{format_size(error.allowed)} allowed; "
     others = "".join(f"Process {pid} has {format_size(used)} memory in use. " for pid, used in error.others)

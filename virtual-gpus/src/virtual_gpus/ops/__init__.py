@@ -1,29 +1,30 @@
-"""What CUDA's kernels do with memory that the CPU's do not: workspaces, temporaries, results of other sizes.
+"""The memory that CUDA's kernels use and the CPU's do not: workspaces, temporary buffers, results of other sizes.
 
-A *recipe* runs one ATen operator the way CUDA would use memory for it:
+A *recipe* runs one ATen operator and counts the memory that CUDA would use for it:
 
     def softmax_backward(call):               # an `OpCall`, see `dispatch.call`
         with call.scratch(1024):              # temporaries, in CUDA's order
             return call.run()                 # the kernel itself, and blocks for its results
 
-It returns results that have their blocks. Each module holds the recipes of one family and a table `RECIPES` from an
-operator's base name ("mm") to its recipe. An operator without one takes only the memory of its results. Operators that
-CUDA does as one and the CPU as many (LSTM, attention, RMS norm) are patches for PyTorch's functions: `patches()`, see
-`virtual_gpus.patches`.
+A recipe returns results that have blocks. Each module contains the recipes of one family of operators. Its table
+`RECIPES` maps the base name of an operator ("mm") to its recipe. An operator without a recipe takes only the memory of
+its results. LSTM, attention and RMS norm are one operator on CUDA, but several on the CPU. They are patches of
+PyTorch's functions (see `virtual_gpus.patches`).
 
-How near it is: `python -m benchmarks.memory` compares nine training steps with what a real H200 measured under
-torch 2.11, `--operators` eighty single operators, `--trace` every allocation of a step. In the order in which the H200
-ran them, all nine come out to the byte in every figure; each on a fresh GPU, within 1.4 % (reserved memory: 7.1 %).
+`python -m benchmarks.memory` compares nine training steps with measurements on a real H200 under torch 2.11. With
+`--operators` it compares eighty single operators, with `--trace` every allocation of a step. If the nine steps run in
+the same order as on the H200, all numbers are equal to the byte. If each step runs on a new GPU, they are within 1.4 %
+(reserved memory: 7.1 %).
 
-Where it comes from:
+The rules come from these sources:
 
-- read in PyTorch's sources, and right to the byte on the H200: sizes and order of results and temporaries, partial sums
-  (`reductions`), cuBLAS workspaces (`blas`), attention's kernels (`attention`), autocast's casts, gradients added in
-  place (`accumulation`);
-- fitted to what the H200 measured, since NVIDIA does not publish it: cuDNN's workspaces of convolutions
-  (`conv.workspaces`) and of RNNs (`rnn.sizes`). Here the agreement proves little: the rules were chosen on
-  these very cases, and other networks of the kinds will be off by some per cent;
-- taken over from the H200 for other kinds of GPU: everything that does not follow from a GPU's data sheet.
+- PyTorch's source code: sizes and order of results and temporary buffers, partial sums (`reductions`), cuBLAS
+  workspaces (`blas`), attention kernels (`attention`), casts by autocast, and gradients that are added in place
+  (`accumulation`). These rules are exact to the byte on the H200.
+- Measurements on the H200, because NVIDIA does not publish the rules: cuDNN's workspaces of convolutions
+  (`conv.workspaces`) and of RNNs (`rnn.sizes`). The rules were fitted to the same cases that they are compared with.
+  Expect an error of a few per cent for other networks.
+- For other kinds of GPU, everything that does not follow from the data sheet is taken from the H200.
 """
 
 from __future__ import annotations

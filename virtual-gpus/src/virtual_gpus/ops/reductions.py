@@ -19,7 +19,7 @@ def take_buffers(call: OpCall, tensor: torch.Tensor, dims, partial_bytes: int) -
 
 
 def _partial_bytes(call: OpCall, tensor: torch.Tensor) -> int:
-    """Sums are kept in float for half types, in the widest whole number for whole numbers."""
+    """Sums are kept in float for half types, in the widest integer type for integers."""
     dtype = call["dtype"] if "dtype" in call.op.names else None
     dtype = dtype or tensor.dtype
     if dtype.is_floating_point:

@@ -1,6 +1,6 @@
 """torch.autograd.graph.save_on_cpu with shapes_only: the computer's memory gets a tensor without values as well.
 
-What is packed away comes back unread, so its values may stay unknown; a copy by `.cpu()` would refuse whole numbers
+What is packed away comes back unread, so its values may stay unknown; a copy by `.cpu()` would refuse integers
 (the words of an embedding) and fill the rest with nan.
 """
 

@@ -168,9 +168,9 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
-    """Where the block of a strided tensor begins on its virtual GPU; None if it is on none, or takes no memory.
+    """The address of a strided tensor's block on its virtual GPU. None if it is on no virtual GPU or takes no memory.
 
-    It is the address in `torch.cuda.memory._snapshot()`. `data_ptr()` says where the numbers lie on the host.
+    The address is the one in `torch.cuda.memory._snapshot()`. `data_ptr()` is the address of the values on the host.
     """
     allocation = allocation_of(tensor)
     return None if allocation is None or allocation.block is None else allocation.block.address

@@ -1,15 +1,15 @@
-"""Processes on the same virtual GPUs: what each of them holds there, for all to see.
+"""Processes that share virtual GPUs: each process sees how much memory the others use.
 
-    export VIRTUAL_GPUS_FOLDER=/some/folder      # where two programs that were started apart shall share their GPUs
+    export VIRTUAL_GPUS_FOLDER=/some/folder      # for two programs that are started separately and share GPUs
 
-Every process with virtual GPUs has a small file in a folder, with the bytes that it holds on each GPU. Processes find
-the folder through the environment variable VIRTUAL_GPUS_FOLDER, which the first of them sets for those it starts;
-workers of one torchrun find it by their common parent. Only processes with the same GPUs (number, kind, memory) in
-the same folder see each other. The file is locked as long as its process lives, so what a killed process leaves behind
-is known for what it is, counts nothing and is removed.
+Every process with virtual GPUs has a small file in a folder. The file contains the bytes that the process uses on each
+GPU. Processes find the folder through the environment variable VIRTUAL_GPUS_FOLDER, which the first process sets for
+the processes that it starts. The workers of one torchrun find it through their common parent. Processes see each other
+only if they use the same folder and have the same number, kind and memory of GPUs. A file is locked while its process
+runs. The file of a killed process is therefore not locked, so it is ignored and removed.
 
-A forked process begins with copies of its parent's tensors, which a real GPU would refuse. They count once, for the
-parent. Sizes are bytes. No torch is imported.
+A forked process starts with copies of its parent's tensors, which a real GPU would refuse. They count once, for the
+parent. All sizes are in bytes. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class NotKept(float):
 
 
 def to_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`.cpu()` of a tensor without values: a CPU tensor of nan, or an error for whole numbers."""
+    """`.cpu()` of a tensor without values: a CPU tensor of nan, or an error for integers."""
     _refuse_whole_numbers(tensor)
     return torch.full(tensor.shape, float("nan"), dtype=dtype or tensor.dtype, device="cpu")
 

@@ -112,7 +112,7 @@ class Numbers:
 
 
 def _bits(count: int, generator) -> torch.Tensor:
-    """`count` random whole numbers of 16 bits; four come with each draw."""
+    """`count` random integers of 16 bits; four come with each draw."""
     drawn = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
     return drawn.view(torch.int16)[:count]
 

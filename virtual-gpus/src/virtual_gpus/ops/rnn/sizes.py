@@ -123,5 +123,5 @@ def _matrix_elements(net: Network) -> int:
 
 
 def _lengths_bytes(net: Network) -> int:
-    """Whole numbers per sequence and per step, each list from a multiple of 256 bytes on."""
+    """Integers per sequence and per step, each list from a multiple of 256 bytes on."""
     return sum(ceil(4 * count / 256) * 256 for count in (net.batch, net.time))
