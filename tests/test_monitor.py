@@ -384,11 +384,11 @@ def test_errors_say_what_to_do():
             pass
         monitor = MemoryMonitor()
         with monitor:
-            with pytest.raises(RuntimeError, match="make a new one"):
+            with pytest.raises(RuntimeError, match="Create a new one"):
                 monitor.__enter__()
             with pytest.raises(RuntimeError, match="not over"):
                 monitor.peak(0)
-        with pytest.raises(RuntimeError, match="call watch in the"):
+        with pytest.raises(RuntimeError, match="Call watch inside the"):
             monitor.watch(net())
         for ask in (MemoryMonitor.peak, plot_memory, describe_memory):
             with pytest.raises(RuntimeError, match="Nothing was recorded"):
@@ -401,7 +401,7 @@ def test_errors_say_what_to_do():
             kept = torch.ones(5, device="cuda")
         with pytest.raises(ValueError, match="GPU 1 was not recorded"):
             full.peak(1)
-        with pytest.raises(RuntimeError, match="call monitor.watch"):
+        with pytest.raises(RuntimeError, match="Call monitor.watch"):
             full.at_peak(0)
         assert full.peak().event == 1 and kept is not None
 
