@@ -69,7 +69,7 @@ def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: 
         bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
     raw = datasets.FashionMNIST(DATA, train=train)
     if size < 1 or (count is not None and not 1 <= count <= len(raw)):
-        raise ValueError(f"size must be at least 1 and count from 1 to {len(raw)}, not {size} and {count}.")
+        raise ValueError(f"size={size} must be at least 1, and count={count} must be from 1 to {len(raw)}.")
     images = (raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255 - 0.289) / 0.354
     if images.shape[-1] != size:
         images = interpolate(images, size=(size, size), mode="bilinear", antialias=True)

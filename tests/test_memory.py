@@ -87,7 +87,7 @@ def test_devices_that_are_no_gpus(monkeypatch):
     Machine(monkeypatch)
     with pytest.raises(ValueError, match="cpu is not a GPU"):
         read_memory("cpu")
-    with pytest.raises(ValueError, match="no cuda:4: PyTorch sees cuda:0 to cuda:3"):
+    with pytest.raises(ValueError, match="no cuda:4. PyTorch sees cuda:0 to cuda:3"):
         read_memory([4])
     with pytest.raises(ValueError, match="None for all GPUs"):
         read_memory([])

@@ -108,8 +108,8 @@ def step_seconds(
     # DataParallel and the parallel loss: one thread of the host launches the forward passes of all GPUs in turn.
     launching = launch_seconds(net) / 2
     passes = max(_FORWARD * computing, gpus * launching) + max((1 - _FORWARD) * computing, launching)
-    seconds = passes + exchange * gpus / (gpus - 1) + update  # weights and gradients cross each link as a whole
-    if method == "DataParallel":  # outputs go to the first GPU, which computes their loss; their gradients come back
+    seconds = passes + exchange * gpus / (gpus - 1) + update  # each link carries all weights and all gradients
+    if method == "DataParallel":  # the first GPU gets all outputs, computes the loss, and sends gradients back
         others = batch * (gpus - 1) / gpus
         seconds += 2 * cluster.copy_seconds(others * net.outputs, gpus) + loss_seconds(net, others, cluster)
     return seconds
@@ -147,7 +147,7 @@ def cut(net: Net, gpus: int, samples: float, cluster: Cluster) -> list[tuple[int
 def _ddp_seconds(net: Net, batch: float, gpus: int, cluster: Cluster) -> float:
     """Gradients come from the last layer first. A bucket is sent when it is full and the previous bucket is done."""
     layers = layer_seconds(net, batch / gpus, cluster)
-    layers *= max(1, launch_seconds(net, ddp=True) / layers.sum())  # the host's speed, where it is slower
+    layers *= max(1, launch_seconds(net, ddp=True) / layers.sum())  # the host may be slower than the GPU
     now, sent, bucket = _FORWARD * layers.sum(), 0.0, 0.0
     for number in reversed(range(len(layers))):
         now += (1 - _FORWARD) * layers[number]
@@ -171,7 +171,7 @@ def _pipeline_seconds(net: Net, batch: float, gpus: int, cluster: Cluster, micro
 
 # ---- advice ----------------------------------------------------------------------------------------------------------
 
-_WORTH = 0.5  # the least efficiency at which more GPUs are worth it
+_WORTH = 0.5  # the lowest efficiency at which more GPUs are worth it
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _parts(net: Net, batch: int, gpus: int, cluster: Cluster) -> Advice:
     for method in ("sharding", "pipeline"):
         pieces = fewest_pieces(net, method, batch, gpus, cluster) if gpus > 1 else 0
         if pieces:
-            again = pieces if method == "sharding" else 1  # sharding gathers the weights anew for each micro-batch
+            again = pieces if method == "sharding" else 1  # sharding gathers the weights for each micro-batch
             seconds = again * step_seconds(net, method, batch / again, gpus, cluster, pieces)
             found[method] = seconds, pieces
     if not found:

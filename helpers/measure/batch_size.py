@@ -30,7 +30,7 @@ def largest_batch(
     keep: models and optimizers whose state is restored after each try, from copies in host memory. Their gradients are
     cleared. The state of the random number generators is always restored.
     """
-    last = limit // multiple_of  # from here on in units of multiple_of
+    last = limit // multiple_of  # from here on, sizes are in units of multiple_of
     if min(start, multiple_of, last, steps) < 1:
         raise ValueError("start, multiple_of and steps must be at least 1, and limit must be at least multiple_of.")
     saved = [(each, _on_host(each.state_dict())) for each in keep]

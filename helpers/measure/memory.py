@@ -95,7 +95,7 @@ def peak_memory(fn: Callable[[], object], devices=None, catch: bool = False) -> 
 
 
 def gpu_indices(devices=None) -> list[int]:
-    """Return the indices of `devices`: integers, "cuda:1", torch.device, or None for all. Errors: `read_memory`."""
+    """Return the indices of `devices`, which are as in `read_memory`. Raises what `read_memory` raises."""
     count = torch.cuda.device_count()
     if count == 0:
         raise RuntimeError(
@@ -118,7 +118,7 @@ def _index(device: int | str | torch.device, count: int) -> int:
             raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
         device = torch.cuda.current_device() if device.index is None else device.index
     if not 0 <= device < count:
-        raise ValueError(f"There is no cuda:{device}: PyTorch sees cuda:0 to cuda:{count - 1}.")
+        raise ValueError(f"There is no cuda:{device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
     return device
 
 

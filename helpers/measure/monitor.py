@@ -286,7 +286,7 @@ class MemoryMonitor:
                 "history or the allocator's counters during the run."
             )
         if not any(run.last or run.ooms for run in self._runs.values()):
-            raise RuntimeError("Nothing was recorded: no GPU memory was allocated or freed in the monitor's block.")
+            raise RuntimeError("Nothing was recorded, because no GPU memory was allocated or freed in the block.")
         return self._runs[gpu]
 
     def peak(self, gpu: int = 0) -> Peak:

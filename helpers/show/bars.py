@@ -62,7 +62,7 @@ def compare_bars(
         if name not in situations:
             raise ValueError(f"The reference names {name!r}, but the situations are {list(situations)}.")
         if len(figures) > len(situations[name]):
-            raise ValueError(f"{name!r} has {len(situations[name])} GPU(s), but the reference {len(figures)} figures.")
+            raise ValueError(f"The reference of {name!r} has {len(figures)} figures for {len(situations[name])} GPUs.")
     labels = [f"GPU {reading.index}" for reading in max(situations.values(), key=len)]
     series = {name: (readings, field) for name, readings in situations.items()}
     ax = _draw(series, labels, title, reference=reference, reference_name=reference_name)
