@@ -447,3 +447,17 @@ def test_a_block_stays_as_long_as_another_stream_works_on_it():
         assert address(early) != where
         assert address(late) == where
         assert torch.cuda.memory_allocated() == held + 2 * 2048 * 2048 * 4
+
+
+def test_a_thread_that_goes_on_after_the_gpus_are_off_leaves_nothing_behind():
+    """Whether the GPUs had been used before, so that a folder was there, or not."""
+    for used in (0, 512):
+        registry = shared_memory.SharedMemoryRegistry("a test", 1)
+        share = registry.share(0)
+        if used:
+            share.publish(used)
+        assert registry.folder.is_dir() == bool(used)
+        registry.close()
+        assert share.claim(used, 512, 1024) and share.others() == []
+        share.publish(1024)
+        assert not registry.folder.exists()

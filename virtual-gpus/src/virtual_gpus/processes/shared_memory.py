@@ -70,15 +70,18 @@ class SharedMemoryRegistry:
         _open.remove(self)
         _tell_children()
         atexit.unregister(self.close)
-        if self._pid == os.getpid() and self.folder.is_dir():  # else it is the parent's, or nobody came
-            with self._alone():
-                self._closed = True
-                self._living()
-                if self._file is not None:
-                    self._file.close()
-                    os.remove(self._file.name)
-                if self._made_folder and not self._names():
-                    shutil.rmtree(self.folder, ignore_errors=True)
+        if self._pid != os.getpid():  # the file is the parent's
+            return
+        with self._lock:
+            self._closed = True  # also where the folder is missing: a thread that goes on must not make it
+            if self.folder.is_dir():
+                with _locked(self.folder):
+                    self._living()
+                    if self._file is not None:
+                        self._file.close()
+                        os.remove(self._file.name)
+                    if self._made_folder and not self._names():
+                        shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- what is in the folder
 
