@@ -103,8 +103,9 @@ def test_numbers_are_those_of_one_gpu(job, optimizer, ranks, with_mesh):
         assert where == {f"cuda:{rank}"} and host == ({"cpu"} if rank == 0 else set())
 
 
-def test_each_rank_holds_its_share(ranks=4):
+def test_each_rank_holds_its_share():
     """Parameters, gradients and Adam's two states of 4 layers, of which each rank has one part in `ranks`."""
+    ranks = 4
     with virtual_gpus(ranks, torch_version="2.15"):  # cuBLAS keeps no workspace from then on
         found = in_ranks(sharded, "mlp", ADAM, ranks, False, {}, count=ranks)
     share = BLOCKS * LAYER // ranks
