@@ -45,30 +45,24 @@ def problems(notebook):
 
 
 def missing_headings(notebook):
-    headings = [
-        line
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "markdown"
-        for line in source(cell).splitlines()
-        if line.startswith("#")
-    ]
+    headings = [heading for cell in notebook["cells"] for heading in run_all.headings(cell)]
     for name, pattern in HEADINGS.items():
         if not any(re.search(pattern, heading, re.IGNORECASE) for heading in headings):
             yield f"no heading for its {name}"
 
 
 def cell_problems(cell, place):
-    text, printed = source(cell), printed_text(cell)
+    printed, solves = printed_text(cell), run_all.is_solution(cell)
     if cell["execution_count"] != place:
         yield f"execution count {cell['execution_count']}: run_all.py did not run it from top to bottom"
     for key in ("source_hidden", "outputs_hidden"):  # the output of a solution can hold the answer, too
-        if text.startswith("# Solution") != bool(cell["metadata"].get("jupyter", {}).get(key)):
+        if solves != bool(cell["metadata"].get("jupyter", {}).get(key)):
             yield f"a cell that begins with '# Solution' is folded (jupyter.{key}), and no other"
     if match := TIMES.search(printed):
         yield f"its output holds a time of day or a duration: {match[0]!r}"
     if match := PATHS.search(printed):
         yield f"its output holds a path of the machine that ran it: {match[0]!r}"
-    if text.startswith("# Solution") and "check." in text and not re.search(r"^Correct\b", printed, re.MULTILINE):
+    if solves and "check." in source(cell) and not re.search(r"^Correct\b", printed, re.MULTILINE):
         yield f"its solution is not accepted: {printed!r}"
     yield from error_problems(cell)
     yield from gpu_problems(cell)
