@@ -76,6 +76,13 @@ def close(printed, expected):
     return np.shape(numbers[0]) == np.shape(numbers[1]) and np.allclose(*numbers, rtol=0, atol=0.0011)
 
 
+def set_rank(monkeypatch, local_rank=0):
+    """The environment that torchrun gives the only rank of a job."""
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": free_port()}).items():
+        monkeypatch.setenv(name, str(value))
+
+
 def same_state(one, other):
     """Whether two checkpoints have the same keys, epochs, weights and momenta, up to rounding error."""
     torch.testing.assert_close(read(one), read(other), rtol=0, atol=1e-5)
@@ -106,9 +113,10 @@ def test_the_loss_falls(run):
 
 
 def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_path):
-    """Each trains one more epoch, in a folder where none of them lies."""
+    """Each trains one more epoch, in a folder where none of them lies. ddp.py runs as the only rank."""
     monkeypatch.chdir(tmp_path)
-    relay = ["one_gpu", *ON_SEVERAL_GPUS, "one_gpu"]
+    set_rank(monkeypatch)
+    relay = ["one_gpu", *ON_SEVERAL_GPUS, "ddp", "one_gpu"]
     with virtual_gpus(2):
         undisturbed = run("one_gpu", "--epochs", len(relay))
         continued = []
@@ -154,9 +162,7 @@ def test_from_another_folder_with_the_bundled_images_and_workers(monkeypatch, tm
 
 def test_ddp_takes_the_gpu_of_its_local_rank(run, reference, monkeypatch, tmp_path):
     """As rank 0 of 1, but the second process of its machine: RANK is not the number of a GPU."""
-    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    for name, value in place.items():
-        monkeypatch.setenv(name, str(value))
+    set_rank(monkeypatch, local_rank=1)
     with virtual_gpus(2):
         printed = run("ddp", "--epochs", 2, "--checkpoint", tmp_path / "last.pt")
         assert torch.cuda.max_memory_allocated(1) > torch.cuda.max_memory_allocated(0) == 0
