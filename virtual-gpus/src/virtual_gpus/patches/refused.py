@@ -7,12 +7,13 @@ import functools
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.patches import table
 
 _CUDA = (
     "CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "MemPool", "use_mem_pool", "cudart",
     "GreenContext", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     "caching_allocator_delete", "caching_allocator_enable", "current_blas_handle", "current_solver_handle",
-    "get_stream_from_external", "ExternalStream", "set_sync_debug_mode", "get_sync_debug_mode", "host_memory_stats",
+    "set_sync_debug_mode", "get_sync_debug_mode", "host_memory_stats",
     "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
     "export_dot", "export_graph_data", "_sleep",
 )  # fmt: skip
@@ -20,11 +21,27 @@ _MEMORY = ("_allocation_traceback",)  # it wants a GPU's address, and tensors ha
 _NCCL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id", "version")
 
 
-def _refuse(path: str, original):
+def _refuse(owner, name: str, path: str) -> table.Patch:
+    """The patch that refuses `owner.name`. A class stays the type it is, since programs name it in annotations and
+    ask isinstance; only making one is refused, of subclasses too."""
+    original = vars(owner)[name]
+    if isinstance(original, type):
+        return _refuse_instances(original, path)
+
     def refused(*args, **kwargs):
         raise errors.not_modelled(path)
 
-    return functools.update_wrapper(refused, original)
+    return owner, name, functools.update_wrapper(refused, original)
+
+
+def _refuse_instances(kind: type, path: str) -> table.Patch:
+    # The bases of a CPU build are dummies whose __new__, in Python, raises something obscure before any __init__ runs.
+    made_by = next((base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
+
+    def refused(*args, **kwargs):
+        raise errors.not_modelled(path)
+
+    return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
 
 
 class _LegacyType(type):
@@ -68,13 +85,10 @@ def _on_cpu_only(name: str, original):
 def patches():
     """See `patches`. A name that this PyTorch version lacks gives no row."""
     owners = [(torch.accelerator, "torch.accelerator", ("Graph", "empty_host_cache", "get_device_capability")),
-              (torch.cuda, "torch.cuda", _CUDA), (torch.cuda.memory, "torch.cuda.memory", _MEMORY + _CUDA),
+              (torch.cuda.memory, "torch.cuda.memory", _MEMORY + _CUDA), (torch.cuda, "torch.cuda", _CUDA),
               (torch.cuda.nccl, "torch.cuda.nccl", _NCCL), (torch, "torch", ("compile",))]  # fmt: skip
     found = [
-        (owner, name, _refuse(f"{path}.{name}", vars(owner)[name]))
-        for owner, path, names in owners
-        for name in names
-        if name in vars(owner)
+        _refuse(owner, name, f"{path}.{name}") for owner, path, names in owners for name in names if name in vars(owner)
     ]
     found += [
         (torch.cuda, name, _legacy(name)) for name in vars(torch.cuda) if name.endswith("Tensor") and name[0] != "_"

@@ -18,6 +18,7 @@ from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import in_package
 
 _ids = itertools.count(1)
+_newest = [0]  # the largest id so far
 _current = threading.local()  # (machine id, GPU index) -> stream, per thread as in CUDA
 _CUDA = 1  # c10::DeviceType::CUDA
 
@@ -28,7 +29,9 @@ class Stream:
     def __init__(self, device=None, priority: int = 0, *, stream_id: int | None = None, **kwargs):
         self._index = gpu_at(device).index
         self.priority = priority
-        self.stream_id = next(_ids) if stream_id is None else stream_id
+        if stream_id is None:
+            _newest[0] = stream_id = next(_ids)
+        self.stream_id = stream_id
         self.device_type = _CUDA
         self._outer: list[tuple[Stream, int]] = []
 
@@ -106,6 +109,18 @@ class Stream:
 
     def __repr__(self) -> str:
         return f"torch.cuda.Stream(device=cuda:{self._index}, stream_id={self.stream_id})"
+
+
+class ExternalStream(Stream):
+    """A stream by its handle, `ExternalStream(s.cuda_stream)`. Only the handles of virtual streams exist here.
+
+    Raises NotModelled for any other handle: no other library has streams on a virtual GPU.
+    """
+
+    def __init__(self, stream_ptr: int, device=None, **kwargs):
+        if not 0 <= stream_ptr <= _newest[0]:
+            raise errors.not_modelled("torch.cuda.ExternalStream for a stream of another library")
+        super().__init__(device, stream_id=stream_ptr)
 
 
 class Event:
@@ -190,6 +205,11 @@ def set_stream(stream: Stream | None) -> None:
             gpu.streams[threading.get_ident()] = stream.stream_id
 
 
+def get_stream_from_external(data_ptr: int, device=None) -> Stream:
+    """See `ExternalStream`."""
+    return ExternalStream(data_ptr, device)
+
+
 class StreamContext:
     """`with torch.cuda.stream(s):`; None changes nothing."""
 
@@ -218,9 +238,8 @@ def forget(machine) -> None:
 
 def patches():
     """See `patches`."""
-    return in_package(
-        "torch.cuda", Stream, Event, StreamContext, stream, set_stream, current_stream, default_stream
-    ) + [
+    return in_package("torch.cuda", Stream, ExternalStream, Event, StreamContext, stream, set_stream, current_stream,
+                      default_stream, get_stream_from_external) + [
         (torch, "Stream", Stream),
         (torch, "Event", Event),
-    ]
+    ]  # fmt: skip
