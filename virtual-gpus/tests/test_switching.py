@@ -3,6 +3,8 @@
 import asyncio
 import concurrent.futures
 import importlib
+import multiprocessing
+import os
 import pkgutil
 import threading
 
@@ -336,3 +338,25 @@ def test_importing_a_module_switches_nothing_on():
         if not name.endswith("__main__"):
             importlib.import_module(name)
     assert active_machine() is None
+
+
+def test_cuda_is_initialized_by_its_first_use():
+    """init_device_mesh takes the GPU from LOCAL_RANK only if CUDA is not initialized."""
+    with virtual_gpus(2):
+        torch.manual_seed(0)  # PyTorch puts the GPUs' seeds off
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 2 and torch.cuda.memory_allocated() == 0
+        assert not torch.cuda.is_initialized()
+        receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
+        for use in (torch.cuda.current_device, lambda: torch.ones(2, device="cuda")):
+            use()
+            assert torch.cuda.is_initialized() and torch.cuda._initialized
+            if os.fork() == 0:
+                sender.send(torch.cuda.is_initialized())
+                os._exit(0)
+            assert receiver.recv() is False
+            os.wait()
+    with virtual_gpus(1):
+        assert not torch.cuda.is_initialized()
+        torch.cuda.init()
+        assert torch.cuda.is_initialized()
+    assert not torch.cuda._initialized

@@ -104,6 +104,7 @@ class VirtualMachine:
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self.registry: SharedMemoryRegistry | None = None  # while it is on: what other processes hold
+        self.is_initialized = False  # whether this process has used CUDA: torch.cuda.is_initialized()
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         # Handed in by whoever switches it on, since it lies above: errors, and how a spawned process does the same.
@@ -200,6 +201,15 @@ def visible_slots(count: int) -> list[int] | None:
 
 
 _stack: list[VirtualMachine] = []
+
+
+def _forget_initialization() -> None:
+    """A forked process has not used CUDA yet, whatever its parent did."""
+    for machine in _stack:
+        machine.is_initialized = False
+
+
+os.register_at_fork(after_in_child=_forget_initialization)
 
 
 def active() -> VirtualMachine | None:

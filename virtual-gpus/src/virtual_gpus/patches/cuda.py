@@ -13,11 +13,11 @@ from virtual_gpus.patches.table import in_package
 from virtual_gpus.placement.storages import find_gpu
 
 
-def gpu_at(device=None) -> VirtualGPU:
-    """The GPU that an index, a name, a device or None (the current one) means."""
+def gpu_at(device=None, initialize: bool = True) -> VirtualGPU:
+    """The GPU that an index, a name, a device or None (the current one) means. initialize: see `find_gpu`."""
     enter_thread()
-    index = torch.cuda._utils._get_device_index(device, optional=True)
-    return find_gpu(active(), torch.device("cuda", index))
+    index = None if device is None else torch.cuda._utils._get_device_index(device, optional=True)
+    return find_gpu(active(), torch.device("cuda", index), initialize)
 
 
 def is_available() -> bool:
@@ -31,20 +31,23 @@ def device_count() -> int:
 
 
 def is_initialized() -> bool:
-    """Virtual GPUs need no start-up."""
-    return True
+    """True once this process has used a GPU. Programs that choose a GPU by the rank ask this first."""
+    return active().is_initialized
 
 
 def init() -> None:
-    """Nothing to start."""
+    """Count CUDA as used. Virtual GPUs have nothing to start."""
     _lazy_init()
 
 
 def _lazy_init() -> None:
     """C++ calls this when it parses device="cuda"; also the moment to make this thread's operators visible."""
-    enter_thread()
-    if not active().gpus:
-        raise RuntimeError("No CUDA GPUs are available")
+    gpu_at()
+
+
+def _lazy_call(callable, **kwargs) -> None:
+    """Run what PyTorch puts off until CUDA is initialized (seeds): virtual GPUs are ready for it at any time."""
+    callable()
 
 
 def current_device() -> int:
@@ -148,7 +151,7 @@ def _is_in_bad_fork() -> bool:
 
 def utilization(device=None) -> int:
     """Percent of the last modelled second in which the GPU ran kernels; 0 once nothing came for a second."""
-    gpu = gpu_at(device)
+    gpu = gpu_at(device, initialize=False)
     return round(100 * gpu.machine.load(gpu))
 
 
@@ -159,7 +162,7 @@ def memory_usage(device=None) -> int:
 
 def device_memory_used(device=None) -> int:
     """Bytes in use as the driver sees them: reserved memory and contexts, of all processes."""
-    return gpu_at(device).allocator.device.used_by_all
+    return gpu_at(device, initialize=False).allocator.device.used_by_all
 
 
 def _has_no_sensor(name: str):
@@ -172,11 +175,12 @@ def _has_no_sensor(name: str):
 
 def patches():
     """See `patches`."""
-    functions = (is_available, device_count, is_initialized, init, _lazy_init, current_device, set_device, synchronize,
-                 _exchange_device, _maybe_exchange_device, get_device_properties, can_device_access_peer,
-                 is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect, is_current_stream_capturing,
-                 _is_in_bad_fork, utilization, memory_usage, device_memory_used)  # fmt: skip
+    functions = (is_available, device_count, is_initialized, init, _lazy_init, _lazy_call, current_device, set_device,
+                 synchronize, _exchange_device, _maybe_exchange_device, get_device_properties,
+                 can_device_access_peer, is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect,
+                 is_current_stream_capturing, _is_in_bad_fork, utilization, memory_usage,
+                 device_memory_used)  # fmt: skip
     sensors = (_has_no_sensor(name) for name in ("temperature", "power_draw", "clock_rate"))
     return in_package("torch.cuda", *functions, *sensors) + [
-        (torch.cuda, "_initialized", True),  # checkpointing asks this before it keeps the generators' states
+        (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

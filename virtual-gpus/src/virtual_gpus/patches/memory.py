@@ -9,7 +9,7 @@ from virtual_gpus.patches.table import in_package
 
 def memory_stats_as_nested_dict(device=None) -> dict:
     """Every counter of the allocator, as `torch._C._cuda_memoryStats` gives it."""
-    return gpu_at(device).allocator.stats()
+    return gpu_at(device, initialize=False).allocator.stats()
 
 
 def reset_peak_memory_stats(device=None) -> None:

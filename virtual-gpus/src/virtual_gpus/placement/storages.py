@@ -221,11 +221,16 @@ def follow_size(tensor: torch.Tensor) -> None:
             record.resize(storage.nbytes())
 
 
-def find_gpu(machine: VirtualMachine, device: torch.device) -> VirtualGPU:
-    """The GPU that a cuda device names; no index means this thread's current one. Raises as CUDA does."""
+def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = True) -> VirtualGPU:
+    """The GPU that a cuda device names; no index means this thread's current one. Raises as CUDA does.
+
+    initialize: whether CUDA would initialize itself for this question. It does for all but a few statistics.
+    """
     if not machine.gpus:
         raise RuntimeError("No CUDA GPUs are available")
     index = machine.current if device.index is None else device.index
     if not 0 <= index < len(machine.gpus):
         raise invalid_device_ordinal()
+    if initialize and not machine.is_initialized:
+        machine.is_initialized = torch.cuda._initialized = True  # checkpoints read the latter
     return machine.gpus[index]
