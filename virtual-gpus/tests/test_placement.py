@@ -64,6 +64,14 @@ MAKERS = {
     "sort": lambda: torch.ones(3, device=ONE).sort().indices,
     "indexed by a CPU index": lambda: torch.ones(3, device=ONE)[torch.tensor([0, 1])],
     "masked by a CPU mask": lambda: torch.ones(3, device=ONE)[torch.tensor([True, False, True])],
+    "new of sizes": lambda: torch.ones(3, device=ONE).new(2, 3),
+    "new of a size": lambda: torch.ones(3, device=ONE).new(torch.Size([2, 3])),
+    "new of numbers": lambda: torch.ones(3, device=ONE).new([0, 1]),
+    "new of a tensor": lambda: torch.ones(3, device=ONE).new(torch.ones(2, device=ONE)),
+    "new elsewhere": lambda: torch.ones(3).to(ONE).new(2, device=ONE),
+    "pinned new_tensor": lambda: torch.ones(3, device=ONE).new_tensor([1.0], pin_memory=True),
+    "tensor of a tensor": lambda: torch.tensor(torch.ones(3, device=ONE)),
+    "asarray by name": lambda: torch.asarray(obj=[1.0], device=ONE),
     "complex": lambda: torch.ones(3, dtype=torch.complex64, device=ONE).conj(),
     "to_sparse": lambda: torch.eye(3, device=ONE).to_sparse(),
     "to_sparse_csr": lambda: torch.eye(3, device=ONE).to_sparse_csr(),
@@ -102,6 +110,18 @@ def test_lands_on_the_named_gpu(name):
 def test_lands_on_the_cpu(make):
     tensor = make()
     assert tensor.device == torch.device("cpu") and not tensor.is_cuda and tensor.get_device() == -1
+
+
+def test_new_has_the_dtype_and_refuses_as_cuda_does():
+    x = torch.ones(3, dtype=torch.float64, device=ONE)
+    assert x.new().shape == (0,) and x.new().device == ONE and x.new().dtype == torch.float64
+    assert x.new([1, 2]).tolist() == x.new((1, 2)).tolist() == [1.0, 2.0] and x.new(2, 3).shape == (2, 3)
+    assert x.new(x).data_ptr() == x.data_ptr() and x.new(2, device="cuda:2").get_device() == 2
+    with pytest.raises(TypeError, match="got torch.DoubleTensor"):
+        x.new(torch.ones(3, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="expects device type: cuda but device type: cpu was passed"):
+        x.new(2, device="cpu")
+    assert torch.ones(2).new([1.0]).device.type == "cpu"
 
 
 def test_to_returns_the_tensor_itself_when_nothing_changes():
@@ -155,6 +175,9 @@ def test_current_device():
 def test_default_device():
     with torch.device("cuda:2"):
         assert torch.ones(1).device.index == torch.tensor([1]).device.index == 2
+    with torch.device("cuda"), torch.cuda.device(1):
+        assert torch.tensor([1.0]).device == torch.get_default_device() == ONE
+        assert torch.as_tensor(torch.ones(1, device="cuda:2")).device == ONE
     torch.set_default_device("cuda:1")
     try:
         assert torch.zeros(1).device == torch.tensor(0.0).device == nn.Linear(1, 1).weight.device == ONE
@@ -234,6 +257,8 @@ def test_operators_without_a_generator_argument_draw_from_the_gpu_too():
 def test_pinned_memory():
     x = torch.ones(3)
     assert not x.is_pinned() and x.pin_memory().is_pinned() and torch.ones(3, pin_memory=True).is_pinned()
+    assert torch.tensor([1.0], pin_memory=True).is_pinned() and x.new_tensor([1.0], pin_memory=True).is_pinned()
+    assert not torch.tensor([1.0], pin_memory=True, device=ONE).is_pinned()
     assert x.pin_memory().to(ONE, non_blocking=True).device == ONE
     with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
         torch.ones(3, device=ONE).pin_memory()

@@ -11,7 +11,7 @@ from virtual_gpus.dispatch.kernels import refuse_gpu_generator
 from virtual_gpus.dispatch.timing import record_op
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.placement.creation_sites import record_creation_site
-from virtual_gpus.placement.storages import HostStorage, StorageAllocation, find_gpu, put, storages
+from virtual_gpus.placement.storages import StorageAllocation, find_gpu, pin, put
 from virtual_gpus.shapes import valueless
 
 _CPU = torch.device("cpu")
@@ -67,8 +67,7 @@ def _create_on_host(call: OpCall, source: VirtualGPU | None) -> Any:
     pinned = bool(kwargs.get("pin_memory"))
     result = call.func(*call.args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
     if pinned:
-        for storage in storages(result):
-            storage._record = HostStorage(pinned=True)
+        pin(result)
     elif source is None and isinstance(result, torch.Tensor) and not _is_from_python(call):
         record_creation_site(result, call.site)
     return result

@@ -21,6 +21,7 @@ from virtual_gpus.patches import (
     blas,
     cuda,
     distributed,
+    factories,
     generators,
     memory,
     numbers,
@@ -37,7 +38,7 @@ from virtual_gpus.patches import (
     transfers,
 )
 
-_MODULES = (tensors, transfers, storages, autograd, cuda, memory, streams, generators, accelerator, parallel,
+_MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, parallel,
             smi, processes, distributed, refused, numbers, snapshots, dropout, attention, normalization,
             rnn, autocast, saved_tensors, blas)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything

@@ -181,6 +181,13 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return all([storage._record.pinned for storage in storages(tensor)])
 
 
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a new CPU tensor say that it is pinned. Returns `tensor`."""
+    for storage in storages(tensor):
+        storage._record = HostStorage(pinned=True)
+    return tensor
+
+
 # ---- placing --------------------------------------------------------------------------------------------------------
 
 

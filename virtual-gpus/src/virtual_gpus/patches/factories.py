@@ -1,0 +1,134 @@
+"""Making tensors on a GPU: torch.tensor and its kin, `x.new(...)`, the default device, and the factories' threads."""
+
+from __future__ import annotations
+
+import functools
+from numbers import Integral
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
+
+from virtual_gpus.dispatch.copies import move
+from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.entrance import entrance
+from virtual_gpus.machine import active
+from virtual_gpus.patches.numbers import named
+from virtual_gpus.patches.transfers import as_device
+from virtual_gpus.placement.storages import find_gpu, gpu_of, pin
+
+# The functions that parse their data in C++, and the name of that argument.
+_DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices"}
+_raw_make = {name: getattr(torch, name) for name in _DATA}
+_raw_new = torch._C.TensorBase.new
+
+
+def _maker(name: str):
+    """`torch.tensor` and its kin parse their data in C++ and would ask CUDA itself: make it on the CPU, then move."""
+    make = _raw_make[name]
+
+    @functools.wraps(make)
+    @entrance
+    def on_device(*args, device=None, **kwargs):
+        machine = active()
+        if not args and _DATA[name] in kwargs:
+            args = (kwargs.pop(_DATA[name]),)
+        if machine is None or not args:
+            return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
+        source = gpu_of(args[0]) if isinstance(args[0], torch.Tensor) else None
+        device = _default_device() if device is None else as_device(device)
+        if source is None and (device is None or device.type != "cuda"):
+            kwargs = kwargs if device is None else {**kwargs, "device": device}
+            return pin(make(*args, **kwargs)) if kwargs.pop("pin_memory", False) else make(*args, **kwargs)
+        enter_thread()
+        target = source  # where data is a tensor, and nobody says otherwise
+        if device is not None:
+            target = find_gpu(machine, device) if device.type == "cuda" else None
+        return _make_on(make, name, target, *args, **kwargs)
+
+    return on_device
+
+
+def _make_on(make, name: str, target, data, *args, **kwargs):
+    """On the CPU first, then on `target`; what is there already is shared, not copied, where PyTorch shares it."""
+    if isinstance(data, torch.Tensor) and name in ("as_tensor", "asarray"):
+        dtype = kwargs.get("dtype", args[0] if args else None)
+        return move(data, target, dtype, None, bool(kwargs.get("copy")))
+    requires_grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
+    if isinstance(data, torch.Tensor) and gpu_of(data) is not None:
+        data = move(data.detach(), None, None, None, False)
+    args = tuple(move(a, None, None, None, False) if isinstance(a, torch.Tensor) else a for a in args)
+    made = move(make(data, *args, device=torch.device("cpu"), **kwargs).detach(), target, None, None, False)
+    return (pin(made) if pinned and target is None else made).requires_grad_(requires_grad)
+
+
+def _default_device() -> torch.device | None:
+    """What `torch.set_default_device` or `with torch.device(...)` asks for; None where nobody asked.
+
+    `torch.get_default_device` answers a device without an index by calling `torch.tensor`, which asks here.
+    """
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext))
+    mode = next(modes, None)
+    return None if mode is None else mode.device
+
+
+def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False, **kwargs):
+    """`x.new_tensor(data)`: on x's device unless another is named, or `data` is a tensor and has one."""
+    if device is None:
+        device = (data if isinstance(data, torch.Tensor) else self).device
+    return torch.tensor(data, dtype=dtype or self.dtype, device=device, requires_grad=requires_grad, **kwargs)
+
+
+@entrance
+def new(self, *args, device=None, **kwargs):
+    """`x.new(2, 3)`, `x.new([1, 2])`, `x.new(tensor)`, `x.new()`: of x's dtype, on x's GPU unless another is named.
+
+    The rules of torch/csrc/utils/tensor_new.cpp: integers and a torch.Size are sizes, a tensor or a storage is shared,
+    other sequences are data. Raises RuntimeError for a device that is no GPU, TypeError for a tensor of another type.
+    """
+    machine = active()
+    if machine is None or gpu_of(self) is None:
+        return _raw_new(self, *args, **kwargs) if device is None else _raw_new(self, *args, device=device, **kwargs)
+    device = self.device if device is None else as_device(device)
+    if device.type != "cuda":
+        raise RuntimeError(f"legacy constructor expects device type: cuda but device type: {device.type} was passed")
+    first = args[0] if len(args) == 1 else None
+    if isinstance(first, torch.Tensor) and first.type() != self.type():
+        raise TypeError(f"expected a tensor of type {self.type()} (got {first.type()})")
+    if kwargs or isinstance(first, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)):
+        return _raw_new(self, *args, **kwargs)
+    sizes = first if isinstance(first, torch.Size) else args or (0,)
+    if all(isinstance(size, Integral) for size in sizes):
+        return torch.empty(sizes, dtype=self.dtype, layout=self.layout, device=device)
+    return new_tensor(self, *args, device=device)
+
+
+def patches():
+    """See `patches`."""
+    found = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
+    found += [(torch, name, _maker(name)) for name in _raw_make]
+    return found + [(torch, name, _joining(function)) for name, function in _factories()]
+
+
+def _factories():
+    """(name, function) of everything in `torch` that makes a tensor where its `device` argument says."""
+    # Asked now, since PyTorch keeps this set for ever once made: it must hold its own functions, not patches.
+    known = _device_constructors()
+    likes = {f for n, f in vars(torch).items() if n.endswith("_like")}
+    makers = {id(f) for f in known | likes}
+    return [(n, f) for n, f in vars(torch).items() if id(f) in makers and n not in _raw_make]
+
+
+def _joining(make):
+    """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
+
+    @functools.wraps(make)
+    def factory(*args, **kwargs):
+        enter_thread()
+        if "device" in kwargs:
+            kwargs["device"] = named(kwargs["device"])
+        return make(*args, **kwargs)
+
+    return factory
