@@ -294,6 +294,38 @@ def test_a_result_that_nobody_uses_has_a_gradient_of_zeros_on_the_gpu(gpus, used
     assert x.grad.device == gpus[2] and x.grad.tolist() == ([3, 3, 0, 0], [0, 0, 3, 3])[used]
 
 
+class NoGradient(torch.autograd.Function):
+    """A function whose gradient is not defined, so that C++ makes zeros for the node before it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_zeros_for_a_function_are_where_its_result_was(gpus):
+    seen = []
+
+    class Pass(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(gradient)
+            return gradient
+
+    x, on_cpu = draw(3).to(gpus[2]).requires_grad_(), draw(3).requires_grad_()
+    for source in (x, on_cpu):
+        NoGradient.apply(Pass.apply(source)).sum().backward()
+    assert [gradient.device for gradient in (*seen, x.grad, on_cpu.grad)] == [gpus[2], on_cpu.device] * 2
+    assert not x.grad.any() and not on_cpu.grad.any()
+
+
 def test_gradients_of_zeros_are_on_the_gpu_as_well(gpus):
     """PyTorch makes them in C++, where a virtual GPU's tensor looks like the CPU's."""
     x, on_cpu = draw(3).to(gpus[2]).requires_grad_(), draw(3).requires_grad_()

@@ -17,6 +17,7 @@ from virtual_gpus.threads import this_thread
 _raw_grad = torch._C.TensorBase.grad
 _get_raw_grad = _raw_grad.__get__
 _raw_apply = torch.autograd.function.BackwardCFunction.apply
+_raw_make_node = vars(torch.autograd.Function)["apply"]
 _raw_run_backward = torch.autograd.graph._engine_run_backward
 
 
@@ -125,18 +126,25 @@ def _apply(self, *gradients):
 
 
 def _placed(node, gradients):
-    """Give the zeros that the engine made in C++ a GPU: that of the node's other gradients, or the replica's."""
-    unplaced = [(number, g) for number, g in enumerate(gradients) if was_made_in_cpp(g)]
-    if not unplaced or active() is None:
-        return gradients
-    if type(node)._forward_cls is torch.nn.parallel._functions.Broadcast:
-        for number, gradient in unplaced:
-            place(gradient, active().gpus[node.target_gpus[number // node.num_inputs]])
-        return gradients
-    gpus = {gpu_of(g) for g in gradients if isinstance(g, torch.Tensor)} - {None}
-    for _, gradient in unplaced if len(gpus) == 1 else ():
-        place(gradient, next(iter(gpus)))
+    """Give the zeros that the engine made in C++ a GPU: that of the result whose gradient they are."""
+    where = getattr(node, "_virtual_gpus", ())
+    for gradient, gpu in zip(gradients, where, strict=False):
+        if gpu is not None and gpu.machine.on and was_made_in_cpp(gradient):
+            place(gradient, gpu)
     return gradients
+
+
+@classmethod
+@entrance
+def _make_node(cls, *args, **kwargs):
+    """The forward pass of a Python function. Its node notes the GPU of each result, for gradients of zeros."""
+    results = _raw_make_node.__get__(None, cls)(*args, **kwargs)
+    tensors = results if isinstance(results, tuple) else (results,)
+    nodes = (getattr(tensor, "grad_fn", None) for tensor in tensors)
+    node = next((node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)), None)
+    if node is not None:
+        node._virtual_gpus = [gpu_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
+    return results
 
 
 def patches():
@@ -146,4 +154,5 @@ def patches():
     users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))
     node = torch.autograd.function.BackwardCFunction
     replaced = [(torch.Tensor, "grad", grad), (node, "apply", _apply)]
+    replaced += [(torch.autograd.Function, "apply", _make_node)]
     return replaced + [(sys.modules[m], name, _engine_run_backward) for m in users]

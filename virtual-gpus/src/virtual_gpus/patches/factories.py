@@ -20,6 +20,7 @@ from virtual_gpus.placement.storages import find_gpu, gpu_of, pin
 # The functions that parse their data in C++, and the name of that argument.
 _DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices"}
 _raw_make = {name: getattr(torch, name) for name in _DATA}
+_SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 _raw_new = torch._C.TensorBase.new
 
 
@@ -97,7 +98,7 @@ def new(self, *args, device=None, **kwargs):
     first = args[0] if len(args) == 1 else None
     if isinstance(first, torch.Tensor) and first.type() != self.type():
         raise TypeError(f"expected a tensor of type {self.type()} (got {first.type()})")
-    if kwargs or isinstance(first, (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)):
+    if kwargs or any(isinstance(arg, _SHARED) for arg in args):  # of a sparse tensor: indices and values
         return _raw_new(self, *args, **kwargs)
     sizes = first if isinstance(first, torch.Size) else args or (0,)
     if all(isinstance(size, Integral) for size in sizes):
