@@ -18,6 +18,7 @@ from virtual_gpus.dispatch.creation import create
 from virtual_gpus.dispatch.devices import adopt_destination, refuse_on_gpu, resolve_common_device
 from virtual_gpus.dispatch.kernels import refuse_gpu_generator
 from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
+from virtual_gpus.dispatch.tracing import run_traced, tensors_of_numbers
 from virtual_gpus.entrance import calling_frame, entrance
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.placement.creation_sites import record_creation_site
@@ -27,6 +28,7 @@ from virtual_gpus.threads import this_thread
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _active_mode = torch._C._get_dispatch_mode
+_is_tracing = torch._C._is_tracing
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
 _exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 
@@ -45,6 +47,8 @@ class Placement(TorchDispatchMode):
             return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
         if machine is None or this_thread.inside:
             return func(*args, **(kwargs or {}))
+        if _is_tracing():
+            return run_traced(lambda call: run(call, machine), func, args, kwargs or {})
         if _active_mode(_FAKE) is not None:
             return _run_fake(func, args, kwargs or {})
         return run(OpCall(func, args, kwargs or {}), machine)
@@ -129,6 +133,8 @@ def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
     """
     if call.op.has_generator:
         refuse_gpu_generator(call)
+    if not call.tensors:
+        call.args = tensors_of_numbers(call)
     result = call.func(*call.args, **call.kwargs)
     if is_from_cpp and isinstance(result, torch.Tensor):
         site = call.site

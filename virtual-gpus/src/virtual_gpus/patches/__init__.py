@@ -29,6 +29,7 @@ from virtual_gpus.patches import (
     processes,
     refused,
     saved_tensors,
+    scripts,
     smi,
     snapshots,
     storages,
@@ -40,7 +41,7 @@ from virtual_gpus.patches import (
 
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, parallel,
             smi, processes, distributed, refused, numbers, snapshots, dropout, attention, normalization,
-            rnn, autocast, saved_tensors, blas)  # fmt: skip
+            rnn, autocast, saved_tensors, blas, scripts)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 
