@@ -32,7 +32,7 @@ def combine(answer):
         counted = [(leaf, weight) for leaf, weight in zip(leaves, weights, strict=True) if weight]
         weighted = sum(leaf.item() * weight for leaf, weight in counted)
         if weighted != weighted:  # nan
-            hidden = f"{case}, the result is {found.item():.3g}. A nan that has a weight must show in the result."
+            hidden = f"{case}, the result is {found.item():.3g}. A loss that counts is nan, so the result must be nan."
             require(bool(found.isnan()), hidden)
             continue
         require(not found.isnan(), f"{case}, the result is nan. A loss of weight 0 must not count, and 0 x nan is nan.")
@@ -164,7 +164,7 @@ def peaks(answer):
             held * logits: "is the size of the logits alone. The layers' activations come on top.",
         }
         compare.memory(answer[name], peak, "GiB", 0.05, mistakes, case=f"As the peak of {name}, ")
-    return "What is counted in logits shrinks with the vocabulary, and the rest nearly stays."
+    return "Tensors of the size of the logits shrink with the vocabulary. The rest stays nearly the same."
 
 
 def _peak(name: str, gpus: list[torch.device]) -> int:

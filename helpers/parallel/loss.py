@@ -224,9 +224,9 @@ def _require_mean_over_samples(criterion: nn.Module) -> None:
             raise ValueError(
                 f"It is not clear what the mean of {type(criterion).__name__} is over, because {part} can leave labels "
                 "out or return a sum. Pass weight=, a function that gets the arguments of the criterion and returns "
-                "the number that their mean is divided by: count_labels counts the labels that are not -100, and "
-                "count_samples counts every sample the same (both are in helpers.parallel). If the criterion returns a "
-                'sum, pass reduction="sum".'
+                "the number that their mean is divided by. In helpers.parallel, count_labels counts the labels that "
+                "are not -100, and count_samples counts all samples. If the criterion returns a sum, pass "
+                'reduction="sum".'
             )
 
 
