@@ -59,6 +59,14 @@ def _cuda_error(what: str, hint: str) -> Exception:
     )
 
 
+def report_sync(mode: int) -> None:
+    """Warn (1) or raise (2) that the host waits for a GPU (c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync)."""
+    if mode == 2:
+        raise RuntimeError("called a synchronizing CUDA operation")
+    if mode == 1:
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
+
+
 def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
     """`Tensor.numpy()` of a GPU tensor (torch/csrc/utils/tensor_numpy.cpp)."""
     return TypeError(

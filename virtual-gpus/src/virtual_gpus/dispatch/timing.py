@@ -16,6 +16,7 @@ from virtual_gpus.clock.cost import Operand, cost
 from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
 from virtual_gpus.clock.traffic import host_copy, peer_copy, read_value
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.errors import report_sync
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned
 from virtual_gpus.threads import this_thread
@@ -101,6 +102,8 @@ def record_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
 def record_read(call: OpCall) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
     gpu = call.gpu
+    if gpu.machine.sync_debug_mode:
+        report_sync(gpu.machine.sync_debug_mode)
     if gpu.machine.clock.tracks[gpu.slot].late and call.tensors:
         _await(gpu, gpu.stream, call.tensors)
     read_value(gpu)
@@ -130,6 +133,8 @@ def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         peer_copy(source, target, tensor.numel() * itemsize)
     else:
         pinned = into_pinned if source is not None else is_pinned(tensor)
+        if here.machine.sync_debug_mode and blocking:
+            report_sync(here.machine.sync_debug_mode)
         host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
 
 

@@ -21,8 +21,10 @@ from virtual_gpus.patches import (
     blas,
     cuda,
     distributed,
+    driver,
     factories,
     generators,
+    legacy,
     memory,
     numbers,
     parallel,
@@ -40,7 +42,7 @@ from virtual_gpus.patches import (
 )
 
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, parallel,
-            smi, processes, distributed, refused, numbers, snapshots, dropout, attention, normalization,
+            legacy, driver, smi, processes, distributed, refused, numbers, snapshots, dropout, attention, normalization,
             rnn, autocast, saved_tensors, blas, scripts)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
@@ -70,6 +72,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put everything back. Called when the last virtual GPUs go off."""
     autocast.forget()
+    legacy.forget()
     table.take_out()
     if _default_device and _default_device_context() is not _default_device.pop():
         torch.set_default_device(None)  # set while they were on: probably to a GPU that is no more

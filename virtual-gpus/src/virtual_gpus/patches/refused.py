@@ -10,15 +10,14 @@ from virtual_gpus import errors
 from virtual_gpus.patches import table
 
 _CUDA = (
-    "CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "MemPool", "use_mem_pool", "cudart",
+    "CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "MemPool", "use_mem_pool",
     "GreenContext", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     "caching_allocator_delete", "caching_allocator_enable", "current_blas_handle", "current_solver_handle",
-    "set_sync_debug_mode", "get_sync_debug_mode", "host_memory_stats",
-    "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
-    "export_dot", "export_graph_data", "_sleep",
+    "host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
+    "reset_peak_host_memory_stats", "export_dot", "export_graph_data",
 )  # fmt: skip
 _MEMORY = ("_allocation_traceback",)  # it wants a GPU's address, and tensors have the CPU's
-_NCCL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id", "version")
+_NCCL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id")
 
 
 def _refuse(owner, name: str, path: str) -> table.Patch:
@@ -42,19 +41,6 @@ def _refuse_instances(kind: type, path: str) -> table.Patch:
         raise errors.not_modelled(path)
 
     return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
-
-
-class _LegacyType(type):
-    def __instancecheck__(cls, instance) -> bool:
-        return isinstance(instance, torch.Tensor) and instance.type() == f"torch.cuda.{cls.__name__}"
-
-    def __call__(cls, *args, **kwargs):
-        raise errors.not_modelled(f'torch.cuda.{cls.__name__}(...) (write torch.tensor(..., device="cuda"))')
-
-
-def _legacy(name: str) -> type:
-    """torch.cuda.FloatTensor and its kin: isinstance works, making one is refused."""
-    return _LegacyType(name, (), {})
 
 
 _raw_to_dlpack = torch.utils.dlpack.to_dlpack
@@ -89,9 +75,6 @@ def patches():
               (torch.cuda.nccl, "torch.cuda.nccl", _NCCL), (torch, "torch", ("compile",))]  # fmt: skip
     found = [
         _refuse(owner, name, f"{path}.{name}") for owner, path, names in owners for name in names if name in vars(owner)
-    ]
-    found += [
-        (torch.cuda, name, _legacy(name)) for name in vars(torch.cuda) if name.endswith("Tensor") and name[0] != "_"
     ]
     found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
     return found + [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.numbers import named
@@ -13,6 +14,38 @@ from virtual_gpus.threads import this_thread
 
 _raw_device = torch._C.StorageBase.device.__get__
 _raw_resize = torch._C.StorageBase.resize_
+_raw_new = torch._C.StorageBase.__new__
+_raw_getitem = torch._C.StorageBase.__getitem__
+
+
+@entrance
+def __new__(cls, *args, device=None, **kwargs):
+    """`UntypedStorage(size or bytes, device="cuda")`. Made on the CPU, since C++ would ask the driver for the GPU."""
+    machine = active()
+    if device is None or machine is None or torch.device(named(device)).type != "cuda":
+        return _raw_new(cls, *args, **kwargs) if device is None else _raw_new(cls, *args, device=device, **kwargs)
+    enter_thread()
+    gpu = find_gpu(machine, torch.device(named(device)))
+    size = len(args[0]) if args and not isinstance(args[0], int) else (*args, kwargs.get("size", 0))[0]
+    record = StorageAllocation(gpu, size)  # first: what cannot fit fills nothing
+    made = _raw_new(cls, size, device="meta") if machine.shapes_only else _raw_new(cls, *args, device="cpu", **kwargs)
+    made._record = record
+    return made
+
+
+@entrance
+def new(self):
+    """An empty storage on the same device."""
+    gpu = _gpu(self)
+    return type(self)(device=_raw_device(self) if gpu is None else torch.device("cuda", gpu.index))
+
+
+def __getitem__(self, index):
+    """A byte, or for a slice a storage that shares the memory and with it the GPU."""
+    found = _raw_getitem(self, index)
+    if isinstance(index, slice) and _gpu(self) is not None:
+        found._record = record_of(self)
+    return found
 
 
 def device(self) -> torch.device:
@@ -86,4 +119,4 @@ def patches():
     """See `patches`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
     found = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
-    return found + [(storage, f.__name__, f) for f in (to, cuda, cpu, clone, resize_)]
+    return found + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cuda, cpu, clone, resize_)]

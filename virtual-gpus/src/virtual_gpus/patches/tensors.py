@@ -6,6 +6,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.machine import active
+from virtual_gpus.patches.legacy import is_cuda_type, parse_type
 from virtual_gpus.placement.storages import device_of, gpu_of, storages
 from virtual_gpus.shapes.valueless import NotKept
 from virtual_gpus.threads import this_thread
@@ -90,17 +91,16 @@ def _str(tensor, *, tensor_contents=None):
 
 def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
     """`x.type()` names the GPU's class; `x.type(dtype)` converts, as PyTorch does."""
-    if _gpu(self) is None and not _is_cuda_type(dtype):
+    if _gpu(self) is None and not is_cuda_type(dtype):
         return _raw_type(self) if dtype is None else _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
     if dtype is None:
-        return _raw_type(self).replace("torch.", "torch.cuda.", 1)
+        name = _raw_type(self)  # under a function mode, such as a default device, PyTorch asks this function again
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
     if not isinstance(dtype, torch.dtype):
-        raise errors.not_modelled(f"Tensor.type({dtype!r}) on a GPU (write x.to(device, dtype))")
+        dtype, on_gpu = parse_type(dtype)
+        device = "cpu" if not on_gpu else "cuda" if _gpu(self) is None else self.device
+        return self.to(device, dtype, non_blocking=non_blocking)
     return _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
-
-
-def _is_cuda_type(dtype) -> bool:
-    return isinstance(dtype, str) and dtype.startswith("torch.cuda.")
 
 
 def record_stream(self, stream) -> None:
