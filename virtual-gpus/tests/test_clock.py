@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
-from virtual_gpus.clock.clock import Clock, ConcurrentThreads
+from virtual_gpus.clock.clock import Clock, ConcurrentThreads, Track
 from virtual_gpus.clock.cost import Operand, cost
 from virtual_gpus.gpus import kinds, spec
 
@@ -238,3 +238,16 @@ def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
         with virtual_gpus(1, shapes_only=shapes_only), record_timeline():
             found.append(program())
     assert found == pytest.approx([found[0]] * 4, rel=1e-12)
+
+
+def test_a_thread_that_was_left_over_may_add_idle_times():
+    track = Track()
+
+    class Meanwhile(list):
+        def __getitem__(self, index):
+            track.gaps.append([8.0, 9.0])
+            return super().__getitem__(index)
+
+    track.gaps.append(Meanwhile([1.0, 2.0]))
+    track.free = 10.0
+    assert track.take(3.0, 1.0) == 10.0

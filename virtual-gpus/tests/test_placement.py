@@ -79,8 +79,17 @@ MAKERS = {
     "module parameter": lambda: nn.Linear(2, 3, device=ONE).weight,
     "module to": lambda: nn.Linear(2, 3).to(ONE).weight,
     "module cuda": lambda: nn.Linear(2, 3).cuda(1).weight,
+    "lazy module": lambda: initialized(nn.LazyLinear(3).cuda(1)).weight,
+    "lazy module on the GPU": lambda: initialized(nn.LazyLinear(3, device=ONE)).weight,
+    "lazy buffer": lambda: initialized(nn.LazyBatchNorm1d().to(ONE)).running_mean,
     "module buffer": lambda: nn.BatchNorm1d(3).to(ONE).running_mean,
 }
+
+
+def initialized(lazy):
+    """A lazy module after its first call."""
+    lazy(torch.ones(2, 4, device=ONE))
+    return lazy
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -122,6 +131,14 @@ def test_new_has_the_dtype_and_refuses_as_cuda_does():
     with pytest.raises(RuntimeError, match="expects device type: cuda but device type: cpu was passed"):
         x.new(2, device="cpu")
     assert torch.ones(2).new([1.0]).device.type == "cpu"
+
+
+def test_a_storage_stays_on_its_gpu():
+    there, x = torch.ones(3, device="cuda:2"), torch.ones(3, device=ONE)
+    for source in (there, there.untyped_storage(), torch.ones(3)):
+        with pytest.raises(RuntimeError, match='on device "cuda:1" to a storage on different device'):
+            x.set_(source)
+    assert x.set_(torch.zeros(2, device=ONE)).tolist() == [0.0, 0.0] and x.device == ONE
 
 
 def test_to_returns_the_tensor_itself_when_nothing_changes():
@@ -217,7 +234,14 @@ def test_streams_and_events_are_objects_that_work():
     side.wait_event(start)
     torch.cuda.current_stream().wait_stream(side)
     side.synchronize()
-    assert end.query() and side.query() and start.elapsed_time(end) >= 0.0
+    assert end.query() and side.query()
+    with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
+        start.elapsed_time(end)  # of two GPUs
+    start.record(side)
+    start.synchronize()
+    assert start.elapsed_time(end) <= 0.0 <= end.elapsed_time(start)
+    assert torch.cuda.Stream.priority_range() == (0, -3)
+    assert [torch.cuda.Stream(priority=p).priority for p in (5, 0, -1, -9)] == [0, 0, -1, -3]
 
 
 def test_random_numbers_are_per_gpu_and_leave_the_cpu_alone():
@@ -260,6 +284,8 @@ def test_pinned_memory():
     assert torch.tensor([1.0], pin_memory=True).is_pinned() and x.new_tensor([1.0], pin_memory=True).is_pinned()
     assert not torch.tensor([1.0], pin_memory=True, device=ONE).is_pinned()
     assert x.pin_memory().to(ONE, non_blocking=True).device == ONE
+    assert x.to(ONE).to("cpu", non_blocking=True).is_pinned() and not x.to(ONE).to("cpu").is_pinned()
+    assert not x.to("cpu", torch.float64, non_blocking=True).is_pinned()
     with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
         torch.ones(3, device=ONE).pin_memory()
 

@@ -37,6 +37,21 @@ def not_ready() -> RuntimeError:
     return torch.AcceleratorError("CUDA error: device not ready")
 
 
+def events_of_two_gpus() -> Exception:
+    """The error of cudaEventElapsedTime for events that were recorded on different GPUs."""
+    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
+    hint = f"Search for `cudaErrorInvalidResourceHandle' in {where} for more information."
+    return _cuda_error("invalid resource handle", hint)
+
+
+def storage_elsewhere(tensor: torch.device, storage: torch.device) -> RuntimeError:
+    """`x.set_(...)` with a storage on another device (aten/src/ATen/native/Resize.h)."""
+    return RuntimeError(
+        f'Attempted to set the storage of a tensor on device "{tensor}" to a storage on different device "{storage}".'
+        "  This is no longer allowed; the devices must match."
+    )
+
+
 def invalid_device_ordinal() -> Exception:
     """CUDA's error for a GPU that does not exist (c10/cuda/CUDAException.cpp)."""
     return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")

@@ -58,7 +58,7 @@ class Track:
                 self.gaps.append([free, earliest])
             self.free = earliest + seconds
             return earliest
-        for gap in self.gaps:
+        for gap in self.gaps.copy():  # in one piece: a thread that was left over may add to them meanwhile
             start = max(gap[0], earliest)
             if start + seconds <= gap[1]:
                 if gap[1] - start - seconds > start - gap[0]:

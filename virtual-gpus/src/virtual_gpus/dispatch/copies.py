@@ -10,7 +10,7 @@ import torch
 
 from virtual_gpus.dispatch.timing import record_copy
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, place, put
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, pin, place, put
 from virtual_gpus.shapes import valueless
 
 
@@ -82,8 +82,9 @@ def raw_copy(
         return _copy_of_wrapper(tensor, lambda part: raw_copy(part, target, dtype, memory_format, blocking))
     source = gpu_of(tensor)
     made = _copied(tensor, source, target, dtype, memory_format)
-    record_copy(source, target, tensor, dtype, blocking, into_pinned=target is None and not blocking)
-    return made
+    into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
+    record_copy(source, target, tensor, dtype, blocking, into_pinned)
+    return pin(made) if into_pinned else made
 
 
 def _copy_of_wrapper(tensor, copy):

@@ -33,8 +33,11 @@ _form, _requires_grad = attrgetter("shape", "dtype"), attrgetter("requires_grad"
 def record_op(call: OpCall, result: Any) -> None:
     """Put one operator on the GPU's clock. result: as it returned it."""
     gpu, op, tensors = call.gpu, call.op, call.tensors
-    shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
-    key = (gpu.spec.kind, op, shape, *map(_form, tensors))
+    try:
+        shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
+        key = (gpu.spec.kind, op, shape, *map(_form, tensors))
+    except RuntimeError:
+        return  # a parameter of a lazy module has no shape before it is initialized, and no elements
     if op.has_products:
         key += (_allows_tf32("cuda", op.has_products),)
     found = _known.get(key)

@@ -28,12 +28,18 @@ class Stream:
 
     def __init__(self, device=None, priority: int = 0, *, stream_id: int | None = None, **kwargs):
         self._index = gpu_at(device).index
-        self.priority = priority
+        least, greatest = self.priority_range()
+        self.priority = max(greatest, min(priority, least))
         if stream_id is None:
             _newest[0] = stream_id = next(_ids)
         self.stream_id = stream_id
         self.device_type = _CUDA
         self._outer: list[tuple[Stream, int]] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest one that PyTorch supports (c10/cuda/CUDAStream.h). The clock ignores them."""
+        return 0, -3
 
     @property
     def device(self) -> torch.device:
@@ -164,6 +170,8 @@ class Event:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._stream is None or end_event._stream is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if self.device != end_event.device:
+            raise errors.events_of_two_gpus()
         if not (self.query() and end_event.query()):
             raise errors.not_ready()
         return (end_event._time - self._time) * 1e3

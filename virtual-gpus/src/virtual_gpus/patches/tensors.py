@@ -20,6 +20,7 @@ _raw_type = torch._C.TensorBase.type
 _raw_record_stream = torch._C.TensorBase.record_stream
 _raw_dlpack = torch.Tensor.__dlpack__
 _raw_dlpack_device = torch.Tensor.__dlpack_device__
+_raw_set = torch._C.TensorBase.set_
 _raw_item = torch._C.TensorBase.item
 _raw_str = torch._tensor_str._str
 _raw_tolist = torch._C.TensorBase.tolist
@@ -113,6 +114,15 @@ def record_stream(self, stream) -> None:
         storage._record.gpu.allocator.record_stream(storage._record.block, other)
 
 
+def set_(self, source=None, *args, **kwargs):
+    """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
+    if source is None:
+        return _raw_set(self, *args, **kwargs)
+    if not this_thread.inside and active() is not None and source.device != self.device:
+        raise errors.storage_elsewhere(self.device, source.device)
+    return _raw_set(self, source, *args, **kwargs)
+
+
 _raw_make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
@@ -162,7 +172,7 @@ def _cuda_array_interface(self):
 def patches():
     """See `patches`."""
     tensor = torch.Tensor
-    found = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, apply_, map_)]
+    found = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, apply_, map_)]
     found += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
     found += [(torch._tensor_str, "_str", _str)]
     found += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]

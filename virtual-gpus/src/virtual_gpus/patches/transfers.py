@@ -134,4 +134,8 @@ def get_swap_module_params_on_conversion() -> bool:
 def patches():
     """See `patches`."""
     swaps = (torch.__future__, "get_swap_module_params_on_conversion", get_swap_module_params_on_conversion)
-    return [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)] + [swaps]
+    lazy = torch.nn.parameter.UninitializedTensorMixin  # it knows what it lets pass by what it was before
+    return [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)] + [
+        swaps,
+        (lazy, "_allowed_methods", [*lazy._allowed_methods, to, cuda, cpu, torch.Tensor.untyped_storage]),
+    ]
