@@ -35,14 +35,19 @@ def largest_batch(
         raise ValueError("start, multiple_of and steps must be at least 1, and limit must be at least multiple_of.")
     saved = [(each, _on_host(each.state_dict())) for each in keep]
     good, bad, size = 0, None, min(-(-start // multiple_of), last)
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        while good < last and (bad is None or bad - good > 1):
-            fitted = _runs(step, size * multiple_of, steps)
-            _put_back(saved)
-            if report is not None:
-                report(size * multiple_of, fitted)
-            good, bad = (size, bad) if fitted else (good, size)
-            size = min(2 * good, last) if bad is None else (good + bad) // 2
+    gc.collect()
+    gc.freeze()  # so that the garbage collection after each try skips all objects that exist already
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            while good < last and (bad is None or bad - good > 1):
+                fitted = _runs(step, size * multiple_of, steps)
+                _put_back(saved)
+                if report is not None:
+                    report(size * multiple_of, fitted)
+                good, bad = (size, bad) if fitted else (good, size)
+                size = min(2 * good, last) if bad is None else (good + bad) // 2
+    finally:
+        gc.unfreeze()
     return good * multiple_of
 
 

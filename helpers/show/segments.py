@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from helpers.measure import format_bytes, read_memory, unit_of
-from helpers.measure.oom.blocks import KINDS, live_blocks, segments_of
+from helpers.measure.oom.blocks import KINDS, in_use, live_blocks, segments_of
 from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
 
 MOST_ROWS = 24
@@ -21,9 +21,11 @@ def draw_segments(gpu=0, title: str | None = None) -> Axes:
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
     axes. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
-    segments, kinds = _segments(gpu)
+    index = read_memory(gpu)[0].index
+    segments = segments_of(index)
     if not segments:
         raise ValueError("PyTorch has not reserved any memory on this GPU, so there is no segment to draw.")
+    kinds = {block.address: block.kind for block in live_blocks(index)}
     shown = sorted(segments, key=lambda segment: -segment["total_size"])[:MOST_ROWS]
     styles = {kind: bar_style(place, place) | {"linewidth": 0.6} for place, kind in enumerate(KINDS)}
     _, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(shown)), layout="constrained")
@@ -48,22 +50,16 @@ def draw_segments(gpu=0, title: str | None = None) -> Axes:
 
 def describe_segments(gpu=0) -> str:
     """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
-    segments, kinds = _segments(gpu)
+    segments = segments_of(read_memory(gpu)[0].index)
     blocks = [block for segment in segments for block in segment["blocks"]]
-    used = [block["size"] for block in blocks if block["address"] in kinds]
-    free = [block["size"] for block in blocks if block["address"] not in kinds]
+    used = [block["size"] for block in blocks if in_use(block)]
+    free = [block["size"] for block in blocks if not in_use(block)]
     reserved = format_bytes(sum(segment["total_size"] for segment in segments))
     said = f"{_count(segments, 'segment')}, {reserved} reserved: {format_bytes(sum(used))} used in "
     said += _count(used, "block")
     if not free:
         return f"{said}, no gaps."
     return f"{said}, {format_bytes(sum(free))} free in {_count(free, 'piece')}, the largest {format_bytes(max(free))}."
-
-
-def _segments(gpu) -> tuple[list[dict], dict[int, str]]:
-    """Return PyTorch's descriptions of the segments, and the kinds of the blocks in use by address."""
-    index = read_memory(gpu)[0].index
-    return segments_of(index), {block.address: block.kind for block in live_blocks(index)}
 
 
 def _count(items: list, word: str) -> str:

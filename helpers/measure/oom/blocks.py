@@ -54,7 +54,7 @@ def live_blocks(gpu: int, by_kind: dict[str, list[Tensor]] | None = None) -> lis
             known.setdefault(block_address(tensor), (kind, tensor))
     found = []
     for block in (block for segment in segments_of(gpu) for block in segment["blocks"]):
-        if block["state"].startswith("active"):  # also "active_pending_free": another stream may still use it
+        if in_use(block):
             kind, tensor = known.get(block["address"], (KINDS[-1], None))
             shape = None if tensor is None else tuple(tensor.shape)
             dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
@@ -67,6 +67,11 @@ def segments_of(gpu: int) -> list[dict]:
     """Return the segments of GPU number `gpu`, sorted by address."""
     segments = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
     return sorted((each for each in segments if each["device"] == gpu), key=lambda each: each["address"])
+
+
+def in_use(block: dict) -> bool:
+    """Return whether `block`, of a segment, is not free. Another stream may still use one that is "pending free"."""
+    return block["state"].startswith("active")  # "active_allocated", "active_pending_free"
 
 
 def gpu_tensors(gpu: int) -> dict[str, list[Tensor]]:
