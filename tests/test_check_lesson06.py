@@ -216,7 +216,7 @@ def test_accumulate():
     assert check.accumulate(weighted(lambda samples, all_samples, pieces: samples / all_samples))
     explains(
         check.accumulate,
-        (lambda *job: accumulate(*job, at_once=True), "Until when does the graph of each piece live?"),
+        (lambda *job: accumulate(*job, at_once=True), "Which call frees the graph of a piece?"),
         (weighted(lambda samples, all_samples, pieces: 1 / pieces), "[3, 3, 3, 1] samples count [0.25, 0.25, 0.25"),
         (weighted(lambda samples, all_samples, pieces: 1), "samples count [1.0, 1.0, 1.0, 1.0]"),
         (clears_in_the_loop, "samples count [0.0, 0.0, 0.0, 0.1]"),

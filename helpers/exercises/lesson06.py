@@ -138,7 +138,7 @@ def accumulate(answer):
     _, peak, left = _measured(lambda: call(answer, net, x, y, pieces))
     # In a later piece the sum of the gradients is there while the new ones are made.
     most = one + max(parameter.nbytes for parameter in net.parameters()) + SLACK
-    why = "All pieces are on the GPU at once. Until when does the graph of each piece live?"
+    why = "The graphs of all pieces exist at the same time. Which call frees the graph of a piece?"
     _require_small(peak, most, left, most, why)
     return f"The peak is {peak / MiB:.1f} MiB, that of one piece of {pieces}."
 
@@ -208,7 +208,8 @@ def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str
     found = ", ".join(f"{name} {parts[name] / MiB:,.1f} MiB ({round(100 * (ratios[name] - 1)):+d} %)" for name in PARTS)
     held = f"The GPU held {(peak + parts['context']) / MiB:,.1f} MiB at the peak"
     why = "because not all parts exist at the same time, and temporary buffers come on top"
-    return f"Measured, and how far off you are: {found}. Your sum is {sum(guesses.values()):,.1f} MiB. {held}, {why}."
+    total = f"Your sum is {sum(guesses.values()):,.1f} MiB"
+    return f"The measured parts, each with the error of your figure: {found}. {total}. {held}, {why}."
 
 
 def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.device) -> tuple[dict[str, int], int]:
