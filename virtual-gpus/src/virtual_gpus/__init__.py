@@ -39,6 +39,9 @@ Time:
 - Numbers never depend on streams. A program that forgets to wait gives correct results here, but may give wrong ones on
   a real GPU.
 - In torch.distributed, collectives and messages take modelled time for GPU tensors, but none for CPU tensors.
+- In torch.profiler, the times of the CPU are real and those of the GPUs are modelled. In its Chrome trace, the GPUs
+  start together with the CPU, but the rows do not line up afterwards. `profile_memory` counts GPU tensors as memory of
+  the CPU.
 
 Memory:
 

@@ -29,6 +29,7 @@ from virtual_gpus.patches import (
     numbers,
     parallel,
     processes,
+    profiler,
     refused,
     saved_tensors,
     scripts,
@@ -43,7 +44,7 @@ from virtual_gpus.patches import (
 
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, parallel,
             legacy, driver, smi, processes, distributed, refused, numbers, snapshots, dropout, attention, normalization,
-            rnn, autocast, saved_tensors, blas, scripts)  # fmt: skip
+            rnn, autocast, saved_tensors, blas, scripts, profiler)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 

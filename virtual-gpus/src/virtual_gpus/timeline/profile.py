@@ -1,0 +1,137 @@
+"""What the modelled GPUs did while torch.profiler looked on, as the rows that it has for real ones.
+
+The profiler itself measures the CPU, in real time. The work of the GPUs comes from the modelled clock. It hangs on the
+operator that issued it by the real moment at which the clock heard of it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+
+from virtual_gpus.clock.clock import COLLECTIVES, COPY_IN, COPY_OUT, Span
+from virtual_gpus.machine import VirtualMachine
+from virtual_gpus.timeline.spans import lane_name
+
+_TO_THE_GPU, _TO_THE_CPU = "to the GPU", "to the CPU"  # the clock's names for copies from and to the computer
+_LANES = {COPY_IN: 1001, COPY_OUT: 1002, COLLECTIVES: 1003}  # beside the numbers of streams
+_OURS = "PythonDispatchMode"  # the profiler's name for what the engine does around each operator
+
+
+class _Work(NamedTuple):
+    span: Span
+    issued: int  # real nanoseconds since 1970, as the profiler counts
+
+
+class DeviceRecord:
+    """The spans of one profile, from the moment when it is made until `stop`."""
+
+    def __init__(self, machine: VirtualMachine):
+        self._machine, self._work, self._began = machine, list[_Work](), machine.clock.now
+        machine.clock.timelines.append(self)
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._machine.clock.timelines.remove(self)
+
+    def add(self, span: Span) -> None:
+        """The clock calls this for every span. Waits of the host are not work of a GPU.
+
+        A copy between two GPUs is heard of on both, and counts on the one that it comes from.
+        """
+        if span.gpu is not None and (span.lane != COPY_IN or span.name == _TO_THE_GPU):
+            self._work.append(_Work(span, time.time_ns()))
+
+    def _visible(self) -> Iterator[tuple[int, _Work]]:
+        index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
+        return ((index[work.span.gpu], work) for work in self._work if work.span.gpu in index)
+
+    # ---- torch.profiler's list of events
+
+    def merge(self, events: list[FunctionEvent], trace_start: int, keep_cpu: bool) -> list[FunctionEvent]:
+        """The profiler's events with those of the GPUs, in its order. trace_start: nanoseconds since 1970.
+
+        keep_cpu: False if only the GPUs were asked for.
+        """
+        if keep_cpu:
+            hosts = _Operators(events)
+            events = [event for event in events if event.name != _OURS]
+            for index, work in self._visible():
+                host = hosts.at((work.issued - trace_start) / 1e3)
+                if host is not None:
+                    host.append_kernel(_name(work.span), index, (work.span.end - work.span.start) * 1e6)
+        else:
+            events = []
+        made = [self._event(number, index, work.span) for number, (index, work) in enumerate(self._visible(), 1)]
+        return sorted(events + made, key=lambda event: (event.time_range.start, -event.time_range.end))
+
+    def _event(self, number: int, gpu: int, span: Span) -> FunctionEvent:
+        begin, end = ((moment - self._began) * 1e6 for moment in (span.start, span.end))
+        return FunctionEvent(
+            -number, _name(span), _lane(span), begin, end, trace_name=_name(span), use_device="cuda",
+            device_type=DeviceType.CUDA, device_index=gpu, device_resource_id=_lane(span), input_shapes=[], stack=[],
+        )  # fmt: skip
+
+    # ---- its file
+
+    def add_to_chrome_trace(self, path: str | os.PathLike) -> None:
+        """Add a process for each GPU to the profiler's JSON file. Its modelled time starts with the file."""
+        path = Path(path)
+        trace: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        events = trace["traceEvents"]
+        start = min((event["ts"] for event in events if event.get("ph") == "X"), default=0.0)
+        named: set = set()
+        for gpu, (span, _) in self._visible():
+            if (gpu, span.lane) not in named:
+                named.add((gpu, span.lane))
+                for name, label in (("process_name", f"cuda:{gpu} (modelled)"), ("thread_name", lane_name(span.lane))):
+                    events.append({"ph": "M", "name": name, "pid": gpu, "tid": _lane(span), "args": {"name": label}})
+            events.append({"ph": "X", "cat": _category(span), "name": _name(span), "pid": gpu, "tid": _lane(span),
+                           "ts": start + (span.start - self._began) * 1e6, "dur": (span.end - span.start) * 1e6,
+                           "args": {"device": gpu, "stream": _lane(span)}})  # fmt: skip
+        path.write_text(json.dumps(trace), "utf-8")
+
+
+class _Operators:
+    """The profiler's CPU events, to find the one in which something happened."""
+
+    def __init__(self, events: list[FunctionEvent]):
+        hosts = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async and e.name != _OURS]
+        self._hosts = sorted(hosts, key=lambda event: event.time_range.start)
+        self._starts = [event.time_range.start for event in self._hosts]
+
+    def at(self, moment: float) -> FunctionEvent | None:
+        """The operator that ran at a moment (microseconds of the trace); None if there was none.
+
+        The mode has called the operator once more by then, inside the first call. The profiler makes one event of the
+        two, with what hangs on the inner one (`EventList._remove_dup_nodes`).
+        """
+        before = self._hosts[: bisect.bisect(self._starts, moment)]
+        for place in range(len(before) - 1, -1, -1):
+            event = before[place]
+            if event.time_range.end >= moment:
+                return next((inner for inner in reversed(before[place:]) if inner.name == event.name), event)
+        return None
+
+
+def _name(span: Span) -> str:
+    name = span.name
+    if span.kind == "copy":
+        name = {_TO_THE_GPU: "Memcpy HtoD", _TO_THE_CPU: "Memcpy DtoH"}.get(name, "Memcpy PtoP")
+    return f"{name} (modelled)"
+
+
+def _lane(span: Span) -> int:
+    return _LANES[span.lane] if isinstance(span.lane, str) else span.lane
+
+
+def _category(span: Span) -> str:
+    return "gpu_memcpy" if span.kind == "copy" else "kernel"

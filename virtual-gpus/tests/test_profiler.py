@@ -1,0 +1,93 @@
+"""torch.profiler: real times of the CPU beside modelled times of the GPUs, and NVTX ranges that nobody hears."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
+from virtual_gpus import record_timeline, virtual_gpus
+
+BOTH = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus():
+    with virtual_gpus(2):
+        yield
+
+
+def step(net, x):
+    with record_function("forward"):
+        y = net(x)
+    y.sum().backward()
+
+
+def rows(profiled):
+    return {row.key: row for row in profiled.key_averages()}
+
+
+def test_device_times_are_those_of_the_modelled_clock(capfd):
+    net, x = nn.Linear(100, 100).cuda(), torch.randn(64, 100, device="cuda")
+    with record_timeline() as timeline:
+        step(net, x)
+    kernels = sum(span.end - span.start for span in timeline.spans if span.gpu == 0) * 1e6
+    net.zero_grad()
+    with profile(activities=BOTH) as profiled:
+        step(net, x)
+    found = rows(profiled)
+    assert found["addmm (modelled)"].device_type == torch.autograd.DeviceType.CUDA
+    assert found["addmm (modelled)"].device_time_total == pytest.approx(found["aten::addmm"].self_device_time_total)
+    assert found["aten::addmm"].count == 1  # not the engine's own call as well
+    assert found["forward"].device_time_total == pytest.approx(found["aten::addmm"].device_time_total)
+    assert sum(row.self_device_time_total for row in found.values() if "(modelled)" in row.key) == pytest.approx(
+        sum(row.self_device_time_total for row in found.values() if "(modelled)" not in row.key)
+    )
+    table = profiled.key_averages().table(sort_by="cuda_time_total")
+    assert "Self CUDA time total (modelled):" in table and "PythonDispatchMode" not in table
+    modelled = sum(event.device_time_total for event in profiled.events() if "(modelled)" in event.name)
+    assert modelled == pytest.approx(kernels) and kernels > 0
+    assert len(capfd.readouterr().err.splitlines()) < 10
+
+
+def test_the_trace_has_a_process_for_each_gpu(tmp_path):
+    x = torch.randn(1 << 16).cuda()
+    with profile(
+        activities=[ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1, repeat=1)
+    ) as profiled:
+        for _ in range(2):
+            (x.to(1) * 2).cpu()
+            profiled.step()
+    names = [event.name for event in profiled.events()]
+    assert names == [f"{name} (modelled)" for name in ("Memcpy PtoP", "mul", "Memcpy DtoH")]
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"cuda:0 (modelled)", "cuda:1 (modelled)"} <= named
+    work = {event["name"]: event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")}
+    assert {name: event["pid"] for name, event in work.items()} == {
+        "Memcpy PtoP (modelled)": 0, "mul (modelled)": 1, "Memcpy DtoH (modelled)": 1,
+    }  # fmt: skip
+    assert work["mul (modelled)"]["ts"] >= work["Memcpy PtoP (modelled)"]["ts"] + work["Memcpy PtoP (modelled)"]["dur"]
+
+
+def test_other_ways_to_profile():
+    x = torch.ones(4, device="cuda")
+    assert supported_activities() >= set(BOTH)
+    with torch.autograd.profiler.profile(use_device="cuda") as profiled:
+        x + 1
+    assert any(event.name == "add (modelled)" for event in profiled.function_events)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        x + 1
+    assert not any("(modelled)" in event.name for event in profiled.events())
+
+
+def test_nvtx_ranges_do_nothing_harmful():
+    assert torch.cuda.nvtx.range_push("outer") == 0 and torch.cuda.nvtx.range_push("inner") == 1
+    assert torch.cuda.nvtx.range_pop() == 1 and torch.cuda.nvtx.range_pop() == 0
+    torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("across threads"))
+    torch.cuda.nvtx.mark("here")
+    with torch.cuda.nvtx.range("a range of {}", 3), torch.autograd.profiler.emit_nvtx():
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        (x * 2).sum().backward()
+    assert x.grad.tolist() == [2.0] * 4
