@@ -19,6 +19,7 @@ from virtual_gpus.patches import (
     autocast,
     autograd,
     blas,
+    comm,
     cuda,
     distributed,
     driver,
@@ -42,9 +43,9 @@ from virtual_gpus.patches import (
     transfers,
 )
 
-_MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, parallel,
-            legacy, driver, smi, processes, distributed, refused, numbers, snapshots, dropout, attention, normalization,
-            rnn, autocast, saved_tensors, blas, scripts, profiler)  # fmt: skip
+_MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
+            parallel, legacy, driver, smi, processes, distributed, refused, numbers, snapshots, dropout, attention,
+            normalization, rnn, autocast, saved_tensors, blas, scripts, profiler)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 
