@@ -326,6 +326,51 @@ def test_zeros_for_a_function_are_where_its_result_was(gpus):
     assert not x.grad.any() and not on_cpu.grad.any()
 
 
+class Seen(torch.autograd.Function):
+    """Notes where its backward pass runs."""
+
+    places = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        device = torch.ones(1, device="cuda").device
+        Seen.places.append((device, torch.cuda.current_stream(device)))
+        return gradient
+
+
+def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpus):
+    Seen.places.clear()
+    first, second, side = (torch.cuda.Stream(2) for _ in range(3))
+    default = torch.cuda.default_stream(2)
+    x = draw(3).to(gpus[2]).requires_grad_()
+    Seen.apply(x).sum().backward()
+    assert Seen.places == [(gpus[2], default)]
+    with torch.cuda.stream(first):
+        one = Seen.apply(x)
+    with torch.cuda.stream(second):
+        two = Seen.apply(x * 2)
+    with torch.cuda.stream(side):
+        torch.autograd.grad((Seen.apply(one) + two).sum(), x, retain_graph=True)
+        Seen.apply(one.detach())
+        assert torch.cuda.current_stream(2) == side
+    assert [stream for _, stream in Seen.places[1:]] == [side, second, first]
+    with torch.cuda.stream(first):
+        Seen.apply(x) * 2
+    loss = (Seen.apply(one) + two).sum()
+    with torch.cuda.stream(side):
+        loss.backward()
+        assert side._mark() >= first._mark() and side._mark() >= default._mark()
+    assert [stream for _, stream in Seen.places[4:]] == [default, second, first]
+    assert torch.cuda.current_stream(2) == default and torch.cuda.current_device() == 0
+    torch.cuda.set_stream(first)
+    assert torch.cuda.current_device() == 2
+    torch.cuda.set_stream(torch.cuda.default_stream(0))
+
+
 def test_gradients_of_zeros_are_on_the_gpu_as_well(gpus):
     """PyTorch makes them in C++, where a virtual GPU's tensor looks like the CPU's."""
     x, on_cpu = draw(3).to(gpus[2]).requires_grad_(), draw(3).requires_grad_()

@@ -10,6 +10,7 @@ import torch
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
+from virtual_gpus.patches.backward_streams import on_the_streams_of_forward
 from virtual_gpus.placement.creation_sites import forget_creation_site, was_made_in_cpp
 from virtual_gpus.placement.storages import device_of, gpu_of, place
 from virtual_gpus.threads import this_thread
@@ -66,7 +67,8 @@ def _engine_run_backward(outputs, *args, **kwargs):
     try:
         if clock is not None:
             clock.start_backward()
-        found = _raw_run_backward(outputs, *args, **kwargs)
+        with on_the_streams_of_forward(outputs):
+            found = _raw_run_backward(outputs, *args, **kwargs)
     except BaseException:
         if not outer:
             _drop_what_waits()
@@ -121,17 +123,23 @@ def _checked(number: int, output, gradient):
 
 @entrance
 def _apply(self, *gradients):
-    """The backward pass of a Python function: outputs that nobody used get gradients of zeros, on their own GPU."""
-    return _raw_apply(self, *_placed(self, gradients))
+    """The backward pass of a Python function, for which the GPU of its results is the current one.
 
-
-def _placed(node, gradients):
-    """Give the zeros that the engine made in C++ a GPU: that of the result whose gradient they are."""
-    where = getattr(node, "_virtual_gpus", ())
+    Results that nobody used have gradients of zeros, which the engine makes in C++: they belong on the result's GPU.
+    """
+    where = [gpu if gpu is not None and gpu.machine is active() else None for gpu in getattr(self, "_virtual_gpus", ())]
     for gradient, gpu in zip(gradients, where, strict=False):
-        if gpu is not None and gpu.machine.on and was_made_in_cpp(gradient):
+        if gpu is not None and was_made_in_cpp(gradient):
             place(gradient, gpu)
-    return gradients
+    own = next((gpu for gpu in where if gpu is not None), None)
+    if own is None:
+        return _raw_apply(self, *gradients)
+    machine = own.machine
+    outer, machine.current = machine.current, own.index  # the engine has a thread per GPU
+    try:
+        return _raw_apply(self, *gradients)
+    finally:
+        machine.current = outer
 
 
 @classmethod

@@ -7,6 +7,7 @@ wait for another gets right numbers here and may get wrong ones on a real GPU.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 
@@ -26,8 +27,10 @@ _CUDA = 1  # c10::DeviceType::CUDA
 class Stream:
     """A queue of work on one GPU. `Stream(device=None, priority=0)`; also a context manager, as torch.Stream is."""
 
-    def __init__(self, device=None, priority: int = 0, *, stream_id: int | None = None, **kwargs):
-        self._index = gpu_at(device).index
+    def __init__(
+        self, device=None, priority: int = 0, *, stream_id: int | None = None, device_index: int | None = None, **kwargs
+    ):
+        self._index = gpu_at(device if device_index is None else device_index).index
         least, greatest = self.priority_range()
         self.priority = max(greatest, min(priority, least))
         if stream_id is None:
@@ -204,13 +207,24 @@ def current_stream(device=None) -> Stream:
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make `stream` this thread's stream on its GPU."""
+    """Make `stream` this thread's stream on its GPU, and that GPU the current one."""
     if stream is not None:
-        gpu = gpu_at(stream.device)
-        _streams()[id(gpu.machine), gpu.index] = stream
-        gpu.streams.pop(threading.get_ident(), None)
-        if stream.stream_id:
-            gpu.streams[threading.get_ident()] = stream.stream_id
+        make_current(stream._gpu, stream)
+        active().current = stream.device_index
+
+
+def make_current(gpu: VirtualGPU, stream: Stream) -> None:
+    """Make `stream` this thread's stream on `gpu`."""
+    _streams()[id(gpu.machine), gpu.index] = stream
+    gpu.streams.pop(threading.get_ident(), None)
+    if stream.stream_id:
+        gpu.streams[threading.get_ident()] = stream.stream_id
+    _note(gpu, stream if stream.stream_id else None)
+
+
+def _cuda_setStream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
+    """`set_stream` by the numbers of a stream."""
+    set_stream(Stream(device_index, stream_id=stream_id))
 
 
 def get_stream_from_external(data_ptr: int, device=None) -> Stream:
@@ -240,8 +254,48 @@ def stream(stream: Stream | None) -> StreamContext:
 
 def forget(machine) -> None:
     """Drop this thread's streams of a machine that went off."""
-    for key in [key for key in _streams() if key[0] == id(machine)]:
-        del _streams()[key]
+    for table in (_streams(), _changes()):
+        for key in [key for key in table if key[0] == id(machine)]:
+            del table[key]
+
+
+# ---- which stream a node of autograd belongs to ---------------------------------------------------------------------
+
+# C++ numbers the nodes of a thread in the order in which they are made. So each change of the current stream is noted
+# with the number of the next node, and a node's number says which stream was current when it was made.
+_next_number = torch._C._autograd._get_sequence_nr
+_KEPT = 4096  # changes per GPU: older nodes belong to the default stream
+
+
+def _changes() -> dict[tuple[int, int], list[tuple[int, Stream | None]]]:
+    """This thread's changes by machine and GPU: the next node's number, and the stream from then on (None: default)."""
+    if not hasattr(_current, "changes"):
+        _current.changes = {}
+    return _current.changes
+
+
+def _note(gpu: VirtualGPU, stream: Stream | None) -> None:
+    changes = _changes().setdefault((id(gpu.machine), gpu.index), [])
+    number = _next_number()
+    if changes and changes[-1][0] == number:
+        changes.pop()  # no node was made meanwhile
+    if (changes[-1][1] if changes else None) != stream:
+        changes.append((number, stream))
+    if len(changes) > _KEPT:
+        del changes[: _KEPT // 2]
+
+
+def have_changed() -> bool:
+    """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
+    return any(_changes().values())
+
+
+def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
+    """The stream of `gpu` that was current when this thread made the node of that number."""
+    changes = _changes().get((id(gpu.machine), gpu.index), ())
+    index = bisect.bisect_right(changes, number, key=lambda change: change[0])
+    stream = changes[index - 1][1] if index else None
+    return default_stream(gpu.index) if stream is None else stream
 
 
 def patches():
@@ -250,4 +304,5 @@ def patches():
                       default_stream, get_stream_from_external) + [
         (torch, "Stream", Stream),
         (torch, "Event", Event),
+        (torch._C, "_cuda_setStream", _cuda_setStream),
     ]  # fmt: skip
