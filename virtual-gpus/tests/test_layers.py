@@ -16,6 +16,7 @@ LAYERS = [
     "clock",
     "settings",
     "processes",
+    "driver",
     "machine",
     "errors",
     "entrance",
