@@ -330,18 +330,20 @@ def test_a_communication_hook_that_compresses(tmp_path):
 
 
 class TwoGPUs(nn.Module):
-    def __init__(self):
+    def __init__(self, first):
         super().__init__()
-        self.first, self.second = Layers([1000, 500]).to("cuda:0"), Layers([2000]).to("cuda:1")
+        self.last = first + 1
+        self.first, self.second = Layers([1000, 500]).to(first), Layers([2000]).to(self.last)
 
     def forward(self, x):
-        return self.second(self.first(x).to("cuda:1"))
+        return self.second(self.first(x).to(self.last))
 
 
 def model_parallel(rank):
-    net = DistributedDataParallel(TwoGPUs())
+    torch.cuda.set_device(2 * rank)
+    net = DistributedDataParallel(TwoGPUs(2 * rank))
     built = allocated()
-    x = torch.zeros(1, device="cuda:0")
+    x = torch.zeros(1, device="cuda")
     for _ in range(3):
         net.zero_grad()
         net(x).sum().backward()
@@ -349,14 +351,16 @@ def model_parallel(rank):
 
 
 def test_a_model_on_two_gpus_has_buckets_on_both(tmp_path):
-    with virtual_gpus(2):
+    with virtual_gpus(4):
         answers = ranks(model_parallel, tmp_path)
     first, second = rounded(1000, 500), rounded(2000)
     buckets = rounded(1500), rounded(2000)
-    for built, after, places in answers:
-        assert built == [first + buckets[0], second + buckets[1]]
-        assert after == [2 * first + buckets[0] + 512, 2 * second + buckets[1]]
-        assert places == ["cuda:0", "cuda:0", "cuda:1"]
+    for rank, (built, after, places) in enumerate(answers):
+        mine, none = slice(2 * rank, 2 * rank + 2), [0, 0]
+        assert built[mine] == [first + buckets[0], second + buckets[1]]
+        assert after[mine] == [2 * first + buckets[0] + 512, 2 * second + buckets[1]]
+        assert built[2 - 2 * rank :][:2] == after[2 - 2 * rank :][:2] == none
+        assert places == [f"cuda:{2 * rank}"] * 2 + [f"cuda:{2 * rank + 1}"]
 
 
 def lists(rank):

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from ranks import in_ranks
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
-from virtual_gpus.patches import distributed
+from virtual_gpus.patches import distributed, process_groups
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -26,7 +26,7 @@ SPAWN = mp.get_context("spawn")
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(distributed, "_said", False)
+    monkeypatch.setattr(process_groups, "_said", False)
 
 
 def join(process):
@@ -232,7 +232,7 @@ def test_collectives_on_gpu_tensors(capfd):
     with virtual_gpus(2):
         answers = in_ranks(collectives, count=2)
     for rank, answer in enumerate(answers):
-        assert answer["backend"] == "gloo" and set(answer["where"].values()) == {f"cuda:{rank}"}, answer["where"]
+        assert answer["backend"] == "nccl" and set(answer["where"].values()) == {f"cuda:{rank}"}, answer["where"]
         assert answer["all_reduce"] == answer["later"] == answer["group"] == answer["functional"] == [3.0, 3.0]
         assert answer["mean"] == [1.5, 1.5] and answer["broadcast"] == [2.0, 2.0] and answer["sent"] == [1.0, 1.0]
         assert answer["all_gather"] == answer["into"] == [1.0, 1.0, 2.0, 2.0]
@@ -298,7 +298,7 @@ def test_ddp_trains_as_one_process_does():
         assert 3 * answer["bytes"] <= answer["allocated"][rank] <= 3 * answer["bytes"] + 64 * 512
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "NCCL", "gloo", "cpu:gloo", None])
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "NCCL", "gloo", None])
 def test_every_way_to_ask_for_a_backend(tmp_path, backend, capfd):
     with virtual_gpus(1):
         device = torch.device("cuda:0")
@@ -308,10 +308,11 @@ def test_every_way_to_ask_for_a_backend(tmp_path, backend, capfd):
         try:
             x = torch.ones(2, device="cuda")
             dist.all_reduce(x)
-            assert x.tolist() == [1.0, 1.0] and "gloo" in dist.get_backend()
+            assert x.tolist() == [1.0, 1.0] and dist.get_backend() == str(backend or "nccl").lower()
+            assert dist.distributed_c10d._get_object_coll_device() == ("cpu" if "gloo" in str(backend) else "cuda")
         finally:
             dist.destroy_process_group()
-    assert ("needs real GPUs" in capfd.readouterr().out) == ("nccl" in str(backend).lower())
+    assert ("needs real GPUs" in capfd.readouterr().out) == (backend != "gloo")
     assert not dist.is_initialized()
 
 

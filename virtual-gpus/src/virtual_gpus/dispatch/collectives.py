@@ -31,10 +31,17 @@ _KINDS = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter", "gather_": "gather", "scatter_": "scatter",
     "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
 }  # fmt: skip
+# The backends that a group was asked to have: {"cuda": "nccl"}. Gloo carries the messages of all of them.
+backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
 _PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
 # (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
 _on_their_way: deque = deque(maxlen=1024)
+
+
+def is_nccl(group: object) -> bool:
+    """True for a process group whose backend for GPUs is to be NCCL."""
+    return backends_of.get(group, {}).get("cuda", "").startswith("nccl")
 
 
 class Arrival:
@@ -101,9 +108,25 @@ def _meet(gpu: VirtualGPU, group, kind: str, nbytes: int) -> float:
     began = _begins(gpu)
     others = _exchange(group, [began, *_place(gpu)])
     places = [(int(host), int(slot)) for _, host, slot in others]
+    if is_nccl(group):
+        _refuse_shared_gpus(places)
     end = max(start for start, *_ in others) + _ring(gpu, places, kind, nbytes)
     gpu.machine.clock.occupy(gpu.slot, COLLECTIVES, began, end, "collective", kind, kernel=True)
     return end
+
+
+def _refuse_shared_gpus(places: Sequence[tuple[int, int]]) -> None:
+    """NCCL wants a GPU for each rank (`ncclCommInitRank`'s error, as NCCLUtils.cpp in PyTorch words it)."""
+    for rank, place in enumerate(places):
+        other = places.index(place)
+        if other < rank:
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            raise torch.distributed.DistBackendError(
+                "NCCL error in: torch/csrc/distributed/c10d/NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for "
+                f"details), NCCL version {version}\n"
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+                f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {place[1] + 1:x}000"
+            )
 
 
 def _begins(gpu: VirtualGPU) -> float:

@@ -27,8 +27,10 @@ from virtual_gpus.patches import (
     generators,
     legacy,
     memory,
+    nccl,
     numbers,
     parallel,
+    process_groups,
     processes,
     profiler,
     refused,
@@ -44,8 +46,8 @@ from virtual_gpus.patches import (
 )
 
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
-            parallel, legacy, driver, smi, processes, distributed, refused, numbers, snapshots, dropout, attention,
-            normalization, rnn, autocast, saved_tensors, blas, scripts, profiler)  # fmt: skip
+            parallel, legacy, driver, smi, processes, process_groups, nccl, distributed, refused, numbers, snapshots,
+            dropout, attention, normalization, rnn, autocast, saved_tensors, blas, scripts, profiler)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 

@@ -1,14 +1,12 @@
-"""torch.distributed: NCCL cannot run without GPUs, so under virtual GPUs "nccl" means gloo, and says so once.
+"""torch.distributed beside gloo: what DistributedDataParallel does in C++, and how a group ends.
 
-What the collectives need on a GPU beside the tensors that they are given: NCCL has buffers of its own, which it takes
-from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi only) and which are not modelled. PyTorch's
-NCCL backend copies lists of tensors through one flat tensor; that is. Gloo's own buffers are the computer's memory.
+NCCL has buffers of its own, which it takes from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi
+only) and which are not modelled. Gloo's buffers are the computer's memory. See `process_groups` and `nccl`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 import weakref
 from collections.abc import Callable
@@ -17,66 +15,16 @@ from contextlib import nullcontext
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from virtual_gpus.dispatch.collectives import record_barrier
 from virtual_gpus.entrance import entrance
-from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.placement.storages import allocation_of, gpu_of, nbytes, place, scratch
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.patches.nccl import messages
+from virtual_gpus.placement.storages import allocation_of, gpu_of, place
 from virtual_gpus.threads import below
 
-_said = False
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
 _GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
 _GLOO_LETS_GO_IN_S = 5.0  # a tensor that it has sent: at once too, and this is how long it is waited for
-
-
-def _is_nccl(backend) -> bool:
-    return "nccl" in str(backend).lower()
-
-
-def _say_once() -> None:
-    """One line, from one of the processes."""
-    global _said
-    if not _said and torch.distributed.get_rank() == 0:
-        print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
-    _said = True
-
-
-def _with_gloo(function, choice_is_nccl: bool):
-    """`function` with gloo in the place of NCCL, and without what only NCCL takes.
-
-    `choice_is_nccl`: whether PyTorch, left to choose the backend, takes NCCL for GPUs.
-    """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        given = signature.bind(*args, **kwargs).arguments
-        given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
-        asked = given.get("backend")
-        if _is_nccl(asked):
-            given.pop("pg_options", None)
-        if _is_nccl(asked) or (asked is None and choice_is_nccl):
-            given["backend"] = "gloo"
-        made = function(**given)
-        if _is_nccl(asked):
-            _say_once()
-        return made
-
-    return call
-
-
-def _barrier(function):
-    @functools.wraps(function)
-    def barrier(*args, device_ids=None, **kwargs):
-        made = function(*args, **kwargs)  # NCCL needs to know the GPU, gloo refuses to be told
-        group = args[0] if args else kwargs.get("group")
-        group = torch.distributed.group.WORLD if group is None else group
-        if active().gpus and isinstance(group, torch.distributed.ProcessGroup):
-            record_barrier(active().gpus[active().current], group)
-        return made
-
-    return barrier
 
 
 def _below(function):
@@ -84,6 +32,8 @@ def _below(function):
 
     @functools.wraps(function)
     def wait(self, *args, **kwargs):
+        if self in messages and self.is_completed():
+            return True
         with below():
             return function(self, *args, **kwargs)
 
@@ -234,41 +184,14 @@ def _until_gloo_lets_go(holds: Callable[[], bool]) -> None:
         time.sleep(1e-4)
 
 
-# ---- lists of tensors -----------------------------------------------------------------------------------------------
-
-
-def _through_a_flat_tensor(function, name: str):
-    """`function`, with the flat tensor that ProcessGroupNCCL copies the list `name` through if all have one size."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    @entrance
-    def call(*args, **kwargs):
-        tensors = signature.bind(*args, **kwargs).arguments[name]
-        gpu = gpu_of(tensors[0]) if tensors and isinstance(tensors[0], torch.Tensor) else None
-        if gpu is None or len({tensor.shape for tensor in tensors}) > 1:
-            return function(*args, **kwargs)
-        with scratch(gpu, sum(map(nbytes, tensors))):
-            return function(*args, **kwargs)
-
-    return call
-
-
 def patches():
     """See `patches`."""
     if not torch.distributed.is_available():
         return []
     import torch.distributed.distributed_c10d as c10d
 
-    made = {
-        "init_process_group": _with_gloo(c10d.init_process_group, True),
-        "new_group": _with_gloo(c10d.new_group, False),
-        "barrier": _barrier(c10d.barrier),
-        "destroy_process_group": _destroy(c10d.destroy_process_group),
-        "all_gather": _through_a_flat_tensor(c10d.all_gather, "tensor_list"),
-        "reduce_scatter": _through_a_flat_tensor(c10d.reduce_scatter, "input_list"),
-    }
-    replaced = [(owner, name, replacement) for name, replacement in made.items() for owner in (c10d, torch.distributed)]
+    destroy = _destroy(c10d.destroy_process_group)
+    replaced = [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
     replaced += [(torch.distributed, function.__name__, function) for function in functions]
     work = torch._C._distributed_c10d.Work

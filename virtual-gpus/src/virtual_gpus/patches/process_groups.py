@@ -1,0 +1,132 @@
+"""Process groups under the name "nccl": NCCL cannot run without GPUs, so gloo carries their messages.
+
+A group whose backend for GPUs is "nccl" is made with gloo, and remembers what was asked for. To a program it is a group
+of NCCL: `get_backend` and the devices of the group say so. `nccl` has the rules for its collectives.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from virtual_gpus.dispatch.collectives import backends_of, record_barrier
+from virtual_gpus.machine import active
+from virtual_gpus.patches.cuda import gpu_at
+from virtual_gpus.patches.table import Patch
+
+_said = False
+
+
+def _say_once(rank: int) -> None:
+    """One line, from one of the processes."""
+    global _said
+    if not _said and rank == 0:
+        print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
+    _said = True
+
+
+def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
+    """PyTorch's function that makes every group, with gloo in the place of NCCL.
+
+    init_process_group and new_group call it. They are not replaced themselves, since other modules import them by name.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def helper(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        asked = given["backend"]
+        config = c10d.BackendConfig(c10d.Backend(asked))
+        devices = dict(config.get_device_backend_map())
+        gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
+        has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
+        if has_nccl:
+            given.pop("backend_options", None)
+            given["backend"] = "gloo"
+        made, store = function(**given)
+        if isinstance(made, c10d.ProcessGroup):
+            backends_of[made] = devices
+        if isinstance(made, c10d.ProcessGroup) and has_nccl:
+            c10d._world.pg_map[made] = (c10d.Backend(asked), store)
+            c10d._world.pg_backend_config[made] = str(config)
+            made.bound_device_id = gpu
+            _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
+        return made, store
+
+    return helper
+
+
+def _device_types(raw: Any) -> property:
+    """`group._device_types`: object collectives and barriers choose their device by it."""
+
+    def answer(group) -> list[torch.device]:
+        devices = backends_of.get(group)
+        return raw.__get__(group) if devices is None else [torch.device(name) for name in devices]
+
+    return property(answer)
+
+
+def _get_backend(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def backend(group, device):
+        devices, kind = backends_of.get(group), torch.device(device).type
+        if devices is not None and kind not in devices:
+            raise RuntimeError(f"No backend type associated with device type {kind}")
+        return function(group, device)
+
+    return backend
+
+
+def _split_group(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def split_group(group, *args, **kwargs):
+        made = function(group, *args, **kwargs)
+        devices = backends_of.get(group)
+        if made is not None and devices is not None:
+            chosen = kwargs.get("device_types")
+            kept = set(devices) if chosen is None else {device.type for device in chosen}
+            backends_of[made] = {device: name for device, name in devices.items() if device in kept}
+        return made
+
+    return split_group
+
+
+def _barrier(function: Callable) -> Callable:
+    """NCCL needs to know the GPU of a barrier; gloo refuses to be told."""
+
+    @functools.wraps(function)
+    def barrier(group, *args, **kwargs):
+        opts = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
+        device = None if opts is None or opts.device is None or opts.device.type != "cuda" else opts.device
+        if opts is not None:
+            opts.device_ids = []
+        made = function(group, *args, **kwargs)
+        if active().gpus:
+            record_barrier(gpu_at(device), group)
+        return made
+
+    return barrier
+
+
+def patches() -> list[Patch]:
+    """See `patches`."""
+    if not torch.distributed.is_available():
+        return []
+    import torch.distributed.distributed_c10d as c10d
+
+    group = c10d.ProcessGroup
+    found: list[Patch] = [
+        (c10d, "_new_process_group_helper", _new_process_group_helper(c10d._new_process_group_helper, c10d)),
+        (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
+        (group, "_device_types", _device_types(vars(group)["_device_types"])),
+        (group, "_get_backend", _get_backend(group._get_backend)),
+        (group, "barrier", _barrier(group.barrier)),
+    ]
+    found += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
+    if hasattr(group, "split_group"):
+        found.append((group, "split_group", _split_group(group.split_group)))
+    return found

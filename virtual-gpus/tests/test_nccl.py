@@ -1,0 +1,140 @@
+"""Groups of the backend "nccl": what NCCL takes and refuses (see ProcessGroupNCCL.cpp), while gloo carries it."""
+
+import torch
+import torch.distributed as dist
+from ranks import in_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from virtual_gpus import virtual_gpus
+
+
+def ones(*shape, dtype=None):
+    return torch.ones(*shape, dtype=dtype, device="cuda")
+
+
+def shapes(rank):
+    """Name -> tensors that a collective wrote, in shapes that gloo does not take."""
+    mine, made = rank + 1.0, {}
+    flat = made["gathered into a flat tensor"] = ones(8)
+    dist.all_gather_into_tensor(flat, ones(2, 2) * mine)
+    parts = made["gathered into a list of another shape"] = [ones(4), ones(4)]
+    dist.all_gather(parts, ones(2, 2) * mine)
+    parts = made["gathered unevenly"] = [ones(1), ones(3)]
+    dist.all_gather(parts, parts[rank] * mine)
+    piece = made["scattered from a flat tensor"] = ones(2, 2)
+    dist.reduce_scatter_tensor(piece, torch.arange(8.0, device="cuda"))
+    piece = made["scattered unevenly"] = ones(1 if rank == 0 else 3)
+    dist.reduce_scatter(piece, [ones(1) * mine, ones(3) * mine])
+    parts = made["all to all"] = [ones(1), ones(2)] if rank == 0 else [ones(2), ones(1)]
+    work = dist.all_to_all(parts, [part * mine for part in parts], async_op=True)
+    assert work.wait() and work.result() is not None and len(work.get_future().wait()) == 2
+    scalars = made["gathered scalars"] = ones(2)
+    dist.all_gather_into_tensor(scalars, torch.tensor(mine, device="cuda"))
+    small = [ones(2, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    dist.all_gather(small, (ones(2) * mine).to(torch.float8_e4m3fn))
+    made["float8"] = [part.float() for part in small]
+    both = made["coalesced"] = [ones(2) * mine, ones(3) * mine]
+    with dist._coalescing_manager(device=torch.device("cuda"), async_ops=True) as work:
+        for one in both:
+            dist.all_reduce(one)
+    work.wait()
+    into = made["coalesced into tensors"] = [ones(4), ones(2, 2)]
+    with dist._coalescing_manager():
+        for one in into:
+            dist.all_gather_into_tensor(one, ones(2) * mine)
+    factor = dist._make_nccl_premul_sum(0.5)
+    made["multiplied first"] = [ones(2) * mine, ones(2)]
+    given = ones(4) * mine
+    dist.all_reduce(made["multiplied first"][0], op=factor)
+    dist.reduce_scatter_tensor(made["multiplied first"][1], given, op=factor)
+    assert given.tolist() == [mine] * 4
+    got = made["batch of messages"] = ones(2)
+    peers = [dist.P2POp(dist.isend, ones(2) * mine, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+    for work in dist.batch_isend_irecv(peers):
+        work.wait()
+    objects = [None, None]
+    dist.all_gather_object(objects, rank)
+    work = dist.all_reduce(ones(2, 2), async_op=True)
+    work.wait()
+    assert work.is_completed() and work.is_success() and work.result()[0].tolist() == [[2.0, 2.0]] * 2
+    assert objects == [0, 1] and dist.group.WORLD._device_types == [torch.device("cuda")]
+    listed = {name: value if isinstance(value, list) else [value] for name, value in made.items()}
+    assert {str(tensor.device) for tensors in listed.values() for tensor in tensors} == {f"cuda:{rank}"}
+    return {name: [tensor.tolist() for tensor in tensors] for name, tensors in listed.items()}
+
+
+def both_on_the_first(rank):
+    torch.cuda.set_device(0)
+    try:
+        dist.all_reduce(ones(2))
+    except dist.DistBackendError as error:
+        return str(error)
+
+
+def mixed(rank):
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    found = torch.ones(2), ones(2)
+    for tensor in found:
+        dist.all_reduce(tensor, group=group)
+    return [tensor.tolist() for tensor in found], dist.get_backend(group)
+
+
+def all_of_it(rank):
+    return shapes(rank), mixed(rank), both_on_the_first(rank)
+
+
+def test_collectives_of_nccl():
+    with virtual_gpus(2):
+        (first, mixture, refused), (second, *_) = in_ranks(all_of_it, count=2)
+    assert first == {
+        "gathered into a flat tensor": [[1.0] * 4 + [2.0] * 4],
+        "gathered into a list of another shape": [[1.0] * 4, [2.0] * 4],
+        "gathered unevenly": [[1.0], [2.0] * 3],
+        "scattered from a flat tensor": [[[0.0, 2.0], [4.0, 6.0]]],
+        "scattered unevenly": [[3.0]],
+        "all to all": [[1.0], [2.0, 2.0]],
+        "gathered scalars": [[1.0, 2.0]],
+        "float8": [[1.0, 1.0], [2.0, 2.0]],
+        "coalesced": [[3.0] * 2, [3.0] * 3],
+        "coalesced into tensors": [[1.0, 1.0, 2.0, 2.0], [[1.0, 1.0], [2.0, 2.0]]],
+        "multiplied first": [[1.5, 1.5], [1.5, 1.5]],
+        "batch of messages": [[2.0, 2.0]],
+    }
+    assert second["scattered from a flat tensor"] == [[[8.0, 10.0], [12.0, 14.0]]]
+    assert second["scattered unevenly"] == [[3.0] * 3] and second["all to all"] == [[1.0, 1.0], [2.0]]
+    assert mixture == ([[2.0, 2.0], [2.0, 2.0]], "cpu:gloo,cuda:nccl")
+    assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000" in refused
+
+
+REFUSED = {
+    "No backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(2)),
+    "Tensors must be contiguous": lambda: dist.all_reduce(ones(2, 3).t()),
+    "Tensors must be CUDA and dense": lambda: dist.all_gather([torch.ones(2)], ones(2)),
+    "data type is not supported for NCCL process group: Short": lambda: dist.all_reduce(ones(2, dtype=torch.int16)),
+    "Cannot use ReduceOp.BAND with NCCL": lambda: dist.all_reduce(ones(2), op=dist.ReduceOp.BAND),
+    "Cannot use ReduceOp.AVG with boolean": lambda: dist.all_reduce(ones(2) > 0, op=dist.ReduceOp.AVG),
+    "output tensor size must be equal to world_size": lambda: dist.all_gather_into_tensor(ones(3), ones(2)),
+    "input tensor must be the same size as output": lambda: dist.reduce_scatter_tensor(ones(3), ones(2)),
+    "does not support all_reduce with sparse": lambda: dist.all_reduce(ones(2).to_sparse()),
+}
+
+
+def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
+    """As torchrun starts a program: nobody else names a GPU or makes a group. Then what NCCL refuses."""
+    here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29617"}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with virtual_gpus(2):
+        mesh = init_device_mesh("cuda", (1,))
+        try:
+            assert torch.cuda.current_device() == 1 and dist.is_nccl_available() and len(torch.cuda.nccl.version()) > 2
+            dist.all_reduce(ones(2), group=mesh.get_group())
+            for words, refused in REFUSED.items():
+                try:
+                    refused()
+                except (RuntimeError, ValueError, TypeError) as error:
+                    assert words in str(error), (words, error)
+                else:
+                    raise AssertionError(words)
+        finally:
+            dist.destroy_process_group()
