@@ -31,6 +31,7 @@ LAYERS = [
     "switch",
     "virtual_gpus",  # the package's own __init__: the public names
     "__main__",
+    "children",  # run by other processes, see processes/children.py
 ]
 
 

@@ -80,7 +80,10 @@ What is not modelled, and what differs:
   time. `set_gradient_divide_factor` with a factor other than the number of ranks needs NCCL, so gloo raises an error.
   Gloo's thread may hold a collective's buffer slightly too long. In some runs the peak is therefore too high by one
   gathered layer.
-- Programs that are started with `subprocess` have no virtual GPUs. Start them with `python -m virtual_gpus`.
+- Programs that are started with `subprocess` have virtual GPUs only if the parent asked for it, with
+  `virtual_gpus(4, children=True)` or by running under `python -m virtual_gpus`. The children must be Python programs of
+  the same installation. `help("virtual_gpus.processes.children")` says how it works and how to switch it off. The
+  program `nvidia-smi` that they find does not know the load of the GPUs.
 - A thread that was running before the GPUs were switched on sees them from the first time it names a GPU. Threads of a
   ThreadPoolExecutor or an event loop see them for each call. If the GPUs are stopped in a different thread from the one
   that started them, an idle dispatch mode stays active in the starting thread until it starts and stops GPUs again.
@@ -95,10 +98,31 @@ What is not modelled, and what differs:
 
 from __future__ import annotations
 
-from virtual_gpus.errors import NotModelled
-from virtual_gpus.placement.storages import block_address
-from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
-from virtual_gpus.timeline.record import record_timeline
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from virtual_gpus.errors import NotModelled
+    from virtual_gpus.placement.storages import block_address
+    from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
+    from virtual_gpus.timeline.record import record_timeline
 
 __all__ = ["NotModelled", "active_machine", "block_address", "record_timeline", "renew_inherited", "virtual_gpus"]
 __version__ = "0.2.0"
+
+_HOMES = {
+    "NotModelled": "virtual_gpus.errors",
+    "active_machine": "virtual_gpus.switch",
+    "block_address": "virtual_gpus.placement.storages",
+    "record_timeline": "virtual_gpus.timeline.record",
+    "renew_inherited": "virtual_gpus.switch",
+    "virtual_gpus": "virtual_gpus.switch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: programs such as nvidia-smi need no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value

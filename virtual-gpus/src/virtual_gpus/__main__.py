@@ -41,6 +41,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--hosts", type=int, default=1, help="number of machines with these GPUs (default: 1)")
     parser.add_argument("--network", default="Ethernet 100", help=f"network between machines: {', '.join(NETWORKS)}")
+    parser.add_argument(
+        "--no-children", dest="children", action="store_false", help="programs that it starts have no virtual GPUs"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="a script, or a module name after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")

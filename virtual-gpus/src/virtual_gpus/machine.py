@@ -7,16 +7,18 @@ has a clock and the topology of its links.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.options import Options
+from virtual_gpus.processes import children
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
@@ -180,6 +182,12 @@ class VirtualMachine:
         """True in a forked process whose parent switched the machine on."""
         return self.registry is not None and self.registry.made_by != os.getpid()
 
+    def facts(self) -> dict[str, Any]:
+        """What a child needs to know to have the same GPUs, as JSON can say it."""
+        gpus = [[gpu.spec.name, gpu.uuid, gpu.memory, list(gpu.spec.capability)] for gpu in self.slots]
+        settings = json.loads(json.dumps(self.settings.arguments()))
+        return {"settings": settings, "machine": self.registry_name(), "gpus": gpus}
+
     def registry_name(self) -> str:
         """A text that is equal only for machines with the same number, kind and memory of GPUs."""
         return f"{len(self.slots)}x{''.join(filter(str.isalnum, self.slots[0].spec.kind))}x{self.slots[0].memory}"
@@ -223,6 +231,8 @@ def push(machine: VirtualMachine) -> None:
     machine.registry = SharedMemoryRegistry(machine.registry_name(), len(machine.slots))
     for gpu in machine.slots:
         gpu.allocator.device.shared = machine.registry.share(gpu.slot)
+    if machine.settings.children:
+        children.offer(machine.facts())
     _stack.append(machine)
     machine.on = True
 
@@ -233,4 +243,5 @@ def remove(machine: VirtualMachine) -> None:
     machine.on = False
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
         gpu.allocator.device.shared = None
+    children.withdraw(machine.facts())
     machine.registry.close()

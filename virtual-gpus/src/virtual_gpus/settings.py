@@ -29,6 +29,7 @@ class Settings:
     links: str | Sequence[Sequence[str]] | None = None
     hosts: int = 1
     network: str = "Ethernet 100"
+    children: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:

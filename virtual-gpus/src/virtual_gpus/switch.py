@@ -36,6 +36,8 @@ class virtual_gpus:
         the installed version.
     links, hosts, network: the connections of the GPUs, for the modelled clock. They are explained in
         `help("virtual_gpus.clock.links.arrange")`.
+    children: let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are
+        started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
 
     Raises ValueError or TypeError for an invalid argument.
     """
@@ -52,9 +54,10 @@ class virtual_gpus:
         links: str | Sequence[Sequence[str]] | None = None,
         hosts: int = 1,
         network: str = "Ethernet 100",
+        children: bool = False,
     ) -> None:
         self._settings = Settings(
-            count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network
+            count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children
         )
         self._machine: VirtualMachine | None = None
 
@@ -126,6 +129,14 @@ class virtual_gpus:
 def start(settings: Settings) -> None:
     """Switch on the GPUs of `settings`. A spawned process calls this function by name (see `patches.processes`)."""
     virtual_gpus(**settings.arguments()).start()
+
+
+def start_inherited(settings: dict[str, Any]) -> None:
+    """Switch on what the parent of this process offers. Its `sitecustomize` calls this once torch has been imported."""
+    virtual_gpus(**settings).start()
+    inherited = active()
+    assert inherited is not None
+    inherited.look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
 
 
 def active_machine() -> VirtualMachine | None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import NamedTuple
+
+from virtual_gpus.processes.children import VARIABLE
+from virtual_gpus.processes.shared_memory import FOLDER, held_by_processes
 
 DRIVER = "virtual"  # the version that tools show
 
@@ -31,3 +36,22 @@ class GPUView(NamedTuple):
     def bus_id(self) -> str:
         """Its address on the PCI bus, as NVML writes it."""
         return f"00000000:{self.slot + 1:02X}:00.0"
+
+
+def from_environment() -> list[GPUView] | None:
+    """The GPUs that this process inherits, see `processes.children`. None if there are none.
+
+    Another process has the clock, so the load is not known here.
+    """
+    try:
+        facts = json.loads(os.environ.get(VARIABLE, "null"))
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        return None
+    count = len(facts["gpus"])
+    held = held_by_processes(os.environ.get(FOLDER), facts["machine"], count)
+    return [
+        GPUView(slot, name, uuid, memory, (major, minor), [(p, used[slot]) for p, used in held if used[slot]], None)
+        for slot, (name, uuid, memory, (major, minor)) in enumerate(facts["gpus"])
+    ]

@@ -76,11 +76,11 @@ class SharedMemoryRegistry:
             self._closed = True  # also where the folder is missing: a thread that goes on must not make it
             if self.folder.is_dir():
                 with _locked(self.folder):
-                    self._living()
+                    _living(self.folder, self._prefix)
                     if self._file is not None:
                         self._file.close()
                         os.remove(self._file.name)
-                    if self._made_folder and not self._names():
+                    if self._made_folder and not _names(self.folder):
                         shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- what is in the folder
@@ -111,27 +111,10 @@ class SharedMemoryRegistry:
         self._file.write(struct.pack(f"<{self._count}q", *self._used))
 
     def _others(self, slot):
-        found = {}
         if self._closed:
-            return found
-        for process, path in self._living():
-            numbers = path.read_bytes()[: 8 * self._count]
-            used = struct.unpack(f"<{self._count}q", numbers)[slot] if len(numbers) == 8 * self._count else 0
-            if used:
-                found[process] = used
-        return found
-
-    def _names(self):
-        return [name for name in os.listdir(self.folder) if name != _LOCK]
-
-    def _living(self):
-        """(process id, file) of every other process that lives; files of dead ones are removed."""
-        found = []
-        for name in self._names():
-            process = int(name.rpartition("-")[2]) if name.startswith(self._prefix) else os.getpid()
-            if process != os.getpid() and not _removed_if_dead(self.folder / name):
-                found.append((process, self.folder / name))
-        return sorted(found)
+            return {}
+        held = _held(self.folder, self._prefix, self._count)
+        return {process: used[slot] for process, used in held if used[slot]}
 
     @contextlib.contextmanager
     def _alone(self):
@@ -178,6 +161,34 @@ def _is_at(file, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _names(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name != _LOCK]
+
+
+def _living(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+    """(process id, file) of every other process that lives; files of dead ones are removed."""
+    found = []
+    for name in _names(folder):
+        process = int(name.rpartition("-")[2]) if name.startswith(prefix) else os.getpid()
+        if process != os.getpid() and not _removed_if_dead(folder / name):
+            found.append((process, folder / name))
+    return sorted(found)
+
+
+def _held(folder: Path, prefix: str, count: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(process id, bytes on each GPU) of every other process that lives."""
+    numbers = [(process, path.read_bytes()[: 8 * count]) for process, path in _living(folder, prefix)]
+    return [(process, struct.unpack(f"<{count}q", text)) for process, text in numbers if len(text) == 8 * count]
+
+
+def held_by_processes(folder: str | None, machine: str, count: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(process id, bytes on each of `count` GPUs) of the processes in a folder. Without a part in it for this one."""
+    if folder is None or not os.path.isdir(folder):
+        return []
+    with _locked(Path(folder)):
+        return _held(Path(folder), f"{machine}-", count)
 
 
 class Share:

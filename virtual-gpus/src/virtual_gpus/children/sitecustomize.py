@@ -1,0 +1,85 @@
+"""Python runs this file at its start in a process that inherits virtual GPUs (see virtual_gpus/processes/children.py).
+
+It switches them on when the program imports torch, in the Python installation of the parent only. A program that does
+not import torch loses no time. It runs the `sitecustomize` that would have run without this file, too.
+"""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(_HERE)
+
+
+def _run_the_next():
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+def _import_package():
+    if importlib.util.find_spec("virtual_gpus") is None:  # the parent had it from a path of its own
+        spec = importlib.util.spec_from_file_location(
+            "virtual_gpus", os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
+        )
+        sys.modules["virtual_gpus"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["virtual_gpus"])
+
+
+def _switch_on(torch):
+    if "virtual_gpus.switch" not in sys.modules:  # else the program switches GPUs on itself
+        _import_package()
+        from virtual_gpus.switch import start_inherited
+
+        start_inherited(_facts["settings"])
+
+
+def _lend_nvml(pynvml):
+    _import_package()
+    from virtual_gpus.driver.nvml import Library
+    from virtual_gpus.driver.view import from_environment
+
+    pynvml.nvmlLib = Library(from_environment)
+
+
+class _After:
+    """Finds the modules of `actions` as Python would, and calls the action once the module has been imported."""
+
+    def __init__(self, actions):
+        self._actions = actions
+
+    def find_spec(self, name, path=None, target=None):
+        action = self._actions.pop(name, None)
+        if action is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module):
+                del spec.loader.exec_module
+                run(module)
+                action(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def _read():
+    try:
+        facts = json.loads(os.environ.get("VIRTUAL_GPUS_CHILDREN", "null"))
+    except ValueError:
+        facts = None
+    return facts if isinstance(facts, dict) and facts.get("prefix") == sys.prefix else None
+
+
+_facts = _read()
+if _facts is not None:
+    sys.meta_path.insert(0, _After({"torch": _switch_on, "pynvml": _lend_nvml}))
+_run_the_next()

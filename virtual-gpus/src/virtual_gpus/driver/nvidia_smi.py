@@ -1,0 +1,154 @@
+"""The program nvidia-smi for virtual GPUs: the table, `-L`, `--query-gpu` and `--query-compute-apps`.
+
+The table says in its first line that the GPUs are virtual. The other forms, which programs read, say it on stderr.
+Source: the manual page of nvidia-smi. What a virtual GPU does not have is "[N/A]", as there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from virtual_gpus.driver.view import DRIVER, GPUView, from_environment
+
+_NOTICE = "These GPUs are virtual: the package virtual_gpus models them. There may be no GPU in this machine."
+_NO_GPUS = "nvidia-smi: No virtual GPUs are on, or their program did not ask for them in its children."
+_NONE = "[N/A]"
+_Field = tuple[Callable[[GPUView], object], str]  # how to read it, and its unit
+
+
+def _load(gpu: GPUView) -> object:
+    return _NONE if gpu.load is None else round(100 * gpu.load)
+
+
+_FIELDS: dict[str, _Field] = {
+    "index": (lambda gpu: gpu.slot, ""),
+    "name": (lambda gpu: gpu.name, ""),
+    "uuid": (lambda gpu: gpu.uuid, ""),
+    "memory.total": (lambda gpu: gpu.memory >> 20, "MiB"),
+    "memory.used": (lambda gpu: gpu.used >> 20, "MiB"),
+    "memory.free": (lambda gpu: (gpu.memory - gpu.used) >> 20, "MiB"),
+    "utilization.gpu": (_load, "%"),
+    "utilization.memory": (_load, "%"),
+    "driver_version": (lambda gpu: DRIVER, ""),
+    "pci.bus_id": (lambda gpu: gpu.bus_id, ""),
+    "compute_cap": (lambda gpu: "{}.{}".format(*gpu.capability), ""),
+    "timestamp": (lambda gpu: time.strftime("%Y/%m/%d %H:%M:%S.000"), ""),
+    "display_mode": (lambda gpu: "Disabled", ""),
+    "display_active": (lambda gpu: "Disabled", ""),
+}
+_FIELDS |= {"gpu_name": _FIELDS["name"], "gpu_uuid": _FIELDS["uuid"], "gpu_bus_id": _FIELDS["pci.bus_id"]}
+_NOT_MODELLED = {
+    "clocks.current.graphics", "clocks.current.memory", "clocks.current.sm", "clocks.gr", "clocks.max.graphics",
+    "clocks.max.memory", "clocks.max.sm", "clocks.mem", "clocks.sm", "compute_mode", "ecc.mode.current",
+    "enforced.power.limit", "fan.speed", "gpu_serial", "mig.mode.current", "pcie.link.gen.current",
+    "pcie.link.width.current", "persistence_mode", "power.draw", "power.limit", "power.max_limit", "pstate", "serial",
+    "temperature.gpu", "temperature.memory", "vbios_version",
+}  # fmt: skip
+
+
+def _select(gpus: list[GPUView], wanted: str | None) -> list[GPUView]:
+    if wanted is None:
+        return gpus
+    names = wanted.split(",")
+    found = [gpu for gpu in gpus if {str(gpu.slot), gpu.uuid, gpu.bus_id} & set(names)]
+    if len(found) < len(names):
+        sys.exit("No devices were found")
+    return found
+
+
+def _csv(header: Sequence[str], rows: Iterator[Sequence[str]], form: Sequence[str]) -> Iterator[str]:
+    if "noheader" not in form:
+        yield ", ".join(header)
+    yield from (", ".join(row) for row in rows)
+
+
+def query_gpus(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -> Iterator[str]:
+    """The lines of `--query-gpu`. names: fields. form: "csv", and perhaps "noheader" and "nounits"."""
+    for name in names:
+        if name not in _FIELDS and name not in _NOT_MODELLED and name != "count":
+            sys.exit(f'Field "{name}" is not a valid field to query.')
+
+    def cell(gpu: GPUView, name: str) -> str:
+        if name == "count":
+            return str(len(gpus))
+        read, unit = _FIELDS.get(name, (lambda gpu: _NONE, ""))
+        value = read(gpu)
+        return str(value) if not unit or "nounits" in form or value == _NONE else f"{value} {unit}"
+
+    units = {name: unit for name, (_, unit) in _FIELDS.items() if unit}
+    header = [f"{name} [{units[name]}]" if name in units and "nounits" not in form else name for name in names]
+    return _csv(header, ([cell(gpu, name) for name in names] for gpu in gpus), form)
+
+
+def query_processes(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -> Iterator[str]:
+    """The lines of `--query-compute-apps`."""
+    units = "" if "nounits" in form else " MiB"
+    fields: dict[str, Callable[[GPUView, int, int], str]] = {
+        "pid": lambda gpu, pid, used: str(pid),
+        "process_name": lambda gpu, pid, used: _NONE,
+        "name": lambda gpu, pid, used: _NONE,
+        "used_memory": lambda gpu, pid, used: f"{used >> 20}{units}",
+        "used_gpu_memory": lambda gpu, pid, used: f"{used >> 20}{units}",
+        "gpu_uuid": lambda gpu, pid, used: gpu.uuid,
+        "gpu_name": lambda gpu, pid, used: gpu.name,
+        "gpu_bus_id": lambda gpu, pid, used: gpu.bus_id,
+    }
+    for name in names:
+        if name not in fields:
+            sys.exit(f'Field "{name}" is not a valid field to query.')
+    rows = ([fields[name](gpu, *process) for name in names] for gpu in gpus for process in gpu.processes)
+    return _csv([f"{n} [MiB]" if "memory" in n and units else n for n in names], rows, form)
+
+
+def table(gpus: list[GPUView]) -> Iterator[str]:
+    """The lines of nvidia-smi without options, for people to read."""
+    rule = f"+{'-' * 78}+"
+    yield _NOTICE
+    yield time.strftime("%a %b %d %H:%M:%S %Y")
+    yield rule
+    yield f"| {f'NVIDIA-SMI {DRIVER}':<37}{f'Driver Version: {DRIVER}':<40}|"
+    yield rule
+    yield f"| {'GPU':<4}{'Name':<33}{'Memory-Usage':>24}  {'GPU-Util':>12}  |"
+    yield rule
+    for gpu in gpus:
+        memory, load = f"{gpu.used >> 20}MiB / {gpu.memory >> 20}MiB", _load(gpu)
+        yield f"| {gpu.slot:<4}{gpu.name:<33}{memory:>24}  {f'{load}%' if load != _NONE else 'N/A':>12}  |"
+    yield rule
+    yield f"| {'Processes: GPU':<22}{'PID':>12}{'GPU Memory':>24}{'':<19}|"
+    found = [(gpu.slot, *process) for gpu in gpus for process in gpu.processes]
+    for slot, process, used in found:
+        yield f"| {slot:>14}{process:>20}{f'{used >> 20}MiB':>24}{'':<19}|"
+    if not found:
+        yield f"| {'No running processes found':<77}|"
+    yield rule
+
+
+def main() -> None:
+    """Answer the command line. Exits with 2 for what is not modelled and with 9 if no virtual GPUs are on."""
+    parser = argparse.ArgumentParser(prog="nvidia-smi", description=_NOTICE, allow_abbrev=False)
+    parser.add_argument("-L", "--list-gpus", action="store_true")
+    parser.add_argument("-i", "--id", default=None, help="a GPU by its number, UUID or bus address")
+    parser.add_argument("--query-gpu", default=None, help="fields, separated by commas")
+    parser.add_argument("--query-compute-apps", default=None, help="fields, separated by commas")
+    parser.add_argument("--format", default="csv", help="csv, and perhaps noheader and nounits")
+    options = parser.parse_args()
+    gpus = from_environment()
+    if gpus is None:
+        print(_NO_GPUS, file=sys.stderr)
+        sys.exit(9)
+    gpus, form = _select(gpus, options.id), [part.strip() for part in options.format.split(",")]
+    if options.list_gpus:
+        lines = iter([f"GPU {gpu.slot}: {gpu.name} (UUID: {gpu.uuid})" for gpu in gpus])
+    elif options.query_gpu is not None:
+        lines = query_gpus(gpus, [name.strip() for name in options.query_gpu.split(",")], form)
+    elif options.query_compute_apps is not None:
+        lines = query_processes(gpus, [name.strip() for name in options.query_compute_apps.split(",")], form)
+    else:
+        print("\n".join(table(gpus)))
+        return
+    print(_NOTICE, file=sys.stderr)
+    for line in lines:
+        print(line)

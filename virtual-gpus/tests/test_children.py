@@ -1,0 +1,137 @@
+"""Programs that are started with `subprocess` inherit the GPUs where the parent asks for it, and have an nvidia-smi."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.__main__ import parse
+from virtual_gpus.driver import nvidia_smi
+from virtual_gpus.driver.view import GPUView
+from virtual_gpus.processes import children
+
+NAMES = ("VIRTUAL_GPUS_CHILDREN", "VIRTUAL_GPUS_PYTHON", "PYTHONPATH", "PATH")
+GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 3 << 20, (8, 0), [], None),
+        GPUView(1, "NVIDIA B", "GPU-1", 9 << 20, (9, 0), [(7, 2 << 20)], 0.5)]  # fmt: skip
+
+
+def environment():
+    return {name: os.environ.get(name) for name in NAMES}
+
+
+def run(*command, **kwargs):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+CHILD = """\
+import json, os, subprocess
+import torch
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # before the first use, as programs do
+x = torch.ones(1000, device="cuda")
+found = {"count": torch.cuda.device_count(), "slot": torch.cuda.get_device_properties(0).pci_bus_id - 1}
+found["processes"] = torch.cuda.list_gpu_processes().count("uses")
+found["smi"] = subprocess.check_output(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], text=True)
+print(json.dumps(found))
+"""
+
+
+def test_a_python_child_has_the_same_gpus(tmp_path):
+    before = environment()
+    (tmp_path / "child.py").write_text(CHILD)
+    with virtual_gpus(2, kind="A100", children=True):
+        x = torch.ones(1000, device="cuda:1")
+        found = json.loads(run(sys.executable, "child.py", cwd=tmp_path))
+        assert x.is_cuda
+    assert found["count"] == found["slot"] == 1 and found["processes"] == 2
+    assert len(found["smi"].split()) == 2 and str(os.getpid()) in found["smi"].split()
+    assert environment() == before
+
+
+def test_nobody_inherits_who_was_not_asked_for(monkeypatch):
+    before = environment()
+    with virtual_gpus(2):
+        assert environment() == before
+        with virtual_gpus(3, children=True):
+            assert len(json.loads(os.environ["VIRTUAL_GPUS_CHILDREN"])["gpus"]) == 3
+            with virtual_gpus(1, children=True):
+                assert len(json.loads(os.environ["VIRTUAL_GPUS_CHILDREN"])["gpus"]) == 1
+            assert len(json.loads(os.environ["VIRTUAL_GPUS_CHILDREN"])["gpus"]) == 3
+            os.environ["PATH"] += os.pathsep + "added"
+        assert environment() == {**before, "PATH": before["PATH"] + os.pathsep + "added"}
+    monkeypatch.setenv("PATH", before["PATH"])
+    monkeypatch.setenv("VIRTUAL_GPUS_CHILDREN", "0")
+    with virtual_gpus(2, children=True):
+        assert os.environ["VIRTUAL_GPUS_CHILDREN"] == "0" and os.environ["PATH"] == before["PATH"]
+    assert parse([__file__])[0].made._settings.children
+    assert not parse(["--no-children", __file__])[0].made._settings.children
+
+
+def test_children_without_torch_only_get_the_tools(tmp_path, monkeypatch):
+    """Another `sitecustomize` runs as well, and pynvml gets a library."""
+    (tmp_path / "sitecustomize.py").write_text("SEEN = True\n")
+    (tmp_path / "pynvml.py").write_text("nvmlLib = None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    ask = """
+import sys, sitecustomize, pynvml
+print(sitecustomize.SEEN, "torch" in sys.modules, type(pynvml.nvmlLib).__name__, sitecustomize.__file__)
+"""
+    with virtual_gpus(2, children=True):
+        used = active_machine().slots[0].allocator.device
+        assert torch.ones(10, device="cuda").is_cuda
+        seen, has_torch, library, path = run(sys.executable, "-c", ask).split()
+        assert (seen, has_torch, library, path) == ("True", "False", "Library", str(tmp_path / "sitecustomize.py"))
+        csv = run("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+        assert [int(line) for line in csv.split()] == [used.used_bytes >> 20, 0]
+        facts = json.loads(os.environ["VIRTUAL_GPUS_CHILDREN"])
+        other = {**os.environ, "VIRTUAL_GPUS_CHILDREN": json.dumps({**facts, "prefix": "/another/python"})}
+        assert run(sys.executable, "-c", ask, env=other).split()[:3] == ["True", "False", "NoneType"]
+
+
+def smi(monkeypatch, capsys, *arguments, gpus=GPUS):
+    monkeypatch.setattr(nvidia_smi, "from_environment", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["nvidia-smi", *arguments])
+    nvidia_smi.main()
+    return capsys.readouterr()
+
+
+def test_nvidia_smi_answers_as_the_real_one(monkeypatch, capsys):
+    table = smi(monkeypatch, capsys).out.splitlines()
+    assert "virtual" in table[0] and any("NVIDIA B" in line and "2MiB / 9MiB" in line for line in table)
+    assert len({len(line) for line in table[2:]}) == 1  # the frame is straight
+    listed = smi(monkeypatch, capsys, "-L")
+    assert listed.out.splitlines()[1] == "GPU 1: NVIDIA B (UUID: GPU-1)" and "virtual" in listed.err
+    fields = "--query-gpu=index, memory.used,utilization.gpu,temperature.gpu"
+    assert smi(monkeypatch, capsys, fields, "--format=csv").out.splitlines() == [
+        "index, memory.used [MiB], utilization.gpu [%], temperature.gpu",
+        "0, 0 MiB, [N/A], [N/A]",
+        "1, 2 MiB, 50 %, [N/A]",
+    ]
+    one = smi(monkeypatch, capsys, "-i", "1", "--query-gpu=count,uuid,compute_cap", "--format=csv,noheader,nounits")
+    assert one.out == "1, GPU-1, 9.0\n"
+    found = smi(monkeypatch, capsys, "--query-compute-apps=pid,used_memory,gpu_uuid", "--format=csv,noheader")
+    assert found.out == "7, 2 MiB, GPU-1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--query-gpu=colour"], 'Field "colour" is not a valid field to query.'), (["-i", "5"], "No devices were found"),
+     (["topo", "-m"], 2)],
+)  # fmt: skip
+def test_nvidia_smi_refuses_what_it_does_not_know(arguments, code, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as error:
+        smi(monkeypatch, capsys, *arguments)
+    assert error.value.code == code
+    with pytest.raises(SystemExit) as error:
+        smi(monkeypatch, capsys, gpus=None)
+    assert error.value.code == 9
+
+
+def test_facts_that_nobody_offered_are_not_withdrawn():
+    before = environment()
+    children.withdraw({"gpus": []})
+    assert environment() == before
