@@ -1,4 +1,4 @@
-"""Holes in PyTorch's memory (lesson 06): 96 MiB are free in pieces of 12 MiB. Does a tensor of 40 MiB fit?
+"""Gaps in PyTorch's memory (lesson 06): 96 MiB are free in pieces of 12 MiB. Does a tensor of 40 MiB fit?
 
 python fragmentation.py
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python fragmentation.py
@@ -14,7 +14,7 @@ def tensor_of(mib):
     return torch.empty(mib * MiB, dtype=torch.uint8, device="cuda")
 
 
-def make_holes():
+def make_gaps():
     kept = []
     for _ in range(8):
         whole = tensor_of(24)
@@ -25,7 +25,7 @@ def make_holes():
 
 _, total = torch.cuda.mem_get_info()
 torch.cuda.set_per_process_memory_fraction(224 * MiB / total)  # as little as the GPU of the lesson has
-kept = make_holes()
+kept = make_gaps()
 reserved = torch.cuda.memory_reserved() // MiB
 allocated = torch.cuda.memory_allocated() // MiB
 try:
