@@ -78,6 +78,8 @@ def test_children_without_torch_only_get_the_tools(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", ""))
     ask = """
 import sys, sitecustomize, pynvml
+import virtual_gpus
+assert virtual_gpus.gpus.parse_bytes("1 KiB") == 1024 and not hasattr(virtual_gpus, "nothing")
 print(sitecustomize.SEEN, "torch" in sys.modules, type(pynvml.nvmlLib).__name__, sitecustomize.__file__)
 """
     with virtual_gpus(2, children=True):

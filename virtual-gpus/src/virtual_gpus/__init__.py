@@ -98,7 +98,7 @@ What is not modelled, and what differs:
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -121,8 +121,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: programs such as nvidia-smi need no torch."""
-    if name not in _HOMES:
+    """Import a public name or a module when it is first used: programs such as nvidia-smi need no torch."""
+    if name in _HOMES:
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
+    whole = f"{__name__}.{name}"
+    if name.startswith("_") or importlib.util.find_spec(whole) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return value
+    return importlib.import_module(whole)
