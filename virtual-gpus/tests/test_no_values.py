@@ -58,7 +58,10 @@ def test_fake_tensors_are_nobody_s_memory(shapes_only):
             y = net(torch.empty(1 << 20, 8).to("cuda:1"))
             y.sum().backward()
             made = [x, x + x, y, net.weight.grad, x.cpu(), torch.empty(5).cuda(1), fake.from_tensor(real)]
-        assert all(isinstance(tensor, FakeTensor) for tensor in made)
+            if not shapes_only:
+                made += [real * 2, real.expand(1 << 30, 4).contiguous(), made[-1].expand(1 << 30, 4).contiguous() + 1]
+        made += [x.cuda(), x * 2, torch.empty_like(x), x.new_empty(1 << 30), made[-1] @ made[-1].T]  # after it as well
+        assert all(isinstance(tensor, FakeTensor) and tensor.device.type != "cuda" for tensor in made)
         assert made[1].shape == (1 << 30,) and made[3].shape == (4, 8)
         assert before == tuple(torch.cuda.max_memory_allocated(i) for i in range(2))
 

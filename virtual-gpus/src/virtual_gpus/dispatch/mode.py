@@ -22,7 +22,7 @@ from virtual_gpus.dispatch.tracing import run_traced, tensors_of_numbers
 from virtual_gpus.entrance import calling_frame, entrance
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.placement.creation_sites import record_creation_site
-from virtual_gpus.placement.storages import follow_size, gpu_of, is_wrapper, storages
+from virtual_gpus.placement.storages import follow_size, gpu_of, is_fake, is_wrapper, storages
 from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import this_thread
 
@@ -49,7 +49,7 @@ class Placement(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if _is_tracing():
             return run_traced(lambda call: run(call, machine), func, args, kwargs or {})
-        if _active_mode(_FAKE) is not None:
+        if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
             return _run_fake(func, args, kwargs or {})
         return run(OpCall(func, args, kwargs or {}), machine)
 

@@ -182,5 +182,6 @@ def patches():
                  device_memory_used)  # fmt: skip
     sensors = (_has_no_sensor(name) for name in ("temperature", "power_draw", "clock_rate"))
     return in_package("torch.cuda", *functions, *sensors) + [
+        (torch._C, "_cuda_setDevice", set_device),
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorConverter
 
 from virtual_gpus import errors
 from virtual_gpus.machine import active
 from virtual_gpus.patches.legacy import is_cuda_type, parse_type
 from virtual_gpus.placement.storages import device_of, gpu_of, storages
 from virtual_gpus.shapes.valueless import NotKept
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import below, this_thread
 
 _raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
 _raw_is_cpu = torch._C.TensorBase.is_cpu.__get__
@@ -134,6 +135,15 @@ def _make_wrapper_subclass(*args, **kwargs):
     return _raw_make_wrapper(*args, **kwargs)
 
 
+_raw_from_real = FakeTensorConverter.from_real_tensor
+
+
+def from_real_tensor(self, fake_mode, t, *args, **kwargs):
+    """A fake tensor of the form of `t`. It is on the CPU: C++ would ask the driver for the GPU of a fake tensor."""
+    with below():
+        return _raw_from_real(self, fake_mode, t, *args, **kwargs)
+
+
 def __dlpack__(self, *args, **kwargs):
     if _gpu(self) is not None:
         raise errors.not_modelled("DLPack export of a GPU tensor")
@@ -178,6 +188,7 @@ def patches():
     found += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
     found += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
     found += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
+    found += [(FakeTensorConverter, "from_real_tensor", from_real_tensor)]
     found += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
     if hasattr(torch, "get_device"):
         found.append((torch, "get_device", get_device))
