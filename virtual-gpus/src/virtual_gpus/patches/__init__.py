@@ -6,7 +6,6 @@ them all in, `uninstall` puts everything back.
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import torch
@@ -19,6 +18,7 @@ from virtual_gpus.patches import (
     autocast,
     autograd,
     blas,
+    captured,
     comm,
     cuda,
     distributed,
@@ -62,9 +62,7 @@ def _default_device_context():
 
 def install() -> None:
     """Put all patches in. Called when the first virtual GPUs go on."""
-    # Optimizers import this on first use. It keeps what it finds in torch.cuda for ever, and torch 2.11's does not even
-    # import beside our `Tensor.device`: it must come before the patches.
-    importlib.import_module("torch._dynamo")
+    captured.watch()
     _default_device[:] = [_default_device_context()]
     try:
         table.put_in(patches())
@@ -77,7 +75,7 @@ def uninstall() -> None:
     """Put everything back. Called when the last virtual GPUs go off."""
     autocast.forget()
     legacy.forget()
-    table.take_out()
+    captured.give_back(table.take_out())
     if _default_device and _default_device_context() is not _default_device.pop():
         torch.set_default_device(None)  # set while they were on: probably to a GPU that is no more
     sys.modules["torch.nn.parallel._functions"]._streams = None  # cached per machine by Scatter

@@ -5,6 +5,7 @@ A patch is (module or class, name, what answers there). Names that were inherite
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -33,16 +34,26 @@ def _tell_torchscript(original: object, replacement: object) -> None:
         _scripted.append((id(replacement), replacement))
 
 
-def take_out() -> None:
-    """Put everything back, in the reverse order."""
+def take_out() -> dict[int, Any]:
+    """Put everything back, in the reverse order. Returns what stood in for what: id of the replacement -> original."""
     while _scripted:
         torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
+    originals = {}
     while _before:
         owner, name, original = _before.pop()
+        replacement = vars(owner).get(name)
         if original is not _ABSENT:
             setattr(owner, name, original)
         elif name in vars(owner):  # else Ctrl-C came before the patch
             delattr(owner, name)
+        original = inspect.getattr_static(owner, name, original)
+        if callable(replacement) or isinstance(replacement, property):
+            originals[id(_function(replacement))] = _function(original)
+    return originals
+
+
+def _function(attribute: Any) -> Any:
+    return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
 def in_package(package: str, *functions: Any) -> list[Patch]:
