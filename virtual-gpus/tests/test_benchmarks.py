@@ -1,6 +1,6 @@
 """The benchmarks run and print their tables. Times are never asserted: CI's machines are busy."""
 
-from benchmarks import step_cost
+from benchmarks import start_up, step_cost
 from benchmarks.jobs import tiny
 
 
@@ -11,6 +11,12 @@ def test_the_tables_have_a_row_per_job_and_per_count(monkeypatch):
     gpus = step_cost.table_of_gpus(rounds=1, steps=1, counts=(2, 3))
     assert len(steps) == 3 and steps[-1].startswith("| tiny | ") and " to " in steps[-1]
     assert [line.split(",")[0] for line in gpus[3:]] == ["| 2 GPUs", "| 3 GPUs"]
+
+
+def test_the_table_of_start_up_has_a_row_per_program():
+    rows = start_up.table(rounds=2, programs={"nothing": "", "a little": "sum(range(1000))"})
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| nothing", "| a little"]
+    assert "import torch" in start_up.PROGRAMS["virtual GPUs on"]
 
 
 def test_ratios_are_taken_within_a_round():

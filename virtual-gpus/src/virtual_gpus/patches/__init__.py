@@ -23,6 +23,7 @@ from virtual_gpus.patches import (
     cuda,
     distributed,
     driver,
+    dynamo,
     factories,
     generators,
     legacy,
@@ -63,6 +64,7 @@ def _default_device_context():
 def install() -> None:
     """Put all patches in. Called when the first virtual GPUs go on."""
     captured.watch()
+    dynamo.put_in()
     _default_device[:] = [_default_device_context()]
     try:
         table.put_in(patches())
@@ -73,6 +75,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put everything back. Called when the last virtual GPUs go off."""
+    dynamo.take_out()
     autocast.forget()
     legacy.forget()
     captured.give_back(table.take_out())

@@ -65,9 +65,9 @@ def in_package(package: str, *functions: Any) -> list[Patch]:
     modules = [m for n, m in list(sys.modules.items()) if m and (n == package or n.startswith(f"{package}."))]
     found = []
     for function in functions:
-        originals = {id(vars(m)[function.__name__]) for m in modules[:1] if function.__name__ in vars(m)}
+        main = vars(sys.modules[package]).get(function.__name__)
         for module in modules:
             original = vars(module).get(function.__name__)
-            if original is not None and (not originals or id(original) in originals):
+            if original is not None and (main is None or original is main):
                 found.append((module, function.__name__, function))
     return found

@@ -1,0 +1,113 @@
+"""What switching GPUs on imports, and what PyTorch's modules hold that are imported while they are on."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import types
+
+import torch
+from virtual_gpus import virtual_gpus
+
+SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor")
+
+TRAINING = f"""
+import sys, threading, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from virtual_gpus import virtual_gpus
+
+before = set(sys.modules)
+gpus = virtual_gpus(4)
+gpus.start()
+x = torch.ones(2, 2, device="cuda:1") @ torch.ones(2, 2, device="cuda:1")
+net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)).to("cuda:1")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(net)
+for optimizer in torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(net.parameters()):
+    optimizer.zero_grad()
+    ddp(x).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+dist.destroy_process_group()
+assert net[0].weight.grad.device == torch.device("cuda:1")
+slow = [name for name in {SLOW!r} if name in sys.modules and name not in before]
+assert not slow, slow
+
+# While one thread imports torch._dynamo, another one uses its GPU.
+stop, wrong = threading.Event(), []
+
+def work():
+    while not stop.is_set():
+        if torch.ones(2, device="cuda:3").device.index != 3 or not torch.cuda.is_available():
+            wrong.append("not on a GPU")
+        time.sleep(0.001)
+
+thread = threading.Thread(target=work)
+thread.start()
+import torch._dynamo.config
+
+stop.set()
+thread.join()
+assert not wrong, wrong
+assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.utils.config is torch._dynamo.config
+optimizer.step()
+optimizer.zero_grad()
+assert optimizer.zero_grad.__wrapped__.__dynamo_disable._torchdynamo_disable
+gpus.stop()
+
+interface = torch._dynamo.device_interface.CudaInterface
+assert interface.current_device is torch.cuda.current_device and interface.Stream is torch.cuda.Stream
+assert torch._dynamo.variables.tensor.all_tensor_attrs["device"] is torch._C.TensorBase.device
+assert torch.cuda.is_available in torch._dynamo.variables.torch.constant_fold_functions
+double = torch.compile(lambda x: x.to(x.device) * 2, backend="eager", fullgraph=True)
+assert double(torch.ones(2)).tolist() == [2, 2]
+"""
+
+
+def test_training_imports_no_compiler_and_a_later_import_of_it_is_as_without_gpus():
+    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_module_of_pytorch_captured_while_gpus_were_on_becomes_pytorch_s(monkeypatch):
+    module = types.ModuleType("torch._captured")
+    source = """
+import functools, torch
+
+functions = {torch.cuda.is_available: 1, torch.cuda.device_count: torch.cuda.is_available, "other": None}
+names = {torch.Tensor.device.__get__, torch.cuda.is_available}
+listed = [(torch.cuda.is_available, 2), torch.add]
+bound = functools.partial(torch.cuda.is_available, key=torch.cuda.device_count)
+
+class Interface:
+    available = staticmethod(torch.cuda.is_available)
+    device = torch.Tensor.device
+
+def decorated(function):
+    return lambda default=torch.cuda.device_count: function()
+
+checked = decorated(torch.cuda.is_available)
+"""
+    with virtual_gpus(1):
+        exec(source, vars(module))
+        module.checked.__module__ = module.__name__
+        module.Interface.__module__ = module.__name__
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    is_available, device_count = torch.cuda.is_available, torch.cuda.device_count
+    assert list(module.functions.items()) == [(is_available, 1), (device_count, is_available), ("other", None)]
+    assert module.names == {torch.Tensor.device.__get__, is_available}
+    assert module.listed == [(is_available, 2), torch.add]
+    assert isinstance(module.bound, functools.partial) and module.bound.func is is_available
+    assert module.bound.keywords == {"key": device_count}
+    assert module.Interface.available is is_available and module.Interface.device is torch.Tensor.device
+    assert module.checked.__closure__[0].cell_contents is is_available
+    assert module.checked.__defaults__ == (device_count,)
+
+
+def test_switching_on_and_off_leaves_no_stand_in_behind():
+    before = "torch._dynamo" in sys.modules, list(sys.meta_path)
+    with virtual_gpus(1):
+        torch._dynamo.graph_break()
+    assert ("torch._dynamo" in sys.modules, list(sys.meta_path)) == before
