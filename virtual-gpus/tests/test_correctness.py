@@ -1079,6 +1079,33 @@ def test_states_of_the_generators(gpus):
     assert len(states) == 3 and {s.device.type for s in states} == {"cpu"}
 
 
+def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus, tmp_path):
+    """16 bytes, as of CUDA's Philox generator. A saved one goes on exactly; another offset gives other numbers."""
+    torch.cuda.manual_seed_all(7)
+    start = torch.cuda.get_rng_state(1)
+    assert start.shape == (16,) and start.dtype == torch.uint8 and start.tolist() == [7, *[0] * 15]
+    torch.rand(1000, device=gpus[1])
+    later = torch.cuda.get_rng_state(1)
+    assert later[:8].tolist() == start[:8].tolist() and later[8:].view(torch.int64).item() == 4
+    torch.save(later, tmp_path / "state")
+    wanted = torch.randn(50, device=gpus[1])
+    for state in (torch.load(tmp_path / "state"), later.clone()):
+        torch.cuda.set_rng_state(state, 1)
+        same(torch.randn(50, device=gpus[1]), wanted)
+    twin = torch.Generator(device="cuda").manual_seed(7)
+    twin.set_state(torch.load(tmp_path / "state"))
+    same(torch.randn(50, device=gpus[0], generator=twin), wanted.to(gpus[0]))
+    assert twin.get_offset() == 8 and twin.initial_seed() == 7
+    drawn = []
+    for offset in (40, 44, 40):
+        twin.set_offset(offset)
+        drawn.append(torch.randn(4, device=gpus[0], generator=twin).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
+    for wrong, error in ((later[:5], RuntimeError), (later.float(), TypeError), (later.to(gpus[1]), TypeError)):
+        with pytest.raises(error, match="RNG state"):
+            torch.cuda.set_rng_state(wrong)
+
+
 def test_fork_rng(gpus):
     torch.manual_seed(1)
     with torch.random.fork_rng(devices=[1]):

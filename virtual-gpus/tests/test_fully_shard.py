@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
@@ -208,3 +209,43 @@ def too_large(rank):
 def test_gathering_what_does_not_fit_runs_out_of_memory():
     with virtual_gpus(2, memory="700 MiB"), pytest.raises(mp.ProcessRaisedException, match="CUDA out of memory"):
         in_ranks(too_large, count=2)
+
+
+def from_meta(rank):
+    """The recipe for models that no GPU holds whole: sizes first, then shards, then their numbers."""
+    mesh = init_device_mesh("cuda", (2,))
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    for part in (*net, net):
+        fully_shard(part, mesh=mesh)
+    net.to_empty(device="cuda")
+    for part in net:
+        part.reset_parameters()
+    net(torch.ones(2, 8, device="cuda")).sum().backward()
+    weights = {name: tensor.full_tensor().cpu() for name, tensor in net.state_dict().items()}
+
+    query, mask = (torch.randn(2, 4, 6, 8, device="cuda"), torch.rand(2, 1, 6, 6, device="cuda") > 0.3)
+    options = [{}, {"is_causal": True}, {"attn_mask": mask}]
+    found = []
+    for places in ([Shard(0)], [Shard(1)], [Replicate()], [Shard(2)]):
+        for option in options:
+            plain, sharded = query.clone().requires_grad_(), distribute_tensor(query, mesh, places).requires_grad_()
+            given = dict(option)
+            if "attn_mask" in option:
+                given["attn_mask"] = distribute_tensor(mask, mesh, [Replicate()])
+            wanted = torch.nn.functional.scaled_dot_product_attention(plain, plain, plain, **option)
+            made = torch.nn.functional.scaled_dot_product_attention(sharded, sharded, sharded, **given)
+            wanted.square().sum().backward()
+            made.square().sum().backward()
+            found.append((made.full_tensor() - wanted).abs().max().item())
+            found.append((sharded.grad.full_tensor() - plain.grad).abs().max().item())
+    return weights, torch.cuda.get_rng_state().tolist(), max(found)
+
+
+def test_a_model_from_meta_and_attention_of_dtensors():
+    with virtual_gpus(2):
+        (first, state, far), (second, other_state, _) = in_ranks(from_meta, count=2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert first["0.weight"].std() > 0.1 and not torch.equal(first["0.weight"][:4], first["0.weight"][4:])
+    assert state == other_state and len(state) == 16 and far < 1e-5

@@ -63,7 +63,8 @@ Memory:
 Values:
 
 - Random numbers that are drawn on a virtual GPU differ from those of a real GPU. For the same seed they also differ
-  from those of the CPU, as on a real GPU.
+  from those of the CPU, as on a real GPU. The state of a GPU's generator is a seed and an offset of 16 bytes, as on a
+  real GPU, and goes on exactly where it was read. A state with another offset has numbers of its own.
 - `shapes_only` keeps no values. `.item()` returns nan for floating-point tensors and raises an error for all others.
   Memory is the same as in a run with values, except that sparse gradients have no entries. Collectives exchange only
   the modelled time, so a rank does not notice if the sizes on another rank differ.
@@ -73,13 +74,14 @@ What is not modelled, and what differs:
 
 - These features raise an error that names them: CUDA graphs, torch.compile, memory pools, sharing GPU tensors between
   processes, nested tensors, DLPack, calling NCCL directly, temperature and power sensors, and the allocator settings
-  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve. The backend "nccl" stands for gloo.
+  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve.
+- Gloo carries the messages of the backend "nccl", which has NCCL's rules and errors. Numbers are added in gloo's order,
+  timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
 - `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`.
   `torch.distributed.tensor.parallel` works too. Their times were not compared with a real GPU, nor was their memory for
   the buffers of the collectives. The collectives of DTensor itself (`full_tensor`, tensor parallelism) take no modelled
-  time. `set_gradient_divide_factor` with a factor other than the number of ranks needs NCCL, so gloo raises an error.
-  Gloo's thread may hold a collective's buffer slightly too long. In some runs the peak is therefore too high by one
-  gathered layer.
+  time. Gloo's thread may hold a collective's buffer slightly too long. In some runs the peak is therefore too high by
+  one gathered layer.
 - Programs that are started with `subprocess` have virtual GPUs only if the parent asked for it, with
   `virtual_gpus(4, children=True)` or by running under `python -m virtual_gpus`. The children must be Python programs of
   the same installation. `help("virtual_gpus.processes.children")` says how it works and how to switch it off. The

@@ -80,6 +80,7 @@ class Operator:
         "is_composite",
         "is_index",
         "is_view",
+        "kernels",
         "keeps_answers",
         "name",
         "names",
@@ -90,10 +91,14 @@ class Operator:
         "written",
     )
 
-    def __init__(self, func: torch._ops.OpOverload):
+    def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+        self.func = func  # kept, so that no other overload gets its id
+        self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            self.kernels, self.is_composite = func.py_kernels, True
+            return
         schema = func._schema
         arguments = schema.arguments
-        self.func = func  # kept, so that no other overload gets its id
         self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         self.base = self.name.partition(".")[0]
         self.names = [a.name for a in arguments]

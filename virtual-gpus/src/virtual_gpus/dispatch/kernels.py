@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.placement.random_numbers import default_generator, device_of_generator, drawing_from
+from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
 from virtual_gpus.shapes import known
 from virtual_gpus.threads import this_thread
 
@@ -17,16 +17,23 @@ if TYPE_CHECKING:  # a call runs its kernel, so it lies above
 
 def run_kernel(call: OpCall) -> Any:
     """The results of `call`, which are on no GPU yet."""
-    op, func, args, kwargs = call.op, call.func, call.args, call.kwargs
+    op, func, args, kwargs, generator = call.op, call.func, call.args, call.kwargs, None
     if op.has_generator:
-        kwargs = {**kwargs, "generator": _generator(call)}
+        generator = _generator(call)
+        kwargs = {**kwargs, "generator": generator}
         if len(args) > (position := op.names.index("generator")):
             args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
     elif op.with_generator is not None:
-        func, kwargs = op.with_generator, {**kwargs, "generator": default_generator(call.gpu)}
+        generator = default_generator(call.gpu)
+        func, kwargs = op.with_generator, {**kwargs, "generator": generator}
     if call.gpu.machine.shapes_only:
-        return known.ask(call, lambda: _run(call, func, args, kwargs))
-    return _run(call, func, args, kwargs)
+        result = known.ask(call, lambda: _run(call, func, args, kwargs))
+    else:
+        result = _run(call, func, args, kwargs)
+    if generator is not None:
+        elements = result.numel() if isinstance(result, torch.Tensor) else 1
+        count_draws(generator, elements, call.gpu.spec.multi_processor_count)
+    return result
 
 
 def _run(call: OpCall, func, args, kwargs) -> Any:

@@ -27,6 +27,8 @@ from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import this_thread
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
+_COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 _active_mode = torch._C._get_dispatch_mode
 _is_tracing = torch._C._is_tracing
 _AUTOCAST = torch._C.DispatchKey.AutocastCUDA
@@ -35,6 +37,8 @@ _exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 class Placement(TorchDispatchMode):
     """One instance per thread, entered while virtual GPUs are on; it does nothing when none are."""
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -147,10 +151,15 @@ def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
 def _decompose(call: OpCall) -> Any:
     """Take a composite operator apart, which inference mode does not do: its parts are what uses memory.
 
-    The parts follow autocast's lists if the composite was called under autocast, whose key is off by now.
+    The parts follow autocast's lists if the composite was called under autocast, whose key is off by now. Operators of
+    higher order, which are given an operator or a function to run, are composite too.
     """
     _push_mode(this_thread.mode)  # for the parts: while a mode works it is off
     try:
+        if call.op.kernels is not None:
+            on_gpu = any(gpu_of(tensor) is not None for tensor in call.tensors)
+            keys = (_CUDA, _CPU, *_COMPOSITE) if on_gpu else (_CPU, *_COMPOSITE)
+            return next(call.op.kernels[key] for key in keys if key in call.op.kernels)(*call.args, **call.kwargs)
         if not this_thread.autocast:
             return call.func.decompose(*call.args, **call.kwargs)
         _exclude_key(_AUTOCAST, False)

@@ -19,8 +19,9 @@ from virtual_gpus.machine import active
 from virtual_gpus.ops.attention.call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose
 from virtual_gpus.ops.attention.fused import fused
+from virtual_gpus.ops.attention.sharded import is_dtensor, on_each_rank
 from virtual_gpus.ops.autocast.casting import casting
-from virtual_gpus.placement.storages import device_of, gpu_of, nbytes
+from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper, nbytes
 from virtual_gpus.threads import this_thread
 
 _raw = torch._C._nn.scaled_dot_product_attention
@@ -36,6 +37,8 @@ def scaled_dot_product_attention(
         return handle_torch_function(
             scaled_dot_product_attention, inputs, query, key, value, attn_mask, dropout_p, is_causal, **rest
         )
+    if is_wrapper(type(query)) and any(map(is_dtensor, inputs)):
+        return on_each_rank(scaled_dot_product_attention, query, key, value, attn_mask, dropout_p, is_causal, **rest)
     call = _raw if _is_elsewhere(query, key, value) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 
@@ -47,6 +50,7 @@ def _is_elsewhere(query, key, value) -> bool:
         or this_thread.inside
         or torch._C._is_tracing()
         or gpu_of(query) is None
+        or is_wrapper(type(query))
         or query.is_nested
         or key.is_nested
         or value.is_nested

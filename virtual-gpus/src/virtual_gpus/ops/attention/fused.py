@@ -13,7 +13,7 @@ from virtual_gpus.ops.attention import memory as memory
 from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH
 from virtual_gpus.ops.attention.efficient import Efficient
 from virtual_gpus.ops.attention.numbers import Numbers
-from virtual_gpus.placement.random_numbers import default_generator
+from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import put
 from virtual_gpus.threads import below
 
@@ -93,7 +93,9 @@ def _draw(gpu: VirtualGPU):
     """A seed from the GPU's generator: one number per call, where CUDA moves its generator's offset on."""
     if gpu.machine.shapes_only:
         return None
-    return torch.empty((), dtype=torch.int64).random_(generator=default_generator(gpu))
+    generator = default_generator(gpu)
+    count_draws(generator, 1)
+    return torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 def _at(tensor, allocation, like=None):

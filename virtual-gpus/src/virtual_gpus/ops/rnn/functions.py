@@ -117,7 +117,7 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
             results = call.empty_results(dtype)
         else:
             if with_graph:
-                call.random_state = default_generator(gpu).get_state() if call.draws else None
+                call.random_state = default_generator(gpu).raw_state() if call.draws else None
             graph = call.compute(input, hx, cx, params, with_graph, default_generator(gpu) if call.draws else None)
             results = call.laid_out(graph.outputs)
             if with_graph:
