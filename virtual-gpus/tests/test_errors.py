@@ -202,7 +202,7 @@ def test_out_of_memory_however_it_comes(act):
 
 @pytest.mark.parametrize(
     "name",
-    ["torch.cuda.CUDAGraph", "torch.cuda.MemPool", "torch.cuda.current_blas_handle", "torch.cuda.temperature",
+    ["torch.cuda.GreenContext", "torch.cuda.current_blas_handle", "torch.cuda.temperature",
      "torch.cuda.host_memory_stats", "torch.compile"],
 )  # fmt: skip
 def test_what_is_not_modelled_names_itself(name):

@@ -32,6 +32,39 @@ def not_modelled(what: str) -> NotModelled:
     )
 
 
+# The errors of CUDA about stream capture (driver_types.h): what cudaGetErrorString says of each.
+_CAPTURE = {
+    "Unsupported": "operation not permitted when stream is capturing",
+    "Invalidated": "operation failed due to a previous error during capture",
+    "Unjoined": "capturing stream has unjoined work",
+    "Isolation": "dependency created on uncaptured work in another stream",
+}
+
+
+def capture_error(kind: str) -> Exception:
+    """CUDA's error cudaErrorStreamCapture`kind`, or cudaErrorCapturedEvent for an event of a capture."""
+    code = f"cudaErrorStreamCapture{kind}" if kind in _CAPTURE else "cudaErrorCapturedEvent"
+    text = _CAPTURE.get(kind, "operation not permitted on an event last recorded in a capturing stream")
+    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
+    return _cuda_error(text, f"Search for `{code}' in {where} for more information.")
+
+
+def copy_while_capturing() -> RuntimeError:
+    """A copy between pageable host memory and a GPU in a capture (aten/src/ATen/native/cuda/Copy.cu)."""
+    return RuntimeError(
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
+        "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
+    )
+
+
+def generator_while_capturing(call: str) -> RuntimeError:
+    """A call of a generator's method that a capture cannot contain (aten/src/ATen/cuda/CUDAGraphsUtils.cuh)."""
+    return RuntimeError(
+        f"{call} during CUDA graph capture. If you need this call to be captured, please file an issue. "
+        "Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+    )
+
+
 def not_ready() -> RuntimeError:
     """The error of cudaEventElapsedTime and similar calls while work is still running."""
     return torch.AcceleratorError("CUDA error: device not ready")

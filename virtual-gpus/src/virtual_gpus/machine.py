@@ -11,12 +11,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
+from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory, PoolKey, PrivatePool
 from virtual_gpus.memory.options import Options
 from virtual_gpus.processes import children
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
@@ -42,6 +43,18 @@ class _StreamTimes:
         self._machine.clock.wait(mark)
 
 
+class Route(NamedTuple):
+    """Where allocations go instead of the usual pools: `pool` of the GPU's allocator, or another `allocator`.
+
+    thread, streams: whose allocations, as an id of a thread and (slot, stream) pairs. None: those of all.
+    """
+
+    pool: PrivatePool | None = None
+    allocator: CachingAllocator | None = None
+    thread: int | None = None
+    streams: Container[tuple[int, int]] | None = None
+
+
 class VirtualGPU:
     """One GPU: its number among the visible GPUs (`index`), its number in the machine (`slot`), its spec and memory."""
 
@@ -56,6 +69,7 @@ class VirtualGPU:
         self.allocator.clock = _StreamTimes(machine)
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see ops.blas)
+        self.routes: list[Route] = []  # empty but during a capture or a replay, or in `use_mem_pool`
         self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
@@ -79,11 +93,22 @@ class VirtualGPU:
         allocator = self.allocator
         if not allocator.device.context:
             self.start_context()
+        key: PoolKey = self.stream if self.streams else 0
+        if self.routes:
+            allocator, key = self._routed(key)
         try:
-            return allocator.malloc(nbytes, self.stream if self.streams else 0, allocator.owner_of(owner))
+            return allocator.malloc(nbytes, key, allocator.owner_of(owner))
         except OutOfMemory as error:
             error.gpu = self
             raise
+
+    def _routed(self, stream: int) -> tuple[CachingAllocator, PoolKey]:
+        """The allocator and pool that the newest route for this thread and stream names."""
+        thread = threading.get_ident()
+        for route in reversed(self.routes):
+            if route.thread in (None, thread) and (route.streams is None or (self.slot, stream) in route.streams):
+                return route.allocator or self.allocator, (stream, route.pool) if route.pool else stream
+        return self.allocator, stream
 
     def __repr__(self) -> str:
         return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"
@@ -104,6 +129,8 @@ class VirtualMachine:
         self.clock = Clock(settings.count)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
+        self.captures: list[Any] = []  # of CUDA graphs, that are under way (`dispatch.graphs.Capture`)
+        self.private_pools: weakref.WeakValueDictionary[tuple[int, int], PrivatePool] = weakref.WeakValueDictionary()
         self.sync_debug_mode = 0  # see torch.cuda.set_sync_debug_mode
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self.registry: SharedMemoryRegistry | None = None  # while it is on: what other processes hold

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,9 @@ class ThreadState(threading.local):
 
     worker: object | None = None
     """The replica of DataParallel whose thread this one stands in for; None for the thread itself."""
+
+    capture: Any = None
+    """The CUDA graph that this thread captures (`dispatch.graphs.Capture`); None where it captures none."""
 
     autocast: bool = False
     """True while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet."""

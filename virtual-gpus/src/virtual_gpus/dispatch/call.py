@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.operators import operator
 from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.storages import place_all, put, scratch
+from virtual_gpus.threads import this_thread
 
 
 class OpCall:
@@ -93,6 +94,15 @@ class OpCall:
             for size in sizes:
                 stack.enter_context(self.scratch(size))
             yield
+
+
+def as_one(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that computes below the accounting. A CUDA graph that is captured takes it down as one node.
+
+    Its tensors are among `args` and in its result, also within lists and tuples.
+    """
+    capture = this_thread.capture
+    return function(*args) if capture is None else capture.node(function, *args)
 
 
 def _collect(values: Iterable, found: list[torch.Tensor]) -> None:

@@ -109,7 +109,7 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
         return result
     by_recipe = op.recipe is not None and is_dense  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if by_recipe else call.run()
-    if op.needs_values:
+    if op.needs_values and not valueless.size_is_known(call):
         record_read(call)
     else:
         record_op(call, result)

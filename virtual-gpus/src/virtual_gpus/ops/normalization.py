@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.call import OpCall, as_one
 from virtual_gpus.dispatch.timing import operands, record_work
 from virtual_gpus.entrance import entrance
 from virtual_gpus.ops.contiguous import packed_copies, with_packed
@@ -137,14 +137,8 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, shape, eps):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
-        gpu = gpu_of(input)
-        rows = input.numel() // max(1, torch.Size(shape).numel())
-        with below():
-            result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
-            kept = torch.empty(rows, device=result.device)
-        place(result, gpu)
-        record_work(gpu, "native_layer_norm", operands([input]), operands([result]))
-        ctx.save_for_backward(input, weight, place(kept, gpu))
+        result, kept = as_one(_rms_forward, input, weight, shape, eps)
+        ctx.save_for_backward(input, weight, kept)
         ctx.shape, ctx.eps = shape, eps
         return result
 
@@ -153,12 +147,27 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx, gradient):
         """Gradients of input and weight."""
         input, weight, _ = ctx.saved_tensors
-        gpu = gpu_of(input)
-        with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
-            gradients = _gradients(input, weight, ctx.shape, ctx.eps, gradient)
-            place_all(gradients, gpu)
-            record_work(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
-        return *gradients, None, None
+        return *as_one(_rms_backward, input, weight, ctx.shape, ctx.eps, gradient), None, None
+
+
+def _rms_forward(input, weight, shape, eps):
+    gpu = gpu_of(input)
+    rows = input.numel() // max(1, torch.Size(shape).numel())
+    with below():
+        result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
+        kept = torch.empty(rows, device=result.device)
+    place(result, gpu)
+    record_work(gpu, "native_layer_norm", operands([input]), operands([result]))
+    return result, place(kept, gpu)
+
+
+def _rms_backward(input, weight, shape, eps, gradient):
+    gpu = gpu_of(input)
+    with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
+        gradients = _gradients(input, weight, shape, eps, gradient)
+        place_all(gradients, gpu)
+        record_work(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
+    return gradients
 
 
 def _gradients(input, weight, shape, eps, gradient):

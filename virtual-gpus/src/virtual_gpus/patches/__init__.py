@@ -26,6 +26,7 @@ from virtual_gpus.patches import (
     dynamo,
     factories,
     generators,
+    graphs,
     legacy,
     memory,
     nccl,
@@ -47,8 +48,9 @@ from virtual_gpus.patches import (
 )
 
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
-            parallel, legacy, driver, smi, processes, process_groups, nccl, distributed, refused, numbers, snapshots,
-            dropout, attention, normalization, rnn, autocast, saved_tensors, blas, scripts, profiler)  # fmt: skip
+            parallel, legacy, driver, graphs, smi, processes, process_groups, nccl, distributed, refused, numbers,
+            snapshots, dropout, attention, normalization, rnn, autocast, saved_tensors, blas, scripts,
+            profiler)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 

@@ -60,6 +60,10 @@ def empty_cache() -> None:
     memory.empty_cache()
 
 
+def empty_host_cache() -> None:
+    """Pinned memory is not kept, so there is nothing to give back."""
+
+
 def memory_stats(device_index=None, /):
     """See torch.cuda.memory_stats."""
     return torch.cuda.memory_stats(device_index)
@@ -96,8 +100,8 @@ def get_device_module(device=None):
 def patches():
     """See `patches`."""
     found = in_package("torch.accelerator", current_accelerator, current_device_index, set_device_index, current_stream,
-                      set_stream, synchronize, device_index, empty_cache, memory_stats, reset_peak_memory_stats,
-                      reset_accumulated_memory_stats, get_memory_info)  # fmt: skip
+                      set_stream, synchronize, device_index, empty_cache, empty_host_cache, memory_stats,
+                      reset_peak_memory_stats, reset_accumulated_memory_stats, get_memory_info)  # fmt: skip
     for alias, function in (("current_device_idx", current_device_index), ("set_device_idx", set_device_index)):
         if hasattr(torch.accelerator, alias):
             found.append((torch.accelerator, alias, function))

@@ -79,6 +79,9 @@ def _maybe_exchange_device(device: int) -> int:
 def synchronize(device=None) -> None:
     """The modelled host waits for all streams of a GPU. The numbers are there already."""
     gpu = gpu_at(device)
+    for capture in gpu.machine.captures:
+        if capture.covers() or capture.gpu is gpu:
+            raise capture.violation()
     clock = gpu.machine.clock
     clock.wait(clock.done(gpu.slot))
     clock.spend(clock.host.wait)
@@ -139,11 +142,6 @@ def ipc_collect() -> None:
     """Nothing is shared between processes, so nothing is collected."""
 
 
-def is_current_stream_capturing() -> bool:
-    """CUDA graphs are not modelled, so no stream captures."""
-    return False
-
-
 def _is_in_bad_fork() -> bool:
     """A forked process may use virtual GPUs."""
     return False
@@ -178,7 +176,7 @@ def patches():
     functions = (is_available, device_count, is_initialized, init, _lazy_init, _lazy_call, current_device, set_device,
                  synchronize, _exchange_device, _maybe_exchange_device, get_device_properties,
                  can_device_access_peer, is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect,
-                 is_current_stream_capturing, _is_in_bad_fork, utilization, memory_usage,
+                 _is_in_bad_fork, utilization, memory_usage,
                  device_memory_used)  # fmt: skip
     sensors = (_has_no_sensor(name) for name in ("temperature", "power_draw", "clock_rate"))
     return in_package("torch.cuda", *functions, *sensors) + [

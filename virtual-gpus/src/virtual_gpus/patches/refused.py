@@ -10,8 +10,7 @@ from virtual_gpus import errors
 from virtual_gpus.patches import table
 
 _CUDA = (
-    "CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "MemPool", "use_mem_pool",
-    "GreenContext", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
+        "GreenContext", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     "caching_allocator_delete", "caching_allocator_enable", "current_blas_handle", "current_solver_handle",
     "host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
     "reset_peak_host_memory_stats", "export_dot", "export_graph_data",
@@ -70,7 +69,7 @@ def _on_cpu_only(name: str, original):
 
 def patches():
     """See `patches`. A name that this PyTorch version lacks gives no row."""
-    owners = [(torch.accelerator, "torch.accelerator", ("Graph", "empty_host_cache", "get_device_capability")),
+    owners = [(torch.accelerator, "torch.accelerator", ("get_device_capability",)),
               (torch.cuda.memory, "torch.cuda.memory", _MEMORY + _CUDA), (torch.cuda, "torch.cuda", _CUDA),
               (torch.cuda.nccl, "torch.cuda.nccl", _NCCL), (torch, "torch", ("compile",))]  # fmt: skip
     found = [

@@ -138,7 +138,7 @@ def _cuda_memorySnapshot(request=None) -> dict:
     """Behind `torch.cuda.memory._snapshot` and `torch.cuda.memory_snapshot`.
 
     request: None, or the two numbers of a memory pool's id, and perhaps whether traces are wanted. (0, 0) means all
-    pools; there are no others.
+    pools.
     """
     enter_thread()
     pool, with_traces = (_DEFAULT_POOL, True) if request is None else (tuple(request[:2]), request[2:] != (False,))
@@ -147,7 +147,7 @@ def _cuda_memorySnapshot(request=None) -> dict:
     for recorder, gpu in zip(kept.recorders, active().gpus, strict=True):
         found = gpu.allocator.snapshot(gpu.index)  # before the trace is read: it sees to it that all frees are in there
         traces.append(recorder.events() if with_traces else [])
-        segments += [(recorder, segment) for segment in found] if pool == _DEFAULT_POOL else []
+        segments += [(recorder, s) for s in found if pool in (_DEFAULT_POOL, s["segment_pool_id"])]
         recorder.snapshot_taken(sum(segment["active_size"] for segment in found))
     return _as_dictionary(kept, segments, traces)
 

@@ -67,22 +67,38 @@ class Stream:
         gpu = self._gpu
         return gpu.machine.clock.mark(gpu.slot, self.stream_id)
 
+    @property
+    def _capture(self):
+        return capture_of(self._gpu, self.stream_id)
+
     def query(self) -> bool:
         """True if all work given so far is done, on the modelled clock."""
+        _refuse_if_captured(self._capture)
         clock = self._gpu.machine.clock
         return clock.ready(self._gpu.slot, self.stream_id) <= clock.now
 
     def synchronize(self) -> None:
         """The host waits for the work given so far."""
+        _refuse_if_captured(self._capture)
         _host_waits(self._gpu, self._mark())
 
     def wait_stream(self, stream: Stream) -> None:
         """Work given later waits for what `stream` has been given so far."""
+        self._join(stream, stream._capture)
         self._hold(stream._mark())
+
+    def _join(self, other: Stream, other_capture) -> None:
+        """Captured work spreads to the streams that wait for it, and must not wait for work outside its capture."""
+        own = self._capture
+        if other_capture is not None:
+            other_capture.join((self._gpu.slot, self.stream_id), (other._gpu.slot, other.stream_id))
+        elif own is not None and own.valid:
+            raise own.violation("Isolation")
 
     def wait_event(self, event: Event) -> None:
         """Work given later waits for `event`, if it was recorded."""
         if event._time is not None:
+            self._join(event._stream, event._capture)
             self._hold(event._time)
 
     def _hold(self, until: float) -> None:
@@ -96,8 +112,8 @@ class Stream:
         return event
 
     def is_capturing(self) -> bool:
-        """CUDA graphs are not modelled."""
-        return False
+        """True while a CUDA graph captures this stream."""
+        return self._capture is not None
 
     def __enter__(self):
         self._outer.append((current_stream(self._index), active().current))
@@ -143,6 +159,7 @@ class Event:
         self.enable_timing = enable_timing
         self._stream: Stream | None = None
         self._time: float | None = None  # modelled seconds at which the mark is passed
+        self._capture = None  # of a CUDA graph, if it was recorded in one
 
     @property
     def device(self) -> torch.device | None:
@@ -152,6 +169,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Put the mark behind the work given so far to `stream` (default: the current one)."""
         self._stream = current_stream() if stream is None else stream
+        self._capture = self._stream._capture
         self._time = self._stream._mark()
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -160,10 +178,12 @@ class Event:
 
     def query(self) -> bool:
         """True if all work before the mark is done, on the modelled clock."""
+        _refuse_if_captured(self._capture, "Event")
         return self._time is None or self._time <= self._stream._gpu.machine.clock.now
 
     def synchronize(self) -> None:
         """The host waits for the mark."""
+        _refuse_if_captured(self._capture, "Event")
         if self._time is not None:
             _host_waits(self._stream._gpu, self._time)
 
@@ -181,6 +201,16 @@ class Event:
 
     def __repr__(self) -> str:
         return "<torch.cuda.Event uninitialized>" if self._stream is None else f"<torch.cuda.Event on {self.device}>"
+
+
+def capture_of(gpu: VirtualGPU, stream: int):
+    """The capture of a CUDA graph that a stream is in (`dispatch.graphs.Capture`), or None."""
+    return next((found for found in gpu.machine.captures if (gpu.slot, stream) in found.streams), None)
+
+
+def _refuse_if_captured(capture, kind: str = "Unsupported") -> None:
+    if capture is not None:
+        raise capture.violation(kind)
 
 
 def _host_waits(gpu: VirtualGPU, until: float) -> None:

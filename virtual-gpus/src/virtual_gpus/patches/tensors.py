@@ -73,6 +73,8 @@ def tolist(self):
     gpu = _gpu(self)
     if gpu is not None and gpu.machine.shapes_only:
         raise errors.needs_values("tolist()")
+    if gpu is not None and this_thread.capture is not None:
+        raise this_thread.capture.violation()
     return _raw_tolist(self)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus.dispatch.call import as_one
 from virtual_gpus.entrance import entrance
 from virtual_gpus.ops.rnn.sizes import Network, weight_offsets
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
@@ -68,17 +69,21 @@ class CastFlat(torch.autograd.Function):
     @staticmethod
     def forward(ctx, net, biases, gpu, *params):
         """The cast weights, all on one storage."""
-        offsets, total = weight_offsets(net, biases)
-        flat = empty(gpu, (total,), torch.float16)
-        made = pieces(flat, params, offsets)
-        fill(flat, made, params)
         ctx.dtype = params[0].dtype
-        return tuple(made)
+        return as_one(_cast_flat, net, biases, gpu, params)
 
     @staticmethod
     def backward(ctx, *gradients):
         """Each gradient as the weight's own dtype."""
         return None, None, None, *(None if g is None else g.to(ctx.dtype) for g in gradients)
+
+
+def _cast_flat(net: Network, biases: bool, gpu, params) -> tuple[torch.Tensor, ...]:
+    offsets, total = weight_offsets(net, biases)
+    flat = empty(gpu, (total,), torch.float16)
+    made = pieces(flat, params, offsets)
+    fill(flat, made, params)
+    return tuple(made)
 
 
 @entrance
