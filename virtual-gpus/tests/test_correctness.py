@@ -513,6 +513,13 @@ FUNCTIONAL = {
     "jacfwd": lambda x, d: torch.func.jacfwd(lambda v: v.to(d).exp())(x[0]),
     "hessian": lambda x, d: torch.func.hessian(lambda v: v.to(d).exp().sum())(x[0]),
     "jvp": lambda x, d: torch.func.jvp(lambda v: v.to(d) ** 2, (x,), (torch.ones_like(x),))[1],
+    "vmap of a loss": lambda x, d: torch.vmap(
+        lambda row: nn.functional.cross_entropy(row.to(d), torch.ones((), device=d).long())
+    )(x),
+    "vmap of a cast": lambda x, d: torch.vmap(lambda row: row.to(d).to(torch.float64))(x),
+    "hessian of a loss": lambda x, d: torch.func.hessian(
+        lambda v: nn.functional.cross_entropy(v.to(d), torch.ones((), device=d).long(), label_smoothing=0.1)
+    )(x[0]),
     "vjp": lambda x, d: torch.func.vjp(lambda v: v.to(d) ** 2, x)[1](torch.ones_like(x).to(d))[0],
     "autograd.functional": lambda x, d: torch.autograd.functional.jacobian(lambda v: v.to(d) ** 2, x[0]),
 }
@@ -528,6 +535,22 @@ def test_function_transforms(gpus, name):
     elif name.startswith(("vmap", "jvp", "jacfwd")):
         assert found.device == gpus[2]
     same(found, expected)
+
+
+def test_transformer_encoder_packs_what_is_padded(gpus):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    net, x = nn.TransformerEncoder(layer, 2).eval(), draw(3, 5, 8)
+    mask = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
+    with torch.no_grad():
+        expected = net(x, src_key_padding_mask=mask)
+        net.to(gpus[1])
+        before = torch.cuda.memory_allocated(1)
+        found = net(x.to(gpus[1]), src_key_padding_mask=mask.to(gpus[1]))
+    assert found.device == gpus[1] and not found[1, 2:].any()
+    same(found, expected)
+    del found
+    assert torch.cuda.memory_allocated(1) == before
 
 
 def test_forward_mode_across_devices(gpus):

@@ -536,6 +536,20 @@ def test_data_parallel_as_a_function(gpus):
         "table": {"a": [draw(4, 3)]}, "label": "x", "none": None, "number": 3})["one"], draw(4, 3).sum(1))  # fmt: skip
 
 
+def test_a_parameter_without_elements(gpus):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 2))
+
+        def forward(self, x):
+            return (x * self.weight).sum(1) + self.empty.sum()
+
+    wrapped = DataParallel(Net().cuda())
+    wrapped(draw(4, 3)).sum().backward()
+    assert [(p.grad.shape, p.grad.device) for p in wrapped.parameters()] == [((3,), gpus[0]), ((0, 2), gpus[0])]
+
+
 def test_communication_functions(gpus):
     from torch.nn.parallel import comm
 

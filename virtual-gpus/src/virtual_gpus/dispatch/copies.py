@@ -61,7 +61,10 @@ def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy
     source = gpu_of(tensor)
     if source is target and not copy and dtype == tensor.dtype and _has_format(tensor, memory_format):
         return tensor
-    if (tensor.requires_grad and torch.is_grad_enabled()) or _is_transformed():
+    is_transformed = _is_transformed()
+    if is_transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))
+    if (tensor.requires_grad and torch.is_grad_enabled()) or is_transformed:
         return ToCopy.apply(tensor, target, dtype, memory_format, blocking)
     return raw_copy(tensor, target, dtype, memory_format, blocking)
 

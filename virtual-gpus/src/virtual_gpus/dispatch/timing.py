@@ -37,7 +37,7 @@ def record_op(call: OpCall, result: Any) -> None:
         shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
         key = (gpu.spec.kind, op, shape, *map(_form, tensors))
     except RuntimeError:
-        return  # a parameter of a lazy module has no shape before it is initialized, and no elements
+        return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
     if op.has_products:
         key += (_allows_tf32("cuda", op.has_products),)
     found = _known.get(key)

@@ -15,7 +15,8 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.numbers import named
 from virtual_gpus.patches.transfers import as_device
-from virtual_gpus.placement.storages import find_gpu, gpu_of, pin
+from virtual_gpus.placement.creation_sites import was_made_in_cpp
+from virtual_gpus.placement.storages import find_gpu, gpu_of, pin, place
 
 # The functions that parse their data in C++, and the name of that argument.
 _DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices"}
@@ -106,10 +107,32 @@ def new(self, *args, device=None, **kwargs):
     return new_tensor(self, *args, device=device)
 
 
+# Functions in C++ that may make a result without an operator on their input: of no elements, or of an empty matrix.
+_MAKES_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"))
+
+
+def _beside_input(function):
+    """Such a function, whose results belong on the GPU of its first input."""
+
+    @functools.wraps(function)
+    @entrance
+    def made_beside(*args, **kwargs):
+        results = function(*args, **kwargs)
+        first = next(iter((*args, *kwargs.values())))
+        gpu = None if active() is None else gpu_of(first)
+        for result in results if isinstance(results, (list, tuple)) else [results]:
+            if gpu is not None and was_made_in_cpp(result):
+                place(result, gpu)
+        return results
+
+    return made_beside
+
+
 def patches():
     """See `patches`."""
     found = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
     found += [(torch, name, _maker(name)) for name in _raw_make]
+    found += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _MAKES_FOR_ITSELF]
     return found + [(torch, name, _joining(function)) for name, function in _factories()]
 
 

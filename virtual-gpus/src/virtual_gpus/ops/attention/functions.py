@@ -171,10 +171,23 @@ def safe_softmax(call: OpCall):
             return call.run()
 
 
+_raw_left_aligned = torch._nested_tensor_from_mask_left_aligned
+
+
+def left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
+    """True if a padding mask lets `nn.TransformerEncoder` pack its input into a nested tensor, which has no padding.
+
+    With shapes only, nobody knows how long the samples are: they stay padded.
+    """
+    gpu = gpu_of(t)
+    return (gpu is None or not gpu.machine.shapes_only) and _raw_left_aligned(t, mask)
+
+
 RECIPES = {"_safe_softmax": safe_softmax}
 
 
 def patches():
     """See `patches`."""
     owners = (torch.nn.functional, torch._C._nn)
-    return [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]
+    found = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]
+    return found + [(torch, "_nested_tensor_from_mask_left_aligned", left_aligned)]
