@@ -52,6 +52,12 @@ def test_a_python_child_has_the_same_gpus(tmp_path):
     assert environment() == before
 
 
+def test_a_spawned_process_is_not_switched_on_twice():
+    """multiprocessing unpickles a name in `patches`, whose import is the first that imports torch."""
+    with virtual_gpus(2, children=True):
+        run(sys.executable, "-c", "import virtual_gpus.patches.processes")
+
+
 def test_nobody_inherits_who_was_not_asked_for(monkeypatch):
     before = environment()
     with virtual_gpus(2):

@@ -33,7 +33,8 @@ def _import_package():
 
 
 def _switch_on(torch):
-    if "virtual_gpus.switch" not in sys.modules:  # else the program switches GPUs on itself
+    # else the program does it, or a process of multiprocessing, which begins with unpickling a name in `patches`
+    if not {"virtual_gpus.switch", "virtual_gpus.patches"} & sys.modules.keys():
         _import_package()
         from virtual_gpus.switch import start_inherited
 
