@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,10 +21,26 @@ _scripted: list[tuple[int, object]] = []  # (id, patch): the ids stay taken whil
 
 def put_in(patches: Iterable[Patch]) -> None:
     """Replace the names, and remember what stood there."""
+    stands_for: dict[int, object] = {}  # id of a replacement -> what it replaces
     for owner, name, replacement in patches:
         _before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        original = inspect.getattr_static(owner, name, _ABSENT)
+        if stands_for.setdefault(id(replacement), original) is not original and isinstance(replacement, FunctionType):
+            replacement = _copy(replacement)
         _tell_torchscript(_before[-1][2], replacement)
         setattr(owner, name, replacement)
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    """Another function that does the same.
+
+    What are two functions in PyTorch must stay two: torch._dynamo has tables with functions as their keys.
+    """
+    parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copied = FunctionType(function.__code__, *parts)
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    vars(copied).update(vars(function))
+    return copied
 
 
 def _tell_torchscript(original: object, replacement: object) -> None:
