@@ -44,18 +44,19 @@ def entrance(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return entered
 
 
-_ENTERED = entrance(lambda: None).__code__  # the code of `entered`, which all entrances share
+ENTERED = entrance(lambda: None).__code__  # the code of `entered`, which all entrances share
 
 
 def calling_frame() -> FrameType:
     """The frame that called the innermost entrance. In `__torch_dispatch__` it is the frame that called PyTorch.
 
-    The search goes up the stack, so that no function needs to know its depth. Do not keep the frame.
+    The search goes up the stack, so that no function needs to know its depth. Do not keep the frame. In a thread of
+    C++, which no Python code called, it is the frame of the entrance itself.
     """
     frame = sys._getframe()
-    while frame.f_code is not _ENTERED:
+    while frame.f_code is not ENTERED:
         frame = frame.f_back
-    return frame.f_back
+    return frame.f_back or frame
 
 
 def _beyond_this_package(traceback: TracebackType | None) -> TracebackType | None:

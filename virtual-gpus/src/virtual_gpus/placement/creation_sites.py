@@ -8,9 +8,11 @@ that runs when they meet a tensor on a GPU. They are then *adopted*: given a blo
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
-from virtual_gpus.entrance import calling_frame
+from virtual_gpus.entrance import ENTERED, calling_frame
 from virtual_gpus.placement.storages import HostStorage, gpu_of, storages
 from virtual_gpus.threads import this_thread
 
@@ -22,6 +24,8 @@ _REDUCER = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
 def calling_site() -> Site:
     """A key for the Python instruction that is calling into PyTorch now."""
     frame = calling_frame()
+    if frame.f_code is ENTERED:
+        return f"thread {threading.get_ident()}"  # gloo's, in which no Python instruction is running
     if frame.f_code.co_filename.endswith(_REDUCER):
         return ANY_TIME
     return id(frame), frame.f_lasti

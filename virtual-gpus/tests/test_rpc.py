@@ -1,0 +1,57 @@
+"""torch.distributed.rpc, and what it stands on: collectives of a backend that no process group holds."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import rpc
+from virtual_gpus import virtual_gpus
+
+
+def test_a_collective_in_a_thread_of_gloo():
+    """Its operators have no Python instruction that called them."""
+    with virtual_gpus(2):
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+        whole = torch.zeros(1, dtype=torch.long)
+        assert group.allgather([[whole]], [torch.ones(1, dtype=torch.long)]).wait() and whole.item() == 1
+
+
+class Net:
+    """A model that lives on a GPU of another process."""
+
+    def __init__(self):
+        self.layer = torch.nn.Linear(3, 3, bias=False).cuda(1)
+
+    def doubled(self):
+        return str((self.layer.weight * 2).device)  # names no GPU, in whatever thread it runs
+
+    def weight(self):
+        return self.layer.weight
+
+
+def worker(rank, folder):
+    os.environ.update(MASTER_ADDR="localhost")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meet", rpc_timeout=60)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        ones, there = torch.ones(2), "worker1"
+        assert rpc.rpc_sync(there, torch.add, args=(ones, 1)).tolist() == [2.0, 2.0]
+        assert rpc.rpc_async(there, max, args=([3, 4],)).wait() == 4
+        net = rpc.remote(there, Net)
+        assert {net.rpc_sync().doubled(), net.remote().doubled().to_here()} == {"cuda:1"}
+        later = rpc.rpc_async(there, abs, args=(ones,)).then(lambda future: (future.wait().cuda() * 2).is_cuda)
+        assert later.wait()
+        for refused in (torch.add, max):
+            with pytest.raises(NotImplementedError, match=r"GPU tensor by torch.distributed.rpc \(send x.cpu"):
+                rpc.rpc_sync(there, refused, args=(ones.cuda(), 1))
+        with pytest.raises(RuntimeError, match="GPU tensor by torch.distributed.rpc"):
+            net.rpc_sync().weight()
+    rpc.shutdown()
+
+
+def test_remote_calls(tmp_path):
+    with virtual_gpus(2):
+        mp.start_processes(worker, args=(str(tmp_path),), nprocs=2, start_method="fork")
