@@ -2,7 +2,6 @@
 
 import gc
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -105,7 +104,7 @@ def mix_devices(rank):
 # ---- spawn -------------------------------------------------------------------------------------------------
 
 
-def spawned_rank(rank, folder, batch):
+def spawned_rank(rank, folder, batch, net):
     """Everything in a process that starts bare: the GPUs are on, with the settings of the parent's."""
     x = batch.to(rank)
     answer = {
@@ -116,6 +115,8 @@ def spawned_rank(rank, folder, batch):
         "allocated": [torch.cuda.memory_allocated(i) for i in range(2)],
         "at import": AT_IMPORT,
     }
+    with torch.no_grad():
+        net.weight[rank] = net.weight.new_tensor(rank + 5.0)  # the parent's own numbers, as in Hogwild training
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(answer, file)
 
@@ -142,8 +143,10 @@ def test_spawned_processes(tmp_path):
     with virtual_gpus(2, memory="1 GiB", kind="T4"):
         worker = Worker(str(tmp_path))
         worker.start()
-        mp.spawn(spawned_rank, args=(str(tmp_path), torch.ones(100)), nprocs=2)
+        net = torch.nn.Linear(4, 2).to("cuda:1").share_memory()
+        mp.spawn(spawned_rank, args=(str(tmp_path), torch.ones(100), net), nprocs=2)
         assert join(worker) == 0
+        assert net.weight.tolist() == [[5.0] * 4, [6.0] * 4]
     for rank in range(2):
         answer = json.loads((tmp_path / f"{rank}.json").read_text())
         allocated = [0, 0]
@@ -157,23 +160,52 @@ def test_spawned_processes(tmp_path):
 # ---- tensors between processes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: (0, {"loss": x})])
-def test_a_gpu_tensor_in_a_queue_is_refused(wrap):
-    with virtual_gpus(2):
-        x = torch.ones(2, device="cuda:1")
-        waiting, simple = FORK.Queue(), FORK.SimpleQueue()
-        for refuse in (waiting.put, waiting.put_nowait, simple.put):
-            with pytest.raises(NotModelled, match=r"GPU tensor to another process \(send x.cpu\(\) instead\)"):
-                refuse(wrap(x))
-        waiting.put(wrap(x.cpu()))
-        assert waiting.get(timeout=60) is not None
+def doubled(queue, answers):
+    """Double what comes, in place, and send something of this process's own back."""
+    for _ in range(2):
+        x = queue.get()
+        x.mul_(2)
+        answers.put((str(x.device), torch.cuda.memory_allocated(1)))
+    answers.put({"mine": torch.full((3,), 5.0, device="cuda:1"), "theirs": x})
+    queue.get()  # as with CUDA, a process must stay until its tensors have been received
 
 
-def test_a_gpu_tensor_as_an_argument_of_a_spawned_process_is_refused():
+@pytest.mark.parametrize("make_queue", [FORK.Queue, FORK.SimpleQueue])
+def test_a_gpu_tensor_in_a_queue_is_shared(make_queue):
     with virtual_gpus(2):
-        with pytest.raises(NotModelled, match="GPU tensor to another process"):
-            SPAWN.Process(target=print, args=(torch.nn.Linear(2, 2).to("cuda:1"),)).start()
-        assert multiprocessing.active_children() == []
+        queue, answers = make_queue(), make_queue()
+        process = FORK.Process(target=doubled, args=(queue, answers))
+        process.start()
+        x = torch.ones(1000, device="cuda:1")
+        for _ in range(2):
+            queue.put(x)
+            assert answers.get() == ("cuda:1", 0)  # the memory counts here alone
+        assert x.tolist() == [4.0] * 1000 and torch.cuda.memory_allocated(1) == 4096
+        found = answers.get()
+        queue.put(None)
+        assert str(found["mine"].device) == "cuda:1" and found["mine"].tolist() == [5.0] * 3
+        assert found["theirs"].data_ptr() == x.data_ptr()  # it has come back to where it was made
+        assert torch.cuda.memory_allocated(1) == 4096
+        assert join(process) == 0
+
+
+def test_other_ways_to_share():
+    with virtual_gpus(2):
+        net = torch.nn.Linear(4, 3).cuda().share_memory()
+        assert net.weight.is_shared()
+        process = FORK.Process(target=torch.nn.init.constant_, args=(net.weight, 7.0))
+        process.start()
+        assert join(process) == 0
+        assert net.weight.unique().tolist() == [7.0]  # a fork shares what was put into shared memory
+        with pytest.raises(RuntimeError, match="only available on CUDA"):
+            torch.ones(3).untyped_storage()._share_cuda_()
+        with pytest.raises(RuntimeError, match="non-leaf tensor"):
+            FORK.SimpleQueue().put(net.weight * 2)
+    with virtual_gpus(2, shapes_only=True):
+        queue = FORK.SimpleQueue()
+        queue.put(torch.ones(3, 4, device="cuda:1"))
+        x = queue.get()
+        assert (str(x.device), x.shape) == ("cuda:1", (3, 4))
 
 
 # ---- torch.distributed -------------------------------------------------------------------------------------

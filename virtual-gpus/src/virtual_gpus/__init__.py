@@ -72,9 +72,9 @@ Values:
 
 What is not modelled, and what differs:
 
-- These features raise an error that names them: torch.compile, sharing GPU tensors between processes, nested tensors,
-  DLPack, calling NCCL directly, sending GPU tensors by torch.distributed.rpc, temperature and power sensors, and the
-  allocator settings backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve.
+- These features raise an error that names them: torch.compile, nested tensors, DLPack, calling NCCL directly, sending
+  GPU tensors by torch.distributed.rpc, temperature and power sensors, and the allocator settings
+  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve.
 - CUDA graphs: a replay takes the modelled time of its kernels and one launch of the host. Its values cost the computer
   what the operators cost. A graph keeps tensors that it reads from outside the capture alive, where CUDA would read
   freed memory. Tensors that the capture made are zeros until the first replay. Collectives, sparse tensors, conditional

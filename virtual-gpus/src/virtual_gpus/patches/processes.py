@@ -11,22 +11,16 @@ from __future__ import annotations
 import concurrent.futures.thread
 import functools
 import multiprocessing.process
-import multiprocessing.queues
 import multiprocessing.spawn
 import sys
 import threading
 from collections.abc import Callable
 
-import torch
-
-from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread, leave_thread
 from virtual_gpus.machine import VirtualMachine, active
-from virtual_gpus.placement.storages import gpu_of
 from virtual_gpus.settings import Settings
 
 _raw_preparation = multiprocessing.spawn.get_preparation_data
-_raw_put = multiprocessing.queues.Queue.put
 _MAIN = ("init_main_from_name", "init_main_from_path")
 
 
@@ -80,30 +74,6 @@ def _rebuild_process(_, make, arguments):
     return make(*arguments)
 
 
-def put(self, obj, *args, **kwargs):
-    """`Queue.put`. It pickles in a thread of its own, which could only print the error: refuse here instead."""
-    _refuse_gpu_tensors(obj)
-    return _raw_put(self, obj, *args, **kwargs)
-
-
-def _refuse_gpu_tensors(value) -> None:
-    if isinstance(value, torch.Tensor) and gpu_of(value) is not None:
-        raise _cannot_send()
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            _refuse_gpu_tensors(part)
-
-
-def _cannot_send() -> Exception:
-    return errors.not_modelled("sending a GPU tensor to another process (send x.cpu() instead)")
-
-
-def _share_cuda_(self, *args, **kwargs):
-    raise _cannot_send()
-
-
 def patches():
     """See `patches`."""
     runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
@@ -112,6 +82,4 @@ def patches():
     return [(owner, name, _in_mode(getattr(owner, name))) for owner, name in runs] + [
         (multiprocessing.spawn, "get_preparation_data", get_preparation_data),
         (multiprocessing.process.BaseProcess, "__reduce_ex__", _reduce_process),
-        (multiprocessing.queues.Queue, "put", put),
-        (torch.UntypedStorage, "_share_cuda_", _share_cuda_),
     ]
