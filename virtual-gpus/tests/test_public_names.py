@@ -1,9 +1,15 @@
 """The public names of torch.cuda: each works, or refuses by its name; classes stay types either way."""
 
+import ast
+import importlib
 import pickle
+import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import virtual_gpus as virtual_gpus_package
 from virtual_gpus import NotModelled, virtual_gpus
 
 
@@ -140,6 +146,14 @@ def test_the_sync_debug_mode_tells_of_reads():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_raw_blocks_are_counted():
+    before = torch.cuda.memory_allocated(1)
+    address = torch.cuda.caching_allocator_alloc(1000, device=1)
+    assert torch.cuda.memory_allocated(1) == before + 1024
+    torch.cuda.caching_allocator_delete(address)
+    assert torch.cuda.memory_allocated(1) == before
+
+
 def test_the_profiler_s_switch_and_what_cudart_refuses():
     with torch.cuda.profiler.profile():
         torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
@@ -147,3 +161,111 @@ def test_the_profiler_s_switch_and_what_cudart_refuses():
     with pytest.raises(NotModelled, match=r"torch\.cuda\.cudart\(\)\.cudaHostRegister"):
         torch.cuda.cudart().cudaHostRegister(0, 1, 0)
     assert torch.cuda.nccl.version() >= (2, 20)
+
+
+# ---- every public name ----------------------------------------------------------------------------------------------
+
+SOURCE = Path(virtual_gpus_package.__file__).parent
+REFUSALS = (SOURCE.parents[1] / "docs" / "refused.md").read_text(encoding="utf-8")
+NEVER = ("Found no NVIDIA", "compiled with CUDA", "driver version is insufficient", "libcuda", "no GPUs found")
+
+
+def x(index: int = 0):
+    return torch.ones(2, device=f"cuda:{index}")
+
+
+# What a name is called with, by its last part or its last two; all others with nothing, which Python itself may refuse.
+ARGUMENTS = {
+    # torch.cuda
+    "CudaError": lambda: [0], "ExternalStream": lambda: [0], "StreamContext": lambda: [None],
+    "caching_allocator_alloc": lambda: [512], "caching_allocator_enable": lambda: [False], "mark": lambda: ["m"],
+    "can_device_access_peer": lambda: [0, 1], "check_error": lambda: [0], "device": lambda: [1],
+    "device_of": lambda: [x()], "get_stream_from_external": lambda: [0], "graph": lambda: [torch.cuda.CUDAGraph()],
+    "manual_seed": lambda: [1], "make_graphed_callables": lambda: [torch.relu, (x(),)],
+    "manual_seed_all": lambda: [1], "range": lambda: ["r"], "range_end": lambda: [0], "range_push": lambda: ["r"],
+    "range_start": lambda: ["r"], "set_device": lambda: [0], "set_per_process_memory_fraction": lambda: [1.0],
+    "set_rng_state": lambda: [torch.cuda.get_rng_state()],
+    "set_rng_state_all": lambda: [torch.cuda.get_rng_state_all()], "set_stream": lambda: [None],
+    "set_sync_debug_mode": lambda: [0], "stream": lambda: [None], "use_mem_pool": lambda: [torch.cuda.MemPool()],
+    "set_filename": lambda: ["results.csv"], "set_max_tuning_duration": lambda: [30],
+    "set_max_tuning_iterations": lambda: [100], "set_numerical_check_tolerances": lambda: [False],
+    "comm.broadcast": lambda: [x(), [0, 1]], "comm.broadcast_coalesced": lambda: [[x()], [0, 1]],
+    "comm.gather": lambda: [[x(), x(1)]], "comm.reduce_add": lambda: [[x(), x(1)]],
+    "nccl.reduce": lambda: [[x(), x(1)]], "comm.reduce_add_coalesced": lambda: [[[x()], [x(1)]]],
+    "comm.scatter": lambda: [x(), [0, 1]],
+    # torch.distributed
+    "DeviceMesh": lambda: ["cuda", [0]], "P2POp": lambda: [dist.isend, x(), 0], "all_gather": lambda: [[x()], x()],
+    "all_gather_coalesced": lambda: [[[x()]], [x()]], "all_gather_into_tensor": lambda: [x(), x()],
+    "all_gather_object": lambda: [[None], 1], "all_gather_single": lambda: [x(), x()], "all_reduce": lambda: [x()],
+    "all_reduce_coalesced": lambda: [[x()]], "all_to_all": lambda: [[x()], [x()]],
+    "all_to_all_single": lambda: [x(), x()], "broadcast": lambda: [x(), 0], "broadcast_object_list": lambda: [[1]],
+    "gather": lambda: [x(), [x()]], "gather_into_tensor": lambda: [x(), x()], "gather_object": lambda: [1, [None]],
+    "gather_single": lambda: [x(), x()], "get_default_backend_for_device": lambda: ["cuda"],
+    "get_global_rank": lambda: [dist.group.WORLD, 0], "get_group_rank": lambda: [dist.group.WORLD, 0],
+    "get_node_local_rank": lambda: [0], "get_process_group_ranks": lambda: [dist.group.WORLD],
+    "init_device_mesh": lambda: ["cuda", (1,)], "is_backend_available": lambda: ["nccl"],
+    "distributed.reduce": lambda: [x(), 0], "new_subgroups": lambda: [1],
+    "new_subgroups_by_enumeration": lambda: [[[0]]], "reduce_scatter": lambda: [x(), [x()]],
+    "reduce_scatter_single": lambda: [x(), x()], "reduce_scatter_tensor": lambda: [x(), x()],
+    "scatter": lambda: [x(), [x()]], "scatter_object_list": lambda: [[None], [1]],
+    "split_group": lambda: [None, [[0]]], "set_debug_level": lambda: [dist.DebugLevel.OFF],
+    "supports_complex": lambda: [dist.ReduceOp.SUM],
+}  # fmt: skip
+# Messages need a second rank and breakpoint a person, the others would end what the walk stands on.
+LEFT_OUT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv", "breakpoint",
+            "init_process_group", "destroy_process_group", "monitored_barrier", "shrink_group")  # fmt: skip
+
+
+def public_names(module):
+    """(path, what it is) of the public callables of a module and its submodules."""
+    listed = getattr(module, "__all__", None) or [name for name in vars(module) if name[0] != "_"]
+    for name in sorted(set(listed)):
+        if callable(getattr(module, name, None)) and name not in LEFT_OUT:
+            yield f"{module.__name__}.{name}", getattr(module, name)
+    for entry in pkgutil.iter_modules(getattr(module, "__path__", ())) if module is not dist else ():
+        if entry.name[0] != "_":
+            yield from public_names(importlib.import_module(f"{module.__name__}.{entry.name}"))
+
+
+def call(path: str, function) -> str:
+    """What the call of a public name raised, "" if nothing."""
+    name = path.rpartition(".")[2]
+    arguments = ARGUMENTS.get(".".join(path.split(".")[-2:])) or ARGUMENTS.get(name) or list
+    arguments = arguments()
+    try:
+        function(*arguments)
+    except NotModelled as error:
+        assert name in str(error), f"{path} is refused as something else: {error}"
+        assert name in REFUSALS, f"{path} is refused and not in docs/refused.md"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_public_name_works_or_refuses_by_name(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        found = [pair for root in (torch.cuda, dist) for pair in public_names(root)]
+        raised = {path: call(path, function) for path, function in found}
+    finally:
+        dist.destroy_process_group()
+    assert len(raised) > 300
+    obscure = {path: text for path, text in raised.items() if any(words in text for words in NEVER)}
+    assert obscure == {}
+    unnamed = {path: text for path, text in raised.items() if text and not text.startswith("TypeError: ")}
+    assert unnamed == {}
+
+
+def test_every_refusal_is_in_the_list():
+    missing = []
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("not_modelled") and node.args:
+                parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else node.args
+                words = [
+                    part.value.partition(" (")[0].strip(' ,"().') for part in parts if isinstance(part, ast.Constant)
+                ]
+                missing += [(file.name, word) for word in words if word not in REFUSALS.replace("`", "")]
+    assert missing == []

@@ -72,14 +72,12 @@ Values:
 
 What is not modelled, and what differs:
 
-- These features raise an error that names them: torch.compile, nested tensors, DLPack, calling NCCL directly, sending
-  GPU tensors by torch.distributed.rpc, temperature and power sensors, and the allocator settings
-  backend:cudaMallocAsync, throw_on_cudamalloc_oom and expandable_segments_reserve.
+- What is not modelled raises an error that names it, for example torch.compile, sharing GPU tensors between processes,
+  nested tensors, DLPack, calling NCCL directly, and temperature and power sensors. The file docs/refused.md of the
+  source lists every call, with its reason.
 - CUDA graphs: a replay takes the modelled time of its kernels and one launch of the host. Its values cost the computer
   what the operators cost. A graph keeps tensors that it reads from outside the capture alive, where CUDA would read
-  freed memory. Tensors that the capture made are zeros until the first replay. Collectives, sparse tensors, conditional
-  nodes and `debug_dump` are refused by name. `MemPool(use_on_oom=True)` and pools with an allocator of their own are
-  refused too.
+  freed memory. Tensors that the capture made are zeros until the first replay.
 - Gloo carries the messages of the backend "nccl", which has NCCL's rules and errors. Numbers are added in gloo's order,
   timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
 - `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`.

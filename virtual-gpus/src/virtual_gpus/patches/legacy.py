@@ -53,7 +53,8 @@ def _sparse(dtype: torch.dtype, device: torch.device, args: tuple) -> torch.Tens
     if args and isinstance(args[0], torch.Tensor):
         return torch.sparse_coo_tensor(*args, dtype=dtype, device=device)
     size = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
-    return torch.sparse_coo_tensor(size=size, dtype=dtype, device=device)
+    indices = torch.empty(len(size), 0, dtype=torch.int64, device=device)
+    return torch.sparse_coo_tensor(indices, torch.empty(0, dtype=dtype, device=device), size, is_coalesced=True)
 
 
 def _legacy(original, module: str) -> LegacyType:

@@ -35,7 +35,7 @@ _NAMES = (
     "allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced",
     "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base",
-    "all_to_all_single",
+    "all_to_all_single", "gather_single",
 )  # fmt: skip
 _INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_single_coalesced": "_allgather_base",
              "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
@@ -270,6 +270,9 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
         one = getattr(group, _INTO_ONE[name])
         return _together()([one(o, i, *args[2:], **rest) for o, i in zip(*args[:2], strict=True)], list(args[0]))
     outputs = list(_tensors(args[:1]))
+    if name == "gather_single":  # gloo has it for lists only
+        parts = [list(args[0].chunk(group.size()))] if args[2].rootRank == group.rank() else []
+        return group.gather(parts, [args[1]], *args[2:], **rest)
     if name == "alltoall":
         return _exchange(group, outputs, list(args[1]))
     if name == "allgather" and len({output.shape for output in outputs}) > 1:

@@ -32,7 +32,7 @@ def is_available(tensors) -> bool:
 
 def reduce(inputs, output=None, root: int = 0, op: int = 0, streams=None, comms=None, *, outputs=None) -> None:
     """Sum `inputs` into `output` on the root's GPU. NCCL passes the data on in pieces: no buffer of the size of it."""
-    output = output if outputs is None else outputs[root]
+    output = outputs[root] if outputs is not None else inputs[root] if output is None else output
     collective_here([gpu_of(t) for t in inputs], "reduce", output.numel() * output.element_size())
     if gpu_of(output).machine.shapes_only:
         return

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 
 from virtual_gpus import errors
 from virtual_gpus.patches import table
 
-_CUDA = (
-        "GreenContext", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
-    "caching_allocator_delete", "caching_allocator_enable", "current_blas_handle", "current_solver_handle",
-    "host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
-    "reset_peak_host_memory_stats", "export_dot", "export_graph_data",
-)  # fmt: skip
-_MEMORY = ("_allocation_traceback",)  # it wants a GPU's address, and tensors have the CPU's
-_NCCL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id")
+_HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
+         "reset_peak_host_memory_stats")  # fmt: skip
+_ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
+_GRAPHS = ("export_dot", "export_graph_data")
+# By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
+_REFUSED = {
+    "torch": ("compile",),
+    "torch.accelerator": ("get_device_capability",),
+    "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
+    "torch.cuda.graphs": _GRAPHS,
+    "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
+                                  "is_localization_supported"),
+    "torch.cuda.jiterator": ("_create_jit_fn", "_create_multi_output_jit_fn"),
+    # _allocation_traceback wants a GPU's address, and tensors have the CPU's.
+    "torch.cuda.memory": ("_allocation_traceback", *_HOST, *_ALLOCATORS),
+    "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
+    "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
+                           "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
+    "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", *_HOST, *_ALLOCATORS, *_GRAPHS),
+}  # fmt: skip
 
 
 def _refuse(owner, name: str, path: str) -> table.Patch:
@@ -69,11 +82,11 @@ def _on_cpu_only(name: str, original):
 
 def patches():
     """See `patches`. A name that this PyTorch version lacks gives no row."""
-    owners = [(torch.accelerator, "torch.accelerator", ("get_device_capability",)),
-              (torch.cuda.memory, "torch.cuda.memory", _MEMORY + _CUDA), (torch.cuda, "torch.cuda", _CUDA),
-              (torch.cuda.nccl, "torch.cuda.nccl", _NCCL), (torch, "torch", ("compile",))]  # fmt: skip
     found = [
-        _refuse(owner, name, f"{path}.{name}") for owner, path, names in owners for name in names if name in vars(owner)
+        _refuse(sys.modules[path], name, f"{path}.{name}")
+        for path, names in _REFUSED.items()
+        for name in names
+        if path in sys.modules and name in vars(sys.modules[path])
     ]
     found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
     return found + [
