@@ -247,11 +247,11 @@ OF = "(allocated) of"
 @pytest.mark.parametrize(
     "given, words",
     [
-        (BERT, f"GPU 0 peaked at 16.1 GiB {OF} 24.0 GiB, 6.7 times the emptiest; "
+        (BERT, f"GPU 0 peaked at 16.1 GiB {OF} 24.0 GiB, 6.7 times as much as the emptiest; "
          "the other 3 GPUs peaked at 2.40 GiB each."),
-        (readings(9, 6, 3), f"GPU 0 peaked at 9.00 GiB {OF} 16.0 GiB, 3.0 times the emptiest; "
+        (readings(9, 6, 3), f"GPU 0 peaked at 9.00 GiB {OF} 16.0 GiB, 3.0 times as much as the emptiest; "
          "the other 2 GPUs peaked at 3.00 GiB to 6.00 GiB each."),
-        (readings(1, 3), f"GPU 1 peaked at 3.00 GiB {OF} 16.0 GiB, 3.0 times the emptiest; "
+        (readings(1, 3), f"GPU 1 peaked at 3.00 GiB {OF} 16.0 GiB, 3.0 times as much as the emptiest; "
          "the other GPU peaked at 1.00 GiB."),
         (readings(0, 3), f"GPU 1 peaked at 3.00 GiB {OF} 16.0 GiB; the other GPU peaked at 0.00 MiB."),
         (readings(8, 8), f"All 2 GPUs peaked at 8.00 GiB {OF} 16.0 GiB each."),

@@ -33,7 +33,7 @@ def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_all
         rest = f"; {_others(others, 'needs', 'need')}" if others else ""
         return f"GPU {full.index} would need {size}: {over} over its {format_bytes(edge)}{rest}."
     times = f"{most / min(others):.1f}" if others and min(others) else "1.0"
-    more = f", {times} times the emptiest" if times != "1.0" else ""
+    more = f", {times} times as much as the emptiest" if times != "1.0" else ""
     rest = f"; {_others(others, holds, hold)}" if others else ""
     return f"GPU {full.index} {holds} {held} of {format_bytes(edge)}{more}{rest}."
 
