@@ -160,7 +160,7 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     refused = Refusal(0, 300 * MiB, 1000 * MiB, 200 * MiB, held * MiB, 700 * MiB)
     shown = Explanation(0, 1000 * MiB, 700 * MiB, 100 * MiB, [block("held by autograd", 500)], refused)
     kinds = shown.by_kind()
-    assert kinds.get("held only by the failed operation", 0) == gone * MiB
+    assert kinds.get("inside the failed operation", 0) == gone * MiB
     assert kinds["cached by PyTorch"] == shown.cached == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
 
 

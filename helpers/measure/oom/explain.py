@@ -81,7 +81,7 @@ class Explanation:
             found[block.kind] += block.size
         kinds = {kind: found[kind] for kind in KINDS if found[kind]}
         if self.gone:
-            kinds["held only by the failed operation"] = self.gone
+            kinds["inside the failed operation"] = self.gone
         kinds |= {"cached by PyTorch": self.cached, "context and other programs": self.outside}
         return kinds | {"free": max(0, self.capacity - self.reserved - self.outside)}
 
