@@ -24,7 +24,9 @@ from virtual_gpus.patches import (
     distributed,
     driver,
     dynamo,
+    export,
     factories,
+    fft,
     generators,
     graphs,
     legacy,
@@ -52,7 +54,7 @@ from virtual_gpus.patches import (
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
             parallel, legacy, driver, graphs, smi, processes, process_groups, nccl, distributed, refused, numbers,
             snapshots, dropout, attention, normalization, rnn, autocast, saved_tensors, blas, scripts,
-            profiler, rpc, sharing)  # fmt: skip
+            profiler, rpc, sharing, export, fft)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 

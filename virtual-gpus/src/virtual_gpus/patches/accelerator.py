@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from virtual_gpus.machine import active
@@ -92,6 +94,7 @@ def _get_accelerator(check=None) -> torch.device:
 _raw_get_device_module = torch.get_device_module
 
 
+@functools.wraps(_raw_get_device_module)
 def get_device_module(device=None):
     """torch.cuda, unless another device is named."""
     return torch.cuda if device is None else _raw_get_device_module(device)

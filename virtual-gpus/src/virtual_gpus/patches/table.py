@@ -24,8 +24,9 @@ def put_in(patches: Iterable[Patch]) -> None:
     stands_for: dict[int, object] = {}  # id of a replacement -> what it replaces
     for owner, name, replacement in patches:
         _before.append((owner, name, vars(owner).get(name, _ABSENT)))
-        original = inspect.getattr_static(owner, name, _ABSENT)
-        if stands_for.setdefault(id(replacement), original) is not original and isinstance(replacement, FunctionType):
+        original = inspect.getattr_static(owner, name, replacement)  # torch._VF finds functions by `__getattr__`
+        first = original if original is replacement else stands_for.setdefault(id(replacement), original)
+        if first is not original and isinstance(replacement, FunctionType):
             replacement = _copy(replacement)
         _tell_torchscript(_before[-1][2], replacement)
         setattr(owner, name, replacement)

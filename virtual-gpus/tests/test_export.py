@@ -1,0 +1,80 @@
+"""torch.export, torch.onnx.export and torch.package with modules on GPUs, and settings of torch.backends."""
+
+import importlib.util
+import io
+
+import pytest
+import torch
+from torch import nn
+from virtual_gpus import NotModelled, virtual_gpus
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus():
+    with virtual_gpus(2):
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x) + torch.arange(3, device=x.device)
+
+
+@pytest.mark.outside  # PyTorch imports what it needs for this in 5 seconds
+def test_an_exported_program_stays_on_its_gpu():
+    net, x = Net().to("cuda:1"), torch.ones(2, 3, device="cuda:1")
+    program = torch.export.export(net, (x,))
+    torch.testing.assert_close(program.module()(x + 1), net(x + 1))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    assert str(torch.export.load(file).module()(x).device) == "cuda:1"
+    torch.testing.assert_close(torch.export.export(net.cpu(), (x.cpu(),)).module()(x.cpu()), net(x.cpu()))
+    assert type(torch.cuda.memory_allocated(1)) is int
+
+
+@pytest.mark.outside
+def test_a_program_on_two_gpus_that_makes_tensors_is_refused():
+    with pytest.raises(NotModelled, match="on several GPUs"):
+        torch.export.export(Both(), (torch.ones(3, device="cuda"),))
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Net().cuda(), nn.Linear(3, 3).to("cuda:1")
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_the_settings_of_cufft_s_plans():
+    plans = torch.backends.cuda.cufft_plan_cache
+    assert (plans.size, plans.max_size, plans["cuda:1"].max_size) == (0, 4096, 4096)
+    plans.max_size = 10
+    plans[1].max_size = 7
+    plans.clear()
+    assert (plans[0].max_size, plans[torch.device("cuda", 1)].max_size) == (10, 7)
+    with pytest.raises(RuntimeError, match="non-negative"):
+        plans.max_size = -1
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_onnx(dynamo, tmp_path):
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    import onnxruntime
+
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 5)
+    net, x = nn.Sequential(*layers).cuda().eval(), torch.randn(2, 3, 8, 8, device="cuda")
+    torch.onnx.export(net, (x,), str(tmp_path / "net.onnx"), dynamo=dynamo)
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.cpu().numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), net(x).cpu())
