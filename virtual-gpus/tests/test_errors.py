@@ -203,7 +203,7 @@ def test_out_of_memory_however_it_comes(act):
 @pytest.mark.parametrize(
     "name",
     ["torch.cuda.GreenContext", "torch.cuda.current_blas_handle", "torch.cuda.temperature",
-     "torch.cuda.host_memory_stats", "torch.compile"],
+     "torch.cuda.host_memory_stats"],
 )  # fmt: skip
 def test_what_is_not_modelled_names_itself(name):
     function = torch

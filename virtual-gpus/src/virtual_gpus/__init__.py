@@ -72,9 +72,14 @@ Values:
 
 What is not modelled, and what differs:
 
-- What is not modelled raises an error that names it, for example torch.compile, sharing GPU tensors between processes,
+- What is not modelled raises an error that names it, for example sharing GPU tensors between processes,
   nested tensors, DLPack, calling NCCL directly, and temperature and power sensors. The file docs/refused.md of the
   source lists every call, with its reason.
+- torch.compile returns PyTorch's own objects, which run the program operator by operator. While virtual GPUs are on,
+  `torch.compiler.set_stance` is at "force_eager", for CPU tensors too. Numbers, memory and modelled time are therefore
+  those of the program without torch.compile. On a real GPU, the compiler fuses operators and keeps fewer tensors.
+  Backends are not called, and `fullgraph=True` does not find graph breaks. `flex_attention` computes the whole matrix
+  of scores, as it does on a real GPU without torch.compile.
 - CUDA graphs: a replay takes the modelled time of its kernels and one launch of the host. Its values cost the computer
   what the operators cost. A graph keeps tensors that it reads from outside the capture alive, where CUDA would read
   freed memory. Tensors that the capture made are zeros until the first replay.

@@ -20,6 +20,7 @@ from virtual_gpus.patches import (
     blas,
     captured,
     comm,
+    compiler,
     cuda,
     distributed,
     driver,
@@ -53,7 +54,7 @@ from virtual_gpus.patches import (
 
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
             parallel, legacy, driver, graphs, smi, processes, process_groups, nccl, distributed, refused, numbers,
-            snapshots, dropout, attention, normalization, rnn, autocast, saved_tensors, blas, scripts,
+            snapshots, dropout, attention, normalization, rnn, autocast, saved_tensors, blas, compiler, scripts,
             profiler, rpc, sharing, export, fft)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
@@ -82,6 +83,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put everything back. Called when the last virtual GPUs go off."""
     dynamo.take_out()
+    compiler.forget()
     autocast.forget()
     legacy.forget()
     captured.give_back(table.take_out())

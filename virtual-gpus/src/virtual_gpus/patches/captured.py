@@ -33,8 +33,6 @@ def give_back(originals: dict[int, Any]) -> None:
     """
     modules = {n: m for n, m in list(sys.modules.items()) if n.startswith("torch.") and n not in _before}
     _before.clear()
-    if not modules:
-        return
     walk = _Walk(originals, set(modules))
     for module in modules.values():
         walk.corrected(vars(module))

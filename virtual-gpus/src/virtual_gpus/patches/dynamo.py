@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.patches import compiler
+
 _NAME = "torch._dynamo"
 _lock = threading.Lock()
 _disabled: list[Callable[..., Any]] = []  # functions that `torch._compile` was told to call as they are
@@ -84,6 +86,8 @@ def put_in() -> None:
         if _NAME not in sys.modules:
             sys.modules[_NAME] = _stand_in
             sys.meta_path.insert(0, _submodules)
+            return
+    compiler.run_eagerly()
 
 
 def take_out() -> None:
@@ -99,4 +103,6 @@ def take_out() -> None:
 
 def _real(name: str) -> ModuleType:
     take_out()
-    return importlib.import_module(name)
+    module = importlib.import_module(name)
+    compiler.run_eagerly()
+    return module

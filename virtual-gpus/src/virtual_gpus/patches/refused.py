@@ -16,7 +16,6 @@ _ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
 _GRAPHS = ("export_dot", "export_graph_data")
 # By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
 _REFUSED = {
-    "torch": ("compile",),
     "torch.accelerator": ("get_device_capability",),
     "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
     "torch.cuda.graphs": _GRAPHS,

@@ -1,0 +1,146 @@
+"""torch.compile: the same numbers and the same memory as without it, and PyTorch's own objects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from virtual_gpus import virtual_gpus
+from virtual_gpus.patches import compiler
+
+LINE = "virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is\n"
+
+
+@torch.compile
+def compiled_before(x):
+    return x.relu() + torch.arange(4, device=x.device)
+
+
+def module_compile(net):
+    net.compile(dynamic=True)
+    return net
+
+
+def not_called(graph, inputs):
+    raise AssertionError("a backend was called")
+
+
+COMPILE = {
+    "torch.compile": torch.compile,
+    "mode": lambda net: torch.compile(net, mode="reduce-overhead", fullgraph=True),
+    "options": lambda net: torch.compile(net, options={"epilogue_fusion": True}, dynamic=False),
+    "eager": lambda net: torch.compile(net, backend="eager"),
+    "a backend of one's own": lambda net: torch.compile(net, backend=not_called),
+    "module.compile": module_compile,
+    "a function": lambda net: torch.compile(lambda x: net(x)),
+}
+
+
+def train(compiled, shapes_only: bool = False) -> tuple[list[str], int]:
+    """Losses of a training in nanoGPT's form, and its peak in bytes."""
+    with virtual_gpus(2, shapes_only=shapes_only):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(10, 32), nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 10))
+        net.to("cuda:1")
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        scaler = torch.amp.GradScaler("cuda", enabled=True)
+        run, losses = compiled(net), []
+        tokens = torch.arange(20, device="cuda:1") % 10
+        for _ in range(3):
+            with torch.autocast("cuda", torch.float16):
+                loss = F.cross_entropy(run(tokens), tokens)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(str(loss.item()))
+        return losses, torch.cuda.max_memory_allocated(1)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return train(lambda net: net)
+
+
+@pytest.mark.parametrize("how", COMPILE)
+def test_numbers_and_memory_are_those_of_the_program_without_it(how, eager):
+    assert train(COMPILE[how]) == eager
+
+
+def test_sizes_only(eager):
+    assert train(torch.compile, shapes_only=True)[1] == eager[1]
+
+
+def test_what_is_returned_is_pytorch_s():
+    with virtual_gpus(1):
+        net = nn.Linear(4, 2).cuda()
+        compiled = torch.compile(net)
+        assert type(compiled) is torch._dynamo.OptimizedModule and compiled._orig_mod is net
+        assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+        with pytest.raises(RuntimeError, match="Invalid backend: 'fast'"):
+            torch.compile(net, backend="fast")
+        with pytest.raises(RuntimeError, match="Either mode or options"):
+            torch.compile(net, mode="default", options={"epilogue_fusion": True})
+
+
+def test_it_says_once_that_nothing_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "_said", False)
+    with virtual_gpus(1):
+        net = nn.Linear(4, 2).cuda()
+        torch.compile(net, backend="eager")
+        assert torch.compile(net, disable=True) is net
+        with torch._dynamo.config.patch(disable=True):  # as TORCH_COMPILE_DISABLE=1 does
+            torch.compile(net)
+        assert capsys.readouterr().out == ""
+        torch.compile(net)
+        torch.compile(mode="max-autotune")(net)
+    assert capsys.readouterr().out == LINE
+
+
+def test_functions_that_were_compiled_before_run_too_and_compile_again_afterwards():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    with virtual_gpus(2):
+        y = compiled_before(torch.ones(3, 4, device="cuda:1"))
+        assert y.device == torch.device("cuda:1") and y.sum().item() == 30
+        assert double(torch.ones(2, device="cuda")).is_cuda and double(torch.ones(2)).sum().item() == 4
+        torch.compiler.set_stance("default")
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert double(torch.ones(2, device="cuda")).is_cuda
+    assert not graphs and double(torch.ones(2)).sum().item() == 4 and len(graphs) == 1
+
+
+def test_the_stance_of_the_program_comes_back():
+    with torch.compiler.set_stance("eager_on_recompile"):
+        with virtual_gpus(1):
+            assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention():
+    attention = torch.compile(flex_attention)  # which compiles for itself too
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 128, 16)
+    distance = torch.arange(128)[:, None] - torch.arange(128)
+    bias = distance.float().masked_fill(distance < 0, -torch.inf)
+    wanted = q.clone().requires_grad_()
+    expected = F.scaled_dot_product_attention(wanted, wanted, wanted, attn_mask=bias)
+    expected.sum().backward()
+    with virtual_gpus(2):
+        x = q.to("cuda:1").requires_grad_()
+        mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 2, 128, 128, device="cuda:1")
+        y = attention(x, x, x, score_mod=lambda score, b, h, i, j: score + (i - j), block_mask=mask)
+        y.sum().backward()
+        assert y.device == x.grad.device == torch.device("cuda:1")
+        torch.testing.assert_close(y.cpu(), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(x.grad.cpu(), wanted.grad, atol=1e-4, rtol=1e-4)
