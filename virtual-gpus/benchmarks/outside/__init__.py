@@ -1,0 +1,1 @@
+"""Programs that nobody here wrote, run as they are on virtual GPUs."""

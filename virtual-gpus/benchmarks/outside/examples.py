@@ -1,0 +1,238 @@
+"""The programs of pytorch/examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.outside import data
+from benchmarks.outside.programs import DROPOUT, ROUNDING, Program, Run
+
+
+def _images(size: int = 256, each: int = 8, **keywords) -> Callable[[Path], None]:
+    def make(copy: Path) -> None:
+        for part in ("train", "val"):
+            data.images(copy / "data" / part, size, each, **keywords)
+
+    return make
+
+
+def _words(copy: Path) -> None:
+    for part, lines in (("train", 400), ("valid", 60), ("test", 60)):
+        data.text(copy / "word_language_model/data/wikitext-2", f"{part}.txt", lines)
+
+
+_IMAGENET = "main.py ../data -j 0 --epochs 1 -b 4 --lr 0.001 -p 1 --seed 1"
+_IMAGENET_DDP = "-a vit_b_32 --multiprocessing-distributed --world-size 1 --rank 0 --dist-url tcp://127.0.0.1:23456"
+_MINGPT_DDP = "data_config.path=input.txt data_config.truncate=1.0 data_config.block_size=32 gpt_config.n_layer=2 "
+_MINGPT_DDP += "gpt_config.n_head=2 gpt_config.n_embd=32 trainer_config.max_epochs=1 trainer_config.use_amp=False "
+_MINGPT_DDP += (
+    "trainer_config.data_loader_workers=0 +gpt_config.embd_pdrop=0 +gpt_config.resid_pdrop=0 +gpt_config.attn_pdrop=0"
+)
+
+
+def _example(name: str, uses: str, on: Run, beside: Run | None, **keywords) -> Program:
+    """One of PyTorch's examples; what stands after a comma in its name tells runs of one program apart."""
+    return Program(f"examples/{name}", "examples", name.split(",")[0], uses, on, beside, **keywords)
+
+
+def _pytorch_examples() -> list[Program]:
+    return [
+        _example(
+            "mnist",
+            "one GPU, Adadelta",
+            Run("main.py --epochs 1 --log-interval 1 --lr 0.05", gpus=1),
+            Run("main.py --epochs 1 --log-interval 1 --lr 0.05 --no-accel"),
+            data=lambda copy: data.mnist(copy / "data"),
+            within=0.1,
+            note=f"the program shuffles on a GPU only, and {DROPOUT}",
+        ),
+        _example(
+            "vae",
+            "one GPU",
+            Run("main.py --epochs 1", gpus=1),
+            Run("main.py --epochs 1 --no-accel"),
+            data=lambda copy: data.mnist(copy / "data"),
+            within=0.05,
+            note="the noise comes from the GPU's own generator",
+        ),
+        _example(
+            "mnist_rnn",
+            "one GPU, LSTM",
+            Run("main.py --epochs 1 --accel", gpus=1),
+            Run("main.py --epochs 1"),
+            data=lambda copy: data.mnist(copy / "data"),
+            within=0.05,
+            note=DROPOUT,
+        ),
+        _example(
+            "mnist_hogwild",
+            "one GPU shared by two processes",
+            Run("main.py --epochs 1 --cuda --dry-run", gpus=1),
+            Run("main.py --epochs 1 --dry-run"),
+            data=lambda copy: data.mnist(copy / "data"),
+            within=0.1,
+            note=f"two processes write without locks, and {DROPOUT}",
+        ),
+        _example(
+            "mnist_forward_forward",
+            "one GPU",
+            Run("main.py --epochs 2 --train_size 256 --test_size 64 --save_model", gpus=1),
+            Run("main.py --epochs 2 --train_size 256 --test_size 64 --save_model --no_accel"),
+            data=lambda copy: data.mnist(copy / "mnist_forward_forward/data"),
+        ),
+        _example(
+            "siamese_network",
+            "one GPU, ResNet-18",
+            Run("main.py --epochs 1 --dry-run --batch-size 8 --test-batch-size 16", gpus=1),
+            Run("main.py --epochs 1 --dry-run --batch-size 8 --test-batch-size 16 --no-accel"),
+            data=lambda copy: data.mnist(copy / "data"),
+            within=0.5,
+            note="the program chooses its pairs at random, with a generator that it does not seed",
+        ),
+        _example(
+            "time_sequence_prediction",
+            "one GPU, double precision, LBFGS",
+            Run("train.py --steps 1", gpus=1),
+            Run("train.py --steps 1"),
+            first=("generate_sine_wave.py",),
+            note="the program has no GPU branch",
+        ),
+        _example("regression", "the CPU alone while GPUs are on", Run("main.py", gpus=1), Run("main.py")),
+        _example(
+            "imagenet, one GPU",
+            "one GPU, ResNet-18",
+            Run(f"{_IMAGENET} --gpu 0", gpus=1),
+            Run(f"{_IMAGENET} --no-accel"),
+            data=_images(each=4),
+        ),
+        _example(
+            "imagenet, DataParallel",
+            "DataParallel on four GPUs, vit_b_32",
+            Run(f"{_IMAGENET} -a vit_b_32", gpus=4),
+            Run(f"{_IMAGENET} -a vit_b_32 --no-accel"),
+            data=_images(each=4),
+        ),
+        _example(
+            "imagenet, DDP",
+            "DDP on two GPUs by spawn, nccl, vit_b_32",
+            Run(f"{_IMAGENET} {_IMAGENET_DDP}", gpus=2),
+            Run(f"{_IMAGENET} {_IMAGENET_DDP} --no-accel --dist-backend gloo"),
+            data=_images(each=4),
+        ),
+        _example(
+            "dcgan",
+            "one GPU",
+            Run("main.py --dataset fake --accel --dry-run --manualSeed 1 --workers 0 --ngf 16 --ndf 16", gpus=1),
+            Run("main.py --dataset fake --dry-run --manualSeed 1 --workers 0 --ngf 16 --ndf 16"),
+            within=0.2,
+            note="the noise comes from the GPU's own generator",
+        ),
+        *(
+            _example(
+                f"word_language_model, {model}",
+                f"one GPU, {model}",
+                Run(
+                    f"main.py --epochs 1 --dropout 0 --emsize 32 --nhid 32 --lr {rate} --model {model} --accel", gpus=1
+                ),
+                Run(f"main.py --epochs 1 --dropout 0 --emsize 32 --nhid 32 --lr {rate} --model {model}"),
+                data=_words,
+                **more,
+            )
+            for model, rate, more in (
+                ("LSTM", 20, {}),
+                ("GRU", 20, {}),
+                ("RNN_TANH", 20, {}),
+                ("Transformer", 0.1, {"within": 0.05, "note": DROPOUT}),
+            )
+        ),
+        _example(
+            "super_resolution",
+            "one GPU",
+            Run("main.py --upscale_factor 3 --batchSize 4 --nEpochs 1 --threads 0 --accel", gpus=1),
+            Run("main.py --upscale_factor 3 --batchSize 4 --nEpochs 1 --threads 0"),
+            data=lambda copy: [
+                data.flat_images(copy / "super_resolution/dataset/BSDS300/images" / part, 300, 8)
+                for part in ("train", "test")
+            ],
+        ),
+        *(
+            _example(f"fx, {program}", "torch.fx while GPUs are on", Run(f"{program}.py", gpus=1), Run(f"{program}.py"))
+            for program in ("replace_op",)
+        ),
+        _example(
+            "distributed/ddp",
+            "DDP under torchrun on four GPUs",
+            Run("example.py", gpus=4, ranks=4),
+            Run("example.py", gpus=2, ranks=2),
+        ),
+        _example(
+            "distributed/ddp-tutorial-series, single_gpu",
+            "one GPU",
+            Run("single_gpu.py 1 1", gpus=1),
+            None,
+        ),
+        *(
+            _example(
+                f"distributed/ddp-tutorial-series, {program}",
+                f"DDP on two GPUs {how}",
+                Run(f"{program}.py 1 1 --batch_size 16", gpus=2, ranks=ranks),
+                Run("single_gpu.py 1 1 --batch_size 32", gpus=1),
+            )
+            for program, how, ranks in (
+                ("multigpu", "by spawn", 0),
+                ("multigpu_torchrun", "under torchrun", 2),
+                ("multinode", "under torchrun", 2),
+            )
+        ),
+        _example(
+            "distributed/minGPT-ddp",
+            "DDP under torchrun on two GPUs",
+            Run(f"mingpt/main.py {_MINGPT_DDP} trainer_config.batch_size=8", gpus=2, ranks=2),
+            Run(f"mingpt/main.py {_MINGPT_DDP} trainer_config.batch_size=4", gpus=4, ranks=4),
+            data=lambda copy: data.text(copy / "distributed/minGPT-ddp", "input.txt", 30),
+        ),
+        *(
+            _example(
+                f"distributed/FSDP2, {option or 'default'}",
+                "fully_shard from meta on two GPUs, distributed checkpoint",
+                Run(f"example.py {option}", gpus=2, ranks=2),
+                Run(f"example.py {option}", gpus=4, ranks=4),
+                within=1e-4 if not option else 0.02,
+                note=ROUNDING,
+            )
+            for option in ("", "--mixed-precision")
+        ),
+        *(
+            _example(
+                f"distributed/tensor_parallelism, {program}",
+                what,
+                Run(f"{program}_example.py", gpus=gpus, ranks=gpus),
+                beside and Run(f"{program}_example.py", gpus=beside, ranks=beside),
+                within=1e-4,
+                note=ROUNDING,
+            )
+            for program, what, gpus, beside in (
+                ("tensor_parallel", "DTensor, two GPUs", 2, 4),
+                ("sequence_parallel", "DTensor, two GPUs", 2, 4),
+                ("fsdp_tp", "fully_shard and tensor parallel on four GPUs", 4, None),
+            )
+        ),
+        *(
+            _example(f"distributed/rpc/{name}", what, Run(f"main.py {options}", gpus=2), beside)
+            for name, what, options, beside in (
+                ("ddp_rpc", "DDP and RPC, four processes, two GPUs", "", None),
+                ("rnn", "RPC, distributed autograd", "", Run("main.py")),
+                ("pipeline", "RPC, two GPUs", "", None),
+            )
+        ),
+        _example(
+            "distributed/rpc/batch",
+            "RPC on one GPU",
+            Run("reinforce.py --num-episode 1 --max-world-size 3", gpus=1),
+            None,
+        ),
+    ]
+
+
+PROGRAMS = _pytorch_examples()

@@ -1,0 +1,164 @@
+"""Small repositories that people learn from."""
+
+from __future__ import annotations
+
+from benchmarks.outside import data
+from benchmarks.outside.programs import DROPOUT, Program, Run
+
+_NANO = (
+    "train.py config/train_shakespeare_char.py --n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 "
+    "--max_iters=10 --eval_iters=2 --dropout=0.0 "
+)
+
+
+_GUIDE = "-d ../corpus -m ../tiny -s 32 --num-epochs 1 --log-freq 1"
+
+
+def _small_repositories() -> list[Program]:
+    text = {"data": lambda copy: data.text(copy / "data/shakespeare_char", "input.txt", 800)}
+    text["first"] = ("data/shakespeare_char/prepare.py",)
+    return [
+        Program(
+            "nanoGPT, default flags",
+            "nanoGPT",
+            "",
+            "one GPU, torch.compile, bfloat16 autocast",
+            Run(_NANO, gpus=1),
+            Run(f"{_NANO} --device=cpu --compile=False"),
+            within=0.01,
+            note="bfloat16 beside float32",
+            **text,
+        ),
+        Program(
+            "nanoGPT, float32",
+            "nanoGPT",
+            "",
+            "one GPU",
+            Run(f"{_NANO} --compile=False --dtype=float32", gpus=1),
+            Run(f"{_NANO} --device=cpu --compile=False --dtype=float32"),
+            **text,
+        ),
+        Program(
+            "nanoGPT, DDP",
+            "nanoGPT",
+            "",
+            "DDP under torchrun on two GPUs",
+            Run(f"{_NANO} --compile=False --dtype=float32 --gradient_accumulation_steps=2", gpus=2, ranks=2),
+            Run(
+                f"{_NANO} --compile=False --dtype=float32 --gradient_accumulation_steps=2 --backend=gloo",
+                gpus=2,
+                ranks=2,
+            ),
+            **text,
+        ),
+        Program(
+            "nanoGPT, bench",
+            "nanoGPT",
+            "",
+            "one GPU, torch.compile",
+            Run("bench.py --real_data=False --batch_size=1 --block_size=64 --compile=True", gpus=1),
+            None,
+        ),
+        Program(
+            "minGPT, chargpt",
+            "minGPT",
+            "",
+            "one GPU",
+            Run(
+                "projects/chargpt/chargpt.py --model.model_type=gpt-nano --trainer.max_iters=5 --trainer.num_workers=0",
+                gpus=1,
+            ),
+            Run(
+                "projects/chargpt/chargpt.py --model.model_type=gpt-nano --trainer.max_iters=5 --trainer.num_workers=0 "
+                "--trainer.device=cpu"
+            ),
+            data=lambda copy: data.text(copy, "input.txt", 800),
+            within=0.05,
+            note=DROPOUT,
+        ),
+        Program(
+            "minGPT, adder",
+            "minGPT",
+            "",
+            "one GPU",
+            Run("projects/adder/adder.py --trainer.max_iters=5 --trainer.num_workers=0", gpus=1),
+            Run("projects/adder/adder.py --trainer.max_iters=5 --trainer.num_workers=0 --trainer.device=cpu"),
+            within=0.05,
+            note=DROPOUT,
+        ),
+        Program(
+            "pytorch-cifar",
+            "pytorch-cifar",
+            "",
+            "DataParallel on one GPU, SimpleDLA",
+            Run("main.py --lr 0.01", gpus=1),
+            Run("main.py --lr 0.01"),
+            data=lambda copy: data.cifar10(copy / "data", 16),
+        ),
+        Program(
+            "pytorch-multigpu, DDP",
+            "pytorch-multigpu",
+            "dist_parallel",
+            "DDP on two GPUs by spawn, PyramidNet",
+            Run("train.py --gpu_devices 0 1 --batch_size 32 --num_workers 0", gpus=2),
+            None,
+            data=lambda copy: data.cifar10(copy / "data", 8),
+        ),
+        *(
+            Program(
+                f"distributed-training-guide, {chapter[:2]}",
+                "guide",
+                chapter,
+                what,
+                Run(f"train_llm.py {_GUIDE} -b {4 if ranks else 8}", gpus=max(ranks, 1), ranks=ranks),
+                beside,
+                data=lambda copy, kind=kind: (data.corpus(copy / "corpus"), data.model(copy / "tiny", kind)),
+                within=0.02,
+                note="bfloat16" if beside else "",
+            )
+            for chapter, what, ranks, kind, beside in (
+                ("01-single-gpu", "one GPU, torch.compile, bfloat16", 0, "gpt2", None),
+                (
+                    "02-distributed-data-parallel",
+                    "DDP, ZeroRedundancyOptimizer, torch.compile",
+                    2,
+                    "gpt2",
+                    Run(f"train_llm.py {_GUIDE} -b 8", gpus=1, ranks=1),
+                ),
+                (
+                    "04-fully-sharded-data-parallel",
+                    "FSDP on two GPUs, torch.compile",
+                    2,
+                    "llama",
+                    Run(f"train_llm.py {_GUIDE} -b 8", gpus=1, ranks=1),
+                ),
+            )
+        ),
+        Program(
+            "PyTorch-Encoding, parallel.py",
+            "encoding",
+            "",
+            "DataParallelModel and DataParallelCriterion on four GPUs",
+            Run("{callers}/encoding_parallel.py encoding/parallel.py", gpus=4),
+            Run("{callers}/encoding_parallel.py encoding/parallel.py"),
+        ),
+        Program(
+            "torchmetrics",
+            "packages",
+            "",
+            "four metrics gathered over two GPUs",
+            Run("{callers}/torchmetrics_ddp.py", gpus=2, ranks=2),
+            Run("{callers}/torchmetrics_ddp.py", ranks=2),
+        ),
+        Program(
+            "picotron, test_tensor_parallel",
+            "picotron",
+            "",
+            "tensor parallel on two GPUs",
+            Run("tests/test_tensor_parallel.py", gpus=2, ranks=2, variables=(("DEVICE", "cuda"),)),
+            None,
+        ),
+    ]
+
+
+PROGRAMS = _small_repositories()
