@@ -72,9 +72,8 @@ Values:
 
 What is not modelled, and what differs:
 
-- What is not modelled raises an error that names it, for example sharing GPU tensors between processes,
-  nested tensors, DLPack, calling NCCL directly, and temperature and power sensors. The file docs/refused.md of the
-  source lists every call, with its reason.
+- What is not modelled raises an error that names it, for example nested tensors, DLPack, calling NCCL directly, and
+  temperature and power sensors. The file docs/refused.md of the source lists every call, with its reason.
 - torch.compile returns PyTorch's own objects, which run the program operator by operator. While virtual GPUs are on,
   `torch.compiler.set_stance` is at "force_eager", for CPU tensors too. Numbers, memory and modelled time are therefore
   those of the program without torch.compile. On a real GPU, the compiler fuses operators and keeps fewer tensors.

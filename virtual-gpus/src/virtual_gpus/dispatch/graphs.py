@@ -187,6 +187,13 @@ class Capture:
         self.recording.seconds = clock.seconds()
         return self.recording
 
+    def abandon(self) -> None:
+        """End a capture whose graph is no more, which an error cut short. Only the thread that captures can end it."""
+        if self in self.machine.captures and this_thread.capture is self:
+            self.valid = False
+            with contextlib.suppress(RuntimeError):
+                self.end()
+
     # ---- what may happen meanwhile
 
     def violation(self, kind: str = "Unsupported") -> Exception:

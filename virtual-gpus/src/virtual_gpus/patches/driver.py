@@ -5,8 +5,6 @@ No runtime library is loaded for a virtual GPU. Calls that have a plain meaning 
 
 from __future__ import annotations
 
-import enum
-
 import torch
 
 from virtual_gpus import errors
@@ -19,10 +17,15 @@ _NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels fo
 _CORES = {(3, 7): 192, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64, (9, 0): 128}  # CUDA's programming guide
 
 
-class cudaError(enum.IntEnum):
-    """The codes that the answers here can have."""
+class cudaError(int):
+    """An error code of CUDA's runtime library (driver_types.h)."""
 
     success = 0
+
+
+_ERRORS = {0: "no error", 1: "invalid argument", 2: "out of memory", 3: "initialization error",
+           100: "no CUDA-capable device is detected", 101: "invalid device ordinal", 400: "invalid resource handle",
+           600: "device not ready", 700: "an illegal memory access was encountered"}  # fmt: skip
 
 
 class Runtime:
@@ -32,8 +35,8 @@ class Runtime:
 
     @staticmethod
     def cudaGetErrorString(error: int) -> str:
-        """The name of an error code. Only success is known."""
-        return "no error" if error == 0 else "unrecognized error code"
+        """What an error code means. Only the common ones are known."""
+        return _ERRORS.get(error, "unrecognized error code")
 
     @staticmethod
     def cudaProfilerStart() -> int:

@@ -10,6 +10,7 @@ import itertools
 import threading
 import types
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -90,8 +91,9 @@ class CapturedGraph:
         self._machine = gpu.machine
         self._uses = [_Use(gpu.machine, _new_id(for_graph=True) if pool in (None, (0, 0)) else tuple(pool))]
         self._capture = Capture(gpu, self._uses[0].pool, capture_error_mode, self._generators)
-        self._capture.graph = self
+        self._capture.graph = weakref.ref(self)
         self._capture.begin()
+        weakref.finalize(self, self._capture.abandon)
 
     def capture_end_pre(self) -> None:
         """End the capture. Raises CUDA's error where something happened that a capture forbids."""
@@ -185,7 +187,7 @@ class CapturedGraph:
         capture = streams.capture_of(gpu, gpu.stream)
         if capture is None:
             raise RuntimeError("The current stream is not currently capturing.")
-        return capture.graph
+        return capture.graph()
 
 
 def _refused(path: str):

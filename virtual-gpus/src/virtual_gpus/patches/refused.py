@@ -16,12 +16,13 @@ _ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
 _GRAPHS = ("export_dot", "export_graph_data")
 # By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
 _REFUSED = {
+    "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
+                 "_cuda_checkPoolLiveAllocations", "_cuda_setCheckpointPoolState"),  # of torch.compile's graph trees
     "torch.accelerator": ("get_device_capability",),
     "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
     "torch.cuda.graphs": _GRAPHS,
     "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
                                   "is_localization_supported"),
-    "torch.cuda.jiterator": ("_create_jit_fn", "_create_multi_output_jit_fn"),
     # _allocation_traceback wants a GPU's address, and tensors have the CPU's.
     "torch.cuda.memory": ("_allocation_traceback", *_HOST, *_ALLOCATORS),
     "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
@@ -64,6 +65,11 @@ def to_dlpack(tensor):
     return _raw_to_dlpack(tensor)
 
 
+def _jitted(self, *tensors, **kwargs):
+    """A function that was made of C++. Making one compiles nothing yet, and programs do that when they are imported."""
+    raise errors.not_modelled("functions of torch.cuda.jiterator")
+
+
 _NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
 
 
@@ -87,6 +93,7 @@ def patches():
         for name in names
         if path in sys.modules and name in vars(sys.modules[path])
     ]
+    found.append((torch.cuda.jiterator._JittedFunction, "__call__", _jitted))
     found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
     return found + [
         (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED

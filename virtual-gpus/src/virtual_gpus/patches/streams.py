@@ -166,6 +166,13 @@ class Event:
         """The GPU that the event was recorded on."""
         return None if self._stream is None else self._stream.device
 
+    @property
+    def event_id(self) -> int:
+        """The handle of CUDA's event, which is made when it is first recorded: 0 before that."""
+        return 0 if self._stream is None else id(self)
+
+    cuda_event = event_id
+
     def record(self, stream: Stream | None = None) -> None:
         """Put the mark behind the work given so far to `stream` (default: the current one)."""
         self._stream = current_stream() if stream is None else stream
