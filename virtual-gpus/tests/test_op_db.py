@@ -1,0 +1,158 @@
+"""Every operator of PyTorch's own table of operators, on a virtual GPU and on the CPU: the `outside` group.
+
+The table is torch.testing._internal.common_methods_invocations.op_db. It needs NumPy and the package expecttest:
+
+    pytest -m outside tests/test_op_db.py
+"""
+
+import gc
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from virtual_gpus import virtual_gpus
+
+pytestmark = pytest.mark.outside
+
+SAMPLES = 12  # of each operator
+PARTS = 10
+
+# What differs, and why. Everything else is equal: values, shapes, strides, dtypes, devices, gradients.
+NO_VALUES = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
+             "as_strided.partial_views")  # fmt: skip  # never written; the last one reads around the sample's own view
+NO_CUDA_KERNEL = ("histogram", "histogramdd")  # PyTorch has none
+CUDAS_STRIDES = ("nn.functional.scaled_dot_product_attention",)  # flash attention keeps the heads innermost
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-4, torch.complex64: 1e-4}
+
+
+def moved(tensor: torch.Tensor, device) -> torch.Tensor:
+    """A copy on `device` with the same strides, which `to` keeps only for dense tensors."""
+    original = tensor.detach()
+    copy = original.to(device, copy=True)
+    if copy.layout == torch.strided and copy.stride() != original.stride():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(copy.shape, original.stride(), strict=True))
+        if 0 not in original.stride() and copy.numel():
+            storage = torch.empty(elements, dtype=copy.dtype, device=device)
+            copy = storage.as_strided(copy.shape, original.stride()).copy_(original)
+        else:
+            copy = copy[:1].expand(original.shape) if original.dim() and original.stride(0) == 0 else copy
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def arguments(sample, device) -> tuple:
+    """(input, args, kwargs) of a sample, with its tensors on `device` and its device named so."""
+
+    def place(value):
+        if isinstance(value, torch.Tensor):
+            return moved(value, device)
+        return torch.device(device) if isinstance(value, torch.device) else value
+
+    kwargs = {name: device if name == "device" else value for name, value in sample.kwargs.items()}
+    return tree_map(place, (sample.input, list(sample.args), kwargs))
+
+
+def tensors(value) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def run(function, sample, device, with_grad: bool, seed: int = 7):
+    """All tensors that a call returns, and the gradients of its inputs."""
+    first, args, kwargs = arguments(sample, device)
+    inputs = tensors((first, args, kwargs))
+    torch.manual_seed(seed)
+    if inputs:
+        made = tensors(function(first, *args, **kwargs))
+    else:
+        with torch.device(device):
+            made = tensors(function(first, *args, **kwargs))
+    gradients = ()
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    roots = [tensor for tensor in made if tensor.requires_grad]
+    if with_grad and leaves and roots:
+        ones = [torch.ones_like(root) for root in roots]
+        gradients = torch.autograd.grad(roots, leaves, ones, allow_unused=True)
+    return made, gradients
+
+
+def differences(name: str, function, sample, with_grad: bool) -> list[str]:
+    """What is not as on the CPU."""
+    errors, results = [], []
+    for device in ("cpu", "cuda:0"):
+        try:
+            results.append(run(function, sample, device, with_grad))
+            errors.append(None)
+        except Exception as error:  # the operator's, which both must raise
+            results.append(((), ()))
+            errors.append(error)
+    if any(errors):
+        refused = name in NO_CUDA_KERNEL and isinstance(errors[1], NotImplementedError)
+        same = errors[0] is not None and errors[1] is not None
+        return [] if refused or same else [f"raises {errors[0]!r} on the CPU, {errors[1]!r} on the GPU"[:400]]
+    found = []
+    is_drawn = name in NO_VALUES
+    for what, on_cpu, on_gpu in zip(("result", "gradient"), *results, strict=True):
+        if len(on_cpu) != len(on_gpu):
+            found.append(f"{len(on_cpu)} and {len(on_gpu)} {what}s")
+        for one, other in zip(on_cpu, on_gpu, strict=False):
+            if (one is None) != (other is None):
+                found.append(f"a {what} is None on one of them")
+            elif one is not None:
+                found += [f"{what}: {text}" for text in _differ(name, one.detach(), other.detach())]
+                if not is_drawn and not found and not _close(one.detach(), other.detach().cpu()):
+                    is_drawn = not all(map(_close, *(run(function, sample, "cpu", False, seed)[0] for seed in (7, 8))))
+                    found += [] if is_drawn else [f"{what}: other values"]
+    return found
+
+
+def _differ(name: str, one: torch.Tensor, other: torch.Tensor):
+    if other.device.type != "cuda":
+        yield f"on {other.device}"
+    if (one.dtype, one.layout, one.shape) != (other.dtype, other.layout, other.shape):
+        yield f"{one.dtype} {one.layout} {one.shape}, and {other.dtype} {other.layout} {other.shape}"
+    elif one.layout == torch.strided and one.numel() and one.stride() != other.stride() and name not in CUDAS_STRIDES:
+        yield f"strides {one.stride()} and {other.stride()}"
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    tolerance = TOLERANCE.get(one.dtype, 1e-7)
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def wanted_dtype(op) -> torch.dtype | None:
+    """Floating point where there is one."""
+    wanted = (torch.float32, torch.int64, torch.complex64, torch.bool)
+    return next((dtype for dtype in wanted if dtype in op.supported_dtypes("cpu")), None)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_operators_are_as_on_the_cpu(part):
+    pytest.importorskip("expecttest", reason="op_db imports it")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found = {}
+    with virtual_gpus(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in op_db[part::PARTS]:
+            name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+            dtype = wanted_dtype(op)
+            if dtype is None:
+                continue
+            with_grad = op.supports_autograd and dtype.is_floating_point
+            torch.manual_seed(0)
+            samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), SAMPLES))
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            for index, sample in enumerate(samples):
+                if texts := differences(name, op, sample, with_grad):
+                    found[name] = f"sample {index}: {texts[0]}"
+            if torch.cuda.memory_allocated() != before:
+                gc.collect()
+            if torch.cuda.memory_allocated() != before:
+                found[name] = f"{torch.cuda.memory_allocated() - before} bytes are not given back"
+    assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
