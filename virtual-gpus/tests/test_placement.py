@@ -79,8 +79,8 @@ MAKERS = {
     "module parameter": lambda: nn.Linear(2, 3, device=ONE).weight,
     "module to": lambda: nn.Linear(2, 3).to(ONE).weight,
     "module cuda": lambda: nn.Linear(2, 3).cuda(1).weight,
-    "lazy module": lambda: initialized(nn.LazyLinear(3).cuda(1)).weight,
-    "lazy module on the GPU": lambda: initialized(nn.LazyLinear(3, device=ONE)).weight,
+    "lazy module": lambda: initialized(nn.LazyConv1d(3, 1).cuda(1)).weight,
+    "lazy module on the GPU": lambda: initialized(nn.LazyConv1d(3, 1, device=ONE)).weight,
     "lazy buffer": lambda: initialized(nn.LazyBatchNorm1d().to(ONE)).running_mean,
     "module buffer": lambda: nn.BatchNorm1d(3).to(ONE).running_mean,
 }
