@@ -51,6 +51,9 @@ def shapes(rank):
     peers = [dist.P2POp(dist.isend, ones(2) * mine, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
     for work in dist.batch_isend_irecv(peers):
         work.wait()
+    own = ones(2)
+    peers = [dist.P2POp(dist.irecv, own, rank), dist.P2POp(dist.isend, ones(2) * 5, rank)]
+    assert [work.wait() for work in dist.batch_isend_irecv(peers)] and own.tolist() == [5.0, 5.0]
     objects = [None, None]
     dist.all_gather_object(objects, rank)
     work = dist.all_reduce(ones(2, 2), async_op=True)
@@ -64,6 +67,7 @@ def shapes(rank):
 
 def both_on_the_first(rank):
     torch.cuda.set_device(0)
+    dist.barrier()  # goes to the GPU that the group has used
     try:
         dist.all_reduce(ones(2))
     except dist.DistBackendError as error:
@@ -114,6 +118,7 @@ REFUSED = {
     "Cannot use ReduceOp.AVG with boolean": lambda: dist.all_reduce(ones(2) > 0, op=dist.ReduceOp.AVG),
     "output tensor size must be equal to world_size": lambda: dist.all_gather_into_tensor(ones(3), ones(2)),
     "input tensor must be the same size as output": lambda: dist.reduce_scatter_tensor(ones(3), ones(2)),
+    "torch.distributed.ProcessGroupNCCL": lambda: dist.ProcessGroupNCCL(dist.HashStore(), 0, 1),
     "does not support all_reduce with sparse": lambda: dist.all_reduce(ones(2).to_sparse()),
 }
 
@@ -125,6 +130,7 @@ def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with virtual_gpus(2):
+        assert torch._C._distributed_c10d._hash_tensors([torch.ones(2)]) > 0
         mesh = init_device_mesh("cuda", (1,))
         try:
             assert torch.cuda.current_device() == 1 and dist.is_nccl_available() and len(torch.cuda.nccl.version()) > 2

@@ -10,6 +10,7 @@ from threading import Timer
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives
 import torch.multiprocessing as mp
 from ranks import in_ranks
 from torch.nn.parallel import DistributedDataParallel

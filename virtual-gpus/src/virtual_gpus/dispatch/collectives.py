@@ -33,6 +33,8 @@ _KINDS = {
 }  # fmt: skip
 # The backends that a group was asked to have: {"cuda": "nccl"}. Gloo carries the messages of all of them.
 backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
+# The GPU that this process first used in a group: NCCL's barriers go there.
+first_gpu_of: weakref.WeakKeyDictionary[object, VirtualGPU] = weakref.WeakKeyDictionary()
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
 _PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
 # (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
@@ -105,6 +107,7 @@ def record_barrier(gpu: VirtualGPU, group) -> None:
 
 def _meet(gpu: VirtualGPU, group, kind: str, nbytes: int) -> float:
     """Put a collective on this process's clock; returns its end, which is the same in all processes."""
+    first_gpu_of.setdefault(group, gpu)
     began = _begins(gpu)
     others = _exchange(group, [began, *_place(gpu)])
     places = [(int(host), int(slot)) for _, host, slot in others]

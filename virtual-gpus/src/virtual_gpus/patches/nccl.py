@@ -43,6 +43,7 @@ _INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_s
 _MESSAGES = ("send", "recv", "recv_anysource")
 messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
+_halves: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}  # of messages to the same rank
 _open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
 
 
@@ -196,6 +197,18 @@ def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor
     return _together()(works, outputs, with_futures=False)
 
 
+def _to_itself(group: Any, name: str, tensor: torch.Tensor, tag: int) -> Any:
+    """A message to the same rank, which gloo does not have: whichever of `send` and `recv` comes second copies."""
+    waiting = _halves.setdefault((group.group_name, tag), [])
+    if waiting and waiting[0][0] != name:
+        other = waiting.pop(0)[1]
+        target, source = (tensor, other) if name == "recv" else (other, tensor)
+        target.copy_(_seen_as(source, target.shape))
+    else:
+        waiting.append((name, tensor))
+    return _together()([], [tensor], with_futures=False)
+
+
 def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextManager[None]:
     """The flat tensor that PyTorch's NCCL backend copies a list of tensors through if all have one size."""
     listed = list(_tensors(args[_LISTS[name] : _LISTS[name] + 1])) if name in _LISTS else []
@@ -269,6 +282,8 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
     if name in _INTO_ONE:
         one = getattr(group, _INTO_ONE[name])
         return _together()([one(o, i, *args[2:], **rest) for o, i in zip(*args[:2], strict=True)], list(args[0]))
+    if name in ("send", "recv") and args[1] == group.rank():
+        return _to_itself(group, name, next(_tensors(args)), args[2])
     outputs = list(_tensors(args[:1]))
     if name == "gather_single":  # gloo has it for lists only
         parts = [list(args[0].chunk(group.size()))] if args[2].rootRank == group.rank() else []

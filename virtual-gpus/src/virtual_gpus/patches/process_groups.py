@@ -7,16 +7,19 @@ of NCCL: `get_backend` and the devices of the group say so. `nccl` has the rules
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.collectives import backends_of, record_barrier
-from virtual_gpus.machine import active
+from virtual_gpus import errors
+from virtual_gpus.dispatch.collectives import backends_of, first_gpu_of, record_barrier
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import Patch
+from virtual_gpus.threads import below
 
 _said = False
 
@@ -101,15 +104,47 @@ def _barrier(function: Callable) -> Callable:
     @functools.wraps(function)
     def barrier(group, *args, **kwargs):
         opts = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
-        device = None if opts is None or opts.device is None or opts.device.type != "cuda" else opts.device
+        gpu = _gpu_of_barrier(group, opts) if active().gpus else None
         if opts is not None:
             opts.device_ids = []
+            if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
+                opts.device = torch.device("cuda", gpu.index)
         made = function(group, *args, **kwargs)
-        if active().gpus:
-            record_barrier(gpu_at(device), group)
+        if gpu is not None:
+            record_barrier(gpu, group)
         return made
 
     return barrier
+
+
+def _refused(original: type) -> type:
+    """ProcessGroupNCCL itself, which looks for real GPUs: it stays a type, with its options."""
+
+    class ProcessGroupNCCL(original):
+        def __init__(self, *args, **kwargs):
+            raise errors.not_modelled('torch.distributed.ProcessGroupNCCL (use init_process_group("nccl"))')
+
+    return ProcessGroupNCCL
+
+
+def _hash_tensors(tensors) -> int:
+    """A number of 64 bits that tells tensors apart, which object collectives log with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    PyTorch's own asks CUDA's driver, for tensors on the CPU too.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    with below(), torch.no_grad():
+        for tensor in tensors:
+            found.update(bytes(tensor.detach().contiguous().flatten().view(torch.uint8).tolist()))
+    return int.from_bytes(found.digest(), "little")
+
+
+def _gpu_of_barrier(group: Any, opts: Any) -> VirtualGPU:
+    """The GPU that was named; else the group's own, the first that it used, or that of the rank, as NCCL chooses."""
+    named = getattr(opts, "device", None) or group.bound_device_id
+    if named is not None and named.type == "cuda" and named.index is not None:
+        return gpu_at(named)
+    return first_gpu_of.get(group) or gpu_at(torch.distributed.get_rank() % len(active().gpus))
 
 
 def patches() -> list[Patch]:
@@ -127,6 +162,11 @@ def patches() -> list[Patch]:
         (group, "barrier", _barrier(group.barrier)),
     ]
     found += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
+    if hasattr(torch.distributed, "ProcessGroupNCCL"):
+        refused = _refused(torch.distributed.ProcessGroupNCCL)
+        found += [(owner, "ProcessGroupNCCL", refused) for owner in (c10d, torch.distributed)]
+    if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
+        found.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
     if hasattr(group, "split_group"):
         found.append((group, "split_group", _split_group(group.split_group)))
     return found
