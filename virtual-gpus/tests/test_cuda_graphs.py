@@ -340,6 +340,16 @@ def pools():
     return found
 
 
+def test_a_storage_that_a_capture_empties_is_refused():
+    """fully_shard frees so what it has gathered. Restoring the storage would write where nothing is."""
+    with virtual_gpus(1):
+        x = torch.ones(1000, device="cuda")
+        with pytest.raises(NotModelled, match="storages that become smaller"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                x.add_(1)
+                x.untyped_storage().resize_(0)
+
+
 def test_a_graph_s_memory_is_a_private_pool():
     x = torch.ones(1 << 20, device="cuda")  # 4 MiB
     torch.cuda.empty_cache()

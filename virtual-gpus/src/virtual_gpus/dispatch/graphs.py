@@ -176,12 +176,15 @@ class Capture:
         for generator, mark in zip(self._generators, self._marks, strict=True):
             generator.go_back(mark)
         with _raw():
-            for now, before in self._before.values():
+            shrunk = [now for now, _ in self._before.values() if now.untyped_storage().nbytes() < now.numel()]
+            for now, before in self._before.values() if not shrunk else ():
                 now.copy_(before)
             for storage in self.recording.made() if not machine.shapes_only else ():
                 _bytes(storage).zero_()
         if not self.valid:
             raise errors.capture_error("Invalidated")
+        if shrunk:  # as fully_shard does with what it has gathered: a replay would write where nothing is
+            raise errors.not_modelled("storages that become smaller in a CUDA graph")
         if self._unjoined:
             raise errors.capture_error("Unjoined")
         self.recording.seconds = clock.seconds()
