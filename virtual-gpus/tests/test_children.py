@@ -30,6 +30,7 @@ def run(*command, **kwargs):
 
 CHILD = """\
 import json, os, subprocess
+from virtual_gpus import NotModelled  # the package alone is no wish for other GPUs
 import torch
 os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # before the first use, as programs do
 x = torch.ones(1000, device="cuda")

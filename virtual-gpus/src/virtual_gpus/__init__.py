@@ -134,6 +134,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name or a module when it is first used: programs such as nvidia-smi need no torch."""
     if name in _HOMES:
+        if _HOMES[name] != "virtual_gpus.switch":
+            importlib.import_module("torch")  # inherited GPUs go on with it, see processes.children
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
     whole = f"{__name__}.{name}"

@@ -17,9 +17,9 @@ import sys
 import types
 from collections.abc import Callable
 
-from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
 from virtual_gpus.settings import Settings
+from virtual_gpus.switch import active_machine, virtual_gpus
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
