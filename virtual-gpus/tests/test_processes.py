@@ -198,6 +198,8 @@ def test_other_ways_to_share():
         process.start()
         assert join(process) == 0
         assert net.weight.unique().tolist() == [7.0]  # a fork shares what was put into shared memory
+        with pytest.raises(NotModelled, match=r"Event\.ipc_handle"):
+            torch.cuda.Event(interprocess=True).ipc_handle()
         with pytest.raises(RuntimeError, match="only available on CUDA"):
             torch.ones(3).untyped_storage()._share_cuda_()
         with pytest.raises(RuntimeError, match="non-leaf tensor"):

@@ -206,6 +206,15 @@ class Event:
             raise errors.not_ready()
         return (end_event._time - self._time) * 1e3
 
+    def ipc_handle(self):
+        """Refused: each process has a clock of its own."""
+        raise errors.not_modelled("torch.cuda.Event.ipc_handle")
+
+    @classmethod
+    def from_ipc_handle(cls, device, handle):
+        """Refused: each process has a clock of its own."""
+        raise errors.not_modelled("torch.cuda.Event.from_ipc_handle")
+
     def __repr__(self) -> str:
         return "<torch.cuda.Event uninitialized>" if self._stream is None else f"<torch.cuda.Event on {self.device}>"
 
