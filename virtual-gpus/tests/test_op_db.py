@@ -7,6 +7,7 @@ The table is torch.testing._internal.common_methods_invocations.op_db. It needs 
 
 import gc
 import itertools
+import unittest.mock
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ from virtual_gpus import virtual_gpus
 
 pytestmark = pytest.mark.outside
 
-SAMPLES = 12  # of each operator
+SAMPLES = 8  # of each operator
 PARTS = 10
 
 # What differs, and why. Everything else is equal: values, shapes, strides, dtypes, devices, gradients.
@@ -57,11 +58,17 @@ def tensors(value) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def run(function, sample, device, with_grad: bool, seed: int = 7):
-    """All tensors that a call returns, and the gradients of its inputs."""
+def run(function, sample, device, with_grad: bool, seed: int = 0):
+    """All tensors that a call returns, and the gradients of its inputs. seed: added to what the table sets."""
+    set_seed = torch.manual_seed
+    with unittest.mock.patch.object(torch, "manual_seed", lambda number: set_seed(number + seed)):
+        return _run(function, sample, device, with_grad)
+
+
+def _run(function, sample, device, with_grad: bool):
     first, args, kwargs = arguments(sample, device)
     inputs = tensors((first, args, kwargs))
-    torch.manual_seed(seed)
+    torch.manual_seed(7)
     if inputs:
         made = tensors(function(first, *args, **kwargs))
     else:
@@ -101,7 +108,7 @@ def differences(name: str, function, sample, with_grad: bool) -> list[str]:
             elif one is not None:
                 found += [f"{what}: {text}" for text in _differ(name, one.detach(), other.detach())]
                 if not is_drawn and not found and not _close(one.detach(), other.detach().cpu()):
-                    is_drawn = not all(map(_close, *(run(function, sample, "cpu", False, seed)[0] for seed in (7, 8))))
+                    is_drawn = not all(map(_close, *(run(function, sample, "cpu", False, seed)[0] for seed in (0, 1))))
                     found += [] if is_drawn else [f"{what}: other values"]
     return found
 
