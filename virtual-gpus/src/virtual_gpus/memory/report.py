@@ -95,6 +95,8 @@ def oom_message(error: OutOfMemory, gpu_index: int, version: tuple[int, int] = (
     version: the PyTorch version. Since 2.15 the text is different for expandable segments. The order in which a driver
     lists the other processes is not documented.
     """
+    if error.requested >= 1 << 60:
+        return "CUDA out of memory. Tried to allocate more than 1EB memory."
     allowed = "" if error.allowed is None else f"{format_size(error.allowed)} allowed; "
     others = "".join(f"Process {pid} has {format_size(used)} memory in use. " for pid, used in error.others)
     return (

@@ -137,6 +137,8 @@ class _FusedBackward(torch.autograd.Function):
         raise RuntimeError(f"derivative for aten::{ctx.name}_backward is not implemented")
 
 
-# One class each, since `out.grad_fn` tells which kernel ran: ScaledDotProductFlashAttentionBackward and its like.
+# One class each, since `out.grad_fn` tells which kernel ran: ScaledDotProductFlashAttentionBackward0 and its like.
 _NAMES = {CUDNN: "Cudnn", FLASH: "Flash", EFFICIENT: "Efficient"}
 _FUNCTIONS = {backend: type(f"ScaledDotProduct{name}Attention", (_Fused,), {}) for backend, name in _NAMES.items()}
+for _function in _FUNCTIONS.values():
+    _function._backward_cls.__name__ += "0"  # as PyTorch names the nodes of its operators

@@ -166,6 +166,9 @@ class CudnnRnn(torch.autograd.Function):
         return None, *found
 
 
+CudnnRnn._backward_cls.__name__ = "CudnnRnnBackward0"  # as PyTorch names the node of its operator
+
+
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
