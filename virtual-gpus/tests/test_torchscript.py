@@ -62,6 +62,19 @@ def test_a_traced_module_gives_what_the_module_gives(name):
     assert "CUDA memory summary" in torch.cuda.memory_summary()
 
 
+def test_traces_in_inference_mode_and_without_values():
+    net, shape = convolutions()
+    net, x = net.cuda().eval(), torch.randn(shape, device="cuda")
+    with torch.inference_mode():
+        traced = torch.jit.trace(net, x)
+        torch.testing.assert_close(traced(x + 1), net(x + 1))
+    with virtual_gpus(1, shapes_only=True):
+        layer, y = nn.Linear(3, 4).cuda(), torch.ones(2, 3, device="cuda")
+        assert torch.jit.trace(layer, y, check_trace=False)(y).shape == (2, 4)
+        with pytest.raises(NotModelled, match="convolution with shapes_only"):
+            torch.jit.trace(convolutions()[0].cuda(), torch.randn(shape, device="cuda"))
+
+
 def test_scripted_frozen_and_optimized_modules():
     net, shape = convolutions()
     net, x = net.cuda().eval(), torch.randn(shape, device="cuda")

@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
+from virtual_gpus import errors
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.machine import active
 
 _TRACER = torch._C._dispatch_key_parse("Tracer")
 # What the tracer records by its parts, which the operator's own kernel calls (DONT_RECORD_TRACE in PyTorch's
-# tools/autograd/gen_trace_type.py). The others of that list are composite and never come here.
-_RECORDED_BY_PARTS = {"convolution"}
+# tools/autograd/gen_trace_type.py). All but the first are composite and come here only in inference mode.
+_RECORDED_BY_PARTS = {
+    "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+}  # fmt: skip
 
 
 def run_traced(call_and_place: Callable[[OpCall], Any], func: torch._ops.OpOverload, args, kwargs) -> Any:
@@ -26,6 +31,11 @@ def run_traced(call_and_place: Callable[[OpCall], Any], func: torch._ops.OpOverl
         call = OpCall(func, args, kwargs)
         if call.op.base not in _RECORDED_BY_PARTS:
             return call_and_place(call)
+        if call.op.is_composite:
+            with _tracing(state, excluded=False):
+                return call_and_place(call)
+        if active().shapes_only:  # PyTorch's meta kernels are Python, and the tracer sees into them
+            raise errors.not_modelled("torch.jit.trace of a convolution with shapes_only")
         made: list = []
 
         @functools.wraps(func)
