@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import types
 
+import pytest
 import torch
 from virtual_gpus import virtual_gpus
+from virtual_gpus.patches import dynamo
 
 SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor")
 
@@ -102,6 +105,22 @@ checked = decorated(torch.cuda.is_available)
     assert module.Interface.available is is_available and module.Interface.device is torch.Tensor.device
     assert module.checked.__closure__[0].cell_contents is is_available
     assert module.checked.__defaults__ == (device_count,)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.parametrize("uses_dtensors", [False, True])
+def test_forked_ranks_that_need_it_have_it_from_their_parent(uses_dtensors, monkeypatch):
+    imported = []
+    monkeypatch.setattr(dynamo, "_real", imported.append)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo._stand_in)
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+    if uses_dtensors:
+        monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("torch.distributed.tensor"))
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert imported == ["torch._dynamo"] * uses_dtensors
 
 
 def test_switching_on_and_off_leaves_no_stand_in_behind():

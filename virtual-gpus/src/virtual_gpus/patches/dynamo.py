@@ -101,6 +101,19 @@ def take_out() -> None:
             vars(_disabled.pop()).pop("__dynamo_disable", None)
 
 
+def _before_fork() -> None:
+    """Import the real module if this program uses DTensors, as FSDP does: their first use imports it.
+
+    The children then have it from their parent, where each forked rank would import it for itself.
+    """
+    if sys.modules.get(_NAME) is _stand_in and "torch.distributed.tensor" in sys.modules:
+        _real(_NAME)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(before=_before_fork)
+
+
 def _real(name: str) -> ModuleType:
     take_out()
     module = importlib.import_module(name)
