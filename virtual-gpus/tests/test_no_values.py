@@ -66,6 +66,14 @@ def test_fake_tensors_are_nobody_s_memory(shapes_only):
         assert before == tuple(torch.cuda.max_memory_allocated(i) for i in range(2))
 
 
+def test_a_storage_of_the_meta_device_says_that_it_has_no_data():
+    with virtual_gpus(1):
+        storage = torch.ones(3, device="cuda").to("meta").untyped_storage()
+        for read in (storage.cpu, storage.cuda, lambda: storage[0]):
+            with pytest.raises(NotImplementedError, match="Cannot copy out of meta|Not available"):
+                read()
+
+
 # ---- GPUs that were switched off ------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,8 @@ What is not modelled, and what differs:
 - A thread that was running before the GPUs were switched on sees them from the first time it names a GPU. Threads of a
   ThreadPoolExecutor or an event loop see them for each call. If the GPUs are stopped in a different thread from the one
   that started them, an idle dispatch mode stays active in the starting thread until it starts and stops GPUs again.
+- `torch.use_deterministic_algorithms` refuses no operator, because the kernels of the CPU are deterministic.
+- `nn.TransformerEncoder` packs padded samples into nested tensors, as on CUDA. They take no modelled time.
 - When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If
   other virtual GPUs are on, the first computation with such a tensor warns. It raises an error in an operator with a
   tensor on the current GPUs.

@@ -15,7 +15,7 @@ from virtual_gpus.threads import this_thread
 _raw_device = torch._C.StorageBase.device.__get__
 _raw_resize = torch._C.StorageBase.resize_
 _raw_new = torch._C.StorageBase.__new__
-_raw_getitem = torch._C.StorageBase.__getitem__
+_raw_getitem, _raw_cpu = torch.UntypedStorage.__getitem__, torch.UntypedStorage.cpu
 
 
 @entrance
@@ -76,6 +76,8 @@ def to(self, *, device, non_blocking: bool = False):
 def _copy(storage, target):
     """A new storage with the same bytes, on `target` (None: the CPU)."""
     shapes_only = target is not None and target.machine.shapes_only
+    if _raw_device(storage).type == "meta" and _gpu(storage) is None:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if _raw_device(storage).type == "meta" and not shapes_only:
         raise errors.needs_values("copying a storage to the CPU")
     made = torch.UntypedStorage(storage.nbytes(), device="meta" if shapes_only else "cpu")
@@ -94,7 +96,7 @@ def cuda(self, device=None, non_blocking: bool = False):
 
 def cpu(self):
     """A copy in the computer's memory; the storage itself when it is there."""
-    return self if _gpu(self) is None else _copy(self, None)
+    return _raw_cpu(self) if _gpu(self) is None else _copy(self, None)
 
 
 @entrance
