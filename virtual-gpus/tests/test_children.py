@@ -29,7 +29,8 @@ def run(*command, **kwargs):
 
 
 CHILD = """\
-import json, os, subprocess
+import importlib.util, json, os, subprocess
+assert importlib.util.find_spec("torch")  # as datasets and transformers ask before they import it
 from virtual_gpus import NotModelled  # the package alone is no wish for other GPUs
 import torch
 os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # before the first use, as programs do

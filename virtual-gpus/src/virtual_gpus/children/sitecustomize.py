@@ -56,19 +56,25 @@ class _After:
 
     def __init__(self, actions):
         self._actions = actions
+        self._searching = False
 
     def find_spec(self, name, path=None, target=None):
-        action = self._actions.pop(name, None)
-        if action is None:
+        if self._searching or name not in self._actions:
             return None
-        spec = importlib.util.find_spec(name)
+        self._searching = True  # by the other finders
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def exec_module(module):
+            def exec_module(module):  # a spec may also be asked for without an import, to see whether there is a module
                 del spec.loader.exec_module
+                action = self._actions.pop(name, None)
                 run(module)
-                action(module)
+                if action is not None:
+                    action(module)
 
             spec.loader.exec_module = exec_module
         return spec
