@@ -318,14 +318,14 @@ def timm() -> list[Program]:
                 ", DDP",
                 "DDP on two GPUs under torchrun",
                 Run(two, gpus=2, ranks=2),
-                Run(f"{two} --dist-backend gloo", gpus=2, ranks=2),
+                None,
                 {},
             ),
             (
                 ", DDP, sync-BN",
                 "DDP with synchronized BatchNorm on two GPUs",
                 Run(f"{two.replace('test_vit', 'resnet18')} --sync-bn", gpus=2, ranks=2),
-                Run(f"{two.replace('test_vit', 'resnet18')} --sync-bn --dist-backend gloo", gpus=2, ranks=2),
+                None,
                 {},
             ),
         )

@@ -47,16 +47,18 @@ def stored() -> dict:
 
 def good(program: Program, row: dict[str, object] | None) -> bool:
     """Whether a program ran, with the losses of the run beside it where there is one."""
-    if row is None or not row["runs"] or row["beside"]:
+    if row is None or not row["runs"]:
         return False
-    return program.beside is None or row["distance"] is None or row["distance"] <= program.within
+    if program.beside is None:
+        return True
+    return not row["beside"] and (row["distance"] is None or row["distance"] <= program.within)
 
 
 def _losses(program: Program, row: dict[str, object] | None) -> str:
     if row is None or not row["runs"]:
         return ""
     distance = row["distance"]
-    if row["beside"]:
+    if program.beside and row["beside"]:
         return "the run beside it failed"
     if program.beside is None or distance is None:
         return "none to compare"
@@ -87,7 +89,7 @@ def page() -> str:
     beside = [(program, row["FakeGPU"]) for program, row in rows if "FakeGPU" in row]
     if beside:
         theirs = sum(good(program, row) for program, row in beside)
-        lines[1] += f" FakeGPU 2.0 ran {theirs} of the {len(beside)} that were tried on it."
+        lines[1] += f" FakeGPU ran {theirs} of the {len(beside)} that were tried on it."
     lines += ["| program | what it uses | runs | losses | FakeGPU |", "|---|---|---|---|---|"]
     for program, row in tried:
         fake = row.get("FakeGPU")
@@ -95,6 +97,9 @@ def page() -> str:
         lines.append(
             f"| {program.name} | {program.uses} | {_ran(row['ours'])} | {_losses(program, row['ours'])} | {other} |"
         )
+    rest = [program.name for program, row in rows if "ours" not in row]
+    if rest:
+        lines += ["", f"Not run yet: {'; '.join(rest)}."]
     lines += ["", "## Where they are had", ""]
     lines += [f"- {source.had}" for source in SOURCES.values()]
     lines += ["", "## Out of scope", "", "| program | reason |", "|---|---|"]

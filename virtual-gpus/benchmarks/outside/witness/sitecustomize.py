@@ -54,16 +54,23 @@ _AFTER = {
 class _After(importlib.abc.MetaPathFinder):
     """Calls the functions of _AFTER with their modules as soon as these are imported."""
 
+    searching = False
+
     def find_spec(self, name, path=None, target=None):
-        if name not in _AFTER:
+        if self.searching or name not in _AFTER:
             return None
-        after = _AFTER.pop(name)
-        spec = importlib.util.find_spec(name)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searching = False
         load = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module):  # a spec may be asked for without an import
+            after = _AFTER.pop(name, None)
             load(module)
-            after(module)
+            if after is not None:
+                after(module)
 
         spec.loader.exec_module = exec_module
         return spec
