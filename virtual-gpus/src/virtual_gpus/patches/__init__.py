@@ -86,7 +86,8 @@ def uninstall() -> None:
     compiler.forget()
     autocast.forget()
     legacy.forget()
-    captured.give_back(table.take_out())
+    originals = table.take_out()
     if _default_device and _default_device_context() is not _default_device.pop():
         torch.set_default_device(None)  # set while they were on: probably to a GPU that is no more
     sys.modules["torch.nn.parallel._functions"]._streams = None  # cached per machine by Scatter
+    captured.give_back(originals)

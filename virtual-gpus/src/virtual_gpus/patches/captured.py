@@ -11,6 +11,7 @@ Taking the patches out during such an import would be shorter, but other threads
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from types import FunctionType, MethodWrapperType
 from typing import Any
@@ -52,57 +53,60 @@ class _Walk:
         """`value`, or what belongs in its place. Whatever can be changed is corrected in place."""
         if id(value) in self._originals:
             return self._originals[id(value)]
-        if isinstance(value, MethodWrapperType):  # Tensor.device.__get__
+        kind = type(value)  # rather than isinstance, which asks the object, and some answer for others
+        if kind is MethodWrapperType:  # Tensor.device.__get__
             owner = self.corrected(value.__self__)
             return value if owner is value.__self__ else getattr(owner, value.__name__)
-        if isinstance(value, (staticmethod, classmethod)):
+        if kind in (staticmethod, classmethod):
             function = self.corrected(value.__func__)
-            return value if function is value.__func__ else type(value)(function)
-        if type(value) in (tuple, frozenset):
+            return value if function is value.__func__ else kind(function)
+        if kind in (tuple, frozenset):
             parts = list(map(self.corrected, value))
-            return type(value)(parts) if _differ(parts, value) else value
+            return value if all(map(operator.is_, parts, value)) else kind(parts)
         if id(value) not in self._seen:
             self._seen.add(id(value))
-            self._correct(value)
+            self._correct(value, kind)
         return value
 
-    def _correct(self, value: Any) -> None:
-        if isinstance(value, dict):
+    def _correct(self, value: Any, kind: type) -> None:
+        if issubclass(kind, dict):
             self._correct_dict(value)
-        elif isinstance(value, list):
+        elif issubclass(kind, list):
             for index, part in enumerate(value):
-                value[index] = self.corrected(part)
-        elif isinstance(value, set):
-            parts = list(map(self.corrected, value))
-            if _differ(parts, value):
-                value.clear()
-                value.update(parts)
-        elif isinstance(value, functools.partial):
-            function, arguments, keywords = self.corrected(value.func), self.corrected(value.args), value.keywords
-            self._correct_dict(keywords)
-            value.__setstate__((function, arguments, keywords, vars(value)))
-        elif getattr(value, "__module__", None) not in self._modules:
+                right = self.corrected(part)
+                if right is not part:
+                    value[index] = right
+        elif issubclass(kind, set):
+            for part in list(value):
+                right = self.corrected(part)
+                if right is not part:
+                    value.add(right)
+                    value.discard(part)
+        elif kind is functools.partial:
+            function, arguments = self.corrected(value.func), self.corrected(value.args)
+            self._correct_dict(value.keywords)
+            if function is not value.func or arguments is not value.args:
+                kind.__setstate__(value, (function, arguments, value.keywords, vars(value)))
+        elif not issubclass(kind, (FunctionType, type)) or value.__module__ not in self._modules:
             return
-        elif isinstance(value, FunctionType):
+        elif kind is FunctionType:
             self._correct_dict(vars(value))
             value.__defaults__ = self.corrected(value.__defaults__)
             for cell in value.__closure__ or ():
                 self._correct_cell(cell)
-        elif isinstance(value, type):
+        else:
             for name, attribute in list(vars(value).items()):
                 right = self.corrected(attribute)
                 if right is not attribute:
                     setattr(value, name, right)
 
     def _correct_dict(self, value: dict) -> None:
-        before = list(value.items())
-        keys = [self.corrected(key) for key, _ in before]
-        if _differ(keys, value):  # all anew, in the same order
-            value.clear()
-        for key, (_, content) in zip(keys, before, strict=True):
-            right = self.corrected(content)
-            if key not in value or value[key] is not right:
-                value[key] = right
+        for key, content in list(value.items()):
+            right_key, right = self.corrected(key), self.corrected(content)
+            if right_key is not key or right is not content:
+                value[right_key] = right  # before the old key goes: Ctrl-C may come between any two lines
+            if right_key is not key:
+                del value[key]
 
     def _correct_cell(self, cell: Any) -> None:
         try:
@@ -112,7 +116,3 @@ class _Walk:
         right = self.corrected(content)
         if right is not content:
             cell.cell_contents = right
-
-
-def _differ(parts, others) -> bool:
-    return any(part is not other for part, other in zip(parts, others, strict=True))

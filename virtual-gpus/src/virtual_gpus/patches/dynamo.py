@@ -84,8 +84,8 @@ def put_in() -> None:
     """Let the stand-in answer, unless torch._dynamo is there already. Called when the first virtual GPUs go on."""
     with _lock:
         if _NAME not in sys.modules:
-            sys.modules[_NAME] = _stand_in
             sys.meta_path.insert(0, _submodules)
+            sys.modules[_NAME] = _stand_in
             return
     compiler.run_eagerly()
 
@@ -93,10 +93,10 @@ def put_in() -> None:
 def take_out() -> None:
     """Leave the place to the real module. Does nothing if it has it already."""
     with _lock:
-        if sys.modules.get(_NAME) is not _stand_in:
-            return
-        del sys.modules[_NAME]
-        sys.meta_path.remove(_submodules)
+        if sys.modules.get(_NAME) is _stand_in:
+            del sys.modules[_NAME]
+        if _submodules in sys.meta_path:
+            sys.meta_path.remove(_submodules)
         while _disabled:
             vars(_disabled.pop()).pop("__dynamo_disable", None)
 
