@@ -64,6 +64,7 @@ MAKERS = {
     "sort": lambda: torch.ones(3, device=ONE).sort().indices,
     "indexed by a CPU index": lambda: torch.ones(3, device=ONE)[torch.tensor([0, 1])],
     "masked by a CPU mask": lambda: torch.ones(3, device=ONE)[torch.tensor([True, False, True])],
+    "rank of an empty matrix": lambda: torch.linalg.matrix_rank(torch.ones(2, 0, 0, device=ONE)),
     "new of sizes": lambda: torch.ones(3, device=ONE).new(2, 3),
     "new of a size": lambda: torch.ones(3, device=ONE).new(torch.Size([2, 3])),
     "new of numbers": lambda: torch.ones(3, device=ONE).new([0, 1]),
