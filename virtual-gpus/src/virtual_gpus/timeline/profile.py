@@ -82,13 +82,13 @@ class DeviceRecord:
 
     # ---- its file
 
-    def add_to_chrome_trace(self, path: str | os.PathLike) -> None:
+    def add_to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Add a process for each GPU to the profiler's JSON file. Its modelled time starts with the file."""
         path = Path(path)
         trace: dict[str, Any] = json.loads(path.read_text("utf-8"))
         events = trace["traceEvents"]
         start = min((event["ts"] for event in events if event.get("ph") == "X"), default=0.0)
-        named: set = set()
+        named: set[tuple[int, int | str]] = set()
         for gpu, (span, _) in self._visible():
             if (gpu, span.lane) not in named:
                 named.add((gpu, span.lane))
