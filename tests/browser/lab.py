@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -107,9 +108,12 @@ class Lab:
         return "\n".join(self.page.locator(".jp-Notebook .jp-OutputArea").all_inner_texts())
 
     def errors(self) -> list[str]:
-        """The text of each output that is an error. JupyterLab draws those like what went to stderr."""
+        """The text of each output that is an error, with or without traceback (`%xmode Minimal`).
+
+        JupyterLab draws them like what went to stderr.
+        """
         drawn = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]')
-        return [text for text in drawn.all_inner_texts() if "Traceback (most recent call last)" in text]
+        return [text for text in drawn.all_inner_texts() if re.search(r"^\w*(Error|Interrupt|Exception)\b", text, re.M)]
 
     def explorer(self, attribute: str = "alt") -> str:
         """What the explorer's picture says to those who cannot see it, or another attribute of the picture."""

@@ -123,6 +123,19 @@ REFUSED = {
 }
 
 
+def gathered_objects(rank):
+    dist.all_reduce(torch.ones(3, device="cuda"))
+    dist.barrier()
+    found = [None, None]
+    dist.all_gather_object(found, {"rank": rank})
+    return found
+
+
+def test_objects_travel_although_gpu_tensors_keep_no_values():
+    with virtual_gpus(2, shapes_only=True):
+        assert in_ranks(gathered_objects, count=2) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
 def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
     """As torchrun starts a program: nobody else names a GPU or makes a group. Then what NCCL refuses."""
     here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29617"}

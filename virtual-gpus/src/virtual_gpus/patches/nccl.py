@@ -20,6 +20,7 @@ import torch
 
 from virtual_gpus.dispatch.collectives import backends_of, is_nccl
 from virtual_gpus.entrance import entrance
+from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_fake, is_wrapper, nbytes, put, scratch
 from virtual_gpus.threads import below, this_thread
@@ -260,7 +261,8 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
             return function(group, *args, **rest)
         on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
         devices = backends_of.get(group)
-        if devices is not None and ("cuda" if on_gpu else "cpu") not in devices:
+        carries_objects = not on_gpu and active().shapes_only  # see `process_groups._get_object_coll_device`
+        if devices is not None and ("cuda" if on_gpu else "cpu") not in devices and not carries_objects:
             raise RuntimeError(f"No backend type associated with device type {'cuda' if on_gpu else 'cpu'}")
         with _through_a_flat_tensor(name, args):
             if not on_gpu or not is_nccl(group):

@@ -73,6 +73,16 @@ def _device_types(raw: Any) -> property:
     return property(answer)
 
 
+def _get_object_coll_device(function: Callable) -> Callable:
+    """The device on which objects travel: the computer's memory if GPU tensors keep no values (shapes_only)."""
+
+    @functools.wraps(function)
+    def device(group=None):
+        return "cpu" if active().shapes_only else function(group)
+
+    return device
+
+
 def _get_backend(function: Callable) -> Callable:
     @functools.wraps(function)
     def backend(group, device):
@@ -156,6 +166,7 @@ def patches() -> list[Patch]:
     group = c10d.ProcessGroup
     found: list[Patch] = [
         (c10d, "_new_process_group_helper", _new_process_group_helper(c10d._new_process_group_helper, c10d)),
+        (c10d, "_get_object_coll_device", _get_object_coll_device(c10d._get_object_coll_device)),
         (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
         (group, "_device_types", _device_types(vars(group)["_device_types"])),
         (group, "_get_backend", _get_backend(group._get_backend)),
