@@ -34,6 +34,8 @@ for optimizer in torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), torch.
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
 dist.destroy_process_group()
+from torch._dynamo.utils import is_compile_supported  # as torchvision does when it is imported
+
 assert net[0].weight.grad.device == torch.device("cuda:1")
 slow = [name for name in {SLOW!r} if name in sys.modules and name not in before]
 assert not slow, slow
@@ -54,6 +56,7 @@ import torch._dynamo.config
 stop.set()
 thread.join()
 assert not wrong, wrong
+assert is_compile_supported("cpu") == torch._dynamo.utils.is_compile_supported("cpu")
 assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.utils.config is torch._dynamo.config
 optimizer.step()
 optimizer.zero_grad()

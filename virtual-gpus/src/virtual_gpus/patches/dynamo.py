@@ -21,6 +21,7 @@ import torch
 from virtual_gpus.patches import compiler
 
 _NAME = "torch._dynamo"
+_UTILS = f"{_NAME}.utils"
 _lock = threading.Lock()
 _disabled: list[Callable[..., Any]] = []  # functions that `torch._compile` was told to call as they are
 
@@ -53,7 +54,13 @@ def _disable(fn: Any = None, recursive: bool = True, *args: Any, wrapping: bool 
     return fn
 
 
-_utils = _StandIn(f"{_NAME}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default (_dynamo/config.py)
+def _is_compile_supported(device_type: Any) -> bool:
+    """torchvision imports this name for one operator."""
+    return _real(_UTILS).is_compile_supported(device_type)
+
+
+_utils = _StandIn(_UTILS, is_compile_supported=_is_compile_supported,
+                  get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default (_dynamo/config.py)  # fmt: skip
 _rules = _StandIn(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None)
 _stand_in = _StandIn(_NAME, graph_break=_graph_break, disable=_disable, utils=_utils, trace_rules=_rules,
                      __path__=[os.path.join(folder, "_dynamo") for folder in torch.__path__])  # fmt: skip
@@ -85,7 +92,7 @@ def put_in() -> None:
     with _lock:
         if _NAME not in sys.modules:
             sys.meta_path.insert(0, _submodules)
-            sys.modules[_NAME] = _stand_in
+            sys.modules.update({_NAME: _stand_in, _UTILS: _utils})
             return
     compiler.run_eagerly()
 
@@ -93,8 +100,9 @@ def put_in() -> None:
 def take_out() -> None:
     """Leave the place to the real module. Does nothing if it has it already."""
     with _lock:
-        if sys.modules.get(_NAME) is _stand_in:
-            del sys.modules[_NAME]
+        for stand_in in (_stand_in, _utils):
+            if sys.modules.get(stand_in.__name__) is stand_in:
+                del sys.modules[stand_in.__name__]
         if _submodules in sys.meta_path:
             sys.meta_path.remove(_submodules)
         while _disabled:
