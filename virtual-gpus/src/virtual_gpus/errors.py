@@ -122,6 +122,11 @@ def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
     )
 
 
+def legacy_constructor(device: torch.device) -> RuntimeError:
+    """`torch.cuda.FloatTensor(..., device=...)` and `x.new(..., device=...)` for a device that is no GPU."""
+    return RuntimeError(f"legacy constructor expects device type: cuda but device type: {device.type} was passed")
+
+
 def wrong_generator(wanted: str, found: str) -> RuntimeError:
     """A CPU generator for a GPU tensor or the reverse (aten/src/ATen/core/Generator.h)."""
     return RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")

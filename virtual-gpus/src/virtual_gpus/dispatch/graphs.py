@@ -221,13 +221,12 @@ class Capture:
         if pool.private is not self.pool and self.covers():
             raise self.violation()
 
-    def check_copy(self, source: VirtualGPU | None, target: VirtualGPU | None, host: torch.Tensor, blocking: bool):
+    def check_copy_with_host(self, pinned: bool, blocking: bool) -> None:
         """A copy between a GPU and the computer's memory: only pinned, and only if nobody waits for it."""
-        if source is None or target is None:
-            if not is_pinned(host):
-                raise errors.copy_while_capturing()
-            if blocking:
-                raise self.violation()
+        if not pinned:
+            raise errors.copy_while_capturing()
+        if blocking:
+            raise self.violation()
 
     # ---- recording
 
@@ -288,11 +287,10 @@ class Capture:
         gpu = source or target
         if gpu is None or (gpu.slot, gpu.stream) not in self.streams:
             return function(tensor, target, dtype, memory_format, blocking)
-        if source is None or target is None:
-            if blocking if target is None else not is_pinned(tensor):
-                raise errors.copy_while_capturing()
-            if blocking:
-                raise self.violation()
+        if target is None:  # what is copied to the CPU without waiting becomes pinned
+            self.check_copy_with_host(pinned=not blocking, blocking=blocking)
+        elif source is None:
+            self.check_copy_with_host(is_pinned(tensor), blocking)
         return self.node(function, tensor, target, dtype, memory_format, blocking)
 
     def _described_kwargs(self, call: OpCall) -> dict[str, Any]:
@@ -331,9 +329,9 @@ class Capture:
         if op.needs_values and not valueless.size_is_known(call):
             raise self.violation()
         if op.base == "copy_":
-            target, source = call.args[:2]
-            host = target if gpu_of(target) is None else source
-            self.check_copy(gpu_of(source), gpu_of(target), host, not call["non_blocking"])
+            host = next((tensor for tensor in call.args[:2] if gpu_of(tensor) is None), None)
+            if host is not None:
+                self.check_copy_with_host(is_pinned(host), not call["non_blocking"])
         if op.has_generator and call["generator"] is not None:
             if known_generator(call["generator"]) not in self._generators:
                 raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")

@@ -96,7 +96,7 @@ def get_sync_debug_mode() -> int:
 
 
 def version() -> tuple[int, ...]:
-    """torch.cuda.nccl.version(): of the NCCL that this PyTorch has. Nothing of it runs, see `patches.distributed`."""
+    """torch.cuda.nccl.version(): of the NCCL in this PyTorch. Nothing of it runs, see `patches.process_groups`."""
     return _raw_version() if hasattr(torch._C, "_nccl_version") else _NCCL
 
 

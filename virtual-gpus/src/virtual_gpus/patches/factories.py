@@ -9,6 +9,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
+from virtual_gpus import errors
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
@@ -95,7 +96,7 @@ def new(self, *args, device=None, **kwargs):
         return _raw_new(self, *args, **kwargs) if device is None else _raw_new(self, *args, device=device, **kwargs)
     device = self.device if device is None else as_device(device)
     if device.type != "cuda":
-        raise RuntimeError(f"legacy constructor expects device type: cuda but device type: {device.type} was passed")
+        raise errors.legacy_constructor(device)
     first = args[0] if len(args) == 1 else None
     if isinstance(first, torch.Tensor) and first.type() != self.type():
         raise TypeError(f"expected a tensor of type {self.type()} (got {first.type()})")

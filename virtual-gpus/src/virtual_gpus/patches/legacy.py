@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import gpu_of
@@ -30,9 +31,7 @@ class LegacyType(type):
         """A new tensor: of these sizes, with these values, or around this storage. `device` names another GPU."""
         device = torch.device("cuda" if device is None else device)
         if device.type != "cuda":
-            raise RuntimeError(
-                f"legacy constructor expects device type: cuda but device type: {device.type} was passed"
-            )
+            raise errors.legacy_constructor(device)
         if cls.layout is torch.sparse_coo:
             return _sparse(cls.dtype, device, args)
         if all(isinstance(size, int) for size in args) or (len(args) == 1 and isinstance(args[0], torch.Size)):
