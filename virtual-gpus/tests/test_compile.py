@@ -123,6 +123,9 @@ def test_the_stance_of_the_program_comes_back():
     with torch.compiler.set_stance("eager_on_recompile"):
         with virtual_gpus(1):
             assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+            with torch.compiler.set_stance("fail_on_recompile"):
+                assert compiled_before(torch.ones(1, 4, device="cuda")).is_cuda
+            assert torch._dynamo.eval_frame._stance.stance == "force_eager"
         assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
 
 

@@ -31,6 +31,17 @@ class Net:
     def weight(self):
         return self.layer.weight
 
+    def forward(self, x):
+        return self.layer(x.cuda(1)).cpu()
+
+    def step(self, context):
+        """One step of SGD with the gradients of the backward pass that another process started."""
+        weight, before = self.layer.weight, self.layer.weight.tolist()
+        gradient = torch.distributed.autograd.get_gradients(context)[weight]
+        with torch.no_grad():
+            weight.sub_(gradient)
+        return str(gradient.device), before, weight.tolist()
+
 
 def worker(rank, folder):
     os.environ.update(MASTER_ADDR="localhost")
@@ -47,6 +58,10 @@ def worker(rank, folder):
         for refused in (torch.add, max):
             with pytest.raises(NotImplementedError, match=r"GPU tensor by torch.distributed.rpc \(send x.cpu"):
                 rpc.rpc_sync(there, refused, args=(ones.cuda(), 1))
+        with torch.distributed.autograd.context() as context:
+            torch.distributed.autograd.backward(context, [net.rpc_sync().forward(torch.ones(2, 3)).sum()])
+            device, before, after = net.rpc_sync().step(context)
+        assert device == "cuda:1" and torch.allclose(torch.tensor(before) - 2, torch.tensor(after))
         with pytest.raises(RuntimeError, match="GPU tensor by torch.distributed.rpc"):
             net.rpc_sync().weight()
     rpc.shutdown()

@@ -142,7 +142,10 @@ def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
 
 
 def _await(gpu: VirtualGPU, stream: int, tensors) -> None:
-    """Work on what a collective fills waits for the collective. What is past is forgotten."""
+    """Work on what a collective fills waits for the collective. What is past is forgotten.
+
+    Another thread may launch a collective or forget one meanwhile, so this goes through a copy.
+    """
     clock = gpu.machine.clock
     late, ready = clock.tracks[gpu.slot].late, clock.ready(gpu.slot, stream)
     for tensor in tensors:
@@ -150,8 +153,9 @@ def _await(gpu: VirtualGPU, stream: int, tensors) -> None:
         arrival, owner = late.get(id(allocation), (None, None))
         if arrival is not None and owner() is allocation:
             clock.hold(gpu.slot, stream, arrival.time())
-    for key in [k for k, (a, owner) in late.items() if owner() is None or (a.known and a.time() <= ready)]:
-        del late[key]
+    for key, (arrival, owner) in list(late.items()):
+        if owner() is None or (arrival.known and arrival.time() <= ready):
+            late.pop(key, None)
 
 
 def _shape_of(result):

@@ -9,6 +9,8 @@ PyTorch, modules become OptimizedModules with their `_orig_mod`, and without GPU
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from typing import Any
 
 import torch
@@ -17,28 +19,33 @@ from virtual_gpus.machine import active
 
 _raw_compile = torch.compile
 _raw_set_stance = torch.compiler.set_stance
-_eager: list[Any] = []  # PyTorch's `set_stance` object, while it is in force
+_before: list[Any] = []  # the stance that the program had, while "force_eager" is in force
 _said = False
 
 
 def run_eagerly() -> None:
     """Set the switch, which imports torch._dynamo. Does nothing without GPUs."""
-    if not _eager and active() is not None:
-        _eager.append(_raw_set_stance("force_eager"))
+    if _before or active() is None:
+        return
+    frames = importlib.import_module("torch._dynamo.eval_frame")  # the first import calls this function
+    if not _before:
+        _before.append(frames._stance)  # before the switch moves: Ctrl-C may come between any two lines
+        frames._set_stance(frames.DynamoStance("force_eager"))
 
 
 def forget() -> None:
     """Put the switch back to where the program had it."""
-    if _eager:
-        _eager.pop().__exit__(None, None, None)
+    if _before:
+        sys.modules["torch._dynamo.eval_frame"]._set_stance(_before[0])
+        _before.clear()
 
 
 @functools.wraps(_raw_set_stance)
 def set_stance(*args: Any, **kwargs: Any) -> Any:
-    """The arguments are checked, and all stays eager."""
-    made = _raw_set_stance(*args, **kwargs)
+    """The arguments are checked, and all stays eager, also after a `with` block of this stance."""
     run_eagerly()
-    made.stance = _eager[0].stance
+    made = _raw_set_stance(*args, **kwargs)
+    made.stance = made.prev
     made.__enter__()
     return made
 

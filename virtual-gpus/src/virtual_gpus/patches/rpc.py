@@ -16,7 +16,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread, leave_thread
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import gpu_of
+from virtual_gpus.placement.storages import gpu_of, place
 
 
 def _refuse(values: Iterable[Any]) -> None:
@@ -73,6 +73,24 @@ def _calling_back(function: Callable) -> Callable:
     return register
 
 
+def _get_gradients(function: Callable) -> Callable:
+    """`torch.distributed.autograd.get_gradients`: C++ made the gradients, and each belongs on the GPU of its tensor.
+
+    A backward pass that another process started runs in such a thread, where no operator is seen.
+    """
+
+    @functools.wraps(function)
+    def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        found = function(context_id)
+        for tensor, gradient in found.items():
+            target = gpu_of(tensor)
+            if target is not None:
+                place(gradient, target)
+        return found
+
+    return get_gradients
+
+
 def patches() -> list[Patch]:
     """See `patches`."""
     future = torch.futures.Future
@@ -83,5 +101,7 @@ def patches() -> list[Patch]:
     pickler = internal._InternalRPCPickler
     found += [(pickler, "serialize", _serialize(pickler.serialize)),
               (internal, "_run_function", in_mode(internal._run_function))]  # fmt: skip
+    autograd = sys.modules["torch.distributed.autograd"]
+    found.append((autograd, "get_gradients", _get_gradients(autograd.get_gradients)))
     builtin = ("_invoke_rpc_builtin", "_invoke_remote_builtin")
     return found + [(api, name, _sending(getattr(api, name))) for name in builtin]
