@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import cross_entropy, mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
 
@@ -224,10 +224,22 @@ def from_meta(rank):
         part.reset_parameters()
     net(torch.ones(2, 8, device="cuda")).sum().backward()
     weights = {name: tensor.full_tensor().cpu() for name, tensor in net.state_dict().items()}
+    rows = torch.linspace(-1, 1, 2 * 6 * 8, device="cuda").reshape(2, 6, 8)
+    plain = nn.RMSNorm(8, device="cuda")
+    norm = parallelize_module(nn.Sequential(nn.RMSNorm(8, device="cuda")), mesh, {"0": SequenceParallel()})
+    found = []
+    for places in ([Shard(1)], [Replicate()]):  # of the normalized rows
+        plain.weight.grad = norm[0].weight.grad = None
+        part, whole = distribute_tensor(rows, mesh, places).requires_grad_(), rows.clone().requires_grad_()
+        made, wanted = norm(part), plain(whole)
+        made.square().sum().backward()
+        wanted.square().sum().backward()
+        assert norm[0].weight.grad.to_local().device == rows.device
+        pairs = ((made, wanted), (part.grad, whole.grad), (norm[0].weight.grad, plain.weight.grad))
+        found += [(ours.full_tensor() - theirs).abs().max().item() for ours, theirs in pairs]
 
     query, mask = (torch.randn(2, 4, 6, 8, device="cuda"), torch.rand(2, 1, 6, 6, device="cuda") > 0.3)
     options = [{}, {"is_causal": True}, {"attn_mask": mask}]
-    found = []
     for places in ([Shard(0)], [Shard(1)], [Replicate()], [Shard(2)]):
         for option in options:
             plain, sharded = query.clone().requires_grad_(), distribute_tensor(query, mesh, places).requires_grad_()

@@ -14,8 +14,18 @@ import torch
 from virtual_gpus.dispatch.call import OpCall, as_one
 from virtual_gpus.dispatch.timing import operands, record_work
 from virtual_gpus.entrance import entrance
+from virtual_gpus.ops.attention.sharded import is_dtensor
 from virtual_gpus.ops.contiguous import packed_copies, with_packed
-from virtual_gpus.placement.storages import StorageAllocation, gpu_of, nbytes, place, place_all, put, scratch
+from virtual_gpus.placement.storages import (
+    StorageAllocation,
+    gpu_of,
+    is_wrapper,
+    nbytes,
+    place,
+    place_all,
+    put,
+    scratch,
+)
 from virtual_gpus.threads import below
 
 _MANY_ROWS = 64 * 1024
@@ -187,7 +197,31 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
     transformed = torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(input)
     if gpu_of(input) is None or not same or transformed:
         return _raw_rms_norm(input, normalized_shape, weight, eps)
+    if is_wrapper(type(input)) and (is_dtensor(input) or is_dtensor(weight)):
+        return _rms_norm_on_each_rank(input, tuple(normalized_shape), weight, eps)
     return RMSNorm.apply(input, weight, tuple(normalized_shape), eps)
+
+
+def _rms_norm_on_each_rank(input, shape, weight, eps):
+    """Of DTensors: each rank normalizes its own rows, and the weight's gradient is a sum over the ranks.
+
+    What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the
+    normalized dimensions are, or the two differ in their mesh, PyTorch's composite operator runs.
+    """
+    from torch.distributed.tensor import DTensor, Partial  # loaded already: somebody made a DTensor
+
+    parts = [input] if weight is None else [input, weight]
+    rows = input.dim() - len(shape)
+    local = all(map(is_dtensor, parts)) and all(part.device_mesh == input.device_mesh for part in parts)
+    local = local and all(place.is_replicate() or (place.is_shard() and place.dim < rows) for place in input.placements)
+    if not local or not all(place.is_replicate() for part in parts[1:] for place in part.placements):
+        return _raw_rms_norm(input, shape, weight, eps)
+    if weight is not None:
+        sums = [Partial() if place.is_shard() else place for place in input.placements]
+        weight = weight.to_local(grad_placements=sums)
+    made = RMSNorm.apply(input.to_local(), weight, shape, eps)
+    sizes = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
+    return DTensor.from_local(made, input.device_mesh, input.placements, run_check=False, **sizes)
 
 
 def patches():
