@@ -1,8 +1,10 @@
 """Groups of the backend "nccl": what NCCL takes and refuses (see ProcessGroupNCCL.cpp), while gloo carries it."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from virtual_gpus import virtual_gpus
 
@@ -82,13 +84,34 @@ def mixed(rank):
     return [tensor.tolist() for tensor in found], dist.get_backend(group)
 
 
+def affine_layers():
+    layers = torch.nn.Linear(40, 40, bias=False), torch.nn.Linear(40, 40), torch.nn.Linear(40, 1)
+    for layer in layers:
+        for parameter in layer.parameters():
+            torch.nn.init.constant_(parameter, 0.01)
+    return torch.nn.Sequential(*layers)
+
+
+def mean_gradients(net, value, device):
+    net.zero_grad()
+    net(torch.full((4, 40), value, device=device)).sum().backward()
+    return [parameter.grad.mean().item() for parameter in net.parameters()]
+
+
+def compressed(rank):
+    """A hook whose callbacks do collectives: of the three buckets' parameters PowerSGD compresses all, some or none."""
+    net = torch.nn.parallel.DistributedDataParallel(affine_layers().cuda(), bucket_cap_mb=0.001)
+    net.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+    return [mean_gradients(net, rank + 1.0, "cuda") for _ in range(12)]
+
+
 def all_of_it(rank):
-    return shapes(rank), mixed(rank), both_on_the_first(rank)
+    return shapes(rank), compressed(rank), mixed(rank), both_on_the_first(rank)
 
 
 def test_collectives_of_nccl():
     with virtual_gpus(2):
-        (first, mixture, refused), (second, *_) = in_ranks(all_of_it, count=2)
+        (first, gradients, mixture, refused), (second, *_) = in_ranks(all_of_it, count=2)
     assert first == {
         "gathered into a flat tensor": [[1.0] * 4 + [2.0] * 4],
         "gathered into a list of another shape": [[1.0] * 4, [2.0] * 4],
@@ -105,6 +128,8 @@ def test_collectives_of_nccl():
     }
     assert second["scattered from a flat tensor"] == [[[8.0, 10.0], [12.0, 14.0]]]
     assert second["scattered unevenly"] == [[3.0] * 3] and second["all to all"] == [[1.0, 1.0], [2.0]]
+    expected = mean_gradients(affine_layers(), 1.5, "cpu")
+    assert all(found == pytest.approx(expected, rel=1e-4) for found in gradients)
     assert mixture == ([[2.0, 2.0], [2.0, 2.0]], "cpu:gloo,cuda:nccl")
     assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000" in refused
 

@@ -42,8 +42,6 @@ KNOWN = {
     "test_ddp_compile": "compiles DistributedDataParallel for a GPU",
     "test_nccl_high_priority_stream": "makes a ProcessGroupNCCL itself, which is refused by name",
     "test_ddp_apply_optim_in_backward": "not done within a minute on two busy cores; trains ResNet-50s",
-    "test_ddp_hook_parity_powerSGD": "hangs where PowerSGD compresses no parameter; the cause is not found yet",
-    "test_ddp_hook_pickling_powerSGD": "hangs where PowerSGD compresses no parameter; the cause is not found yet",
     "test_all_irecv_dispatched_individually": "of another version: fails without virtual GPUs too",
     "test_all_isend_dispatched_individually": "of another version: fails without virtual GPUs too",
     "test_mixed_ops_use_batch": "of another version: fails without virtual GPUs too",

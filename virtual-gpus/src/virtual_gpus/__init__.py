@@ -84,7 +84,6 @@ What is not modelled, and what differs:
   freed memory. Tensors that the capture made are zeros until the first replay.
 - Gloo carries the messages of the backend "nccl", which has NCCL's rules and errors. Numbers are added in gloo's order,
   timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
-  DistributedDataParallel with PowerSGD's hook hangs if the hook compresses none of a bucket's parameters.
 - `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`.
   `torch.distributed.tensor.parallel` works too. Their times were not compared with a real GPU, nor was their memory for
   the buffers of the collectives. The collectives of DTensor itself (`full_tensor`, tensor parallelism) take no modelled

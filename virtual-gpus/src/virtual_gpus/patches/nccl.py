@@ -43,6 +43,7 @@ _INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_s
              "reduce_scatter_single_coalesced": "_reduce_scatter_base"}  # fmt: skip
 _MESSAGES = ("send", "recv", "recv_anysource")
 messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
+_collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # works of collectives of NCCL
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
 _halves: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}  # of messages to the same rank
 _open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
@@ -143,14 +144,11 @@ def _together() -> type:
     """The class, made late, since builds without torch.distributed have no Work."""
 
     class Together(torch._C._distributed_c10d.Work):
-        """The work of several messages that are one collective of NCCL.
+        """The work of several messages that are one collective of NCCL."""
 
-        with_futures: False for messages from rank to rank, for which gloo has no futures: `get_future` waits for them.
-        """
-
-        def __init__(self, works: Iterable[Any], results: list[torch.Tensor], with_futures: bool = True):
+        def __init__(self, works: Iterable[Any], results: list[torch.Tensor]):
             super().__init__()
-            self._works, self._results, self._with_futures = list(works), results, with_futures
+            self._works, self._results = list(works), results
 
         def wait(self, timeout: timedelta = timedelta(0)) -> bool:
             return all([work.wait(timeout) for work in self._works])
@@ -167,13 +165,10 @@ def _together() -> type:
             return self._results
 
         def get_future(self) -> torch.futures.Future:
-            if not self._with_futures:
-                self.wait()
-                done: torch.futures.Future = torch.futures.Future()
-                done.set_result(self._results)
-                return done
-            every = torch.futures.collect_all([work.get_future() for work in self._works])
-            return every.then(lambda _: self._results)
+            self.wait()
+            done: torch.futures.Future = torch.futures.Future()
+            done.set_result(self._results)
+            return done
 
     return Together
 
@@ -195,7 +190,7 @@ def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor
     others = [rank for rank in range(group.size()) if rank != here]
     works = [group.send([inputs[rank]], rank, _TAG) for rank in others if inputs[rank].numel()]
     works += [group.recv([outputs[rank]], rank, _TAG) for rank in others if outputs[rank].numel()]
-    return _together()(works, outputs, with_futures=False)
+    return _together()(works, outputs)
 
 
 def _to_itself(group: Any, name: str, tensor: torch.Tensor, tag: int) -> Any:
@@ -207,7 +202,7 @@ def _to_itself(group: Any, name: str, tensor: torch.Tensor, tag: int) -> Any:
         target.copy_(_seen_as(source, target.shape))
     else:
         waiting.append((name, tensor))
-    return _together()([], [tensor], with_futures=False)
+    return _together()([], [tensor])
 
 
 def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextManager[None]:
@@ -269,8 +264,8 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
                 return function(group, *args, **rest)
             _check(name, tensors)
             work = _issue(group, name, function, list(args), rest)
-        if name in _MESSAGES:
-            messages.add(work)
+        if work is not None:
+            (messages if name in _MESSAGES else _collectives).add(work)
         if group in _open and work is not None:
             _open[group].append(work)
         return work
@@ -314,6 +309,19 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
         opts.reduceOp = op
 
 
+def _get_future(function: Callable) -> Callable:
+    """`Work.get_future`. NCCL's is done once the collective is issued, so that `then` calls its function at once and
+    all ranks issue what follows in one order. Gloo's threads would call it at any time, so gloo is waited for."""
+
+    @functools.wraps(function)
+    def get_future(self):
+        if self in _collectives:
+            self.wait()
+        return function(self)
+
+    return get_future
+
+
 # ---- coalescing ------------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +340,7 @@ def _start_coalescing(function: Callable) -> Callable:
 def _end_coalescing(function: Callable) -> Callable:
     @functools.wraps(function)
     def end(group, device):
-        return function(group, device) if group not in _open else _together()(_open.pop(group), [], with_futures=False)
+        return function(group, device) if group not in _open else _together()(_open.pop(group), [])
 
     return end
 
@@ -342,6 +350,8 @@ def patches() -> list[Patch]:
     if not torch.distributed.is_available():
         return []
     group = torch.distributed.ProcessGroup
+    work = torch._C._distributed_c10d.Work
     found = [(group, name, _by_nccls_rules(name, getattr(group, name))) for name in _NAMES if hasattr(group, name)]
-    return [*found, (group, "_start_coalescing", _start_coalescing(group._start_coalescing)),
+    return [*found, (work, "get_future", _get_future(work.get_future)),
+            (group, "_start_coalescing", _start_coalescing(group._start_coalescing)),
             (group, "_end_coalescing", _end_coalescing(group._end_coalescing))]  # fmt: skip

@@ -64,7 +64,7 @@ def in_mode(function: Callable) -> Callable:
 
 
 def _calling_back(function: Callable) -> Callable:
-    """`Future.then` and `add_done_callback`: whoever completes the future calls the function, from any thread."""
+    """`then` and `add_done_callback` of a future: whoever completes it calls the function, from any thread."""
 
     @functools.wraps(function)
     def register(self, callback):
@@ -93,7 +93,7 @@ def _get_gradients(function: Callable) -> Callable:
 
 def patches() -> list[Patch]:
     """See `patches`."""
-    future = torch.futures.Future
+    future = torch._C.Future  # also of what C++ makes, for example in `Work.get_future`
     found: list[Patch] = [(future, name, _calling_back(vars(future)[name])) for name in ("then", "add_done_callback")]
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is None or not hasattr(api, "_invoke_rpc_builtin"):  # of builds without RPC
