@@ -3,6 +3,7 @@
 python -m virtual_gpus --gpus 4 --memory 16GiB train.py --epochs 1
 python -m virtual_gpus --gpus 2 -m package.module arguments
 torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 train.py
+python -m virtual_gpus --gpus 8 --kind H100 --shapes-only --as-rank 0 --of 1024 train.py
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--no-children", dest="children", action="store_false", help="programs that it starts have no virtual GPUs"
     )
+    parser.add_argument("--as-rank", dest="rank", type=int, help="be this rank of a job whose other ranks do not exist")
+    parser.add_argument("--of", dest="world_size", type=int, help="number of ranks of that job, --gpus on each host")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="a script, or a module name after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
@@ -55,7 +58,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     try:
         asked = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
         options.made = virtual_gpus(options.gpus, **asked)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         parser.error(str(error))
     return options, options.arguments
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory, PoolKey, PrivatePool
 from virtual_gpus.memory.options import Options
-from virtual_gpus.processes import children
+from virtual_gpus.processes import children, one_rank
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
 from virtual_gpus.settings import Settings
 
@@ -260,6 +260,8 @@ def push(machine: VirtualMachine) -> None:
         gpu.allocator.device.shared = machine.registry.share(gpu.slot)
     if machine.settings.children:
         children.offer(machine.facts())
+    if machine.settings.rank is not None:
+        one_rank.enter(machine.settings)
     _stack.append(machine)
     machine.on = True
 
@@ -271,4 +273,6 @@ def remove(machine: VirtualMachine) -> None:
     for gpu in machine.slots:  # tensors that outlive it still give their blocks back
         gpu.allocator.device.shared = None
     children.withdraw(machine.facts())
+    if machine.settings.rank is not None:
+        one_rank.leave(machine.settings)
     machine.registry.close()

@@ -30,11 +30,34 @@ class Settings:
     hosts: int = 1
     network: str = "Ethernet 100"
     children: bool = False
+    rank: int | None = None
+    world_size: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
+        if self.rank is not None or self.world_size is not None:
+            self._check_rank()
         _ = self.bytes_per_gpu, self.version, self.topology  # each raises an error if its part is invalid
+
+    def _check_rank(self) -> None:
+        rank, world_size = _integer("rank", self.rank), _integer("world_size", self.world_size)
+        if world_size < 1 or world_size % self.count:
+            raise ValueError(
+                f"Cannot fill hosts of {self.count} GPUs with {world_size} ranks, one on each GPU. "
+                f"Choose a world_size that is a multiple of {self.count}, or another number of GPUs per host."
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"There is no rank {rank}. The ranks of {world_size} are 0 to {world_size - 1}.")
+        if self.hosts != 1:
+            raise ValueError(
+                f"As one rank of {world_size}, {self.count} is the number of GPUs of each host, so there are "
+                f"{world_size // self.count} hosts. Leave hosts={self.hosts!r} out."
+            )
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """(host, slot) of a rank of a job of many: ranks fill the hosts in order, as torchrun does it."""
+        return divmod(rank, self.count)
 
     @property
     def spec(self) -> GPUSpec:
@@ -59,6 +82,13 @@ class Settings:
     def arguments(self) -> dict[str, Any]:
         """The settings as keyword arguments for `virtual_gpus(**settings.arguments())`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def _integer(name: str, value: int | None) -> int:
+    """An argument of one rank of many, of which both must be there."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"One rank of many needs both rank and world_size as integers, but {name} is {value!r}.")
+    return value
 
 
 def _parse_version(text: str) -> tuple[int, int]:

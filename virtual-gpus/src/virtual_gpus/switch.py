@@ -38,6 +38,8 @@ class virtual_gpus:
         `help("virtual_gpus.clock.links.arrange")`.
     children: let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are
         started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
+    rank, world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the job
+        has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees.
 
     Raises ValueError or TypeError for an invalid argument.
     """
@@ -55,10 +57,13 @@ class virtual_gpus:
         hosts: int = 1,
         network: str = "Ethernet 100",
         children: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         self._settings = Settings(
-            count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children
-        )
+            count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children,
+            rank, world_size,
+        )  # fmt: skip
         self._machine: VirtualMachine | None = None
 
     def start(self) -> list[torch.device]:
@@ -86,6 +91,7 @@ class virtual_gpus:
         with _switching:
             if self._machine is None:
                 return
+            patches.process_groups.forget(self._machine)
             machine.remove(self._machine)
             patches.streams.forget(self._machine)
             history.forget(self._machine)

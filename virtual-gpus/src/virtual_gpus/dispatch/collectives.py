@@ -20,7 +20,7 @@ import torch
 from virtual_gpus.clock.clock import COLLECTIVES
 from virtual_gpus.clock.traffic import ring_seconds
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import allocation_of, gpu_of
 from virtual_gpus.threads import below
 
@@ -158,7 +158,10 @@ def _ring(gpu: VirtualGPU, places, kind: str, nbytes: int) -> float:
 
 
 def _exchange(group, numbers: list[float]) -> list[list[float]]:
-    """`numbers` of every process of the group, in order of rank."""
+    """`numbers` of every process of the group, in order of rank: its time, then its place."""
+    settings = active().settings
+    if settings.rank is not None:  # the others do not exist, and come at the same time
+        return [[numbers[0], *settings.place_of(rank)] for rank in torch.distributed.get_process_group_ranks(group)]
     mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
@@ -169,6 +172,14 @@ def _exchange(group, numbers: list[float]) -> list[list[float]]:
 def _point_to_point(sends: bool, gpu: VirtualGPU, group, args) -> None:
     peer, tag = (value for value in args if isinstance(value, int) and not isinstance(value, bool))
     began, nbytes = _begins(gpu), _bytes(args)
+    settings = gpu.machine.settings
+    if settings.rank is not None:
+        there = settings.place_of(torch.distributed.get_global_rank(group, peer))
+        end = began + _ring(gpu, [_place(gpu), there], "send", nbytes)
+        gpu.machine.clock.occupy(gpu.slot, COLLECTIVES, began, end, "collective", "send" if sends else "recv", True)
+        for tensor in [] if sends else _tensors(args):
+            _arrives(tensor, _Known(end))
+        return
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *_place(gpu)], dtype=torch.float64, device="cpu")
         work = (group.send if sends else group.recv)([message], peer, tag + _CLOCK_TAG)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.dispatch import alone
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.collectives import record_collective
 from virtual_gpus.dispatch.timing import record_foreach
@@ -29,8 +30,8 @@ def run(call: OpCall) -> Any:
         _refuse_mixtures(columns)
     if not op.is_collective:
         record_foreach(call, columns, gpus)
-    elif shapes_only:
-        result = valueless.collective(call)
+    elif shapes_only or alone.answers(call):
+        result = valueless.collective(call) if shapes_only else alone.collective(call)
         record_collective(call, gpus)
         return result
     if shapes_only:

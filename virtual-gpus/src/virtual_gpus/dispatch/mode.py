@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch import foreach_ops
+from virtual_gpus.dispatch import alone, foreach_ops
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.creation import create
 from virtual_gpus.dispatch.devices import adopt_destination, refuse_on_gpu, resolve_common_device
@@ -137,6 +137,8 @@ def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
     """
     if call.op.has_generator:
         refuse_gpu_generator(call)
+    if call.op.is_collective and alone.answers(call):
+        return alone.collective(call)
     if not call.tensors:
         call.args = tensors_of_numbers(call)
     result = call.func(*call.args, **call.kwargs)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtual_gpus.entrance import entrance
-from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.nccl import messages
 from virtual_gpus.placement.storages import allocation_of, gpu_of, place
 from virtual_gpus.threads import below
@@ -50,7 +50,8 @@ def _destroy(function):
 
     @functools.wraps(function)
     def destroy_process_group(*args, **kwargs):
-        time.sleep(_GLOO_FINISHES_IN_S)
+        if active() is None or active().settings.rank is None:
+            time.sleep(_GLOO_FINISHES_IN_S)
         function(*args, **kwargs)
 
     return destroy_process_group

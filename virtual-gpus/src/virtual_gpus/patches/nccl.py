@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.dispatch import alone
 from virtual_gpus.dispatch.collectives import backends_of, is_nccl
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
@@ -254,15 +255,20 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
         tensors = list(_tensors((*args, *rest.values())))
         if this_thread.inside or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
             return function(group, *args, **rest)
+        is_alone = active().settings.rank is not None
         on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
         devices = backends_of.get(group)
         carries_objects = not on_gpu and active().shapes_only  # see `process_groups._get_object_coll_device`
         if devices is not None and ("cuda" if on_gpu else "cpu") not in devices and not carries_objects:
             raise RuntimeError(f"No backend type associated with device type {'cuda' if on_gpu else 'cpu'}")
         with _through_a_flat_tensor(name, args):
+            if on_gpu and is_nccl(group):
+                _check(name, tensors)
+            if is_alone:  # nothing is sent
+                with alone.reducing(_operation((*args, *rest.values()))):
+                    return function(group, *args, **rest)
             if not on_gpu or not is_nccl(group):
                 return function(group, *args, **rest)
-            _check(name, tensors)
             work = _issue(group, name, function, list(args), rest)
         if work is not None:
             (messages if name in _MESSAGES else _collectives).add(work)
@@ -271,6 +277,18 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
         return work
 
     return method
+
+
+def _options(values: Iterable[Any]) -> Any:
+    """The options that hold the operation of a reduction, or None."""
+    return next((value for value in values if hasattr(value, "reduceOp")), None)
+
+
+def _operation(values: Sequence[Any]) -> Any:
+    """The operation of a reduction, from its options or by itself; None for other collectives."""
+    opts = _options(values)
+    kinds = torch.distributed.ReduceOp
+    return opts.reduceOp if opts is not None else next((v for v in values if isinstance(v, kinds)), None)
 
 
 @torch.no_grad()
@@ -290,8 +308,7 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
     if name == "allgather" and len({output.shape for output in outputs}) > 1:
         return _gather_uneven(group, outputs, next(_tensors(args[1:])))
     ops = torch.distributed.ReduceOp
-    opts = next((value for value in (*args, *rest.values()) if hasattr(value, "reduceOp")), None)
-    op = opts.reduceOp if opts is not None else next((v for v in (*args, rest.get("op")) if isinstance(v, ops)), None)
+    opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
     if op is not None:
         _check_operation(op, next(_tensors(args)).dtype)
     with below():
@@ -330,7 +347,7 @@ def _start_coalescing(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def start(group, device):
-        if not is_nccl(group):
+        if not is_nccl(group) or active().settings.rank is not None:
             return function(group, device)
         _open[group] = []
 

@@ -2,6 +2,8 @@
 
 A group whose backend for GPUs is "nccl" is made with gloo, and remembers what was asked for. To a program it is a group
 of NCCL: `get_backend` and the devices of the group say so. `nccl` has the rules for its collectives.
+
+As one rank of many (`processes.one_rank`), every group is PyTorch's "fake" one, and remembers what was asked for.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.collectives import backends_of, first_gpu_of, record_barrier
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import Patch
+from virtual_gpus.processes import one_rank
 from virtual_gpus.threads import below
 
 _said = False
@@ -47,20 +50,49 @@ def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
         devices = dict(config.get_device_backend_map())
         gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
         has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
-        if has_nccl:
+        is_alone = active().settings.rank is not None
+        if has_nccl or is_alone:
             given.pop("backend_options", None)
-            given["backend"] = "gloo"
+            given["backend"] = "fake" if is_alone else "gloo"
+        if is_alone and not given["global_ranks_in_group"]:
+            one_rank.check(active().settings, given["group_rank"], given["group_size"])
         made, store = function(**given)
         if isinstance(made, c10d.ProcessGroup):
             backends_of[made] = devices
-        if isinstance(made, c10d.ProcessGroup) and has_nccl:
+        if isinstance(made, c10d.ProcessGroup) and (has_nccl or is_alone):
             c10d._world.pg_map[made] = (c10d.Backend(asked), store)
             c10d._world.pg_backend_config[made] = str(config)
             made.bound_device_id = gpu
-            _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
+            if not is_alone:
+                _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
         return made, store
 
     return helper
+
+
+def _rendezvous(function: Callable) -> Callable:
+    """How the ranks meet. One rank of many meets nobody, whatever the place where it was told to."""
+
+    @functools.wraps(function)
+    def rendezvous(url, rank=-1, world_size=-1, **kwargs):
+        settings = active().settings
+        if settings.rank is None:
+            yield from function(url, rank, world_size, **kwargs)
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        one_rank.check(settings, *(whole if given < 0 else given for given, whole in
+                                   ((rank, settings.rank), (world_size, settings.world_size))))  # fmt: skip
+        yield FakeStore(), settings.rank, settings.world_size
+
+    return rendezvous
+
+
+def forget(machine: VirtualMachine) -> None:
+    """End the groups of one rank of many: its machine goes off, and no other process waits for them."""
+    is_alone = machine.settings.rank is not None and machine is active() and torch.distributed.is_available()
+    if is_alone and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _device_types(raw: Any) -> property:
@@ -81,6 +113,27 @@ def _get_object_coll_device(function: Callable) -> Callable:
         return "cpu" if active().shapes_only else function(group)
 
     return device
+
+
+def _objects_from_another(function: Callable) -> Callable:
+    """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def objects_from_another(*args, **kwargs):
+        settings, given = active().settings, signature.bind(*args, **kwargs)
+        if settings.rank is not None:
+            given.apply_defaults()
+            group, source, in_group = (given.arguments[name] for name in ("group", "src", "group_src"))
+            if in_group is not None:
+                source = torch.distributed.get_global_rank(group or torch.distributed.group.WORLD, in_group)
+            elif source is None and function.__name__ != "recv_object_list":
+                source = 0
+            if source != settings.rank:
+                raise one_rank.nothing_from(source, settings, function.__name__)
+        return function(*args, **kwargs)
+
+    return objects_from_another
 
 
 def _get_backend(function: Callable) -> Callable:
@@ -166,12 +219,16 @@ def patches() -> list[Patch]:
     group = c10d.ProcessGroup
     found: list[Patch] = [
         (c10d, "_new_process_group_helper", _new_process_group_helper(c10d._new_process_group_helper, c10d)),
+        (c10d, "rendezvous", _rendezvous(c10d.rendezvous)),
         (c10d, "_get_object_coll_device", _get_object_coll_device(c10d._get_object_coll_device)),
         (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
         (group, "_device_types", _device_types(vars(group)["_device_types"])),
         (group, "_get_backend", _get_backend(group._get_backend)),
         (group, "barrier", _barrier(group.barrier)),
     ]
+    for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
+        receiving = _objects_from_another(getattr(c10d, name))
+        found += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
     found += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
     if hasattr(torch.distributed, "ProcessGroupNCCL"):
         refused = _refused(torch.distributed.ProcessGroupNCCL)

@@ -1,0 +1,151 @@
+"""One rank of many: a program for torchrun runs as rank 3 of a job whose other ranks do not exist."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from virtual_gpus import virtual_gpus
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"rank": 3}, "needs both rank and world_size"),
+        ({"world_size": 8}, "needs both rank and world_size"),
+        ({"rank": 8, "world_size": 8}, "ranks of 8 are 0 to 7"),
+        ({"rank": 0, "world_size": 12}, "Cannot fill hosts of 8 GPUs with 12 ranks"),
+        ({"rank": 0, "world_size": 16, "hosts": 2}, "so there are 2 hosts"),
+    ],
+)
+def test_impossible_numbers_are_refused(arguments, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        virtual_gpus(8, **arguments)
+
+
+def test_the_environment_is_that_of_torchrun_and_is_restored(monkeypatch):
+    monkeypatch.setenv("RANK", "before")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with virtual_gpus(8, shapes_only=True, rank=11, world_size=1024):
+        found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        assert found == {"RANK": "11", "WORLD_SIZE": "1024", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
+        assert os.environ["GROUP_RANK"] == "1"
+        with virtual_gpus(4, shapes_only=True, rank=0, world_size=4):
+            assert os.environ["RANK"] == "0"
+        assert os.environ["RANK"] == "11"
+    assert os.environ["RANK"] == "before" and "LOCAL_RANK" not in os.environ
+
+
+def test_every_collective_answers_at_once():
+    with virtual_gpus(8, shapes_only=True, rank=3, world_size=1024):
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://localhost:1", rank=3, world_size=1024)
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
+        mesh = init_device_mesh("cuda", (128, 8), mesh_dim_names=("data", "model"))
+        assert torch.cuda.current_device() == 3 and list(mesh.get_coordinate()) == [0, 3]
+        x, every = torch.ones(4, device="cuda"), torch.empty(4096, device="cuda")
+        dist.all_gather_into_tensor(every, x)
+        dist.reduce_scatter_tensor(x, every)
+        dist.all_to_all_single(every, every.clone())
+        dist.all_reduce(x, async_op=True).wait()
+        dist.barrier()
+        for message in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 2), dist.P2POp(dist.irecv, x, 4)]):
+            message.wait()
+        some = dist.new_group(range(3, 1024, 8))
+        assert dist.get_group_rank(some, 11) == 1 and dist.get_backend(some) == "cpu:gloo,cuda:nccl"
+        objects = [None] * 1024
+        dist.all_gather_object(objects, {"rank": 3})
+        assert objects == [{"rank": 3}] * 1024
+        mine = ["mine"]
+        dist.broadcast_object_list(mine, src=3)
+        assert mine == ["mine"]
+        for function, arguments in (
+            (dist.broadcast_object_list, ([None], 0)),
+            (dist.scatter_object_list, ([None], None, 0)),
+            (dist.recv_object_list, ([None],)),
+        ):
+            with pytest.raises(RuntimeError, match="only rank 3 of 1024 exists"):
+                function(*arguments)
+        dist.destroy_process_group()
+        with pytest.raises(ValueError, match="as rank 2 of 1024, but it runs as rank 3"):
+            dist.init_process_group("nccl", rank=2, world_size=1024)
+
+
+def net_of(width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def test_the_other_ranks_hold_what_this_one_holds(capfd):
+    """DistributedDataParallel has the gradients of one GPU. fully_shard repeats this rank's part for the others."""
+    with virtual_gpus(2, rank=1, world_size=2):
+        assert "rank 1 of 2 runs alone" in capfd.readouterr().out
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(1)
+        x = torch.randn(8, 16, device="cuda")
+        nets = [net_of().cuda() for _ in range(3)]
+        nets[1] = DistributedDataParallel(nets[1], device_ids=[1])
+        fully_shard(nets[2])
+        for net in nets:
+            net(x).square().sum().backward()
+        alone, copied = ([p.grad for p in net.parameters()] for net in nets[:2])
+        torch.testing.assert_close(copied, alone)
+        own = nets[2][0].weight.to_local()
+        torch.testing.assert_close(own, nets[0][0].weight[16:])
+        torch.testing.assert_close(nets[2][0].weight.full_tensor(), torch.cat([own, own]))
+        assert nets[2][0].weight.grad.to_local().isfinite().all()
+
+        ones = torch.ones(4, device="cuda")
+        dist.all_reduce(ones)
+        assert ones.tolist() == [2] * 4
+        dist.all_reduce(ones, op=dist.ReduceOp.AVG)
+        assert ones.tolist() == [2] * 4
+        parts = [torch.zeros(2, device="cuda") for _ in range(2)]
+        dist.all_to_all(parts, [torch.full((2,), float(n), device="cuda") for n in (5, 6)])
+        assert torch.stack(parts).tolist() == [[6, 6], [6, 6]]
+        counts = torch.tensor([1, 2])  # on the CPU, as programs count their samples
+        dist.all_reduce(counts, group=dist.new_group(backend="gloo"))
+        assert counts.tolist() == [2, 4]
+        dist.destroy_process_group()
+
+
+def test_sharded_and_tensor_parallel_parts_of_a_model_from_meta():
+    with virtual_gpus(8, kind="H100", shapes_only=True, rank=9, world_size=64):
+        mesh = init_device_mesh("cuda", (8, 8), mesh_dim_names=("data", "model"))
+        with torch.device("meta"):
+            net = nn.Sequential(*(nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)) for _ in "ab"))
+        for block in net:
+            parallelize_module(block, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(net, mesh=mesh["data"])
+        net.to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(net.parameters())
+        assert torch.cuda.current_device() == 1
+        for _ in range(2):
+            net(torch.randn(4, 512, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        matrices = 2 * 2 * 512 * 2048 * 4 // 64  # bytes; the biases are small
+        assert 3 * matrices <= torch.cuda.memory_allocated() < 3.2 * matrices + 2**20 * 65  # cuBLAS's workspaces
+        assert torch.cuda.memory_allocated(0) == 0
+    assert not dist.is_initialized()  # the ranks are gone, and so are their groups
+
+
+def test_the_command_line(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
+        "print(dist.get_rank(), dist.get_world_size(), torch.cuda.current_device())\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "virtual_gpus", "--gpus", "8", "--shapes-only", "--as-rank", "21", "--of", "1024"]
+    found = subprocess.run([*command, str(program)], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[0] == "21 1024 5"
