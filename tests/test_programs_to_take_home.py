@@ -13,6 +13,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from virtual_gpus import virtual_gpus
 
 from helpers.data import DATA
@@ -20,9 +22,12 @@ from helpers.show import show_diff
 from tests.programs import ROOT, SCRIPTS, free_port, torchrun
 
 ON_SEVERAL_GPUS = ["data_parallel", "parallel_loss", "model_parallel", "pipeline"]
-PROGRAMS = ["one_gpu", "ddp", *ON_SEVERAL_GPUS]
+SHARDED = ["fsdp", "tensor_parallel"]
+PROGRAMS = ["one_gpu", "ddp", *ON_SEVERAL_GPUS, *SHARDED]
 BATCH = 8
-TRAIN, TEST = 50, 21  # neither is a multiple of the batch size: 6 steps per epoch
+# Neither is a multiple of the batch size: 6 steps per epoch. Of two processes, one has 9 test images, which make three
+# batches of 4, and the other has 8.
+TRAIN, TEST = 50, 17
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +88,22 @@ def set_rank(monkeypatch, local_rank=0):
         monkeypatch.setenv(name, str(value))
 
 
+def in_ranks(count, name, *arguments):
+    """Runs a program in `count` processes with the environment that torchrun gives them; the lines that they print."""
+    place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with mp.get_context("fork").Manager() as manager:
+        printed = manager.list()
+        mp.start_processes(as_rank, (place, printed, name, arguments), nprocs=count, start_method="fork")
+        return list(printed)
+
+
+def as_rank(rank, place, printed, name, arguments):
+    torch.set_num_threads(1)
+    place = place | {"RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    printed.extend(execute(name, *arguments))
+
+
 def same_state(one, other):
     """Whether two checkpoints have the same keys, epochs, weights and momenta, up to rounding error."""
     torch.testing.assert_close(read(one), read(other), rtol=0, atol=1e-5)
@@ -90,8 +111,13 @@ def same_state(one, other):
 
 
 def read(path):
+    if path.is_dir():
+        path, shards = path.with_suffix(".pt"), path
+        dcp_to_torch_save(shards, path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    momenta = [state["momentum_buffer"] for state in checkpoint["optimizer"]["state"].values()]
+    momenta = checkpoint["optimizer"]["state"]
+    if 0 in momenta:  # in the order of the weights, and those of sharded checkpoints with the same names
+        momenta = dict(zip(checkpoint["model"], momenta.values(), strict=True))
     return dict(checkpoint["model"]), momenta, checkpoint["epoch"]
 
 
@@ -126,6 +152,17 @@ def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_pa
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.pt"]
 
 
+def test_sharded_programs_continue_with_another_number_of_processes(data, reference, monkeypatch, tmp_path):
+    """From another folder. A process that had fewer batches than others would leave them waiting for its weights."""
+    monkeypatch.chdir(tmp_path)
+    options = [*small(data), "--checkpoint", "run"]
+    with virtual_gpus(4):
+        printed = in_ranks(2, "fsdp", *options, "--epochs", 1)
+        printed += in_ranks(4, "tensor_parallel", *options, "--epochs", 2)
+    assert close(printed, reference[0]) and len(printed) == 2
+    assert same_state(tmp_path / "run" / "epoch_0001", reference[1])
+
+
 def test_max_steps_stops_early_and_leaves_the_checkpoint_of_the_last_complete_epoch(run, tmp_path):
     path = tmp_path / "last.pt"
     whole = run("one_gpu", "--epochs", 3)
@@ -150,6 +187,32 @@ def test_a_killed_program_leaves_the_old_checkpoint_intact(run, monkeypatch, tmp
     assert path.read_bytes() == before
 
 
+def test_a_killed_fsdp_leaves_the_old_checkpoints_intact(run, reference, monkeypatch, tmp_path):
+    """Killed when its second checkpoint has no name yet. It runs as rank 0 of 1, but second process of its machine."""
+    set_rank(monkeypatch, local_rank=1)
+    options = ["fsdp", "--epochs", 2, "--checkpoint", tmp_path]
+    with virtual_gpus(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", interrupt_second_epoch(os.replace))
+            with pytest.raises(KeyboardInterrupt):
+                run(*options)
+        torch.distributed.destroy_process_group()
+        assert {path.name for path in tmp_path.iterdir()} == {"epoch_0000", "temporary"}
+        assert close(run(*options), reference[0][1:])
+        assert torch.cuda.max_memory_allocated(1) > torch.cuda.max_memory_allocated(0) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"epoch_0000", "epoch_0001"}
+    assert same_state(tmp_path / "epoch_0001", reference[1])
+
+
+def interrupt_second_epoch(replace):
+    def interrupted(old, new):
+        if str(new).endswith("epoch_0001"):
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    return interrupted
+
+
 # ------------------------------------------------------------------------------------------------ as they are started
 
 
@@ -169,9 +232,9 @@ def test_ddp_takes_the_gpu_of_its_local_rank(run, reference, monkeypatch, tmp_pa
     assert close(printed, reference[0]) and same_state(tmp_path / "last.pt", reference[1])
 
 
-# ddp.py, but rank 0 is killed in its eighth step, the second one of epoch 1. When it is started again it comes late, so
-# that rank 1 would find the address of the killed process in a store that torchrun has kept.
-KILLED = f"""
+# A program, but rank 0 is killed in its eighth step, the second one of epoch 1. When it is started again it comes late,
+# so that rank 1 would find the address of the killed process in a store that torchrun has kept.
+KILLED = """
 import os, runpy, signal, sys, time
 import torch
 
@@ -188,21 +251,22 @@ if os.environ["RANK"] == os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     torch.nn.functional.cross_entropy = counted
 elif os.environ["RANK"] == "0":
     time.sleep(3)
-sys.argv[0] = {str(SCRIPTS / "ddp.py")!r}
+sys.argv[0] = os.environ["PROGRAM"]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_torchrun_starts_a_killed_process_again_as_in_the_slurm_files(data, reference, tmp_path):
+@pytest.mark.parametrize("name, saved", [("ddp", "last.pt"), ("fsdp", "last.pt/epoch_0001")])
+def test_torchrun_starts_a_killed_process_again_as_in_the_slurm_files(name, saved, data, reference, tmp_path):
     program = tmp_path / "killed.py"
     program.write_text(KILLED)
     words = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 1, program, *small(data), "--epochs", 2]
-    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PROGRAM": str(SCRIPTS / f"{name}.py")}
     with torchrun(*words, "--checkpoint", tmp_path / "last.pt", log=tmp_path / "log", environment=settings) as program:
         output = program.wait()
     assert "exitcode: -9" in output or "Signal 9" in output, output
     assert close(lines(output), reference[0])
-    assert same_state(tmp_path / "last.pt", reference[1])
+    assert same_state(tmp_path / saved, reference[1])
 
 
 @pytest.mark.parametrize("file, nodes", [("train_one_node.slurm", 1), ("train_many_nodes.slurm", 2)])
@@ -251,10 +315,19 @@ def test_with_fewer_than_two_gpus_they_say_what_is_needed(name, run):
         run(name)
 
 
-def test_ddp_without_torchrun_says_what_is_needed(run, monkeypatch):
+@pytest.mark.parametrize("name", ["ddp", *SHARDED])
+def test_without_torchrun_they_say_what_is_needed(name, run, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match=r"Start this program with torchrun: torchrun --nproc-per-node 2 .*ddp\.py"):
-        run("ddp")
+    needed = rf"Start this program with torchrun: torchrun --nproc-per-node 2 .*{name}\.py"
+    with pytest.raises(SystemExit, match=needed):
+        run(name)
+
+
+def test_tensor_parallel_refuses_incomplete_groups(run, monkeypatch):
+    set_rank(monkeypatch)
+    with pytest.raises(SystemExit, match="1 processes must form groups of --tensor-parallel"):
+        run("tensor_parallel")
+    torch.distributed.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------- what they are

@@ -1,0 +1,155 @@
+"""Train a small network on Fashion-MNIST with one process per GPU, each of which keeps a shard of the network: FSDP2.
+
+    torchrun --nproc-per-node 2 fsdp.py
+    torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 fsdp.py     # without GPUs
+
+The job is that of one_gpu.py, and so are the losses, up to rounding error. As in ddp.py, each process trains on its
+share of every batch, but it stores only a shard of the weights, gradients and momenta. Before a part of the network
+computes, the processes gather the weights of this part. Afterwards, they free them again.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import FashionMNIST
+from torchvision.transforms import ToTensor
+
+DATA = Path(__file__).parent / "../../data"  # the images that come with the course
+# LOCAL_RANK numbers the processes on this machine, RANK those on all machines. GPUs are numbered per machine.
+LOCAL_RANK = os.environ.get("LOCAL_RANK", "0")
+DEVICE = torch.device(f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu")
+
+
+class Net(nn.Module):
+    """A small network in two parts: images (N, 1, 28, 28) -> logits (N, 10).
+
+    GroupNorm treats each image separately. BatchNorm would use the mean of a batch, so that the losses would change
+    when the batch is divided over GPUs.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 32, 5, padding=2), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(4))
+        self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(32 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def forward(self, images):
+        hidden = self.features(images)
+        return self.classifier(hidden)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3, help="epochs in total, including those before a restart")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
+    parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
+    parser.add_argument("--checkpoint", type=Path, help="the folder to save to after each epoch and to continue from")
+    parser.add_argument("--workers", type=int, default=2, help="processes that load images, for each GPU")
+    return parser.parse_args()
+
+
+@torch.no_grad()
+def evaluate(model, loader, own):
+    """The mean loss and the share of correct answers, over the first `own` images of each process."""
+    model.eval()
+    loss_sum, correct, count = 0.0, 0, 0
+    for images, labels in loader:
+        images = images.to(DEVICE)
+        labels = labels.to(DEVICE)[: own - count]
+        outputs = model(images)[: own - count]
+        loss_sum += cross_entropy(outputs, labels, reduction="sum").item()
+        correct += (outputs.argmax(dim=1) == labels).sum().item()
+        count += len(labels)
+    sums = torch.tensor([loss_sum, correct, count], dtype=torch.float64, device=DEVICE)
+    dist.all_reduce(sums)
+    loss_sum, correct, count = sums.tolist()
+    return loss_sum / count, correct / count
+
+
+def save_checkpoint(path, model, optimizer, epoch):
+    """Write a temporary folder and then rename it, so that a program that is killed leaves the old folders intact."""
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": epoch}
+    dcp.save(state, checkpoint_id=path / "temporary")  # returns when the shards of all processes are written
+    if dist.get_rank() == 0:
+        os.replace(path / "temporary", path / f"epoch_{epoch:04}")
+
+
+def main():
+    args = parse_arguments()
+    if "RANK" not in os.environ:
+        raise SystemExit(f"Start this program with torchrun: torchrun --nproc-per-node 2 {__file__}")
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    mesh = dist.init_device_mesh(DEVICE.type, (ranks,))
+    if args.batch_size % ranks:
+        raise SystemExit(f"--batch-size must be a multiple of {ranks}, the number of processes.")
+
+    train_data = FashionMNIST(args.data, train=True, transform=ToTensor())
+    test_data = FashionMNIST(args.data, train=False, transform=ToTensor())
+    test_sampler = DistributedSampler(test_data, shuffle=False)
+    own = len(range(rank, len(test_data), ranks))  # without repeats, which let all gather weights equally often
+    sampler = DistributedSampler(train_data, drop_last=True)
+    batch_size = args.batch_size // ranks  # a DataLoader's batch size and num_workers are for one process
+    # drop_last: all steps have the same number of images, so that every image counts the same.
+    train_loader = DataLoader(train_data, batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
+    test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, num_workers=args.workers)
+
+    torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own ones.
+    model = Net()  # on the CPU, so that the whole network need not fit on one GPU
+    for part in (model.features, model.classifier, model):
+        fully_shard(part, mesh=mesh)  # replaces the parameters by shards, so make the optimizer afterwards
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    first_epoch = 0
+    saved = sorted(args.checkpoint.glob("epoch_*")) if args.checkpoint else []
+    if saved:
+        # dcp.load fills these tensors, however many processes saved them. It uses pickle: load only what you trust.
+        checkpoint = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": 0}
+        dcp.load(checkpoint, checkpoint_id=saved[-1])
+        model.load_state_dict(checkpoint["model"])
+        set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"])
+        first_epoch = checkpoint["epoch"] + 1
+
+    step = 0
+    for epoch in range(first_epoch, args.epochs):
+        sampler.set_epoch(epoch)  # a different order in each epoch, and the same one after a restart
+        model.train()
+        losses = []
+        for images, labels in train_loader:
+            images = images.to(DEVICE)
+            labels = labels.to(DEVICE)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())  # loss.item() would make Python wait for the GPU in every step
+            step += 1
+            if step == args.max_steps:
+                break
+        train_loss = torch.stack(losses).mean() / ranks
+        dist.all_reduce(train_loss)  # the sum over all processes, which makes it the mean of their losses
+        test_loss, accuracy = evaluate(model, test_loader, own)
+        report = f"epoch {epoch} | loss {train_loss:.3f} | test loss {test_loss:.3f} | accuracy {accuracy:.1%}"
+        if rank == 0:
+            print(report, flush=True)
+        if step == args.max_steps:
+            break  # without a checkpoint, which is for complete epochs
+        if args.checkpoint:
+            save_checkpoint(args.checkpoint, model, optimizer, epoch)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
