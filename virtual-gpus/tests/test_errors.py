@@ -250,6 +250,15 @@ def test_bad_arguments_say_what_to_do(arguments, text):
         virtual_gpus(**arguments)
 
 
+def test_a_linear_layer_whose_weight_is_no_matrix():
+    """As the sharded weight of FSDP is outside of a forward pass."""
+    for weight in (torch.ones(4), torch.ones(())):
+        with pytest.raises(RuntimeError) as refused:
+            F.linear(torch.ones(2, 4), weight, torch.ones(1))
+        with pytest.raises(RuntimeError, match=re.escape(str(refused.value))):
+            F.linear(torch.ones(2, 4).cuda(), weight.cuda(), torch.ones(1).cuda())
+
+
 def test_a_kept_error_keeps_no_tensor_and_ends_at_the_line_that_made_it():
     with virtual_gpus(2, memory="1 GiB"):
         x, y = torch.ones(1000, device="cuda:0"), torch.ones(1000, device="cuda:1")

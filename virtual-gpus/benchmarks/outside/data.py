@@ -18,22 +18,26 @@ SENTENCES = (
 )
 
 
-def text(folder: Path, name: str, lines: int) -> None:
-    """Write `lines` lines of plain text to the file `name`."""
+def text(folder: Path, name: str, lines: int, last: str = "") -> None:
+    """Write `lines` lines of plain text and then `last` to the file `name`."""
     folder.mkdir(parents=True, exist_ok=True)
     chosen = itertools.islice(itertools.cycle(SENTENCES), lines)
-    (folder / name).write_text("".join(f"{line} {number % 7}\n" for number, line in enumerate(chosen)))
+    (folder / name).write_text("".join(f"{line} {number % 7}\n" for number, line in enumerate(chosen)) + last)
 
 
-def images(folder: Path, size: int, each: int, classes: int = 2, suffix: str = "png") -> None:
-    """Write random images, size x size x RGB, `each` in every folder 0, 1 and so on: what ImageFolder reads."""
+def images(folder: Path, size: int, each: int, classes: int = 2, suffix: str = "png", one_colour: bool = False) -> None:
+    """Write random images, size x size x RGB, `each` in every folder 0, 1 and so on: what ImageFolder reads.
+
+    An image of one colour stays the same whatever part a program cuts out at random.
+    """
     from PIL import Image
 
     rng = np.random.default_rng(0)
     for label, number in itertools.product(range(classes), range(each)):
         path = folder / f"class_{label}" / f"{number}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)).save(path)
+        pixels = rng.integers(0, 256, (1, 1, 3) if one_colour else (size, size, 3), dtype=np.uint8)
+        Image.fromarray(np.broadcast_to(pixels, (size, size, 3)).copy()).save(path)
 
 
 def mnist(folder: Path, training: int = 512, test: int = 128) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.outside import data
-from benchmarks.outside.programs import BFLOAT16, DROPOUT, ROUNDING, Program, Run
+from benchmarks.outside.programs import ATTENTION, BFLOAT16, BFLOAT16_ROUNDING, ROUNDING, Program, Run
 
 _FEW = "--trainer.max_epochs=1 --trainer.limit_train_batches=3 --trainer.limit_val_batches=1 "
 _FEW += "--trainer.limit_test_batches=1 --trainer.limit_predict_batches=1 "
+
+
+_SHORT = (("PL_TRAINER_MAX_STEPS", "8"), ("PL_TRAINER_LIMIT_TRAIN_BATCHES", "4"))  # read by Lightning
+_PPO = "train_fabric.py --total-timesteps 128 --num-envs 2 --num-steps 16 --per-rank-batch-size 16"
 
 
 def _lightning(name: str, folder: str, uses: str, on: Run, beside: Run | None, **keywords) -> Program:
@@ -50,24 +54,6 @@ def lightning() -> list[Program]:
             **basics,
         ),
         _lightning(
-            "autoencoder, DDP by spawn",
-            "pytorch/basics",
-            "ddp_spawn on two GPUs",
-            Run(f"{autoencoder} --trainer.accelerator gpu --trainer.devices 2 --trainer.strategy ddp_spawn", gpus=2),
-            Run(f"{autoencoder} --trainer.accelerator cpu --trainer.devices 2 --trainer.strategy ddp_spawn"),
-            **basics,
-        ),
-        _lightning(
-            "autoencoder, FSDP",
-            "pytorch/basics",
-            "FSDP on two GPUs under torchrun",
-            Run(
-                f"{autoencoder} --trainer.accelerator gpu --trainer.devices 2 --trainer.strategy fsdp", gpus=2, ranks=2
-            ),
-            Run(f"{autoencoder} --trainer.accelerator cpu --trainer.devices 2 --trainer.strategy ddp", ranks=2),
-            **basics,
-        ),
-        _lightning(
             "image classifier",
             "pytorch/basics",
             "LightningCLI, one GPU, bfloat16 autocast",
@@ -78,19 +64,36 @@ def lightning() -> list[Program]:
             **basics,
         ),
         _lightning(
+            "image classifier, FSDP",
+            "pytorch/basics",
+            "FSDP on two GPUs under torchrun",
+            Run(f"{backbone} --trainer.accelerator gpu --trainer.devices 2 --trainer.strategy fsdp", gpus=2, ranks=2),
+            Run(f"{backbone} --trainer.accelerator cpu --trainer.devices 2 --trainer.strategy ddp", ranks=2),
+            within=1e-4,
+            note=ROUNDING,
+            **basics,
+        ),
+        _lightning(
             "GAN",
             "pytorch/domain_templates",
             "manual optimization, one GPU",
-            Run("generative_adversarial_net.py", gpus=1),
-            None,
-            data=lambda copy: data.mnist(copy / "examples/pytorch/domain_templates", 512, 64),
+            Run("generative_adversarial_net.py", gpus=1, variables=_SHORT),
+            Run(
+                "generative_adversarial_net.py",
+                variables=_SHORT,
+                edits=(("generative_adversarial_net.py", 'accelerator="gpu"', 'accelerator="cpu"'),),
+            ),
+            draws=True,
+            data=lambda copy: data.mnist(copy / "examples/pytorch/domain_templates/data", 5064, 64),
         ),
         _lightning(
             "transformer",
             "pytorch/basics",
             "Trainer, one GPU, torch.compile",
-            Run("transformer.py", gpus=1),
-            None,
+            Run("transformer.py", gpus=1, variables=_SHORT),
+            Run("transformer.py", variables=(*_SHORT, ("TORCH_COMPILE_DISABLE", "1"))),
+            within=0.05,
+            note=ATTENTION,
             **words,
         ),
         _lightning(
@@ -99,8 +102,7 @@ def lightning() -> list[Program]:
             "Fabric, torchmetrics, one GPU",
             Run("train_fabric.py --epochs 1", gpus=1),
             Run("train_fabric.py --epochs 1"),
-            within=0.1,
-            note=DROPOUT,
+            draws=True,
             **fabric,
         ),
         _lightning(
@@ -111,7 +113,8 @@ def lightning() -> list[Program]:
                 "-m lightning.fabric.cli run --accelerator cuda --devices 2 --strategy ddp train_fabric.py --epochs 1",
                 gpus=2,
             ),
-            None,
+            Run("-m lightning.fabric.cli run --accelerator cpu --devices 2 --strategy ddp train_fabric.py --epochs 1"),
+            draws=True,
             **fabric,
         ),
         _lightning(
@@ -120,19 +123,16 @@ def lightning() -> list[Program]:
             "Fabric, one GPU",
             Run("train_fabric.py --epochs 1 --folds 2", gpus=1),
             Run("train_fabric.py --epochs 1 --folds 2"),
-            within=0.1,
-            note=DROPOUT,
+            draws=True,
             **fabric,
         ),
         _lightning(
             "Fabric, reinforcement learning",
             "fabric/reinforcement_learning",
             "Fabric, gymnasium, one GPU",
-            Run(
-                "train_fabric.py --total-timesteps 128 --num-envs 2 --num-steps 16 --per-rank-batch-size 16 --cuda",
-                gpus=1,
-            ),
-            None,
+            Run(f"{_PPO} --cuda", gpus=1),
+            Run(_PPO),
+            draws=True,
         ),
     ]
 
@@ -214,7 +214,7 @@ def accelerate() -> list[Program]:
             "",
             "two GPUs under torchrun",
             Run(f"-m accelerate.test_utils.scripts.{name}", gpus=2, ranks=2),
-            None,
+            Run(f"-m accelerate.test_utils.scripts.{name}", ranks=2, variables=(("ACCELERATE_USE_CPU", "true"),)),
         )
         for name in tests
     ]
@@ -318,15 +318,15 @@ def timm() -> list[Program]:
                 ", DDP",
                 "DDP on two GPUs under torchrun",
                 Run(two, gpus=2, ranks=2),
-                None,
+                Run(f"{two} --device cpu", ranks=2),
                 {},
             ),
             (
                 ", DDP, sync-BN",
                 "DDP with synchronized BatchNorm on two GPUs",
                 Run(f"{two.replace('test_vit', 'resnet18')} --sync-bn", gpus=2, ranks=2),
-                None,
-                {},
+                Run(f"{one.replace('test_vit', 'resnet18')}", gpus=1, ranks=1),
+                {"within": 1e-4, "note": ROUNDING},
             ),
         )
     ]
@@ -338,24 +338,34 @@ _TITAN = (
 )
 
 
+_COPIED = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 1"
+
+
 def torchtitan() -> list[Program]:
     def assets(copy: Path) -> None:
         data.corpus_of_json(copy / "tests/assets/c4_test")
         data.model(copy / "tests/assets/tokenizer", "llama")
 
     one = Run(_TITAN.format(4), gpus=1, ranks=1)
+    sharded = Run(_TITAN.format(2), gpus=2, ranks=2)
+    copied = Run(_TITAN.format(2) + _COPIED, gpus=2, ranks=2)
+    split = Run(_TITAN.format(4) + "--parallelism.tensor_parallel_degree 2", gpus=2, ranks=2)
     return [
-        Program(f"torchtitan, llama3 debug model{name}", "packages", "", uses, on, beside, data=assets, **more)
-        for name, uses, on, beside, more in (
-            ("", "one GPU", one, None, {}),
-            (", FSDP", "fully_shard on two GPUs", Run(_TITAN.format(2), gpus=2, ranks=2), one, {"within": 0.02}),
-            (
-                ", TP",
-                "tensor parallel on two GPUs",
-                Run(_TITAN.format(4) + "--parallelism.tensor_parallel_degree 2", gpus=2, ranks=2),
-                one,
-                {"within": 0.02},
-            ),
+        Program(
+            f"torchtitan, llama3 debug model{name}",
+            "packages",
+            "",
+            uses,
+            on,
+            beside,
+            data=assets,
+            within=0.02,
+            note=BFLOAT16_ROUNDING,
+        )
+        for name, uses, on, beside in (
+            ("", "one GPU", one, split),
+            (", FSDP", "fully_shard on two GPUs", sharded, copied),
+            (", TP", "tensor parallel on two GPUs", split, one),
         )
     ]
 
@@ -371,7 +381,12 @@ def deepspeed() -> list[Program]:
             "training/tensor_parallel/basic_example",
             "tensor parallel on two GPUs",
             Run(f"autotp_example.py {options.format(stage)}", gpus=2, ranks=2),
-            None,
+            Run(
+                f"autotp_example.py {options.format(stage)}",
+                ranks=2,
+                edits=(("autotp_example.py", 'f"cuda:{rank % torch.cuda.device_count()}"', '"cpu"'),),
+            ),
+            draws=True,
             data=lambda copy: data.model(copy / "training/tensor_parallel/basic_example/../tiny", "llama"),
         )
         for stage in (0, 1)

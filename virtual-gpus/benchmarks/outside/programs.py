@@ -17,12 +17,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Run:
-    """One call: `arguments` after `python`, on `gpus` virtual GPUs (0: the CPU), in `ranks` processes of torchrun."""
+    """One call: `arguments` after `python`, on `gpus` virtual GPUs (0: the CPU), in `ranks` processes of torchrun.
+
+    edits: (file, text, other text) for a run on the CPU of a program that names a GPU in its source. A run on virtual
+    GPUs has none.
+    """
 
     arguments: str
     gpus: int = 0
     ranks: int = 0
     variables: tuple[tuple[str, str], ...] = ()
+    edits: tuple[tuple[str, str, str], ...] = ()
 
     def on_fakegpu(self, folder: Path) -> Run:
         """The same call with FakeGPU, whose repository lies in `folder`, in place of virtual GPUs."""
@@ -35,6 +40,8 @@ class Program:
     """A program, the data it wants, its run on virtual GPUs, and the run beside it.
 
     `within` is the largest relative difference of a loss that counts as equal. `note` says why it is not nought.
+    `draws`: the program draws random numbers on its GPU. The GPU then stands where the CPU's generator stands, so that
+    both runs get the same numbers.
     """
 
     name: str
@@ -47,7 +54,11 @@ class Program:
     first: tuple[str, ...] = ()
     within: float = 1e-5
     note: str = ""
+    draws: bool = False
 
+
+# glibc fills new memory with zeros: for programs that compute with what `torch.empty` left
+ZEROS = (("MALLOC_PERTURB_", "255"), ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"))
 
 SOURCES = {
     "examples": Source("examples", "pytorch/examples at 77f55b9"),
@@ -70,20 +81,31 @@ SOURCES = {
 }
 
 DROPOUT = "dropout draws from the GPU's own generator"
+ATTENTION = "a GPU's fused attention has a dropout of its own"
 ROUNDING = "sums in another order"
 BFLOAT16 = "bfloat16 beside float32"
+BFLOAT16_ROUNDING = "sums of bfloat16 in another order"
 
 OUT_OF_SCOPE = {
     "pytorch/examples: gcn, gat, fast_neural_style, language_translation, legacy/snli, distributed/FSDP": (
         "They download data or weights at their start, whatever is on the disk."
     ),
     "pytorch/examples: rpc/parameter_server": "Its processes are started by hand, in several terminals.",
+    "pytorch/examples: time_sequence_prediction": (
+        "Its torch.load refuses the NumPy data that it wrote itself, on the CPU as well."
+    ),
     "distributed-training-guide: chapters 05, 06 and 07": (
         "Chapter 05 loads a model of 405 billion parameters. The others use FlashAttention 2, a compiled extension."
     ),
     "picotron: train.py": "It imports FlashAttention, a compiled extension.",
     "PyTorch-Encoding: the rest of the package": "It compiles an extension when it is imported.",
     "Lightning: dcgan, meta_learning, computer_vision_fine_tuning": "They download their data.",
+    "Lightning: autoencoder with ddp_spawn": (
+        "It prints predictions, and Lightning returns none from spawned processes. It fails on the CPU as well."
+    ),
+    "Lightning: autoencoder with FSDP": (
+        "Its callback calls the sharded model on rank 0 alone. FSDP on the CPU fails there as well."
+    ),
     "Lightning: tensor_parallel": "Its model wants 24 GB on each of four GPUs, and so 96 GB of a machine's memory.",
     "Lightning: fp8_distributed_transformer; Accelerate: fsdp2_fp8": (
         "They need kernels for 8-bit numbers, a compiled extension."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,7 +20,8 @@ from benchmarks.outside.programs import Program, Run
 
 CALLERS = Path(__file__).parent / "callers"
 WITNESS = Path(__file__).parent / "witness"
-LIMIT = 240  # seconds of one run, on a busy machine
+LIMIT = 600  # seconds of one run, on a busy machine
+PATIENCE = 20  # seconds that a program gets to end its own processes
 
 
 @dataclass
@@ -138,7 +140,11 @@ def run_once(program: Program, run: Run, source: Path, work: Path) -> Outcome:
     else:
         shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     program.data(copy)
+    for name, old, new in run.edits:
+        _edit(copy / program.folder / name, old, new)
     variables = environment(run, work)
+    if program.draws and run.gpus:
+        variables["OUTSIDE_DRAWS"] = "as the CPU"
     log = work / "log"
     with open(log, "wb") as output:
         for arguments in program.first:
@@ -152,15 +158,23 @@ def run_once(program: Program, run: Run, source: Path, work: Path) -> Outcome:
     return Outcome(code, log, [[float(line) for line in note.read_text().split()] for note in notes])
 
 
+def _edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    if old not in text:
+        raise ValueError(f"{file} does not hold {old!r}.")
+    file.write_text(text.replace(old, new))
+
+
 def _in_a_group(line: list[str], folder: Path, variables: dict[str, str], output) -> int:
-    """Run a command and end all of its processes with it."""
+    """Run a command on a terminal of its own, and end all of its processes with it."""
+    leader, terminal = os.openpty()  # some programs ask how wide their terminal is
     process = subprocess.Popen(
         line,
         cwd=folder,
         env=variables,
         stdout=output,
         stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
+        stdin=terminal,
         start_new_session=True,
     )
     try:
@@ -168,11 +182,12 @@ def _in_a_group(line: list[str], folder: Path, variables: dict[str, str], output
     except subprocess.TimeoutExpired:
         return -signal.SIGALRM
     finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
+        for kind in (signal.SIGTERM, signal.SIGKILL):  # torchrun ends its ranks, which are in groups of their own
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, kind)
+                process.wait(PATIENCE)
+        os.close(leader)
+        os.close(terminal)
 
 
 def hold(program: Program, source: Path, work: Path) -> Result:

@@ -4,6 +4,7 @@ The value of each tensor on which `backward` is called goes into a file of the p
 Most programs print a few losses and round them, and some print none.
 """
 
+import contextlib
 import importlib.abc
 import importlib.util
 import os
@@ -11,23 +12,68 @@ import random
 import sys
 
 
+def _note(tensors) -> None:
+    import torch
+
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    with torch.no_grad():
+        locally = [root.to_local() if hasattr(root, "to_local") else root for root in roots]
+        value = sum(float(root.detach().double().sum()) for root in locally)
+    rank = os.environ.get("RANK", "")
+    with open(os.path.join(os.environ["OUTSIDE_LOSSES"], f"rank{rank}.{os.getpid()}"), "a") as file:
+        file.write(f"{value!r}\n")
+
+
 def _note_losses(autograd) -> None:
     backward = autograd.backward
-    rank = os.environ.get("RANK", "")
 
     def noting(tensors, *args, **kwargs):
-        import torch
-
-        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-            with torch.no_grad():
-                locally = [root.to_local() if hasattr(root, "to_local") else root for root in roots]
-                value = sum(float(root.detach().double().sum()) for root in locally)
-            with open(os.path.join(os.environ["OUTSIDE_LOSSES"], f"rank{rank}.{os.getpid()}"), "a") as file:
-                file.write(f"{value!r}\n")
+        _note(tensors)
         return backward(tensors, *args, **kwargs)
 
     autograd.backward = noting
+
+
+def _note_distributed_losses(autograd) -> None:
+    backward = autograd.backward
+
+    def noting(context, roots, *args, **kwargs):
+        _note(roots)
+        return backward(context, roots, *args, **kwargs)
+
+    autograd.backward = noting
+
+
+def _draw_as_the_cpu(numbers) -> None:
+    """A GPU's own generator stands where the CPU's stands: before each draw, and after it."""
+    import torch
+
+    own, count, lend, owned = numbers.default_generator, numbers.count_draws, numbers.drawing_from, set()
+
+    def default_generator(gpu):
+        generator = own(gpu)
+        owned.add(id(generator))
+        generator.set_raw_state(torch.default_generator.get_state())
+        return generator
+
+    def give_back(generator):
+        generator = numbers.known_generator(generator)
+        if id(generator) in owned:
+            torch.default_generator.set_state(generator.raw_state())
+
+    def count_draws(generator, *args):
+        count(generator, *args)
+        give_back(generator)
+
+    @contextlib.contextmanager
+    def drawing_from(generator):
+        with lend(generator):
+            yield
+        give_back(generator)
+
+    numbers.default_generator, numbers.count_draws, numbers.drawing_from = default_generator, count_draws, drawing_from
 
 
 def _prepare(torch) -> None:
@@ -47,8 +93,11 @@ _AFTER = {
     "torch": _prepare,
     "numpy": lambda numpy: numpy.random.seed(0),
     "torch.autograd": _note_losses,
+    "torch.distributed.autograd": _note_distributed_losses,
     "torchvision.datasets.cifar": _let_small_data_pass,
 }
+if "OUTSIDE_DRAWS" in os.environ:
+    _AFTER["virtual_gpus.placement.random_numbers"] = _draw_as_the_cpu
 
 
 class _After(importlib.abc.MetaPathFinder):

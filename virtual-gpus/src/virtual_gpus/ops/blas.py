@@ -169,11 +169,11 @@ def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
     A matrix as bias goes through cublasLt before an activation, and from 2.15 on in half precision.
     """
     bias, mat2 = call["self"], call["mat2"]
-    if call["beta"] != 1 or bias.dtype not in _LT_TYPES or min(mat2.shape) < 2:
+    if call["beta"] != 1 or bias.dtype not in _LT_TYPES or mat2.dim() != 2 or min(mat2.shape) < 2:
         return _prefers_lt()
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == mat2.shape[1]:
         return True
-    half = bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
+    half = bias.dim() == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
     half = half and call.gpu.machine.settings.version >= (2, 15)
     return (bias.dim() == 2 and (activation or half)) or _prefers_lt()
 
