@@ -39,7 +39,10 @@ Time:
   algorithms, only rings are modelled, not trees.
 - Numbers never depend on streams. A program that forgets to wait gives correct results here, but may give wrong ones on
   a real GPU.
-- In torch.distributed, collectives and messages take modelled time for GPU tensors, but none for CPU tensors.
+- In torch.distributed, collectives and messages take modelled time for GPU tensors, but none for CPU tensors. With the
+  backend "fake", each collective begins without waiting for the other ranks, which are not there. Groups of one host
+  share its network adapters as if all ranks ran such collectives at the same time. On NVLink, groups do not slow each
+  other down.
 - In torch.profiler, the times of the CPU are real and those of the GPUs are modelled. In its Chrome trace, the GPUs
   start together with the CPU, but the rows do not line up afterwards. `profile_memory` counts GPU tensors as memory of
   the CPU.
@@ -86,9 +89,8 @@ What is not modelled, and what differs:
   timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
 - `torch.distributed.fsdp.fully_shard` works, with or without a mesh, mixed precision and `shapes_only`.
   `torch.distributed.tensor.parallel` works too. Their times were not compared with a real GPU, nor was their memory for
-  the buffers of the collectives. The collectives of DTensor itself (`full_tensor`, tensor parallelism) take no modelled
-  time. Gloo's thread may hold a collective's buffer slightly too long. In some runs the peak is therefore too high by
-  one gathered layer.
+  the buffers of the collectives. Gloo's thread may hold a collective's buffer slightly too long. In some runs the peak
+  is therefore too high by one gathered layer.
 - Programs that are started with `subprocess` have virtual GPUs only if the parent asked for it, with
   `virtual_gpus(4, children=True)` or by running under `python -m virtual_gpus`. The children must be Python programs of
   the same installation. `help("virtual_gpus.processes.children")` says how it works and how to switch it off. The

@@ -42,6 +42,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--hosts", type=int, default=1, help="number of machines with these GPUs (default: 1)")
     parser.add_argument("--network", default="Ethernet 100", help=f"network between machines: {', '.join(NETWORKS)}")
+    parser.add_argument("--adapters", type=int, default=1, help="network adapters of each machine (default: 1)")
     parser.add_argument(
         "--no-children", dest="children", action="store_false", help="programs that it starts have no virtual GPUs"
     )

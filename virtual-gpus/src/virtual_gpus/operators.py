@@ -51,6 +51,7 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 # Which setting says whether fp32 numbers may be multiplied as TF32: that of matrix products or that of convolutions.
 _PRODUCTS = dict.fromkeys(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_addmm_activation"), "matmul")
 _PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
@@ -112,9 +113,9 @@ class Operator:
         self.by_element = (
             self.base.startswith("_foreach_")
             or (self.base.startswith("_fused_") and lists)
-            or func.namespace in ("c10d", "_c10d_functional")
+            or func.namespace in _COLLECTIVES
         )
-        self.is_collective = func.namespace in ("c10d", "_c10d_functional")
+        self.is_collective = func.namespace in _COLLECTIVES
         self.crosses = self.base in _CROSSES_DEVICES
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")

@@ -32,6 +32,7 @@ class Settings:
     children: bool = False
     rank: int | None = None
     world_size: int | None = None
+    adapters: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
@@ -57,7 +58,7 @@ class Settings:
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """(host, slot) of a rank of a job of many: ranks fill the hosts in order, as torchrun does it."""
-        return divmod(rank, self.count)
+        return divmod(rank, self.count // self.hosts)
 
     @property
     def spec(self) -> GPUSpec:
@@ -77,7 +78,7 @@ class Settings:
     @property
     def topology(self) -> Topology:
         """The links between the GPUs."""
-        return arrange(self.spec, self.count, self.links, self.hosts, self.network)
+        return arrange(self.spec, self.count, self.links, self.hosts, self.network, self.adapters)
 
     def arguments(self) -> dict[str, Any]:
         """The settings as keyword arguments for `virtual_gpus(**settings.arguments())`."""

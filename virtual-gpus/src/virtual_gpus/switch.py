@@ -34,7 +34,7 @@ class virtual_gpus:
     honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine.
     torch_version: the PyTorch version whose memory rules apply, "2.11" to "2.15", for example that of a cluster. None:
         the installed version.
-    links, hosts, network: the connections of the GPUs, for the modelled clock. They are explained in
+    links, hosts, network, adapters: the connections of the GPUs, for the modelled clock. They are explained in
         `help("virtual_gpus.clock.links.arrange")`.
     children: let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are
         started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
@@ -59,10 +59,11 @@ class virtual_gpus:
         children: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
+        adapters: int = 1,
     ) -> None:
         self._settings = Settings(
             count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children,
-            rank, world_size,
+            rank, world_size, adapters,
         )  # fmt: skip
         self._machine: VirtualMachine | None = None
 

@@ -32,6 +32,9 @@ class ThreadState(threading.local):
     autocast: bool = False
     """True while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet."""
 
+    collective: Any = None
+    """The GPU of the collective that this thread issued last and its end (`dispatch.collectives`), for its Work."""
+
 
 this_thread = ThreadState()
 

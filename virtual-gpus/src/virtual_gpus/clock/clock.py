@@ -21,14 +21,17 @@ from typing import NamedTuple
 
 from virtual_gpus.clock.calibration import HOST, HostCosts
 
-COPY_IN, COPY_OUT, COLLECTIVES = "copy in", "copy out", "collectives"
+COPY_IN, COPY_OUT = "copy in", "copy out"
 HOST_LANE = "host"
 _WINDOW = 1.0  # seconds that nvidia-smi's utilization looks back: a sixth of a second to one second
 _KEPT_GAPS = 64
 
 
 class Span(NamedTuple):
-    """Work on a GPU (or waiting of the host, gpu None): stream or engine, start and end in seconds, what it was."""
+    """Work on a GPU (or waiting of the host, gpu None): stream or engine, start and end in seconds, what it was.
+
+    sent: the bytes that the busiest GPU of a collective sends or receives.
+    """
 
     gpu: int | None
     lane: int | str
@@ -36,6 +39,7 @@ class Span(NamedTuple):
     end: float
     kind: str
     name: str
+    sent: float = 0.0
 
 
 class Track:
@@ -178,7 +182,9 @@ class Clock:
         if self.timelines:
             self._record(Span(gpu, stream, start, end, "", name))
 
-    def occupy(self, gpu: int, lane: int | str, start: float, end: float, kind: str, name: str, kernel: bool) -> None:
+    def occupy(
+        self, gpu: int, lane: int | str, start: float, end: float, kind: str, name: str, kernel: bool, sent: float = 0.0
+    ) -> None:
         """Note work whose times somebody else found: a copy or a collective on `lane`. kernel: if it counts as load."""
         track = self.tracks[gpu]
         track.streams[lane] = max(track.streams.get(lane, 0.0), end)
@@ -186,7 +192,7 @@ class Clock:
         if kernel:
             track.note(start, end)
         if self.timelines and end > start:
-            self._record(Span(gpu, lane, start, end, kind, name))
+            self._record(Span(gpu, lane, start, end, kind, name, sent))
 
     def ready(self, gpu: int, lane: int | str) -> float:
         """When a stream or engine has done what was issued to it."""

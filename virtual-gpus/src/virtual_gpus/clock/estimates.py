@@ -9,14 +9,13 @@ need no GPU, neither a real nor a virtual one.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from virtual_gpus.clock.calibration import HOST, calibration
 from virtual_gpus.clock.cost import CONVOLUTIONS_BACKWARD
 from virtual_gpus.clock.cost_matmul import peak, tensor_cores
 from virtual_gpus.clock.links import NETWORKS, REACHED, arrange
-from virtual_gpus.clock.traffic import ring_seconds
+from virtual_gpus.clock.traffic import collective_seconds
 from virtual_gpus.gpus import spec
 
 __all__ = ["NETWORKS", "OPERATOR_SECONDS", "Rates", "all_reduce_seconds", "copy_seconds", "rates"]
@@ -79,10 +78,7 @@ def all_reduce_seconds(
 
     Raises ValueError for unknown names, for less than one adapter, and if the GPUs do not fill all machines evenly.
     """
-    if adapters < 1:
-        raise ValueError(f"A machine needs at least one network adapter, not {adapters}.")
-    topology = arrange(spec(kind), gpus, links, -(-gpus // per_machine), network)
-    together = replace(topology.network, bandwidth=adapters * topology.network.bandwidth)
-    topology = replace(topology, network=together)
-    ring = [topology.between(gpu, (gpu + 1) % gpus) for gpu in range(gpus)] if gpus > 1 else []
-    return ring_seconds(ring, gpus, "all_reduce", nbytes)
+    hosts = -(-gpus // per_machine)
+    topology = arrange(spec(kind), gpus, links, hosts, network, adapters)
+    route = topology.route(list(zip(topology.hosts, range(gpus), strict=True)), per_host=gpus // hosts)
+    return collective_seconds(route, "all_reduce", nbytes)

@@ -13,7 +13,9 @@ estimates, too.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from virtual_gpus.gpus import PCIE3, PCIE4, PCIE5, GPUSpec, LinkSpec, draw_topology
 
@@ -44,13 +46,15 @@ class Topology:
     labels: a matrix [count][count] of what `nvidia-smi topo -m` prints for two GPUs.
     pcie: the link to the host, and between GPUs without NVLink.
     hosts: the machine of each GPU.
-    network: the link between machines.
+    network: the link between machines, over one network adapter.
+    adapters: the network adapters of one machine.
     """
 
     labels: tuple[tuple[str, ...], ...]
     pcie: LinkSpec
     hosts: tuple[int, ...]
     network: LinkSpec
+    adapters: int = 1
 
     def between(self, first: int, second: int) -> LinkSpec:
         """The link between the GPUs in two slots. Its bandwidth is the peak."""
@@ -58,10 +62,56 @@ class Topology:
             return self.network
         return link_of(self.labels[first][second], self.pcie)
 
+    def route(self, places: Sequence[tuple[int, int]], per_host: int) -> Route:
+        """How the members of a process group reach each other.
+
+        places: (host, slot) of each member in the order of ranks. Every host has the slots of this topology.
+        per_host: ranks of the whole program on one host, which share its adapters.
+
+        A ring passes through each host once, and its members there follow each other in the order of ranks. NCCL builds
+        several such rings, each through another adapter (NCCL_CROSS_NIC in its user guide), so a group that has all
+        ranks of a host uses all of its adapters. Assumption: all ranks of a host run such collectives at the same time,
+        each in its own group. So a group that has `here` of the host's `per_host` ranks gets the fraction
+        here / per_host of the adapters.
+        """
+        ring = sorted(places, key=lambda place: place[0])
+        inside = {
+            self.between(first[1], second[1])
+            for first, second in zip(ring, [*ring[1:], ring[0]], strict=True)
+            if first[0] == second[0] and first != second
+        }
+        members = Counter(host for host, _ in places)
+        here = min(members.values())
+        if len(members) == 1:
+            return Route(len(places), here, tuple(inside), None)
+        share = self.adapters * min(1.0, here / per_host)
+        across = replace(self.network, bandwidth=self.network.bandwidth * share)
+        return Route(len(places), here, tuple(inside), across)
+
     def drawn(self) -> str:
         """The output of `nvidia-smi topo -m` on the first machine, without the columns about the CPU."""
         here = [slot for slot, host in enumerate(self.hosts) if host == self.hosts[0]]
         return draw_topology([[self.labels[row][column] for column in here] for row in here])
+
+
+@dataclass(frozen=True)
+class Route:
+    """The links of a process group, which do not grow with the number of its members.
+
+    count: members of the group. here: the members on one host, or the fewest if hosts differ.
+    inside: the kinds of links between neighbours on one host.
+    across: the link between two hosts with the group's adapters together. None if the group is on one host.
+    """
+
+    count: int
+    here: int
+    inside: tuple[LinkSpec, ...]
+    across: LinkSpec | None
+
+    @property
+    def links(self) -> tuple[LinkSpec, ...]:
+        """All kinds of links of a ring through the group."""
+        return self.inside if self.across is None else (*self.inside, self.across)
 
 
 def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
@@ -73,7 +123,9 @@ def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
     return LinkSpec(f"{pcie.name}, {label}", label, pcie.bandwidth * _ROADS[label], pcie.latency)
 
 
-def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str = "Ethernet 100") -> Topology:
+def arrange(
+    spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str = "Ethernet 100", adapters: int = 1
+) -> Topology:
     """The topology of `count` GPUs that are spread evenly over `hosts` machines.
 
     links: one of these:
@@ -84,9 +136,12 @@ def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str 
         "NVSwitch": NVLink at full speed between all GPUs.
         a square matrix of labels as nvidia-smi prints them, with "X" on the diagonal.
     network: the network between machines, a name in `NETWORKS`.
+    adapters: the network adapters of each machine, which a collective uses together.
 
     Raises ValueError for invalid arguments.
     """
+    if isinstance(adapters, bool) or not isinstance(adapters, int) or adapters < 1:
+        raise ValueError(f"A machine needs at least one network adapter, not {adapters!r}.")
     if count < 1:
         raise ValueError(f"A machine needs at least one GPU, not {count}.")
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1 or count % hosts:
@@ -95,7 +150,7 @@ def arrange(spec: GPUSpec, count: int, links=None, hosts: int = 1, network: str 
         raise ValueError(f"There is no network {network!r}. Choose one of {', '.join(NETWORKS)}.")
     own = _PCIE.get(links, spec.host_link) if isinstance(links, str) else spec.host_link
     where = tuple(slot * hosts // count for slot in range(count))
-    return Topology(_labels(spec, count, links, count // hosts), own, where, NETWORKS[network])
+    return Topology(_labels(spec, count, links, count // hosts), own, where, NETWORKS[network], adapters)
 
 
 def _labels(spec: GPUSpec, count: int, links, per_host: int):

@@ -6,7 +6,11 @@ memory goes through a buffer of the driver, so the host stands still meanwhile; 
 has one engine for copies in each direction.
 
 Collectives go around a ring, as NCCL's do for large tensors: an all-reduce of n GPUs sends 2(n - 1)/n of the bytes over
-each link, and the slowest link sets the pace.
+each link, and the slowest link sets the pace (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations"; https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives the bytes of
+each collective, which it calls the correction from algorithm bandwidth to bus bandwidth). Each hop costs a latency, as
+in the alpha-beta model. Trees, NVLink SHARP and the network's own reductions are not modelled. So small all-reduces
+over many hosts are modelled too slow.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
-from virtual_gpus.clock.links import REACHED, REACHED_BY_COLLECTIVES
+from virtual_gpus.clock.links import REACHED, REACHED_BY_COLLECTIVES, Route, Topology
 from virtual_gpus.gpus import LinkSpec
 
 if TYPE_CHECKING:  # the machine lies above its clock
@@ -84,6 +88,43 @@ def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) 
     slowest = min(link.bandwidth for link in links) * REACHED_BY_COLLECTIVES
     latency = max(link.latency for link in links)
     return _COLLECTIVE_START + part(count) * nbytes / slowest + hops(count) * latency / 2
+
+
+def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
+    """Seconds of a collective of a process group. The cost of this function does not grow with the group.
+
+    kind: a key of `_RING`. nbytes: what each GPU has in the end, or begins with if that is more.
+
+    In an all-to-all, (count - here) / count of each GPU's bytes go to other hosts, and the members on a host send
+    theirs through its adapters at the same time. The bytes for the same host travel meanwhile.
+    """
+    if kind != "all_to_all" or route.across is None:
+        return ring_seconds(route.links, route.count, kind, nbytes)
+    leaving, staying = (nbytes * part / route.count for part in (route.count - route.here, route.here - 1))
+    inside = min((link.bandwidth for link in route.inside), default=route.across.bandwidth)
+    wire = max(leaving * route.here / route.across.bandwidth, staying / inside) / REACHED_BY_COLLECTIVES
+    return ring_seconds(route.links, route.count, kind, 0) + wire
+
+
+def message_seconds(
+    topology: Topology, here: tuple[int, int], there: tuple[int, int], nbytes: int, share: LinkSpec | None = None
+) -> float:
+    """Seconds of a message between the GPUs at two places, (host, slot) each.
+
+    Between hosts it goes through one network adapter. share: `Route.across` of a group whose ranks all send at the same
+    time, if that is less. None: nobody else sends.
+    """
+    if here[0] == there[0]:
+        links = [] if here == there else [topology.between(here[1], there[1])]
+    else:
+        link = topology.network
+        links = [link if share is None or share.bandwidth > link.bandwidth else share]
+    return ring_seconds(links, 2, "send", nbytes)
+
+
+def sent_bytes(count: int, kind: str, nbytes: int) -> float:
+    """The bytes that the busiest of `count` GPUs sends or receives in a collective: the fewest possible."""
+    return _RING[kind][0](count) * nbytes if count > 1 else 0.0
 
 
 def collective_here(gpus: Sequence[VirtualGPU], kind: str, nbytes: int) -> None:

@@ -1,56 +1,71 @@
 """Collectives of torch.distributed on the clock: processes, each with a clock of its own, agree on one time.
 
-A collective begins on a stream of its own as soon as the work before it is done, and moves bytes once the last process
-has come. So each process says when it would begin, by a tiny collective more over the same group, and all arrive at the
-same end. Whoever uses the result waits for that end, on the GPU; the host goes on. That is how NCCL works, and how
-DistributedDataParallel's buckets overlap with the backward pass.
+A collective begins as soon as the work before it on the current stream is done, and after the collectives that its
+process group was given before: a group has one queue, as a communicator of NCCL has. It moves bytes once the last
+process has come. So each process says when it would begin, by a tiny collective more over the same group, and all
+arrive at the same end. In a group of the backend "fake" there is nobody to wait for.
+
+Whoever uses the result waits for that end, on the GPU, and so does the stream on which `work.wait()` or `wait_tensor`
+is called; the host goes on. That is how NCCL works, and how DistributedDataParallel's buckets overlap with the backward
+pass, and FSDP2's all-gathers with the computation before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.clock.clock import COLLECTIVES
-from virtual_gpus.clock.traffic import ring_seconds
+from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.dispatch.groups import first_gpu_of, is_alone, is_nccl, place_of, route, route_of, row_of
+from virtual_gpus.dispatch.timing import await_tensors
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of
-from virtual_gpus.threads import below
+from virtual_gpus.threads import below, this_thread
 
 _KINDS = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast", "reduce_": "reduce",
     "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter", "gather_": "gather", "scatter_": "scatter",
-    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
+    "allgather_coalesced_": "all_gather", "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "gather_": "gather", "gather_into_tensor_": "gather", "scatter_": "scatter", "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    # Functional ones (torch/csrc/distributed/c10d/Functional.cpp), which DTensor and compiled programs call.
+    "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all", "broadcast": "broadcast",
 }  # fmt: skip
-# The backends that a group was asked to have: {"cuda": "nccl"}. Gloo carries the messages of all of them.
-backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
-# The GPU that this process first used in a group: NCCL's barriers go there.
-first_gpu_of: weakref.WeakKeyDictionary[object, VirtualGPU] = weakref.WeakKeyDictionary()
+_SENDS, _RECEIVES = ("send", "isend"), ("recv_", "recv_any_source_", "irecv")
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
 _PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
 # (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
 _on_their_way: deque = deque(maxlen=1024)
+_ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
 
 
-def is_nccl(group: object) -> bool:
-    """True for a process group whose backend for GPUs is to be NCCL."""
-    return backends_of.get(group, {}).get("cuda", "").startswith("nccl")
+class _Lane(NamedTuple):
+    """Where a collective stands: its kind, its row in a timeline, and the queue that it waits in."""
+
+    kind: str
+    row: str
+    queue: str
 
 
 class Arrival:
     """When a tensor from another process is here: known once the sender has said when it sent it."""
 
-    def __init__(self, gpu: VirtualGPU, work, message: torch.Tensor, began: float, nbytes: int):
-        self._gpu, self._work, self._message, self._began, self._nbytes = gpu, work, message, began, nbytes
+    def __init__(self, gpu: VirtualGPU, lane: _Lane, work, message: torch.Tensor, began: float, nbytes: int):
+        self._gpu, self._lane, self._work, self._message = gpu, lane, work, message
+        self._began, self._nbytes = began, nbytes
         self._end: float | None = None
 
     @property
@@ -64,10 +79,11 @@ class Arrival:
             with contextlib.suppress(RuntimeError):  # gloo's word for "no answer in time"
                 self._work.wait(_PATIENCE)  # gloo's messages never say is_completed() before somebody waits
             sent, host, slot = self._message.tolist()
-            seconds = _ring(self._gpu, [(int(host), int(slot)), _place(self._gpu)], "send", self._nbytes)
+            seconds = message_seconds(
+                self._gpu.machine.topology, (int(host), int(slot)), place_of(self._gpu), self._nbytes
+            )
             self._end = max(self._began, sent) + seconds
-            clock = self._gpu.machine.clock
-            clock.occupy(self._gpu.slot, COLLECTIVES, self._end - seconds, self._end, "collective", "recv", True)
+            _occupy(self._gpu, self._lane, self._end - seconds, self._end, 0)
         return self._end
 
 
@@ -84,37 +100,70 @@ class _Known:
         return self._end
 
 
-def record_collective(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> None:
-    """Called after a `c10d` operator on tensors of GPUs was issued. gpus: those of the tensors of its first list."""
-    gpu = next((gpu for gpu in gpus if gpu is not None), None)
-    group = next((g for g in map(_group, call.args) if g is not None), None)
-    if gpu is None or group is None:
+def record_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any) -> None:
+    """Called after a collective or a message on tensors of GPUs was issued.
+
+    gpus: those of the tensors of its first list. result: what it returned.
+    """
+    gpu, name = next((gpu for gpu in gpus if gpu is not None), None), call.op.base
+    if gpu is None:
         return
-    name = call.op.base
-    if name in ("send", "recv_"):
-        _point_to_point(name == "send", gpu, group, call.args)
+    if name in ("wait_tensor", "wait_tensors"):
+        await_tensors(gpu, gpu.stream, call.tensors)
+        return
+    group = _group_of(call)
+    if group is None:
+        return
+    if name in _SENDS or name in _RECEIVES:
+        peer = call["dst"] if name in _SENDS else call["src"] if "src" in call.op.names else None
+        tensors = _tensors([call.args[0]])
+        _note(gpu, tensors, _message(name in _SENDS, gpu, group, tensors, peer, call["tag"]))
+    elif name == "batch_p2p_ops":
+        for kind, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
+            _note(gpu, [tensor], _message(kind == "isend", gpu, group, [tensor], peer, tag))
     elif name in _KINDS:
-        end = _meet(gpu, group, _KINDS[name], _bytes(call.args))
-        for tensor in _tensors(call.args):
-            _arrives(tensor, _Known(end))
+        made = [] if call.func.namespace == "c10d" else _tensors([result])
+        end = _meet(gpu, group, _KINDS[name], _size(_KINDS[name], call.args[:2], made, group), call.tensors)
+        _note(gpu, made or _tensors(call.args[:1]), _Known(end))
 
 
 def record_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
-    end = _meet(gpu, group, "barrier", 0)
-    gpu.machine.clock.wait(end, gpu.slot)
+    gpu.machine.clock.wait(_meet(gpu, group, "barrier", 0), gpu.slot)
 
 
-def _meet(gpu: VirtualGPU, group, kind: str, nbytes: int) -> float:
+def remember(work: Any) -> None:
+    """Called when Python is given a Work: it stands for the collective that this thread issued last."""
+    noted, this_thread.collective = this_thread.collective, None
+    if noted is not None and work is not None:
+        _ends[work] = noted
+
+
+def await_work(work: Any) -> None:
+    """`work.wait()`: the current stream waits for the collective, and the host does not."""
+    gpu, arrival = _ends.get(work, (None, None))
+    if arrival is not None and arrival.known:
+        gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def _meet(gpu: VirtualGPU, group, kind: str, nbytes: int, tensors: Iterable[torch.Tensor] = ()) -> float:
     """Put a collective on this process's clock; returns its end, which is the same in all processes."""
     first_gpu_of.setdefault(group, gpu)
-    began = _begins(gpu)
-    others = _exchange(group, [began, *_place(gpu)])
-    places = [(int(host), int(slot)) for _, host, slot in others]
-    if is_nccl(group):
-        _refuse_shared_gpus(places)
-    end = max(start for start, *_ in others) + _ring(gpu, places, kind, nbytes)
-    gpu.machine.clock.occupy(gpu.slot, COLLECTIVES, began, end, "collective", kind, kernel=True)
+    lane = _lane(group, kind)
+    began = start = _begins(gpu, lane, tensors)
+    if is_alone(group):
+        links = route_of(gpu, group)
+    else:
+        others = _exchange(group, [began, *place_of(gpu)])
+        places = [(int(host), int(slot)) for _, host, slot in others]
+        if is_nccl(group):
+            _refuse_shared_gpus(places)
+        links, start = route(gpu, places), max(start for start, *_ in others)
+    end = start + collective_seconds(links, kind, nbytes)
+    _occupy(gpu, lane, began, end, sent_bytes(links.count, kind, nbytes))
     return end
 
 
@@ -132,36 +181,35 @@ def _refuse_shared_gpus(places: Sequence[tuple[int, int]]) -> None:
             )
 
 
-def _begins(gpu: VirtualGPU) -> float:
-    """When this GPU could begin: the host has issued it, and what came before on its stream is done."""
+def _lane(group, kind: str, part: str = "") -> _Lane:
+    """part: of the group's queue, where work side by side needs several."""
+    return _Lane(kind, row_of(group, kind), f"queue {group.group_name}{part}")
+
+
+def _begins(gpu: VirtualGPU, lane: _Lane, tensors: Iterable[torch.Tensor]) -> float:
+    """When this GPU could begin: the host has issued it, and what came before on its stream, in its queue and on its
+    tensors is done."""
     clock = gpu.machine.clock
     now = clock.spend(clock.host.operator, gpu.slot)
-    return max(now, clock.ready(gpu.slot, gpu.stream), clock.ready(gpu.slot, COLLECTIVES))
+    begins = max(now, clock.ready(gpu.slot, gpu.stream), clock.ready(gpu.slot, lane.queue))
+    late = clock.tracks[gpu.slot].late
+    for tensor in tensors if late else ():
+        allocation = allocation_of(tensor)
+        arrival, owner = late.get(id(allocation), (None, None))
+        if arrival is not None and arrival.known and owner() is allocation:
+            begins = max(begins, arrival.time())
+    return begins
 
 
-def _place(gpu: VirtualGPU) -> tuple[int, int]:
-    """(machine, slot): torchrun numbers the machines; a described topology may have several as well."""
-    return int(os.environ.get("GROUP_RANK", 0)) * gpu.machine.settings.hosts + gpu.machine.topology.hosts[
-        gpu.slot
-    ], gpu.slot
-
-
-def _ring(gpu: VirtualGPU, places, kind: str, nbytes: int) -> float:
-    """Seconds around the GPUs in order of rank. Those of other machines are reached by the network."""
-    topology = gpu.machine.topology
-    links = [
-        topology.network if here[0] != there[0] else topology.between(here[1], there[1])
-        for here, there in zip(places, [*places[1:], places[0]], strict=True)
-        if here != there
-    ]
-    return ring_seconds(links, len(places), kind, nbytes)
+def _occupy(gpu: VirtualGPU, lane: _Lane, start: float, end: float, sent: float) -> None:
+    """sent: the bytes that this GPU sends."""
+    clock = gpu.machine.clock
+    clock.occupy(gpu.slot, lane.row, start, end, "collective", lane.kind, kernel=True, sent=sent)
+    clock.hold(gpu.slot, lane.queue, end)
 
 
 def _exchange(group, numbers: list[float]) -> list[list[float]]:
-    """`numbers` of every process of the group, in order of rank: its time, then its place."""
-    settings = active().settings
-    if settings.rank is not None:  # the others do not exist, and come at the same time
-        return [[numbers[0], *settings.place_of(rank)] for rank in torch.distributed.get_process_group_ranks(group)]
+    """`numbers` of every process of the group, in order of rank."""
     mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
@@ -169,44 +217,68 @@ def _exchange(group, numbers: list[float]) -> list[list[float]]:
         return [part.tolist() for part in found]
 
 
-def _point_to_point(sends: bool, gpu: VirtualGPU, group, args) -> None:
-    peer, tag = (value for value in args if isinstance(value, int) and not isinstance(value, bool))
-    began, nbytes = _begins(gpu), _bytes(args)
-    settings = gpu.machine.settings
-    if settings.rank is not None:
-        there = settings.place_of(torch.distributed.get_global_rank(group, peer))
-        end = began + _ring(gpu, [_place(gpu), there], "send", nbytes)
-        gpu.machine.clock.occupy(gpu.slot, COLLECTIVES, began, end, "collective", "send" if sends else "recv", True)
-        for tensor in [] if sends else _tensors(args):
-            _arrives(tensor, _Known(end))
-        return
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _message(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None, tag: int):
+    """Put a message on the clock. Returns when it is there."""
+    first_gpu_of.setdefault(group, gpu)
+    if is_alone(group):
+        return _message_alone(sends, gpu, group, tensors, peer)
+    lane, nbytes = _lane(group, "send" if sends else "recv"), _bytes(tensors)
+    began = _begins(gpu, lane, tensors)
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        message = torch.tensor([began, *_place(gpu)], dtype=torch.float64, device="cpu")
+        message = torch.tensor([began, *place_of(gpu)], dtype=torch.float64, device="cpu")
         work = (group.send if sends else group.recv)([message], peer, tag + _CLOCK_TAG)
     _on_their_way.append((work, message))
     if not sends:
-        for tensor in _tensors(args):
-            _arrives(tensor, Arrival(gpu, work, message, began, nbytes))
-        return
+        return Arrival(gpu, lane, work, message, began, nbytes)
     there = peer % len(gpu.machine.slots)  # as good a guess as any: where the rank would be
-    end = began + _ring(gpu, [_place(gpu), (_place(gpu)[0], there)], "send", nbytes)
-    gpu.machine.clock.occupy(gpu.slot, COLLECTIVES, began, end, "collective", "send", kernel=True)
+    end = began + message_seconds(gpu.machine.topology, place_of(gpu), (place_of(gpu)[0], there), nbytes)
+    _occupy(gpu, lane, began, end, nbytes)
+    return _Known(end)
 
 
-def _arrives(tensor: torch.Tensor, arrival) -> None:
-    allocation = allocation_of(tensor)
-    if allocation is not None:
-        gpu = allocation.gpu
-        gpu.machine.clock.tracks[gpu.slot].late[id(allocation)] = arrival, weakref.ref(allocation)
+def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None):
+    """A message of a group in which this process is alone. The other side is ready when this one is.
+
+    Messages to and from different ranks travel side by side, as NCCL's do in a `batch_isend_irecv`.
+    """
+    settings, kind = gpu.machine.settings, "send" if sends else "recv"
+    lane, nbytes = _lane(group, kind, f", {kind} {peer}"), _bytes(tensors)
+    began = _begins(gpu, lane, tensors)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next one is as good as others
+    here, there = settings.place_of(ranks[group.rank()]), settings.place_of(other)
+    end = began + message_seconds(gpu.machine.topology, here, there, nbytes, route_of(gpu, group).across)
+    _occupy(gpu, lane, began, end, nbytes if sends else 0)
+    return _Known(end)
 
 
-def _group(value):
-    """The process group in a TorchScript object, or None."""
-    if isinstance(value, torch.ScriptObject):
-        try:
-            return torch.distributed.ProcessGroup.unbox(value)
-        except RuntimeError:  # a reduce operation
-            return None
+# ---- tensors and groups ----------------------------------------------------------------------------------------------
+
+
+def _note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
+    """Whoever uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
+    this_thread.collective = gpu, arrival
+    for tensor in tensors:
+        allocation = allocation_of(tensor)
+        if allocation is not None:
+            owner = allocation.gpu
+            owner.machine.clock.tracks[owner.slot].late[id(allocation)] = arrival, weakref.ref(allocation)
+
+
+def _group_of(call: OpCall):
+    """The process group of a call: a TorchScript object among its arguments, or the name of one. None without one."""
+    if "group_name" in call.op.names:
+        group = call["group_name"]
+        return torch.distributed.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+    for value in call.args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return torch.distributed.ProcessGroup.unbox(value)
+            except RuntimeError:  # a reduce operation
+                continue
     return None
 
 
@@ -220,6 +292,11 @@ def _tensors(values) -> list[torch.Tensor]:
     return [tensor for tensor in found if gpu_of(tensor) is not None]
 
 
-def _bytes(args) -> int:
-    """Bytes of the larger side: of what is gathered, or what is scattered."""
-    return max(sum(t.numel() * t.element_size() for t in _tensors([value])) for value in args[:2])
+def _size(kind: str, given: Sequence[Any], made: list[torch.Tensor], group) -> int:
+    """The bytes of the larger side. Of what is gathered or scattered, which only the root has, each rank has a part."""
+    sides = [nbytes for side in (*given, made) if (nbytes := _bytes([side]))]
+    return min(sides, default=0) * group.size() if kind in ("gather", "scatter") else max(sides, default=0)
+
+
+def _bytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(tensors))

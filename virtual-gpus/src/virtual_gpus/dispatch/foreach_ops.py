@@ -32,7 +32,7 @@ def run(call: OpCall) -> Any:
         record_foreach(call, columns, gpus)
     elif shapes_only or alone.answers(call):
         result = valueless.collective(call) if shapes_only else alone.collective(call)
-        record_collective(call, gpus)
+        record_collective(call, gpus, result)
         return result
     if shapes_only:
         valueless.prepare(call, mixed=True)
@@ -41,7 +41,7 @@ def run(call: OpCall) -> Any:
     result = call.compute()
     _place(first, gpus, result)
     if op.is_collective:
-        record_collective(call, gpus)
+        record_collective(call, gpus, result)
     return result
 
 

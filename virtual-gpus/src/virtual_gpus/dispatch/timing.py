@@ -6,7 +6,7 @@ with the operator that CUDA would have run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -53,7 +53,7 @@ def record_op(call: OpCall, result: Any) -> None:
         if this_thread.in_backward or (_grad_enabled() and any(map(_requires_grad, tensors))):
             host += clock.host.training  # autograd notes it down, which costs the host more
         if track.late:
-            _await(gpu, stream, tensors)
+            await_tensors(gpu, stream, tensors)
         clock.launch(gpu.slot, stream, seconds, host, op.base, further)
     else:
         clock.spend(host, gpu.slot)
@@ -98,7 +98,7 @@ def record_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
             found = _known[key] = times(gpu, op.base, operands(tensors), operands(made), first=len(rows))
         track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
         if track.late:
-            _await(gpu, stream, tensors)
+            await_tensors(gpu, stream, tensors)
         gpu.machine.clock.launch(gpu.slot, stream, found[0], found[1], op.base, found[2])
 
 
@@ -108,7 +108,7 @@ def record_read(call: OpCall) -> None:
     if gpu.machine.sync_debug_mode:
         report_sync(gpu.machine.sync_debug_mode)
     if gpu.machine.clock.tracks[gpu.slot].late and call.tensors:
-        _await(gpu, gpu.stream, call.tensors)
+        await_tensors(gpu, gpu.stream, call.tensors)
     read_value(gpu)
 
 
@@ -126,7 +126,7 @@ def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
     if here is None:
         return
     if source is not None and source.machine.clock.tracks[source.slot].late:
-        _await(source, source.stream, [tensor])
+        await_tensors(source, source.stream, [tensor])
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
         record_work(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
@@ -141,7 +141,7 @@ def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
 
 
-def _await(gpu: VirtualGPU, stream: int, tensors) -> None:
+def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor]) -> None:
     """Work on what a collective fills waits for the collective. What is past is forgotten.
 
     Another thread may launch a collective or forget one meanwhile, so this goes through a copy.

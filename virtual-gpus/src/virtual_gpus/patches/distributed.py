@@ -15,11 +15,12 @@ from contextlib import nullcontext
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from virtual_gpus.dispatch.collectives import await_work
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.nccl import messages
 from virtual_gpus.placement.storages import allocation_of, gpu_of, place
-from virtual_gpus.threads import below
+from virtual_gpus.threads import below, this_thread
 
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
@@ -32,6 +33,8 @@ def _below(function):
 
     @functools.wraps(function)
     def wait(self, *args, **kwargs):
+        if not this_thread.inside:
+            await_work(self)
         if self in messages and self.is_completed():
             return True
         with below():

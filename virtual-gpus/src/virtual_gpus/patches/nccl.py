@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch import alone
-from virtual_gpus.dispatch.collectives import backends_of, is_nccl
+from virtual_gpus.dispatch.collectives import remember
+from virtual_gpus.dispatch.groups import backends_of, is_nccl
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch
@@ -166,7 +167,8 @@ def _together() -> type:
             return self._results
 
         def get_future(self) -> torch.futures.Future:
-            self.wait()
+            with below():
+                self.wait()
             done: torch.futures.Future = torch.futures.Future()
             done.set_result(self._results)
             return done
@@ -266,14 +268,16 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
                 _check(name, tensors)
             if is_alone:  # nothing is sent
                 with alone.reducing(_operation((*args, *rest.values()))):
-                    return function(group, *args, **rest)
-            if not on_gpu or not is_nccl(group):
-                return function(group, *args, **rest)
-            work = _issue(group, name, function, list(args), rest)
-        if work is not None:
-            (messages if name in _MESSAGES else _collectives).add(work)
-        if group in _open and work is not None:
-            _open[group].append(work)
+                    work = function(group, *args, **rest)
+            elif not on_gpu or not is_nccl(group):
+                work = function(group, *args, **rest)
+            else:
+                work = _issue(group, name, function, list(args), rest)
+                if work is not None:
+                    (messages if name in _MESSAGES else _collectives).add(work)
+                    if group in _open:
+                        _open[group].append(work)
+        remember(work)
         return work
 
     return method
@@ -333,7 +337,8 @@ def _get_future(function: Callable) -> Callable:
     @functools.wraps(function)
     def get_future(self):
         if self in _collectives:
-            self.wait()
+            with below():  # which keeps the current stream from waiting, too
+                self.wait()
         return function(self)
 
     return get_future

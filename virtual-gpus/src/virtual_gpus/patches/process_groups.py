@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.collectives import backends_of, first_gpu_of, record_barrier
+from virtual_gpus.dispatch.collectives import record_barrier
+from virtual_gpus.dispatch.groups import backends_of, first_gpu_of
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import Patch

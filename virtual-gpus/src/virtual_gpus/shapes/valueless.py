@@ -93,7 +93,7 @@ def collective(call: OpCall):
     """
     from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
 
-    if call.func.namespace == "_c10d_functional":  # these make new tensors, which PyTorch's shape functions describe
+    if call.func.namespace != "c10d":  # these make new tensors, which PyTorch's shape functions describe
         return call.place(call.compute())
     written = call.args[0]
     future = torch.futures.Future()

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from virtual_gpus.clock.clock import COLLECTIVES, COPY_IN, COPY_OUT, Span
+from virtual_gpus.clock.clock import COPY_IN, COPY_OUT, Span
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.timeline.spans import lane_name
 
 _TO_THE_GPU, _TO_THE_CPU = "to the GPU", "to the CPU"  # the clock's names for copies from and to the computer
-_LANES = {COPY_IN: 1001, COPY_OUT: 1002, COLLECTIVES: 1003}  # beside the numbers of streams
+_LANES: dict[str, int] = {COPY_IN: 1001, COPY_OUT: 1002}  # beside the numbers of streams; collectives have the next
 _OURS = "PythonDispatchMode"  # the profiler's name for what the engine does around each operator
 
 
@@ -130,7 +130,7 @@ def _name(span: Span) -> str:
 
 
 def _lane(span: Span) -> int:
-    return _LANES[span.lane] if isinstance(span.lane, str) else span.lane
+    return _LANES.setdefault(span.lane, 1001 + len(_LANES)) if isinstance(span.lane, str) else span.lane
 
 
 def _category(span: Span) -> str:

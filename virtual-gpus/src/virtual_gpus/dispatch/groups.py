@@ -1,0 +1,60 @@
+"""Process groups: which backend a program asked for, whether other processes answer, and which links they use."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from virtual_gpus.clock.links import Route
+from virtual_gpus.machine import VirtualGPU
+
+# The backends that a group was asked to have: {"cuda": "nccl"}. Gloo carries the messages of all of them.
+backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
+# The GPU that this process first used in a group: NCCL's barriers go there.
+first_gpu_of: weakref.WeakKeyDictionary[object, VirtualGPU] = weakref.WeakKeyDictionary()
+_routes: weakref.WeakKeyDictionary[object, tuple[VirtualGPU, Route]] = weakref.WeakKeyDictionary()
+
+
+def is_nccl(group: object) -> bool:
+    """True for a process group whose backend for GPUs is to be NCCL."""
+    return backends_of.get(group, {}).get("cuda", "").startswith("nccl")
+
+
+def is_alone(group) -> bool:
+    """True if no other process answers in a group: that of PyTorch's backend "fake", whose ranks are not there."""
+    fake = torch._C._distributed_c10d.FakeProcessGroup
+    return any(isinstance(group._get_backend(device), fake) for device in group._device_types[:1])
+
+
+def route_of(gpu: VirtualGPU, group) -> Route:
+    """The links of a group in which this process is alone. Its members are counted once, not at every collective."""
+    known = _routes.get(group)
+    if known is None or known[0].machine is not gpu.machine:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        known = _routes[group] = gpu, route(gpu, [gpu.machine.settings.place_of(rank) for rank in ranks])
+    return known[1]
+
+
+def route(gpu: VirtualGPU, places: Sequence[tuple[int, int]]) -> Route:
+    """The links of a group whose members are at `places`: (host, slot) of each, in the order of ranks."""
+    settings = gpu.machine.settings
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))  # those that torchrun started
+    return gpu.machine.topology.route(places, per_host=max(1, min(settings.count, ranks) // settings.hosts))
+
+
+def place_of(gpu: VirtualGPU) -> tuple[int, int]:
+    """(host, slot): torchrun numbers the hosts; a described topology may have several as well."""
+    host = int(os.environ.get("GROUP_RANK", 0)) * gpu.machine.settings.hosts + gpu.machine.topology.hosts[gpu.slot]
+    return host, gpu.slot
+
+
+def row_of(group, kind: str) -> str:
+    """The row of a timeline for one kind of collective: "all-gather", or "all-gather, tp" in a dimension of a mesh."""
+    kind = kind.replace("_", "-")
+    if group.size() == torch.distributed.get_world_size():
+        return kind
+    described = group.group_desc.removeprefix("mesh_")
+    return f"{kind}, {described if described not in ('', 'undefined') else f'group {group.group_name}'}"
