@@ -342,6 +342,13 @@ def test_they_import_only_pytorch_and_the_standard_library(name):
     assert {"torch", "torchvision"} <= roots <= {"torch", "torchvision", *sys.stdlib_module_names}
 
 
+@pytest.mark.parametrize("one, other", [("one_gpu", "ddp"), ("ddp", "fsdp"), ("fsdp", "tensor_parallel")])
+def test_neighbours_are_short_and_differ_in_few_lines(one, other):
+    added = [line for line in show_diff(one, other).lines[2:] if line.startswith("+")]
+    assert len((SCRIPTS / f"{other}.py").read_text(encoding="utf-8").splitlines()) <= 160
+    assert len(added) <= 40
+
+
 def test_a_lesson_shows_the_difference_of_two_programs():
     shown = show_diff("model_parallel", "pipeline")
     text = repr(shown)

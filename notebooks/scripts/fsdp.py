@@ -99,14 +99,14 @@ def main():
     train_data = FashionMNIST(args.data, train=True, transform=ToTensor())
     test_data = FashionMNIST(args.data, train=False, transform=ToTensor())
     test_sampler = DistributedSampler(test_data, shuffle=False)
-    own = len(range(rank, len(test_data), ranks))  # without repeats, which let all gather weights equally often
+    own = len(range(rank, len(test_data), ranks))  # The sampler may repeat an image, so that no process ends early
     sampler = DistributedSampler(train_data, drop_last=True)
     batch_size = args.batch_size // ranks  # a DataLoader's batch size and num_workers are for one process
     # drop_last: all steps have the same number of images, so that every image counts the same.
     train_loader = DataLoader(train_data, batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
     test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, num_workers=args.workers)
 
-    torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own ones.
+    torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
     model = Net()  # on the CPU, so that the whole network need not fit on one GPU
     for part in (model.features, model.classifier, model):
         fully_shard(part, mesh=mesh)  # replaces the parameters by shards, so make the optimizer afterwards

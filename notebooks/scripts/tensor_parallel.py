@@ -1,11 +1,11 @@
-"""Train a small network on Fashion-MNIST with linear layers that are divided among GPUs, and with FSDP2.
+"""Train a small network on Fashion-MNIST with tensor parallelism, which divides layers among GPUs, and FSDP2.
 
     torchrun --nproc-per-node 4 tensor_parallel.py
     torchrun --nproc-per-node 4 -m virtual_gpus --gpus 4 tensor_parallel.py     # without GPUs
 
 The job is that of one_gpu.py, and so are the losses, up to rounding error. Each group of processes trains on its
-share of every batch, as each process of fsdp.py does. Within a group, every process computes some of the hidden values
-and what they contribute to the logits. An all-reduce adds up these contributions.
+share of every batch, as each process of fsdp.py does. In a group, each process computes some of the hidden values
+(ColwiseParallel) and what they contribute to the logits (RowwiseParallel). An all-reduce adds up these contributions.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def parse_arguments():
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
     parser.add_argument("--checkpoint", type=Path, help="the folder to save to after each epoch and to continue from")
     parser.add_argument("--workers", type=int, default=2, help="processes that load images, for each GPU")
-    parser.add_argument("--tensor-parallel", type=int, default=2, help="processes in each group")
+    parser.add_argument("--tensor-parallel", type=int, default=2, help="processes in each group, best on one machine")
     return parser.parse_args()
 
 
@@ -102,16 +102,16 @@ def main():
     train_data = FashionMNIST(args.data, train=True, transform=ToTensor())
     test_data = FashionMNIST(args.data, train=False, transform=ToTensor())
     test_sampler = DistributedSampler(test_data, groups, group, shuffle=False)
-    own = len(range(group, len(test_data), groups))  # without repeats, which let all gather weights equally often
+    own = len(range(group, len(test_data), groups))  # The sampler may repeat an image, so that no process ends early
     sampler = DistributedSampler(train_data, groups, group, drop_last=True)
     batch_size = args.batch_size // groups  # a DataLoader's batch size and num_workers are for one process
     # drop_last: all steps have the same number of images, so that every image counts the same.
     train_loader = DataLoader(train_data, batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
     test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, num_workers=args.workers)
 
-    torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own ones.
+    torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
     model = Net()  # on the CPU, so that the whole network need not fit on one GPU
-    plan = {"1": ColwiseParallel(), "3": RowwiseParallel(use_local_output=False)}  # numbers in nn.Sequential
+    plan = {"1": ColwiseParallel(), "3": RowwiseParallel(use_local_output=False)}  # keys: positions in nn.Sequential
     parallelize_module(model.classifier, mesh["tensor"], plan)
     for part in (model.features, model.classifier, model):
         fully_shard(part, mesh=mesh["data"])  # replaces the parameters by shards, so make the optimizer afterwards
@@ -136,7 +136,7 @@ def main():
             images = images.to(DEVICE)
             labels = labels.to(DEVICE)
             optimizer.zero_grad()
-            loss = cross_entropy(model(images).full_tensor(), labels)  # FSDP2 warns of local views, hence DTensor
+            loss = cross_entropy(model(images).full_tensor(), labels)  # FSDP2 warns of plain views. A DTensor is none.
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())  # loss.item() would make Python wait for the GPU in every step
