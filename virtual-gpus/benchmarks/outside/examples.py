@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from benchmarks.outside import data
 from benchmarks.outside.programs import ATTENTION, DROPOUT, ROUNDING, ZEROS, Program, Run
@@ -20,6 +23,18 @@ def _images(size: int = 256, each: int = 8, **keywords) -> Callable[[Path], None
 def _words(copy: Path) -> None:
     for part, lines in (("train", 400), ("valid", 60), ("test", 60)):
         data.text(copy / "word_language_model/data/wikitext-2", f"{part}.txt", lines)
+
+
+def _checkpoint(copy: Path) -> None:
+    """What FSDP2's example goes on from. It loads no state of the optimizer that is not in the file."""
+    folder = copy / "distributed/FSDP2"
+    program = runpy.run_path(str(folder / "model.py"))
+    saved = folder / "checkpoints/dtensor_api/1"
+    saved.mkdir(parents=True)
+    torch.manual_seed(0)
+    net = program["Transformer"](program["ModelArgs"](10, vocab_size=1024, max_seq_len=64, dropout_p=0))
+    torch.save(net.state_dict(), saved / "model_state_dict.pt")
+    torch.save({"param_groups": [], "state": {}}, saved / "optim_state_dict.pt")
 
 
 _IMAGENET = "main.py ../data -j 0 --epochs 1 -b 4 --lr 0.001 -p 1 --seed 1"
@@ -48,7 +63,7 @@ _DDP_RPC_ON_THE_CPU = tuple(
 )
 
 
-def _example(name: str, uses: str, on: Run, beside: Run | None, **keywords) -> Program:
+def _example(name: str, uses: str, on: Run, beside: Run, **keywords) -> Program:
     """One of PyTorch's examples; what stands after a comma in its name tells runs of one program apart."""
     return Program(f"examples/{name}", "examples", name.split(",")[0], uses, on, beside, **keywords)
 
@@ -205,16 +220,26 @@ def _pytorch_examples() -> list[Program]:
             Run(f"mingpt/main.py {_MINGPT_DDP} trainer_config.batch_size=4", gpus=4, ranks=4),
             data=lambda copy: data.text(copy / "distributed/minGPT-ddp", "input.txt", 30),
         ),
+        _example(
+            "distributed/FSDP2",
+            "fully_shard from meta on two GPUs",
+            Run("example.py", gpus=2, ranks=2, variables=ZEROS),  # its layers keep what to_empty left
+            Run("example.py --explicit-prefetching", gpus=2, ranks=2, variables=ZEROS),
+        ),
         *(
             _example(
-                f"distributed/FSDP2, {option or 'default'}",
-                "fully_shard from meta on two GPUs, distributed checkpoint",
-                Run(f"example.py {option}", gpus=2, ranks=2, variables=ZEROS),  # its layers keep what to_empty left
-                Run(f"example.py {option}", gpus=4, ranks=4, variables=ZEROS),
-                within=1e-4 if not option else 0.02,
+                f"distributed/FSDP2, {name}",
+                "fully_shard on two GPUs, DTensor checkpoints",
+                Run(f"example.py {option}", gpus=2, ranks=2),
+                Run(f"example.py {option}", gpus=4, ranks=4),
+                data=_checkpoint,
+                within=within,
                 note=ROUNDING,
             )
-            for option in ("", "--mixed-precision")
+            for name, option, within in (
+                ("from a checkpoint", "", 1e-4),
+                ("--mixed-precision", "--mixed-precision", 0.02),
+            )
         ),
         *(
             _example(

@@ -15,7 +15,7 @@ _SHORT = (("PL_TRAINER_MAX_STEPS", "8"), ("PL_TRAINER_LIMIT_TRAIN_BATCHES", "4")
 _PPO = "train_fabric.py --total-timesteps 128 --num-envs 2 --num-steps 16 --per-rank-batch-size 16"
 
 
-def _lightning(name: str, folder: str, uses: str, on: Run, beside: Run | None, **keywords) -> Program:
+def _lightning(name: str, folder: str, uses: str, on: Run, beside: Run, **keywords) -> Program:
     return Program(f"Lightning, {name}", "lightning", f"examples/{folder}", uses, on, beside, **keywords)
 
 

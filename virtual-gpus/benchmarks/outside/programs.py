@@ -49,7 +49,7 @@ class Program:
     folder: str
     uses: str
     on: Run
-    beside: Run | None
+    beside: Run
     data: Callable[[Path], None] = lambda folder: None
     first: tuple[str, ...] = ()
     within: float = 1e-5
@@ -64,7 +64,11 @@ SOURCES = {
     "examples": Source("examples", "pytorch/examples at 77f55b9"),
     "nanoGPT": Source("nanoGPT", "karpathy/nanoGPT at 3adf61e"),
     "minGPT": Source("minGPT", "karpathy/minGPT at 37baab7"),
-    "guide": Source("distributed-training-guide", "LambdaLabsML/distributed-training-guide at aed7489"),
+    "guide": Source(
+        "distributed-training-guide",
+        "LambdaLabsML/distributed-training-guide at aed7489; chapter 04 with transformers 4.57.0 and datasets "
+        "4.1.1, as its requirements say",
+    ),
     "pytorch-multigpu": Source("pytorch-multigpu", "dnddnjs/pytorch-multigpu at 0554bac"),
     "lightning": Source("pytorch-lightning", "Lightning-AI/pytorch-lightning at 7f0c343; the package lightning 2.6.6"),
     "accelerate": Source("accelerate", "huggingface/accelerate at 16cb6eb; the package accelerate 1.15.0"),

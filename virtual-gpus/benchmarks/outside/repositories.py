@@ -60,8 +60,12 @@ def _small_repositories() -> list[Program]:
             Run(f"{_NANO} --compile=False --dtype=float32 --gradient_accumulation_steps=2", gpus=2, ranks=2),
             Run(
                 f"{_NANO} --compile=False --dtype=float32 --gradient_accumulation_steps=2 --backend=gloo",
-                gpus=2,
                 ranks=2,
+                edits=(
+                    ("train.py", "f'cuda:{ddp_local_rank}'", "'cpu'"),
+                    ("train.py", "torch.cuda.set_device(device)", "pass"),
+                    ("train.py", ", device_ids=[ddp_local_rank]", ""),
+                ),
             ),
             **text,
         ),
@@ -111,7 +115,7 @@ def _small_repositories() -> list[Program]:
             "DataParallel on one GPU, SimpleDLA",
             Run("main.py --lr 0.01", gpus=1),
             Run("main.py --lr 0.01"),
-            data=lambda copy: data.cifar10(copy / "data", 16),
+            data=lambda copy: data.cifar10(copy / "data", 1),  # it trains for 200 epochs
         ),
         Program(
             "pytorch-multigpu, DDP",
@@ -119,7 +123,19 @@ def _small_repositories() -> list[Program]:
             "dist_parallel",
             "DDP on two GPUs by spawn, PyramidNet",
             Run("train.py --gpu_devices 0 1 --batch_size 32 --num_workers 0", gpus=2),
-            None,
+            Run(
+                "train.py --gpu_devices 0 1 --batch_size 32 --num_workers 0 --dist-backend gloo",
+                edits=tuple(
+                    ("train.py", old, new)
+                    for old, new in (
+                        ("torch.cuda.device_count()", "2"),
+                        ("net.cuda(args.gpu)", "net"),
+                        ("torch.cuda.set_device(args.gpu)", "pass"),
+                        (", device_ids=[args.gpu]", ""),
+                        (".cuda(device)", ""),
+                    )
+                ),
+            ),
             data=lambda copy: data.cifar10(copy / "data", 8),
         ),
         *(

@@ -51,24 +51,24 @@ class Result:
     """A program's row: whether it ran, and how far its losses are from those beside it (None: not compared)."""
 
     program: Program
-    on: Outcome | None = None
-    beside: Outcome | None = None
+    on: Outcome
+    beside: Outcome
 
     @property
     def runs(self) -> bool:
-        return self.on is not None and self.on.code == 0
+        return self.on.code == 0
 
     @property
     def distance(self) -> float | None:
         """The largest relative difference of a step's loss. Infinite where the runs have not the same steps."""
-        if self.on is None or self.beside is None or self.beside.code != 0:
+        if self.beside.code != 0:
             return None
         return distance(self.on.losses, self.beside.losses)
 
     def row(self) -> dict[str, object]:
         """What the table says of this program."""
-        why = "" if self.on is None or self.runs else self.on.why()
-        beside = "" if self.beside is None or self.beside.code == 0 else self.beside.why()
+        why = "" if self.runs else self.on.why()
+        beside = "" if self.beside.code == 0 else self.beside.why()
         return {"runs": self.runs, "why": why, "distance": self.distance, "beside": beside}
 
 
@@ -194,14 +194,14 @@ def hold(program: Program, source: Path, work: Path) -> Result:
     """Run `program` from the folder `source`, on virtual GPUs and beside it. Its files stay below `work`."""
     place = work / program.name.replace("/", "_").replace(" ", "_")
     on = run_once(program, program.on, source, place / "on")
-    return Result(program, on, _beside(program, source, place / "beside") if program.beside else None)
+    return Result(program, on, _beside(program, source, place / "beside"))
 
 
 def hold_on_fakegpu(program: Program, source: Path, fakegpu: Path, work: Path) -> Result:
     """As `hold`, with FakeGPU in place of virtual GPUs."""
     place = work / program.name.replace("/", "_").replace(" ", "_")
     on = run_once(program, program.on.on_fakegpu(fakegpu), source, place / "fakegpu")
-    return Result(program, on, _beside(program, source, place / "beside") if program.beside else None)
+    return Result(program, on, _beside(program, source, place / "beside"))
 
 
 def _beside(program: Program, source: Path, work: Path) -> Outcome:

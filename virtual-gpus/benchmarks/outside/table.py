@@ -21,13 +21,14 @@ HEAD = """\
 # Programs from elsewhere on virtual GPUs
 
 `python -m benchmarks.outside --from FOLDER` runs public programs unmodified and makes this page. It downloads nothing;
-`--had` says what FOLDER must hold. Each program runs twice: on virtual GPUs, and beside that on the CPU. A program that
-refuses the CPU runs beside that on another number of virtual GPUs. Both runs get the same small data and the same seed.
+`--had` says what FOLDER must hold. Each program runs twice with the same small data and the same seed: on virtual GPUs,
+and beside that on the CPU. A program that refuses the CPU runs beside that on another number of virtual GPUs, or on the
+CPU with other names of devices in its source. On virtual GPUs its source is never changed.
 
 A witness notes each loss on which a program calls `backward`. The losses of the two runs are compared step by step.
 "Equal" means that all losses are the same number. Otherwise the table shows the largest relative difference. It is not
-zero where sums are added in another order, or where a program draws random numbers on the GPU: a GPU has its own
-generator.
+zero where sums are added in another order. Where a program draws random numbers on its GPU, the witness lets the GPU
+draw the numbers that the CPU draws in the run beside it.
 """
 
 
@@ -46,11 +47,9 @@ def stored() -> dict:
 
 
 def good(program: Program, row: dict[str, object] | None) -> bool:
-    """Whether a program ran, with the losses of the run beside it where there is one."""
+    """Whether a program ran, with the losses of the run beside it."""
     if row is None or not row["runs"]:
         return False
-    if program.beside is None:
-        return True
     return not row["beside"] and (row["distance"] is None or row["distance"] <= program.within)
 
 
@@ -58,10 +57,10 @@ def _losses(program: Program, row: dict[str, object] | None) -> str:
     if row is None or not row["runs"]:
         return ""
     distance = row["distance"]
-    if program.beside and row["beside"]:
+    if row["beside"]:
         return "the run beside it failed"
-    if program.beside is None or distance is None:
-        return "none to compare"
+    if distance is None:
+        return "none; both runs pass"
     if distance == 0:
         return "equal"
     if not math.isfinite(distance):
@@ -85,11 +84,12 @@ def page() -> str:
     tried = [(program, row) for program, row in rows if "ours" in row]
     ours = sum(good(program, row["ours"]) for program, row in tried)
     lines = [HEAD, f"Made with {results['made with']}. ", ""]
-    lines[1] += f"{ours} of {len(tried)} programs run with these losses."
+    share = f"{ours} of {len(tried)} = {ours / max(len(tried), 1):.1%}".replace("%", " %")
+    lines[1] += f"{share} run with equal losses, or with losses within the difference that the table gives."
     beside = [(program, row["FakeGPU"]) for program, row in rows if "FakeGPU" in row]
     if beside:
         theirs = sum(good(program, row) for program, row in beside)
-        lines[1] += f" FakeGPU ran {theirs} of the {len(beside)} that were tried on it."
+        lines[1] += f" On FakeGPU {theirs} of the {len(beside)} that were tried do."
     lines += ["| program | what it uses | runs | losses | FakeGPU |", "|---|---|---|---|---|"]
     for program, row in tried:
         fake = row.get("FakeGPU")

@@ -91,6 +91,8 @@ What is not modelled, and what differs:
   `torch.distributed.tensor.parallel` works too. Their times were not compared with a real GPU, nor was their memory for
   the buffers of the collectives. Gloo's thread may hold a collective's buffer slightly too long. In some runs the peak
   is therefore too high by one gathered layer.
+- With torch.distributed.autograd, a process whose part of a backward pass another process started runs it in threads of
+  C++. The operators take no modelled time, and gradients take memory from `get_gradients` on.
 - Programs that are started with `subprocess` have virtual GPUs only if the parent asked for it, with
   `virtual_gpus(4, children=True)` or by running under `python -m virtual_gpus`. The children must be Python programs of
   the same installation. `help("virtual_gpus.processes.children")` says how it works and how to switch it off. The
