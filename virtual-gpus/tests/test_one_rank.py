@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from virtual_gpus import virtual_gpus
+from virtual_gpus import record_training, virtual_gpus
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,42 @@ def test_sharded_and_tensor_parallel_parts_of_a_model_from_meta():
     assert not dist.is_initialized()  # the ranks are gone, and so are their groups
 
 
+def step(net, optimizer, x):
+    net(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
+    """Bytes by kind against figures derived by hand: 8 layers of 1,024 by 1,024 in two groups, over 8 ranks."""
+    layer, ranks = 1024 * 1024, 8
+    with virtual_gpus(8, kind="H100", shapes_only=True, rank=3, world_size=ranks, torch_version="2.15"):
+        mesh = init_device_mesh("cuda", (ranks,))
+        with record_training() as recorded:
+            net = nn.Sequential(*(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in "1234")) for _ in "ab"))
+            for block in net:
+                fully_shard(block.cuda(), mesh=mesh)
+            optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+            for _ in range(3):
+                x = torch.randn(16, 1024, device="cuda")
+                step(net, optimizer, x)
+            with pytest.raises(RuntimeError, match="still recording"):
+                recorded.report()
+        report = recorded.report(tokens=16 * ranks)
+        assert report.peak_bytes == sum(report.by_kind.values()) == torch.cuda.max_memory_allocated()
+    assert report.by_kind["parameters"] == 8 * layer * 4 // ranks
+    assert report.by_kind["optimizer states"] == 2 * 8 * layer * 4 // ranks + 8 * 512  # and a step counter each
+    assert report.by_kind["gathered layers"] >= 4 * layer * 4
+    assert (report.rank, report.world_size, report.parameters) == (3, ranks, 8 * layer)
+    assert 0 < report.exposed_seconds <= report.communication_seconds <= report.step_seconds
+    assert report.units_per_second == pytest.approx(16 * ranks / report.step_seconds)
+    assert report.mfu == pytest.approx(6 * 8 * layer * 16 / report.step_seconds / 989.4e12, rel=0.01)
+    assert "gathered layers" in str(report) and "<table>" in report._repr_html_()
+    with virtual_gpus(1, shapes_only=True), record_training() as recorded:
+        pass
+    assert recorded.report().step_seconds is None
+
+
 def test_the_command_line(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(
@@ -149,3 +185,4 @@ def test_the_command_line(tmp_path):
     command = [sys.executable, "-m", "virtual_gpus", "--gpus", "8", "--shapes-only", "--as-rank", "21", "--of", "1024"]
     found = subprocess.run([*command, str(program)], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[0] == "21 1024 5"
+    assert found.stdout.splitlines()[1].startswith("Rank 21 of 1024, NVIDIA H200")

@@ -123,8 +123,10 @@ if TYPE_CHECKING:
     from virtual_gpus.placement.storages import block_address
     from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
     from virtual_gpus.timeline.record import record_timeline
+    from virtual_gpus.timeline.training import record_training, transformer_flops
 
-__all__ = ["NotModelled", "active_machine", "block_address", "record_timeline", "renew_inherited", "virtual_gpus"]
+__all__ = ["NotModelled", "active_machine", "block_address", "record_timeline", "record_training", "renew_inherited",
+           "transformer_flops", "virtual_gpus"]  # fmt: skip
 __version__ = "0.2.0"
 
 _HOMES = {
@@ -132,6 +134,8 @@ _HOMES = {
     "active_machine": "virtual_gpus.switch",
     "block_address": "virtual_gpus.placement.storages",
     "record_timeline": "virtual_gpus.timeline.record",
+    "record_training": "virtual_gpus.timeline.training",
+    "transformer_flops": "virtual_gpus.timeline.training",
     "renew_inherited": "virtual_gpus.switch",
     "virtual_gpus": "virtual_gpus.switch",
 }

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
 import importlib.util
 import io
 import os
 import runpy
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
 from virtual_gpus.settings import Settings
 from virtual_gpus.switch import active_machine, virtual_gpus
+from virtual_gpus.timeline.training import record_training
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -48,6 +50,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--as-rank", dest="rank", type=int, help="be this rank of a job whose other ranks do not exist")
     parser.add_argument("--of", dest="world_size", type=int, help="number of ranks of that job, --gpus on each host")
+    parser.add_argument("--tokens", type=int, help="tokens of one step of that job, for its report")
+    parser.add_argument("--samples", type=int, help="samples of one step of that job, for its report")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="a script, or a module name after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
@@ -56,6 +60,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"There is no module named {options.program!r}.")
     if not options.module and not os.path.isfile(options.program):
         parser.error(f"There is no file {options.program!r}. To run a module, write -m {options.program}.")
+    if options.tokens is not None and options.samples is not None:
+        parser.error("Give --tokens or --samples, not both.")
     try:
         asked = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
         options.made = virtual_gpus(options.gpus, **asked)
@@ -74,7 +80,8 @@ def _is_module(name: str) -> bool:
 def main(arguments: list[str] | None = None) -> None:
     """Switch the GPUs on and run the program as __main__, as Python itself would.
 
-    The GPUs stay on until the process ends, because threads and exit handlers of the program need them too.
+    The GPUs stay on until the process ends, because threads and exit handlers of the program need them too. As one rank
+    of many, a report of the job is printed after the program, also after one that fails.
     """
     options, rest = parse(sys.argv[1:] if arguments is None else arguments)
     options.made.start()
@@ -82,6 +89,22 @@ def main(arguments: list[str] | None = None) -> None:
     assert machine is not None
     machine.look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
     sys.argv = [options.program, *rest]
+    with contextlib.nullcontext() if options.rank is None else _reporting(options):
+        _run(options)
+
+
+@contextlib.contextmanager
+def _reporting(options: argparse.Namespace) -> Iterator[None]:
+    """Print what the job needs after the block."""
+    recorded = record_training()
+    try:
+        with recorded:
+            yield
+    finally:
+        print(recorded.report(tokens=options.tokens, samples=options.samples), flush=True)
+
+
+def _run(options: argparse.Namespace) -> None:
     try:
         if options.module:
             runpy.run_module(options.program, run_name="__main__", alter_sys=True)

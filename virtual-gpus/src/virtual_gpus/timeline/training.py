@@ -1,0 +1,224 @@
+"""What a training job needs and how fast it would be, on the modelled clock: `record_training`.
+
+    with virtual_gpus(8, kind="H100", shapes_only=True, rank=0, world_size=64):
+        with record_training() as recorded:
+            build()
+            for _ in range(2):
+                step()
+        print(recorded.report(tokens=64 * 8192))
+
+A step ends when the optimizer's `step` does. The report has the memory of all steps and of what was before them, and
+the time of the last step, which should not be the first: that one makes optimizer states and workspaces.
+"""
+
+from __future__ import annotations
+
+import html
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from virtual_gpus.clock.clock import Span
+from virtual_gpus.gpus import format_bytes
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.timeline.peak import GRADIENTS, PARAMETERS, STATES, PeakLog
+from virtual_gpus.timeline.spans import seconds_covered
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """One rank's share of a training job. Bytes are as PyTorch's allocator counts them, times are modelled seconds.
+
+    gpu, capacity: the kind of GPU and its memory.
+    rank, world_size: of the job; 0 and 1 if there is no process group.
+    parameters: numbers that the optimizer changes, of the whole model if they are sharded as DTensors.
+    peak_bytes, by_kind: memory at the highest moment, and what it was filled with.
+    reserved_bytes: the most that PyTorch took from the GPU.
+    step_seconds: the last step. None before the second one has ended, as for all that follows.
+    communication_seconds: the part of it in which collectives and messages run.
+    exposed_seconds: the part of that in which no other kernel runs on this GPU, so that the GPU waits.
+    unit, units_per_second: "tokens" or "samples", of the whole job. None if nobody said how many are in a step.
+    mfu: model flops utilization, the flops of the model over what all GPUs could do in this time (Chowdhery et al.,
+        "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B). Recomputed activations do not count.
+    """
+
+    gpu: str
+    capacity: int
+    rank: int
+    world_size: int
+    parameters: int
+    peak_bytes: int
+    reserved_bytes: int
+    by_kind: dict[str, int]
+    step_seconds: float | None = None
+    communication_seconds: float | None = None
+    exposed_seconds: float | None = None
+    unit: str = ""
+    units_per_second: float | None = None
+    mfu: float | None = None
+
+    @property
+    def exposed_share(self) -> float | None:
+        """The part of the step, 0 to 1, in which the GPU only waits for communication."""
+        if self.step_seconds is None or self.exposed_seconds is None:
+            return None
+        return self.exposed_seconds / self.step_seconds
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "parameters of the model", f"{self.parameters:,}"
+        yield "peak", f"{format_bytes(self.peak_bytes)} of {format_bytes(self.capacity)}"
+        for kind, size in self.by_kind.items():
+            if size:
+                yield f"    {kind}", format_bytes(size)
+        yield "reserved", format_bytes(self.reserved_bytes)
+        if self.step_seconds is not None:
+            yield "step, modelled", _seconds(self.step_seconds)
+            yield "    communication", _seconds(self.communication_seconds or 0.0)
+            yield (
+                "    of it not hidden",
+                (f"{_seconds(self.exposed_seconds or 0.0)}, {self.exposed_share:.1%} of the step"),
+            )
+        if self.units_per_second is not None:
+            each = self.units_per_second / self.world_size
+            yield f"{self.unit} per second", f"{self.units_per_second:,.0f}, {each:,.0f} per GPU"
+        if self.mfu is not None:
+            yield "model flops utilization", f"{self.mfu:.1%}"
+
+    def _title(self) -> str:
+        return f"Rank {self.rank} of {self.world_size}, {self.gpu}"
+
+    def __str__(self) -> str:
+        rows = list(self._rows())
+        width = max(len(name) for name, _ in rows) + 2
+        return "\n".join([self._title(), *(f"{name:<{width}}{value}" for name, value in rows)])
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><td style='text-align:left;white-space:pre'>{html.escape(name)}</td>"
+            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table><caption>{html.escape(self._title())}</caption>{cells}</table>"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+class TrainingRecorder:
+    """Listens to the allocator and the clock of one GPU, and to optimizers. `report` says what it heard."""
+
+    def __init__(self, machine: VirtualMachine, gpu: VirtualGPU):
+        self._machine, self._gpu = machine, gpu
+        self._memory: PeakLog | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._spans: list[Span] = []  # of the step that runs
+        self._last: list[Span] = []  # of the last step that ended
+        self._ends: tuple[float, ...] = ()  # of the last two steps
+        self._optimizer: weakref.ref[Any] | None = None  # the one whose steps are the job's
+        self._parameters = 0
+        self._reserved = 0
+
+    def __enter__(self) -> TrainingRecorder:
+        if self._memory is not None:
+            raise RuntimeError("This recorder has already been used. Make a new one with record_training().")
+        self._memory = PeakLog(self._gpu)
+        self._machine.clock.timelines.append(self)
+        self._hooks = [register_optimizer_step_pre_hook(self._before_step),
+                       register_optimizer_step_post_hook(self._after_step)]  # fmt: skip
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._machine.clock.timelines.remove(self)
+        for hook in self._hooks:
+            hook.remove()
+        assert self._memory is not None
+        self._memory.stop()
+        self._reserved = self._gpu.allocator.peak_reserved
+
+    def add(self, span: Span) -> None:
+        """The clock calls this for every span."""
+        if span.gpu == self._gpu.slot:
+            self._spans.append(span)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        assert self._memory is not None
+        self._memory.mark(PARAMETERS, parameters)
+        self._memory.mark(GRADIENTS, (p.grad for p in parameters))
+        if self._optimizer is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self._parameters = sum(p.numel() for p in parameters)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        assert self._memory is not None
+        self._memory.mark(STATES, (value for value in states if isinstance(value, torch.Tensor)))
+        if self._optimizer is None or self._optimizer() is not optimizer:
+            return
+        self._memory.fold()
+        self._last, self._spans = self._spans, []
+        clock = self._machine.clock
+        self._ends = (*self._ends[-1:], max(clock.now, clock.done(self._gpu.slot)))
+
+    def report(
+        self, *, tokens: int | None = None, samples: int | None = None, flops_per_unit: float | None = None
+    ) -> TrainingReport:
+        """What was recorded.
+
+        tokens, samples: how many the whole job trains on in one step; give one of them.
+        flops_per_unit: flops of the model for each of them, forward and backward. None: for tokens 6 per parameter,
+            without those of attention (see `transformer_flops`); for samples nothing, and there is no MFU.
+
+        Raises RuntimeError while it still records, and ValueError if both tokens and samples are given.
+        """
+        if self._memory is None or self in self._machine.clock.timelines:
+            raise RuntimeError("The recorder is still recording. Ask for the report after the `with` block.")
+        if tokens is not None and samples is not None:
+            raise ValueError("Give the number of tokens or of samples in a step, not both.")
+        settings, spec = self._machine.settings, self._gpu.spec
+        rank, world_size = settings.rank or 0, settings.world_size or 1
+        step, rates = None, {}
+        if len(self._ends) == 2:
+            step = self._ends[1] - self._ends[0]
+            together = seconds_covered((s.start, s.end) for s in self._last)
+            others = seconds_covered((s.start, s.end) for s in self._last if s.kind != "collective")
+            communication = seconds_covered((s.start, s.end) for s in self._last if s.kind == "collective")
+            rates = {"communication_seconds": communication, "exposed_seconds": together - others}
+            units = samples if tokens is None else tokens
+            if units is not None:
+                if flops_per_unit is None and tokens is not None:
+                    flops_per_unit = 6 * self._parameters
+                rates |= {"unit": "samples" if tokens is None else "tokens", "units_per_second": units / step}
+                if flops_per_unit is not None:
+                    rates["mfu"] = flops_per_unit * units / (step * spec.flops.bf16 * world_size)
+        return TrainingReport(
+            f"{spec.name}", self._gpu.memory, rank, world_size, self._parameters, self._memory.peak, self._reserved,
+            self._memory.by_kind, step, **rates,
+        )  # fmt: skip
+
+
+def transformer_flops(parameters: int, layers: int, width: int, length: int) -> int:
+    """Flops of a Transformer per token, forward and backward: 6 per parameter and 12 · layers · width · length for
+    attention (PaLM, appendix B, which counts a causal mask as if there were none)."""
+    return 6 * parameters + 12 * layers * width * length
+
+
+def record_training() -> TrainingRecorder:
+    """Record a training job: `with record_training() as recorded:`, then `recorded.report()`.
+
+    As one rank of many, the GPU is that of the rank; else the current one. Raises RuntimeError if no virtual GPUs are
+    on.
+    """
+    machine = active()
+    if machine is None:
+        raise RuntimeError("No virtual GPUs are on. Switch them on first with virtual_gpus(...).")
+    if machine.settings.rank is not None:
+        return TrainingRecorder(machine, machine.slots[machine.settings.place_of(machine.settings.rank)[1]])
+    return TrainingRecorder(machine, machine.gpus[machine.current])
