@@ -105,7 +105,7 @@ class PeakLog:
     def fold(self) -> None:
         """Replay the log, keep what was in use at its highest moment if that is a new peak, and begin a new log."""
         with self._allocator.exclusive():
-            log, self._log = self._log, []
+            log, self._log = self._log, list[tuple[int, int]]()
         used = highest = sum(self._live.values())
         place = 0
         for number, (_, size) in enumerate(log, 1):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import html
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -123,6 +123,7 @@ class TrainingRecorder:
         self._optimizer: weakref.ref[Any] | None = None  # the one whose steps are the job's
         self._parameters = 0
         self._reserved = 0
+        self._place = machine.settings.rank or 0, machine.settings.world_size or 1
 
     def __enter__(self) -> TrainingRecorder:
         if self._memory is not None:
@@ -140,6 +141,8 @@ class TrainingRecorder:
         assert self._memory is not None
         self._memory.stop()
         self._reserved = self._gpu.allocator.peak_reserved
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._place = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def add(self, span: Span) -> None:
         """The clock calls this for every span."""
@@ -163,7 +166,7 @@ class TrainingRecorder:
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
         self._memory.fold()
-        self._last, self._spans = self._spans, []
+        self._last, self._spans = self._spans, list[Span]()
         clock = self._machine.clock
         self._ends = (*self._ends[-1:], max(clock.now, clock.done(self._gpu.slot)))
 
@@ -182,26 +185,30 @@ class TrainingRecorder:
             raise RuntimeError("The recorder is still recording. Ask for the report after the `with` block.")
         if tokens is not None and samples is not None:
             raise ValueError("Give the number of tokens or of samples in a step, not both.")
-        settings, spec = self._machine.settings, self._gpu.spec
-        rank, world_size = settings.rank or 0, settings.world_size or 1
-        step, rates = None, {}
-        if len(self._ends) == 2:
-            step = self._ends[1] - self._ends[0]
-            together = seconds_covered((s.start, s.end) for s in self._last)
-            others = seconds_covered((s.start, s.end) for s in self._last if s.kind != "collective")
-            communication = seconds_covered((s.start, s.end) for s in self._last if s.kind == "collective")
-            rates = {"communication_seconds": communication, "exposed_seconds": together - others}
-            units = samples if tokens is None else tokens
-            if units is not None:
-                if flops_per_unit is None and tokens is not None:
-                    flops_per_unit = 6 * self._parameters
-                rates |= {"unit": "samples" if tokens is None else "tokens", "units_per_second": units / step}
-                if flops_per_unit is not None:
-                    rates["mfu"] = flops_per_unit * units / (step * spec.flops.bf16 * world_size)
-        return TrainingReport(
-            f"{spec.name}", self._gpu.memory, rank, world_size, self._parameters, self._memory.peak, self._reserved,
-            self._memory.by_kind, step, **rates,
+        rank, world_size = self._place
+        found = TrainingReport(
+            self._gpu.spec.name, self._gpu.memory, rank, world_size, self._parameters, self._memory.peak,
+            self._reserved, self._memory.by_kind,
         )  # fmt: skip
+        if len(self._ends) < 2:
+            return found
+        step = self._ends[1] - self._ends[0]
+        kernels, collectives = ([(s.start, s.end) for s in self._last if (s.kind == "collective") is wanted]
+                                for wanted in (False, True))  # fmt: skip
+        found = replace(
+            found,
+            step_seconds=step,
+            communication_seconds=seconds_covered(collectives),
+            exposed_seconds=seconds_covered(kernels + collectives) - seconds_covered(kernels),
+        )
+        units = samples if tokens is None else tokens
+        if units is None:
+            return found
+        found = replace(found, unit="samples" if tokens is None else "tokens", units_per_second=units / step)
+        if flops_per_unit is None and samples is not None:
+            return found
+        flops = units * (6 * self._parameters if flops_per_unit is None else flops_per_unit)
+        return replace(found, mfu=flops / (step * self._gpu.spec.flops.bf16 * world_size))
 
 
 def transformer_flops(parameters: int, layers: int, width: int, length: int) -> int:
