@@ -37,6 +37,17 @@ def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
     assert clock.mark(0, 2) == 21.0 and clock.mark(0, 0) == 11.0
 
 
+def test_a_stream_with_a_priority_goes_before_kernels_that_wait():
+    clock = Clock(1)
+    clock.tracks[0].urgent.add(1)
+    for name in "ab":
+        clock.launch(0, 0, 4.0, 0.0, name)
+    clock.hold(0, 1, 4.0)
+    clock.launch(0, 1, 1.0, 0.0, "urgent")  # when "a" is done; "b" has its time already, so "c" pays for it
+    clock.launch(0, 0, 4.0, 0.0, "c")
+    assert clock.mark(0, 1) == 5.0 and clock.mark(0, 0) == 13.0
+
+
 def test_threads_of_one_interpreter_slow_each_other_down():
     clock = Clock(2)
     crew = ConcurrentThreads(clock, 2)

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from virtual_gpus import record_timeline, virtual_gpus
@@ -134,3 +136,105 @@ def test_each_collective_of_pytorch_takes_its_time():
         assert wire(lambda: dist.recv(x, 11)) * 1e3 == pytest.approx(ms["dp"], abs=0.2)
         (everyone,) = collectives(lambda: dist.all_reduce(x))
         assert everyone.lane == "all-reduce" and everyone.sent == 2 * 15 / 16 * NBYTES
+
+
+# ---- overlap ---------------------------------------------------------------------------------------------------------
+
+WIDTH, BLOCKS = 8192, 4
+
+
+def forward_of_fully_shard(rows: int):
+    """A forward pass over four blocks of one matrix each (256 MiB), sharded over 16 ranks with 8 adapters per host."""
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
+    for part in (*net, net):
+        fully_shard(part)
+    net.to_empty(device="cuda")
+    x = torch.empty(rows, WIDTH, device="cuda")
+    with torch.no_grad():
+        net(x)
+        with record_timeline() as timeline:
+            net(x)
+    return timeline
+
+
+def test_fsdp2_gathers_the_next_block_under_the_computation_of_this_one():
+    """All-gather: 256 MiB x 15/16 over 8 x 50 GB/s. Product: 2 x rows x 8192^2 operations at 66.9 TFLOP/s x 0.77.
+
+    The next all-gather starts when this one ends. Meanwhile this block is copied out, which reads and writes 256 MiB at
+    3.35 TB/s x 0.88, and multiplied, and this rank's sixteenth of the block after the next is copied in. So three
+    all-gathers are hidden for that long, or wholly if that takes longer.
+    """
+    gather = 15e-6 + 15 / 16 * 4 * WIDTH**2 / (0.78 * 400e9) + 15 * 2.5e-6
+    copies = 2 * 17 / 16 * 4 * WIDTH**2 / (3.35e12 * 0.88)
+    with one_rank(0, 16, adapters=8):
+        for rows in (128, 2048):
+            product = 2 * rows * WIDTH**2 / (66.9e12 * 0.77)
+            timeline = forward_of_fully_shard(rows)
+            gathers = [span for span in timeline.spans if span.lane == "all-gather"]
+            products = [span for span in timeline.spans if span.name == "mm"]
+            assert [span.end - span.start for span in gathers] == pytest.approx([gather] * BLOCKS, rel=1e-6)
+            for block in range(1, BLOCKS):
+                assert gathers[block].start < products[block - 1].start
+                assert products[block].start >= max(gathers[block].end, products[block - 1].end)
+            found = timeline.communication()["all-gather"]
+            assert (found.calls, found.sent) == (BLOCKS, BLOCKS * 15 / 16 * 4 * WIDTH**2)
+            assert found.seconds == pytest.approx(BLOCKS * gather, rel=1e-6)
+            exposed = gather + (BLOCKS - 1) * max(0, gather - copies - product)
+            assert found.exposed == pytest.approx(exposed, abs=30e-6)
+            assert timeline.communication()["all"] == found
+
+
+def test_queues_streams_and_waits():
+    """One queue per group; groups run side by side; `wait()` holds the stream that calls it, and no other."""
+    with one_rank(0, 16):
+        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("dp", "tp"))
+        x, y, z = (torch.empty(NBYTES // 4, device="cuda") for _ in "xyz")
+        side = torch.cuda.Stream()
+        with record_timeline() as timeline:
+            works = [
+                dist.all_reduce(x, group=mesh.get_group("tp"), async_op=True),
+                dist.broadcast(y, 0, group=mesh.get_group("tp"), async_op=True),
+                dist.all_reduce(z, group=mesh.get_group("dp"), async_op=True),
+            ]
+            torch.zeros(8, device="cuda")  # beside all three
+            with torch.cuda.stream(side):
+                works[1].wait()
+                torch.ones(8, device="cuda")
+            torch.empty(8, device="cuda").exp_()  # the stream of the computation has not waited
+            z.add_(1)  # whoever uses a result waits without being told
+        by_name = {span.name: span for span in timeline.spans if span.kind != "collective"}
+        first, second, other = (span for span in timeline.spans if span.kind == "collective")
+        assert second.start == first.end and other.start < first.end
+        assert by_name["ones"].start == pytest.approx(second.end, abs=1e-9)
+        assert max(by_name["zeros"].end, by_name["exp_"].end) < first.end < by_name["add_"].start
+        assert by_name["add_"].start == pytest.approx(other.end, abs=1e-9)
+        found = timeline.communication()
+        assert set(found) == {"all", "all-reduce, tp", "broadcast, tp", "all-reduce, dp"}
+        assert found["all"].seconds == pytest.approx(other.end - first.start)
+        rows = [label.get_text() for label in timeline.plot().axes[0].get_yticklabels()]
+        assert {"cuda:0, all-reduce, tp", "cuda:0, broadcast, tp", "cuda:0, all-reduce, dp"} < set(rows)
+
+
+# ---- published figures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ranks, adapters, here, published, error",
+    [
+        (
+            8,
+            8,
+            8,
+            370e9,
+            0.06,
+        ),  # NCCL_ALGO=RING on 8 H100, github.com/NVIDIA/nccl-tests/issues/212 and nccl/issues/1455
+        (32, 8, 8, 320e9, 0.04),  # 4 hosts of 8 H100 with 8 x 400 Gb/s RoCE, github.com/NVIDIA/nccl/issues/1221
+        (2, 8, 1, 47e9, 0.18),  # one NDR adapter: 46 to 48, github.com/NVIDIA/nccl-tests/issues/290
+    ],
+)
+def test_bus_bandwidth_of_real_hosts(ranks, adapters, here, published, error):
+    """All-reduces of 8 GiB. Where one adapter is alone, the model is too slow, since 0.78 is NVLink's fraction."""
+    nbytes = 8 << 30
+    seconds = collective_seconds(on_host(ranks, adapters, here), "all_reduce", nbytes)
+    assert 2 * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)

@@ -211,6 +211,17 @@ def _fill(work: Work) -> Cost:
     return Cost(0.8 * work.kernel + work.reading(nbytes), 1)
 
 
+def _rewritten(work: Work) -> Cost:
+    """FSDP2's copies out of a gathered tensor, and of gradients into one: each byte is read once and written once."""
+    nbytes = 2 * work.inputs[0].nbytes if work.name.startswith("split") else sum(part.nbytes for part in work.inputs)
+    return Cost(work.kernel + work.reading(nbytes), 1)
+
+
+def _copied_in(work: Work) -> Cost:
+    """FSDP2's copy of a rank's own part, the first result, into the tensor that is to be gathered, the second."""
+    return Cost(work.kernel + work.reading(2 * work.outputs[0].nbytes), 1)
+
+
 def _free(work: Work) -> Cost:
     return Cost(0.0, 0)
 
@@ -246,5 +257,7 @@ _CLASSES = {
                      "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
                      "randint"), _fill),
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
-                     "resize_", "lift_fresh", "record_stream", "_reshape_alias"), _free),
+                     "resize_", "lift_fresh", "record_stream", "_reshape_alias", "record_grad_output_stream"), _free),
+    **dict.fromkeys(("split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype"), _rewritten),
+    "all_gather_copy_in": _copied_in,
 }  # fmt: skip

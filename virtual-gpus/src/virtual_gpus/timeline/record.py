@@ -4,6 +4,7 @@
         step()
     t.seconds             # modelled wall time until all work of the step is done
     t.busy_seconds(0)     # the part in which GPU 0 ran kernels
+    t.communication(0)    # its collectives: bytes, seconds, and those not hidden behind computation
     t.plot()              # one row per stream
     t.save("step.json")   # opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing
 
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from virtual_gpus.clock.clock import Span
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.threads import this_thread
+from virtual_gpus.timeline.communication import Communication, communication
 from virtual_gpus.timeline.plot import draw
 from virtual_gpus.timeline.spans import lane_name, rows_of, seconds_covered
 
@@ -123,6 +125,10 @@ class Timeline:
         """The fraction of the block's time, 0 to 1, in which a GPU ran kernels. nvidia-smi calls it utilization."""
         busy = self.busy_seconds(gpu)
         return busy / self.seconds if self.seconds else 0.0
+
+    def communication(self, gpu: int = 0) -> dict[str, Communication]:
+        """What collectives cost on a GPU, by kind and group, and for "all" of them: see `timeline.communication`."""
+        return communication(self.spans, self._index(gpu))
 
     def plot(self, axes: Axes | None = None) -> Figure | SubFigure:
         """Draw one row per stream over modelled milliseconds, and return the matplotlib figure.

@@ -20,7 +20,7 @@ def rows_of(spans: Iterable[Span]) -> list[Row]:
 
 def lane_name(lane: int | str) -> str:
     """ "stream", "stream 3", or the name of an engine."""
-    if isinstance(lane, str):
+    if isinstance(lane, str):  # collectives have a row for each kind and group
         return "waits" if lane == HOST_LANE else lane
     return f"stream {lane}" if lane else "stream"
 
