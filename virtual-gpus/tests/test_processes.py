@@ -233,6 +233,8 @@ def collectives(rank):
         return torch.full((n,), float(rank + 1) if value is None else value, device="cuda")
 
     made = {"backend": dist.get_backend()}
+    dist.barrier(device_ids=[rank])
+    kept = torch.cuda.memory_allocated(rank)  # PyTorch 2.11 keeps a barrier's tensor (ProcessGroup.hpp)
     made["all_reduce"] = mine()
     dist.all_reduce(made["all_reduce"])
     made["mean"] = mine()
@@ -260,6 +262,7 @@ def collectives(rank):
     where = {n: str(t.device) for n, t in made.items() if isinstance(t, torch.Tensor)}
     allocated = [settled(i) for i in range(2)]
     values = {n: t.tolist() if isinstance(t, torch.Tensor) else t for n, t in made.items()}
+    allocated[rank] -= kept
     return values | {"objects": objects, "where": where, "allocated": allocated}
 
 

@@ -69,4 +69,13 @@ def worker(rank, folder):
 
 def test_remote_calls(tmp_path):
     with virtual_gpus(2):
+        options = rpc.TensorPipeRpcBackendOptions()
+        for refused in (
+            lambda: rpc.TensorPipeRpcBackendOptions(device_maps={"worker1": {0: 1}}),
+            lambda: rpc.TensorPipeRpcBackendOptions(devices=["cuda:0"]),
+            lambda: options.set_device_map("worker1", {0: 1}),
+            lambda: options.set_devices([0]),
+        ):
+            with pytest.raises(NotImplementedError, match=r"device maps of torch.distributed.rpc \(send x.cpu"):
+                refused()
         mp.start_processes(worker, args=(str(tmp_path),), nprocs=2, start_method="fork")

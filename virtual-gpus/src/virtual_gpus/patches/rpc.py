@@ -1,7 +1,7 @@
 """torch.distributed.rpc: functions that arrive see the virtual GPUs, and GPU tensors do not travel.
 
-TensorPipe sends GPU tensors only where a device map says from which GPU to which. That is not modelled: a GPU tensor is
-refused, where it would arrive as a CPU tensor. Objects on GPUs may be made and used remotely.
+TensorPipe sends GPU tensors only where a device map says from which GPU to which. That is not modelled: a device map is
+refused, and so is a GPU tensor, which would arrive as a CPU tensor. Objects on GPUs may be made and used remotely.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread, leave_thread
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.placement.storages import gpu_of, place
+
+_NAMING_DEVICES = ("__init__", "set_device_map", "set_devices")
 
 
 def _refuse(values: Iterable[Any]) -> None:
@@ -36,6 +38,18 @@ def _sending(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     return send
+
+
+def _without_devices(function: Callable) -> Callable:
+    """A method of `TensorPipeRpcBackendOptions`: an agent that knows GPUs would look for CUDA's driver in C++."""
+
+    @functools.wraps(function)
+    def method(self, *args, **kwargs):
+        if args or kwargs.get("device_maps") or kwargs.get("devices"):
+            raise errors.not_modelled("device maps of torch.distributed.rpc (send x.cpu() instead)")
+        return function(self, *args, **kwargs)
+
+    return method
 
 
 def _serialize(function: Callable) -> Callable:
@@ -103,5 +117,7 @@ def patches() -> list[Patch]:
               (internal, "_run_function", in_mode(internal._run_function))]  # fmt: skip
     autograd = sys.modules["torch.distributed.autograd"]
     found.append((autograd, "get_gradients", _get_gradients(autograd.get_gradients)))
+    options = sys.modules["torch.distributed.rpc.options"].TensorPipeRpcBackendOptions
+    found += [(options, name, _without_devices(getattr(options, name))) for name in _NAMING_DEVICES]
     builtin = ("_invoke_rpc_builtin", "_invoke_remote_builtin")
     return found + [(api, name, _sending(getattr(api, name))) for name in builtin]
