@@ -1,6 +1,7 @@
 """Every way of making or moving a tensor puts it on the GPU that was named, and says so."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -140,6 +141,8 @@ def test_a_storage_stays_on_its_gpu():
         with pytest.raises(RuntimeError, match='on device "cuda:1" to a storage on different device'):
             x.set_(source)
     assert x.set_(torch.zeros(2, device=ONE)).tolist() == [0.0, 0.0] and x.device == ONE
+    with warnings.catch_warnings(action="error"):  # DataLoader's workers hand over typed storages, which PyTorch allows
+        assert x.set_(x._typed_storage()).device == ONE
 
 
 def test_to_returns_the_tensor_itself_when_nothing_changes():

@@ -18,14 +18,26 @@ _BENCH = "bench.py --real_data=False --batch_size=1 --block_size=64"
 _GUIDE = "-d ../corpus -m ../tiny -s 32 --num-epochs 1 --log-freq 1"
 
 
-_GUIDE_ON_THE_CPU = tuple(
-    ("train_llm.py", old, new)
-    for old, new in (
-        ('torch.device("cuda")', 'torch.device("cpu")'),
+def _guide_on_the_cpu(ranks: int) -> Run:
+    edits = [
         ("torch.cuda.reset_peak_memory_stats(device)", "pass"),
         ("mem = torch.cuda.memory_stats(device)", "return __import__('collections').Counter()"),
+    ]
+    if ranks:
+        edits += [
+            ("torch.cuda.device_count()", "2"),
+            ('f"cuda:{local_rank}"', '"cpu"'),
+            ("torch.cuda.set_device(device)", "pass"),
+            ("init_process_group(rank=rank, world_size=world_size, device_id=device)", 'init_process_group("gloo")'),
+        ]
+    else:
+        edits.append(('torch.device("cuda")', 'torch.device("cpu")'))
+    return Run(
+        f"train_llm.py {_GUIDE} -b {4 if ranks else 8}",
+        ranks=ranks,
+        edits=tuple(("train_llm.py", old, new) for old, new in edits),
+        variables=(("TORCH_COMPILE_DISABLE", "1"),),
     )
-)
 
 
 def _small_repositories() -> list[Program]:
@@ -149,20 +161,10 @@ def _small_repositories() -> list[Program]:
                 data=lambda copy, kind=kind: (data.corpus(copy / "corpus"), data.model(copy / "tiny", kind)),
                 within=0.02,
                 note="bfloat16",
-                draws=not ranks,
+                draws=True,
             )
             for chapter, what, ranks, kind, beside in (
-                (
-                    "01-single-gpu",
-                    "one GPU, torch.compile, bfloat16",
-                    0,
-                    "gpt2",
-                    Run(
-                        f"train_llm.py {_GUIDE} -b 8",
-                        edits=_GUIDE_ON_THE_CPU,
-                        variables=(("TORCH_COMPILE_DISABLE", "1"),),
-                    ),
-                ),
+                ("01-single-gpu", "one GPU, torch.compile, bfloat16", 0, "gpt2", _guide_on_the_cpu(0)),
                 (
                     "02-distributed-data-parallel",
                     "DDP, ZeroRedundancyOptimizer, torch.compile",
@@ -172,10 +174,10 @@ def _small_repositories() -> list[Program]:
                 ),
                 (
                     "04-fully-sharded-data-parallel",
-                    "FSDP on two GPUs, torch.compile",
+                    "fully_shard from meta on two GPUs, torch.compile",
                     2,
                     "llama",
-                    Run(f"train_llm.py {_GUIDE} -b 8", gpus=1, ranks=1),
+                    _guide_on_the_cpu(2),
                 ),
             )
         ),

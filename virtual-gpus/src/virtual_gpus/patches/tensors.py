@@ -121,8 +121,10 @@ def set_(self, source=None, *args, **kwargs):
     """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
     if source is None:
         return _raw_set(self, *args, **kwargs)
-    if not this_thread.inside and active() is not None and source.device != self.device:
-        raise errors.storage_elsewhere(self.device, source.device)
+    if not this_thread.inside and active() is not None:
+        device = getattr(source, "_untyped_storage", source).device  # a TypedStorage warns when it is asked
+        if device != self.device:
+            raise errors.storage_elsewhere(self.device, device)
     return _raw_set(self, source, *args, **kwargs)
 
 
