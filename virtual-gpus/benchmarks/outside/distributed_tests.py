@@ -20,7 +20,7 @@ import unittest
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.pytorch_tests import add_missing_names, outcome, tests_of
+from benchmarks.outside.pytorch_tests import add_missing_names, outcome, tests_of
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "distributed_tests.json"

@@ -115,6 +115,16 @@ def report_sync(mode: int) -> None:
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
 
 
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Warn as C++'s TORCH_WARN_ONCE does: once in a process, or always after `torch.set_warn_always(True)`."""
+    if text not in _warned or torch.is_warn_always_enabled():
+        _warned.add(text)
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
 def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
     """`Tensor.numpy()` of a GPU tensor (torch/csrc/utils/tensor_numpy.cpp)."""
     return TypeError(
@@ -269,6 +279,20 @@ def mask_elsewhere(mask: torch.device, self_: torch.device) -> RuntimeError:
 def convolution_weight_elsewhere(input_type: str, weight_type: str) -> RuntimeError:
     """A convolution whose weight is on a different device (aten/src/ATen/native/Convolution.cpp)."""
     return RuntimeError(f"Input type ({input_type}) and weight type ({weight_type}) should be the same")
+
+
+def no_kernel_for(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
+    """A dtype that a kernel of CUDA does not know (c10's AT_DISPATCH macros)."""
+    kind = torch._C.TensorBase.type(tensor).split(".")[-1].removesuffix("Tensor")
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{kind}'")
+
+
+def addcmul_with_number(name: str) -> RuntimeError:
+    """A 0-dim CPU tensor in the wrong place (aten/src/ATen/native/PointwiseOps.cpp)."""
+    text = f"CPU Scalar support for {name} argument is not supported when calling addcmul on CUDA tensors."
+    if name == "tensor1":
+        text += " However, CPU Scalar support for tensor2 is supported, please swap your tensor1 and tensor2 terms."
+    return RuntimeError(text)
 
 
 def no_cuda_kernel(name: str) -> NotImplementedError:

@@ -32,8 +32,6 @@ _ON_THE_HOST = {
     "_ctc_loss": {"input_lengths", "target_lengths"},
     "tensor_split": {"tensor_indices_or_sections"},
 }
-# Those of them that CUDA refuses on a GPU.
-_NEVER_ON_A_GPU = {"_pack_padded_sequence": "lengths"}
 # Results that stay on the CPU: the lengths of a packed sequence.
 _RESULTS_ON_THE_HOST = {"_pack_padded_sequence": 1, "_pad_packed_sequence": 1}
 # Operators that the CPU build of a composite picks, where CUDA picks another: a GPU is never asked for these.
@@ -57,7 +55,9 @@ _PRODUCTS = dict.fromkeys(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"
 _PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
 
 
-# Operators that CUDA runs with other memory than the CPU, by base name ("mm"): filled from `ops`, which lies above.
+# By base name ("mm"), filled from `ops`, which lies above: what CUDA refuses or waits for before an operator runs, and
+# the operators that it runs with other memory than the CPU.
+CHECKS: dict[str, Callable[..., None]] = {}
 RECIPES: dict[str, Callable[..., Any]] = {}
 
 
@@ -69,13 +69,13 @@ class Operator:
         "base",
         "by_element",
         "changes_size",
+        "check",
         "crosses",
         "draws_by_default",
         "func",
         "has_device",
         "has_generator",
         "has_products",
-        "host_only",
         "host_result",
         "is_collective",
         "is_composite",
@@ -121,7 +121,7 @@ class Operator:
         self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
         self.is_index = "index" in self.base and "indices" in self.names
         self.allowed_on_host = _ON_THE_HOST.get(self.base, frozenset())
-        self.host_only = _NEVER_ON_A_GPU.get(self.base)
+        self.check = CHECKS.get(self.base)
         self.host_result = _RESULTS_ON_THE_HOST.get(self.base)
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         returns = func._schema.returns

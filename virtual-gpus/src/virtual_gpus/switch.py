@@ -16,6 +16,7 @@ from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory import history
 from virtual_gpus.settings import Settings
 
+operators.CHECKS.update(ops.CHECKS)
 operators.RECIPES.update(ops.RECIPES)
 
 _switching = threading.RLock()

@@ -38,13 +38,6 @@ def adopt_destination(call: OpCall) -> None:
         place(target, call.gpu)
 
 
-def refuse_on_gpu(call: OpCall) -> None:
-    """Some arguments must stay on the CPU: the lengths of packed sequences."""
-    for name, tensor in call.named_tensors():
-        if name == call.op.host_only and gpu_of(tensor) is not None:
-            raise errors.lengths_on_gpu(name, tensor)
-
-
 def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
     """A 0-dim CPU tensor counts as a number, unless the operator writes to it or checks every argument."""
     return tensor.dim() == 0 and name not in call.op.written and not call.op.checks_each

@@ -15,7 +15,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch import alone, foreach_ops
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.creation import create
-from virtual_gpus.dispatch.devices import adopt_destination, refuse_on_gpu, resolve_common_device
+from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_device
 from virtual_gpus.dispatch.kernels import refuse_gpu_generator
 from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
 from virtual_gpus.dispatch.tracing import run_traced, tensors_of_numbers
@@ -87,12 +87,12 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
         return _run_on_host(call, is_from_cpp)
     if op.by_element:
         return foreach_ops.run(call)
+    if op.check is not None:
+        op.check(call)
     if op.crosses:
         adopt_destination(call)
     elif is_mixed:
         resolve_common_device(call)
-    if op.host_only is not None:
-        refuse_on_gpu(call)
     if not op.on_cuda:
         raise errors.no_cuda_kernel(f"aten::{op.name}")
     if gpu.machine.shapes_only:

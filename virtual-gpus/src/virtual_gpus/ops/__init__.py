@@ -33,17 +33,20 @@ from virtual_gpus.ops import (
     accumulation,
     blas,
     contiguous,
+    cuda_alone,
     dropout,
     indexing,
     losses,
     normalization,
     reductions,
+    refusals,
     sync_batch_norm,
 )
 from virtual_gpus.ops.attention import functions, inference
 from virtual_gpus.ops.conv import convolutions
 
-_FAMILIES = (accumulation, blas, contiguous, convolutions, dropout, indexing, losses, normalization, reductions,
-             sync_batch_norm, functions, inference)  # a later one wins  # fmt: skip
+_FAMILIES = (accumulation, blas, contiguous, convolutions, cuda_alone, dropout, indexing, losses, normalization,
+             reductions, sync_batch_norm, functions, inference)  # a later one wins  # fmt: skip
 
 RECIPES = {name: recipe for family in _FAMILIES for name, recipe in family.RECIPES.items()}
+CHECKS = refusals.CHECKS | indexing.CHECKS

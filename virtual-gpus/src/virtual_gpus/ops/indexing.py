@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import torch
+
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.timing import record_copy, record_read
 from virtual_gpus.ops.contiguous import with_packed
-from virtual_gpus.placement.storages import nbytes
+from virtual_gpus.placement.storages import gpu_of, nbytes
+from virtual_gpus.shapes.valueless import is_mask
 from virtual_gpus.threads import this_thread
 
 _FEW = 3072  # indices that the unsorted kernel takes
@@ -63,8 +67,46 @@ def index_put(call: OpCall):
         return call.run_in_place(call["self"]) if in_place else call.run()
 
 
+def send_indices(call: OpCall) -> None:
+    """The host waits while integers that lie on the CPU are copied to the GPU."""
+    for index in call["indices"]:
+        if index is not None and gpu_of(index) is None and not is_mask(index):
+            record_copy(None, call.gpu, index, index.dtype, blocking=True)
+
+
+def send_and_count(call: OpCall) -> None:
+    """As `send_indices`; and the host waits for the number of elements that a mask lets it write.
+
+    It does not where one number of the CPU goes to all of them (canDispatchToMaskedFill, TensorAdvancedIndexing.cpp).
+    """
+    send_indices(call)
+    values = call["values"]
+    is_filled = values.numel() == 1 and gpu_of(values) is None
+    if not is_filled and any(is_mask(index) and gpu_of(index) is not None for index in call["indices"]):
+        record_read(call)
+
+
+_raw_one_hot = torch._C._nn.one_hot
+
+
+def one_hot(tensor, num_classes: int = -1):
+    """As on CUDA (aten/src/ATen/native/Onehot.cpp): the host reads no value if it is told the number of classes."""
+    plain = type(tensor) is torch.Tensor and tensor.dtype is torch.int64
+    if not plain or num_classes < 1 or torch._C._are_functorch_transforms_active() or gpu_of(tensor) is None:
+        return _raw_one_hot(tensor, num_classes)
+    made = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
 RECIPES = {
     "embedding_dense_backward": embedding_backward,
     "index_put": index_put,
     "_index_put_impl_": index_put,
 }
+CHECKS = dict.fromkeys(("index", "_unsafe_index"), send_indices)
+CHECKS |= dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), send_and_count)
+
+
+def patches():
+    """See `patches`."""
+    return [(owner, "one_hot", one_hot) for owner in (torch._C._nn, torch.nn.functional)]

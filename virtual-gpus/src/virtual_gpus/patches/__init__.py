@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from virtual_gpus.ops import dropout, normalization
+from virtual_gpus.ops import dropout, indexing, normalization
 from virtual_gpus.ops.attention import functions as attention
 from virtual_gpus.ops.rnn import functions as rnn
 from virtual_gpus.patches import (
@@ -54,8 +54,8 @@ from virtual_gpus.patches import (
 
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
             parallel, legacy, driver, graphs, smi, processes, process_groups, nccl, distributed, refused, numbers,
-            snapshots, dropout, attention, normalization, rnn, autocast, saved_tensors, blas, compiler, scripts,
-            profiler, rpc, sharing, export, fft)  # fmt: skip
+            snapshots, dropout, indexing, attention, normalization, rnn, autocast, saved_tensors, blas, compiler,
+            scripts, profiler, rpc, sharing, export, fft)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 

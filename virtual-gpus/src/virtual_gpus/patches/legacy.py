@@ -29,6 +29,10 @@ class LegacyType(type):
     @entrance
     def __call__(cls, *args, device=None):
         """A new tensor: of these sizes, with these values, or around this storage. `device` names another GPU."""
+        errors.warn_once(
+            "The torch.cuda.*DtypeTensor constructors are no longer recommended. It's best to use methods such as "
+            "torch.tensor(data, dtype=*, device='cuda') to create tensors."
+        )
         device = torch.device("cuda" if device is None else device)
         if device.type != "cuda":
             raise errors.legacy_constructor(device)
@@ -93,6 +97,10 @@ def set_default_tensor_type(t, /) -> None:
         _forget_default()
         _raw_set_default(t)
         return
+    errors.warn_once(
+        "torch.set_default_tensor_type() is deprecated as of PyTorch 2.1, please use torch.set_default_dtype() and "
+        "torch.set_default_device() as alternatives."
+    )
     dtype, _ = parse_type(t)
     if not dtype.is_floating_point:
         raise TypeError(f"only floating-point types are supported as the default type (got {dtype})")

@@ -9,7 +9,7 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.numbers import named
-from virtual_gpus.placement.storages import UNRECORDED, StorageAllocation, find_gpu, record_of
+from virtual_gpus.placement.storages import UNRECORDED, HostStorage, StorageAllocation, find_gpu, record_of
 from virtual_gpus.threads import this_thread
 
 _raw_device = torch._C.StorageBase.device.__get__
@@ -70,7 +70,10 @@ def to(self, *, device, non_blocking: bool = False):
     target = find_gpu(machine, device) if device.type == "cuda" else None
     if target is not None and _gpu(self) is target:
         return self
-    return _copy(self, target)
+    copied = _copy(self, target)
+    if target is None and non_blocking:
+        copied._record = HostStorage(pinned=True)
+    return copied
 
 
 def _copy(storage, target):

@@ -1,0 +1,193 @@
+"""PyTorch's own tests on virtual GPUs; writes docs/pytorchs_tests.md. Nothing is downloaded.
+
+    python -m benchmarks.outside.pytorch_tests FOLDER/test_torch.py --version 2.15    # run a file, keep its results
+    python -m benchmarks.outside.pytorch_tests FOLDER/test_torch.py --only cumsum     # some tests, nothing is kept
+    python -m benchmarks.outside.pytorch_tests                                        # write the page again
+
+The files are in PyTorch's repository, in the folder `test`, best under the tag of the installed version. They need
+expecttest, hypothesis, psutil and NumPy. A file of an earlier version runs too: decorators that its version had and the
+installed one has not do nothing. The exit code is 1 if a test failed for a reason that is not known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import sys
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks.outside.pytorch_reasons import INSIDES, OTHERS, reason
+
+RESULTS = Path(__file__).with_suffix(".json")
+DOCS = Path(__file__).parents[2] / "docs" / "pytorchs_tests.md"
+# Where the file holds tests of the CPU as well: the part of Class.test that all tests of GPUs have.
+DEVICE_PART = {"test_torch.py": "CUDA.test"}
+INTRODUCTION = """
+# PyTorch's own tests on virtual GPUs
+
+`python -m benchmarks.outside.pytorch_tests` makes this page from its latest run of each file. Its help says where the
+files are had. [distributed_tests.md](distributed_tests.md) has the tests of torch.distributed.
+"""
+NOTE = """
+The share leaves out the tests of CUDA's insides. Skipped tests need other hardware or libraries, or more memory than
+the virtual GPUs had.
+"""
+
+
+class TooSlow(Exception):
+    """A test took longer than it may."""
+
+
+def add_missing_names(path: Path) -> list[str]:
+    """Give PyTorch's test harness the decorators that the file imports and the installed version lacks."""
+    added = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.testing."):
+            module = importlib.import_module(node.module)
+            for name in (alias.name for alias in node.names if not hasattr(module, alias.name)):
+                setattr(module, name, lambda *args, **_: args[0] if args and callable(args[0]) else lambda test: test)
+                added.append(name)
+    return added
+
+
+def load(path: Path) -> ModuleType:
+    """The test file as a module."""
+    if added := add_missing_names(path):
+        print("Not in the installed version, and left out:", ", ".join(added))
+    os.environ["PYTORCH_DISABLE_FP32_PRECISION_LEAK_CHECK"] = "1"  # tests of earlier versions do not know this check
+    sys.argv = [str(path)]  # the harness compares it with the file of each test
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tests_of(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+    """Every test of a suite that is about GPUs: the harness makes a class per kind of device."""
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from tests_of(test)
+        elif not type(test).__name__.endswith(("CPU", "META", "MPS", "XPU")):
+            yield test
+
+
+@contextlib.contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise TooSlow in the block after so many seconds of processor time, or ten times as many by the clock."""
+
+    def stop(*_) -> None:
+        raise TooSlow(f"more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGPROF, stop)
+    signal.alarm(10 * seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def outcome(test: unittest.TestCase, seconds: int) -> tuple[str, str]:
+    """("passed" | "failed" | "skipped", the last line of the error)."""
+    result = unittest.TestResult()
+    try:
+        with at_most(seconds), contextlib.redirect_stderr(io.StringIO()):
+            unittest.TestSuite([test]).run(result)
+    except TooSlow as error:
+        return "failed", f"TooSlow: {error}"
+    if result.errors or result.failures:
+        lines = (result.errors + result.failures)[0][1].strip().splitlines()
+        errors = [line for line in lines if line[:1].isalpha() and ":" in line and not line.startswith("To execute")]
+        return "failed", next((line for line in errors if not line.startswith("Traceback")), lines[-1])
+    if result.skipped:
+        return "skipped", result.skipped[0][1]
+    return "passed", ""
+
+
+def run(path: Path, gpus: int, memory: str, only: str, seconds: int) -> dict:
+    """{"passed": n, "skipped": n, "failed": {test: the last line of its error}} of a file."""
+    import torch
+    from virtual_gpus import virtual_gpus
+
+    found = {"passed": 0, "skipped": 0, "failed": {}}
+    with virtual_gpus(gpus, memory=memory, children=True):
+        for test in tests_of(unittest.defaultTestLoader.loadTestsFromModule(load(path))):
+            name = f"{type(test).__name__}.{test._testMethodName}"
+            if DEVICE_PART.get(path.name, "") not in name or not re.search(only, name):
+                continue
+            what, text = outcome(test, seconds)
+            torch.cuda.empty_cache()  # each begins with its GPUs empty
+            print(f"{what:8} {name}  {text[:300]}", flush=True)
+            if what == "failed":
+                found["failed"][name] = text
+            else:
+                found[what] += 1
+    return found
+
+
+def write(results: dict) -> None:
+    """docs/pytorchs_tests.md: how many tests of each file pass, and why each of the others fails."""
+    lines = [*INTRODUCTION.strip().splitlines(), "", "| file | of | passed | failed | skipped | share |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for name, found in sorted(results.items()):
+        failed = [test for test in found["failed"] if reason(test, INSIDES) is None]
+        share = 100 * found["passed"] / (found["passed"] + len(failed))
+        numbers = found["passed"], len(found["failed"]), found["skipped"]
+        lines.append(" | ".join(["", name, found["version"], *map(str, numbers), f"{share:.1f} %", ""]).strip())
+    lines += ["", *NOTE.strip().splitlines()]
+    for title, reasons in (("CUDA's insides", INSIDES), ("What else fails", OTHERS)):
+        lines += ["", f"## {title}", "", "| tests | reason |", "|---|---|"]
+        tests: dict[str, list[str]] = {}
+        for found in results.values():
+            for test in found["failed"]:
+                if why := reason(test, reasons):
+                    tests.setdefault(why, []).append(test.partition(".")[2])
+        for why, names in sorted(tests.items(), key=lambda row: (-len(row[1]), row[0])):
+            lines.append(f"| {', '.join(f'`{name}`' for name in sorted(names))} | {why} |")
+    DOCS.write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.outside.pytorch_tests", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("file", type=Path, nargs="?", help="a file of PyTorch's folder `test`")
+    parser.add_argument("--version", help="the version of PyTorch that the file is of; keeps the results")
+    parser.add_argument("--gpus", type=int, default=4, help="how many virtual GPUs (4)")
+    parser.add_argument("--memory", default="8 GiB", help="memory of each GPU (8 GiB)")
+    parser.add_argument("--only", default="", help="a pattern for Class.test")
+    parser.add_argument("--seconds", type=int, default=300, help="the most processor time of one test (300)")
+    given = parser.parse_args()
+
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if given.file:
+        found = run(given.file, given.gpus, given.memory, given.only, given.seconds)
+        print(f"{found['passed']} passed, {len(found['failed'])} failed, {found['skipped']} skipped.")
+        if given.version and not given.only:
+            results[given.file.name] = {"version": given.version, **found}
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    else:
+        found = {"failed": [test for found in results.values() for test in found["failed"]]}
+    write(results)
+    unknown = [test for test in found["failed"] if not reason(test, INSIDES | OTHERS)]
+    print("Failed for no known reason:", ", ".join(unknown) or "none")
+    return bool(unknown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

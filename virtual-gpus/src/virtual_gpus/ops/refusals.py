@@ -1,0 +1,155 @@
+"""What CUDA refuses before it runs an operator, in its words.
+
+Among it are the operators that CUDA refuses, or warns of, under `torch.use_deterministic_algorithms(True)`. Source: the
+calls of `alertNotDeterministic` in PyTorch's aten/src/ATen/native/cuda, as they are in the CUDA libraries of 2.11 to
+2.15. What the CPU's kernel refuses under the same name, such as max_unpool2d, is not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._prims_common import alert_not_deterministic
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.placement.storages import gpu_of
+
+# Base name of the operator -> the name in CUDA's message.
+_ALERTS = {
+    name: f"{name}_cuda"
+    for name in (
+        "avg_pool3d_backward",
+        "adaptive_max_pool2d_backward",
+        "fractional_max_pool2d_backward",
+        "fractional_max_pool3d_backward",
+        "grid_sampler_2d_backward",
+        "grid_sampler_3d_backward",
+        "max_pool3d_with_indices_backward",
+        "replication_pad1d_backward",
+        "replication_pad2d_backward",
+        "replication_pad3d_backward",
+    )
+}
+_ALERTS |= {
+    name: f"{name.removeprefix('_')}_out_cuda"
+    for name in (
+        "reflection_pad1d_backward",
+        "reflection_pad3d_backward",
+        "upsample_linear1d_backward",
+        "upsample_bilinear2d_backward",
+        "upsample_bicubic2d_backward",
+        "upsample_trilinear3d_backward",
+        "_upsample_bilinear2d_aa_backward",
+        "_upsample_bicubic2d_aa_backward",
+    )
+}
+_ALERTS |= {
+    "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
+    "_adaptive_avg_pool3d_backward": "adaptive_avg_pool3d_backward_cuda",
+    "_ctc_loss_backward": "ctc_loss_backward_gpu",
+    "_embedding_bag_backward": "embedding_bag_backward_cuda_max",
+    "_embedding_bag_dense_backward": "embedding_bag_backward_cuda_max",
+    "bincount": "_bincount_cuda",
+    "histc": "_histc_cuda with floating point input",
+    "index_reduce": "index_reduce_cuda",
+    "index_reduce_": "index_reduce_cuda",
+    "median": "median CUDA with indices output",
+    "nanmedian": "median CUDA with indices output",
+    "nll_loss2d_forward": "nll_loss2d_forward_out_cuda_template",
+    "put": "put_",
+    "put_": "put_",
+    "scatter": "scatter_reduce_cuda_kernel",
+    "scatter_": "scatter_reduce_cuda_kernel",
+    "scatter_reduce": "scatter_reduce_cuda_prod_",
+    "scatter_reduce_": "scatter_reduce_cuda_prod_",
+}
+
+
+_MAX, _NO_REDUCTION = 2, 0  # as C++ counts EmbeddingBag's modes and the reductions of losses
+
+
+def _multiplies(call: OpCall) -> bool:
+    """`scatter(..., src, reduce="multiply")`: sums are deterministic, and so is a number in the place of src."""
+    return call.func._schema.overload_name == "reduce" and call["reduce"] == "multiply"
+
+
+def _is_maximum(call: OpCall) -> bool:
+    return call["mode"] == _MAX
+
+
+def _gives_indices(call: OpCall) -> bool:
+    return len(call.func._schema.returns) == 2
+
+
+def _is_product(call: OpCall) -> bool:
+    return call["reduce"] == "prod"
+
+
+def _accumulates(call: OpCall) -> bool:
+    """The CPU's kernel refuses the other calls itself."""
+    return call["accumulate"]
+
+
+def _without_cudnn(call: OpCall) -> bool:
+    """cuDNN's kernel is deterministic (cond_cudnn_grid_sampler in aten/src/ATen/native/GridSamplerUtils.h)."""
+    x = call["input"]
+    plain = call["interpolation_mode"] == 0 and call["padding_mode"] == 0 and call["align_corners"]
+    wide = x.dtype in (torch.float64, torch.float32, torch.float16) and x.shape[1] <= 1024
+    return not (plain and wide and torch._C._get_cudnn_enabled())
+
+
+# Those that CUDA refuses in some calls only.
+_ONLY_IF: dict[str, Callable[[OpCall], bool]] = {
+    "_embedding_bag_backward": _is_maximum,
+    "_embedding_bag_dense_backward": _is_maximum,
+    "bincount": lambda call: call["weights"] is not None,
+    "grid_sampler_2d_backward": _without_cudnn,
+    "histc": lambda call: call["self"].is_floating_point(),
+    "median": _gives_indices,
+    "nanmedian": _gives_indices,
+    "nll_loss2d_forward": lambda call: call["reduction"] != _NO_REDUCTION,
+    "put": _accumulates,
+    "put_": _accumulates,
+    "scatter": _multiplies,
+    "scatter_": _multiplies,
+    "scatter_reduce": _is_product,
+    "scatter_reduce_": _is_product,
+}
+
+
+def alert(call: OpCall) -> None:
+    """Raise RuntimeError or warn, as the setting says, if CUDA has no deterministic algorithm for this call."""
+    only_if = _ONLY_IF.get(call.op.base)
+    if torch.are_deterministic_algorithms_enabled() and (only_if is None or only_if(call)):
+        alert_not_deterministic(_ALERTS[call.op.base])
+
+
+def scatter(call: OpCall) -> None:
+    """CUDA multiplies no complex numbers into a tensor (aten/src/ATen/native/cuda/ScatterGatherKernel.cu)."""
+    alert(call)
+    if _multiplies(call) and call["self"].is_complex():
+        raise errors.no_kernel_for("cuda_scatter_gather_base_kernel_func", call["self"])
+
+
+def addcmul(call: OpCall) -> None:
+    """Of the arguments of addcmul, CUDA takes only the last one from the CPU, if it is a number."""
+    for name in ("self", "tensor1"):
+        if gpu_of(call[name]) is None and not call[name].dim():
+            raise errors.addcmul_with_number(name)
+
+
+def packed_lengths(call: OpCall) -> None:
+    """The lengths of packed sequences must stay on the CPU."""
+    if gpu_of(call["lengths"]) is not None:
+        raise errors.lengths_on_gpu("lengths", call["lengths"])
+
+
+CHECKS = dict.fromkeys(_ALERTS, alert) | {
+    "_pack_padded_sequence": packed_lengths,
+    "addcmul": addcmul,
+    "addcmul_": addcmul,
+    "scatter": scatter,
+    "scatter_": scatter,
+}
