@@ -94,6 +94,14 @@ def test_an_all_to_all_across_hosts():
     assert collective_seconds(on_host(16, 8), "all_to_all", NBYTES) == pytest.approx(seconds, rel=1e-9)
 
 
+def test_small_all_reduces_over_many_hosts_go_along_a_tree():
+    """128 hosts: up and down through 8 GPUs and 7 levels of hosts, instead of 2,046 hops around the ring."""
+    route = on_host(1024, 8)
+    seconds = 15e-6 + 2 * 1024 / (0.9 * 0.78 * 400e9) + 2 * (7 + 7) * 2.5e-6
+    assert collective_seconds(route, "all_reduce", 1024) == pytest.approx(seconds, rel=1e-9)
+    assert collective_seconds(route, "all_gather", 1024) > 1023 * 2.5e-6
+
+
 def test_each_collective_of_pytorch_takes_its_time():
     """In a mesh of 2 hosts x 8 GPUs: "dp" goes over the network, "tp" over NVLink. Latencies: 0.2 ms at most."""
     ms = {"tp": NBYTES / (0.78 * 450e9) * 1e3, "dp": NBYTES / (0.78 * 50e9) * 1e3}
@@ -220,21 +228,24 @@ def test_queues_streams_and_waits():
 
 
 @pytest.mark.parametrize(
-    "ranks, adapters, here, published, error",
+    "ranks, here, mebibytes, published, error",
     [
         (
             8,
             8,
-            8,
+            8192,
             370e9,
             0.06,
-        ),  # NCCL_ALGO=RING on 8 H100, github.com/NVIDIA/nccl-tests/issues/212 and nccl/issues/1455
-        (32, 8, 8, 320e9, 0.04),  # 4 hosts of 8 H100 with 8 x 400 Gb/s RoCE, github.com/NVIDIA/nccl/issues/1221
-        (2, 8, 1, 47e9, 0.18),  # one NDR adapter: 46 to 48, github.com/NVIDIA/nccl-tests/issues/290
+        ),  # NCCL_ALGO=RING on a host, github.com/NVIDIA/nccl-tests/issues/212, nccl/issues/1455
+        (32, 8, 8192, 320e9, 0.04),  # 4 hosts, github.com/NVIDIA/nccl/issues/1221
+        (256, 8, 2048, 340e9, 0.17),  # 32 hosts, github.com/NVIDIA/nccl/issues/1218
+        (1984, 8, 512, 350e9, 0.23),  # 248 hosts of 8 H200, github.com/NVIDIA/nccl-tests/issues/283
+        (2, 1, 8192, 47e9, 0.18),  # an adapter for each GPU: 46 to 48, github.com/NVIDIA/nccl-tests/issues/290
     ],
 )
-def test_bus_bandwidth_of_real_hosts(ranks, adapters, here, published, error):
-    """All-reduces of 8 GiB. Where one adapter is alone, the model is too slow, since 0.78 is NVLink's fraction."""
-    nbytes = 8 << 30
-    seconds = collective_seconds(on_host(ranks, adapters, here), "all_reduce", nbytes)
+def test_bus_bandwidth_of_real_hosts(ranks, here, mebibytes, published, error):
+    """All-reduces on hosts of 8 H100 with 8 adapters of 400 Gbit/s. Where an adapter is the slowest link, the model is
+    too slow, since its 0.78 is the fraction of NVLink that is reached."""
+    nbytes = mebibytes << 20
+    seconds = collective_seconds(on_host(ranks, 8, here), "all_reduce", nbytes)
     assert 2 * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)

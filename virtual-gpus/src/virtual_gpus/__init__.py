@@ -39,7 +39,7 @@ Time:
   1.6 between two runs on the same day.
 - Kernels on different streams of one GPU run one after the other, even if small kernels would overlap on a real GPU.
   CUDA's launch queue has no limit. Copies that use the same link share its bandwidth per GPU, not per switch. Of NCCL's
-  algorithms, only rings are modelled, not trees.
+  algorithms, rings are modelled, and trees for all-reduces over several hosts.
 - Numbers never depend on streams. A program that forgets to wait gives correct results here, but may give wrong ones on
   a real GPU.
 - In torch.distributed, collectives and messages take modelled time for GPU tensors, but none for CPU tensors. With the

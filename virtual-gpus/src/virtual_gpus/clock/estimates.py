@@ -15,7 +15,7 @@ from virtual_gpus.clock.calibration import HOST, calibration
 from virtual_gpus.clock.cost import CONVOLUTIONS_BACKWARD
 from virtual_gpus.clock.cost_matmul import peak, tensor_cores
 from virtual_gpus.clock.links import NETWORKS, REACHED, arrange
-from virtual_gpus.clock.traffic import collective_seconds
+from virtual_gpus.clock.traffic import ring_seconds
 from virtual_gpus.gpus import spec
 
 __all__ = ["NETWORKS", "OPERATOR_SECONDS", "Rates", "all_reduce_seconds", "copy_seconds", "rates"]
@@ -81,4 +81,4 @@ def all_reduce_seconds(
     hosts = -(-gpus // per_machine)
     topology = arrange(spec(kind), gpus, links, hosts, network, adapters)
     route = topology.route(list(zip(topology.hosts, range(gpus), strict=True)), per_host=gpus // hosts)
-    return collective_seconds(route, "all_reduce", nbytes)
+    return ring_seconds(route.links, gpus, "all_reduce", nbytes)

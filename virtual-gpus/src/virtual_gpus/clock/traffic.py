@@ -7,15 +7,17 @@ has one engine for copies in each direction.
 
 Collectives go around a ring, as NCCL's do for large tensors: an all-reduce of n GPUs sends 2(n - 1)/n of the bytes over
 each link, and the slowest link sets the pace (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations"; https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives the bytes of
-each collective, which it calls the correction from algorithm bandwidth to bus bandwidth). Each hop costs a latency, as
-in the alpha-beta model. Trees, NVLink SHARP and the network's own reductions are not modelled. So small all-reduces
-over many hosts are modelled too slow.
+clusters of workstations"). https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives these parts for
+all collectives. Each hop costs half of a link's latency, as in the alpha-beta model. That is 2.5 microseconds on NVLink
+and InfiniBand, an estimate. NCCL's own model has 3.4 and 9.6 for large messages, and 1.9 and 4.0 for smaller ones
+(src/graph/tuning.cc). All-reduces over several hosts go along a tree where that is faster. NVLink SHARP and reductions
+in the network are not modelled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
@@ -98,12 +100,25 @@ def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
     In an all-to-all, (count - here) / count of each GPU's bytes go to other hosts, and the members on a host send
     theirs through its adapters at the same time. The bytes for the same host travel meanwhile.
     """
-    if kind != "all_to_all" or route.across is None:
-        return ring_seconds(route.links, route.count, kind, nbytes)
+    ring = ring_seconds(route.links, route.count, kind, nbytes)
+    if route.across is None or kind not in ("all_reduce", "all_to_all"):
+        return ring
+    if kind == "all_reduce":
+        return min(ring, _tree_seconds(route, nbytes))
     leaving, staying = (nbytes * part / route.count for part in (route.count - route.here, route.here - 1))
     inside = min((link.bandwidth for link in route.inside), default=route.across.bandwidth)
     wire = max(leaving * route.here / route.across.bandwidth, staying / inside) / REACHED_BY_COLLECTIVES
     return ring_seconds(route.links, route.count, kind, 0) + wire
+
+
+def _tree_seconds(route: Route, nbytes: int) -> float:
+    """Seconds of an all-reduce up and down a tree of hosts, with a chain through the members of each.
+
+    Its bandwidth and hops are those of NCCL's own model (src/graph/tuning.cc): twice the bytes at 0.9 of the speed.
+    """
+    slowest = min(link.bandwidth for link in route.links) * REACHED_BY_COLLECTIVES * 0.9
+    hops = 2 * (route.here - 1 + ceil(log2(route.count / route.here)))
+    return _COLLECTIVE_START + 2 * nbytes / slowest + hops * max(link.latency for link in route.links) / 2
 
 
 def message_seconds(
