@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outside", description=__doc__.splitlines()[0])
     parser.add_argument("--had", action="store_true", help="say where the programs are had")
     parser.add_argument("--from", dest="folder", type=Path, help="the folder that holds the repositories")
-    parser.add_argument("--only", nargs="*", default=[""], help="only the programs whose name contains one of these")
+    parser.add_argument("--only", nargs="*", default=[""], help="only the programs of these names or parts of names")
     parser.add_argument("--fakegpu", action="store_true", help="run on FakeGPU, for the column beside ours")
     parser.add_argument("--work", type=Path, help="keep copies, logs and losses here")
     options = parser.parse_args()
@@ -32,7 +32,8 @@ def main() -> None:
         table.write()
         return
     work = options.work or Path(tempfile.mkdtemp(prefix="outside-"))
-    chosen = [program for word in options.only for program in table.PROGRAMS if word in program.name]
+    names = {program.name: program for program in table.PROGRAMS}
+    chosen = [names[name] for word in options.only for name in ([word] if word in names else names) if word in name]
     for program in dict.fromkeys(chosen):
         source = options.folder / SOURCES[program.source].folder
         if not source.is_dir():

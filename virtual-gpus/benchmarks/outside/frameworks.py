@@ -110,10 +110,10 @@ def lightning() -> list[Program]:
             "fabric/image_classifier",
             "fabric run: DDP on two GPUs",
             Run(
-                "-m lightning.fabric.cli run --accelerator cuda --devices 2 --strategy ddp train_fabric.py --epochs 1",
+                "-m lightning.fabric.cli --accelerator cuda --devices 2 --strategy ddp train_fabric.py --epochs 1",
                 gpus=2,
             ),
-            Run("-m lightning.fabric.cli run --accelerator cpu --devices 2 --strategy ddp train_fabric.py --epochs 1"),
+            Run("-m lightning.fabric.cli --accelerator cpu --devices 2 --strategy ddp train_fabric.py --epochs 1"),
             draws=True,
             **fabric,
         ),
