@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.outside import data
-from benchmarks.outside.programs import ATTENTION, BFLOAT16, BFLOAT16_ROUNDING, ROUNDING, Program, Run
+from benchmarks.outside.programs import ATTENTION, BFLOAT16, ROUNDING, Program, Run
 
 _FEW = "--trainer.max_epochs=1 --trainer.limit_train_batches=3 --trainer.limit_val_batches=1 "
 _FEW += "--trainer.limit_test_batches=1 --trainer.limit_predict_batches=1 "
@@ -276,21 +276,9 @@ def transformers() -> list[Program]:
                 Run(f"{_CLM} --use_cpu"),
                 {},
             ),
-            (
-                "run_clm_no_trainer",
-                "Accelerate, one GPU",
-                Run(f"{_NO_TRAINER}", gpus=1),
-                Run(f"{_NO_TRAINER}", variables=(("ACCELERATE_USE_CPU", "true"),)),
-                {},
-            ),
         )
     ]
 
-
-_NO_TRAINER = (
-    "run_clm_no_trainer.py --model_name_or_path ../../../tiny --train_file ../../../corpus/train.txt --validation_file "
-    "../../../corpus/validation.txt --block_size 32 --max_train_steps 5 --output_dir out --seed 1"
-)
 
 _TIMM = "train.py data --model test_vit --img-size 64 -b {} --epochs 1 --sched step --lr 0.01 "
 _TIMM += "--workers 1 --num-classes 2 --seed 1 "
@@ -318,7 +306,7 @@ def timm() -> list[Program]:
                 ", DDP",
                 "DDP on two GPUs under torchrun",
                 Run(two, gpus=2, ranks=2),
-                Run(f"{two} --device cpu", ranks=2),
+                Run(f"{two} --device cpu", ranks=2, edits=(("train.py", "device_ids=[device], ", ""),)),
                 {},
             ),
             (
@@ -360,7 +348,7 @@ def torchtitan() -> list[Program]:
             beside,
             data=assets,
             within=0.02,
-            note=BFLOAT16_ROUNDING,
+            note="bfloat16",
         )
         for name, uses, on, beside in (
             ("", "one GPU", one, split),

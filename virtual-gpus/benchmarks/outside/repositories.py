@@ -161,7 +161,7 @@ def _small_repositories() -> list[Program]:
                 data=lambda copy, kind=kind: (data.corpus(copy / "corpus"), data.model(copy / "tiny", kind)),
                 within=0.02,
                 note="bfloat16",
-                draws=True,
+                draws=beside.gpus == 0,
             )
             for chapter, what, ranks, kind, beside in (
                 ("01-single-gpu", "one GPU, torch.compile, bfloat16", 0, "gpt2", _guide_on_the_cpu(0)),
