@@ -30,13 +30,17 @@ INTRODUCTION = """
 # PyTorch's own tests of torch.distributed
 
 `python -m benchmarks.outside.distributed_tests` makes this page from its latest run of each test. Its help says where
-the files are had. Here `distributed_test.py` is that of the installed PyTorch 2.15. The other files are the copies in
-Ascend/pytorch at 9e73e70, with the names of its devices and helpers put back to CUDA's. Skipped tests are for other
-backends or for more GPUs.
+the files are had. Here `distributed_test.py` is that of the installed PyTorch 2.15. The other files are copies of other
+versions, since those of 2.15 could not be had. `test_fully_shard_init.py`, `_memory.py`, `_mixed_precision.py` and
+`_overlap.py` are PyTorch 2.4's, from MetaX-MACA/mcPytorch at b3db5ee, with the present names of modules. The rest is
+from Ascend/pytorch at 9e73e70, with the names of its devices and helpers put back to CUDA's. The tests of fully_shard
+ran with two GPUs, except test_clip_grad_norm_2d with four. Skipped tests are for other backends or for more GPUs.
 """
+_ROOT = "of another version: 2.15 gathers the root once more in backward"
+_THREADS = "functional collectives find no backend in the test helper's group of threads; not mended yet"
 # The beginning of a test's name -> why it fails.
 KNOWN = {
-    "test_monitored_barrier_allreduce_hang": "the error of a timeout has gloo's words",
+    "test_monitored_barrier_allreduce_hang": "a collective's timeout has gloo's words; monitored_barrier itself works",
     "test_ddp_profiling": "the profiler shows gloo's names",
     "test_send_recv_nccl_": "the profiler shows gloo's names",
     "test_ddp_compile": "compiles DistributedDataParallel for a GPU",
@@ -45,8 +49,26 @@ KNOWN = {
     "test_all_irecv_dispatched_individually": "of another version: fails without virtual GPUs too",
     "test_all_isend_dispatched_individually": "of another version: fails without virtual GPUs too",
     "test_mixed_ops_use_batch": "of another version: fails without virtual GPUs too",
-    "test_ddp_uneven_inputs": "not done within the time on two busy cores",
-    "test_pipeline_order": "not done within the time on two busy cores",
+    "test_ddp_uneven_inputs": "not done within 500 s on two busy cores",
+    "test_all_gather_extension_outer_size_stride": "of another version: its tensors miss an argument of PyTorch 2.15's",
+    "test_all_gather_fp32": _THREADS,
+    "test_reduce_scatter_fp": _THREADS,
+    "test_meta_device_2d_init": _THREADS,
+    "test_share_comm_context": "of another version: 2.15's all-gather has one argument more",
+    "test_dp_state_dict_cpu_offload": "a DTensor's device is its local tensor's, which fully_shard puts on the CPU",
+    "test_fully_shard_backward_prefetch": _ROOT,
+    "test_fully_shard_communication_count": _ROOT,
+    "test_fully_shard_multi_module_backward_prefetch": _ROOT,
+    "test_set_modules_to_": _ROOT,
+    "test_1d_process_group_init": "of another version: reads a private attribute of DeviceMesh that is gone",
+    "test_2d_process_group_init": "of another version: reads a private attribute of DeviceMesh that is gone",
+    "test_invalid_mesh_ndim": "of another version: expects other words",
+    "test_managed_": "of PyTorch 2.4: expects other managed modules",
+    "test_shard_dtensor_parameters": "of another version: 2.15 has _StridedShard for this placement",
+    "test_compute_dtype": "of PyTorch 2.4: the type of a reduction; not looked into further",
+    "test_norm_modules_": "the error for batch norm with statistics of another type has the CPU's words",
+    "test_fully_shard_training_overlap": "delays functions of 2.4 that 2.15 no longer calls; not looked into further",
+    "test_fully_shard_training_memory": "allows 3.5 blocks in backward with CPU offload, where 2.15's code holds four",
 }
 
 
@@ -126,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outside.distributed_tests")
     parser.add_argument("--from", dest="folder", type=Path, help="a folder with test_*.py of PyTorch's repository")
     parser.add_argument("--only", default="", help="a part of the name of a test")
+    parser.add_argument("--gpus", type=int, help="how many virtual GPUs (4 with --from, else 2)")
     parser.add_argument("--seconds", type=int, default=60, help="the most that one test may take (60)")
     given = parser.parse_args()
     sys.argv = sys.argv[:1]
@@ -135,7 +158,7 @@ def main() -> None:
     files = sorted(given.folder.resolve().glob("test_*.py")) if given.folder else []
     for path in files:
         sys.path.insert(0, str(path.parent))
-    with virtual_gpus(4 if files else 2):
+    with virtual_gpus(given.gpus or (4 if files else 2)):
         _prepare(given.seconds)
         for path in files:
             hold(path.name, _load(path), given.only, given.seconds)
