@@ -175,15 +175,22 @@ def tensor_parallel(rank):
         parallelize_module(net, init_device_mesh("cuda", (2,)), plan)
     x = torch.linspace(-1, 1, 8 * 16, device="cuda").reshape(8, 16)
     losses, (before, *_) = steps(net, x, torch.ones(8, 4, device="cuda"), mse_loss, SGD)
-    return losses, before, str(net(x).device)
+    with record_timeline() as timeline:
+        device = str(net(x).device)
+    sent = [span for span in timeline.spans if span.kind == "collective"]
+    return losses, before, device, [(span.name, round(1e9 * (span.end - span.start))) for span in sent]
 
 
 def test_tensor_parallel_layers_of_pytorch():
     """A column and a row layer: the numbers of one GPU, each rank with half of the first and of the second matrix."""
     with virtual_gpus(2):
-        losses, whole, _ = tensor_parallel(None)
+        losses, whole, _, sent = tensor_parallel(None)
+    assert not sent
+    with virtual_gpus(2):
         found = in_ranks(tensor_parallel, count=2)
-    for rank, (ours, before, device) in enumerate(found):
+    for rank, (ours, before, device, sent) in enumerate(found):
+        nanoseconds = round(1e9 * (15e-6 + 8 * 4 * 4 / (0.78 * 450e9) + 2 * 2.5e-6))  # the sum over the halves of a row
+        assert sent == [("all_reduce", nanoseconds)]
         assert ours == pytest.approx(losses, rel=1e-5) and device == f"cuda:{rank}"
         assert before < whole
 

@@ -161,7 +161,7 @@ def _meet(gpu: VirtualGPU, group, kind: str, nbytes: int, tensors: Iterable[torc
         places = [(int(host), int(slot)) for _, host, slot in others]
         if is_nccl(group):
             _refuse_shared_gpus(places)
-        links, start = route(gpu, places), max(start for start, *_ in others)
+        links, start = route(gpu, group, places), max(start for start, *_ in others)
     end = start + collective_seconds(links, kind, nbytes)
     _occupy(gpu, lane, began, end, sent_bytes(links.count, kind, nbytes))
     return end

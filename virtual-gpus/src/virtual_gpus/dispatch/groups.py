@@ -34,15 +34,20 @@ def route_of(gpu: VirtualGPU, group) -> Route:
     known = _routes.get(group)
     if known is None or known[0].machine is not gpu.machine:
         ranks = torch.distributed.get_process_group_ranks(group)
-        known = _routes[group] = gpu, route(gpu, [gpu.machine.settings.place_of(rank) for rank in ranks])
+        known = _routes[group] = gpu, route(gpu, group, [gpu.machine.settings.place_of(rank) for rank in ranks])
     return known[1]
 
 
-def route(gpu: VirtualGPU, places: Sequence[tuple[int, int]]) -> Route:
+def route(gpu: VirtualGPU, group, places: Sequence[tuple[int, int]]) -> Route:
     """The links of a group whose members are at `places`: (host, slot) of each, in the order of ranks."""
     settings = gpu.machine.settings
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))  # those that torchrun started
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", _world_size(group)))  # those that torchrun started
     return gpu.machine.topology.route(places, per_host=max(1, min(settings.count, ranks) // settings.hosts))
+
+
+def _world_size(group) -> int:
+    """The ranks of the program. A group that somebody made without `init_process_group` has them all."""
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else group.size()
 
 
 def place_of(gpu: VirtualGPU) -> tuple[int, int]:
@@ -54,7 +59,7 @@ def place_of(gpu: VirtualGPU) -> tuple[int, int]:
 def row_of(group, kind: str) -> str:
     """The row of a timeline for one kind of collective: "all-gather", or "all-gather, tp" in a dimension of a mesh."""
     kind = kind.replace("_", "-")
-    if group.size() == torch.distributed.get_world_size():
+    if group.size() == _world_size(group):
         return kind
     described = group.group_desc.removeprefix("mesh_")
     return f"{kind}, {described if described not in ('', 'undefined') else f'group {group.group_name}'}"
