@@ -10,6 +10,7 @@ import torch
 
 from virtual_gpus.dispatch.timing import record_copy
 from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.placement.random_numbers import is_state
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, pin, place, put
 from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import this_thread
@@ -61,6 +62,8 @@ def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy
     source = gpu_of(tensor)
     if source is target and not copy and dtype == tensor.dtype and _has_format(tensor, memory_format):
         return tensor
+    if source is None and target is not None and target.machine.shapes_only and is_state(tensor):
+        return tensor  # without its values nobody could go on from it, as DTensor does
     is_transformed = _is_transformed()
     if is_transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))

@@ -40,13 +40,14 @@ from virtual_gpus.ops import (
     normalization,
     reductions,
     refusals,
+    sharding,
     sync_batch_norm,
 )
 from virtual_gpus.ops.attention import functions, inference
 from virtual_gpus.ops.conv import convolutions
 
 _FAMILIES = (accumulation, blas, contiguous, convolutions, cuda_alone, dropout, indexing, losses, normalization,
-             reductions, sync_batch_norm, functions, inference)  # a later one wins  # fmt: skip
+             reductions, sharding, sync_batch_norm, functions, inference)  # a later one wins  # fmt: skip
 
 RECIPES = {name: recipe for family in _FAMILIES for name, recipe in family.RECIPES.items()}
 CHECKS = refusals.CHECKS | indexing.CHECKS

@@ -183,6 +183,20 @@ def _cuda_array_interface(self):
     raise errors.not_modelled("__cuda_array_interface__")
 
 
+_raw_data = torch._C.TensorBase.data
+
+
+def _set_data(self, value) -> None:
+    """`x.data = y`. From the CPU to a GPU without values, x becomes another tensor, since C++ refuses to change it."""
+    machine = active()
+    if machine is None or not machine.shapes_only or _raw_is_meta(self) == _raw_is_meta(value):
+        _raw_data.__set__(self, value)
+        return
+    made = torch.Tensor._make_subclass(type(self), value.detach(), self.requires_grad)
+    vars(made).update(vars(self))
+    torch.utils.swap_tensors(self, made)
+
+
 def patches():
     """See `patches`."""
     tensor = torch.Tensor
@@ -193,6 +207,7 @@ def patches():
     found += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
     found += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
     found += [(FakeTensorConverter, "from_real_tensor", from_real_tensor)]
+    found += [(tensor, "data", property(_raw_data.__get__, _set_data))]
     found += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
     if hasattr(torch, "get_device"):
         found.append((torch, "get_device", get_device))

@@ -178,6 +178,11 @@ class Generator(torch._C.Generator):
         torch._C.Generator.set_state(self, state)
 
 
+def is_state(tensor: torch.Tensor) -> bool:
+    """True for what `get_state` of a GPU's generator returned, unchanged."""
+    return tensor.dtype == torch.uint8 and tensor.shape == (_STATE_BYTES,) and _carried(tensor) is not None
+
+
 def _carried(state: torch.Tensor) -> torch.Tensor | None:
     """The CPU's state behind the 16 bytes of `state`; None if there is none, or if those bytes were changed."""
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(state.untyped_storage())

@@ -1,0 +1,90 @@
+"""The copies of `fully_shard` into and out of its flat buffers, which one kernel each does for a list of tensors.
+
+The kernels read where each tensor is from a packed list of 64-bit numbers in GPU memory, which PyTorch takes for the
+call (pack_vecs in aten/src/ATen/native/cuda/TensorShape.cu; torch/csrc/distributed/fsdp/ChunkCat.cu for gradients of
+several types). It has some numbers per tensor and one per block of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from virtual_gpus.dispatch.call import OpCall
+
+_THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
+_NUMBER = 8  # bytes
+_CAST = torch.bfloat16, torch.float32  # the types between which chunk_cat casts on the way
+
+
+def split_with_sizes_copy(call: OpCall):
+    """The gathered buffer, into the tensors of the layer: split_with_sizes_copy_out_cuda."""
+    if "out" not in call.op.names:
+        return call.run()
+    source, sizes, outputs = call.args[0], call.args[1], call["out"]
+    if not all(_is_dense(t) and t.dtype == source.dtype for t in (source, *outputs)):
+        return call.run()
+    dim = call["dim"] % source.dim()
+    chunks = math.prod(source.shape[:dim])
+    per_chunk = [size * source.stride(dim) * source.element_size() for size in sizes]
+    blocks = sum(-(-nbytes // _BYTES) for nbytes in per_chunk)
+    threads = 1024 if call.gpu.spec.capability == (7, 5) else 2048  # of a multiprocessor; Turing has half
+    at_once = call.gpu.spec.multi_processor_count * threads // _THREADS * 2
+    factor = -(-blocks * chunks // at_once)
+    repeats = -(-factor // min(math.ceil(math.sqrt(factor)), chunks)) if factor else 1
+    blocks = sum(-(-nbytes // (_BYTES * repeats)) for nbytes in per_chunk)
+    _take_numbers(call, 4 * len(sizes) + 1 + blocks)
+    return call.run()
+
+
+def chunk_cat(call: OpCall):
+    """The gradients of the layer, into the buffer that is scattered: _chunk_cat_out_cuda, fsdp::chunk_cat_mixed_dtype.
+
+    Where their types do not allow for the one kernel, gradients are cast and padded first.
+    """
+    tensors, dim, chunks = call.args[0], call["dim"] % call.args[0][0].dim(), call["num_chunks"]
+    out = call["out"] if "out" in call.op.names else None
+    wanted = tensors[0].dtype if out is None else out.dtype
+    mixed = len({tensor.dtype for tensor in tensors}) > 1
+    fits = all(_is_dense(t) and (t.dtype == wanted or (t.dtype, wanted) == _CAST) for t in tensors)
+    if fits and (out is not None or not mixed):
+        rows = [_padded(tensor.shape, dim, chunks) for tensor in tensors]
+        blocks = sum(-(-(math.prod(shape[dim:]) // chunks * wanted.itemsize) // _BYTES) for shape in rows)
+        _take_numbers(call, 6 * len(tensors) + 2 + blocks)
+        return call.run()
+    with ExitStack() as copies:
+        for tensor in tensors:
+            if mixed and tensor.dtype != wanted:
+                copies.enter_context(call.scratch(tensor.numel() * wanted.itemsize))
+        for tensor in tensors:
+            padded = math.prod(_padded(tensor.shape, dim, chunks))
+            if padded != tensor.numel():
+                copies.enter_context(call.scratch(padded * (wanted if mixed else tensor.dtype).itemsize))
+        return call.run()
+
+
+def _take_numbers(call: OpCall, count: int) -> None:
+    with call.scratch(_NUMBER * count):
+        pass  # the block is free for the next request of this stream, whose work comes later
+
+
+def _padded(shape: Sequence[int], dim: int, chunks: int) -> list[int]:
+    return [*shape[:dim], -(-shape[dim] // chunks) * chunks, *shape[dim + 1 :]]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements fill a piece of memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+RECIPES = {"split_with_sizes_copy": split_with_sizes_copy,
+           **dict.fromkeys(("_chunk_cat", "chunk_cat", "chunk_cat_mixed_dtype"), chunk_cat)}  # fmt: skip
