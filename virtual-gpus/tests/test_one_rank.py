@@ -1,18 +1,25 @@
 """One rank of many: a program for torchrun runs as rank 3 of a job whose other ranks do not exist."""
 
+import gc
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import in_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from virtual_gpus import record_training, virtual_gpus
+from virtual_gpus import NotModelled, record_timeline, record_training, virtual_gpus
+from virtual_gpus import __main__ as command_line
+from virtual_gpus.machine import active
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,7 @@ def test_every_collective_answers_at_once():
             (dist.scatter_object_list, ([None], None, 0)),
             (dist.recv_object_list, ([None],)),
         ):
-            with pytest.raises(RuntimeError, match="only rank 3 of 1024 exists"):
+            with pytest.raises(NotModelled, match="only rank 3 of 1024 exists"):
                 function(*arguments)
         dist.destroy_process_group()
         with pytest.raises(ValueError, match="as rank 2 of 1024, but it runs as rank 3"):
@@ -173,16 +180,213 @@ def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
     assert recorded.report().step_seconds is None
 
 
-def test_the_command_line(tmp_path):
+# ---- memory, against real ranks and against figures derived by hand --------------------------------------------------
+
+
+WIDTH = 512
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def mlp():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 99)) for _ in "a"),
+                         nn.Linear(99, WIDTH))  # fmt: skip
+
+
+def sharded(**options):
+    net = mlp().cuda()
+    for part in (*net, net):
+        fully_shard(part, **options)
+    return net
+
+
+def checkpointed():
+    net = mlp().cuda()
+    net[0] = checkpoint_wrapper(net[0])
+    fully_shard(net[0], mp_policy=HALF)
+    return fully_shard(net, mp_policy=HALF)
+
+
+def replicated():
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("copy", "shard"))
+    return sharded(mesh=mesh, reshard_after_forward=False)
+
+
+def on_the_host():
+    net = mlp()
+    for part in (*net, net):
+        fully_shard(part, offload_policy=CPUOffloadPolicy())
+    return net
+
+
+def from_meta():
+    with torch.device("meta"):
+        net = mlp()
+    for part in (*net, net):
+        fully_shard(part)
+    net.to_empty(device="cuda")
+    for layer in (net[0][0], net[0][2], net[1]):
+        layer.reset_parameters()
+    return net
+
+
+CASES = {
+    "from meta": from_meta,
+    "checkpointed, in bfloat16": checkpointed,
+    "replicated and sharded, gathered until the backward pass": replicated,
+    "on the host": on_the_host,
+}
+
+
+def figures(rank):
+    """For each case: bytes at the peak of the second step, after it, and reserved; and entries of its state."""
+    found = {}
+    for name, build in CASES.items():
+        net = optimizer = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        net = build()
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            net(torch.randn(64, WIDTH, device="cuda")).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated(), torch.cuda.max_memory_reserved()
+    state = get_model_state_dict(net)
+    set_model_state_dict(net, state)
+    return found, len(state), len(get_model_state_dict(net, options=StateDictOptions(full_state_dict=True)))
+
+
+def test_one_rank_needs_what_real_ranks_need_to_the_byte():
+    with virtual_gpus(4, shapes_only=True):
+        real = in_ranks(figures, count=4)
+    with virtual_gpus(4, shapes_only=True, rank=3, world_size=4):
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(3)
+        assert figures(3) == real[3] != real[0]  # the last rank has fewer of the 99 rows
+
+
+class Scales(nn.Module):
+    """Vectors of weights, and no matrix product, which would need workspaces."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(size) for size in sizes)
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x + weight.sum()
+        return x
+
+
+def large_requests(policy):
+    """Requests for more than 128 KiB in the second step on rank 1 of 4, in units of 1 MiB; forward, then backward."""
+    with virtual_gpus(4, shapes_only=True, rank=1, world_size=4):
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(1)
+        net = nn.Sequential(Scales(3 << 20), Scales(2 << 20, 1 << 20)).cuda()
+        for part in (*net, net):
+            fully_shard(part, **({} if policy is None else {"mp_policy": policy}))
+        x, found = torch.ones(1, device="cuda"), ([], [])
+        net(x).sum().backward()
+        net.zero_grad()
+        now, blocks = found[0], active().gpus[1].allocator
+
+        def hear(event, address, size):
+            if event == "alloc" and size > 2**17:
+                now.append(blocks.live_blocks[address].requested / 2**20)
+
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        blocks.observers.append(hear)
+        y = net(x).sum()
+        now = found[1]
+        y.backward()
+        blocks.observers.remove(hear)
+        return *found, before, torch.cuda.max_memory_allocated()
+
+
+def test_fully_shard_allocation_by_allocation():
+    """What torch/distributed/fsdp/_fully_shard asks for: layers of 3 Mi numbers as one vector, and as 2 Mi and 1 Mi."""
+    forward, backward, before, peak = large_requests(None)
+    whole, share = 12, 3  # MiB of a layer, and of a rank's part of it
+    # foreach_all_gather: the gathered buffer. init_all_gather_outputs: the parameters. First layer, then the second.
+    assert forward == [whole, whole, whole, 8, 4]
+    assert sorted(backward[:3]) == [4, 8, whole]  # the second layer again
+    # Of the second layer: gradients in autograd's order, foreach_reduce's buffer, and its result, the sharded gradient.
+    # Meanwhile the first layer is gathered ahead; then the same for it.
+    assert sorted(backward[3:8]) == [share, 4, 8, whole, whole]
+    assert sorted(backward[8:]) == [share, whole, whole, whole]
+    # At the peak: the first layer as gathered and as parameters, the second one's scattered buffer, its gradient.
+    at_peak = before + (3 * whole + share << 20)
+    assert at_peak < peak < at_peak + 2**16
+
+    forward, backward, *_ = large_requests(HALF)
+    half = whole / 2
+    # _get_param_all_gather_inputs: this rank's part as bfloat16, which is copied into the gathered buffer.
+    assert forward == [half / 4, half, half, half / 4, half, 4, 2]
+    assert sorted(backward[:4]) == [half / 4, 2, 4, half]
+    # Gradients are bfloat16, but the buffer that is scattered and what remains of it are float32.
+    assert sorted(backward[4:10]) == [half / 4, 2, share, 4, half, whole]
+    assert sorted(backward[10:]) == [share, half, half, whole]
+
+
+def test_a_stage_of_a_pipeline_receives_shapes():
+    with virtual_gpus(4, shapes_only=True, rank=3, world_size=4):
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pipeline", "data"))
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        net = nn.Linear(64, 64).cuda()
+        fully_shard(net, mesh=mesh["data"])
+        shapes = (torch.empty(4, 64, device="meta", requires_grad=True) for _ in range(2))
+        names = dict(zip(("input_args", "output_args"), shapes, strict=True))
+        stage = PipelineStage(net, 1, 2, gpu, group=mesh.get_group("pipeline"), **names)
+        schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, wanted: (y - wanted).square().mean())
+        with record_timeline() as timeline:
+            schedule.step(target=torch.randn(16, 64, device="cuda"))
+        sent = [span.name for span in timeline.spans if span.kind == "collective"]
+        assert sent.count("recv") == sent.count("send") == 4
+        assert net.weight.grad is not None and net.weight.grad.to_local().shape == (32, 64)
+        with pytest.raises(NotModelled, match="only rank 3 of 4 exists"):
+            torch.distributed.checkpoint.save(get_model_state_dict(net), checkpoint_id="nowhere")
+
+
+def test_the_next_rank_of_the_same_mesh_has_answers_of_its_own():
+    """DTensor keeps answers by the mesh, and meshes of the same shape are equal."""
+    shapes = []
+    for rank in (0, 3):
+        with virtual_gpus(4, shapes_only=True, rank=rank, world_size=4):
+            mesh = init_device_mesh("cuda", (4,))
+            x = distribute_tensor(torch.ones(5, 2, device="cuda"), mesh, [Shard(0)])
+            shapes.append((tuple((x + 1).to_local().shape), (x + 1).device_mesh.get_local_rank()))
+    assert shapes == [((2, 2), 0), ((0, 2), 3)]
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
     program = tmp_path / "train.py"
     program.write_text(
         "import os, torch, torch.distributed as dist\n"
         "dist.init_process_group('nccl')\n"
         "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
         "print(dist.get_rank(), dist.get_world_size(), torch.cuda.current_device())\n"
-        "dist.destroy_process_group()\n"
+        "x = torch.ones(1 << 20, device='cuda')\n"
     )
-    command = [sys.executable, "-m", "virtual_gpus", "--gpus", "8", "--shapes-only", "--as-rank", "21", "--of", "1024"]
-    found = subprocess.run([*command, str(program)], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[0] == "21 1024 5"
-    assert found.stdout.splitlines()[1].startswith("Rank 21 of 1024, NVIDIA H200")
+    parsed, parse = [], command_line.parse
+    monkeypatch.setattr(command_line, "parse", lambda arguments: parsed.append(parse(arguments)) or parsed[0])
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    options = ["--gpus", "8", "--shapes-only", "--no-children", "--as-rank", "21", "--of", "1024"]
+    try:
+        command_line.main([*options, str(program)])
+    finally:
+        parsed[0][0].made.stop()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["21 1024 5", "Rank 21 of 1024, NVIDIA H200"] and "4 MiB of 139.8 GiB" in "".join(lines)
+    for wrong in (
+        ["--as-rank", "21"],
+        ["--as-rank", "9", "--of", "8"],
+        [*options[4:], "--tokens", "1", "--samples", "1"],
+    ):
+        with pytest.raises(SystemExit):
+            parse([*wrong, str(program)])

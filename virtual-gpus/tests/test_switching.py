@@ -311,8 +311,8 @@ def test_many_threads_switch_at_once():
 # ---- the public names --------------------------------------------------------------------------------------
 
 PUBLIC = {
-    "virtual_gpus": {"NotModelled", "active_machine", "block_address", "record_timeline", "renew_inherited",
-                     "virtual_gpus"},
+    "virtual_gpus": {"NotModelled", "active_machine", "block_address", "record_timeline", "record_training",
+                     "renew_inherited", "transformer_flops", "virtual_gpus"},
     "virtual_gpus.__main__": {"main", "parse"},
 }  # fmt: skip
 

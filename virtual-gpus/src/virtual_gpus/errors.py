@@ -18,6 +18,7 @@ import torch
 
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory, oom_message
+from virtual_gpus.settings import Settings
 
 
 class NotModelled(NotImplementedError):
@@ -29,6 +30,25 @@ def not_modelled(what: str) -> NotModelled:
     return NotModelled(
         f"Virtual GPUs do not model {what}. To use it, run without virtual GPUs on a machine that has a real GPU. "
         'The known limits are listed in help("virtual_gpus").'
+    )
+
+
+def nothing_from(source: int | None, settings: Settings, function: str) -> NotModelled:
+    """The error of a program that asks for the objects of a rank that does not exist. source: None for any rank."""
+    whose = "another rank" if source is None else f"rank {source}"
+    return NotModelled(
+        f"torch.distributed.{function} would receive objects from {whose}, but only rank {settings.rank} of "
+        f"{settings.world_size} exists, so nobody knows them. "
+        + (f"Run as that rank (rank={source}), or give" if source is not None else "Give")
+        + " the program these objects in another way. A stage of a pipeline needs its input_args and output_args."
+    )
+
+
+def no_checkpoint_of_others(settings: Settings) -> NotModelled:
+    """The error of torch.distributed.checkpoint, which plans with what every rank holds."""
+    return NotModelled(
+        "torch.distributed.checkpoint needs to know what every rank holds, but only rank "
+        f"{settings.rank} of {settings.world_size} exists. Leave the checkpoint out of this run."
     )
 
 

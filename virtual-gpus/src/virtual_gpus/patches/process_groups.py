@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -91,9 +93,16 @@ def _rendezvous(function: Callable) -> Callable:
 
 def forget(machine: VirtualMachine) -> None:
     """End the groups of one rank of many: its machine goes off, and no other process waits for them."""
-    is_alone = machine.settings.rank is not None and machine is active() and torch.distributed.is_available()
-    if is_alone and torch.distributed.is_initialized():
+    if machine.settings.rank is None or machine is not active() or not torch.distributed.is_available():
+        return
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if "torch.distributed.tensor._api" not in sys.modules:
+        return
+    # DTensor keeps answers by the mesh, which compares equal for the next rank, whose answers are others.
+    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    sys.modules["torch.distributed.tensor._redistribute"]._gen_transform_infos.cache_clear()
+    sys.modules["torch.distributed.tensor._random"]._rng_tracker = None
 
 
 def _device_types(raw: Any) -> property:
@@ -116,6 +125,34 @@ def _get_object_coll_device(function: Callable) -> Callable:
     return device
 
 
+def _asker() -> str:
+    """The module that called the function that calls this one."""
+    return sys._getframe(2).f_globals.get("__name__", "")
+
+
+def _get_backend_name(function: Callable) -> Callable:
+    """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake"."""
+
+    @functools.wraps(function)
+    def get_backend(group=None):
+        is_alone = active().settings.rank is not None
+        return "fake" if is_alone and _asker().startswith("torch.distributed.pipelining") else function(group)
+
+    return get_backend
+
+
+def _gather_object(function: Callable) -> Callable:
+    """One rank of many gets its own object from everyone, which makes no checkpoint."""
+
+    @functools.wraps(function)
+    def gather_object(*args, **kwargs):
+        if active().settings.rank is not None and _asker().startswith("torch.distributed.checkpoint"):
+            raise errors.no_checkpoint_of_others(active().settings)
+        return function(*args, **kwargs)
+
+    return gather_object
+
+
 def _objects_from_another(function: Callable) -> Callable:
     """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
     signature = inspect.signature(function)
@@ -131,7 +168,7 @@ def _objects_from_another(function: Callable) -> Callable:
             elif source is None and function.__name__ != "recv_object_list":
                 source = 0
             if source != settings.rank:
-                raise one_rank.nothing_from(source, settings, function.__name__)
+                raise errors.nothing_from(source, settings, function.__name__)
         return function(*args, **kwargs)
 
     return objects_from_another
@@ -227,6 +264,8 @@ def patches() -> list[Patch]:
         (group, "_get_backend", _get_backend(group._get_backend)),
         (group, "barrier", _barrier(group.barrier)),
     ]
+    found.append((torch.distributed, "get_backend", _get_backend_name(c10d.get_backend)))
+    found.append((torch.distributed, "gather_object", _gather_object(c10d.gather_object)))
     for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
         receiving = _objects_from_another(getattr(c10d, name))
         found += [(owner, name, receiving) for owner in (c10d, torch.distributed)]

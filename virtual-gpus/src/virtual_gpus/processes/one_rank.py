@@ -78,14 +78,3 @@ def check(settings: Settings, rank: int, world_size: int) -> None:
             f"The program makes a process group as rank {rank} of {world_size}, but it runs as rank {settings.rank} of "
             f"{settings.world_size}. Let it read RANK and WORLD_SIZE from the environment, as under torchrun."
         )
-
-
-def nothing_from(source: int | None, settings: Settings, function: str) -> Exception:
-    """The error of a program that asks for the objects of a rank that does not exist. source: None for any rank."""
-    whose = "another rank" if source is None else f"rank {source}"
-    return RuntimeError(
-        f"torch.distributed.{function} would receive objects from {whose}, but only rank {settings.rank} of "
-        f"{settings.world_size} exists, so nobody knows them. "
-        + (f"Run as that rank (rank={source}), or give" if source is not None else "Give")
-        + " the program these objects in another way. A stage of a pipeline needs its input_args and output_args."
-    )
