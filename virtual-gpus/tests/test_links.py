@@ -46,18 +46,21 @@ def test_gpus_of_several_machines_meet_on_the_network():
 
 
 def test_the_command_line_takes_links_hosts_and_network():
-    options, _ = parse(["--gpus", "4", "--links", "PCIe 3", "--hosts", "2", "--network", "Ethernet 25", __file__])
+    across = ["--hosts", "2", "--network", "Ethernet 25", "--adapters", "4"]
+    options, _ = parse(["--gpus", "4", "--links", "PCIe 3", *across, __file__])
     with options.made:
         topology = active_machine().topology
         assert topology.between(0, 1).name.startswith("PCIe 3") and topology.between(1, 2) is NETWORKS["Ethernet 25"]
+        assert topology.adapters == 4
     with pytest.raises(SystemExit):
         parse(["--gpus", "3", "--hosts", "2", __file__])
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"links": "NVLink triples"}, {"hosts": 3}, {"hosts": 0}, {"network": "pigeons"}, {"links": [["X"]]},
-     {"links": [["X", "NV4"], ["SYS", "X"]]}, {"links": [["X", "NV"], ["NV", "X"]]}],
+    [{"links": "NVLink triples"}, {"hosts": 3}, {"hosts": 0}, {"network": "pigeons"}, {"adapters": 0},
+     {"adapters": 1.5}, {"links": [["X"]]}, {"links": [["X", "NV4"], ["SYS", "X"]]},
+     {"links": [["X", "NV"], ["NV", "X"]]}],
 )  # fmt: skip
 def test_what_cannot_be_arranged_is_refused(wrong):
     with pytest.raises(ValueError):
