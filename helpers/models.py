@@ -4,6 +4,7 @@
     small_resnet                      images; torchvision's ResNet, small enough for a laptop's CPU
     PyramidNet, pyramidnet_article    images; a large model whose memory stays balanced with DataParallel
     Bert, bert_small, bert_article    masked words; unbalanced, because its output is far larger than its input
+    Llama                             next words; the shapes of today's large language models
 
 No model here names a device. Every tensor that a `forward` creates has the device of its input, so `nn.DataParallel`
 can run a copy of the model on each GPU. Weights come from PyTorch's global random number generator. To get the same
@@ -209,3 +210,87 @@ def bert_small(vocabulary: int = 2_000, length: int = 32, dropout: float = 0.1) 
 def bert_article(vocabulary: int = 30_000, fused: bool = False) -> Bert:
     """The article's BERT: 8 layers, 8 heads, hidden size 256, length 163. The logits of 200 samples take 3.64 GiB."""
     return Bert(vocabulary, hidden=256, layers=8, heads=8, length=163, fused=fused)
+
+
+# ----------------------------------------------------------------------------------------------------- Llama
+
+
+class Attention(nn.Module):
+    """Causal self-attention (N, T, width) -> (N, T, width). Several query heads share one key head and value head.
+
+    `unflatten` finds the number of heads from the width of its input. The same code therefore runs on a rank that has
+    only some of the heads.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int):
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, heads * self.head_width, bias=False)
+        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.out = nn.Linear(heads * self.head_width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.query(x), self.key(x), self.value(x))
+        parts = [part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts]
+        y = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: (N, T, width) -> (N, T, width), with two matrices side by side and one after them."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    """Attention and feed-forward, each with an RMSNorm before and a shortcut."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int):
+        super().__init__()
+        self.norm1, self.attention = nn.RMSNorm(width), Attention(width, heads, kv_heads)
+        self.norm2, self.feed_forward = nn.RMSNorm(width), FeedForward(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Llama(nn.Module):
+    """A language model with the layers of Llama 3: tokens (N, T) -> logits (N, T, vocabulary).
+
+    It has no positions (Llama rotates queries and keys), which changes no parameter. Source: "The Llama 3 Herd of
+    Models", arXiv 2407.21783. The defaults make a model that a CPU trains in milliseconds.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 512,
+        width: int = 64,
+        layers: int = 2,
+        heads: int = 8,
+        kv_heads: int = 4,
+        hidden: int = 192,
+    ):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+LLAMA_8B = {"vocabulary": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14_336}
+LLAMA_70B = {"vocabulary": 128_256, "width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28_672}
