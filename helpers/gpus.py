@@ -43,6 +43,7 @@ __all__ = [
     "keeps_values",
     "modelled_gpus",
     "modelled_timeline",
+    "one_rank_of",
     "rates",
     "renew_gpus",
     "replay",
@@ -228,3 +229,13 @@ def modelled_gpus(
 ) -> engine.virtual_gpus:
     """Return virtual GPUs in shapes only for a `with` block, to compare kinds of GPUs. Other GPUs may be active."""
     return _virtual_gpus(count, kind, memory, links=links, shapes_only=True)
+
+
+def one_rank_of(world_size: int, kind: str = "H100", adapters: int = 8) -> engine.virtual_gpus:
+    """Return virtual GPUs in shapes only for a `with` block in which this process is rank 0 of `world_size` ranks.
+
+    The other ranks do not exist: process groups work and send nothing, and collectives take modelled time. Each machine
+    has 8 GPUs and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
+    """
+    network = {"network": "InfiniBand NDR"}
+    return _virtual_gpus(8, kind, None, shapes_only=True, rank=0, world_size=world_size, **network)
