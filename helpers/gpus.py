@@ -237,5 +237,5 @@ def one_rank_of(world_size: int, kind: str = "H100", adapters: int = 8) -> engin
     The other ranks do not exist: process groups work and send nothing, and collectives take modelled time. Each machine
     has 8 GPUs and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
     """
-    network = {"network": "InfiniBand NDR"}
+    network = {"network": "InfiniBand NDR", "adapters": adapters}
     return _virtual_gpus(8, kind, None, shapes_only=True, rank=0, world_size=world_size, **network)

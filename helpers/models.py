@@ -18,6 +18,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock
 
@@ -267,7 +268,8 @@ class Llama(nn.Module):
     """A language model with the layers of Llama 3: tokens (N, T) -> logits (N, T, vocabulary).
 
     It has no positions (Llama rotates queries and keys), which changes no parameter. Source: "The Llama 3 Herd of
-    Models", arXiv 2407.21783. The defaults make a model that a CPU trains in milliseconds.
+    Models", arXiv 2407.21783. The defaults make a model that a CPU trains in milliseconds. With `recompute = True`, the
+    blocks keep only their inputs and compute the rest again in the backward pass (activation checkpointing).
     """
 
     def __init__(
@@ -284,11 +286,12 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        self.recompute = False
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(self.norm(x))
 
 
