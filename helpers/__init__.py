@@ -12,6 +12,7 @@
     lesson04    The peak memory of the article's BERT under any of PyTorch's wrappers.
     lesson05    The pictures of lesson 05.
     lesson07    The models behind the choice of a method, and the advice.
+    lesson08    A transfer around the ring, programs under torchrun, the pictures of lesson 08.
 
 Importing has no side effect; `use_gpus` switches GPUs on.
 """

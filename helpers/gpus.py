@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
         "The package virtual_gpus is not installed. In the course's folder, run: pip install ./virtual-gpus",
         name="virtual_gpus",
     ) from None
+from virtual_gpus import record_training
 from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
 from virtual_gpus.gpus import GPUSpec, kinds
 from virtual_gpus.gpus import spec as data_sheet
@@ -45,6 +46,7 @@ __all__ = [
     "modelled_timeline",
     "one_rank_of",
     "rates",
+    "record_training",
     "renew_gpus",
     "replay",
     "use_gpus",
@@ -235,7 +237,7 @@ def one_rank_of(world_size: int, kind: str = "H100", adapters: int = 8) -> engin
     """Return virtual GPUs in shapes only for a `with` block in which this process is rank 0 of `world_size` ranks.
 
     The other ranks do not exist: process groups work and send nothing, and collectives take modelled time. Each machine
-    has 8 GPUs and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
+    has up to 8 GPUs and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
     """
     network = {"network": "InfiniBand NDR", "adapters": adapters}
-    return _virtual_gpus(8, kind, None, shapes_only=True, rank=0, world_size=world_size, **network)
+    return _virtual_gpus(min(8, world_size), kind, None, shapes_only=True, rank=0, world_size=world_size, **network)

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 from helpers.gpus import data_sheet, is_virtual
 from helpers.measure.timeline import Timeline, merged
 from helpers.show.programs import SCRIPTS
-from helpers.show.style import WIDTH, bar_style, legend_below, open_frame, set_alt_text
+from helpers.show.style import WIDTH, bar_style, legend_below, open_frame, series_style, set_alt_text
 
-__all__ = ["exchange", "exchange_picture", "jobs_picture", "torchrun"]
+__all__ = ["exchange", "exchange_picture", "figures", "jobs_picture", "torchrun"]
 
 _ROWS = {
     "computing": {"forward": bar_style(0), "backward": bar_style(5, 1), "step": bar_style(2, 2)},
@@ -53,7 +53,7 @@ def exchange_picture(timeline: Timeline) -> Figure:
     for row, looks in enumerate(_ROWS.values()):
         for name, look in looks.items():
             spans = [(w.start, w.end) for w in timeline.work if name in (w.kind, w.name)]
-            for start, end in merged(spans, 0.0 if row else 1e-4):  # separate bars for neighbouring collectives
+            for start, end in spans if row else merged(spans, 1e-4):  # each collective is a bar
                 ax.barh(row, 1e3 * (end - start), 0.8, 1e3 * start, **look | {"linewidth": 0.8})
     ax.set(xlim=(0, 1e3 * timeline.seconds), ylim=(2.5, -0.5), xlabel="modelled time in ms")
     ax.set_yticks(range(3), _ROWS)
@@ -67,20 +67,34 @@ def exchange_picture(timeline: Timeline) -> Figure:
     return figure
 
 
-def jobs_picture(jobs: Mapping[str, Sequence[float]]) -> Figure:
-    """Draw the peak and the time of each job. A job is its peak in GiB, and its seconds: all, computing, waiting."""
-    figure = plt.figure(figsize=(WIDTH, 1.3 + 0.26 * len(jobs)), layout="constrained")
-    memory, time = figure.subplots(1, 2, sharey=True)
-    peaks, _, computing, waiting = ([float(values[place]) for values in jobs.values()] for place in range(4))
-    memory.bar_label(memory.barh(list(jobs), peaks, **bar_style(0)), fmt=" %.1f", fontsize=8)
-    memory.axvline(data_sheet("H100").memory / 2**30, color="black", linestyle=":")
-    memory.set(xlabel="GiB at the peak; dotted: an H100", xlim=(0, max(95, 1.15 * max(peaks))))
-    time.barh(list(jobs), computing, **bar_style(0), label="computing")
-    time.barh(list(jobs), waiting, left=computing, **bar_style(1, 1), label="waiting for collectives")
-    time.set(xlabel="seconds of a step, modelled")
+def jobs_picture(jobs: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draw the peak and the time of each job. A job is what `figures` returns: GiB by kind, and seconds."""
+    figure, (memory, time) = plt.subplots(
+        1, 2, figsize=(WIDTH, 1.5 + 0.26 * len(jobs)), sharey=True, layout="constrained"
+    )
+    names = [name for name in next(iter(jobs.values())) if name not in ("GiB", "seconds", "waiting")]
+    kinds = [name for name in names if any(job[name] > 0.5 for job in jobs.values())]
+    before = [0.0] * len(jobs)
+    for place, kind in enumerate(kinds):
+        bars = memory.barh(list(jobs), [job[kind] for job in jobs.values()], left=before, **series_style(place))
+        bars.set_label(kind)
+        before = [bar.get_x() + bar.get_width() for bar in bars]
+    memory.axvline(data_sheet("H100").memory / 2**30, color="black", linestyle=":", label="an H100")
+    memory.set(xlabel="GiB at the peak", xlim=(0, max(90, 1.05 * max(before))))
+    computing = [job["seconds"] - job["waiting"] for job in jobs.values()]
+    waiting = [job["waiting"] for job in jobs.values()]
+    time.barh(list(jobs), computing, **bar_style(5), label="computing")
+    time.barh(list(jobs), waiting, left=computing, **bar_style(4, 1), label="waiting")
+    time.set(xlabel="modelled seconds of a step")
     memory.invert_yaxis()
     open_frame(memory, "x")
     open_frame(time, "x")
-    legend_below(figure, time.get_legend_handles_labels()[0])
+    legend_below(figure, [*memory.get_legend_handles_labels()[0], *time.get_legend_handles_labels()[0]])
     set_alt_text(figure, "Bars of peak memory and of the time of a step for each job, as in the table below")
     return figure
+
+
+def figures(report) -> dict[str, float]:
+    """The GiB at the peak, in all and by kind, the seconds of a step, and those of waiting, from a report."""
+    memory = {"GiB": report.peak_bytes / 2**30} | {kind: size / 2**30 for kind, size in report.by_kind.items()}
+    return memory | {"seconds": report.step_seconds, "waiting": report.exposed_seconds}

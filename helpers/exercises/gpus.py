@@ -4,10 +4,12 @@ import gc
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from helpers.exercises.compare import as_number
-from helpers.exercises.core import require
+from helpers.exercises.core import NotYet, require, show
 from helpers.measure import GiB, MiB, format_bytes
+from helpers.parallel import RankError, launch
 
 AGAIN = "Run the cell with use_gpus above again."
 
@@ -53,3 +55,21 @@ def _fits(train: Callable, gpus: list[torch.device], count: int) -> bool:
     except torch.OutOfMemoryError:
         return False
     return True
+
+
+def in_ranks(work: Callable, answer: object, ranks: int, timeout: float) -> list:
+    """What `work(rank, answer)` returned in each rank."""
+    try:
+        return launch(work, answer, ranks=ranks, show=False, timeout=timeout)
+    except (RankError, TimeoutError) as error:
+        if isinstance(error, RankError) and "had returned by then" not in str(error):
+            raise
+        why = "Every rank must take part in every collective, even a rank without samples."
+        raise NotYet("Some ranks waited for a rank that had returned or did something else.", why) from error
+
+
+def plain(value: object) -> object:
+    """What can go from a rank to its parent: a number, what marks a stub, and of all else its words."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return value if value is None or value is ... or type(value) in (int, float) else show(value)

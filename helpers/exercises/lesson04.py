@@ -1,7 +1,6 @@
 """Checks of lesson 04, distributed data parallel. Two of them start ranks of their own."""
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,7 @@ from torch.utils.data import TensorDataset
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, given, require, show
-from helpers.exercises.gpus import need_gpus
-from helpers.parallel import RankError, launch
+from helpers.exercises.gpus import in_ranks, need_gpus, plain
 
 
 @exercise
@@ -42,17 +40,6 @@ def tree(answer):
     return "64 ranks have the tensor after 6 steps. Sending to one after the other would take 63."
 
 
-def _launch(work: Callable, answer: object, ranks: int, timeout: float) -> list:
-    """What `work(rank, answer)` returned in each rank."""
-    try:
-        return launch(work, answer, ranks=ranks, show=False, timeout=timeout)
-    except (RankError, TimeoutError) as error:
-        if isinstance(error, RankError) and "had returned by then" not in str(error):
-            raise
-        why = "Every rank must take part in every collective, even a rank without samples."
-        raise NotYet("Some ranks waited for a rank that had returned or did something else.", why) from error
-
-
 # Exercise 2: four ranks share so many samples: uneven, and with one rank left over.
 VALIDATION_RANKS, COUNTS = 4, (10, 3)
 
@@ -71,22 +58,15 @@ def _validate_in_rank(rank: int, answer) -> list[tuple]:
             asked += [int(number) for number in numbers]
             return values[[int(number) for number in numbers]]
 
-        found.append((_plain(answer(rank, count, losses)), asked))
+        found.append((plain(answer(rank, count, losses)), asked))
     return found
-
-
-def _plain(value: object) -> object:
-    """What can go from a rank to its parent: a number, what marks a stub, and of all else its words."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    return value if value is None or value is ... or type(value) in (int, float) else show(value)
 
 
 @exercise
 def validate(answer):
     """Exercise 2: `answer(rank, count, losses)` gives each of four ranks the mean loss of all samples, asked once."""
     need_gpus(VALIDATION_RANKS, values=True)
-    found = _launch(_validate_in_rank, answer, VALIDATION_RANKS, timeout=20)
+    found = in_ranks(_validate_in_rank, answer, VALIDATION_RANKS, timeout=20)
     for place, count in enumerate(COUNTS):
         values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
         for value in values:
@@ -163,14 +143,14 @@ def _train_in_rank(rank: int, answer) -> tuple[Tensor | None, list[int], int, ob
     net = answer(rank, samples, logged.append)
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu() if isinstance(net, nn.Module) else None
     dist.barrier()
-    return weights, samples.asked, len(logged), _plain(net)
+    return weights, samples.asked, len(logged), plain(net)
 
 
 @exercise
 def ranked(answer):
     """Exercise 4: `answer(rank, samples, log)` must train for three epochs on two ranks, and end where one GPU ends."""
     need_gpus(RANKS, values=True)
-    found = _launch(_train_in_rank, answer, RANKS, timeout=30)
+    found = in_ranks(_train_in_rank, answer, RANKS, timeout=30)
     weights, asked, logged, returned = zip(*found, strict=True)
     for net, value in zip(weights, returned, strict=True):
         require(net is not None, f"It returned {given(value, answer)}. Return the net.")

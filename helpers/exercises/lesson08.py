@@ -1,0 +1,208 @@
+"""Checks of lesson 08, sharding. Two of them start ranks of their own."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.functional import cross_entropy
+
+from helpers.exercises import compare
+from helpers.exercises.core import NotYet, call, exercise, given, require, show
+from helpers.exercises.gpus import in_ranks, need_gpus, plain
+from helpers.models import Llama
+
+RANKS = 2  # of exercises 3 and 4
+_MODELS = ((8_030_261_248, 64), (1_000_000, 2), (70_553_706_496, 1024), (365_375_290, 1))  # parameters, ranks
+
+
+@exercise
+def held(answer):
+    """Exercise 1: `answer(parameters, ranks, stage)` gives the bytes that a rank holds, stage 0 for DDP."""
+    for parameters, ranks in _MODELS:
+        for stage in (1, 2, 3, 0):  # under DDP, two mistakes give the same number
+            kept = [4, 4, 8]  # bytes per parameter: parameters, gradients, states
+            shards = [count / ranks if place >= 3 - stage else count for place, count in enumerate(kept)]
+            right = parameters * sum(shards)
+            mistakes = {
+                parameters
+                * (sum(shards) - shards[2] / 2): "counts one number of Adam for each parameter. It keeps two.",
+                parameters * (sum(shards) - shards[1]): "lacks the gradients.",
+                parameters * sum(kept): "is what DDP holds. In this stage, something is in shards.",
+                parameters * sum(kept) / ranks: "has everything in shards. That is stage 3.",
+                right / 4: "counts a byte for each number. A float32 takes four bytes.",
+            }
+            case = f"In stage {stage}, with {parameters:,} parameters on {ranks} ranks, "
+            compare.number(call(answer, parameters, ranks, stage), right, "bytes", 1e-3, mistakes, case)
+    return "On 64 ranks, ZeRO-3 holds a 64th of what DDP holds."
+
+
+@exercise
+def sent(answer):
+    """Exercise 2: `answer(parameters, ranks, stage, micro_batches)` gives the bytes that a rank sends in a step."""
+    for parameters, ranks in _MODELS:
+        for micro_batches in (1, 4):
+            for stage in range(4):
+                times = {0: 2, 1: 2, 2: micro_batches + 1, 3: 3 * micro_batches}[stage]
+                each = 4 * parameters * (ranks - 1) / ranks
+                case = (
+                    f"In stage {stage}, with {parameters:,} parameters, {ranks} ranks, {micro_batches} micro-batches, "
+                )
+                value = compare.as_number(call(answer, parameters, ranks, stage, micro_batches))
+                if ranks == 1:
+                    require(value == 0, f"{case}{value:,.0f} bytes are sent. A single rank has nobody to send to.")
+                    continue
+                once = {1: 2, 2: 2, 3: 3}.get(stage, 2)
+                mistakes = {
+                    times * 4 * parameters: "lacks the factor (n - 1) / n. A rank keeps its own piece.",
+                    times * each / 4: "counts a byte for each number. A float32 takes four bytes.",
+                    once * each: "is right for one micro-batch. What is repeated for each of them?",
+                    once * micro_batches * each: "repeats for each micro-batch what is done once in a step.",
+                }
+                if stage == 3:
+                    mistakes[2 * each] = "is what DDP sends. In this stage, more is sent."
+                compare.number(value, times * each, "bytes", 1e-3, mistakes, case)
+    return "Accumulating gradients costs DDP and ZeRO-1 nothing, and makes ZeRO-3 send everything again."
+
+
+class Gated(nn.Module):
+    """Exercise 3: (N, 16) -> (N, 16). Two layers side by side, and one after their product."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.content, self.close = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.close(self.open(x).sigmoid() * self.content(x))
+
+
+def _divide_in_rank(rank: int, plan: dict) -> tuple[dict, bool, int]:
+    """For each weight the local share, whether the output is one GPU's, and how many collectives ran."""
+    torch.manual_seed(0)
+    model, x = Gated().to("cuda"), torch.linspace(-1, 1, 8 * 16, device="cuda").view(8, 16)
+    expected = model(x)
+    parallelize_module(model, init_device_mesh("cuda", (RANKS,)), plan)
+    shares = {}
+    for name in ("open", "content", "close"):
+        weight = getattr(model, name).weight
+        shares[name] = weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
+    if max(shares.values()) == 1:
+        return shares, False, 0  # the shapes may not fit
+    with CommDebugMode() as traffic:
+        found = model(x)
+    found = found.full_tensor() if isinstance(found, DTensor) else found
+    same = found.shape == expected.shape and torch.allclose(found, expected, atol=1e-4)
+    return shares, same, traffic.get_total_counts()
+
+
+@exercise
+def plan(answer):
+    """Exercise 3: `answer` is a plan of `parallelize_module` that divides `Gated` with one collective."""
+    named = isinstance(answer, Mapping) and all(isinstance(name, str) for name in answer)
+    require(named, f"{show(answer)} is not a plan. Give a dict from names of layers to styles.")
+    layers = ("open", "content", "close")
+    for name, style in answer.items():
+        require(name in layers, f"The model has no layer {name!r}. Its layers are {', '.join(layers)}.")
+        kind = type(style).__name__ if not isinstance(style, type) else f"class {style.__name__}"
+        why = "Give an object, with brackets, for example ColwiseParallel()."
+        require(isinstance(style, ParallelStyle), f"The style of {name!r} is a {kind}.", why)
+    need_gpus(RANKS, values=True)
+    shares, same, collectives = in_ranks(_divide_in_rank, dict(answer), RANKS, timeout=30)[0]
+    for name, share in shares.items():
+        why = "Every rank should have half of it."
+        require(share < 1, f"Each rank has the whole weight of {name!r}.", why)
+    require(same, "The output is not that of one GPU.", "Which layer's columns belong to which layer's rows?")
+    what = f"The forward pass calls {collectives} collectives, and one is enough."
+    require(collectives <= 1, what, "What one layer leaves divided, the next one can take divided.")
+    return "Two layers by columns, one by rows, and one collective."
+
+
+STEPS, LAYERS = 3, 2  # of exercise 4
+
+
+def sentences() -> Tensor:
+    """What exercise 4 trains on: 8 sentences of 17 words."""
+    return torch.randint(0, 512, (8, 17), generator=torch.Generator().manual_seed(0))
+
+
+_taken: list[int] = []  # sentences of each step of this rank
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
+    """Exercise 4: one training step on these sentences, on the GPU. Returns the loss, a tensor without a graph."""
+    _taken.append(len(tokens))
+    optimizer.zero_grad()
+    loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def alone(tokens: Tensor, log) -> nn.Module:
+    """What exercise 4 starts from: training on one GPU."""
+    torch.manual_seed(0)
+    model = Llama(layers=LAYERS).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        log(one_step(model, optimizer, tokens.to("cuda")).item())
+    return model
+
+
+def _train_in_rank(rank: int, answer) -> tuple:
+    """The learner's function: logged losses, sentences of each step, wrapped blocks, share of parameters, weights."""
+    torch.manual_seed(1000 + rank)  # so that a missing torch.manual_seed(0) shows
+    _taken.clear()
+    logged: list = []
+    model = answer(rank, sentences(), logged.append)
+    if not isinstance(model, Llama):
+        return plain(model), [], [], -1, 1.0, {}
+    blocks = sum(isinstance(block, FSDPModule) for block in model.blocks)
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    share = sum(part.numel() for part in parts) / sum(each.numel() for each in model.parameters())
+    full = {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().cpu()
+        for name, each in model.named_parameters()
+    }
+    dist.barrier()
+    return None, [plain(loss) for loss in logged], list(_taken), blocks, share, full
+
+
+@exercise
+def sharded(answer):
+    """Exercise 4: `answer(rank, tokens, log)` trains as `alone` does, on two ranks with `fully_shard`."""
+    need_gpus(RANKS, values=True)
+    losses: list[float] = []
+    expected = {name: each.detach().cpu() for name, each in alone(sentences(), losses.append).named_parameters()}
+    results = in_ranks(_train_in_rank, answer, RANKS, timeout=30)
+    for returned, _, _, blocks, *_ in results:
+        if blocks < 0:
+            raise NotYet(f"It returned {given(returned, answer)}. Return the model.")
+    _, logged, taken, blocks, share, found = results[0]
+    all_wrapped = "Call fully_shard on each block, then on the model."
+    require(share < 0.55, f"Rank 0 holds {share:.0%} of all parameters, and its shard is half.", all_wrapped)
+    require(
+        blocks == LAYERS, f"{blocks} of the {LAYERS} blocks are wrapped. The rest is gathered at once.", all_wrapped
+    )
+    half = [len(sentences()) // RANKS] * STEPS
+    require(taken == half, f"Rank 0 trained on {taken} sentences.", f"In each step, its share is {half[0]} of 8.")
+    torch.manual_seed(0)
+    start = dict(Llama(layers=LAYERS).named_parameters())
+    if all(torch.equal(found[name], start[name]) for name in found):
+        raise NotYet("The weights have not changed.", "Which parameters does the optimizer have, old or new ones?")
+    same = all(torch.allclose(found[name], expected[name], atol=1e-3) for name in expected)
+    why = "Compare the seed, the learning rate and the sentences of each rank with those of `alone`."
+    require(same, "The weights are not those of one GPU.", why)
+    counts = [len(each[1]) for each in results]
+    what = f"Ranks 0 and 1 logged {counts[0]} and {counts[1]} losses."
+    require(counts == [STEPS, 0], what, f"Rank 0 should log {STEPS}, one per step, and rank 1 none.")
+    for number, (value, right) in enumerate(zip(logged, losses, strict=True)):
+        near = compare.as_number(value)
+        what = f"The loss of step {number} is {near:.4f}, and it should be {right:.4f}."
+        require(abs(near - right) < 1e-3 * right, what, "Log the mean over the ranks, not rank 0's loss or a sum.")
+    return "The weights and the losses are those of one GPU, and each rank holds half."
