@@ -50,6 +50,17 @@ _MINGPT_DDP += (
 _FSDP_TP_ON_THE_CPU = (
     ("fsdp_tp_example.py", "if not verify_min_gpu_count", "if False and verify_min_gpu_count"),
     ("fsdp_tp_example.py", "torch.accelerator.current_accelerator().type", '"cpu"'),
+    # DTensor knows the fused attention of a GPU, and not that of the CPU
+    (
+        "llama2_model.py",
+        "F.scaled_dot_product_attention(xq, xk, xv, is_causal=True)",
+        "type(xq).from_local(F.scaled_dot_product_attention("
+        "xq.to_local(), xk.to_local(), xv.to_local(), is_causal=True), xq.device_mesh, xq.placements)",
+    ),
+)
+_BATCH_ON_THE_CPU = (
+    ("reinforce.py", "Policy(batch).cuda()", "Policy(batch)"),
+    ("reinforce.py", ".cuda()", ".clone()"),  # a copy, as on a GPU
 )
 _DDP_RPC_ON_THE_CPU = tuple(
     ("main.py", old, new)
@@ -249,6 +260,7 @@ def _pytorch_examples() -> list[Program]:
                 beside,
                 within=1e-4,
                 note=ROUNDING,
+                draws=beside.gpus == 0,
             )
             for program, what, gpus, beside in (
                 ("tensor_parallel", "DTensor, two GPUs", 2, Run("tensor_parallel_example.py", gpus=4, ranks=4)),
@@ -291,7 +303,7 @@ def _pytorch_examples() -> list[Program]:
             "distributed/rpc/batch",
             "RPC on one GPU",
             Run("reinforce.py --num-episode 1 --max-world-size 3", gpus=1),
-            Run("reinforce.py --num-episode 1 --max-world-size 3", edits=(("reinforce.py", ".cuda()", ""),)),
+            Run("reinforce.py --num-episode 1 --max-world-size 3", edits=_BATCH_ON_THE_CPU),
             draws=True,
         ),
     ]

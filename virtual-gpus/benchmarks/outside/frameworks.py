@@ -313,7 +313,7 @@ def timm() -> list[Program]:
                 ", DDP, sync-BN",
                 "DDP with synchronized BatchNorm on two GPUs",
                 Run(f"{two.replace('test_vit', 'resnet18')} --sync-bn", gpus=2, ranks=2),
-                Run(f"{one.replace('test_vit', 'resnet18')}", gpus=1, ranks=1),
+                Run(f"{_TIMM.format(2).replace('test_vit', 'resnet18')} --sync-bn", gpus=4, ranks=4),
                 {"within": 1e-4, "note": ROUNDING},
             ),
         )

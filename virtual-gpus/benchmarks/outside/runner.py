@@ -126,7 +126,8 @@ def environment(run: Run, work: Path) -> dict[str, str]:
     if not run.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ""
     kept |= dict(run.variables)
-    kept["PYTHONPATH"] += os.pathsep + kept.pop("OUTSIDE_PATH", "")
+    # The empty part is the program's folder: people put their repositories on PYTHONPATH.
+    kept["PYTHONPATH"] = os.pathsep.join([kept["PYTHONPATH"], kept.pop("OUTSIDE_PATH", ""), ""])
     return kept
 
 

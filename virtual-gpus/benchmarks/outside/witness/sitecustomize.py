@@ -19,6 +19,7 @@ def _note(tensors) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     with torch.no_grad():
+        roots = [getattr(root, "unscaled", root) for root in roots]
         locally = [root.to_local() if hasattr(root, "to_local") else root for root in roots]
         value = sum(float(root.detach().double().sum()) for root in locally)
     rank = os.environ.get("RANK", "")
@@ -76,6 +77,19 @@ def _draw_as_the_cpu(numbers) -> None:
     numbers.default_generator, numbers.count_draws, numbers.drawing_from = default_generator, count_draws, drawing_from
 
 
+def _keep_unscaled(amp) -> None:
+    """A GradScaler multiplies losses on a GPU only; the witness notes them as they were."""
+    scale = amp.GradScaler.scale
+
+    def keeping(self, outputs):
+        scaled = scale(self, outputs)
+        if scaled is not outputs and hasattr(scaled, "backward"):
+            scaled.unscaled = outputs.detach()
+        return scaled
+
+    amp.GradScaler.scale = keeping
+
+
 def _prepare(torch) -> None:
     # Two runs of a program that sets no seed would differ. Generators of GPUs start from this seed as well.
     torch.default_generator.manual_seed(0)
@@ -93,6 +107,7 @@ _AFTER = {
     "torch": _prepare,
     "numpy": lambda numpy: numpy.random.seed(0),
     "torch.autograd": _note_losses,
+    "torch.amp.grad_scaler": _keep_unscaled,
     "torch.distributed.autograd": _note_distributed_losses,
     "torchvision.datasets.cifar": _let_small_data_pass,
 }
