@@ -358,9 +358,6 @@ def test_an_operator_of_nccl_only_is_named(tmp_path):
     with virtual_gpus(1):
         dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
         try:
-            x = torch.ones(2, 3, device="cuda")
-            with pytest.raises(NotModelled, match="batch_norm_gather_stats"):
-                torch.batch_norm_gather_stats(x, x, x, None, None, 0.1, 1e-5, 2)
             with pytest.raises(NotModelled, match="torch.cuda.nccl.all_reduce"):
                 torch.cuda.nccl.all_reduce([torch.ones(2, device="cuda")])
         finally:

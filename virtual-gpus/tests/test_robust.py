@@ -1,6 +1,7 @@
 """Whatever happens inside: afterwards the books are right, training goes on, and nothing is kept alive."""
 
 import gc
+import inspect
 import linecache
 import signal
 import sys
@@ -74,6 +75,8 @@ class CtrlCAtCall:
     def __call__(self, frame, event, argument):
         if event not in ("call", "c_return") or "virtual_gpus" not in frame.f_code.co_filename:
             return
+        if event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # Python may be closing it, which is a call for a profile function, but no moment for a signal
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)
