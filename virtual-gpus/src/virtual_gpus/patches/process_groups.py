@@ -25,6 +25,7 @@ from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import Patch
 from virtual_gpus.processes import one_rank
+from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import below
 
 _said = False
@@ -89,6 +90,19 @@ def _rendezvous(function: Callable) -> Callable:
         yield FakeStore(), settings.rank, settings.world_size
 
     return rendezvous
+
+
+def _splitting(function: Callable) -> Callable:
+    """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split from PyTorch 2.14 on."""
+
+    @functools.wraps(function)
+    def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
+        groups = [
+            torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()
+        ]
+        return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
+
+    return split_group
 
 
 def forget(machine: VirtualMachine) -> None:
@@ -275,6 +289,9 @@ def patches() -> list[Patch]:
         found += [(owner, "ProcessGroupNCCL", refused) for owner in (c10d, torch.distributed)]
     if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
         found.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")
+    if INSTALLED < (2, 14) and hasattr(device_mesh, "split_group"):
+        found.append((device_mesh, "split_group", _splitting(device_mesh.split_group)))
     if hasattr(group, "split_group"):
         found.append((group, "split_group", _split_group(group.split_group)))
     return found
