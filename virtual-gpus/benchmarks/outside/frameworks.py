@@ -214,7 +214,13 @@ def accelerate() -> list[Program]:
             "",
             "two GPUs under torchrun",
             Run(f"-m accelerate.test_utils.scripts.{name}", gpus=2, ranks=2),
-            Run(f"-m accelerate.test_utils.scripts.{name}", ranks=2, variables=(("ACCELERATE_USE_CPU", "true"),)),
+            (
+                Run(f"-m accelerate.test_utils.scripts.{name}", gpus=4, ranks=2)
+                if name == "test_distributed_data_loop"  # it waits for ever on the CPU
+                else Run(
+                    f"-m accelerate.test_utils.scripts.{name}", ranks=2, variables=(("ACCELERATE_USE_CPU", "true"),)
+                )
+            ),
         )
         for name in tests
     ]
