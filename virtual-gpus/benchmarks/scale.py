@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -127,15 +128,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, words: torch.Tensor
     optimizer.zero_grad()
 
 
-def build(name: str, ranks: int, checkpointed: bool = True) -> Llama:
-    """A sharded Llama on the GPU of this rank, from the meta device."""
+def build(name: str, ranks: int, wrapped: Callable[[nn.Module], nn.Module] = checkpoint_wrapper) -> Llama:
+    """A sharded Llama on the GPU of this rank, from the meta device. wrapped: makes a checkpointed block of a block."""
     mesh = init_device_mesh("cuda", (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = Llama(SHAPES[name])
     for number, block in enumerate(model.blocks):
-        if checkpointed:
-            model.blocks[number] = block = checkpoint_wrapper(block)
+        model.blocks[number] = block = wrapped(block)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model.to_empty(device="cuda")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, record_timeline, record_training, virtual_gpus
 from virtual_gpus import __main__ as command_line
 from virtual_gpus.machine import active
+from virtual_gpus.settings import INSTALLED
 
 
 @pytest.mark.parametrize(
@@ -332,6 +333,7 @@ def test_fully_shard_allocation_by_allocation():
     assert sorted(backward[10:]) == [share, half, half, whole]
 
 
+@pytest.mark.skipif(INSTALLED in ((2, 12), (2, 13)), reason="this PyTorch reads a vote of the other ranks")
 def test_a_stage_of_a_pipeline_receives_shapes():
     with virtual_gpus(4, shapes_only=True, rank=3, world_size=4):
         mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("pipeline", "data"))

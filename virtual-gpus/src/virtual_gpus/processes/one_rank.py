@@ -15,9 +15,11 @@ Memory and modelled time are those of this rank. All ranks are taken to reach ea
 Values: with `shapes_only` there are none. Without it, every other rank is taken to hold what this rank holds, see
 `dispatch.alone`. With DistributedDataParallel, numbers are those of a job whose ranks all have this rank's data. Where
 ranks hold different parts of a model, as with `fully_shard`, they are meaningless.
-`all_gather_object` and `gather_object` give this rank's own object from everyone. Objects that another rank
-would send (`broadcast_object_list`, `scatter_object_list`, `recv_object_list`) raise an error. A stage of a pipeline
-needs none if `torch.distributed.pipelining.PipelineStage` is given `input_args` and `output_args`.
+
+`all_gather_object` and `gather_object` give this rank's own object from everyone. Objects that another rank would send
+(`broadcast_object_list`, `scatter_object_list`, `recv_object_list`) raise an error, and so does
+torch.distributed.checkpoint. A stage of a pipeline needs no other rank if `torch.distributed.pipelining.PipelineStage`
+is given `input_args` and `output_args`. PyTorch 2.13 asks the other ranks even then, which needs values.
 """
 
 from __future__ import annotations
