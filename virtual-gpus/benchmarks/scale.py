@@ -5,8 +5,8 @@
 
 Each row trains a Transformer of Llama's shape as rank 0 of a job: from the meta device, `fully_shard` for each block,
 bfloat16 with gradients reduced in float32, checkpointed blocks, AdamW, one sequence of 8,192 tokens per rank. The
-seconds are those of this computer for one step, the second one. The GiB are this process's at its largest, and those of
-the modelled GPU.
+seconds are CPU seconds of this computer, for building the model and for one step, the second one. The GiB are this
+process's at its largest, and those of the modelled GPU.
 """
 
 from __future__ import annotations
@@ -144,16 +144,16 @@ def build(name: str, ranks: int, wrapped: Callable[[nn.Module], nn.Module] = che
 def measure(name: str, ranks: int) -> None:
     """Print one row of the table."""
     with virtual_gpus(min(8, ranks), kind="H100", shapes_only=True, rank=0, world_size=ranks):
-        began = time.perf_counter()
+        began = time.process_time()
         model = build(name, ranks)
         optimizer = torch.optim.AdamW(model.parameters())
         words = torch.zeros(1, LENGTH, dtype=torch.long, device="cuda")
-        built = time.perf_counter() - began
+        built = time.process_time() - began
         step(model, optimizer, words)
         torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
+        began = time.process_time()
         step(model, optimizer, words)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began
         peak = torch.cuda.max_memory_allocated()
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"{name:>6} {ranks:6} {built:9.1f} {seconds:9.1f} {own / GIB:9.2f} {peak / GIB:9.2f}")
