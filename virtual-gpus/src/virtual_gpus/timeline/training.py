@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from virtual_gpus.clock.clock import Span
 from virtual_gpus.gpus import format_bytes
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.timeline.communication import ALL, communication
 from virtual_gpus.timeline.peak import GRADIENTS, PARAMETERS, STATES, PeakLog
-from virtual_gpus.timeline.spans import seconds_covered
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,8 @@ class TrainingRecorder:
         if len(self._ends) < 2:
             return found
         step = self._ends[1] - self._ends[0]
-        kernels, collectives = ([(s.start, s.end) for s in self._last if (s.kind == "collective") is wanted]
-                                for wanted in (False, True))  # fmt: skip
-        found = replace(
-            found,
-            step_seconds=step,
-            communication_seconds=seconds_covered(collectives),
-            exposed_seconds=seconds_covered(kernels + collectives) - seconds_covered(kernels),
-        )
+        sent = communication(self._last, self._gpu.slot)[ALL]
+        found = replace(found, step_seconds=step, communication_seconds=sent.seconds, exposed_seconds=sent.exposed)
         units = samples if tokens is None else tokens
         if units is None:
             return found
