@@ -249,3 +249,20 @@ def test_bus_bandwidth_of_real_hosts(ranks, here, mebibytes, published, error):
     nbytes = mebibytes << 20
     seconds = collective_seconds(on_host(ranks, 8, here), "all_reduce", nbytes)
     assert 2 * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)
+
+
+def test_ddp_copies_the_order_of_new_buckets_back_to_the_computer():
+    """`Reducer::sync_bucket_indices` (reducer.cpp): two small tensors go to the GPU, from rank 0 to all, and back."""
+    with virtual_gpus(1):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0])
+            x = torch.ones(8, device="cuda")
+            net(x).sum().backward()
+            with record_timeline() as timeline:
+                net(x)
+        finally:
+            dist.destroy_process_group()
+    copies = [span.name for span in timeline.spans if span.kind in ("copy", "collective")]
+    assert copies == ["to the GPU", "broadcast", "to the CPU"] * 2
+    assert not [span for span in timeline.spans if span.name == "_to_copy"]

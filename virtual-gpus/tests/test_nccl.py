@@ -182,3 +182,30 @@ def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
                     raise AssertionError(words)
         finally:
             dist.destroy_process_group()
+
+
+class Own(dist.ProcessGroup):
+    """A group in Python, of one rank, as PyTorch's tests have them for ranks that are threads."""
+
+    def __init__(self):
+        super().__init__(0, 1)
+
+    def allreduce(self, tensors, options=None):
+        done = torch.futures.Future()
+        done.set_result([tensor.mul_(3) for tensor in tensors])
+        return torch._C._distributed_c10d._create_work_from_future(done)
+
+
+def test_a_group_of_a_python_class_works_and_what_it_inherits_has_no_backend():
+    group, ops = Own(), torch.ops._c10d_functional
+    torch._C._distributed_c10d._register_process_group("own", group)
+    try:
+        with virtual_gpus(1):
+            assert ops.wait_tensor(ops.all_reduce(ones(2), "sum", "own")).tolist() == [3.0, 3.0]
+            for tensor in (ones(2), torch.ones(2)):
+                with pytest.raises(RuntimeError, match="No backend type associated"):
+                    ops.all_gather_into_tensor(tensor, 1, "own")
+                with pytest.raises(RuntimeError, match="No backend type associated"):
+                    group.broadcast([tensor], dist.BroadcastOptions())
+    finally:
+        torch._C._distributed_c10d._unregister_process_group("own")

@@ -37,7 +37,6 @@ from Ascend/pytorch at 9e73e70, with the names of its devices and helpers put ba
 ran with two GPUs, except test_clip_grad_norm_2d with four. Skipped tests are for other backends or for more GPUs.
 """
 _ROOT = "of another version: 2.15 gathers the root once more in backward"
-_THREADS = "functional collectives find no backend in the test helper's group of threads; not mended yet"
 # The beginning of a test's name -> why it fails.
 KNOWN = {
     "test_monitored_barrier_allreduce_hang": "a collective's timeout has gloo's words; monitored_barrier itself works",
@@ -51,11 +50,10 @@ KNOWN = {
     "test_mixed_ops_use_batch": "of another version: fails without virtual GPUs too",
     "test_ddp_uneven_inputs": "not done within 500 s on two busy cores",
     "test_all_gather_extension_outer_size_stride": "of another version: its tensors miss an argument of PyTorch 2.15's",
-    "test_all_gather_fp32": _THREADS,
-    "test_reduce_scatter_fp": _THREADS,
-    "test_meta_device_2d_init": _THREADS,
+    "test_all_gather_fp32": "of another version: 2.15's all-gather has one argument more",
+    "test_reduce_scatter_fp": "of another version: 2.15's reduction has one argument less",
     "test_share_comm_context": "of another version: 2.15's all-gather has one argument more",
-    "test_dp_state_dict_cpu_offload": "a DTensor's device is its local tensor's, which fully_shard puts on the CPU",
+    "test_dp_state_dict_cpu_offload": "a DTensor's device follows its local tensor, which fully_shard moves to the CPU; in PyTorch it stays",
     "test_fully_shard_backward_prefetch": _ROOT,
     "test_fully_shard_communication_count": _ROOT,
     "test_fully_shard_multi_module_backward_prefetch": _ROOT,

@@ -112,7 +112,7 @@ def record_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
         await_tensors(gpu, gpu.stream, call.tensors)
         return
     group = _group_of(call)
-    if group is None:
+    if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         return
     if name in _SENDS or name in _RECEIVES:
         peer = call["dst"] if name in _SENDS else call["src"] if "src" in call.op.names else None

@@ -19,6 +19,7 @@ from virtual_gpus.dispatch.collectives import await_work
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.nccl import messages
+from virtual_gpus.placement.creation_sites import forget_creation_site
 from virtual_gpus.placement.storages import allocation_of, gpu_of, place
 from virtual_gpus.threads import below, this_thread
 
@@ -80,7 +81,11 @@ class _Buckets(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and self._gpu.machine.shapes_only and gpu_of(args[0]) is None:
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         made = func(*args, **kwargs)
-        return made if kwargs.get("device") is None else self._put(made)
+        if kwargs.get("device") is not None:
+            return self._put(made)
+        if isinstance(made, torch.Tensor) and gpu_of(made) is None:
+            forget_creation_site(made)  # it stays in the computer's memory, also where it meets a copy on the GPU
+        return made
 
     def _put(self, made):
         if made.dtype is not torch.int32:  # a bucket: the numbers have been sent

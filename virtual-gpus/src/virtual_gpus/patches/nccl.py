@@ -283,6 +283,24 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
     return method
 
 
+class _OfCpp:
+    """A method of ProcessGroup that Python subclasses have as it was.
+
+    When C++ calls a method of such a subclass (PyProcessGroup.hpp), pybind takes each function that is written in
+    Python for the subclass's own: one that it inherits would then be called from C++ and call C++ again, for ever.
+    NCCL's rules are not for such a group either, which has no backend.
+    """
+
+    def __init__(self, owner: type, name: str):
+        self._owner, self._raw = owner, vars(owner)[name]
+        self._checked = _by_nccls_rules(name, getattr(owner, name))
+        functools.update_wrapper(self, self._raw)
+
+    def __get__(self, group: Any, kind: type | None = None) -> Callable:
+        kind = type(group) if kind is None else kind
+        return (self._checked if kind is self._owner else self._raw).__get__(group, kind)
+
+
 def _options(values: Iterable[Any]) -> Any:
     """The options that hold the operation of a reduction, or None."""
     return next((value for value in values if hasattr(value, "reduceOp")), None)
@@ -373,7 +391,7 @@ def patches() -> list[Patch]:
         return []
     group = torch.distributed.ProcessGroup
     work = torch._C._distributed_c10d.Work
-    found = [(group, name, _by_nccls_rules(name, getattr(group, name))) for name in _NAMES if hasattr(group, name)]
+    found = [(group, name, _OfCpp(group, name)) for name in _NAMES if name in vars(group)]
     return [*found, (work, "get_future", _get_future(work.get_future)),
             (group, "_start_coalescing", _start_coalescing(group._start_coalescing)),
             (group, "_end_coalescing", _end_coalescing(group._end_coalescing))]  # fmt: skip
