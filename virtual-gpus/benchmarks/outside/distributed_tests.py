@@ -53,7 +53,7 @@ KNOWN = {
     "test_all_gather_fp32": "of another version: 2.15's all-gather has one argument more",
     "test_reduce_scatter_fp": "of another version: 2.15's reduction has one argument less",
     "test_share_comm_context": "of another version: 2.15's all-gather has one argument more",
-    "test_dp_state_dict_cpu_offload": "a DTensor's device follows its local tensor, which fully_shard moves to the CPU; in PyTorch it stays",
+    "test_dp_state_dict_cpu_offload": "a DTensor's device follows its local tensor to the CPU; in PyTorch it stays",
     "test_fully_shard_backward_prefetch": _ROOT,
     "test_fully_shard_communication_count": _ROOT,
     "test_fully_shard_multi_module_backward_prefetch": _ROOT,
