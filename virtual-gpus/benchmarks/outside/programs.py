@@ -109,6 +109,10 @@ OUT_OF_SCOPE = {
     "Lightning: autoencoder with FSDP": (
         "Its callback calls the sharded model on rank 0 alone. FSDP on the CPU fails there as well."
     ),
+    "Lightning: image classifier with FSDP": (
+        "It trains, and then Lightning wraps the model, whose parameters are shards, a second time and loads a "
+        "checkpoint. PyTorch refuses that on the CPU in the same words."
+    ),
     "Lightning: tensor_parallel": "Its model wants 24 GB on each of four GPUs, and so 96 GB of a machine's memory.",
     "Lightning: fp8_distributed_transformer; Accelerate: fsdp2_fp8": (
         "They need kernels for 8-bit numbers, a compiled extension."
