@@ -17,6 +17,7 @@ from virtual_gpus.dispatch.call import OpCall
 
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
 _NUMBER = 8  # bytes
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense
 _CAST = torch.bfloat16, torch.float32  # the types between which chunk_cat casts on the way
 
 
@@ -73,17 +74,6 @@ def _take_numbers(call: OpCall, count: int) -> None:
 
 def _padded(shape: Sequence[int], dim: int, chunks: int) -> list[int]:
     return [*shape[:dim], -(-shape[dim] // chunks) * chunks, *shape[dim + 1 :]]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill a piece of memory, in any order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 RECIPES = {"split_with_sizes_copy": split_with_sizes_copy,
