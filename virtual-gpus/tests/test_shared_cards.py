@@ -43,8 +43,12 @@ def started(context, nbytes, index=0):
     ours, theirs = context.Pipe()
     process = context.Process(target=holder, args=(theirs, nbytes, index))
     process.start()
-    assert ours.poll(60)
-    return process, ours, ours.recv()
+    return process, ours, received(ours)
+
+
+def received(pipe):
+    assert pipe.poll(60)
+    return pipe.recv()
 
 
 def stop(process, pipe):
@@ -109,9 +113,9 @@ def test_two_cannot_both_take_the_last_memory():
         processes = [FORK.Process(target=take_pieces, args=(theirs, start, end)) for _ in range(4)]
         for process in processes:
             process.start()
-        assert [ours.recv() for _ in processes] == ["here"] * 4  # each has its context
+        assert [received(ours) for _ in processes] == ["here"] * 4  # each has its context
         start.set()
-        taken = [ours.recv() for _ in processes]
+        taken = [received(ours) for _ in processes]
         end.set()
         for process in processes:
             process.join(60)
