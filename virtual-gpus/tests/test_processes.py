@@ -239,6 +239,8 @@ def collectives(rank):
     dist.all_reduce(made["all_reduce"])
     made["mean"] = mine()
     dist.all_reduce(made["mean"], op=dist.ReduceOp.AVG)
+    made["mean of integers"] = torch.tensor([rank, -3 * rank], device="cuda")
+    dist.all_reduce(made["mean of integers"], op=dist.ReduceOp.AVG)
     made["broadcast"] = mine()
     dist.broadcast(made["broadcast"], src=1)
     parts = [mine(0.0) for _ in range(2)]
@@ -272,11 +274,12 @@ def test_collectives_on_gpu_tensors(capfd):
     for rank, answer in enumerate(answers):
         assert answer["backend"] == "nccl" and set(answer["where"].values()) == {f"cuda:{rank}"}, answer["where"]
         assert answer["all_reduce"] == answer["later"] == answer["group"] == answer["functional"] == [3.0, 3.0]
+        assert answer["mean of integers"] == [0, -1]  # of 0 and 1, and of 0 and -3: NCCL drops what is left over
         assert answer["mean"] == [1.5, 1.5] and answer["broadcast"] == [2.0, 2.0] and answer["sent"] == [1.0, 1.0]
         assert answer["all_gather"] == answer["into"] == [1.0, 1.0, 2.0, 2.0]
         assert answer["scatter"] == [2.0 * rank] and answer["objects"] == ["rank 0", "rank 1"]
         assert answer["allocated"][1 - rank] == 0
-        assert answer["allocated"][rank] == 12 * 512  # ten results and the two parts that were gathered
+        assert answer["allocated"][rank] == 13 * 512  # eleven results and the two parts that were gathered
     said = capfd.readouterr().out
     assert said.count('backend "nccl" needs real GPUs; "gloo" answers instead') == 1
 

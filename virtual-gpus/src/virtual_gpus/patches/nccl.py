@@ -337,15 +337,22 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
         args = _adapt(group, name, args)
         if op is not None and op == ops.PREMUL_SUM:
             args = _premultiplied(name, args, op.__getstate__()[1])
-    if op is None or op != ops.PREMUL_SUM:
+    of_integers = op is not None and op == ops.AVG and not (outputs[0].is_floating_point() or outputs[0].is_complex())
+    if op is None or not (op == ops.PREMUL_SUM or of_integers):
         return function(group, *args, **rest)
     if opts is None:
         return function(group, *[ops.SUM if value is op else value for value in args])
     opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
     try:
-        return function(group, *args, **rest)
+        work = function(group, *args, **rest)
     finally:
         opts.reduceOp = op
+    if of_integers and (name != "reduce" or opts.rootRank == group.rank()):
+        with below():  # NCCL divides integers on the way; gloo refuses a mean of them
+            work.wait()
+            for output in outputs:
+                output.div_(group.size(), rounding_mode="trunc")
+    return work
 
 
 def _get_future(function: Callable) -> Callable:
