@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from benchmarks.reference.networks import GPT
 from ranks import in_ranks
@@ -268,3 +269,25 @@ def test_a_model_from_meta_and_attention_of_dtensors():
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert first["0.weight"].std() > 0.1 and not torch.equal(first["0.weight"][:4], first["0.weight"][4:])
     assert state == other_state and len(state) == 16 and far < 1e-5
+
+
+def saved_meanwhile(rank, folder):
+    """Saves a checkpoint in a thread of DCP while a step of training goes on; whether it holds what was to be saved."""
+    net = mlp().cuda()
+    fully_shard(net)
+    group = torch.distributed.new_group(backend="cpu:gloo,cuda:nccl")
+    before = {name: weight.clone() for name, weight in get_model_state_dict(net).items()}
+    saving = dcp.async_save(get_model_state_dict(net), checkpoint_id=folder, process_group=group)
+    for _ in range(5):
+        torch.distributed.all_reduce(torch.ones(1000, device="cuda"), group=group)
+    steps(net, *(part.cuda() for part in numbers()), mse_loss, SGD)
+    saving.result()
+    found = get_model_state_dict(net)
+    changed = not torch.equal(found["0.0.weight"].to_local(), before["0.0.weight"].to_local())
+    dcp.load(found, checkpoint_id=folder)
+    return changed, all(torch.equal(found[name].to_local(), before[name].to_local()) for name in before)
+
+
+def test_a_checkpoint_is_saved_while_training_goes_on(tmp_path):
+    with virtual_gpus(2):
+        assert in_ranks(saved_meanwhile, tmp_path / "checkpoint", count=2) == [(True, True)] * 2

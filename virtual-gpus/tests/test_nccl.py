@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import in_ranks
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from virtual_gpus import virtual_gpus
@@ -77,11 +78,17 @@ def both_on_the_first(rank):
 
 
 def mixed(rank):
+    """The two backends of a group have nothing to do with each other: the ranks need not use them in one order."""
     group = dist.new_group(backend="cpu:gloo,cuda:nccl")
-    found = torch.ones(2), ones(2)
-    for tensor in found:
-        dist.all_reduce(tensor, group=group)
-    return [tensor.tolist() for tensor in found], dist.get_backend(group)
+    found = torch.ones(2), ones(3)
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (found if rank == 0 else found[::-1])]
+    for work in works:
+        work.wait()
+    summed = all_reduce(ones(1), "sum", group).tolist()
+    dist.barrier(group)
+    name = dist.get_backend(group)
+    dist.destroy_process_group(group)
+    return [tensor.tolist() for tensor in found], summed, name
 
 
 def affine_layers():
@@ -130,7 +137,7 @@ def test_collectives_of_nccl():
     assert second["scattered unevenly"] == [[3.0] * 3] and second["all to all"] == [[1.0, 1.0], [2.0]]
     expected = mean_gradients(affine_layers(), 1.5, "cpu")
     assert all(found == pytest.approx(expected, rel=1e-4) for found in gradients)
-    assert mixture == ([[2.0, 2.0], [2.0, 2.0]], "cpu:gloo,cuda:nccl")
+    assert mixture == ([[2.0, 2.0], [2.0, 2.0, 2.0]], [2.0], "cpu:gloo,cuda:nccl")
     assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000" in refused
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from virtual_gpus.dispatch.groups import is_boxed
 from virtual_gpus.machine import active
 from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import below
@@ -36,7 +37,7 @@ def answers(call: OpCall) -> bool:
 
 def collective(call: OpCall) -> Any:
     """What the operator returns. Its tensors have the values that follow from this rank's own, if they have values."""
-    group = next(torch.distributed.ProcessGroup.unbox(v) for v in call.args if _is(v, "ProcessGroup"))
+    group = next(torch.distributed.ProcessGroup.unbox(v) for v in call.args if is_boxed(v, "ProcessGroup"))
     with below(), torch.no_grad():
         _fill(call.op.base, call.args, group.rank(), group.size())
     return valueless.collective(call)
@@ -73,7 +74,7 @@ def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
 
 def _reduce(tensor: torch.Tensor, args: Sequence[Any], ranks: int) -> None:
     kinds = torch.distributed.ReduceOp
-    boxed = next(value for value in args if _is(value, "ReduceOp"))
+    boxed = next(value for value in args if is_boxed(value, "ReduceOp"))
     operation = kinds.unbox(boxed) if hasattr(kinds, "unbox") else _operation[-1] if _operation else kinds.SUM
     if operation is None or operation == kinds.SUM:
         tensor.mul_(ranks)
@@ -100,7 +101,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _list(value: Any) -> Iterable[Any]:
     return [value] if isinstance(value, torch.Tensor) else value
-
-
-def _is(value: Any, kind: str) -> bool:
-    return isinstance(value, torch.ScriptObject) and value._type().name() == kind

@@ -23,7 +23,18 @@ import torch
 
 from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.groups import first_gpu_of, is_alone, is_nccl, place_of, route, route_of, row_of
+from virtual_gpus.dispatch.groups import (
+    carrier,
+    carriers,
+    first_gpu_of,
+    is_alone,
+    is_boxed,
+    is_nccl,
+    place_of,
+    route,
+    route_of,
+    row_of,
+)
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of
@@ -213,7 +224,7 @@ def _exchange(group, numbers: list[float]) -> list[list[float]]:
     mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
-        group.allgather([found], [mine]).wait()
+        carrier(group).allgather([found], [mine]).wait()
         return [part.tolist() for part in found]
 
 
@@ -229,7 +240,8 @@ def _message(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None, tag
     began = _begins(gpu, lane, tensors)
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *place_of(gpu)], dtype=torch.float64, device="cpu")
-        work = (group.send if sends else group.recv)([message], peer, tag + _CLOCK_TAG)
+        carried = carrier(group)
+        work = (carried.send if sends else carried.recv)([message], peer, tag + _CLOCK_TAG)
     _on_their_way.append((work, message))
     if not sends:
         return Arrival(gpu, lane, work, message, began, nbytes)
@@ -273,13 +285,23 @@ def _group_of(call: OpCall):
     if "group_name" in call.op.names:
         group = call["group_name"]
         return torch.distributed.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
-    for value in call.args:
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return torch.distributed.ProcessGroup.unbox(value)
-            except RuntimeError:  # a reduce operation
-                continue
-    return None
+    boxed = next((value for value in call.args if is_boxed(value, "ProcessGroup")), None)
+    return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
+
+
+def carried(call: OpCall) -> tuple:
+    """The arguments of a collective of GPU tensors, with the group that gloo has for them (`groups.carrier`)."""
+    group = _group_of(call)
+    if group not in carriers:
+        return call.args
+    other = carriers[group]
+    args = list(call.args)
+    for i, value in enumerate(args):
+        if is_boxed(value, "ProcessGroup"):
+            args[i] = other.boxed()
+        elif call.op.names[i] == "group_name":
+            args[i] = other.group_name
+    return tuple(args)
 
 
 def _tensors(values) -> list[torch.Tensor]:

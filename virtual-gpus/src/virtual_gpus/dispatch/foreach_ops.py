@@ -13,7 +13,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch import alone
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.collectives import record_collective
+from virtual_gpus.dispatch.collectives import carried, record_collective
 from virtual_gpus.dispatch.timing import record_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
@@ -38,9 +38,13 @@ def run(call: OpCall) -> Any:
         valueless.prepare(call, mixed=True)
         if op.base.startswith("_fused_") and op.base.endswith("_"):
             return None  # they change numbers in place, of which there are none; not all have a meta kernel
+    given = call.args
+    if op.is_collective:
+        call.args = carried(call)
     result = call.compute()
     _place(first, gpus, result)
     if op.is_collective:
+        call.args = given
         record_collective(call, gpus, result)
     return result
 

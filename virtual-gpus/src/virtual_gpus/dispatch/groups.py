@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,12 +16,28 @@ from virtual_gpus.machine import VirtualGPU
 backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
 # The GPU that this process first used in a group: NCCL's barriers go there.
 first_gpu_of: weakref.WeakKeyDictionary[object, VirtualGPU] = weakref.WeakKeyDictionary()
+# The group of gloo's that carries the GPU tensors of a group whose CPU tensors gloo carries too.
+carriers: weakref.WeakKeyDictionary[object, torch.distributed.ProcessGroup] = weakref.WeakKeyDictionary()
 _routes: weakref.WeakKeyDictionary[object, tuple[VirtualGPU, Route]] = weakref.WeakKeyDictionary()
+
+
+def is_boxed(value: Any, kind: str) -> bool:
+    """True for an argument of a c10d operator that is a "ProcessGroup" or a "ReduceOp"."""
+    return isinstance(value, torch.ScriptObject) and value._type().name() == kind
 
 
 def is_nccl(group: object) -> bool:
     """True for a process group whose backend for GPUs is to be NCCL."""
     return backends_of.get(group, {}).get("cuda", "").startswith("nccl")
+
+
+def carrier(group):
+    """The group that gloo has for a group's GPU tensors.
+
+    Collectives of GPU tensors and of CPU tensors have different backends on a real machine, so different threads may
+    issue them, as a checkpoint does that is saved while training goes on. One group of gloo would mix them up.
+    """
+    return carriers.get(group, group)
 
 
 def is_alone(group) -> bool:

@@ -1,4 +1,4 @@
-"""torch.distributed beside gloo: what DistributedDataParallel does in C++, and how a group ends.
+"""torch.distributed beside gloo: what DistributedDataParallel does in C++.
 
 NCCL has buffers of its own, which it takes from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi
 only) and which are not modelled. Gloo's buffers are the computer's memory. See `process_groups` and `nccl`.
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtual_gpus.dispatch.collectives import await_work
 from virtual_gpus.entrance import entrance
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.nccl import messages
 from virtual_gpus.placement.creation_sites import forget_creation_site
 from virtual_gpus.placement.storages import allocation_of, gpu_of, place
@@ -25,7 +25,6 @@ from virtual_gpus.threads import below, this_thread
 
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
-_GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
 _GLOO_LETS_GO_IN_S = 5.0  # a tensor that it has sent: at once too, and this is how long it is waited for
 
 
@@ -42,23 +41,6 @@ def _below(function):
             return function(self, *args, **kwargs)
 
     return wait
-
-
-def _destroy(function):
-    """Let gloo's threads finish before the group goes.
-
-    A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
-    among them, and needs Python's lock for that. If DDP's reducer holds the last reference to the group and goes at
-    that moment, it waits for the thread with the lock in its hand, for ever. Sleeping gives the lock away.
-    """
-
-    @functools.wraps(function)
-    def destroy_process_group(*args, **kwargs):
-        if active() is None or active().settings.rank is None:
-            time.sleep(_GLOO_FINISHES_IN_S)
-        function(*args, **kwargs)
-
-    return destroy_process_group
 
 
 # ---- DistributedDataParallel's buckets ------------------------------------------------------------------------------
@@ -197,12 +179,8 @@ def patches():
     """See `patches`."""
     if not torch.distributed.is_available():
         return []
-    import torch.distributed.distributed_c10d as c10d
-
-    destroy = _destroy(c10d.destroy_process_group)
-    replaced = [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
-    replaced += [(torch.distributed, function.__name__, function) for function in functions]
+    replaced = [(torch.distributed, function.__name__, function) for function in functions]
     work = torch._C._distributed_c10d.Work
     replaced.append((work, "wait", _below(work.wait)))
     replaced.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import inspect
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.collectives import record_barrier
-from virtual_gpus.dispatch.groups import backends_of, first_gpu_of
+from virtual_gpus.dispatch.groups import backends_of, carrier, carriers, first_gpu_of
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import Patch
@@ -29,6 +30,7 @@ from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import below
 
 _said = False
+_GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
 
 
 def _say_once(rank: int) -> None:
@@ -67,11 +69,50 @@ def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
             c10d._world.pg_map[made] = (c10d.Backend(asked), store)
             c10d._world.pg_backend_config[made] = str(config)
             made.bound_device_id = gpu
+            if "cpu" in devices and not is_alone:
+                carriers[made] = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
             if not is_alone:
                 _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
         return made, store
 
     return helper
+
+
+def _hidden(c10d: Any, group: Any, store: Any) -> Any:
+    """A group that is found by its name only, in C++: not among the program's groups."""
+    for groups in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_backend_config):
+        del groups[group]
+    tag = c10d._world.pg_to_tag.pop(group)
+    for name in {tag, ""}:
+        if group in c10d._world.tags_to_pg.get(name, ()):
+            c10d._world.tags_to_pg[name].remove(group)
+    return group
+
+
+def _destroy(function: Callable) -> Callable:
+    """Ends the hidden groups as well.
+
+    A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
+    among them, and needs Python's lock for that. If DDP's reducer holds the last reference to the group and goes at
+    that moment, it waits for the thread with the lock in its hand, for ever. Sleeping gives the lock away.
+    """
+
+    @functools.wraps(function)
+    def destroy_process_group(group=None):
+        if active() is None or active().settings.rank is None:
+            time.sleep(_GLOO_FINISHES_IN_S)
+        ended = list(carriers) if group in (None, torch.distributed.group.WORLD) else [group]
+        function(group)
+        for other in ended:
+            if other in carriers:
+                _end(carriers.pop(other))
+
+    return destroy_process_group
+
+
+def _end(group: Any) -> None:
+    group.shutdown()
+    torch._C._distributed_c10d._unregister_process_group(group.group_name)
 
 
 def _rendezvous(function: Callable) -> Callable:
@@ -208,6 +249,12 @@ def _split_group(function: Callable) -> Callable:
             chosen = kwargs.get("device_types")
             kept = set(devices) if chosen is None else {device.type for device in chosen}
             backends_of[made] = {device: name for device, name in devices.items() if device in kept}
+        if group in carriers:
+            other = function(carriers[group], *args, **kwargs)
+            if made is not None and len(backends_of[made]) > 1:
+                other._set_group_name(f"{made.group_name} of GPUs")
+                torch._C._distributed_c10d._register_process_group(other.group_name, other)
+                carriers[made] = other
         return made
 
     return split_group
@@ -224,7 +271,7 @@ def _barrier(function: Callable) -> Callable:
             opts.device_ids = []
             if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
                 opts.device = torch.device("cuda", gpu.index)
-        made = function(group, *args, **kwargs)
+        made = function(group if gpu is None else carrier(group), *args, **kwargs)
         if gpu is not None:
             record_barrier(gpu, group)
         return made
@@ -269,6 +316,7 @@ def patches() -> list[Patch]:
     import torch.distributed.distributed_c10d as c10d
 
     group = c10d.ProcessGroup
+    destroy = _destroy(c10d.destroy_process_group)
     found: list[Patch] = [
         (c10d, "_new_process_group_helper", _new_process_group_helper(c10d._new_process_group_helper, c10d)),
         (c10d, "rendezvous", _rendezvous(c10d.rendezvous)),
@@ -278,6 +326,7 @@ def patches() -> list[Patch]:
         (group, "_get_backend", _get_backend(group._get_backend)),
         (group, "barrier", _barrier(group.barrier)),
     ]
+    found += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
     found.append((torch.distributed, "get_backend", _get_backend_name(c10d.get_backend)))
     found.append((torch.distributed, "gather_object", _gather_object(c10d.gather_object)))
     for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
