@@ -8,13 +8,16 @@ As one rank of many (`processes.one_rank`), every group is PyTorch's "fake" one,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import inspect
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +33,8 @@ from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import below
 
 _said = False
-_GLOO_FINISHES_IN_S = 0.1  # it needs microseconds, once the lock is free and a core too
+_GLOO_FINISHES_IN_S = 1.0  # it needs microseconds, once the lock is free and a core too
+_LOOK_AGAIN_AFTER_S = 0.01
 
 
 def _say_once(rank: int) -> None:
@@ -100,7 +104,7 @@ def _destroy(function: Callable) -> Callable:
     @functools.wraps(function)
     def destroy_process_group(group=None):
         if active() is None or active().settings.rank is None:
-            time.sleep(_GLOO_FINISHES_IN_S)
+            _until_threads_rest()
         ended = list(carriers) if group in (None, torch.distributed.group.WORLD) else [group]
         function(group)
         for other in ended:
@@ -108,6 +112,22 @@ def _destroy(function: Callable) -> Callable:
                 _end(carriers.pop(other))
 
     return destroy_process_group
+
+
+def _until_threads_rest() -> None:
+    """Sleep until no other thread of this process runs or waits for a core, at two looks one after the other."""
+    threads, end, quiet = Path("/proc/self/task"), time.monotonic() + _GLOO_FINISHES_IN_S, 0
+    if not threads.is_dir():  # not on Linux
+        time.sleep(0.1)
+        return
+    me = str(threading.get_native_id())
+    while quiet < 2 and time.monotonic() < end:
+        time.sleep(_LOOK_AGAIN_AFTER_S)
+        quiet += 1
+        for thread in threads.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                if thread.name != me and (thread / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                    quiet = 0
 
 
 def _end(group: Any) -> None:
