@@ -1,12 +1,17 @@
-"""One rank of many beside published figures: Llama 3.1 8B under torchtitan on 8 and on 128 H100.
+"""One rank of many beside published figures: Llama 3.1 8B under torchtitan, and MPT 7B under LLM Foundry.
 
     python -m benchmarks.published
 
-The figures are those of benchmarks/llama3_h100_202412_torchtitan.md in github.com/pytorch/torchtitan, December 2024:
-tables 1 and 3, FSDP without torch.compile. Each rank has 2 sequences of 8,192 tokens, and selective checkpointing keeps
-attention and every second matrix product. The model here is that of `scale`, of the same shape, and not torchtitan's
-code. Their H100 had 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W. The data sheet of the virtual one says 80 GB of
-HBM3 at 3.35 TB/s and 700 W. Modelled times are therefore too short. Memory is what PyTorch reserved.
+Llama: benchmarks/llama3_h100_202412_torchtitan.md in github.com/pytorch/torchtitan, December 2024: tables 1 and 3, FSDP
+without torch.compile. Each rank has 2 sequences of 8,192 tokens, and selective checkpointing keeps attention and every
+second matrix multiplication. The model here is that of `scale`, of the same shape, and not torchtitan's code. Their
+H100 had 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W. The data sheet of the virtual one says 80 GB of HBM3 at 3.35
+TB/s and 700 W. Modelled times are therefore too short. Memory is what PyTorch reserved.
+
+MPT: scripts/train/benchmarking/README.md in github.com/mosaicml/llm-foundry, 2023: rows "7b" of 2,048 tokens without
+checkpointing, six sequences per rank and step of the model. They sharded with PyTorch's first FSDP. The model here is
+the GPT of `reference.networks` with MPT's sizes, sharded with `fully_shard`. Memory was not published. The virtual A100
+has the bandwidth of the one with 40 GB, 1.56 instead of 2.04 TB/s.
 """
 
 from __future__ import annotations
@@ -15,14 +20,22 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from virtual_gpus import record_training, transformer_flops, virtual_gpus
+from virtual_gpus.timeline.training import TrainingReport
 
+from benchmarks.reference.networks import GPT
 from benchmarks.scale import LENGTH, SHAPES, build, step
 
-HARDWARE = {"kind": "H100", "memory": "94 GiB", "network": "InfiniBand NDR", "adapters": 8}
-PUBLISHED = {8: (82.4, 5762), 128: (67.0, 5605)}  # GPUs -> GiB, tokens per second and GPU
+H100 = {"kind": "H100", "memory": "94 GiB", "network": "InfiniBand NDR", "adapters": 8}
+LLAMA = {8: (82.4, 5762), 128: (67.0, 5605)}  # GPUs -> GiB, tokens per second and GPU
 SAMPLES = 2
+MPT = {"words": 50_368, "hidden": 4096, "layers": 32, "heads": 32, "length": 2048}
+# GPU, GPUs, micro-batches per optimizer step, tokens per second and GPU
+MPT_ROWS = [("A100", 8, 2, 4641), ("H100", 8, 1, 10_643), ("H100", 128, 1, 10_475), ("H100", 512, 1, 9670)]
 GIB = 2**30
 
 
@@ -41,28 +54,66 @@ def selective() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+def llama(gpus: int) -> TrainingReport:
+    """The report of three steps of Llama 3.1 8B as one rank of `gpus`."""
+    with virtual_gpus(8, shapes_only=True, rank=0, world_size=gpus, **H100):
+        with record_training() as recorded:
+            model = build("8B", gpus, lambda block: checkpoint_wrapper(block, context_fn=selective))
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            words = torch.zeros(SAMPLES, LENGTH, dtype=torch.long, device="cuda")
+            for _ in range(3):
+                step(model, optimizer, words)
+        shape, parameters = SHAPES["8B"], sum(p.numel() for p in model.parameters())
+        flops = transformer_flops(parameters, shape.layers, shape.width, LENGTH)
+        return recorded.report(tokens=gpus * SAMPLES * LENGTH, flops_per_unit=flops)
+
+
+def mpt(kind: str, gpus: int, parts: int) -> TrainingReport:
+    """The report of three steps of MPT 7B, of `parts` micro-batches each."""
+    hardware = {"kind": kind, "memory": "79 GiB", "network": "InfiniBand NDR", "adapters": 8}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with virtual_gpus(8, shapes_only=True, rank=0, world_size=gpus, **hardware):
+        mesh = init_device_mesh("cuda", (gpus,))
+        with record_training() as recorded:
+            with torch.device("meta"):
+                model = GPT(**MPT)
+                model.head.weight = model.words.weight
+            for layer in (*model.blocks, model):
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            model.to_empty(device="cuda")
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            words = torch.zeros(6, MPT["length"], dtype=torch.long, device="cuda")
+            for _ in range(3):
+                for _ in range(parts):
+                    cross_entropy(model(words).flatten(0, 1).float(), words.flatten()).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        parameters = sum(p.numel() for p in model.parameters())
+        flops = transformer_flops(parameters, MPT["layers"], MPT["hidden"], MPT["length"])
+        return recorded.report(tokens=gpus * parts * words.numel(), flops_per_unit=flops)
+
+
+def speed(report: TrainingReport, gpus: int, published: int) -> str:
+    """The last columns of a row."""
+    assert report.units_per_second is not None and report.mfu is not None
+    each = report.units_per_second / gpus
+    return f"{each:,.0f} | {published:,} | {each / published - 1:+.0%} | {report.mfu:.0%} |"
+
+
 def main() -> None:
-    """Print the table."""
-    print("| GPUs | reserved, GiB | published | error | tokens/s and GPU | published | error | MFU |")
+    """Print the tables."""
+    print("| Llama 3.1 8B | reserved, GiB | published | error | tokens/s and GPU | published | error | MFU |")
     print("|---|---|---|---|---|---|---|---|")
-    for gpus, (gib, speed) in PUBLISHED.items():
-        with virtual_gpus(8, shapes_only=True, rank=0, world_size=gpus, **HARDWARE):
-            with record_training() as recorded:
-                model = build("8B", gpus, lambda block: checkpoint_wrapper(block, context_fn=selective))
-                optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-                words = torch.zeros(SAMPLES, LENGTH, dtype=torch.long, device="cuda")
-                for _ in range(3):
-                    step(model, optimizer, words)
-            shape, parameters = SHAPES["8B"], sum(p.numel() for p in model.parameters())
-            flops = transformer_flops(parameters, shape.layers, shape.width, LENGTH)
-            report = recorded.report(tokens=gpus * SAMPLES * LENGTH, flops_per_unit=flops)
-        assert report.units_per_second is not None and report.mfu is not None
-        reserved, each = report.reserved_bytes / GIB, report.units_per_second / gpus
-        print(
-            f"| {gpus} | {reserved:.1f} | {gib} | {reserved / gib - 1:+.0%} "
-            f"| {each:,.0f} | {speed:,} | {each / speed - 1:+.0%} | {report.mfu:.0%} |",
-            flush=True,
-        )
+    for gpus, (gib, tokens) in LLAMA.items():
+        report = llama(gpus)
+        reserved = report.reserved_bytes / GIB
+        print(f"| {gpus} H100 | {reserved:.1f} | {gib} | {reserved / gib - 1:+.0%} | {speed(report, gpus, tokens)}")
+    print("\n| MPT 7B | reserved, GiB | tokens/s and GPU | published | error | MFU |")
+    print("|---|---|---|---|---|---|")
+    for kind, gpus, parts, tokens in MPT_ROWS:
+        report = mpt(kind, gpus, parts)
+        print(f"| {gpus} {kind} | {report.reserved_bytes / GIB:.1f} | {speed(report, gpus, tokens)}", flush=True)
 
 
 if __name__ == "__main__":
