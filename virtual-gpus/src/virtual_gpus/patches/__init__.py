@@ -61,6 +61,7 @@ _default_device: list[object] = []  # what torch.set_default_device had set befo
 
 def patches() -> list[table.Patch]:
     """Every patch of this PyTorch version."""
+    table.modules_of.cache_clear()  # once for all of the modules here: there are thousands in sys.modules
     return [patch for module in _MODULES for patch in module.patches()]
 
 

@@ -32,7 +32,7 @@ def give_back(originals: dict[int, Any]) -> None:
 
     originals: the id of each function, class or property that stood in for PyTorch's -> PyTorch's.
     """
-    modules = {n: m for n, m in list(sys.modules.items()) if n.startswith("torch.") and n not in _before}
+    modules = {name: sys.modules[name] for name in sys.modules.keys() - _before if name.startswith("torch.")}
     _before.clear()
     walk = _Walk(originals, set(modules))
     for module in modules.values():
