@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -16,7 +17,7 @@ from helpers.measure.timeline import Timeline, merged
 from helpers.show.programs import SCRIPTS
 from helpers.show.style import WIDTH, bar_style, legend_below, open_frame, series_style, set_alt_text
 
-__all__ = ["exchange", "exchange_picture", "figures", "jobs_picture", "torchrun"]
+__all__ = ["exchange", "exchange_picture", "figures", "jobs_picture", "jobs_table", "report", "torchrun", "whole"]
 
 _ROWS = {
     "computing": {"forward": bar_style(0), "backward": bar_style(5, 1), "step": bar_style(2, 2)},
@@ -34,6 +35,20 @@ def exchange(outgoing: Tensor) -> Tensor:
     for transfer in dist.batch_isend_irecv([to_next, from_previous]):
         transfer.wait()
     return incoming
+
+
+def report(name: str, results: Sequence[Tensor]) -> None:
+    """Print the mean over the ranks of what each one returned.
+
+    results: for each rank the losses of its steps, (steps,), or rows of loss and norm of the gradients, (steps, 2).
+    """
+    mean = torch.stack(list(results)).mean(dim=0)
+    columns = mean.T if mean.dim() == 2 else [mean]
+    parts = [
+        f"{what} {'  '.join(f'{value:.3f}' for value in column)}"
+        for what, column in zip(("losses", "norms"), columns, strict=False)
+    ]
+    print(f"{name:24} {'   '.join(parts)}")
 
 
 def torchrun(program: str, ranks: int) -> None:
@@ -98,3 +113,22 @@ def figures(report) -> dict[str, float]:
     """The GiB at the peak, in all and by kind, the seconds of a step, and those of waiting, from a report."""
     memory = {"GiB": report.peak_bytes / 2**30} | {kind: size / 2**30 for kind, size in report.by_kind.items()}
     return memory | {"seconds": report.step_seconds, "waiting": report.exposed_seconds}
+
+
+def whole(run: Callable, shape: Mapping[str, int], *arguments: Any, **options: Any) -> dict[str, float]:
+    """Return the `figures` of `run(shape, *arguments, **options)`, extrapolated from models of 3 and 6 blocks.
+
+    All blocks of `shape` (the arguments of `Llama`) are alike, so each one adds the same memory and the same time. With
+    fewer than 3 blocks, the peak would lie at another moment of the step.
+    """
+    few, more = (figures(run({**shape, "layers": layers}, *arguments, **options)) for layers in (3, 6))
+    return {name: value + (more[name] - value) / 3 * (shape["layers"] - 3) for name, value in few.items()}
+
+
+def jobs_table(jobs: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the peak and the time of each job as lines of text. A job is what `figures` returns."""
+    width = max(24, *map(len, jobs))
+    lines = [f"{'':{width}}   GiB  seconds  of it waiting"]
+    for name, job in jobs.items():
+        lines.append(f"{name:{width}} {job['GiB']:5.1f} {job['seconds']:8.2f} {job['waiting']:14.2f}")
+    return "\n".join(lines)

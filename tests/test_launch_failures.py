@@ -3,12 +3,14 @@
 import ctypes
 import multiprocessing.process
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import psutil
@@ -20,7 +22,7 @@ from virtual_gpus import virtual_gpus
 
 from helpers.parallel.launching import RankError, _start_method, launch
 from helpers.parallel.launching import errors as launch_errors
-from helpers.parallel.launching.errors import Failure, run_error
+from helpers.parallel.launching.errors import Failure, _without_middle, run_error
 from tests.programs import until
 
 LIMIT_S = 4  # for ranks that should hang: a busy machine may need a second until they do
@@ -281,6 +283,17 @@ def test_ranks_that_hang_say_where():
     )
     assert parts[3] == "Rank 2 had returned."
     assert "launch" not in text.replace("test_launch_failures", "")
+
+
+def test_a_long_way_through_pytorch_is_cut():
+    """Deep in a model's layers, nobody finds the own line among twenty of PyTorch's."""
+    own = ("train.py", 7, "train", "model(images)")
+    inside = [("torch/nn/module.py", number, "forward", "return call()") for number in range(9)]
+    way = [own, *inside[:3], own, *inside]
+    text = _without_middle(traceback.StackSummary.from_list(way))
+    assert re.findall(r"line (\d)|(\.\.\. .*)", text) == [
+        *[(number, "") for number in "70127"], ("", "... 7 frames of PyTorch ..."), ("7", ""), ("8", ""),
+    ]  # fmt: skip
 
 
 def test_a_rank_that_never_gets_to_its_function(monkeypatch):

@@ -6,6 +6,7 @@ from pairwise import pairwise, product, title
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.ops import normalization
 from virtual_gpus.shapes import known, rules
 
 aten = torch.ops.aten
@@ -271,3 +272,36 @@ def test_with_numbers_nothing_is_kept():
     with virtual_gpus(1):
         assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
     assert not known._known
+
+
+RMS_NORMS = {
+    "a model's": lambda: (torch.empty(4, 6, 8, **GPU), torch.empty(8, **GPU)),
+    "without a weight": lambda: (torch.empty(4, 6, 8, **GPU), None),
+    "of bfloat16": lambda: (
+        torch.empty(6, 8, dtype=torch.bfloat16, **GPU),
+        torch.empty(8, dtype=torch.bfloat16, **GPU),
+    ),
+    "transposed": lambda: (torch.empty(8, 6, device="cuda").t().requires_grad_(), torch.empty(8, **GPU)),
+}
+GPU = {"device": "cuda", "requires_grad": True}
+
+
+@pytest.mark.parametrize("case", RMS_NORMS)
+def test_rms_norm_is_taken_apart_once(case, monkeypatch):
+    """PyTorch finds its shapes in Python, operator by operator. What is kept has the forms and the memory of those."""
+
+    def step():
+        parts = RMS_NORMS[case]()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = torch.rms_norm(parts[0], (8,), parts[1])
+        made.sum().backward()
+        gradients = [part.grad for part in parts if part is not None]
+        return forms([made.detach(), *gradients]), torch.cuda.max_memory_allocated() - before
+
+    with virtual_gpus(1, shapes_only=True):
+        first = step()
+        monkeypatch.setattr(normalization, "_raw_rms_norm", None)
+        assert step() == first
+        with torch.autocast("cuda"), pytest.raises(TypeError, match="not callable"):
+            step()  # another type may come out, so PyTorch is asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from helpers.gpus import ENGINE_FOLDER
 
+_MOST_OF_TORCH = 3  # frames of PyTorch in a row that are shown when time runs out
 _LAUNCH_FOLDER = str(Path(__file__).resolve().parent) + os.sep
 # How gloo and the system say that another rank is gone. NCCL and the store have error classes of their own.
 _LOST = re.compile(r"Connection (was )?(closed|reset|refused)|Broken pipe|Socket closed|Timed out waiting")
@@ -67,7 +69,7 @@ class Failure:
         begin = max(number for number, part in enumerate(stack) if part.filename.startswith(_LAUNCH_FOLDER)) + 1
         del stack[:begin]
         _shorten(stack, labels)
-        where = "had reached:\n" + "".join(stack.format()).rstrip() if stack else "had not started the function."
+        where = "had reached:\n" + _without_middle(stack).rstrip() if stack else "had not started the function."
         return cls(rank, "late", where, "", time.monotonic())
 
 
@@ -125,6 +127,18 @@ def _shorten(stack: traceback.StackSummary, labels: dict[str, str]) -> None:
     stack[:] = [frame for frame in stack if not frame.filename.startswith((_LAUNCH_FOLDER, ENGINE_FOLDER))]
     for frame in stack:
         frame.filename = _short(frame.filename, labels)
+
+
+def _without_middle(stack: traceback.StackSummary) -> str:
+    """Python's own text. Of a long way through PyTorch, only the last two frames: where it waits is what matters."""
+    lines = []
+    for in_torch, group in itertools.groupby(stack, lambda frame: frame.filename.startswith("torch" + os.sep)):
+        frames = list(group)
+        if in_torch and len(frames) > _MOST_OF_TORCH:
+            lines.append(f"  ... {len(frames) - 2} frames of PyTorch ...\n")
+            frames = frames[-2:]
+        lines += traceback.StackSummary.from_list(frames).format()
+    return "".join(lines)
 
 
 def _short(file: str, labels: dict[str, str]) -> str:

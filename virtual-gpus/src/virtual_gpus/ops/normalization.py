@@ -26,6 +26,7 @@ from virtual_gpus.placement.storages import (
     put,
     scratch,
 )
+from virtual_gpus.shapes import known
 from virtual_gpus.threads import below
 
 _MANY_ROWS = 64 * 1024
@@ -162,10 +163,7 @@ class RMSNorm(torch.autograd.Function):
 
 def _rms_forward(input, weight, shape, eps):
     gpu = gpu_of(input)
-    rows = input.numel() // max(1, torch.Size(shape).numel())
-    with below():
-        result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
-        kept = torch.empty(rows, device=result.device)
+    result, kept = _below(gpu, _normalized, input, weight, shape, eps)
     place(result, gpu)
     record_work(gpu, "native_layer_norm", operands([input]), operands([result]))
     return result, place(kept, gpu)
@@ -174,15 +172,27 @@ def _rms_forward(input, weight, shape, eps):
 def _rms_backward(input, weight, shape, eps, gradient):
     gpu = gpu_of(input)
     with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
-        gradients = _gradients(input, weight, shape, eps, gradient)
+        gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
         place_all(gradients, gpu)
         record_work(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
     return gradients
 
 
+def _below(gpu, function, *args):
+    """Compute below the accounting. PyTorch takes the operator apart in Python to find shapes, so they are kept."""
+    with below():
+        return known.computed(function, *args) if gpu.machine.shapes_only else function(*args)
+
+
+def _normalized(input, weight, shape, eps):
+    """By the CPU's operator, and room for what the fused kernel keeps."""
+    result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
+    return result, torch.empty(input.numel() // max(1, torch.Size(shape).numel()), device=result.device)
+
+
 def _gradients(input, weight, shape, eps, gradient):
-    """Those of the CPU's operator, computed below the accounting."""
-    with below(), torch.enable_grad():
+    """Those of the CPU's operator."""
+    with torch.enable_grad():
         x = input.detach().requires_grad_()
         w = None if weight is None else weight.detach().requires_grad_()
         parts = [x] if w is None else [x, w]

@@ -9,6 +9,7 @@ ordinary (another layout, a CPU tensor among the inputs, results that share memo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ _known: dict[tuple, object] = {}  # question -> a form, None, a list or tuple of
 
 def ask(call: OpCall, run: Callable[[], Any]) -> Any:
     """The results of `call` on meta tensors: made at once if they are known, else by `run()`."""
-    asked = _question(call) if call.op.keeps_answers else None
+    asked = _question_of(call) if call.op.keeps_answers else None
     if asked is None:
         return run()
     found = _known.get(asked, _MISSING)
@@ -61,17 +62,37 @@ def ask(call: OpCall, run: Callable[[], Any]) -> Any:
     return result
 
 
-def _question(call: OpCall) -> tuple | None:
+def computed(function: Callable, *args: Any) -> Any:
+    """The results of `function(*args)`, several operators that compute below the accounting on meta tensors.
+
+    They are made at once if they are known, as an operator's are.
+    """
+    ours_alone = torch._C._len_torch_dispatch_stack() == 1 and not torch.is_autocast_enabled("cuda")
+    asked = _question(function, args, {}, False) if ours_alone else None
+    if asked is None:
+        return function(*args)
+    found = _known.get(asked, _MISSING)
+    if found is not _MISSING:
+        return _made(found)
+    result = function(*args)
+    _keep_form(asked, args, result)
+    return result
+
+
+def _question_of(call: OpCall) -> tuple | None:
     """All that the answer hangs on; None if it may hang on more, or if somebody else wants to see every operator."""
     if torch._C._len_torch_dispatch_stack():
         return None
-    op = call.op
-    asked = [op, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
-    by_element = op.by_element
+    return _question(call.op, call.args, call.kwargs, call.op.by_element)
+
+
+def _question(asks: Any, args: tuple, kwargs: dict, by_element: bool) -> tuple | None:
+    """asks: the operator or function."""
+    asked = [asks, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     try:
-        for value in call.args:
+        for value in args:
             _add(asked, value, by_element)
-        for name, value in call.kwargs.items():
+        for name, value in kwargs.items():
             asked.append(name)
             _add(asked, value, by_element)
     except _Unusual:
@@ -114,15 +135,18 @@ def _made(form):
 
 def _keep(asked: tuple, call: OpCall, result) -> None:
     """Keep what PyTorch answered, unless it is out of the ordinary."""
-    try:
-        if call.op.written:
-            if _question(call) != asked or not (result is None or result is call.args[0]):
-                return
-            found = None if result is None else _FIRST
-        else:
-            found = _form(result, {t.untyped_storage()._cdata for t in _tensors(call.args)})
-    except _Unusual:
-        return
+    if not call.op.written:
+        _keep_form(asked, call.args, result)
+    elif _question_of(call) == asked and (result is None or result is call.args[0]):
+        _remember(asked, None if result is None else _FIRST)
+
+
+def _keep_form(asked: tuple, args: tuple, result) -> None:
+    with suppress(_Unusual):
+        _remember(asked, _form(result, {t.untyped_storage()._cdata for t in _tensors(args)}))
+
+
+def _remember(asked: tuple, found: object) -> None:
     if len(_known) >= _MOST:
         _known.clear()
     _known[asked] = found
