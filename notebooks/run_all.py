@@ -5,6 +5,7 @@
     python notebooks/run_all.py --check          # store nothing; fail if a lesson would change
     python notebooks/run_all.py --learners workshop     # copies for learners in ./workshop; runs nothing
     python notebooks/run_all.py --outline               # print all headings; runs nothing
+    python notebooks/run_all.py --minutes               # print a reader's minutes for each section; runs nothing
 
 What is stored is what any other run gives byte for byte: no times, no widget state, no machine's paths.
 Running it twice leaves an empty `git diff`. Learners' copies have no outputs and no solutions; the solutions are in
@@ -189,6 +190,37 @@ def outline(notebook):
     return "".join(f"{'  ' * (len(level) - 1)}- {title}\n" for level, _, title in found)
 
 
+UNCOUNTED = ("Exercises", "Going further", "Where to read on")  # parts of a lesson that its minutes do not include
+WORDS_PER_MINUTE, LINES_PER_MINUTE, MINUTES_PER_PREDICTION = 200, 12, 1
+
+
+def minutes(notebook):
+    """A reader's minutes for each section, by its title: words, lines of code, and predictions to write down."""
+    found, section = {}, ""
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            lines = [] if is_solution(cell) else [line for line in source.splitlines() if line.strip()]
+            found[section] += len(lines) / LINES_PER_MINUTE
+            continue
+        for part in filter(None, re.split(r"^(?=##? )", source, flags=re.MULTILINE)):
+            if re.match("##? ", part):
+                section = part.partition("\n")[0].lstrip("# ")
+            words = re.sub(r"!\[.*?\]\(.*?\)", "", part, flags=re.DOTALL).split()
+            predicting = part.count("**Prediction") * MINUTES_PER_PREDICTION
+            found[section] = found.get(section, 0) + len(words) / WORDS_PER_MINUTE + predicting
+    return {section: counted for section, counted in found.items() if section not in UNCOUNTED}
+
+
+def minutes_table(notebook):
+    """The minutes of a lesson and of its sections as a table in Markdown."""
+    found = minutes(notebook)
+    lesson = next(iter(found))
+    rows = [f"| {'Introduction' if name == lesson else name} | {counted:.1f} |" for name, counted in found.items()]
+    total = f"| **together** | **{sum(found.values()):.0f}** |"
+    return "\n".join([f"## {lesson}", "", "| section | minutes |", "|---|---:|", *rows, total, ""])
+
+
 def is_solution(cell):
     """True for the folded cell that solves an exercise."""
     return cell["cell_type"] == "code" and "".join(cell["source"]).startswith("# Solution")
@@ -246,6 +278,7 @@ def main(arguments):
     parser.add_argument("--check", action="store_true", help="store nothing; fail if a lesson would change")
     parser.add_argument("--learners", metavar="FOLDER", help="write copies without outputs and solutions; run nothing")
     parser.add_argument("--outline", action="store_true", help="print all headings; run nothing")
+    parser.add_argument("--minutes", action="store_true", help="print the minutes of each section; run nothing")
     parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
     options = parser.parse_args(arguments)
     if options.learners:
@@ -254,6 +287,9 @@ def main(arguments):
     if options.outline:
         for path in lessons(options.names):
             print(outline(json.loads(path.read_text(encoding="utf-8"))), end="")
+        return 0
+    if options.minutes:
+        print("\n".join(minutes_table(json.loads(path.read_text(encoding="utf-8"))) for path in lessons(options.names)))
         return 0
     good = True
     for path in lessons(options.names):

@@ -118,24 +118,15 @@ def test_no_section_is_lost():
     assert found == OUTLINE.read_text(encoding="utf-8")
 
 
-# A reader takes 200 words and 12 lines of code a minute, and a minute for each prediction.
-WORDS, LINES, MOST_MINUTES, NEAR = 200, 12, 50, 0.15
+MOST_MINUTES, NEAR = 50, 0.15
 
 
 @lesson_by_lesson
 def test_the_stated_minutes_are_those_of_a_reader(path):
     """Without the exercises, the reading list and what goes further."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    minutes = 0
-    for cell in cells:
-        text, _, rest = source(cell).partition("## Exercises")
-        if cell["cell_type"] == "markdown":
-            minutes += len(re.sub(r"!\[.*?\]\(.*?\)", "", text).split()) / WORDS + text.count("**Predict")
-        else:
-            minutes += sum(bool(line.strip()) for line in text.splitlines()) / LINES
-        if rest:
-            break
-    stated = int(re.search(r"\*\*Time\*\*:? (?:about )?(\d+) minutes", source(cells[0]))[1])
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    minutes = sum(run_all.minutes(notebook).values())
+    stated = int(re.search(r"\*\*Time\*\*:? (?:about )?(\d+) minutes", source(notebook["cells"][0]))[1])
     assert abs(stated / minutes - 1) <= NEAR and stated <= MOST_MINUTES, f"{minutes:.1f} minutes by the count"
     row = re.search(rf"notebooks/{path.name}\) \| (\d+) \|", (run_all.FOLDER.parent / "README.md").read_text())
     assert int(row[1]) == stated, "README says otherwise"

@@ -1,0 +1,115 @@
+"""What the pages about the course say holds for the lessons: links, terms and minutes."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import run_all
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+
+# In the lessons, bold is for terms at their first use, and for words that a sentence depends on. These are such words,
+# and in the end two other forms of terms.
+STRESSED = """
+adds, after, afterwards, all, assign, averages, batch, batchnorm, before, bytes, columns, copies, dataparallel, dict,
+dropout, each, every, every forward pass gathers, follow the data, for pytorch, forward, from, gpu 0, in place,
+in total, model, model parallel, module, no, nothing, on its machine, once, one, one adapter per gpu, order, outputs,
+per rank, rank 0 of eight, returns, rows, same, shift+enter, slower, sum, term, three, to, to the byte, together, tuple,
+two, wait, weights, where, whole, within, your, 4 and 5, 24 times, 4.7 times, 512 bytes, 6 gb more, never reaches 2,
+pci express, autocast to bfloat16
+"""
+
+
+@cache
+def lesson(number):
+    (path,) = run_all.lessons([number])
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def markdown(notebook):
+    return "\n\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+
+
+def sections(notebook):
+    """The text of a lesson's sections and subsections by their titles. A section contains its subsections."""
+    found = {}
+    for level in (1, 2, 3):
+        for part in re.split(rf"^{'#' * level} ", markdown(notebook), flags=re.MULTILINE)[1:]:
+            title, _, body = re.split(rf"^#{{1,{level}}} ", part, flags=re.MULTILINE)[0].partition("\n")
+            found[title] = body
+    return found
+
+
+def plain(words):
+    """Words as they are compared: in lower case, without marks, each in the singular."""
+    singular = [re.sub(r"(?<=ch)es$|(?<!s)s$", "", word) for word in re.sub(r"[`*]", "", words).lower().split()]
+    return " ".join(singular)
+
+
+# --- links -----------------------------------------------------------------------------------------------
+
+
+def anchors(path):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert links
+    for target, anchor in links:
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists() and there.is_relative_to(ROOT), f"There is no {target}."
+        assert not anchor or anchor[1:] in anchors(there), f"{target} has no heading {anchor}."
+
+
+# --- the glossary ----------------------------------------------------------------------------------------
+
+
+def entries():
+    """The glossary's entries: term, explanation, and the lesson and section that explain it."""
+    text = GLOSSARY.read_text(encoding="utf-8")
+    place = r"\[Lesson (\d\d)\]\(\S+\)(?:, section (\d+)|, \"([^\"]+)\")?\."
+    return re.findall(rf"^### (.+)\n\n(.+) {place}$", text, re.MULTILINE), len(re.findall("^### ", text, re.MULTILINE))
+
+
+def test_the_glossary_names_the_section_that_explains_the_term():
+    found, headings = entries()
+    assert len(found) == headings > 100, "An entry has a heading and one paragraph, which ends with its lesson."
+    assert [term for term, *_ in found] == sorted(
+        (term for term, *_ in found), key=lambda term: term.strip("`").lower()
+    )
+    for term, _, number, section, title in found:
+        texts = sections(lesson(number))
+        place = next((name for name in texts if name == title or name.startswith(f"{section or number}. ")), None)
+        text = texts[place] if section or title else markdown(lesson(number))
+        assert plain(term) in plain(text), f"Lesson {number} does not explain {term} there."
+
+
+def bold_terms(notebook):
+    """Bold words of a lesson that may be terms: outside goals, take-aways and quoted errors, and no whole sentences."""
+    for part in re.split(r"^(?=#{1,3} )", markdown(notebook), flags=re.MULTILINE):
+        if part.startswith(("## You will be able to", "## Take-aways", "## Where to read on")):
+            continue
+        for bold in re.findall(r"\*\*(.+?)\*\*", re.sub("^>.*", "", part, flags=re.MULTILINE), re.DOTALL):
+            sentence = bold.endswith((".", ":", "?")) or len(bold.split()) > 4
+            label = bold in ("Prediction", "Time", "Before") or not re.search(r"[a-zA-Z]{2}|1F1B", bold)
+            if not sentence and not label:
+                yield bold
+
+
+def test_every_term_of_the_lessons_is_in_the_glossary():
+    """If this fails, write an entry for the new term, or add a word that is only stressed to STRESSED."""
+    known = {plain(term) for term, *_ in entries()[0]} | {plain(word) for word in STRESSED.split(",")}
+    first, last = re.search(r"lessons (\d\d) to (\d\d)", GLOSSARY.read_text(encoding="utf-8")).groups()
+    covered = [path.name[:2] for path in run_all.lessons() if first <= path.name[:2] <= last]
+    assert len(covered) > 8
+    assert {
+        number: {bold for bold in bold_terms(lesson(number)) if plain(bold) not in known} for number in covered
+    } == {number: set() for number in covered}
