@@ -25,8 +25,11 @@ def pytest_configure(config):
 def pytest_make_collect_report(collector):
     report = (yield).get_result()
     if collector.path.suffix == ".ipynb" and report.passed:
+        lacks = run_all.missing(collector.path)
         for cell in report.result:
             cell.output_timeout = OUTPUT_TIMEOUT_S
+            if lacks:
+                cell.add_marker(pytest.mark.skip(reason=lacks))
 
 
 def pytest_runtest_setup(item):

@@ -13,6 +13,7 @@
     lesson05    The pictures of lesson 05.
     lesson07    The models behind the choice of a method, and the advice.
     lesson08    A transfer around the ring, programs under torchrun, the pictures of lesson 08.
+    lesson10    Programs and losses of lesson 10, without importing the frameworks.
 
 Importing has no side effect; `use_gpus` switches GPUs on.
 """

@@ -16,6 +16,7 @@ import argparse
 import difflib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -41,6 +42,8 @@ METADATA = {
     "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
 }
 KEPT_CELL_METADATA = ("tags", "jupyter")
+# Packages outside requirements.txt, by the beginning of the lesson's name: the group `frameworks` of pyproject.toml.
+NEEDS = {"10": ("lightning", "accelerate", "transformers", "tensorflow")}
 WIDGET_TYPES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
 # Matplotlib writes its version and address into each PNG, which would change with every release.
 KERNEL_ARGUMENTS = ["--InlineBackend.print_figure_kwargs={'bbox_inches': 'tight', 'metadata': {'Software': None}}"]
@@ -54,6 +57,14 @@ def lessons(names=()):
     if unknown:
         raise SystemExit(f"no lesson begins with {', '.join(unknown)}")
     return found
+
+
+def missing(path):
+    """A sentence that says which packages a lesson lacks and how to install them; "" if it can run."""
+    needed = [name for name in NEEDS.get(path.stem[:2], ()) if importlib.util.find_spec(name) is None]
+    if not needed:
+        return ""
+    return f"Not installed: {', '.join(needed)}. Put `python3 -m uv run --group frameworks` before the command."
 
 
 def kernel_environment(gpus="virtual"):
@@ -293,6 +304,10 @@ def main(arguments):
         return 0
     good = True
     for path in lessons(options.names):
+        if lacks := missing(path):
+            print(f"{path.stem:32}    -    not run. {lacks}", flush=True)
+            good &= not options.names  # whoever names the lesson wants it to run
+            continue
         start = time.perf_counter()
         try:
             result = renew(path, options.check)

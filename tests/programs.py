@@ -10,6 +10,10 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
+from helpers.data import DATA
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "notebooks" / "scripts"
 
@@ -102,6 +106,18 @@ def until(condition, seconds=200, every=0.005):
             return found
         time.sleep(every)
     raise AssertionError(f"{condition} did not become true within {seconds} s")
+
+
+def write_images(folder, train, test):
+    """The first of the bundled images for training and for the test, in the same format, below `folder`."""
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in {"train": train, "t10k": test}.items():
+        for kind, header, each in ("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1):
+            content = (DATA / "FashionMNIST" / "raw" / f"{name}-{kind}-ubyte").read_bytes()
+            shorter = content[:4] + np.array(count, ">i4").tobytes() + content[8 : header + count * each]
+            (raw / f"{name}-{kind}-ubyte").write_bytes(shorter)
+    return folder
 
 
 def descendants(pid):

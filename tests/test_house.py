@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import run_all
+
 ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
@@ -48,6 +50,14 @@ def test_the_readme_gives_the_commands_and_ci_runs_the_same():
     assert TEST_COMMAND in readme and LAB_COMMAND in readme
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert all(any(line.strip().endswith(command) for line in ci) for command in TEST_COMMAND.split(" && "))
+
+
+def test_the_main_set_up_does_without_the_frameworks():
+    frameworks = {re.match(r"[\w-]+", line)[0] for line in settings()["dependency-groups"]["frameworks"]}
+    assert frameworks == {name for names in run_all.NEEDS.values() for name in names}
+    assert not frameworks & {PIN.fullmatch(line)[1] for line in pins()}
+    used = {name for name in frameworks if users_of(name, "helpers")}
+    assert used == set()
 
 
 # ---- imports run one way: lessons -> helpers -> the doors -> virtual_gpus

@@ -317,6 +317,15 @@ def folder(tmp_path, monkeypatch, lesson):
     return tmp_path
 
 
+def test_a_lesson_without_its_packages_is_not_run(folder, monkeypatch, capfd):
+    monkeypatch.setattr(run_all, "NEEDS", {"00": ("json", "no_such_package")})
+    before = (folder / "00_small.ipynb").read_bytes()
+    assert run_all.main([]) == 0 and run_all.main(["00"]) == 1  # only whoever names the lesson is told by the exit code
+    printed = capfd.readouterr().out
+    assert printed.count("not run. Not installed: no_such_package. Put `python3 -m uv run --group") == 2
+    assert (folder / "00_small.ipynb").read_bytes() == before
+
+
 def test_a_run_is_stored_and_the_next_one_changes_nothing(folder, monkeypatch, capfd):
     monkeypatch.setenv("GPUS", "real")
     assert run_all.main(["--check"]) == 1 and "WOULD CHANGE" in capfd.readouterr().out

@@ -17,9 +17,8 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from virtual_gpus import virtual_gpus
 
-from helpers.data import DATA
 from helpers.show import show_diff
-from tests.programs import ROOT, SCRIPTS, free_port, torchrun
+from tests.programs import ROOT, SCRIPTS, free_port, torchrun, write_images
 
 ON_SEVERAL_GPUS = ["data_parallel", "parallel_loss", "model_parallel", "pipeline"]
 SHARDED = ["fsdp", "tensor_parallel"]
@@ -33,15 +32,7 @@ TRAIN, TEST = 50, 17
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """The first images of the bundled files, in the same format."""
-    folder = tmp_path_factory.mktemp("data")
-    raw = folder / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, count in {"train": TRAIN, "t10k": TEST}.items():
-        for kind, header, each in ("images-idx3", 16, 28 * 28), ("labels-idx1", 8, 1):
-            content = (DATA / "FashionMNIST" / "raw" / f"{name}-{kind}-ubyte").read_bytes()
-            shorter = content[:4] + np.array(count, ">i4").tobytes() + content[8 : header + count * each]
-            (raw / f"{name}-{kind}-ubyte").write_bytes(shorter)
-    return folder
+    return write_images(tmp_path_factory.mktemp("data"), TRAIN, TEST)
 
 
 def execute(name, *arguments):

@@ -1,0 +1,156 @@
+"""Checks of lesson 10, frameworks. They compare what was trained with plain loops and import no framework."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from helpers.exercises import compare
+from helpers.exercises.core import NotYet, call, exercise, require, show
+
+SAMPLES, BATCH = 64, 8  # of exercises 1 and 2: eight batches
+CLIP = 8.0  # the largest norm: some of their gradients are longer, and some are not
+
+
+def samples() -> TensorDataset:
+    """What exercises 1 and 2 train on: 64 pairs, x of shape (4,) and y of shape (1,)."""
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]))
+
+
+def rate(step: int) -> float:
+    """The learning rate's factor: a warm-up of eight steps."""
+    return min(1.0, (step + 1) / 8)
+
+
+def _train(
+    warm_up: bool = False, accumulate: int = 1, divide: bool = True, clip: float = 0.0, clip_each: bool = False, seed=0
+) -> Tensor:
+    """The weights after one epoch of a plain loop."""
+    torch.manual_seed(seed)
+    net = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(sgd, rate) if warm_up else None
+    for number, (x, y) in enumerate(DataLoader(samples(), BATCH), 1):
+        loss = mse_loss(net(x), y) / (accumulate if divide else 1)
+        loss.backward()
+        if clip and (clip_each or number % accumulate == 0):
+            clip_grad_norm_(net.parameters(), clip)
+        if number % accumulate == 0:
+            sgd.step()
+            sgd.zero_grad()
+            if schedule:
+                schedule.step()
+    return parameters_to_vector(net.parameters()).detach()
+
+
+def _weights(net: nn.Module) -> Tensor:
+    found = parameters_to_vector(net.parameters()).detach().cpu()
+    require(len(found) == 5, f"It has {len(found)} parameters, and `nn.Linear(4, 1)` has 5.")
+    return found
+
+
+def _explain(found: Tensor, right: Tensor, mistakes: Mapping[str, Tensor]) -> None:
+    """End with "Not yet" unless the weights are right, and name the mistake that gives the same weights."""
+    if torch.allclose(found, right, atol=1e-5):
+        return
+    for words, wrong in mistakes.items():
+        if torch.allclose(found, wrong, atol=1e-5):
+            raise NotYet("The weights are not those of the given code.", words)
+    away = (found - right).abs().max()
+    raise NotYet(
+        f"The weights differ from those of the given code by up to {away:.3g}.",
+        "Compare the seed, the order of the samples, the learning rate, the loss and the number of steps.",
+    )
+
+
+@exercise
+def converted(answer):
+    """Exercise 1: `answer(samples)` must train with Lightning as the plain loop does, and return the module."""
+    module = call(answer, samples())
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    require("LightningModule" in kinds, f"It returned {show(module)}. Return the LightningModule.")
+    steps, batches = module.trainer.global_step, SAMPLES // BATCH  # Lightning raises an error where it has no Trainer
+    what = f"Lightning has taken {steps} steps, and the plain loop takes {batches}."
+    require(steps == batches, what, "Use the same batch size, and one epoch.")
+    mistakes = {
+        "The learning rate stays at its first value. By default, Lightning calls a scheduler after each epoch. "
+        "Return a dictionary from configure_optimizers that says how often.": _train_first_rate(CLIP),
+        "The learning rate has no warm-up. Return the scheduler from configure_optimizers, too.": _train(clip=CLIP),
+        "The gradients are not clipped. That is an argument of the Trainer.": _train(warm_up=True),
+        "The gradients are not clipped, and the learning rate stays at its first value.": _train_first_rate(0.0),
+        "The gradients are not clipped, and the learning rate has no warm-up.": _train(),
+    }
+    _explain(_weights(module), _train(warm_up=True, clip=CLIP), mistakes)
+    return "Lightning ends with the weights of the plain loop, with its warm-up and its clipping."
+
+
+def _train_first_rate(clip: float) -> Tensor:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1 * rate(0))
+    for x, y in DataLoader(samples(), BATCH):
+        sgd.zero_grad()
+        mse_loss(net(x), y).backward()
+        if clip:
+            clip_grad_norm_(net.parameters(), clip)
+        sgd.step()
+    return parameters_to_vector(net.parameters()).detach()
+
+
+@exercise
+def back(answer):
+    """Exercise 2: `answer(samples)` must train as Lightning does, which accumulates two batches and clips, and return
+    the net."""
+    net = call(answer, samples())
+    require(isinstance(net, nn.Module), f"It returned {show(net)}. Return the net.")
+    kinds = [kind.__name__ for kind in type(net).__mro__]
+    require("LightningModule" not in kinds, "It returned a LightningModule. Write the loop without Lightning.")
+    mistakes = {
+        "Each loss must be divided by the number of batches that are accumulated.": _train(
+            accumulate=2, divide=False, clip=CLIP
+        ),
+        "The gradients are clipped after each batch. Lightning clips once, just before the update.": _train(
+            accumulate=2, clip=CLIP, clip_each=True
+        ),
+        "The gradients are not clipped.": _train(accumulate=2),
+        "The optimizer takes a step after each batch. The Trainer accumulates two.": _train(clip=CLIP),
+    }
+    _explain(_weights(net), _train(accumulate=2, clip=CLIP), mistakes)
+    return "The plain loop ends with Lightning's weights."
+
+
+IMAGES = {"lightning": 256, "accelerate": 64, "split": 16, "trainer": 128, "torchrun": 64, "mirrored": 16}
+_HINTS: dict[str, dict[float, str]] = {
+    "lightning": {
+        16: "is the batch of one process. All processes take part in a step.",
+        64: "counts the GPUs of one machine. There are two machines.",
+        128: "leaves out the accumulation: two batches of each process make one step.",
+    },
+    "accelerate": {16: "is the batch of one process. By default, the loader's batch size is for one process."},
+    "split": {64: "would be right without split_batches.", 4: "is the share of one process."},
+    "trainer": {
+        32: "counts one GPU. One process that sees several GPUs uses all of them.",
+        64: "leaves out the accumulation.",
+        16: "is the batch of one GPU.",
+    },
+    "torchrun": {
+        128: "counts four GPUs. Each of the two processes uses one.",
+        256: "counts four GPUs in each process. Under torchrun, each process uses one.",
+        32: "leaves out the accumulation.",
+        16: "is the batch of one GPU.",
+    },
+    "mirrored": {64: "counts the batch for each device. The dataset's batch size is for all devices."},
+}
+
+
+@exercise
+def images_per_step(answer):
+    """Exercise 3: how many images each of six programs uses for one update, by name."""
+    compare.names(answer, IMAGES, "a number")
+    for name, right in IMAGES.items():
+        compare.number(answer[name], right, "images", 1e-6, _HINTS[name], f'For "{name}", ')
+    return "Only two of the six programs take 16 images per step, the number that all of them name."

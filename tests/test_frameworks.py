@@ -1,0 +1,105 @@
+"""Lesson 10's programs print what one_gpu.py prints, on two virtual GPUs; the lesson's excerpt and benchmark are true.
+
+What needs the group `frameworks` is skipped where its packages are missing, and runs at the end of .ci/run.
+"""
+
+import contextlib
+import io
+import json
+import re
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import run_all
+import torch
+
+from tests.programs import SCRIPTS, Program, torchrun, write_images
+
+# 6 steps per epoch. The test images can be shared evenly by two processes: Lightning would repeat one of 17.
+TRAIN, TEST, BATCH, EPOCHS = 50, 16, 8, 2
+LESSON = run_all.FOLDER / "10_frameworks.ipynb"
+VIRTUAL = ("-m", "virtual_gpus", "--gpus", "2")
+
+needs_frameworks = pytest.mark.skipif(bool(run_all.missing(LESSON)), reason=run_all.missing(LESSON))
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """The arguments of every program: few images, and no processes that load them."""
+    data = write_images(tmp_path_factory.mktemp("data"), TRAIN, TEST)
+    return ["--data", data, "--batch-size", BATCH, "--epochs", EPOCHS]
+
+
+@pytest.fixture(scope="module")
+def expected(options):
+    """What one_gpu.py prints."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", ["one_gpu.py", *map(str, options), "--workers", "0"])
+        runpy.run_path(str(SCRIPTS / "one_gpu.py"), run_name="__main__")
+    return numbers(printed.getvalue())
+
+
+def numbers(printed):
+    """The epoch, the losses and the accuracy of each line."""
+    found = [line for line in printed.splitlines() if line.startswith("epoch")]
+    return np.array([[float(number) for number in re.findall(r"[\d.]+", line)] for line in found])
+
+
+def agree(printed, expected):
+    """Whether the lines are equal, except for the last digit of a loss."""
+    found = numbers(printed)
+    return found.shape == expected.shape and np.allclose(found, expected, rtol=0, atol=0.0011)
+
+
+def first_epoch(options):
+    return [1 if option == EPOCHS else option for option in options]
+
+
+@needs_frameworks
+def test_lightning_prints_what_one_gpu_prints_and_continues(options, expected, tmp_path):
+    program = [sys.executable, *VIRTUAL, SCRIPTS / "lightning_ddp.py", "--devices", "2", "--workers", "0"]
+    program += ["--checkpoint", tmp_path / "run"]
+    with Program([*program, *first_epoch(options)], tmp_path / "log") as started:
+        assert agree(started.wait(), expected[:1])
+    with Program([*program, *options], tmp_path / "log") as started:
+        assert agree(started.wait(), expected[1:])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.ckpt"]
+
+
+@needs_frameworks
+def test_accelerate_prints_what_one_gpu_prints_and_continues(options, expected, tmp_path):
+    program = [*VIRTUAL, SCRIPTS / "accelerate_ddp.py", "--workers", "0", "--checkpoint", tmp_path / "last.pt"]
+    launcher = ["--standalone", "--nproc-per-node", "2"]
+    with torchrun(*launcher, *program, *first_epoch(options), log=tmp_path / "log") as started:
+        assert agree(started.wait(), expected[:1])
+    with torchrun(*launcher, *program, *options, log=tmp_path / "log") as started:
+        assert agree(started.wait(), expected[1:])
+
+
+@needs_frameworks
+def test_tensorflow_computes_the_same_from_the_same_start(options, expected, tmp_path):
+    model = runpy.run_path(str(SCRIPTS / "one_gpu.py"))["Net"]
+    torch.manual_seed(0)
+    weights = {name: weight.numpy() for name, weight in model().state_dict().items()}
+    generators = [torch.Generator().manual_seed(epoch) for epoch in range(EPOCHS)]
+    orders = np.stack([torch.randperm(TRAIN, generator=generator).numpy() for generator in generators])
+    np.savez(tmp_path / "start.npz", orders=orders, **weights)
+    program = [sys.executable, SCRIPTS / "mirrored_strategy.py", "--devices", "2", *options]
+    with Program([*program, "--start", tmp_path / "start.npz"], tmp_path / "log") as started:
+        assert agree(started.wait(), expected)
+
+
+@needs_frameworks
+def test_the_benchmark_has_a_row_for_each_loop():
+    from tests.benchmarks import frameworks
+
+    found = list(frameworks.rows(frameworks.Nothing, "cpu", rounds=1, steps=2))
+    assert [row.split(" | ")[2] for row in found] == ["plain", "lightning", "accelerate", "transformers"]
+
+
+def test_the_excerpt_in_the_lesson_is_the_program_s():
+    text = "\n".join("".join(cell["source"]) for cell in json.loads(LESSON.read_text(encoding="utf-8"))["cells"])
+    excerpt = re.search(r"```python\n(    def step.*?)```", text, re.DOTALL)[1]
+    assert excerpt in (SCRIPTS / "mirrored_strategy.py").read_text(encoding="utf-8")
