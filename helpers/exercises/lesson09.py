@@ -1,0 +1,236 @@
+"""Checks of lesson 09, many machines and failures. None of them starts torchrun."""
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.run import get_args_parser
+
+from helpers.exercises import compare
+from helpers.exercises.core import NotYet, call, exercise, require, show
+
+_LOST = "RuntimeError: Connection closed by peer [10.0.0.{}]:41024"
+_LATE = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
+
+
+def _report(exit_code: int = 1, error: str = "", waits_in: str = "") -> dict:
+    return {"exit_code": exit_code, "error": error, "waits_in": waits_in}
+
+
+# Exercise 1: what each rank left behind.
+REPORTS = {
+    "a crash": [
+        _report(1, _LOST.format(7), "all_reduce"),
+        _report(1, _LOST.format(7), "all_reduce"),
+        _report(1, "IndexError: index 30522 is out of range"),
+        _report(-15, "", "all_reduce"),
+    ],
+    "a kill": [_report(1, _LOST.format(8), "all_reduce"), _report(-9), _report(-15, "", "all_reduce")],
+    "a hang": [
+        _report(1, _LATE, "all_reduce"),
+        _report(-15, "", "all_reduce"),
+        _report(-15, "", "all_reduce"),
+        _report(-15),
+    ],
+    "a crash of rank 0": [
+        _report(1, "torch.OutOfMemoryError: CUDA out of memory"),
+        _report(1, _LOST.format(5), "barrier"),
+    ],
+}  # fmt: skip
+_GUILTY = {"a crash": 2, "a kill": 1, "a hang": 3, "a crash of rank 0": 0}
+_HINTS = {
+    "a crash": "Which error is not a consequence of another rank's end?",
+    "a kill": "No rank has an error of its own. Which exit code does SIGKILL give?",
+    "a hang": "No rank has an error of its own, and none was killed by SIGKILL. Which one waits in no collective?",
+    "a crash of rank 0": "Rank 0 can be guilty, too.",
+}
+
+
+@exercise
+def guilty(answer):
+    """Exercise 1: `answer(reports)` returns the number of the rank that failed first."""
+    for name, reports in REPORTS.items():
+        value = call(answer, [dict(report) for report in reports])
+        number = compare.as_number(value)
+        what = f"After {name}, you name rank {show(value)}."
+        require(number in range(len(reports)), what, f"The ranks are 0 to {len(reports) - 1}.")
+        report = reports[int(number)]
+        if number != _GUILTY[name]:
+            lost = any(word in report["error"] for word in ("Connection", "Timed out"))
+            why = "Its error only says that another rank did not answer." if lost else ""
+            if not report["error"] and report["exit_code"] == -15:
+                why = "It was still running when torchrun ended it."
+            raise NotYet(*filter(None, (what, why, _HINTS[name])))
+    return "Errors of lost connections and time limits are consequences. The cause is an error, a kill, or a silence."
+
+
+class _Killed(BaseException):
+    """Takes the place of SIGKILL: no `except Exception` catches it."""
+
+
+def _state(step: int) -> dict:
+    return {"step": step, "weight": torch.full((64,), float(step))}
+
+
+@exercise
+def snapshots(save, load):
+    """Exercise 2: `save(folder, step, state)` and `load(folder)` survive a kill at any moment, and a damaged file."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _returns(load, folder, None, "In an empty folder,")
+        for step in (5, 10):
+            _call_save(save, folder, step)
+            _returns(load, folder, step, f"After the snapshot of step {step},")
+        before = {path: path.read_bytes() for path in _files(folder)}
+        _killed_while_saving(save, folder, 15)
+        changed = [path.name for path, content in before.items() if not path.exists() or path.read_bytes() != content]
+        what = f"A process was killed while it saved step 15, and {', '.join(changed)} was damaged or lost."
+        require(not changed, what, "Write a temporary file, and rename it when it is complete.")
+        _returns(load, folder, 10, "After a process was killed while it saved step 15,")
+        for step in (95, 100):  # "100" comes before "95" in the order of the alphabet
+            _call_save(save, folder, step)
+        _returns(load, folder, 100, "After the snapshots of steps 95 and 100,")
+        kept = [path for path in _files(folder) if _step_of(path) is not None]
+        steps = sorted(_step_of(path) for path in kept)
+        require(
+            steps == [95, 100], f"The folder holds snapshots of the steps {steps}. Keep the two newest, 95 and 100."
+        )
+        newest = next(path for path in kept if _step_of(path) == 100)
+        newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+        _returns(load, folder, 95, "When the file of step 100 is cut in half,")
+    return "A kill costs at most the steps since the last snapshot, and a damaged file one snapshot more."
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _step_of(path: Path) -> int | None:
+    try:
+        return int(torch.load(path, weights_only=True)["step"])
+    except Exception:  # noqa: BLE001 - whatever torch.load says to a file that is no snapshot
+        return None
+
+
+def _call_save(save: Callable, folder: Path, step: int) -> None:
+    require(callable(save), f"{show(save)} cannot be called. Pass the function itself: its name without brackets.")
+    result = save(folder, step, _state(step))
+    require(result is not ..., "`save` still returns `...`. Replace the dots with your answer.")
+
+
+def _killed_while_saving(save: Callable, folder: Path, step: int) -> None:
+    """Call `save`, and end it when torch.save has written half of the file."""
+    real = torch.save
+
+    def half(content, file, *args, **kwargs):
+        real(content, file, *args, **kwargs)
+        if hasattr(file, "truncate"):
+            file.truncate(file.tell() // 2)
+        else:
+            Path(file).write_bytes(Path(file).read_bytes()[: Path(file).stat().st_size // 2])
+        raise _Killed
+
+    torch.save = half
+    try:
+        _call_save(save, folder, step)
+    except _Killed:
+        return
+    finally:
+        torch.save = real
+    raise NotYet("`save` does not call torch.save, or goes on after it was killed.", "Save with torch.save.")
+
+
+def _returns(load: Callable, folder: Path, step: int | None, case: str) -> None:
+    require(callable(load), f"{show(load)} cannot be called. Pass the function itself: its name without brackets.")
+    try:
+        found = load(folder)
+    except Exception as error:
+        raise NotYet(
+            f"{case} `load` stops with {type(error).__name__}.", "It should return a state, or None."
+        ) from error
+    require(found is not ..., "`load` still returns `...`. Replace the dots with your answer.")
+    if step is None:
+        require(found is None, f"{case} `load` returns {show(found)}. It should return None.")
+        return
+    what = f"{case} `load` returns {show(found, 40)}."
+    require(isinstance(found, dict) and "step" in found, what, f"It should return the state of step {step}.")
+    what = f"{case} `load` returns the state of step {show(found['step'])}."
+    require(found["step"] == step, what, f"It should return that of step {step}, the newest that can be read.")
+    same = isinstance(found.get("weight"), torch.Tensor) and torch.equal(found["weight"], _state(step)["weight"])
+    require(same, f"{case} the tensor in the state has changed.")
+
+
+@exercise
+def interval(answer):
+    """Exercise 3: `answer(save_seconds, machine_days, machines)` is the best interval in minutes."""
+    for cost, days, machines in ((60, 365, 1), (30, 300, 100), (120, 50, 2048)):
+        between = days * 24 * 3600 / machines
+        right = math.sqrt(2 * cost * between) / 60
+        mistakes = {
+            right * 60: "is in seconds. Give minutes.",
+            right / 60: "is in hours. Give minutes.",
+            right / math.sqrt(2): "lacks the factor 2 under the root.",
+            right * machines: "grows with the number of machines. More machines fail more often.",
+            right * math.sqrt(machines): "is the interval of a single machine. One of several fails more often.",
+            right / math.sqrt(60): "mixes seconds and minutes under the root.",
+            right * math.sqrt(60): "mixes seconds and minutes under the root.",
+        }
+        if machines == 1:
+            mistakes = {wrong: why for wrong, why in mistakes.items() if wrong != right}
+        case = f"For {cost} s, {days} days and {machines} machines, "
+        compare.number(call(answer, cost, days, machines), right, "minutes", 0.01, mistakes, case)
+    return "Four times as many machines need snapshots twice as often."
+
+
+@exercise
+def arguments(answer):
+    """Exercise 4: `answer(node)` gives torchrun's arguments on each of two machines with eight GPUs."""
+    options = {node: _parsed(call(answer, node), node) for node in ("node-1", "node-2")}
+    for node, found in options.items():
+        what = f"On {node}, "
+        require(found.nnodes == "2", f"{what}--nnodes is {found.nnodes}. It is the number of machines, 2.")
+        ranks = str(found.nproc_per_node)
+        require(ranks == "8", f"{what}--nproc-per-node is {ranks}. Start one rank for each of the 8 GPUs of a machine.")
+        require(
+            not found.standalone, f"{what}--standalone lets the machine meet nobody. It is for jobs on one machine."
+        )
+        require(
+            found.max_restarts == 2, f"{what}--max-restarts is {found.max_restarts}. The job must survive 2 failures."
+        )
+        require(
+            found.training_script == "train.py", f"{what}the program is {show(found.training_script)}, not 'train.py'."
+        )
+        _meets(found, node)
+    first, second = options.values()
+    same = (first.rdzv_backend, first.rdzv_endpoint, first.rdzv_id) == (
+        second.rdzv_backend, second.rdzv_endpoint, second.rdzv_id)  # fmt: skip
+    require(same, "The two machines have different --rdzv options, so they do not meet. Give both the same.")
+    return "Both machines meet on node-1, and a failure makes all 16 ranks start again."
+
+
+def _parsed(words: object, node: str):
+    require(isinstance(words, Sequence) and not isinstance(words, str), f"{show(words)} is not a list of strings.")
+    wrong = [word for word in words if not isinstance(word, str)]
+    require(not wrong, f"On {node}, {show(wrong[:1])} is not a string. Write numbers as strings, such as '2'.")
+    lone = [word for word in words if word.startswith("-") and " " in word]
+    require(not lone, f"On {node}, {show(lone[:1])} is one word with a space. Make it two strings, or use '='.")
+    try:
+        return get_args_parser().parse_args(list(words))
+    except SystemExit as error:
+        raise NotYet(
+            f"On {node}, torchrun does not understand {show(list(words))}.", "Its message is above."
+        ) from error
+
+
+def _meets(found, node: str) -> None:
+    if found.rdzv_backend == "static":
+        place = f"{found.master_addr}:{found.master_port}"
+        require(place == "node-1:29400", f"On {node}, the machines meet at {place}. It should be node-1:29400.")
+        number = int(node[-1]) - 1
+        require(found.node_rank == number, f"On {node}, --node-rank is {found.node_rank}. It should be {number}.")
+        return
+    require(found.rdzv_backend == "c10d", f"On {node}, --rdzv-backend is {found.rdzv_backend}. Use c10d or static.")
+    place = found.rdzv_endpoint or "nowhere"
+    require(place == "node-1:29400", f"On {node}, --rdzv-endpoint is {place}. It should be node-1:29400.")

@@ -1,0 +1,234 @@
+"""The checks of lesson 09: solutions pass, typical mistakes are explained, nothing raises; and its helpers."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from helpers.exercises import lesson09 as check
+from helpers.lesson09 import TORCHRUN, run_hosts
+from tests.check_answers import explains, survives_strange_answers, told
+from tests.programs import SCRIPTS
+
+
+def test_no_answer_makes_a_check_raise():
+    assert survives_strange_answers(check.guilty, check.interval, check.arguments)
+    assert survives_strange_answers(lambda answer: check.snapshots(answer, answer))
+
+
+def guilty(reports):
+    for test in (
+        lambda report: report["error"] and "Connection" not in report["error"] and "Timed" not in report["error"],
+        lambda report: report["exit_code"] == -9,
+        lambda report: not report["error"] and not report["waits_in"],
+    ):
+        for rank, report in enumerate(reports):
+            if test(report):
+                return rank
+
+
+def first(reports, found):
+    return next(rank for rank, report in enumerate(reports) if found(report))
+
+
+def test_guilty():
+    assert check.guilty(guilty)
+    assert check.guilty(lambda reports: torch.tensor(guilty(reports)))
+    explains(
+        check.guilty,
+        (lambda reports: 0, "another rank did not answer"),
+        (lambda reports: first(reports, lambda report: report["error"] == ""), "still running when torchrun ended it"),
+        (lambda reports: first(reports, lambda report: "Index" in report["error"] or report["exit_code"] == -15),
+         "Which exit code does SIGKILL give?"),
+        (lambda reports: first(reports, lambda report: "Index" in report["error"] or report["exit_code"] == -9),
+         "StopIteration"),
+        (lambda reports: len(reports), "The ranks are 0 to 3"),
+    )  # fmt: skip
+
+
+def save(folder, step, state):
+    torch.save(state, folder / "unfinished.tmp")
+    os.replace(folder / "unfinished.tmp", folder / f"step_{step:09}.pt")
+    for old in sorted(folder.glob("step_*.pt"))[:-2]:
+        old.unlink()
+
+
+def load(folder):
+    for path in sorted(folder.glob("step_*.pt"), reverse=True):
+        try:
+            return torch.load(path, weights_only=True)
+        except (RuntimeError, OSError):
+            pass
+
+
+def load_newest(folder):
+    paths = sorted(folder.glob("step_*.pt"))
+    return torch.load(paths[-1], weights_only=True) if paths else None
+
+
+def save_in_place(folder, step, state):
+    torch.save(state, folder / f"step_{step:09}.pt")
+    for old in sorted(folder.glob("step_*.pt"))[:-2]:
+        old.unlink()
+
+
+def delete_first(folder, step, state):
+    for old in sorted(folder.glob("step_*.pt"))[:-1]:
+        old.unlink()
+    save(folder, step, state)
+
+
+def without_zeros(folder, step, state):
+    torch.save(state, folder / "unfinished.tmp")
+    os.replace(folder / "unfinished.tmp", folder / f"step_{step}.pt")
+    for old in sorted(folder.glob("step_*.pt"))[:-2]:
+        old.unlink()
+
+
+def keep_all(folder, step, state):
+    torch.save(state, folder / "unfinished.tmp")
+    os.replace(folder / "unfinished.tmp", folder / f"step_{step:09}.pt")
+
+
+def one_file(folder, step, state):
+    torch.save(state, folder / "last.pt")
+
+
+def load_one_file(folder):
+    return torch.load(folder / "last.pt", weights_only=True) if (folder / "last.pt").exists() else None
+
+
+def test_snapshots():
+    assert check.snapshots(save, load)
+    assert check.snapshots(save_in_place, load)  # the older file takes the place of the one that is not complete
+    told(check.snapshots(save, load_newest), "cut in half", "RuntimeError")
+    told(check.snapshots(save_in_place, load_newest), "After a process was killed while it saved step 15")
+    told(check.snapshots(one_file, load_one_file), "last.pt was damaged or lost", "rename")
+    told(check.snapshots(delete_first, load), "was damaged or lost")
+    told(check.snapshots(without_zeros, load), "returns the state of step")
+    told(check.snapshots(keep_all, load), "Keep the two newest")
+    told(check.snapshots(save, lambda folder: {}), "It should return None")
+    told(check.snapshots(lambda folder, step, state: None, load), "After the snapshot of step 5")
+    told(check.snapshots(lambda folder, step, state: ..., load), "still returns")
+
+
+def interval(save_seconds, machine_days, machines):
+    return math.sqrt(2 * save_seconds * machine_days * 86400 / machines) / 60
+
+
+def test_interval():
+    assert check.interval(interval)
+    explains(
+        check.interval,
+        (lambda cost, days, machines: 60 * interval(cost, days, machines), "is in seconds"),
+        (lambda cost, days, machines: interval(cost, days, machines) / 2**0.5, "lacks the factor 2"),
+        (lambda cost, days, machines: interval(cost, days, 1), "interval of a single machine"),
+        (lambda cost, days, machines: interval(cost, days, 1 / machines), "More machines fail more often"),
+        (lambda cost, days, machines: math.sqrt(2 * cost * days * 1440 / machines), "mixes seconds and minutes"),
+    )
+
+
+C10D = ["--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-endpoint", "node-1:29400"]
+SIZE = ["--nnodes=2", "--nproc-per-node=8", "--max-restarts=2"]
+
+
+def static(node, **changes):
+    words = {"node-rank": int(node[-1]) - 1, "master-addr": "node-1", "master-port": 29400} | changes
+    return [*SIZE, *[f"--{name.replace('_', '-')}={value}" for name, value in words.items()], "train.py"]
+
+
+def test_arguments(capsys):
+    assert check.arguments(lambda node: [*SIZE, *C10D, "train.py"])
+    assert check.arguments(static)
+    explains(
+        check.arguments,
+        (lambda node: "--nnodes 2 train.py", "is not a list of strings"),
+        (lambda node: ["--nnodes", 2], "Write numbers as strings"),
+        (lambda node: ["--nnodes 2", "train.py"], "one word with a space"),
+        (lambda node: ["--nodes", "2", "train.py"], "torchrun does not understand"),
+        (lambda node: ["--nproc-per-node=8", *C10D, "train.py"], "It is the number of machines"),
+        (lambda node: ["--nnodes=2", "--nproc-per-node=16", *C10D, "train.py"], "each of the 8 GPUs"),
+        (lambda node: [*SIZE, "--standalone", "train.py"], "meet nobody"),
+        (lambda node: [*SIZE[:2], *C10D, "train.py"], "must survive 2 failures"),
+        (lambda node: [*SIZE, *C10D[:-1], f"{node}:29400", "train.py"], "--rdzv-endpoint is node-2:29400"),
+        (lambda node: [*SIZE, *C10D, "--rdzv-id", node, "train.py"], "so they do not meet"),
+        (lambda node: [*SIZE, *C10D[:2], "train.py"], "--rdzv-endpoint is nowhere"),
+        (lambda node: static("node-1"), "It should be 1"),
+        (lambda node: static(node, master_addr=node), "meet at node-2:29400"),
+        (lambda node: [*SIZE, *C10D, "drill.py"], "not 'train.py'"),
+    )
+
+
+# ---- the helpers and the programs
+
+
+def torchrun(program, *arguments):
+    return [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "--no-python",
+        sys.executable,
+        "-uc",
+        program,
+        *arguments,
+    ]
+
+
+def test_an_interrupted_cell_leaves_no_host_and_no_rank(tmp_path):
+    """Ctrl-C while two hosts run. One rank ignores SIGTERM, and the other has started a process."""
+    ranks = {
+        "a": "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); pid = os.getpid()",
+        "b": "import subprocess; pid = subprocess.Popen(['sleep', '600']).pid",
+    }
+    say = "import sys, time; open(sys.argv[1], 'w').write(str(pid))"
+
+    def interrupt():
+        while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in ranks):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    hosts = {name: torchrun(f"{does}; {say}; time.sleep(600)", tmp_path / name) for name, does in ranks.items()}
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_hosts(hosts, leave_s=0.3)
+    for name in ranks:
+        with pytest.raises(ProcessLookupError):
+            wait_until_gone(int((tmp_path / name).read_text()))
+
+
+def wait_until_gone(pid):
+    """Raises ProcessLookupError when it has ended, also if nobody has asked for its exit code."""
+    for _ in range(500):
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] == "Z":
+                raise ProcessLookupError
+        time.sleep(0.01)
+
+
+def test_hosts_that_take_too_long_end_with_what_they_said():
+    with pytest.raises(TimeoutError, match="not done within 5 s(.|\n)*host A:(.|\n)*here"):
+        run_hosts({"A": torchrun("import time; print('here'); time.sleep(60)")}, timeout=5)
+    with pytest.raises(ValueError, match="must begin with"):
+        run_hosts({"A": ["true"]})
+
+
+def test_a_dry_run_of_the_job_array():
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "dry_run.sh"), str(SCRIPTS / "train_array.slurm"), "--epochs", "1"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[::3] == [f"task {task}" for task in range(4)], done
+    program = "    python notebooks/scripts/one_gpu.py"
+    sizes = enumerate((32, 64, 128, 256))
+    words = [f"{program} --batch-size {size} --checkpoint run/4042-{task}.pt --epochs 1" for task, size in sizes]
+    assert lines[2::3] == words
