@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -113,3 +115,37 @@ def test_every_term_of_the_lessons_is_in_the_glossary():
     assert {
         number: {bold for bold in bold_terms(lesson(number)) if plain(bold) not in known} for number in covered
     } == {number: set() for number in covered}
+
+
+# --- the cheat sheet -------------------------------------------------------------------------------------
+
+GIVEN = """
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+model.blocks = [model[0]]
+dataset = [(torch.randn(4), number % 3) for number in range(8)]
+images, labels = next(iter(DataLoader(dataset, 8)))
+batch_size, epochs, path, folder = 2, 1, "model.pt", "checkpoint"
+"""
+
+
+def programs():
+    """The programs that the blocks of the cheat sheet make, by their methods."""
+    text = (ROOT / "docs" / "cheat_sheet.md").read_text(encoding="utf-8")
+    placement, parallel, ddp, sharded, imports = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    wrap, save = sharded.split("...\n")
+    setup, loop = re.split(r"^ddp_model = .*\noptimizer = .*\n", ddp, flags=re.MULTILINE)
+    loop = re.sub(r"^if dist.*\n.*\n", save, loop.replace("ddp_model", "model"), flags=re.MULTILINE)
+    found = {"placement": placement, "DataParallel": parallel, "DDP": ddp, "fully_shard": setup + wrap + loop}
+    return {name: imports + GIVEN + code for name, code in found.items()}
+
+
+@pytest.mark.outside  # starts nine processes
+@pytest.mark.parametrize("method", ["placement", "DataParallel", "DDP", "fully_shard"])
+def test_the_code_of_the_cheat_sheet_runs(method, tmp_path):
+    (tmp_path / "train.py").write_text(programs()[method], encoding="utf-8")
+    ranks = method in ("DDP", "fully_shard")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks else []
+    command = [sys.executable, *torchrun, "-m", "virtual_gpus", "--gpus", "2", "train.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    saved = {"placement": set(), "fully_shard": {"checkpoint"}}.get(method, {"model.pt"})
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py"} | saved
