@@ -17,12 +17,13 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 # In the lessons, bold is for terms at their first use, and for words that a sentence depends on. These are such words,
 # and in the end two other forms of terms.
 STRESSED = """
-adds, after, afterwards, all, assign, averages, batch, batchnorm, before, bytes, columns, copies, dataparallel, dict,
-dropout, each, every, every forward pass gathers, follow the data, for pytorch, forward, from, gpu 0, in place,
-in total, model, model parallel, module, no, nothing, on its machine, once, one, one adapter per gpu, order, outputs,
-per rank, rank 0 of eight, returns, rows, same, shift+enter, slower, sum, term, three, to, to the byte, together, tuple,
-two, wait, weights, where, whole, within, your, 4 and 5, 24 times, 4.7 times, 512 bytes, 6 gb more, never reaches 2,
-pci express, autocast to bfloat16
+24 times, 4 and 5, 4.7 times, 512 bytes, 6 gb more, added up, adds, after, afterwards, all, all devices, and, assign,
+averaged, averages, batch, batches, batchnorm, before, bytes, columns, copies, dataparallel, dict, dropout, each, every,
+every forward pass gathers, follow the data, for pytorch, forward, from, gpu 0, half file, in place, in total, least,
+minutes, model, model parallel, module, never reaches 2, no, not, nothing, on its machine, once, one, one adapter per
+gpu, one process, order, outputs, per rank, rank 0 of eight, returns, rows, same, shift+enter, shorter, slower, sum,
+sums over ranks, term, three, to, to the byte, together, tuple, twice, two, wait, weights, where, whole, within,
+without, your, pci express, autocast to bfloat16
 """
 
 
@@ -95,13 +96,15 @@ def test_the_glossary_names_the_section_that_explains_the_term():
 
 
 def bold_terms(notebook):
-    """Bold words of a lesson that may be terms: outside goals, take-aways and quoted errors, and no whole sentences."""
+    """Bold words of a lesson that may be terms: outside goals, take-aways and quotes, and no sentences or code."""
     for part in re.split(r"^(?=#{1,3} )", markdown(notebook), flags=re.MULTILINE):
         if part.startswith(("## You will be able to", "## Take-aways", "## Where to read on")):
             continue
         for bold in re.findall(r"\*\*(.+?)\*\*", re.sub("^>.*", "", part, flags=re.MULTILINE), re.DOTALL):
             sentence = bold.endswith((".", ":", "?")) or len(bold.split()) > 4
-            label = bold in ("Prediction", "Time", "Before") or not re.search(r"[a-zA-Z]{2}|1F1B", bold)
+            label = (
+                bold in ("Prediction", "Time", "Before") or not re.search(r"[a-zA-Z]{2}|1F1B", bold) or bold[0] == "`"
+            )
             if not sentence and not label:
                 yield bold
 
