@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from benchmarks.step_cost import show
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -188,9 +187,10 @@ def rows(network: type[nn.Module], device: str, rounds: int, steps: int, ranks: 
     for way in WAYS:
         name = way.__name__
         seconds = statistics.median(found[name][0] for found in times)
-        ratios = show([found[name][1] / found["plain"][1] for found in times])
+        ratios = [found[name][1] / found["plain"][1] for found in times]
+        shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         extra = 1e3 * statistics.median(found[name][1] - found["plain"][1] for found in times)
-        yield f"| {where} | {network.__name__.lower()} | {name} | {1 / seconds:.0f} | {ratios} | {extra:.2f} ms |"
+        yield f"| {where} | {network.__name__.lower()} | {name} | {1 / seconds:.0f} | {shown} | {extra:.2f} ms |"
 
 
 def table(rounds: int, steps: int) -> Iterator[str]:
