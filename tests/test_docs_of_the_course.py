@@ -1,5 +1,6 @@
 """What the pages about the course say holds for the lessons: links, terms and minutes."""
 
+import ast
 import json
 import re
 import subprocess
@@ -62,14 +63,17 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_to_files_and_headings(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    assert links
-    for target, anchor in links:
+def test_links_lead_to_files_and_headings():
+    links = [
+        (page, *link)
+        for page in PAGES
+        for link in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 150
+    for page, target, anchor in links:
         there = (page.parent / target).resolve() if target else page
-        assert there.exists() and there.is_relative_to(ROOT), f"There is no {target}."
-        assert not anchor or anchor[1:] in anchors(there), f"{target} has no heading {anchor}."
+        assert there.exists() and there.is_relative_to(ROOT), f"{page}: there is no {target}."
+        assert not anchor or anchor in anchors(there), f"{page}: {target} has no heading {anchor}."
 
 
 # --- the glossary ----------------------------------------------------------------------------------------
@@ -118,6 +122,57 @@ def test_every_term_of_the_lessons_is_in_the_glossary():
     assert {
         number: {bold for bold in bold_terms(lesson(number)) if plain(bold) not in known} for number in covered
     } == {number: set() for number in covered}
+
+
+# --- the instructor's guide ------------------------------------------------------------------------------
+
+
+def plans():
+    """The rows of each plan by its title: what is done, its counted minutes and its planned minutes."""
+    guide = (ROOT / "docs" / "teaching" / "README.md").read_text(encoding="utf-8")
+    for title, table in re.findall(r"^### (.*\d+ minutes)\n\n((?:\|.*\n)+)", guide, re.MULTILINE):
+        cells = [row.split("|")[1:4] for row in table.strip().splitlines()[2:]]
+        yield title, [tuple(cell.strip(" *") for cell in row) for row in cells]
+
+
+def test_the_minutes_of_each_plan_add_up():
+    found = dict(plans())
+    assert len(found) == 4
+    for title, (*rows, (_, _, total)) in found.items():
+        assert sum(int(planned) for _, _, planned in rows) == int(total) == int(re.search(r"(\d+) minutes", title)[1])
+
+
+def test_the_counted_minutes_are_those_of_the_sections():
+    """If this fails, print the minutes with `python notebooks/run_all.py --minutes` and correct the plan."""
+    rows = [row for _, rows in plans() for row in rows if row[1].isdigit()]
+    assert len(rows) > 20
+    for what, counted, planned in rows:
+        number, named = re.match(r"\[(\d\d)\]\([^)]*\), (.*)", what).groups()
+        ranges = [
+            range(int(first), int(last or first) + 1) for first, last in re.findall(r"(\d+)(?: to (\d+))?", named)
+        ]
+        minutes = run_all.minutes(lesson(number))
+        chosen = [
+            minutes[title]
+            for title in minutes
+            if not ranges or any(title.startswith(f"{section}. ") for span in ranges for section in span)
+        ]
+        assert len(chosen) == (sum(map(len, ranges)) or len(minutes))
+        assert abs(sum(chosen) - int(counted)) <= 3 and int(planned) >= int(counted), (
+            f"{what}: {sum(chosen):.0f} minutes"
+        )
+
+
+def test_the_quoted_sentences_are_those_of_the_checks():
+    page = (ROOT / "docs" / "teaching" / "wrong_answers.md").read_text(encoding="utf-8")
+    lessons = re.findall(r"^## (\d\d) .*?\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert len(lessons) > 8
+    for number, tables in lessons:
+        tree = ast.parse((ROOT / "helpers" / "exercises" / f"lesson{number}.py").read_text(encoding="utf-8"))
+        constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        sentences = " ".join(value for value in constants if isinstance(value, str))
+        quoted = re.findall(r"(?<!\*)\*([^*|]+)\*(?!\*)", tables)
+        assert quoted and [quote for quote in quoted if quote not in sentences] == []
 
 
 # --- the cheat sheet -------------------------------------------------------------------------------------
