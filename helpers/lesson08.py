@@ -1,13 +1,17 @@
 """Lesson 08: a transfer around the ring, the programs under torchrun, and the pictures."""
 
-import subprocess
+import multiprocessing
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
@@ -52,14 +56,26 @@ def report(name: str, results: Sequence[Tensor]) -> None:
 
 
 def torchrun(program: str, ranks: int) -> None:
-    """Run a program of notebooks/scripts for ten steps on so many ranks, as lesson 04 does, and print its output."""
+    """Run a program of notebooks/scripts for ten steps on so many ranks, as lesson 04 does, and print its output.
+
+    Where the system can fork, torchrun's launcher need not import PyTorch again, which takes seconds.
+    """
     virtual = ["-m", "virtual_gpus", "--gpus", str(ranks)] if is_virtual() else []
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    arguments = ["--max-steps", "10", "--workers", "0"]
-    ended = subprocess.run(
-        [*command, *virtual, str(SCRIPTS / f"{program}.py"), *arguments], capture_output=True, text=True
-    )
-    print(ended.stdout if ended.returncode == 0 else ended.stderr)
+    script = [str(SCRIPTS / f"{program}.py"), "--max-steps", "10", "--workers", "0"]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--standalone", "--nproc-per-node", str(ranks), *virtual, *script]
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        launcher = context.Process(target=_torchrun, args=(arguments, folder))
+        launcher.start()
+        launcher.join()
+        print((Path(folder) / ("stderr" if launcher.exitcode else "stdout")).read_text(encoding="utf-8"))
+
+
+def _torchrun(arguments: list[str], folder: str) -> None:
+    """What the command torchrun does, in a process of its own whose output goes into two files."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
+    torch.distributed.run.main(arguments)
 
 
 def exchange_picture(timeline: Timeline) -> Figure:
