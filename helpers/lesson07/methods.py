@@ -277,14 +277,13 @@ def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: 
     size = grain(line, len(gpus))
     batch = math.ceil(0.9 * line / size) * size
     _limit_memory(used, room)
-    gc.freeze()  # so that the garbage collection of each try skips all objects that exist already
     try:
-        while batch and not _two_steps_fit(new_step, batch // shares):
-            batch -= size
-        while _two_steps_fit(new_step, (batch + size) // shares):  # fragmentation may have stopped the first try
-            batch += size
+        with skipping_what_exists():
+            while batch and not _two_steps_fit(new_step, batch // shares):
+                batch -= size
+            while _two_steps_fit(new_step, (batch + size) // shares):  # fragmentation may have stopped the first try
+                batch += size
     finally:
-        gc.unfreeze()
         _limit_memory(used)
     return replace(row, largest=batch, estimate=line)
 

@@ -36,19 +36,31 @@ def largest_batch(
     saved = [(each, _on_host(each.state_dict())) for each in keep]
     good, bad, size = 0, None, min(-(-start // multiple_of), last)
     gc.collect()
-    gc.freeze()  # so that the garbage collection after each try skips all objects that exist already
+    with skipping_what_exists(), torch.random.fork_rng(range(torch.cuda.device_count())):
+        while good < last and (bad is None or bad - good > 1):
+            fitted = _runs(step, size * multiple_of, steps)
+            _put_back(saved)
+            if report is not None:
+                report(size * multiple_of, fitted)
+            good, bad = (size, bad) if fitted else (good, size)
+            size = min(2 * good, last) if bad is None else (good + bad) // 2
+    return good * multiple_of
+
+
+@contextmanager
+def skipping_what_exists() -> Iterator[None]:
+    """Let every garbage collection in the block skip all objects that exist already.
+
+    Does nothing if the program has frozen objects itself: `gc.unfreeze` would release those too.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            while good < last and (bad is None or bad - good > 1):
-                fitted = _runs(step, size * multiple_of, steps)
-                _put_back(saved)
-                if report is not None:
-                    report(size * multiple_of, fitted)
-                good, bad = (size, bad) if fitted else (good, size)
-                size = min(2 * good, last) if bad is None else (good + bad) // 2
+        yield
     finally:
         gc.unfreeze()
-    return good * multiple_of
 
 
 def _runs(step: Callable[[int], object], batch: int, steps: int) -> bool:

@@ -24,6 +24,7 @@ from virtual_gpus import virtual_gpus
 before = set(sys.modules)
 gpus = virtual_gpus(4)
 gpus.start()
+torch.cuda.memory._record_memory_history()
 x = torch.ones(2, 2, device="cuda:1") @ torch.ones(2, 2, device="cuda:1")
 net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)).to("cuda:1")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -34,6 +35,8 @@ for optimizer in torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), torch.
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
 dist.destroy_process_group()
+assert torch.cuda.memory._snapshot()["segments"][0]["blocks"][0]["frames"]  # names of files and functions
+torch.cuda.memory._record_memory_history(enabled=None)
 from torch._dynamo.utils import is_compile_supported  # as torchvision does when it is imported
 
 assert net[0].weight.grad.device == torch.device("cuda:1")

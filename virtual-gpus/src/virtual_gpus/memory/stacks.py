@@ -71,8 +71,24 @@ def named(stacks: Iterable[object]) -> dict[int, list[dict]]:
         frames = [frames_seen.setdefault(tuple(frame.values()), frame) for frame in _of_the_learner(frames)]
         return stacks_seen.setdefault(tuple(map(id, frames)), frames)
 
-    found = torch._C._profiler.symbolize_tracebacks(list(distinct.values()))
+    found = _symbolized(list(distinct.values()))
     return {key: shared(frames) for key, frames in zip(distinct, found, strict=True)}
+
+
+def _symbolized(stacks: list) -> list[list[dict]]:
+    """The frames of each stack.
+
+    PyTorch asks its compiler about code that it made. If nothing was compiled, that would first import the compiler,
+    which takes longer than `import torch`. An attribute without the name that it looks for says that there is none.
+    """
+    if "_inductor" in vars(torch):
+        return torch._C._profiler.symbolize_tracebacks(stacks)
+    torch._inductor = none = object()
+    try:
+        return torch._C._profiler.symbolize_tracebacks(stacks)
+    finally:
+        if vars(torch).get("_inductor") is none:  # else another thread has imported it meanwhile
+            del torch._inductor
 
 
 class _Mark(weakref.ref):
