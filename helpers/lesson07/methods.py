@@ -29,6 +29,7 @@ from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
 from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
 from helpers.measure import peak_memory
+from helpers.measure.batch_size import skipping_what_exists
 from helpers.measure.timeline import record_timeline
 from helpers.models import PyramidNet, bert_article, pyramidnet_article
 from helpers.parallel.launching import launch

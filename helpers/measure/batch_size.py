@@ -2,7 +2,8 @@
 
 import copy
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils._pytree import tree_map_only
