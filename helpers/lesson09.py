@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,7 @@ def _host(arguments: list[str], log: Path) -> None:
     os.setsid()  # Jupyter interrupts a whole process group
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -89,6 +91,11 @@ def _host(arguments: list[str], log: Path) -> None:
     settings |= {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
     os.environ.update(settings | ({} if is_virtual() else {"CUDA_VISIBLE_DEVICES": ""}))
     main(arguments)
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun then ends its ranks
 
 
 def _end(processes: Sequence, leave_s: float) -> None:

@@ -14,7 +14,7 @@ import torch
 from helpers.exercises import lesson09 as check
 from helpers.lesson09 import TORCHRUN, run_hosts
 from tests.check_answers import explains, survives_strange_answers, told
-from tests.programs import SCRIPTS
+from tests.programs import SCRIPTS, descendants
 
 
 def test_no_answer_makes_a_check_raise():
@@ -232,3 +232,21 @@ def test_a_dry_run_of_the_job_array():
     sizes = enumerate((32, 64, 128, 256))
     words = [f"{program} --batch-size {size} --checkpoint run/4042-{task}.pt --epochs 1" for task, size in sizes]
     assert lines[2::3] == words
+
+
+def test_two_hosts_have_networks_of_their_own_and_leave_none_behind():
+    command = "echo $NODE; cat /proc/net/dev | grep -c eth0; exec sleep $((60 * (1 - NODE)))"
+    done = subprocess.Popen(["bash", str(SCRIPTS / "two_hosts.sh"), command], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        lines = sorted(done.stdout.readline() for _ in range(4))
+        if lines == [""] * 4:
+            pytest.skip(done.stderr.read())
+        assert lines == ["0\n", "1\n", "1\n", "1\n"]
+        inside = descendants(done.pid)
+    finally:
+        done.terminate()
+    done.wait(30)
+    for pid in inside:
+        with pytest.raises(ProcessLookupError):
+            wait_until_gone(pid)
