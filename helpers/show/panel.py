@@ -94,11 +94,14 @@ class Panel:
 
 
 def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidget:
-    """Return a slider for (low, high) or (low, high, step), or a menu for a list. It starts at `value`.
+    """Return a slider for (low, high), (low, high, step) or a list of numbers, and a menu for another list. It starts
+    at `value`.
 
     `options`: as for ipywidgets.interact. Raises ValueError for a value that is not among them.
     """
     widget = ipywidgets.interactive.widget_from_abbrev(options, value)
+    if isinstance(options, list) and all(isinstance(option, int | float) for option in options):
+        widget = ipywidgets.SelectionSlider(options=options, value=widget.value)
     if widget is None or (value is not Parameter.empty and widget.value != value):
         raise ValueError(f"{label}={value!r} is none of the options {options}.")
     widget.description = label
