@@ -64,6 +64,8 @@ def test_a_notebook_gets_panel_picture_and_words():
 def test_controls():
     assert control("x", (1, 9, 2), 5).step == 2 and control("x", (1.0, 9.0, 0.5), 5).value == 5.0
     assert control("x", ["a", "b"], "b").value == "b" and control("x", ["a", "b"]).value == "a"
+    kinds = [type(control("x", options)).__name__ for options in ([1, 8, 64], [True, False], ["a", "b"])]
+    assert kinds == ["SelectionSlider", "Dropdown", "Dropdown"]
     for options, value in (((1, 9), 10), ((1, 9, 2), -1), (["a", "b"], "c")):
         with pytest.raises(ValueError, match=re.escape(f"x={value!r} is none of the options")):
             control("x", options, value)

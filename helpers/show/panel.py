@@ -100,7 +100,7 @@ def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidge
     `options`: as for ipywidgets.interact. Raises ValueError for a value that is not among them.
     """
     widget = ipywidgets.interactive.widget_from_abbrev(options, value)
-    if isinstance(options, list) and all(isinstance(option, int | float) for option in options):
+    if isinstance(options, list) and {type(option) for option in options} <= {int, float}:
         widget = ipywidgets.SelectionSlider(options=options, value=widget.value)
     if widget is None or (value is not Parameter.empty and widget.value != value):
         raise ValueError(f"{label}={value!r} is none of the options {options}.")
