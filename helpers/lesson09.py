@@ -36,8 +36,8 @@ def free_port() -> int:
 def run_hosts(commands: Mapping[str, Sequence], timeout: float = 240, leave_s: float = 20) -> dict[str, str]:
     """Run torchrun once per host, all at the same time on this machine. Returns what each of them printed.
 
-    commands: by host, `[sys.executable, "-m", "torch.distributed.run", ...]`. The torchruns are forked from this
-    process, so that they need not import PyTorch again. Their ranks use the loopback interface. They use no real
+    commands: by host, `[sys.executable, "-m", "torch.distributed.run", ...]`. On Linux, the torchruns are forked from
+    this process, so that they need not import PyTorch again. Their ranks use the loopback interface. They use no real
     GPUs, because all hosts share this machine, and with it its GPUs. leave_s: how long a torchrun that is asked to
     end may take to end its ranks.
 
@@ -48,13 +48,14 @@ def run_hosts(commands: Mapping[str, Sequence], timeout: float = 240, leave_s: f
     for name, command in words.items():
         if command[: len(TORCHRUN)] != TORCHRUN:
             raise ValueError(f"The command of host {name} is {command}. It must begin with {TORCHRUN}.")
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     processes = []
     with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as folder:
         logs = {name: Path(folder) / f"{number}.log" for number, name in enumerate(words)}
         try:
             for name, command in words.items():
                 arguments = command[len(TORCHRUN) :], logs[name]
-                processes.append(multiprocessing.get_context("fork").Process(target=_host, args=arguments))
+                processes.append(context.Process(target=_host, args=arguments))
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
                     processes[-1].start()
@@ -72,7 +73,7 @@ def run_hosts(commands: Mapping[str, Sequence], timeout: float = 240, leave_s: f
 
 
 def _host(arguments: list[str], log: Path) -> None:
-    """torchrun, in the forked process of a host."""
+    """torchrun, in the process of a host."""
     os.setsid()  # Jupyter interrupts a whole process group
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
