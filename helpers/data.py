@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchvision import datasets
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 NOVEL = "pride_and_prejudice.txt"
@@ -61,9 +62,6 @@ def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: 
     times, for models that need colour images). `size` is the width and height in pixels (the originals have 28).
     `count` keeps only the first images. Raises DamagedData for a changed file, and ValueError for other values.
     """
-    # Imported here: before there are virtual GPUs, torchvision imports PyTorch's compiler, which takes a second.
-    from torchvision import datasets
-
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}.")
     for part in ("train", "t10k"):  # torchvision checks that all four files exist

@@ -14,15 +14,13 @@ model again, call `torch.manual_seed(...)` before the constructor. Nothing is do
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-if TYPE_CHECKING:
-    from torchvision.models import ResNet
+from torchvision.models import ResNet
+from torchvision.models.resnet import BasicBlock
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -49,16 +47,13 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(8, channels)
 
 
-def small_resnet(classes: int = 10, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> "ResNet":
+def small_resnet(classes: int = 10, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
     """A ResNet-10, which is torchvision's ResNet with one block per stage: images (N, 3, H, W) -> logits (N, classes).
 
     An epoch takes seconds on a CPU. With `norm=group_norm`, the model has no BatchNorm. BatchNorm averages over the
     samples that one GPU sees, so DataParallel on 4 GPUs computes a different function than one GPU. Without BatchNorm,
     the results are equal up to rounding error.
     """
-    # Imported here: before there are virtual GPUs, torchvision imports PyTorch's compiler, which takes a second.
-    from torchvision.models.resnet import BasicBlock, ResNet
-
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=classes, norm_layer=norm)
 
 
