@@ -78,6 +78,7 @@ def _host(arguments: list[str], log: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    tempfile.tempdir = str(log.parent)  # torchrun makes a folder for logs and leaves it
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -182,8 +183,9 @@ def torchrun(program, *arguments):
     ]
 
 
-def test_an_interrupted_cell_leaves_no_host_and_no_rank(tmp_path):
+def test_an_interrupted_cell_leaves_no_host_no_rank_and_no_file(tmp_path, monkeypatch):
     """Ctrl-C while two hosts run. One rank ignores SIGTERM, and the other has started a process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ranks = {
         "a": "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); pid = os.getpid()",
         "b": "import subprocess; pid = subprocess.Popen(['sleep', '600']).pid",
@@ -202,6 +204,7 @@ def test_an_interrupted_cell_leaves_no_host_and_no_rank(tmp_path):
     for name in ranks:
         with pytest.raises(ProcessLookupError):
             wait_until_gone(int((tmp_path / name).read_text()))
+    assert {path.name for path in tmp_path.iterdir()} == set(ranks)
 
 
 def wait_until_gone(pid):
