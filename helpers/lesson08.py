@@ -21,7 +21,7 @@ from helpers.measure.timeline import Timeline, merged
 from helpers.show.programs import SCRIPTS
 from helpers.show.style import WIDTH, bar_style, legend_below, open_frame, series_style, set_alt_text
 
-__all__ = ["exchange", "exchange_picture", "figures", "jobs_picture", "jobs_table", "report", "torchrun", "whole"]
+__all__ = ["exchange", "exchange_picture", "figures", "full_job", "jobs_picture", "jobs_table", "report", "torchrun"]
 
 _ROWS = {
     "computing": {"forward": bar_style(0), "backward": bar_style(5, 1), "step": bar_style(2, 2)},
@@ -131,7 +131,7 @@ def figures(report) -> dict[str, float]:
     return memory | {"seconds": report.step_seconds, "waiting": report.exposed_seconds}
 
 
-def whole(run: Callable, shape: Mapping[str, int], *arguments: Any, **options: Any) -> dict[str, float]:
+def full_job(run: Callable, shape: Mapping[str, int], *arguments: Any, **options: Any) -> dict[str, float]:
     """Return the `figures` of `run(shape, *arguments, **options)`, extrapolated from models of 3 and 6 blocks.
 
     All blocks of `shape` (the arguments of `Llama`) are alike, so each one adds the same memory and the same time. With

@@ -107,7 +107,7 @@ def main():
     test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, num_workers=args.workers)
 
     torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
-    model = Net()  # on the CPU, so that the whole network need not fit on one GPU
+    model = Net()  # on the CPU: the whole network may be too large for one GPU
     for part in (model.features, model.classifier, model):
         fully_shard(part, mesh=mesh)  # replaces the parameters by shards, so make the optimizer afterwards
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

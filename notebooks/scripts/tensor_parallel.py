@@ -110,7 +110,7 @@ def main():
     test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, num_workers=args.workers)
 
     torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
-    model = Net()  # on the CPU, so that the whole network need not fit on one GPU
+    model = Net()  # on the CPU: the whole network may be too large for one GPU
     plan = {"1": ColwiseParallel(), "3": RowwiseParallel(use_local_output=False)}  # keys: positions in nn.Sequential
     parallelize_module(model.classifier, mesh["tensor"], plan)
     for part in (model.features, model.classifier, model):
@@ -136,7 +136,8 @@ def main():
             images = images.to(DEVICE)
             labels = labels.to(DEVICE)
             optimizer.zero_grad()
-            loss = cross_entropy(model(images).full_tensor(), labels)  # FSDP2 warns of plain views. A DTensor is none.
+            # The model returns a DTensor. FSDP2 would warn if it returned a view of a plain tensor.
+            loss = cross_entropy(model(images).full_tensor(), labels)
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())  # loss.item() would make Python wait for the GPU in every step
