@@ -110,7 +110,7 @@ def main():
     trainer = L.Trainer(
         accelerator="auto",
         devices=args.devices,
-        strategy="ddp" if args.devices > 1 else "auto",
+        strategy="ddp",  # also with one device, so that the sampler and the order of the images are the same
         precision="32-true",
         max_epochs=args.epochs,
         max_steps=args.max_steps or -1,
