@@ -1,23 +1,18 @@
 """Lesson 08: a transfer around the ring, the programs under torchrun, and the pictures."""
 
-import multiprocessing
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.distributed.run
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
 from helpers.gpus import data_sheet, is_virtual
 from helpers.measure.timeline import Timeline, merged
+from helpers.parallel.hosts import TORCHRUN, run_hosts
 from helpers.show.programs import SCRIPTS
 from helpers.show.style import WIDTH, bar_style, legend_below, open_frame, series_style, set_alt_text
 
@@ -56,26 +51,10 @@ def report(name: str, results: Sequence[Tensor]) -> None:
 
 
 def torchrun(program: str, ranks: int) -> None:
-    """Run a program of notebooks/scripts for ten steps on so many ranks, as lesson 04 does, and print its output.
-
-    Where the system can fork, torchrun's launcher need not import PyTorch again, which takes seconds.
-    """
+    """Run a program of notebooks/scripts for ten steps on so many ranks, as lesson 04 does, and print its output."""
     virtual = ["-m", "virtual_gpus", "--gpus", str(ranks)] if is_virtual() else []
-    script = [str(SCRIPTS / f"{program}.py"), "--max-steps", "10", "--workers", "0"]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--standalone", "--nproc-per-node", str(ranks), *virtual, *script]
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-        launcher = context.Process(target=_torchrun, args=(arguments, folder))
-        launcher.start()
-        launcher.join()
-        print((Path(folder) / ("stderr" if launcher.exitcode else "stdout")).read_text(encoding="utf-8"))
-
-
-def _torchrun(arguments: list[str], folder: str) -> None:
-    """What the command torchrun does, in a process of its own whose output goes into two files."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT), number)
-    torch.distributed.run.main(arguments)
+    script = [SCRIPTS / f"{program}.py", "--max-steps", 10, "--workers", 0]
+    print(run_hosts({program: [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *virtual, *script]})[program])
 
 
 def exchange_picture(timeline: Timeline) -> Figure:

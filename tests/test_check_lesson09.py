@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.exercises import lesson09 as check
-from helpers.lesson09 import TORCHRUN, run_hosts
+from helpers.parallel.hosts import TORCHRUN, run_hosts
 from tests.check_answers import explains, survives_strange_answers, told
 from tests.programs import SCRIPTS, descendants
 
