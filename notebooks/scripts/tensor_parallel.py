@@ -136,8 +136,7 @@ def main():
             images = images.to(DEVICE)
             labels = labels.to(DEVICE)
             optimizer.zero_grad()
-            # The model returns a DTensor. FSDP2 would warn if it returned a view of a plain tensor.
-            loss = cross_entropy(model(images).full_tensor(), labels)
+            loss = cross_entropy(model(images).full_tensor(), labels)  # The model returns a DTensor, as `plan` says.
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())  # loss.item() would make Python wait for the GPU in every step

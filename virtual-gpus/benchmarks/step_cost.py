@@ -16,10 +16,10 @@ import statistics
 import time
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 from virtual_gpus import virtual_gpus
 
 from benchmarks.jobs import JOBS, resnet18_b64
+from benchmarks.reference.measure import mem_tracker
 
 
 def seconds(step, steps: int) -> float:
@@ -47,14 +47,12 @@ def on_virtual_gpus(job, steps: int, gpus: int = 1) -> float:
 def under_mem_tracker(job, steps: int) -> float:
     """The same step on the CPU while PyTorch's own memory tracker watches."""
     step, net, optimizer = job("cpu")
-    tracker = MemTracker()
-    tracker.track_external(net, optimizer)
+    with mem_tracker(net, optimizer) as tracker:
 
-    def tracked() -> None:
-        step()
-        tracker.reset_mod_stats()  # it refuses a second step otherwise
+        def tracked() -> None:
+            step()
+            tracker.reset_mod_stats()  # it refuses a second step otherwise
 
-    with tracker:
         return seconds(tracked, steps)
 
 

@@ -13,8 +13,10 @@ import functools
 import gc
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -114,16 +116,23 @@ def _moment(name: str) -> dict[str, int]:
     return {f"after_{name}": torch.cuda.memory_allocated(), f"peak_{name}": torch.cuda.max_memory_allocated()}
 
 
-def mem_tracker_peak(build: Callable, count: int = STEPS) -> int:
-    """The peak of the same steps by PyTorch's own MemTracker, which watches them on the CPU."""
-    step = build("cpu")
+@contextmanager
+def mem_tracker(*watched: Any) -> Iterator[MemTracker]:
+    """PyTorch's own MemTracker, watching modules, optimizers and tensors on the CPU."""
     tracker = MemTracker()
-    tracker.track_external(step.net, step.optimizer, *step.batch)
+    tracker.track_external(*watched)
     inherited = "resize_" not in vars(torch.UntypedStorage)
     with tracker:
+        yield tracker
+    if inherited:  # it puts the inherited method back as one of the class's own
+        del torch.UntypedStorage.resize_
+
+
+def mem_tracker_peak(build: Callable, count: int = STEPS) -> int:
+    """The peak of the same steps by MemTracker."""
+    step = build("cpu")
+    with mem_tracker(step.net, step.optimizer, *step.batch) as tracker:
         for _ in range(count):
             step()
             tracker.reset_mod_stats()  # it refuses a second step otherwise
-    if inherited:  # it puts the inherited method back as one of the class's own
-        del torch.UntypedStorage.resize_
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
