@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import subprocess
 import sys
 import time
 from threading import Timer
@@ -420,3 +421,33 @@ def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go()
             Timer(0.02, held.clear).start()  # as gloo's thread, a little after the broadcast has ended
             bucket = torch.empty(256, device="cpu")
         assert not held and torch.cuda.max_memory_allocated() == bucket.nbytes == 1024
+
+
+ENDS_WITHOUT_DESTROYING = """
+import os, torch, torch.distributed as dist
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10).cuda())
+for _ in range(3):
+    net(torch.ones(4, 10, device="cuda")).sum().backward()
+dist.barrier()
+"""
+
+
+@pytest.mark.outside  # it failed in one run of three
+def test_programs_end_without_destroying_their_group(tmp_path):
+    """Python ends a thread of gloo's that asks for its lock then, and C++ aborts the process."""
+    program = tmp_path / "program.py"
+    program.write_text(ENDS_WITHOUT_DESTROYING)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for _ in range(12):
+        subprocess.run([*torchrun, "-m", "virtual_gpus", "--gpus", "2", str(program)], check=True, timeout=120)
+
+
+def test_threads_of_gloo_rest_before_python_ends():
+    process_groups._rest_at_exit.cache_clear()
+    with virtual_gpus(1):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+    assert process_groups._rest_at_exit.cache_info().currsize == 1

@@ -8,6 +8,7 @@ As one rank of many (`processes.one_rank`), every group is PyTorch's "fake" one,
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -69,6 +70,8 @@ def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
         made, store = function(**given)
         if isinstance(made, c10d.ProcessGroup):
             backends_of[made] = devices
+            if not is_alone:
+                _rest_at_exit()
         if isinstance(made, c10d.ProcessGroup) and (has_nccl or is_alone):
             c10d._world.pg_map[made] = (c10d.Backend(asked), store)
             c10d._world.pg_backend_config[made] = str(config)
@@ -94,11 +97,10 @@ def _hidden(c10d: Any, group: Any, store: Any) -> Any:
 
 
 def _destroy(function: Callable) -> Callable:
-    """Ends the hidden groups as well.
+    """Ends the hidden groups as well, once gloo's threads rest.
 
-    A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
-    among them, and needs Python's lock for that. If DDP's reducer holds the last reference to the group and goes at
-    that moment, it waits for the thread with the lock in its hand, for ever. Sleeping gives the lock away.
+    If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
+    thread with the lock in its hand, for ever.
     """
 
     @functools.wraps(function)
@@ -115,7 +117,11 @@ def _destroy(function: Callable) -> Callable:
 
 
 def _until_threads_rest() -> None:
-    """Sleep until no other thread of this process runs or waits for a core, at two looks one after the other."""
+    """Sleep until no other thread of this process runs or waits for a core, at two looks one after the other.
+
+    A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
+    among them, and needs Python's lock for that. Sleeping gives the lock away.
+    """
     threads, end, quiet = Path("/proc/self/task"), time.monotonic() + _GLOO_FINISHES_IN_S, 0
     if not threads.is_dir():  # not on Linux
         time.sleep(0.1)
@@ -128,6 +134,13 @@ def _until_threads_rest() -> None:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
                 if thread.name != me and (thread / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
                     quiet = 0
+
+
+@functools.cache
+def _rest_at_exit() -> None:
+    """Let gloo's threads rest before Python ends. A thread that then asks for its lock is ended by Python in the midst
+    of C++, which aborts the process ("terminate called without an active exception")."""
+    atexit.register(_until_threads_rest)
 
 
 def _end(group: Any) -> None:
