@@ -54,7 +54,8 @@ def torchrun(program: str, ranks: int) -> None:
     """Run a program of notebooks/scripts for ten steps on so many ranks, as lesson 04 does, and print its output."""
     virtual = ["-m", "virtual_gpus", "--gpus", str(ranks)] if is_virtual() else []
     script = [SCRIPTS / f"{program}.py", "--max-steps", 10, "--workers", 0]
-    print(run_hosts({program: [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *virtual, *script]})[program])
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", ranks, *virtual, *script]
+    print(run_hosts({program: command}, real_gpus=True)[program])
 
 
 def exchange_picture(timeline: Timeline) -> Figure:

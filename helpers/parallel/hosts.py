@@ -29,13 +29,15 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def run_hosts(commands: Mapping[str, Sequence], timeout: float = 240, leave_s: float = 20) -> dict[str, str]:
+def run_hosts(
+    commands: Mapping[str, Sequence], timeout: float = 240, leave_s: float = 20, real_gpus: bool = False
+) -> dict[str, str]:
     """Run torchrun once per host, all at the same time on this machine. Returns what each of them printed.
 
     commands: by host, `[sys.executable, "-m", "torch.distributed.run", ...]`. On Linux, the torchruns are forked from
-    this process, so that they need not import PyTorch again. Their ranks use the loopback interface. They use no real
-    GPUs, because all hosts share this machine, and with it its GPUs. leave_s: how long a torchrun that is asked to
-    end may take to end its ranks.
+    this process, so that they need not import PyTorch again. Their ranks use the loopback interface. real_gpus: let
+    them use this machine's GPUs, which all of the hosts would share. leave_s: how long a torchrun that is asked to end
+    may take to end its ranks.
 
     Raises ValueError for another command, and TimeoutError after `timeout` seconds, with all that was printed. No
     process is left behind in any case.
@@ -50,7 +52,7 @@ def run_hosts(commands: Mapping[str, Sequence], timeout: float = 240, leave_s: f
         logs = {name: Path(folder) / f"{number}.log" for number, name in enumerate(words)}
         try:
             for name, command in words.items():
-                arguments = command[len(TORCHRUN) :], logs[name]
+                arguments = command[len(TORCHRUN) :], logs[name], real_gpus or is_virtual()
                 processes.append(context.Process(target=_host, args=arguments))
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -68,7 +70,7 @@ def run_hosts(commands: Mapping[str, Sequence], timeout: float = 240, leave_s: f
     return outputs
 
 
-def _host(arguments: list[str], log: Path) -> None:
+def _host(arguments: list[str], log: Path, has_gpus: bool) -> None:
     """torchrun, in the process of a host."""
     os.setsid()  # Jupyter interrupts a whole process group
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -87,7 +89,7 @@ def _host(arguments: list[str], log: Path) -> None:
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     settings |= {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
-    os.environ.update(settings | ({} if is_virtual() else {"CUDA_VISIBLE_DEVICES": ""}))
+    os.environ.update(settings | ({} if has_gpus else {"CUDA_VISIBLE_DEVICES": ""}))
     main(arguments)
 
 
