@@ -237,10 +237,10 @@ def is_solution(cell):
     return cell["cell_type"] == "code" and "".join(cell["source"]).startswith("# Solution")
 
 
-def learners_copy(notebook):
-    """The notebook without outputs and without solutions."""
+def learners_copy(notebook, solutions=False):
+    """The notebook without outputs, and without solutions unless told."""
     copy = tidy(notebook)
-    copy.cells = [cell for cell in copy.cells if not is_solution(cell)]
+    copy.cells = [cell for cell in copy.cells if solutions or not is_solution(cell)]
     for cell in copy.cells:
         if cell.cell_type == "code":
             cell.execution_count, cell.outputs = None, []

@@ -18,7 +18,7 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Page, sync_playwright
-from run_all import METADATA
+from run_all import METADATA, learners_copy, store, written
 
 from tests.programs import free_port
 
@@ -146,12 +146,18 @@ class Lab:
 
 
 @contextmanager
-def jupyterlab(folder: Path) -> Iterator[Lab]:
-    """JupyterLab on copies of the lessons in `folder`, with its own settings, and Chromium. Both end with the block."""
+def jupyterlab(folder: Path, solutions: bool = True) -> Iterator[Lab]:
+    """JupyterLab on copies of the lessons in `folder`, with its own settings, and Chromium. Both end with the block.
+
+    The copies have no outputs and counts: what stands on the page afterwards was made there. Without `solutions`, they
+    are a learner's copies.
+    """
     lessons = folder / "lessons"
     shutil.copytree(ROOT / "notebooks", lessons, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "images"))
+    shutil.copytree(ROOT / "data", folder / "data")  # where the programs to take home look for it
     for lesson in lessons.glob("*.ipynb"):
-        _clear(lesson)
+        notebook = json.loads(lesson.read_text(encoding="utf-8"))
+        store(lesson, written(learners_copy(notebook, solutions)))
     port, token = free_port(), secrets.token_hex(16)
     server = subprocess.Popen(_command(lessons, port, token), env=_environment(folder), stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)  # fmt: skip
@@ -167,15 +173,6 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
     finally:
         server.terminate()
         server.wait(180)  # it ends its kernels first
-
-
-def _clear(lesson: Path) -> None:
-    """Take the stored outputs and counts away: what stands on the page afterwards was made there."""
-    notebook = json.loads(lesson.read_text(encoding="utf-8"))
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            cell["outputs"], cell["execution_count"] = [], None
-    lesson.write_text(json.dumps(notebook), encoding="utf-8")
 
 
 def _command(lessons: Path, port: int, token: str) -> list[str]:
