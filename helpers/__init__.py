@@ -14,10 +14,25 @@
     lesson07    The models behind the choice of a method, and the advice.
     lesson08    A transfer around the ring, programs under torchrun, the pictures of lesson 08.
     lesson10    Programs and losses of lesson 10, without importing the frameworks.
+    doctor      Says whether this machine can run the lessons: `python -m helpers.doctor`.
 
 Importing has no side effect; `use_gpus` switches GPUs on.
 """
 
-from helpers.gpus import use_gpus
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from helpers.gpus import use_gpus
 
 __all__ = ["use_gpus"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `use_gpus` when it is first used. Until then nothing needs PyTorch: the doctor must work without it."""
+    if name != "use_gpus":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from helpers.gpus import use_gpus
+
+    return use_gpus

@@ -1,0 +1,227 @@
+"""The doctor finds what is wrong with a machine, says what to do, and tells nothing personal."""
+
+import io
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from helpers.doctor import __main__ as doctor
+from helpers.doctor import checks, lab
+from tests.programs import ROOT
+
+
+def says(finding, mark, *words):
+    """The finding has this mark and says these words. What is not right comes with advice."""
+    assert finding.mark == mark and (mark == "ok" or finding.advice), finding
+    for word in words:
+        assert word in finding.found + finding.advice, finding
+    assert "/" not in finding.short and platform.node() not in finding.short
+    return True
+
+
+# --- what is installed -----------------------------------------------------------------------------------------------
+
+
+def test_versions(monkeypatch):
+    assert says(checks.python(), "ok", platform.python_version())
+    for version in ((3, 10, 4), (3, 14, 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "sys", SimpleNamespace(version_info=version))
+            assert says(checks.python(), "problem", "3.11 to 3.13")
+    for version, mark in {"2.10.1": "problem", "2.11.0+cpu": "ok", "2.15.1": "ok", "2.16.0.dev2": "warning"}.items():
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version))
+        assert says(checks.pytorch(), mark, version)
+
+
+def test_packages(monkeypatch, tmp_path):
+    assert says(checks.packages(), "ok") and says(checks.vision(), "ok")
+    monkeypatch.setitem(sys.modules, "GPUtil", None)
+    assert says(checks.packages(), "problem", "GPUtil", "pip install")
+    # torchvision says this where it was built for another PyTorch.
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    assert says(checks.vision(), "problem", "nms does not exist", "pip install")
+
+
+def test_no_pytorch_is_a_finding():
+    """In a program of its own, to which `import helpers` must not bring PyTorch."""
+    code = """
+import sys
+from unittest import mock
+sys.modules["torch"] = sys.modules["torchvision"] = None
+from helpers.doctor import __main__, checks
+checks.ALL = (checks.pytorch, checks.vision, checks.gpus, checks.ranks)
+sys.exit(__main__.main())
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stdout.count("problem  ") == 4 and run.stdout.count("pip install") == 4, run
+    assert run.stdout.splitlines()[-1].endswith("no torch | no torchvision | no GPUs | no launch")
+
+
+def test_the_course_and_its_data(monkeypatch, tmp_path):
+    assert says(checks.course(), "ok") and says(checks.data(), "ok", "All 5")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", shutil.which("true"))  # a Python that finds nothing
+        assert says(checks.course(), "problem", "pip install")
+    monkeypatch.setattr(checks, "COURSE", tmp_path)
+    assert says(checks.course(), "warning", "another copy")
+    assert says(checks.data(), "problem", "SHA256SUMS", "git checkout data")
+    shutil.copytree(ROOT / "data", tmp_path / "data")
+    assert says(checks.data(), "ok")
+    (tmp_path / "data" / "pride_and_prejudice.txt").write_text("It is a truth")
+    assert says(checks.data(), "problem", "pride_and_prejudice.txt")
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_and_disk(monkeypatch):
+    room = SimpleNamespace(total=8 * 2**30, available=4 * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
+    monkeypatch.setattr(checks, "_limit", {}.get)
+    assert says(checks.memory(), "ok", "4.0 of 8.0 GiB")
+    room.available = 2**30
+    assert says(checks.memory(), "warning", "1.0 of 8.0 GiB", "Close")
+    room.available = room.total
+    monkeypatch.setattr(checks, "_limit", {"memory.max": 2 * 2**30}.get)  # a container
+    assert says(checks.memory(), "warning", "2.0 of 2.0 GiB")
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert says(checks.memory(), "warning", "not known")
+    assert says(checks.disk(), "ok", "GiB")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**29))
+    assert says(checks.disk(), "warning", "0.5 GiB", "Make room")
+
+
+def test_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(checks, "_limit", {}.get)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert says(checks.cores(), "ok", "8 cores", "not set")
+    monkeypatch.setattr(checks, "_limit", {"cpu.max": 200_000}.get)
+    assert says(checks.cores(), "warning", "2 cores", "OMP_NUM_THREADS=2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert says(checks.cores(), "ok", "is 2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    assert says(checks.cores(), "warning", "is 16")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert says(checks.cores(), "warning", "1 core,", "slow")
+
+
+def test_ports(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(checks, "TORCHRUN_PORT", taken.getsockname()[1])
+        assert says(checks.ports(), "warning", "is taken", "--standalone")
+    monkeypatch.setattr(checks, "TORCHRUN_PORT", 0)
+    assert says(checks.ports(), "ok")
+
+    def refuse(*_, **__):
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert says(checks.ports(), "problem", "not permitted", "firewall")
+
+
+# --- JupyterLab ------------------------------------------------------------------------------------------------------
+
+
+class WithoutWebsockets(BaseHTTPRequestHandler):
+    """A server that starts a kernel and refuses the websocket to it, as some proxies do."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(201)
+        self.end_headers()
+        self.wfile.write(json.dumps({"id": "1"}).encode())
+
+    def do_GET(self):
+        self.send_error(403, "no websockets here")
+
+    def log_message(self, *_):
+        """Nothing."""
+
+
+def test_jupyter(monkeypatch):
+    with HTTPServer(("127.0.0.1", 0), WithoutWebsockets) as server, monkeypatch.context() as patch:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        patch.setattr(lab, "_server", lambda _: lab.contextlib.nullcontext((f"127.0.0.1:{server.server_port}", "x")))
+        assert says(checks.jupyter(), "problem", "403", "firewall")
+        server.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", shutil.which("false"))  # JupyterLab ends at once
+        assert says(checks.jupyter(), "problem", "did not start")
+    with monkeypatch.context() as patch:
+        patch.setattr(lab, "run_in_a_kernel", lambda _: os.sep)
+        assert says(checks.jupyter(), "problem", "another Python", "kernelspec")
+    monkeypatch.setitem(sys.modules, "jupyterlab", None)
+    assert says(checks.jupyter(), "warning", "was not tried")
+
+
+# --- GPUs and ranks --------------------------------------------------------------------------------------------------
+
+
+def test_gpus_and_ranks(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setenv("GPUS", "real")
+    assert says(checks.gpus(), "problem", "4 GPUs are needed and PyTorch sees 0", "GPUS=virtual")
+    monkeypatch.setenv("GPUS", "virtual")
+    assert says(checks.gpus(), "ok", "4 virtual GPUs, because GPUS is virtual")
+    assert says(checks.ranks(), "ok", "exchanged")
+    with monkeypatch.context() as patch:
+        patch.setattr(checks, "SLOW_S", 0)
+        assert says(checks.ranks(), "warning", "Close other programs")
+        patch.setattr(checks, "_all_reduce", lambda rank: 1 / rank)
+        assert says(checks.ranks(), "problem", "ZeroDivisionError", "firewall")
+        patch.setattr(checks, "_all_reduce", lambda rank: 1.0)
+        assert says(checks.ranks(), "problem", "[1.0, 1.0]")
+    monkeypatch.delenv("GPUS")
+    assert says(checks.gpus(), "ok", "because PyTorch sees 0 real GPUs")
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    assert says(checks.gpus(), "warning", "nvidia-smi is there")
+
+
+def test_what_nvidias_libraries_take(monkeypatch):
+    sizes = {"nvidia-nccl-cu13": [2**30, 2**29], "triton": [None, 2**29], "torch": [2**33]}
+    parts = [
+        SimpleNamespace(metadata={"Name": name}, files=[SimpleNamespace(size=size) for size in found])
+        for name, found in sizes.items()
+    ]
+    monkeypatch.setattr(
+        checks.importlib.metadata, "distributions", lambda: [*parts, SimpleNamespace(metadata={"Name": None})]
+    )
+    assert checks.nvidia_bytes() == 2**31
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def test_warnings_do_not_fail_and_problems_do(monkeypatch, capsys):
+    found = [checks.Finding("All is well.", "good"), checks.Finding("It is slow.", "slow", "warning", "Wait.")]
+    monkeypatch.setattr(checks, "ALL", [lambda: found[0], lambda: found[1]])
+    assert doctor.main() == 0
+    printed = capsys.readouterr().out
+    assert "✓ ok       All is well.\n! warning  It is slow.\n           Wait.\n" in printed
+    assert printed.splitlines()[-1].startswith("multi-GPU lessons: ready | ") and printed.endswith("good | slow\n")
+    monkeypatch.setattr(checks, "ALL", [lambda: checks.Finding("Über 3 ✗.", "bad", "problem", "Mend it.")])
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert doctor.main() == 1
+    screen.seek(0)
+    assert screen.read().startswith("x problem  ?ber 3 x.\n           Mend it.\n")
+
+
+@pytest.mark.outside  # starts a JupyterLab, about ten seconds
+def test_the_doctor_on_this_machine():
+    run = subprocess.run([sys.executable, "-m", "helpers.doctor"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and "ran a cell over a websocket" in run.stdout, run
