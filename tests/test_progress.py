@@ -1,0 +1,119 @@
+"""`python -m helpers.exercises --report`: which exercises are solved in learners' copies."""
+
+import json
+import re
+import sys
+
+import pytest
+import run_all
+
+from helpers.exercises import __main__ as progress
+
+STUB = "Not yet: `held` still returns `...`. Replace the dots with your answer.\n"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function that writes a learner's copy of a lesson, in which the checks have printed what is given."""
+
+    def write(learner, number, **printed):
+        (path,) = run_all.lessons([number])
+        notebook = run_all.learners_copy(json.loads(path.read_text(encoding="utf-8")))
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                texts = [text for name, text in printed.items() if cell.source.endswith(f"check.{name}({name})")]
+                cell.outputs = [{"output_type": "stream", "name": "stdout", "text": text} for text in texts]
+        (tmp_path / learner).mkdir(exist_ok=True)
+        target = tmp_path / learner / path.name
+        target.write_text(run_all.written(notebook), encoding="utf-8")
+        return target
+
+    return write
+
+
+def report(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["progress", "--report", *map(str, arguments)])
+    progress.main()
+    return capsys.readouterr().out
+
+
+def test_every_exercise_of_every_lesson_is_found():
+    for path in run_all.lessons():
+        cells = progress.read(path)
+        headings = [heading for cell in cells for heading in run_all.headings(cell)]
+        exercises = headings[headings.index("## Exercises") + 1 :]
+        numbered = [heading[4:] for heading in exercises if re.match(r"### \d\. ", heading)]
+        found = progress.exercises(cells)
+        assert [title for title in found if title in numbered] == numbered != [] and all(found.values())
+
+
+def test_one_learner(copy, monkeypatch, capsys, tmp_path):
+    copy(
+        "",
+        "08",
+        held="Correct: A 64th.\n",
+        sent="A print of mine\nNot yet: 3 is\nCorrect: Yes.\nNot yet: 4 is.\n",
+        plan=STUB,
+    )
+    printed = report(monkeypatch, capsys, tmp_path)
+    assert printed.splitlines() == [
+        "08_sharding",
+        "  solved          1. What a rank holds",
+        "  not solved yet  2. What a rank sends",
+        "  not begun       3. A plan",
+        "  not begun       4. Shard it",
+        "1 of 4 exercises are solved.",
+    ]
+
+
+def test_an_exercise_with_two_checks_is_solved_when_both_are(copy, monkeypatch, capsys, tmp_path):
+    for printed, state in (
+        ({"causes": "Correct: a\n", "changes": "Correct: b\n"}, "solved"),
+        ({"causes": "Correct: a\n", "changes": STUB}, "not solved yet"),
+        ({"causes": "Correct: a\n"}, "not solved yet"),
+    ):
+        copy("", "07", **printed)
+        assert f"  {state:16}2. Why does it wait?\n" in report(monkeypatch, capsys, tmp_path)
+
+
+def test_folded_solutions_do_not_count(monkeypatch, capsys):
+    printed = report(monkeypatch, capsys)
+    assert "10_frameworks" in printed and re.search(r"^0 of \d+ exercises are solved", printed, re.MULTILINE)
+    assert "  not begun       2. A budget\n" in printed  # of lesson 00, whose stored output is that of the dots
+
+
+def test_many_learners(copy, monkeypatch, capsys, tmp_path):
+    copy("ana", "08", held="Correct: A 64th.\n", sent="Correct: Twice.\n")
+    copy("ana", "04", tree="Not yet: 63 is too many.\n")
+    copy("ben", "08", held="Not yet: 3 is.\n", sent="Not yet: 3 is.\n")
+    copy("cleo", "08", sent="Not yet: 3 is.\n")
+    copy("cleo", "04").write_text('{"cells": [')
+    (tmp_path / "ana" / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "ana" / ".ipynb_checkpoints" / "08_sharding.ipynb").write_text("{}")
+    assert report(monkeypatch, capsys, tmp_path).splitlines() == [
+        "                04  08  all",
+        "exercises        4   4    8",
+        "ana              0   2    2",
+        "ben              -   0    0",
+        "cleo       damaged   0    0",
+        "",
+        "Learners who began an exercise and have not solved it yet:",
+        "   2  08, 2. What a rank sends",
+        "   1  04, 1. A broadcast in few steps",
+        "   1  08, 1. What a rank holds",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [(None, "has no lessons in it"), ("notes.ipynb", "has no lessons"), ("08_sharding.ipynb", "damaged")],
+)
+def test_folders_that_cannot_be_read(file, words, monkeypatch, capsys, tmp_path):
+    if file:
+        (tmp_path / file).write_text("[]")
+    with pytest.raises(SystemExit) as ended:
+        report(monkeypatch, capsys, tmp_path)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report(monkeypatch, capsys, tmp_path / "nowhere")
+    assert "There is no folder" in capsys.readouterr().err
