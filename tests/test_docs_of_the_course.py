@@ -78,7 +78,7 @@ def entries():
     """The glossary's entries: term, explanation, and the lesson and section that explain it."""
     text = GLOSSARY.read_text(encoding="utf-8")
     place = r"\[Lesson (\d\d)\]\(\S+\)(?:, section (\d+)|, \"([^\"]+)\")?\."
-    return re.findall(rf"^### (.+)\n\n(.+) {place}$", text, re.MULTILINE), len(re.findall("^### ", text, re.MULTILINE))
+    return re.findall(rf"^## (.+)\n\n(.+) {place}$", text, re.MULTILINE), len(re.findall("^## ", text, re.MULTILINE))
 
 
 def test_the_glossary_names_the_section_that_explains_the_term():
