@@ -34,6 +34,11 @@ def test_every_package_that_is_asked_for_is_pinned():
     assert asked and set(asked) <= pinned
 
 
+def test_nvidia_libraries_are_left_to_pytorch():
+    # Its CUDA build names the versions it needs, and its CPU build needs none of these 4 GB.
+    assert not [line for line in pins() if re.match(r"nvidia-|cuda-|triton=", line)]
+
+
 def test_all_roads_use_the_one_list():
     assert settings()["project"]["dynamic"] == ["dependencies"]
     assert settings()["tool"]["setuptools"]["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}
