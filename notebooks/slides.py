@@ -1,0 +1,179 @@
+"""Make slides of the lessons' pictures, one HTML file that any browser shows without network.
+
+    python notebooks/slides.py slides.html           # all lessons
+    python notebooks/slides.py slides.html 02 03     # those whose names begin so
+
+A lesson begins with its title and its goals. Each picture follows under the heading of its section, with the text that
+explains it. If the section asks for a prediction, the question comes on a slide of its own before the picture. The
+take-aways come last. The arrow keys, the space bar and Page Up and Page Down turn the slides. The browser's "Print"
+makes a PDF of them.
+"""
+
+import argparse
+import base64
+import html
+import json
+import mimetypes
+import re
+from pathlib import Path
+from string import Template
+
+from nbconvert.filters.markdown import markdown2html
+from run_all import FOLDER, is_solution, lessons
+
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
+WORDS = 60  # of explanation below a picture
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Multi-GPU PyTorch: slides</title>
+<style>
+html { scroll-snap-type: y mandatory; font: 2.9vmin/1.4 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
+body { margin: 0; }
+section { box-sizing: border-box; height: 100vh; padding: 4vmin 7vmin; overflow: hidden; scroll-snap-align: start;
+          display: flex; flex-direction: column; justify-content: center; break-after: page; }
+h1 { font-size: 6.5vmin; margin: 0 0 3vmin; }
+h2 { font-size: 4vmin; margin: 0 0 2vmin; }
+h2 p { margin: 0; font-size: inherit; }
+small { color: #666; font-weight: normal; }
+img { flex: 0 1 auto; min-height: 0; height: 66vh; max-width: 100%; object-fit: contain; }
+p, ul, table { margin: 1.2vmin 0; max-width: 150vmin; }
+.question { background: #eef4fb; }
+.question > p, .question li { font-size: 3.6vmin; }
+code { background: #f0f0f0; padding: 0 0.3em; border-radius: 0.2em; }
+table { border-collapse: collapse; }
+td, th { border-bottom: 1px solid #ccc; padding: 0.3em 1em; text-align: left; }
+.anchor-link { display: none; }
+@page { size: 320mm 180mm; margin: 0; }
+</style>
+</head>
+<body>
+$slides
+<script>
+const slides = [...document.querySelectorAll("section")];
+const steps = {ArrowRight: 1, ArrowDown: 1, PageDown: 1, " ": 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1,
+               Home: -slides.length, End: slides.length};
+document.addEventListener("keydown", event => {
+  if (!(event.key in steps)) return;
+  event.preventDefault();
+  const now = Math.round(scrollY / innerHeight);
+  slides[Math.max(0, Math.min(slides.length - 1, now + steps[event.key]))].scrollIntoView();
+});
+</script>
+</body>
+</html>
+""")
+
+
+def slides(lesson):
+    """The slides of a lesson as pieces of HTML, without their ends."""
+    found, title, section, question, before = [], "", "", "", ""
+    ran = unexplained = False
+    for kind, content in [*parts(lesson), ("heading", "## ")]:
+        if kind == "text" and content.startswith("- ") and section in ("You will be able to", "Take-aways"):
+            found.append(slide(title, section, markdown2html(content)))
+        elif kind == "text" and unexplained and (explanation := shortened(content)):
+            found[-1] += markdown2html(shortened(before) if "picture" in shortened(before) else explanation)
+            unexplained = False
+        elif kind == "text":
+            before, question = content, "" if ran else question  # after a cell, the text answers the question
+        elif kind == "question":
+            question, ran = content, False
+        elif kind == "code":
+            ran = True
+        else:
+            if unexplained:  # no text follows, so that before the picture has to do
+                found[-1] += markdown2html(shortened(before))
+            if unexplained := kind == "picture":
+                found += [slide(title, section, markdown2html(question), "question")] if question else []
+                found.append(slide(title, section, content))
+            else:
+                section = content.lstrip("# ")
+                title, before = title or section, ""
+            question = ""
+    return found
+
+
+def slide(title, section, content, kind=""):
+    """The beginning of a slide. The first slide of a lesson has its title in large letters."""
+    heading = f"<h1>{title}</h1>" if section == "You will be able to" else f"<small>{title}</small>"
+    name = markdown2html(re.sub(r"^(\w+)\.", r"\1\\.", section))  # "2. Text" would become a list
+    return f'<section class="{kind}">{heading}<h2>{name}</h2>{content}'
+
+
+def parts(lesson):
+    """The parts of a lesson in order: pairs of "heading", "text", "question", "code" or "picture" and its content."""
+    for cell in lesson["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield from parts_of_text(source)
+        elif not is_solution(cell):
+            yield "code", source
+            for output in cell["outputs"]:
+                if data := output.get("data", {}).get("image/png"):
+                    alt = output["metadata"].get("image/png", {}).get("alt", "")
+                    yield "picture", picture(alt, "image/png", "".join(data))
+
+
+def parts_of_text(source):
+    blocks = re.split(r"\n\n+", re.sub(r"^(#+ .*)$", r"\n\1\n", source, flags=re.MULTILINE).strip())
+    while blocks:
+        block = blocks.pop(0)
+        if re.match("#+ ", block):
+            yield "heading", block
+        elif image := IMAGE.match(block):
+            file = FOLDER / image[2]
+            yield (
+                "picture",
+                picture(image[1], mimetypes.guess_type(file)[0], base64.b64encode(file.read_bytes()).decode()),
+            )
+        elif "**Prediction" in block:
+            text, _, question = block.partition("**Prediction")
+            if text:
+                yield "text", text
+            while blocks and re.match(r"[-|]|\d\.", blocks[0]):  # a list or a table that belongs to the question
+                question += "\n\n" + blocks.pop(0)
+            yield "question", "**Prediction" + question
+        else:
+            yield "text", block
+
+
+def picture(alt, kind, data):
+    return f'<img alt="{html.escape(alt)}" src="data:{kind};base64,{"".join(data.split())}">'
+
+
+def shortened(text):
+    """The first sentences of a paragraph or list, without those about cells, panels and tables of the notebook."""
+    plain = re.sub(r"^(- |\d\. )|\$", "", text, flags=re.MULTILINE)
+    kept, words = [], 0
+    for sentence in re.split(r"(?<=[.?!]) (?=[^a-z])", " ".join(plain.split())):
+        words += len(sentence.split())
+        if words <= WORDS and not re.search(r"next cell|notebook|builds the panel|^\||:$", sentence):
+            kept.append(sentence)
+    return " ".join(kept)
+
+
+def page(names=()):
+    """The whole page with the slides of these lessons, and their number."""
+    made = [slide for path in lessons(names) for slide in slides(json.loads(path.read_text(encoding="utf-8")))]
+    titles = re.findall("<h1>(.+?)</h1>", "".join(made))
+    links = "".join(f'<li><a href="#{title[:2]}">{title}</a></li>' for title in titles)
+    made = [re.sub("(?=><h1>(..))", r' id="\1"', slide) for slide in made]  # what the links lead to
+    made.insert(0, f"<section><h1>Multi-GPU PyTorch</h1><ul>{links}</ul>")
+    return PAGE.substitute(slides="\n".join(f"{slide}</section>" for slide in made)), len(made)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the HTML file to write")
+    parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
+    options = parser.parse_args()
+    text, count = page(options.names)
+    options.file.write_text(text, encoding="utf-8", newline="\n")
+    print(f"{count} slides in {options.file}")
+
+
+if __name__ == "__main__":
+    main()
