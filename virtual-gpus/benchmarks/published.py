@@ -1,4 +1,4 @@
-"""One rank of many beside published figures: Llama 3.1 8B under torchtitan, and MPT 7B under LLM Foundry.
+"""One rank of many beside published figures: Llama 3.1 8B under torchtitan, and MPT 1B to 7B under LLM Foundry.
 
     python -m benchmarks.published
 
@@ -8,10 +8,10 @@ second matrix multiplication. The model here is that of `scale`, of the same sha
 H100 had 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W. The data sheet of the virtual one says 80 GB of HBM3 at 3.35
 TB/s and 700 W. Modelled times are therefore too short. Memory is what PyTorch reserved.
 
-MPT: scripts/train/benchmarking/README.md in github.com/mosaicml/llm-foundry, 2023: rows "7b" of 2,048 tokens without
-checkpointing, six sequences per rank and step of the model. They sharded with PyTorch's first FSDP. The model here is
-the GPT of `reference.networks` with MPT's sizes, sharded with `fully_shard`. Memory was not published. The virtual A100
-has the bandwidth of the one with 40 GB, 1.56 instead of 2.04 TB/s.
+MPT: scripts/train/benchmarking/README.md in github.com/mosaicml/llm-foundry, October 2023: rows of 2,048 tokens without
+checkpointing. They sharded with PyTorch's first FSDP. The model here is the GPT of `reference.networks` with MPT's
+sizes, sharded with `fully_shard`. Memory was not published. The rate of an H100's tensor cores was fitted to the rows
+of 8 and 16 H100 (clock/calibration.py).
 """
 
 from __future__ import annotations
@@ -33,9 +33,25 @@ from benchmarks.scale import LENGTH, SHAPES, build, step
 H100 = {"kind": "H100", "memory": "94 GiB", "network": "InfiniBand NDR", "adapters": 8}
 LLAMA = {8: (82.4, 5762), 128: (67.0, 5605)}  # GPUs -> GiB, tokens per second and GPU
 SAMPLES = 2
-MPT = {"words": 50_368, "hidden": 4096, "layers": 32, "heads": 32, "length": 2048}
-# GPU, GPUs, micro-batches per optimizer step, tokens per second and GPU
-MPT_ROWS = [("A100", 8, 2, 4641), ("H100", 8, 1, 10_643), ("H100", 128, 1, 10_475), ("H100", 512, 1, 9670)]
+MPT = {
+    "1B": {"hidden": 2048, "layers": 24, "heads": 16},
+    "3B": {"hidden": 2560, "layers": 32, "heads": 20},
+    "7B": {"hidden": 4096, "layers": 32, "heads": 32},
+}
+MPT_WORDS, MPT_LENGTH = 50_368, 2048
+# Model, GPU, GPUs, sequences, micro-batches per optimizer step, tokens per second and GPU
+MPT_ROWS = [
+    ("1B", "A100-80GB", 8, 14, 4, 20_513),
+    ("3B", "A100-80GB", 8, 10, 2, 10_811),
+    ("7B", "A100-80GB", 8, 6, 2, 4641),
+    ("1B", "H100", 8, 14, 1, 45_455),
+    ("3B", "H100", 16, 10, 3, 24_142),
+    ("7B", "H100", 8, 6, 1, 10_643),
+    ("1B", "H100", 128, 12, 1, 44_123),
+    ("3B", "H100", 128, 8, 1, 23_422),
+    ("7B", "H100", 128, 6, 1, 10_475),
+    ("7B", "H100", 512, 6, 1, 9670),
+]
 GIB = 2**30
 
 
@@ -68,29 +84,30 @@ def llama(gpus: int) -> TrainingReport:
         return recorded.report(tokens=gpus * SAMPLES * LENGTH, flops_per_unit=flops)
 
 
-def mpt(kind: str, gpus: int, parts: int) -> TrainingReport:
-    """The report of three steps of MPT 7B, of `parts` micro-batches each."""
+def mpt(size: str, kind: str, gpus: int, sequences: int, parts: int) -> TrainingReport:
+    """The report of two steps of an MPT, of `parts` micro-batches of `sequences` each."""
     hardware = {"kind": kind, "memory": "79 GiB", "network": "InfiniBand NDR", "adapters": 8}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shape = MPT[size]
     with virtual_gpus(8, shapes_only=True, rank=0, world_size=gpus, **hardware):
         mesh = init_device_mesh("cuda", (gpus,))
         with record_training() as recorded:
             with torch.device("meta"):
-                model = GPT(**MPT)
+                model = GPT(words=MPT_WORDS, length=MPT_LENGTH, **shape)
                 model.head.weight = model.words.weight
             for layer in (*model.blocks, model):
                 fully_shard(layer, mesh=mesh, mp_policy=policy)
             model.to_empty(device="cuda")
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            words = torch.zeros(6, MPT["length"], dtype=torch.long, device="cuda")
-            for _ in range(3):
+            words = torch.zeros(sequences, MPT_LENGTH, dtype=torch.long, device="cuda")
+            for _ in range(2):
                 for _ in range(parts):
                     cross_entropy(model(words).flatten(0, 1).float(), words.flatten()).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
         parameters = sum(p.numel() for p in model.parameters())
-        flops = transformer_flops(parameters, MPT["layers"], MPT["hidden"], MPT["length"])
+        flops = transformer_flops(parameters, shape["layers"], shape["hidden"], MPT_LENGTH)
         return recorded.report(tokens=gpus * parts * words.numel(), flops_per_unit=flops)
 
 
@@ -109,11 +126,12 @@ def main() -> None:
         report = llama(gpus)
         reserved = report.reserved_bytes / GIB
         print(f"| {gpus} H100 | {reserved:.1f} | {gib} | {reserved / gib - 1:+.0%} | {speed(report, gpus, tokens)}")
-    print("\n| MPT 7B | reserved, GiB | tokens/s and GPU | published | error | MFU |")
+    print("\n| MPT | reserved, GiB | tokens/s and GPU | published | error | MFU |")
     print("|---|---|---|---|---|---|")
-    for kind, gpus, parts, tokens in MPT_ROWS:
-        report = mpt(kind, gpus, parts)
-        print(f"| {gpus} {kind} | {report.reserved_bytes / GIB:.1f} | {speed(report, gpus, tokens)}", flush=True)
+    for size, kind, gpus, sequences, parts, tokens in MPT_ROWS:
+        report = mpt(size, kind, gpus, sequences, parts)
+        name, reserved = f"{size}, {gpus} {kind}", report.reserved_bytes / GIB
+        print(f"| {name} | {reserved:.1f} | {speed(report, gpus, tokens)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -87,8 +87,9 @@ def test_without_a_card_it_says_so(monkeypatch):
     ("meta", "kind"),
     [
         ({"gpu": "NVIDIA H200"}, "H200"),
-        ({"gpu": "NVIDIA A100-SXM4-80GB", "capability": [8, 0]}, "A100"),
-        ({"gpu": "NVIDIA GeForce RTX 4090", "capability": [8, 9]}, "A100"),
+        ({"gpu": "NVIDIA A100-SXM4-80GB", "capability": [8, 0]}, "A100-80GB"),
+        ({"gpu": "NVIDIA A100-PCIE-40GB", "capability": [8, 0]}, "A100"),
+        ({"gpu": "NVIDIA GeForce RTX 4090", "capability": [8, 9]}, "A100-80GB"),
         ({"gpu": "NVIDIA B200", "capability": [10, 0]}, "H200"),
     ],
 )

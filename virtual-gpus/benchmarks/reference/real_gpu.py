@@ -38,7 +38,8 @@ def measure_cases(builds: dict[str, Callable]) -> dict:
 def kind_of(meta: dict) -> str:
     """The kind of virtual GPU for a measured card: that of its name, else the newest that is not newer than it."""
     name = re.sub(r"\s", "", meta["gpu"]).lower()
-    named = [kind for kind in kinds() if kind.lower() in name]
+    named = [kind for kind in kinds() if spec(kind).name == meta["gpu"]]
+    named = named or [kind for kind in kinds() if kind.lower() in name]
     if named:
         return named[-1]
     capability = tuple(meta.get("capability", (0, 0)))

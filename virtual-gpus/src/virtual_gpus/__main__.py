@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterator
 
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
+from virtual_gpus.gpus import kinds
 from virtual_gpus.settings import Settings
 from virtual_gpus.switch import active_machine, virtual_gpus
 from virtual_gpus.timeline.training import record_training
@@ -32,7 +33,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: 1)")
     parser.add_argument("--memory", default=None, help="memory of each GPU, such as 16GiB (default: that of the kind)")
-    parser.add_argument("--kind", default="H200", help="K80, TITAN Xp, V100, T4, A100, H100 or H200 (default: H200)")
+    parser.add_argument("--kind", default="H200", help=f"one of {', '.join(kinds())} (default: H200)")
     parser.add_argument("--shapes-only", action="store_true", help="keep sizes, but no values")
     parser.add_argument(
         "--torch",

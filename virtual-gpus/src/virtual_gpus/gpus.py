@@ -9,8 +9,8 @@ Sources of the numbers:
 - The data sheets and architecture white papers of NVIDIA give the number of SMs, the memory bandwidth, the peak
   operations per second (dense, at boost clock) and the link bandwidths.
 - CUDA on real GPUs reported the memory. It is exact to the byte for K80, V100, T4, A100 (deviceQuery, ECC on) and H200
-  (torch 2.11), and exact to the MiB for TITAN Xp (nvidia-smi) and H100 (torch 2.7). CUDA also reported the L2 cache of
-  all kinds except TITAN Xp.
+  (torch 2.11), and exact to the MiB for TITAN Xp (nvidia-smi), A100-80GB and H100 (torch). CUDA also reported the L2
+  cache of all kinds except TITAN Xp.
 - The context of the H200 and the latency of PCIe 5 were measured (torch 2.11, CUDA 13.0, driver 580). A copy of 4 KiB
   of pinned memory took 13 microseconds. PyTorch's out-of-memory error reported 760 MiB for the context after matrix
   multiplications, and 0.75 GiB after about 80 kinds of operators of cuBLAS, cublasLt and cuDNN. Kernels that are loaded
@@ -162,6 +162,11 @@ _SPECS = (
         "A100", "NVIDIA A100-SXM4-40GB", 42_405_855_232, (8, 0), 108, 41_943_040, 1555e9,
         _teraflops(19.5, 156.0, 312.0, 312.0, 19.5),
         420 * _MIB, NVLINK3, PCIE4, "A100 white paper; memory and L2: deviceQuery; context: estimated",
+    ),
+    GPUSpec(
+        "A100-80GB", "NVIDIA A100-SXM4-80GB", 81_037 * _MIB, (8, 0), 108, 41_943_040, 2039e9,
+        _teraflops(19.5, 156.0, 312.0, 312.0, 19.5),
+        420 * _MIB, NVLINK3, PCIE4, "A100 data sheet; memory: torch; L2: that of A100; context: estimated",
     ),
     GPUSpec(
         "H100", "NVIDIA H100 80GB HBM3", 81_090 * _MIB, (9, 0), 132, 50 * _MIB, 3.35e12,

@@ -30,7 +30,7 @@ class virtual_gpus:
 
     count: number of GPUs.
     memory: memory of each GPU, in bytes or as text ("16 GiB", "512 MiB"). None: the memory of the kind.
-    kind: K80, TITAN Xp, V100, T4, A100, H100 or H200.
+    kind: a name in `virtual_gpus.gpus.kinds()`, such as "A100" or "H200".
     shapes_only: keep sizes, but no values. Use it for jobs that are larger than this computer.
     honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine.
     torch_version: the PyTorch version whose memory rules apply, "2.11" to "2.15", for example that of a cluster. None:
