@@ -3,6 +3,8 @@
 import ast
 import json
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -212,3 +214,16 @@ def test_the_code_of_the_cheat_sheet_runs(method, tmp_path):
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     saved = {"placement": set(), "fully_shard": {"checkpoint"}}.get(method, {"model.pt"})
     assert {path.name for path in tmp_path.iterdir()} == {"train.py"} | saved
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_the_cheat_sheet_fits_on_one_page(tmp_path, monkeypatch):
+    sheet = runpy.run_path(str(ROOT / "docs" / "cheat_sheet.py"))
+    sheet["write_pdf"](tmp_path / "sheet.pdf")
+    pdf = (tmp_path / "sheet.pdf").read_bytes()
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) == 1 and re.search(rb"/MediaBox ?\[0 0 59[45][.\d]* 84[12]", pdf)
+    longer = tmp_path / "cheat_sheet.md"
+    longer.write_text(sheet["SOURCE"].read_text(encoding="utf-8") + "\n\n- one more line" * 30, encoding="utf-8")
+    monkeypatch.setitem(sheet["write_pdf"].__globals__, "SOURCE", longer)
+    with pytest.raises(ValueError, match="Shorten it"):
+        sheet["write_pdf"](tmp_path / "sheet.pdf")
