@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 SAMPLES, BATCH = 256, 32  # 8 steps in an epoch, on all ranks together
 FAILURES = ("raise", "kill", "hang", "host")
-KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL. There, SIGTERM ends a process at once.
 
 
 def fail(kind, step):
@@ -35,12 +34,12 @@ def fail(kind, step):
     if kind == "raise":
         raise ValueError(f"the sample of step {step} is not an image")
     if kind == "kill":  # as the system does when the machine's memory runs out
-        os.kill(os.getpid(), KILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hang":  # for example a disk that no longer answers
         time.sleep(3600)
     if kind == "host":  # the machine is gone, and its torchrun with it
-        os.kill(os.getppid(), KILL)
-        os.kill(os.getpid(), KILL)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save_snapshot(path, model, optimizer, step):

@@ -245,8 +245,7 @@ def _forget_initialization() -> None:
         machine.is_initialized = False
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_forget_initialization)
+os.register_at_fork(after_in_child=_forget_initialization)
 
 
 def active() -> VirtualMachine | None:
