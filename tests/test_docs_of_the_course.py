@@ -73,6 +73,18 @@ def test_links_lead_to_files_and_headings():
         assert not anchor or anchor in anchors(there), f"{page}: {target} has no heading {anchor}."
 
 
+def test_badges_open_lessons_that_exist():
+    repository = "OWNER/REPOSITORY"  # whoever publishes the course replaces it, on one page
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    (page,) = (page for page, text in texts.items() if "colab.research" in text or "mybinder.org" in text)
+    colab, binder = re.findall(r"\]\((https://(?:colab\.\S+/github|mybinder\.org/v2/gh)/[^)]*)\)", texts[page])
+    named = re.match(r"https://\S+?/github/([^/]+/[^/]+)$", colab)[1]
+    assert f"/gh/{named}/HEAD?" in binder and f"github.com/{named} /content/course" in texts[page]
+    assert named == repository or repository not in texts[page], f"{page} still says {repository}."
+    assert (ROOT / binder.partition("lab/tree/")[2]).is_file()
+    assert (ROOT / "notebooks" / "colab.py").is_file() and "course/notebooks/colab.py" in texts[page]
+
+
 # --- the glossary ----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,11 @@ import sys
 import tomllib
 from pathlib import Path
 
+import colab
+import pytest
 import run_all
+import yaml
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
@@ -55,6 +59,26 @@ def test_the_readme_gives_the_commands_and_ci_runs_the_same():
     assert TEST_COMMAND in readme and LAB_COMMAND in readme
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert all(any(line.strip().endswith(command) for line in ci) for command in TEST_COMMAND.split(" && "))
+
+
+def test_ci_and_binder_use_the_same_commands():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    systems, pythons = job["strategy"]["matrix"]["os"], job["strategy"]["matrix"]["python"]
+    assert {system.split("-")[0] for system in systems} == {"ubuntu", "macos", "windows"}
+    assert [step["run"] for step in job["steps"] if "run" in step] == [TEST_COMMAND]
+    binder = (ROOT / ".binder" / "runtime.txt").read_text(encoding="utf-8").strip().removeprefix("python-")
+    known = SpecifierSet(settings()["project"]["requires-python"])
+    assert all(version in known for version in [*pythons, binder])
+    post_build = (ROOT / ".binder" / "postBuild").read_text(encoding="utf-8").rstrip()
+    assert post_build.endswith("--torch-backend=cpu -e ./virtual-gpus -e .")
+
+
+def test_colab_is_told_which_pytorch_it_needs(monkeypatch):
+    colab.check_torch()
+    monkeypatch.setattr(colab, "version", lambda package: "2.10.1+cpu")
+    with pytest.raises(RuntimeError, match=r"needs a PyTorch of .*>=2\.11.*has 2\.10\.1\+cpu"):
+        colab.check_torch()
 
 
 def test_the_main_set_up_does_without_the_frameworks():

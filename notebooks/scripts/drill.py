@@ -131,9 +131,7 @@ def main():
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    # torchrun asks the others to end when one rank has failed, and kills them 30 s later. They print where they are and
-    # go on, so that each can still report an error of its own, such as a lost connection.
-    faulthandler.register(signal.SIGTERM)
+    faulthandler.register(signal.SIGTERM, chain=True)  # a process that is asked to end prints where it is
     train(args.steps, args.snapshot, args.save_every, args.patience, failure)
     dist.all_reduce(torch.zeros(1, device=device))  # nobody leaves while another still needs its connections
     dist.destroy_process_group()
