@@ -24,8 +24,8 @@ SLOW_S = 15
 TORCHRUN_PORT = 29500
 PACKAGES = ("numpy", "matplotlib", "cloudpickle", "ipykernel", "ipywidgets", "GPUtil")  # lesson 10 needs more
 INSTALL = (
-    "If uv installed the course, put `python3 -m uv run` before your command. Otherwise run this in the course's "
-    "folder: python -m pip install -e ./virtual-gpus -e ."
+    "Use the Python of the course: `python3 -m uv run python -m helpers.doctor` or `.venv/bin/python -m helpers.doctor`."
+    " To install what is missing, run `python -m pip install -e ./virtual-gpus -e .`, or see docs/setup.md."
 )
 
 
@@ -228,7 +228,8 @@ def gpus() -> Finding:
         return Finding(found, short, "warning", advice)
     size = 0 if real or not torch.version.cuda else nvidia_bytes() / GIB
     if size > 0.1:
-        advice = f"Without a driver, NVIDIA's libraries take {size:.1f} GiB for nothing. docs/setup.md: without them."
+        found += f" NVIDIA's libraries take {size:.1f} GiB of disk space, and nothing uses them."
+        advice = "This does no harm. docs/setup.md says how to install without them."
         return Finding(found, f"{short}, NVIDIA's libraries {size:.1f} GiB", "ok", advice)
     return Finding(found, short)
 
