@@ -1,12 +1,16 @@
 """`python -m helpers.doctor`: run all checks, print what they found, and a line to send in."""
 
+from __future__ import annotations
+
 import platform
 import sys
+import textwrap
 
 from helpers.doctor import checks
 from helpers.doctor.checks import Finding
 
 SYMBOLS = {"ok": "✓", "warning": "!", "problem": "✗"}
+INDENT = 11 * " "
 PLAIN = str.maketrans({"✓": "+", "✗": "x"})  # for terminals that cannot print the symbols
 
 
@@ -14,10 +18,12 @@ def main() -> int:
     """Print a line for each check, with advice where there is some. Returns the exit code."""
     findings = []
     for check in checks.ALL:
-        findings.append(check())
-        say(f"{SYMBOLS[findings[-1].mark]} {findings[-1].mark:8} {findings[-1].found}")
-        if findings[-1].advice:
-            say(f"{'':11}{findings[-1].advice}")
+        finding = check()
+        known = finding.advice and any(finding.advice == before.advice for before in findings)
+        advice = "Do the same as above." if known else finding.advice
+        findings.append(finding)
+        for text, begin in ((finding.found, f"{SYMBOLS[finding.mark]} {finding.mark:8} "), (advice, INDENT)):
+            say(textwrap.fill(text, 100, initial_indent=begin, subsequent_indent=INDENT, break_on_hyphens=False))
     bad = any(finding.mark == "problem" for finding in findings)
     say(
         "\n" + ("Something is missing. Do what the problems above say." if bad else "This machine can run the lessons.")
@@ -39,7 +45,8 @@ def say(text: str) -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(PLAIN).encode(encoding, "replace").decode(encoding)
-    print(text, flush=True)
+    if text:
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

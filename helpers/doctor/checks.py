@@ -24,8 +24,9 @@ SLOW_S = 15
 TORCHRUN_PORT = 29500
 PACKAGES = ("numpy", "matplotlib", "cloudpickle", "ipykernel", "ipywidgets", "GPUtil")  # lesson 10 needs more
 INSTALL = (
-    "Use the Python of the course: `python3 -m uv run python -m helpers.doctor` or `.venv/bin/python -m helpers.doctor`."
-    " To install what is missing, run `python -m pip install -e ./virtual-gpus -e .`, or see docs/setup.md."
+    "Use the Python of the course: `python3 -m uv run python -m helpers.doctor`, or "
+    "`.venv/bin/python -m helpers.doctor`. To install what is missing, run "
+    "`python -m pip install -e ./virtual-gpus -e .` with that Python. docs/setup.md has the commands for other systems."
 )
 
 
@@ -48,7 +49,7 @@ def python() -> Finding:
     found, short = f"This is Python {platform.python_version()}.", f"Python {platform.python_version()}"
     if (3, 11) <= sys.version_info[:2] <= (3, 13):
         return Finding(found, short)
-    advice = "The lessons need Python 3.11 to 3.13. uv can provide it: `python3 -m uv run --python 3.13 ...`."
+    advice = "The lessons need 3.11 to 3.13. uv brings one: `python3 -m uv run --python 3.13 jupyter lab notebooks`."
     return Finding(found, short, "problem", advice)
 
 
@@ -58,7 +59,7 @@ def pytorch() -> Finding:
     version = importlib.import_module("torch").__version__
     found, short, number = f"This is PyTorch {version}.", f"torch {version}", tuple(map(int, version.split(".")[:2]))
     if number < (2, 11):
-        return Finding(found, short, "problem", f"The lessons need 2.11 to 2.15. {INSTALL}")
+        return Finding(f"{found} The lessons need 2.11 to 2.15.", short, "problem", INSTALL)
     if number > (2, 15):
         return Finding(found, short, "warning", "The lessons were tested with 2.11 to 2.15. Take 2.15 if one fails.")
     return Finding(found, short)
@@ -67,8 +68,8 @@ def pytorch() -> Finding:
 def vision() -> Finding:
     """torchvision raises an error at its import if it was built for another PyTorch."""
     if error := import_error("torchvision"):
-        advice = f"Its version must be the one that belongs to PyTorch's. {INSTALL}"
-        return Finding(f"torchvision cannot be imported. {error}", "no torchvision", "problem", advice)
+        found = f"torchvision cannot be imported, or does not belong to this PyTorch. {error}"
+        return Finding(found, "no torchvision", "problem", INSTALL)
     version = importlib.import_module("torchvision").__version__
     return Finding(f"torchvision {version} works with this PyTorch.", f"torchvision {version}")
 
@@ -76,8 +77,11 @@ def vision() -> Finding:
 def packages() -> Finding:
     errors = {name: error for name in PACKAGES if (error := import_error(name))}
     if errors:
-        return Finding(f"Not all packages can be imported. {' '.join(errors.values())}", f"no {', '.join(errors)}",
-                       "problem", INSTALL)  # fmt: skip
+        words = (
+            name if f"No module named '{name}'" in error else f"{name} ({error})" for name, error in errors.items()
+        )
+        found, short = f"These packages cannot be imported: {', '.join(words)}.", f"no {', '.join(errors)}"
+        return Finding(found, short, "problem", INSTALL)
     return Finding("The other packages can be imported.", "packages")
 
 
@@ -185,7 +189,7 @@ def ports() -> Finding:
 
 def jupyter() -> Finding:
     if error := import_error("jupyterlab") or import_error("websocket"):
-        return Finding(f"JupyterLab was not tried. {error}", "no lab", "warning", f"Colab needs none. {INSTALL}")
+        return Finding(f"JupyterLab was not tried. {error} Colab needs none.", "no lab", "warning", INSTALL)
     from helpers.doctor.lab import LabError, run_in_a_kernel
 
     start = time.perf_counter()
@@ -266,7 +270,7 @@ def ranks() -> Finding:
 def _all_reduce(rank: int) -> float:
     import torch
 
-    value = torch.tensor(rank + 1.0, device="cuda")
+    value = torch.tensor(rank + 1.0, device="cuda" if torch.cuda.is_available() else "cpu")
     torch.distributed.all_reduce(value)
     return value.item()
 
