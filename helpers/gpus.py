@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from typing import Any
 
 import torch
 
@@ -40,6 +41,8 @@ __all__ = [
     "copy_seconds",
     "data_sheet",
     "describe_machine",
+    "inherit_gpus",
+    "inheritable_gpus",
     "is_virtual",
     "keeps_values",
     "modelled_gpus",
@@ -183,6 +186,22 @@ def renew_gpus() -> None:
     A forked process inherits its parent's virtual GPUs with all tensors. Those tensors are on the CPU afterwards.
     """
     engine.renew_inherited()
+
+
+def inheritable_gpus() -> dict[str, Any] | None:
+    """What another process needs to have the same virtual GPUs. It can be pickled. None if there are none."""
+    machine = engine.active_machine()
+    return None if machine is None else machine.settings.arguments()
+
+
+def inherit_gpus(settings: dict[str, Any]) -> engine.virtual_gpus | None:
+    """Switch on the virtual GPUs that `inheritable_gpus` described in another process. Returns None if some are on."""
+    if is_virtual():
+        return None
+    gpus = engine.virtual_gpus(**settings)
+    gpus.start()
+    engine.active_machine().look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
+    return gpus
 
 
 def modelled_timeline():

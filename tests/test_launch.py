@@ -207,30 +207,6 @@ def test_on_the_cpu_although_there_are_gpus(capsys):
     assert capsys.readouterr().out == "3 ranks on the CPU, backend gloo\n"
 
 
-# ---- spawned -------------------------------------------------------------------------------------------------
-
-
-def test_a_spawned_rank(capsys):
-    class Net(torch.nn.Module):  # cannot be imported, so it travels by value
-        def forward(self, x):
-            return x * factor
-
-    def spawned(rank, x):
-        print("spawned", rank)
-        total = Net()(x.to("cuda") + rank).sum()
-        taken = torch.cuda.get_device_properties(rank).total_memory - torch.cuda.mem_get_info(rank)[0]
-        return total, taken - torch.cuda.memory_reserved(rank), torch.get_num_threads(), Net()
-
-    factor = 3
-    with virtual_gpus(1, memory="1 GiB"):
-        mine = torch.zeros(2**28, dtype=torch.uint8, device="cuda:0")
-        (answer,) = launch(spawned, torch.ones(10), ranks=1, start="spawn", timeout=120)
-    context = 2**30 // 8  # of each process; the parent's tensor is on the GPU as well
-    assert answer[:3] == (torch.tensor(30.0), 2 * context + mine.nbytes, 1)
-    assert type(answer[3]) is Net
-    assert "[rank 0] spawned 0\n" in capsys.readouterr().out
-
-
 # ---- output --------------------------------------------------------------------------------------------------
 
 

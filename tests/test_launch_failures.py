@@ -20,9 +20,11 @@ import torch.distributed as dist
 from test_launch import leaves_nothing  # noqa: F401  (a fixture for every test here too)
 from virtual_gpus import virtual_gpus
 
-from helpers.parallel.launching import RankError, _start_method, launch
+from helpers.parallel import launching
+from helpers.parallel.launching import RankError, launch
 from helpers.parallel.launching import errors as launch_errors
 from helpers.parallel.launching.errors import Failure, _without_middle, run_error
+from helpers.parallel.launching.processes import start_method
 from tests.programs import until
 
 LIMIT_S = 4  # for ranks that should hang: a busy machine may need a second until they do
@@ -158,8 +160,8 @@ def test_the_cause_is_the_earliest_and_no_rank_that_only_lost_a_connection():
         ((lost,), 0),
         ((late, died), 1),
     ):
-        assert str(run_error(failures, 3, [], None)).startswith(f"Rank {cause} of 3 ")
-    error = run_error([sooner, failure(1, what="raised ValueError: another"), later], 3, [], None)
+        assert str(run_error(failures, 3, [], "late")).startswith(f"Rank {cause} of 3 ")
+    error = run_error([sooner, failure(1, what="raised ValueError: another"), later], 3, [], "late")
     assert str(error) == "Ranks 0, 2 of 3 raised ValueError: same\n\nIn rank 0:\nof 0"
 
 
@@ -296,10 +298,21 @@ def test_a_long_way_through_pytorch_is_cut():
     ]  # fmt: skip
 
 
-def test_a_rank_that_never_gets_to_its_function(monkeypatch):
+def test_ranks_that_do_not_start_have_a_limit_and_an_error_of_their_own(monkeypatch):
+    """The time limit of the function has not begun."""
+    monkeypatch.setattr(launching, "_START_S", LIMIT_S / 2)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **named: os.environ["RANK"] == "1" or time.sleep(100))
-    with pytest.raises(TimeoutError, match="Rank 1 had not started the function."):
-        launch(lambda rank: None, ranks=2, timeout=LIMIT_S, show=False)
+    with pytest.raises(TimeoutError) as caught:
+        launch(lambda rank: None, ranks=2, timeout=0.01, show=False)
+    parts = str(caught.value).split("\n\n")
+    assert parts[0].startswith("The 2 ranks did not start within 2 s. The time limit of launch (timeout=0.01) begins")
+    assert parts[1].startswith("Rank 0 had reached:\n") and parts[2] == "Rank 1 had not started the function."
+
+
+def test_the_time_limit_counts_from_the_moment_at_which_all_are_connected(monkeypatch):
+    begin = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **named: (time.sleep(1), begin(*args, **named)))
+    assert launch(lambda rank: time.sleep(0.2), ranks=1, timeout=0.9, show=False) == [None]
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------------------
@@ -373,7 +386,7 @@ def nothing(rank):
         ({"ranks": 0}, ValueError, "ranks must be an integer of at least 1"),
         ({"ranks": 2.0}, ValueError, "ranks must be an integer"),
         ({"timeout": 0}, ValueError, "timeout must be a time in seconds"),
-        ({"start": "twist"}, ValueError, "cannot find context for 'twist'"),
+        ({"start": "twist"}, ValueError, "start must be one of fork, spawn, forkserver, not 'twist'."),
     ],
 )
 def test_bad_options(options, error, text):
@@ -402,7 +415,7 @@ def test_fork_while_autograd_has_threads():
     thread.start()
     named.wait()
     try:
-        assert _start_method() == "spawn"
+        assert start_method() == "forkserver"
     finally:
         done.set()
         thread.join()

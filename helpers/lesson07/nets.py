@@ -70,7 +70,7 @@ def _stored() -> dict[str, Net]:
     """Read nets.json, whose rows are a count and `COLUMNS`, in MiB and 10^9 operations. The figures were measured by
     `python -m tests.benchmarks.nets` on virtual GPUs in shapes only (PyTorch 2.15). Its `net_of` measures any model."""
     units, found = np.array([1, 1, MiB, MiB, MiB, 1e9, 1, 1]), {}
-    for name, stored in json.loads(Path(__file__).with_name("nets.json").read_text()).items():
+    for name, stored in json.loads(Path(__file__).with_name("nets.json").read_text(encoding="utf-8")).items():
         found[name] = Net.of(name, stored["rows"] * units, stored["optimizer"], stored["convolutions"])
     return found
 

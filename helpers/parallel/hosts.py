@@ -4,7 +4,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -14,19 +13,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 from torch.distributed.run import main
 
 from helpers.gpus import is_virtual
+from helpers.parallel.network import free_port, has_libuv, loopback
 
 __all__ = ["TORCHRUN", "free_port", "run_hosts"]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody uses at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def run_hosts(
@@ -72,7 +69,8 @@ def run_hosts(
 
 def _host(arguments: list[str], log: Path, has_gpus: bool) -> None:
     """torchrun, in the process of a host."""
-    os.setsid()  # Jupyter interrupts a whole process group
+    if hasattr(os, "setsid"):
+        os.setsid()  # Jupyter interrupts a whole process group
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -80,22 +78,38 @@ def _host(arguments: list[str], log: Path, has_gpus: bool) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) for number in (1, 2)
+    )
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", []):
             if type(handler) is logging.StreamHandler:
                 handler.setStream(sys.stderr)  # and not into the notebook
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    settings |= {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
+    settings |= {"GLOO_SOCKET_IFNAME": name} if (name := loopback()) else {}
     os.environ.update(settings | ({} if has_gpus else {"CUDA_VISIBLE_DEVICES": ""}))
+    if not has_libuv():
+        _do_without_libuv()
     main(arguments)
+
+
+def _do_without_libuv() -> None:
+    """Let torchrun make stores without libuv. It asks for libuv on every system (pytorch/pytorch, issue 178600)."""
+
+    class Store(dist.TCPStore):
+        def __init__(self, *args, **named):
+            super().__init__(*args, **{"use_libuv": False} | named)
+
+    for module in (dist, c10d_rendezvous_backend, static_tcp_rendezvous):
+        module.TCPStore = Store
 
 
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
-    os.kill(os.getpid(), signal.SIGTERM)  # torchrun then ends its ranks
+    if sys.platform == "win32":
+        signal.raise_signal(signal.SIGTERM)  # os.kill would end this process at once
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun then ends its ranks
 
 
 def _end(processes: Sequence, leave_s: float) -> None:
@@ -109,25 +123,13 @@ def _end(processes: Sequence, leave_s: float) -> None:
         started += _descendants(process.pid) if process.is_alive() else []
         process.kill()
         process.join()
-    for pid, began in started:
-        if _parent_and_start(pid)[1] == began:  # and not another process that has got the number meanwhile
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for process in started:
+        with suppress(psutil.NoSuchProcess):  # raised as well if another process has got the number meanwhile
+            process.kill()
 
 
-def _descendants(pid: int) -> list[tuple[int, str | None]]:
-    """The children of a process, their children, and so on, each with the time at which it was started."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):  # elsewhere than on Linux, torchrun alone ends its ranks
-        parent, began = _parent_and_start(int(entry.name))
-        if parent == pid:
-            found += [(int(entry.name), began), *_descendants(int(entry.name))]
-    return found
-
-
-def _parent_and_start(pid: int) -> tuple[int, str] | tuple[None, None]:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None, None
-    return int(fields[1]), fields[19]
+def _descendants(pid: int) -> list[psutil.Process]:
+    """The children of a process, their children, and so on."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []

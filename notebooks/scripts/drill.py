@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 SAMPLES, BATCH = 256, 32  # 8 steps in an epoch, on all ranks together
 FAILURES = ("raise", "kill", "hang", "host")
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL. There, SIGTERM ends a process at once.
 
 
 def fail(kind, step):
@@ -34,12 +35,12 @@ def fail(kind, step):
     if kind == "raise":
         raise ValueError(f"the sample of step {step} is not an image")
     if kind == "kill":  # as the system does when the machine's memory runs out
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), KILL)
     if kind == "hang":  # for example a disk that no longer answers
         time.sleep(3600)
     if kind == "host":  # the machine is gone, and its torchrun with it
-        os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), KILL)
+        os.kill(os.getpid(), KILL)
 
 
 def save_snapshot(path, model, optimizer, step):
@@ -131,7 +132,9 @@ def main():
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    faulthandler.register(signal.SIGTERM, chain=True)  # a process that is asked to end prints where it is
+    # torchrun asks the others to end when one rank has failed, and kills them 30 s later. They print where they are and
+    # go on, so that each can still report an error of its own, such as a lost connection.
+    faulthandler.register(signal.SIGTERM)
     train(args.steps, args.snapshot, args.save_every, args.patience, failure)
     dist.all_reduce(torch.zeros(1, device=device))  # nobody leaves while another still needs its connections
     dist.destroy_process_group()

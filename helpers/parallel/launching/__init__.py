@@ -10,14 +10,15 @@
 In each rank, torch.distributed is ready. It uses nccl on real GPUs, and gloo on virtual GPUs and on the CPU. The
 environment is that of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, ...), so a function that reads it works with both.
 
-On Linux without real GPUs, the processes are forked, which takes 0.2 s for 4 ranks. Elsewhere they are spawned, which
-takes seconds, because each rank imports PyTorch. Functions of cells then travel by cloudpickle, and a script must guard
-its call with __name__ == "__main__".
+On Linux without real GPUs, the processes are forked, which takes 0.2 s for 4 ranks. On Linux with real GPUs, they are
+forked from a process that has only imported PyTorch. On macOS and Windows they are spawned, and used again by the next
+launch. There, and with real GPUs, the first launch takes seconds, functions of cells travel by cloudpickle, and a
+script must guard its call with __name__ == "__main__".
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import os
 import pickle
 import signal
@@ -26,7 +27,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -37,10 +37,13 @@ import torch
 
 from helpers.gpus import is_virtual
 from helpers.parallel.launching.errors import Failure, RankError, run_error
-from helpers.parallel.launching.rank import HOST, Job, cells, run_rank
+from helpers.parallel.launching.processes import Ranks, start_method
+from helpers.parallel.launching.rank import Job, Surroundings, cells
+from helpers.parallel.network import HOST, has_libuv
 
 __all__ = ["RankError", "launch"]
 
+_START_S = 300.0  # for all ranks to start and to connect, which takes long on a busy machine
 _GRACE_S = 2.0  # after a failure, in which the other ranks say what happened to them
 _SILENT_S = 5.0  # after the time limit, in which the ranks say where they are
 _LEAVE_S = 5.0  # for a process to end after its function has returned
@@ -54,8 +57,8 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
     """Calls `fn(rank, *args)` in `ranks` processes that form a process group. Returns their results, rank 0's first.
 
     gpus     True uses the GPUs that PyTorch sees, one per rank, or the CPU if there is none. False uses the CPU
-    timeout  the time limit of the whole run in seconds; None for no limit
-    start    "fork" or "spawn"; by default one that works here
+    timeout  the time limit in seconds, from the moment at which all ranks are connected; None for no limit
+    start    "fork", "forkserver" or "spawn"; by default the fastest that is safe here
     show     prints what the ranks print, each line with its rank: rank 0's lines at once, and the lines of the others
              after them, in rank order
 
@@ -64,11 +67,12 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
     no notebook to show them in.
 
     Raises RankError if a rank raises an error or dies, with the rank that was first and its traceback. Raises
-    TimeoutError after `timeout`, with the line at which each rank was. No process is left in either case.
+    TimeoutError after `timeout`, or if the ranks do not start within 5 minutes, with the line at which each rank was.
+    No rank is left in either case.
     """
     _check(ranks, timeout)
     on_gpus = gpus and _are_enough_gpus(ranks)
-    start = start or _start_method()
+    start = start or start_method()
     backend = "nccl" if on_gpus and not is_virtual() and torch.distributed.is_nccl_available() else "gloo"
     with (
         _one_at_a_time,
@@ -78,19 +82,24 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
     ):
         job = Job(
             folder=Path(folder), ranks=ranks, gpus=on_gpus, backend=backend, port=door.getsockname()[1],
-            seed=torch.initial_seed(), work=(fn, args) if start == "fork" else None, cells=cells(),
-            ends=None if timeout is None else time.monotonic() + timeout,
+            seed=torch.initial_seed(), work=(fn, args) if start == "fork" else None, cells=cells(), limit=timeout,
+            start_by=time.monotonic() + _START_S,
+            surroundings=None if start == "fork" else Surroundings.of_this_process(),
         )  # fmt: skip
+        started = Ranks(job, start)
         if start != "fork":
             import cloudpickle  # pickle cannot send what is defined in a cell to another process
 
             job.file("all", "work").write_bytes(cloudpickle.dumps((fn, args)))
         if show:
             print(_what_runs(job), flush=True)
-        failures = _supervise(job, start, door, _Output(job, show))
+        try:
+            failures = _supervise(job, started, door, _Output(job, show))
+        finally:
+            started.prepare_the_next()
         finished = [rank for rank in range(ranks) if job.file(rank, "result").exists()]
         if len(finished) < ranks:
-            raise run_error(failures, ranks, finished, timeout)
+            raise run_error(failures, ranks, finished, _time_limit(job))
         # Our own processes have just written these files into a folder of ours, so they can be trusted.
         return [torch.load(job.file(rank, "result"), map_location="cpu", weights_only=False) for rank in finished]
 
@@ -101,6 +110,18 @@ def _what_runs(job: Job) -> str:
         return f"{ranks} on the CPU, backend {job.backend}"
     gpus = f"{job.ranks} {'virtual' if is_virtual() else 'real'} GPU{'s' if job.ranks > 1 else ''}"
     return f"{ranks} on {gpus}, backend {job.backend}{' in place of nccl' if is_virtual() else ''}"
+
+
+def _time_limit(job: Job) -> str:
+    """What is said if time has run out."""
+    if job.is_connected():
+        limit = f"within the time limit of {job.limit:g} s (timeout={job.limit:g})" if job.limit else ""
+        return f"The {job.ranks} ranks were not done {limit}."
+    return (
+        f"The {job.ranks} ranks did not start within {_START_S:g} s. The time limit of launch (timeout={job.limit}) "
+        "begins after the start. Close other programs, or use fewer ranks. If that does not help, a firewall may block "
+        "connections between processes of this machine."
+    )
 
 
 def _check(ranks: int, timeout: float | None) -> None:
@@ -125,43 +146,24 @@ def _are_enough_gpus(ranks: int) -> bool:
     return seen > 0
 
 
-def _start_method() -> str:
-    has_real_gpus = torch.cuda.device_count() > 0 and not is_virtual()
-    return "spawn" if sys.platform != "linux" or has_real_gpus or _has_autograd_threads() else "fork"
-
-
-def _has_autograd_threads() -> bool:
-    """Whether backward() has run on a machine with real GPUs. A forked process would lack the threads of autograd."""
-    for file in Path("/proc/self/task").glob("*/comm"):  # the names of all threads, those of C++ too
-        with suppress(OSError):  # the thread has ended meanwhile
-            if file.read_text(encoding="utf-8", errors="replace").startswith("pt_autograd_"):
-                return True
-    return False
-
-
 # ---- start, wait, end -----------------------------------------------------------------------------------------------
 
 
-def _supervise(job: Job, start: str, door: socket.socket, output: _Output) -> list[Failure]:
+def _supervise(job: Job, started: Ranks, door: socket.socket, output: _Output) -> list[Failure]:
     """Runs the ranks and returns their failures. Ends what is left of the ranks in any case."""
-    make = multiprocessing.get_context(start).Process
-    processes, store, done = [make(target=run_rank, args=(rank, job)) for rank in range(job.ranks)], None, False
+    processes, store, done = started.processes, None, False
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            for process in processes:
-                process.start()
+        started.start()
         # After the forks, and closed before the next launch. For each rank that connects, the thread of the store looks
         # up a name under a lock of the C library. A process forked at that moment would wait for that lock forever.
         store = torch.distributed.TCPStore(
-            HOST, job.port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
-        )
+            HOST, job.port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach(),
+            use_libuv=has_libuv(),
+        )  # fmt: skip
         failures = _wait(job, processes, output)
         done = all(job.file(rank, "result").exists() for rank in range(job.ranks))
         if done:
-            patience = time.monotonic() + _LEAVE_S  # a rank may have left a thread running
-            for process in processes:
-                process.join(max(patience - time.monotonic(), 0))
+            started.leave(_LEAVE_S)  # a rank may have left a thread running
         return failures
     finally:
         _end([process for process in processes if process.pid])  # Ctrl-C may have come before all were started
@@ -172,13 +174,16 @@ def _supervise(job: Job, start: str, door: socket.socket, output: _Output) -> li
 def _wait(job: Job, processes: list, output: _Output) -> list[Failure]:
     """Waits until every rank has returned or failed. After the first failure the others get a short time."""
     failures: dict[int, Failure] = {}
-    patience = None if job.ends is None else job.ends + _SILENT_S
+    patience, is_connected = job.start_by + _SILENT_S, False
     while running := _still_running(job, processes, failures):
         output.follow()
         now = time.monotonic()
         if failures:
-            patience = min(patience or now + _GRACE_S, now + _GRACE_S)
-        if patience is not None and now > patience:
+            patience = min(patience, now + _GRACE_S)
+        elif not is_connected and job.is_connected():
+            is_connected = True
+            patience = math.inf if job.limit is None else now + job.limit + _SILENT_S
+        if now > patience:
             break
         wait([processes[rank].sentinel for rank in running], timeout=_LOOK_S)
     return list(failures.values())
@@ -205,8 +210,9 @@ def _end(processes: list) -> None:
     for process in processes:
         if process.is_alive():
             # Windows has no groups, and a rank that is about to make its own group has started nothing yet.
-            with suppress(AttributeError, ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if hasattr(os, "killpg"):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.kill()
     for process in processes:
         process.join(_KILLED_S)

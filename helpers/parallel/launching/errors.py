@@ -32,7 +32,7 @@ class RankError(RuntimeError):
 class Failure:
     """Why a rank did not return.
 
-    kind: "error" for an error of its own, "lost" if it only lost its connection, "late" if it ran into the time limit.
+    kind: "error" for an error of its own, "lost" if it only lost its connection, "late" if it ran into a time limit.
     what: the failure in one line. when: by time.monotonic().
     """
 
@@ -58,8 +58,10 @@ class Failure:
         how = f"died with exit code {exit_code}."
         if exit_code < 0:
             how = f"was ended by signal {-exit_code} ({signal.strsignal(-exit_code)})."
-        if exit_code == -signal.SIGKILL:
+        if exit_code == -9:  # SIGKILL, a name that Windows lacks
             how += " The system sends this signal when memory runs out."
+        if exit_code > 0xFFFF:  # a status of Windows, whose lists have it in hexadecimal
+            how = f"died with exit code 0x{exit_code:08X}."
         return cls(rank, "error", how, "", time.monotonic())
 
     @classmethod
@@ -73,11 +75,11 @@ class Failure:
         return cls(rank, "late", where, "", time.monotonic())
 
 
-def run_error(failures: Sequence[Failure], ranks: int, finished: Sequence[int], limit_s: float | None) -> Exception:
-    """The error of a run. `finished`: the ranks that returned."""
+def run_error(failures: Sequence[Failure], ranks: int, finished: Sequence[int], limit: str) -> Exception:
+    """The error of a run. `finished`: the ranks that returned. `limit`: what is said if time ran out."""
     errors = [failure for failure in failures if failure.kind == "error"]
     errors = errors or [failure for failure in failures if failure.kind == "lost"]
-    return _rank_error(errors, ranks, finished) if errors else _time_limit(failures, ranks, finished, limit_s)
+    return _rank_error(errors, ranks, finished) if errors else _time_limit(failures, ranks, finished, limit)
 
 
 def _rank_error(errors: list[Failure], ranks: int, finished: Sequence[int]) -> RankError:
@@ -93,17 +95,14 @@ def _rank_error(errors: list[Failure], ranks: int, finished: Sequence[int]) -> R
     return RankError("\n".join(lines))
 
 
-def _time_limit(
-    failures: Sequence[Failure], ranks: int, finished: Sequence[int], limit_s: float | None
-) -> TimeoutError:
+def _time_limit(failures: Sequence[Failure], ranks: int, finished: Sequence[int], limit: str) -> TimeoutError:
     """Tells where each rank was."""
     where = dict.fromkeys(range(ranks), "did not answer.")
     where |= {failure.rank: failure.what for failure in failures} | dict.fromkeys(finished, "had returned.")
     found: dict[str, list[int]] = {}
     for rank, place in where.items():
         found.setdefault(place, []).append(rank)
-    lines = [f"The {ranks} ranks were not done within the time limit of {limit_s:g} s (timeout={limit_s:g})."]
-    return TimeoutError("\n".join(lines + [f"\n{_names(each)} {place}" for place, each in found.items()]))
+    return TimeoutError("\n".join([limit] + [f"\n{_names(each)} {place}" for place, each in found.items()]))
 
 
 def _names(ranks: Sequence[int]) -> str:

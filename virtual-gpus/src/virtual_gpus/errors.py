@@ -197,7 +197,7 @@ def _yaml_entries() -> dict[str, str]:
     import torchgen
 
     path = pathlib.Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     parts = re.split(r"^- func: ([\w.]+)\(", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

@@ -245,7 +245,8 @@ def _forget_initialization() -> None:
         machine.is_initialized = False
 
 
-os.register_at_fork(after_in_child=_forget_initialization)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_forget_initialization)
 
 
 def active() -> VirtualMachine | None:

@@ -1,0 +1,224 @@
+"""launch as it works on other systems: spawned ranks that are used again, no libuv, another loopback interface."""
+
+import importlib
+import os
+import sys
+import threading
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from test_launch import children
+from virtual_gpus import virtual_gpus
+
+from helpers.parallel import network
+from helpers.parallel.hosts import TORCHRUN, run_hosts
+from helpers.parallel.launching import RankError, launch, processes
+from helpers.parallel.launching.processes import end_free
+from helpers.parallel.launching.reuse import Fresh
+
+
+@pytest.fixture
+def none_is_left():
+    before = set(children())
+    yield
+    end_free()
+    assert set(children()) <= before
+
+
+# ---- spawned ranks are used again ------------------------------------------------------------------------------------
+
+
+def job(rank, module):
+    """What a rank sees of its surroundings."""
+
+    class Net(torch.nn.Module):  # cannot be imported, so it travels by value
+        def forward(self, x):
+            return 3 * x
+
+    total = Net()(torch.ones(10, device="cuda") + rank).sum()
+    dist.all_reduce(total)
+    torch.set_num_threads(7)
+    print("said by", rank)
+    free, capacity = torch.cuda.mem_get_info(rank)
+    return {
+        "process": os.getpid(),
+        "total": total,
+        "taken": capacity - free - torch.cuda.memory_reserved(rank),
+        "module": __import__(module).number,
+        "folder": os.getcwd(),
+        "environment": {name: os.environ.get(name) for name in ("RANK", "SAID")},
+        "net": Net(),
+    }
+
+
+@pytest.mark.usefixtures("none_is_left")
+def test_a_spawned_rank_is_used_again_with_what_is_new(tmp_path, monkeypatch, capsys):
+    """Two launches with other GPUs, folders and modules; then an error, after which the process is gone."""
+    answers = []
+    for number, memory in enumerate(("1 GiB", "2 GiB")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "changing.py").write_text(f"number = {number}")
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.chdir(folder)
+        with virtual_gpus(1, memory=memory) as (gpu,):
+            mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
+            (answer,) = launch(job, "changing", ranks=1, start="spawn", timeout=60)
+        answers.append(answer)
+        context = (number + 1) * 2**30 // 8  # of each process; the parent's tensor is on the GPU as well
+        assert answer["taken"] == 2 * context + mine.nbytes
+        assert (answer["total"], answer["module"]) == (torch.tensor(30.0), number)
+        assert (answer["folder"], answer["environment"]) == (str(folder), {"RANK": "0", "SAID": None})
+        assert type(answer["net"]).__name__ == "Net"
+        assert capsys.readouterr().out.splitlines()[1:] == ["[rank 0] said by 0"]
+    process = answers[0]["process"]
+    assert process == answers[1]["process"] != os.getpid()
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        launch(lambda rank: rank / 0, ranks=1, start="spawn", show=False)
+    assert not processes._free and not psutil.pid_exists(process)
+
+
+def test_a_process_does_not_serve_a_launch_with_other_variables(monkeypatch):
+    ended = []
+    process = SimpleNamespace(is_alive=lambda: True)
+    waiting = SimpleNamespace(process=process, environment=processes._environment(), end=lambda: ended.append(1))
+    monkeypatch.setattr(processes, "_free", [waiting, waiting])
+    monkeypatch.setenv("VIRTUAL_GPUS_FOLDER", "another")  # read when GPUs are switched on
+    assert processes._take() is waiting and not ended
+    monkeypatch.setenv("SAID", "now")
+    assert processes._take() is None and ended == [1]
+
+
+def set_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+def replace_a_function():
+    before = dist.all_reduce
+    dist.all_reduce = lambda *args, **named: before(*args, **named)
+    return lambda: setattr(dist, "all_reduce", before)
+
+
+def leave_a_thread():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    return lambda: (done.set(), thread.join())
+
+
+def keep_records():
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    return lambda: os.environ.pop("TORCH_FR_BUFFER_SIZE")
+
+
+def leave_gpus():
+    gpus = virtual_gpus(1)
+    gpus.start()
+    return gpus.stop
+
+
+@pytest.mark.parametrize("change", [set_default_dtype, replace_a_function, leave_a_thread, keep_records, leave_gpus])
+def test_a_process_whose_function_changed_pytorch_is_not_used_again(change):
+    fresh = Fresh()
+    undo = change()
+    try:
+        assert not fresh.restore()
+    finally:
+        undo()
+    assert fresh.restore()
+
+
+def test_modules_of_the_user_are_imported_anew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "edited.py").write_text("")
+    fresh = Fresh()
+    importlib.import_module("edited")
+    assert fresh.restore() and "edited" not in sys.modules
+
+
+# ---- forked from a server --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.outside  # starts a server, which then lives as long as the tests
+@pytest.mark.usefixtures("none_is_left")
+def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
+    """Each is a new process that shares its GPU with the parent. A launch with another variable spawns."""
+    (tmp_path / "changing.py").write_text("number = 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for _ in range(2):
+        with virtual_gpus(2, memory="1 GiB"):
+            found.append(launch(job, "changing", ranks=2, start="forkserver", show=False))
+    assert len({answer["process"] for answers in found for answer in answers}) == 4
+    assert all(answer["taken"] == 2**30 // 8 for answers in found for answer in answers)
+    monkeypatch.setenv("SAID", "now")
+    with virtual_gpus(1):
+        (answer,) = launch(job, "changing", ranks=1, start="forkserver", show=False)
+    assert answer["environment"]["SAID"] == "now"
+
+
+# ---- no libuv, another loopback interface ----------------------------------------------------------------------------
+
+
+class StoreOfWindows(dist.TCPStore):
+    """A store as in PyTorch for Windows, which is built without libuv."""
+
+    def __init__(self, *args, use_libuv=True, **named):
+        if use_libuv:
+            raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
+        super().__init__(*args, use_libuv=False, **named)
+
+
+@pytest.fixture
+def no_libuv(monkeypatch):
+    monkeypatch.setenv("USE_LIBUV", "0")
+    for module in ("torch.distributed", "torch.distributed.rendezvous",
+                   "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+                   "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"):  # fmt: skip
+        monkeypatch.setattr(importlib.import_module(module), "TCPStore", StoreOfWindows)
+
+
+def summed(rank):
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return total.item(), os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_ranks_meet_without_libuv():
+    assert launch(summed, ranks=2, show=False, gpus=False) == [(3.0, "lo")] * 2
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_torchrun_without_libuv():
+    say = "import os; print('says', os.environ['RANK'], os.environ['GLOO_SOCKET_IFNAME'])"
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 1, "--no-python", sys.executable, "-c", say]
+    assert "says 0 lo" in run_hosts({"A": command})["A"]
+
+
+def test_the_loopback_interface_has_other_names_elsewhere(monkeypatch):
+    def interfaces(name):
+        address = SimpleNamespace(address="127.0.0.1")
+        return {"Ethernet": [SimpleNamespace(address="192.0.2.7")], name: [SimpleNamespace(address="::1"), address]}
+
+    for name in ("lo0", "Loopback Pseudo-Interface 1"):
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda name=name: interfaces(name))
+        assert network.loopback() == name
+        assert network.interface() == {"GLOO_SOCKET_IFNAME": name}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert network.interface() == {}
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    assert network.loopback() is None
+
+
+def test_libuv_is_not_asked_for_on_windows(monkeypatch):
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    assert network.has_libuv() == (sys.platform != "win32")
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert not network.has_libuv()
+    monkeypatch.setenv("USE_LIBUV", "1")
+    assert network.has_libuv()
