@@ -34,7 +34,7 @@ import torch
 from helpers.gpus import is_virtual
 from helpers.parallel.launching.rank import Job, run_rank, wait_for_jobs
 
-_PRELOADED = ["cloudpickle", "torch.nn.parallel", "helpers.parallel.launching.rank"]
+_PRELOADED = ["cloudpickle", "GPUtil", "torch.nn.parallel", "virtual_gpus.switch", "helpers.parallel.launching.rank"]
 _SHARED = "VIRTUAL_GPUS_FOLDER"  # changes with each set of virtual GPUs, and is read when they are switched on
 _METHODS = multiprocessing.get_all_start_methods()
 
