@@ -74,7 +74,7 @@ def write_pdf(file: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="a .pdf or .html to write")
+    parser.add_argument("file", type=Path, nargs="?", default=SOURCE.with_suffix(".pdf"), help="a .pdf or .html")
     file = parser.parse_args().file
     if file.suffix == ".html":
         file.write_text(page(), encoding="utf-8", newline="\n")
