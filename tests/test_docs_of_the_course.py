@@ -73,6 +73,12 @@ def test_links_lead_to_files_and_headings():
         assert not anchor or anchor in anchors(there), f"{page}: {target} has no heading {anchor}."
 
 
+def test_the_site_s_start_page_lists_the_lessons_as_the_readme_does():
+    pages = ROOT / "README.md", ROOT / "docs" / "index.md"
+    first, second = (re.findall(r"^\| \d\d .*$", page.read_text(encoding="utf-8"), re.MULTILINE) for page in pages)
+    assert len(first) == len(run_all.lessons()) and first == [row.replace("](../", "](") for row in second]
+
+
 def test_badges_open_lessons_that_exist():
     repository = "OWNER/REPOSITORY"  # whoever publishes the course replaces it, on one page
     texts = {page: page.read_text(encoding="utf-8") for page in PAGES}

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 DOCS = Path(__file__).parents[1]
 
 STORED = """```{{note}}
-This page shows the lesson with its stored outputs. To run it, [set up the course](../docs/index.md#start) and open
+This page shows the lesson with its stored outputs. To run it, [set up the course](../docs/setup.md) and open
 `notebooks/{name}.ipynb`. Try each prediction before you read on.
 ```"""
 CONTROLS = "*In the notebook, you can change the settings of this picture. This page shows those that were stored.*"
