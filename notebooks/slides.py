@@ -23,6 +23,8 @@ from run_all import FOLDER, is_solution, lessons
 
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 WORDS = 60  # of explanation below a picture
+# Sentences about what only the notebook shows.
+LEFT_OUT = re.compile(r"next cell|notebook|printed line|table above|this section|builds the panel|^\||:$")
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -150,7 +152,7 @@ def shortened(text):
     kept, words = [], 0
     for sentence in re.split(r"(?<=[.?!]) (?=[^a-z])", " ".join(plain.split())):
         words += len(sentence.split())
-        if words <= WORDS and not re.search(r"next cell|notebook|builds the panel|^\||:$", sentence):
+        if words <= WORDS and not LEFT_OUT.search(sentence):
             kept.append(sentence)
     return " ".join(kept)
 
