@@ -91,6 +91,14 @@ def test_badges_open_lessons_that_exist():
     assert (ROOT / "notebooks" / "colab.py").is_file() and "course/notebooks/colab.py" in texts[page]
 
 
+def test_commands_with_uv_install_into_the_environment():
+    """`python3 -m uv pip install` without --python installs into the Python that runs uv."""
+    commands = [
+        line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if "-m uv pip install" in line
+    ]
+    assert len(commands) > 2 and all("uv pip install --python .venv " in line for line in commands)
+
+
 # --- the glossary ----------------------------------------------------------------------------------------
 
 
