@@ -158,6 +158,8 @@ def test_jupyter(monkeypatch):
     with HTTPServer(("127.0.0.1", 0), WithoutWebsockets) as server, monkeypatch.context() as patch:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         patch.setattr(lab, "_server", lambda _: lab.contextlib.nullcontext((f"127.0.0.1:{server.server_port}", "x")))
+        patch.setenv("http_proxy", "http://127.0.0.1:1")  # which must not be asked for this machine
+        patch.setenv("no_proxy", "example.org")
         assert says(checks.jupyter(), "problem", "403", "firewall")
         server.shutdown()
     with monkeypatch.context() as patch:

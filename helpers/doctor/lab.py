@@ -73,9 +73,10 @@ def _run(code: str, address: str, headers: dict[str, str]) -> str:
     new = urllib.request.Request(f"http://{address}/api/kernels", b'{"name": "python3"}', headers)
     with without_proxy.open(new, timeout=PATIENCE_S) as answer:
         kernel = json.load(answer)["id"]
-    channels = create_connection(
-        f"ws://{address}/api/kernels/{kernel}/channels", timeout=PATIENCE_S, header=headers, http_no_proxy=["*"]
-    )
+    host, _, port = address.partition(":")
+    direct = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+    url = f"ws://{address}/api/kernels/{kernel}/channels"
+    channels = create_connection(url, timeout=PATIENCE_S, header=headers, socket=direct)
     with contextlib.closing(channels):
         header = {"msg_id": "1", "msg_type": "execute_request", "session": "1", "username": "", "version": "5.3"}
         content = {"code": code, "silent": False, "allow_stdin": False}
