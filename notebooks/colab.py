@@ -17,7 +17,12 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 COURSE = Path(__file__).resolve().parent.parent
-NEEDS = {"GPUtil": "gputil", "cloudpickle": "cloudpickle", "ipywidgets": "ipywidgets"}  # import -> package
+NEEDS = {
+    "GPUtil": "gputil",
+    "cloudpickle": "cloudpickle",
+    "ipywidgets": "ipywidgets",
+    "psutil": "psutil",
+}  # import -> package
 
 
 def check_torch() -> None:

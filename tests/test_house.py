@@ -74,7 +74,9 @@ def test_ci_and_binder_use_the_same_commands():
     assert post_build.endswith("--torch-backend=cpu -e ./virtual-gpus -e .")
 
 
-def test_colab_is_told_which_pytorch_it_needs(monkeypatch):
+def test_colab_gets_what_lessons_need_and_is_told_which_pytorch(monkeypatch):
+    asked = {re.match(r"[\w-]+", line)[0] for line in settings()["dependency-groups"]["lessons"]}
+    assert set(colab.NEEDS.values()) <= asked
     colab.check_torch()
     monkeypatch.setattr(colab, "version", lambda package: "2.10.1+cpu")
     with pytest.raises(RuntimeError, match=r"needs a PyTorch of .*>=2\.11.*has 2\.10\.1\+cpu"):
