@@ -53,6 +53,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 # ---- the reference
 
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # those of nn.Module
 python_maximum_signature_line_length = 80
 
 # ---- looks

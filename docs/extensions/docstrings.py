@@ -18,11 +18,15 @@ COLON = re.compile(rf"({NAMES}): (\S.*)")  # name: text
 
 
 def escape(text: str) -> str:
-    """Inline code and nothing else: a star or an underscore means itself."""
+    """Inline code, also over the end of a line, and nothing else: a star or an underscore means itself."""
     parts = re.split(r"(`[^`]+`)", text)
     parts[::2] = [re.sub(r"([\\*|`]|_(?!\w))", r"\\\1", part) for part in parts[::2]]
     parts[1::2] = [f"`{part}`" for part in parts[1::2]]
     return "".join(parts)
+
+
+def bold(names: str) -> str:
+    return f"**{escape(names.replace('`', ''))}**"
 
 
 def blocks(lines: list[str]) -> Iterator[list[str]]:
@@ -47,7 +51,7 @@ def columns(block: list[str]) -> list[str]:
         name, text = line[:width].strip(), line[width:]
         if name and not re.fullmatch(NAMES, name):
             return []
-        found.append(f"- **{escape(name.strip('`'))}**: {escape(text)}" if name else f"  {escape(text)}")
+        found.append(f"- {bold(name)}: {escape(text)}" if name else f"  {escape(text)}")
     return found
 
 
@@ -58,7 +62,7 @@ def colons(block: list[str]) -> list[str]:
     found = []
     for line in block:
         match = COLON.match(line)
-        found.append(f"- **{escape(match[1])}**: {escape(match[2])}" if match else f"  {escape(line.strip())}")
+        found.append(f"- {bold(match[1])}: {escape(match[2])}" if match else f"  {escape(line.strip())}")
     return found
 
 
@@ -68,7 +72,7 @@ def block_to_rst(block: list[str]) -> list[str]:
         return columns([line[4:] for line in block]) or ["::", "", *block]
     if len(block) == 2 and re.fullmatch(r"-{3,}", block[1]):
         return [f".. rubric:: {escape(block[0])}"]
-    return columns(block) or colons(block) or [escape(line) for line in block]
+    return columns(block) or colons(block) or escape("\n".join(block)).splitlines()
 
 
 def to_rst(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

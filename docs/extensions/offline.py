@@ -1,4 +1,7 @@
-"""Pages that load nothing from elsewhere: formulas are MathML, which browsers draw, and badges are words."""
+"""Pages that load nothing from elsewhere: formulas are MathML, which browsers draw, and badges are words.
+
+A badge that still names no repository is no link either.
+"""
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -20,7 +23,9 @@ def replace_badges(app: Sphinx, doctree: nodes.document) -> None:
     """Put the description of a picture from elsewhere in its place."""
     for image in list(doctree.findall(nodes.image)):
         if "://" in image["uri"]:
-            image.replace_self(nodes.Text(image["alt"]))
+            link = image.parent
+            whole = link if "OWNER/REPOSITORY" in link.get("refuri", "") else image
+            whole.replace_self(nodes.Text(image["alt"]))
 
 
 def setup(app: Sphinx) -> dict:
