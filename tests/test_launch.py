@@ -17,13 +17,14 @@ from tests.programs import held_port
 
 
 def children():
-    """Processes of this one's that are alive, but for Python's own helper of spawn."""
+    """Processes of this one's that are alive, except the helpers of multiprocessing."""
     return [process for process in psutil.Process().children(recursive=True) if is_alive(process)]
 
 
 def is_alive(process):
     try:
-        return process.status() != "zombie" and "resource_tracker" not in " ".join(process.cmdline())
+        words = " ".join(process.cmdline())
+        return process.status() != "zombie" and "resource_tracker" not in words and "forkserver" not in words
     except psutil.NoSuchProcess:
         return False  # it has ended meanwhile
 

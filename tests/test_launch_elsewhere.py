@@ -1,16 +1,20 @@
 """launch as it works on other systems: spawned ranks that are used again, no libuv, another loopback interface."""
 
+import asyncio
 import importlib
 import os
 import sys
 import threading
 from types import SimpleNamespace
 
+import nbformat
 import psutil
 import pytest
+import run_all
 import torch
 import torch.distributed as dist
-from test_launch import children
+from test_launch import children, is_alive
+from test_launch_notebook import press_the_button, text_of
 from virtual_gpus import virtual_gpus
 
 from helpers.parallel import network
@@ -18,6 +22,7 @@ from helpers.parallel.hosts import TORCHRUN, run_hosts
 from helpers.parallel.launching import RankError, launch, processes
 from helpers.parallel.launching.processes import end_free
 from helpers.parallel.launching.reuse import Fresh
+from tests.programs import until
 
 
 @pytest.fixture
@@ -31,27 +36,30 @@ def none_is_left():
 # ---- spawned ranks are used again ------------------------------------------------------------------------------------
 
 
-def job(rank, module):
-    """What a rank sees of its surroundings."""
+def job():
+    """A function that tells what a rank sees. It travels by value, so that ranks need not import this module."""
 
-    class Net(torch.nn.Module):  # cannot be imported, so it travels by value
+    class Net(torch.nn.Module):  # cannot be imported either
         def forward(self, x):
             return 3 * x
 
-    total = Net()(torch.ones(10, device="cuda") + rank).sum()
-    dist.all_reduce(total)
-    torch.set_num_threads(7)
-    print("said by", rank)
-    free, capacity = torch.cuda.mem_get_info(rank)
-    return {
-        "process": os.getpid(),
-        "total": total,
-        "taken": capacity - free - torch.cuda.memory_reserved(rank),
-        "module": __import__(module).number,
-        "folder": os.getcwd(),
-        "environment": {name: os.environ.get(name) for name in ("RANK", "SAID")},
-        "net": Net(),
-    }
+    def seen(rank, module):
+        total = Net()(torch.ones(10, device="cuda") + rank).sum()
+        dist.all_reduce(total)
+        torch.set_num_threads(7)
+        print("said by", rank)
+        free, capacity = torch.cuda.mem_get_info(rank)
+        return {
+            "process": os.getpid(),
+            "total": total,
+            "taken": capacity - free - torch.cuda.memory_reserved(rank),
+            "module": __import__(module).number,
+            "folder": os.getcwd(),
+            "environment": {name: os.environ.get(name) for name in ("RANK", "SAID")},
+            "net": Net(),
+        }
+
+    return seen
 
 
 @pytest.mark.usefixtures("none_is_left")
@@ -66,7 +74,7 @@ def test_a_spawned_rank_is_used_again_with_what_is_new(tmp_path, monkeypatch, ca
         monkeypatch.chdir(folder)
         with virtual_gpus(1, memory=memory) as (gpu,):
             mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
-            (answer,) = launch(job, "changing", ranks=1, start="spawn", timeout=60)
+            (answer,) = launch(job(), "changing", ranks=1, start="spawn", timeout=60)
         answers.append(answer)
         context = (number + 1) * 2**30 // 8  # of each process; the parent's tensor is on the GPU as well
         assert answer["taken"] == 2 * context + mine.nbytes
@@ -140,6 +148,58 @@ def test_modules_of_the_user_are_imported_anew(tmp_path, monkeypatch):
     assert fresh.restore() and "edited" not in sys.modules
 
 
+CELLS = {
+    "first": """
+        import os, sys, time
+        import psutil, torch
+        from pathlib import Path
+        from helpers import use_gpus
+        from helpers.parallel.launching import launch
+        gpus = use_gpus(2, memory="1 GiB")
+        factor = 3
+        def work(rank):
+            x = factor * torch.ones(1, device="cuda")
+            torch.distributed.all_reduce(x)
+            return os.getpid(), x.item()
+        print(launch(work, ranks=2, start="spawn", show=False))""",
+    "second": """
+        begin = time.perf_counter()
+        factor = 4
+        print([launch(work, ranks=2, start="spawn", show=False), time.perf_counter() - begin])""",
+    "interrupted": """
+        def long(rank):
+            Path(os.environ["BEGUN"], str(rank)).touch()
+            time.sleep(600)
+        launch(long, ranks=2, start="spawn", timeout=None)""",
+    "left": "print([process.pid for process in psutil.Process().children(recursive=True)])",
+}
+
+
+@pytest.mark.outside  # 16 s of CPU: four processes import PyTorch
+def test_spawned_ranks_of_a_notebook(tmp_path):
+    """They serve the next launch. The button ends them, and new ones are prepared. The kernel leaves none."""
+    cells = [nbformat.v4.new_code_cell(text_of(cell)) for cell in CELLS.values()]
+    notebook, pressing = nbformat.v4.new_notebook(cells=cells), []
+    client = run_all.client_of(notebook, allow_errors=True, timeout=300)
+
+    def beside(cell, cell_index):
+        if "long" in cell.source:
+            pressing.append(asyncio.create_task(press_the_button(client, tmp_path)))
+
+    client.on_cell_execute = beside
+    client.execute(env=run_all.kernel_environment() | {"BEGUN": str(tmp_path)})
+    said = {name: cell.outputs[-1] for name, cell in zip(CELLS, notebook.cells, strict=True)}
+    first = eval(said["first"].text.splitlines()[-1])
+    second, seconds = eval(said["second"].text)
+    assert [answer for _, answer in first + second] == [6.0, 6.0, 8.0, 8.0]
+    assert dict(first).keys() == dict(second).keys() and seconds < 5
+    assert said["interrupted"].ename == "KeyboardInterrupt"
+    left = set(eval(said["left"].text))
+    assert len(left - dict(first).keys()) >= 2 and not left & dict(first).keys()
+    asyncio.run(client.km.shutdown_kernel(now=True))
+    until(lambda: not any(is_alive(psutil.Process(pid)) for pid in left if psutil.pid_exists(pid)), seconds=30)
+
+
 # ---- forked from a server --------------------------------------------------------------------------------------------
 
 
@@ -152,12 +212,12 @@ def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
     found = []
     for _ in range(2):
         with virtual_gpus(2, memory="1 GiB"):
-            found.append(launch(job, "changing", ranks=2, start="forkserver", show=False))
+            found.append(launch(job(), "changing", ranks=2, start="forkserver", show=False))
     assert len({answer["process"] for answers in found for answer in answers}) == 4
     assert all(answer["taken"] == 2**30 // 8 for answers in found for answer in answers)
     monkeypatch.setenv("SAID", "now")
     with virtual_gpus(1):
-        (answer,) = launch(job, "changing", ranks=1, start="forkserver", show=False)
+        (answer,) = launch(job(), "changing", ranks=1, start="forkserver", show=False)
     assert answer["environment"]["SAID"] == "now"
 
 

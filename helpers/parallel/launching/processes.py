@@ -35,6 +35,7 @@ from helpers.gpus import is_virtual
 from helpers.parallel.launching.rank import Job, run_rank, wait_for_jobs
 
 _PRELOADED = ["cloudpickle", "GPUtil", "torch.nn.parallel", "virtual_gpus.switch", "helpers.parallel.launching.rank"]
+_PRELOADED_FOR_DTENSORS = ["torch._dynamo", "torch.distributed.fsdp"]  # their first use imports the compiler, for 2 s
 _SHARED = "VIRTUAL_GPUS_FOLDER"  # changes with each set of virtual GPUs, and is read when they are switched on
 _METHODS = multiprocessing.get_all_start_methods()
 
@@ -187,5 +188,6 @@ def _server_is_up_to_date() -> bool:
     if _server_environment is None:
         _server_environment = _environment()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        uses_dtensors = "torch.distributed.tensor" in sys.modules
+        context.set_forkserver_preload(_PRELOADED + (_PRELOADED_FOR_DTENSORS if uses_dtensors else []))
     return _server_environment == _environment()

@@ -25,6 +25,7 @@ from helpers.gpus import is_virtual
 
 _OWNERS = (torch, torch.Tensor, torch.autograd, torch.cuda, torch.distributed, torch.nn, torch.nn.Module,
            torch.nn.functional, torch.optim, torch.optim.Optimizer)  # fmt: skip
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _INSTALLED = tuple({*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
 
 
@@ -42,7 +43,7 @@ class Fresh:
         now = _functions()
         if (
             self._settings != _settings()
-            or any(now.get(name) is not function for name, function in self._functions.items())
+            or any(_is_replaced(function, now.get(name)) for name, function in self._functions.items())
             or threading.active_count() > self._threads
             or torch.distributed.is_initialized()
             or is_virtual()
@@ -66,6 +67,12 @@ def _settings() -> tuple:
         torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode(), torch.is_autocast_enabled("cpu"),
         torch.is_autocast_enabled("cuda"),
     )  # fmt: skip
+
+
+def _is_replaced(before: Any, now: Any) -> bool:
+    """Whether a function was replaced by another. PyTorch's compiler replaces some of PyTorch's when it is imported."""
+    code = getattr(now, "__code__", None)
+    return now is not before and not (code and code.co_filename.startswith(_TORCH))
 
 
 def _functions() -> dict[tuple[str, str], Any]:
