@@ -47,8 +47,7 @@ nb_execution_mode = "off"
 nb_merge_streams = True
 nb_code_prompt_show = "Show the solution"
 nb_code_prompt_hide = "Hide the solution"
-# A traceback that quotes an error with backticks is not Python to the last letter.
-suppress_warnings = ["misc.highlighting_failure"]
+nb_render_error_lexer = "text"  # the lexer of tracebacks takes "in use" in the words of an error for a function
 
 # ---- the reference
 

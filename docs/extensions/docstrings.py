@@ -56,14 +56,14 @@ def columns(block: list[str]) -> list[str]:
 
 
 def colons(block: list[str]) -> list[str]:
-    """A list of names with their explanations, if a line of the block begins with each of them."""
-    if not COLON.match(block[0]):
+    """A list of names with their explanations, if lines of the block begin with several of them."""
+    matches = [COLON.match(line) for line in block]
+    if not matches[0] or sum(map(bool, matches)) < 2:
         return []
-    found = []
-    for line in block:
-        match = COLON.match(line)
-        found.append(f"- {bold(match[1])}: {escape(match[2])}" if match else f"  {escape(line.strip())}")
-    return found
+    return [
+        f"- {bold(match[1])}: {escape(match[2])}" if match else f"  {escape(line.strip())}"
+        for match, line in zip(matches, block, strict=True)
+    ]
 
 
 def block_to_rst(block: list[str]) -> list[str]:
