@@ -120,6 +120,7 @@ def adapt(app: Sphinx, docname: str, source: list[str]) -> None:
                 cell["metadata"].setdefault("tags", []).append("hide-cell")
             cells += [markdown(f"{cell['id']}-note", note) for note in picture_notes(cell)]
     link_terms(int(name[:2]), docname, cells)
+    app.env.note_dependency(DOCS / "glossary.md")
     title, _, text = cells[0]["source"].partition("\n")
     cells[0]["source"] = f"{title}\n\n{STORED.format(name=name)}\n{text}"
     notebook["cells"] = cells
