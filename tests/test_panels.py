@@ -16,7 +16,7 @@ from virtual_gpus import active_machine, virtual_gpus
 from helpers.measure import MiB, Reading, Readings, format_bytes
 from helpers.show import explore, live, live_memory
 from helpers.show.live import LivePanel
-from helpers.show.panel import Panel, control, size_of
+from helpers.show.panel import Panel, control, size_of, view
 
 GIB = 2**30
 
@@ -45,6 +45,9 @@ def test_a_panel_follows_its_controls_and_says_what_cannot_be():
     panel = squares()
     assert repr(panel) == panel.words == "square of 12 & 12" and "12 &amp; 12" in panel._said.value
     assert 'alt="square of 12 &amp; 12"' in panel._picture.value
+    # ipywidgets 7 has no _repr_mimebundle_, from which this would come otherwise.
+    shown = view(panel._panel).items()
+    assert panel._panel._repr_mimebundle_().items() >= shown <= panel._repr_mimebundle_()[0].items()
     panel.controls["side"].value = 13
     assert panel.words == "Not possible: no <13>" and "&lt;13&gt;" in panel._said.value
     assert panel._picture.layout.visibility == "hidden" and "image/png" not in panel._repr_mimebundle_()[0]

@@ -22,7 +22,7 @@ from IPython.display import display
 
 from helpers.measure import MiB, Reading, Readings, format_bytes, measure_memory, read_memory
 from helpers.show.bars import empty_figure, memory_bars
-from helpers.show.panel import image, png, size_of
+from helpers.show.panel import image, png, size_of, view
 from helpers.show.words import describe
 
 
@@ -47,9 +47,7 @@ class LivePanel:
         self._picture = ipywidgets.HTML(layout=ipywidgets.Layout(margin="0 0 3px 0"))  # the margin of an image
         self._look()
         # Without text/plain, because the notebook's file should have the peaks, not the first view.
-        bundle = self._picture._repr_mimebundle_() or {}
-        view = {kind: data for kind, data in bundle.items() if kind != "text/plain"}
-        self._display = display(view, raw=True, display_id=True)
+        self._display = display(view(self._picture), raw=True, display_id=True)
         thread = threading.Thread(target=self._keep_looking, name="live_memory", daemon=True)
         thread.start()
         try:

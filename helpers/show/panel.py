@@ -86,7 +86,7 @@ class Panel:
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> tuple[dict, dict]:
         """Return the panel for a notebook, and a static picture and the text for readers without a kernel."""
-        bundle = dict(self._panel._repr_mimebundle_() or {}) | {"text/plain": self.words}
+        bundle = {"text/plain": self.words} | view(self._panel)
         picture = self._answer(self.chosen)[1]
         if not picture:
             return bundle, {}
@@ -107,6 +107,11 @@ def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidge
     widget.description = label
     widget.style.description_width, widget.layout.width = "125px", "340px"
     return widget
+
+
+def view(widget: ipywidgets.Widget) -> dict[str, dict]:
+    """Return what shows a widget in a notebook, with ipywidgets 8 and with Colab's ipywidgets 7."""
+    return {"application/vnd.jupyter.widget-view+json": widget.get_view_spec()}
 
 
 def png(figure: Figure) -> bytes:
