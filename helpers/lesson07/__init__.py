@@ -14,25 +14,3 @@ from helpers.lesson07.nets import NETS
 from helpers.lesson07.pictures import describe_guide, guide_picture, scaling_picture, table
 from helpers.lesson07.scaling import Cluster, amdahl, efficiency, rank_step
 from helpers.lesson07.waiting import JOBS, record_job
-
-__all__ = [
-    "BERT",
-    "JOBS",
-    "NETS",
-    "PYRAMIDNET",
-    "Cluster",
-    "TrainStep",
-    "advise",
-    "amdahl",
-    "compare",
-    "describe_guide",
-    "efficiency",
-    "guide_picture",
-    "measure",
-    "peak_bytes",
-    "rank_step",
-    "record_job",
-    "scaling_picture",
-    "step_seconds",
-    "table",
-]

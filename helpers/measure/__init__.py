@@ -8,27 +8,3 @@ from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusals import Refusal
 from helpers.measure.sizes import GiB, MiB, format_bytes, unit_of
 from helpers.measure.timeline import describe_time_use, describe_timeline, record_timeline
-
-__all__ = [
-    "GiB",
-    "MemoryMonitor",
-    "MiB",
-    "Reading",
-    "Readings",
-    "Refusal",
-    "describe_time_use",
-    "describe_timeline",
-    "explain_memory",
-    "explain_oom",
-    "find_leaks",
-    "forget_error",
-    "format_bytes",
-    "largest_batch",
-    "measure_memory",
-    "peak_memory",
-    "read_memory",
-    "record_timeline",
-    "remember_origins",
-    "reset_peaks",
-    "unit_of",
-]

@@ -18,21 +18,3 @@ from helpers.parallel.pipeline import (
     simulate,
     split,
 )
-
-__all__ = [
-    "DataParallelCriterion",
-    "DataParallelModel",
-    "LossInForward",
-    "Pipeline",
-    "RankError",
-    "bubble",
-    "count_labels",
-    "count_samples",
-    "gpipe",
-    "launch",
-    "layers_of",
-    "one_f_one_b",
-    "simulate",
-    "split",
-    "total",
-]

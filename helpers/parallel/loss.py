@@ -31,17 +31,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply, replicate, scatter
 from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "DataParallelCriterion",
-    "DataParallelModel",
-    "LossInForward",
-    "count_labels",
-    "count_samples",
-    "ignored_label",
-    "label_weight",
-    "total",
-]
-
 DeviceIds = Sequence[torch.device | str | int]
 Weight = Callable[..., Tensor | float]
 

@@ -22,20 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "OnGPU",
-    "Pipeline",
-    "Slot",
-    "Task",
-    "bubble",
-    "gpipe",
-    "layers_of",
-    "most_kept",
-    "one_f_one_b",
-    "simulate",
-    "split",
-]
-
 # ---- stages ---------------------------------------------------------------------------------------------------------
 
 

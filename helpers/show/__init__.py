@@ -23,21 +23,3 @@ from helpers.show.programs import show_diff
 from helpers.show.segments import describe_segments, draw_segments
 from helpers.show.timelines import timeline_bars
 from helpers.show.words import describe
-
-__all__ = [
-    "Panel",
-    "compare_bars",
-    "control",
-    "copy_paths_picture",
-    "data_parallel_picture",
-    "describe",
-    "describe_memory",
-    "describe_segments",
-    "draw_segments",
-    "explore",
-    "live_memory",
-    "memory_bars",
-    "plot_memory",
-    "show_diff",
-    "timeline_bars",
-]

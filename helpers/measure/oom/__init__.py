@@ -13,13 +13,3 @@ All of this works in the same way on real and on virtual GPUs, with torch.cuda's
 from helpers.measure.oom.blocks import remember_origins
 from helpers.measure.oom.explain import Explanation, explain_memory, explain_oom
 from helpers.measure.oom.leaks import Leaks, find_leaks, forget_error
-
-__all__ = [
-    "Explanation",
-    "Leaks",
-    "explain_memory",
-    "explain_oom",
-    "find_leaks",
-    "forget_error",
-    "remember_origins",
-]
