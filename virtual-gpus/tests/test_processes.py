@@ -159,6 +159,27 @@ def test_spawned_processes(tmp_path):
     assert json.loads((tmp_path / "worker.json").read_text()) == [1, 2, "a worker"]
 
 
+def memory_that_is_taken(answers):
+    free, total = torch.cuda.mem_get_info(0)
+    answers.put(total - free)
+
+
+@pytest.mark.outside  # 8 s of CPU: the server and each child import something
+def test_children_of_a_fork_server_share_the_gpus_of_now():
+    """The server was started when other GPUs were on."""
+    server = mp.get_context("forkserver")
+    server.set_forkserver_preload(["virtual_gpus.switch"])
+    taken = []
+    for _ in range(2):
+        with virtual_gpus(1, memory="1 GiB") as (gpu,):
+            kept, answers = torch.zeros(2**28, dtype=torch.uint8, device=gpu), server.SimpleQueue()
+            child = server.Process(target=memory_that_is_taken, args=(answers,))
+            child.start()
+            taken.append(answers.get() - kept.nbytes)
+            assert join(child) == 0
+    assert taken == [2 * 2**30 // 8] * 2  # the contexts of both processes
+
+
 # ---- tensors between processes -----------------------------------------------------------------------------
 
 

@@ -12,12 +12,14 @@ import concurrent.futures.thread
 import functools
 import multiprocessing.process
 import multiprocessing.spawn
+import os
 import sys
 import threading
 from collections.abc import Callable
 
 from virtual_gpus.dispatch.mode import enter_thread, leave_thread
 from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.processes.shared_memory import FOLDER
 from virtual_gpus.settings import Settings
 
 _raw_preparation = multiprocessing.spawn.get_preparation_data
@@ -48,7 +50,7 @@ class _FirstOfAll:
     """Unpickling goes from left to right: this switches the GPUs on before it comes to classes of the main program."""
 
     def __init__(self, machine: VirtualMachine, main: dict):
-        self._arguments = (machine.start_in_child, machine.settings, main)
+        self._arguments = (machine.start_in_child, machine.settings, main, os.environ.get(FOLDER))
 
     def __reduce__(self):
         return _switch_on, self._arguments
@@ -61,7 +63,9 @@ def _reduce_process(self, protocol):
     return (_rebuild_process, (_FirstOfAll(active(), main), make, arguments), *rest)
 
 
-def _switch_on(start: Callable[[Settings], None], settings: Settings, main: dict) -> None:
+def _switch_on(start: Callable[[Settings], None], settings: Settings, main: dict, folder: str | None) -> None:
+    if folder is not None:
+        os.environ[FOLDER] = folder  # a fork server's children have the environment of its start, with another folder
     start(settings)
     active().look_again()
     if "init_main_from_name" in main:
