@@ -52,7 +52,8 @@ class Surroundings:
 
     def enter(self) -> Any:
         """Make them those of this process. Returns the virtual GPUs, if there are some, so that they can be stopped."""
-        os.environ.clear()
+        for name in os.environ.keys() - self.environment.keys():
+            del os.environ[name]
         os.environ.update(self.environment)
         os.chdir(self.folder)
         sys.path[:] = self.path
