@@ -252,11 +252,11 @@ def modelled_gpus(
     return _virtual_gpus(count, kind, memory, links=links, shapes_only=True)
 
 
-def one_rank_of(world_size: int, kind: str = "H100", adapters: int = 8) -> engine.virtual_gpus:
+def one_rank_of(world_size: int, adapters: int = 8) -> engine.virtual_gpus:
     """Return virtual GPUs in shapes only for a `with` block in which this process is rank 0 of `world_size` ranks.
 
     The other ranks do not exist: process groups work and send nothing, and collectives take modelled time. Each machine
-    has up to 8 GPUs and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
+    has up to 8 H100s and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
     """
     network = {"network": "InfiniBand NDR", "adapters": adapters}
-    return _virtual_gpus(min(8, world_size), kind, None, shapes_only=True, rank=0, world_size=world_size, **network)
+    return _virtual_gpus(min(8, world_size), "H100", None, shapes_only=True, rank=0, world_size=world_size, **network)

@@ -78,7 +78,7 @@ class Trainer:
     ):
         if getattr(loss, "reduction", "mean") != "mean":
             raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
-        self.device = self.output_device = _existing(device)
+        self.device = _existing(device)
         self.name = str(self.device)
         self.model = self.network = model.to(self.device)
         self.optimizer, self.loss, self.loader = optimizer, loss, loader
@@ -103,7 +103,7 @@ class Trainer:
             self.loader.generator.manual_seed(self.seed + epoch)
         self.network.train()
         rate = self.optimizer.param_groups[0]["lr"]
-        sums, steps, largest = torch.zeros(4, device=self.output_device), 0, 0
+        sums, steps, largest = torch.zeros(4, device=self.device), 0, 0
         for inputs, labels in self.loader:
             sums += self.step(inputs, labels)
             steps += 1
@@ -129,7 +129,7 @@ class Trainer:
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """One optimizer step on one batch.
 
-        Returns [loss x weight, correct answers, labels, weight], (4,), on the output device. The weight is what the
+        Returns [loss x weight, correct answers, labels, weight], (4,), on the trainer's device. The weight is what the
         mean is divided by, see `label_weight`. The last batch can be smaller, and sentences have different numbers of
         hidden words, so the mean of the batches' means would not be the mean over all labels.
         """
@@ -147,7 +147,7 @@ class Trainer:
         largest tensor of all, and a name would keep them in memory.
         """
         outputs = self.network(self.place_inputs(inputs))
-        labels = labels.to(self.output_device, non_blocking=True)
+        labels = labels.to(self.device, non_blocking=True)
         if outputs.shape[:-1] != labels.shape:
             raise ValueError(
                 f"Logits {tuple(outputs.shape)} do not fit labels {tuple(labels.shape)}: labels must have the shape of "
@@ -183,8 +183,8 @@ class Trainer:
 class DataParallelTrainer(Trainer):
     """The same loop with `nn.DataParallel`: every batch is divided into one piece per GPU.
 
-    devices        the GPUs. The first one holds the parameters, the gradients and the optimizer's state
-    output_device  the GPU where outputs are gathered and the loss is computed; the first one by default
+    devices  the GPUs. The first one holds the parameters, the gradients and the optimizer's state, gathers the outputs
+             and computes the loss
 
     Raises ValueError for devices that are not a list of different GPUs, and what `Trainer` raises.
     """
@@ -196,15 +196,13 @@ class DataParallelTrainer(Trainer):
         loss: Callable[[Tensor, Tensor], Tensor],
         loader: Iterable[Batch],
         devices: Sequence[Device],
-        output_device: Device | None = None,
         **options,
     ):
         gpus = [_existing(device) for device in devices]
         if not gpus or any(gpu.type != "cuda" for gpu in gpus) or len(set(gpus)) < len(gpus):
             raise ValueError(f"DataParallel needs a list of different GPUs, such as use_gpus(4), not {list(devices)}.")
         super().__init__(model, optimizer, loss, loader, gpus[0], **options)
-        self.output_device = gpus[0] if output_device is None else _existing(output_device)
-        self.network = nn.DataParallel(self.model, gpus, self.output_device)
+        self.network = nn.DataParallel(self.model, gpus)
         numbers = [gpu.index for gpu in gpus]
         consecutive = len(gpus) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
         self.name = f"cuda:{numbers[0]}-{numbers[-1]}" if consecutive else "cuda:" + ",".join(map(str, numbers))

@@ -163,7 +163,7 @@ def train_with_drift(answer):
     return f"{left / MiB:.1f} MiB stay, gradients and averages, after any number of batches."
 
 
-def _drift(net: nn.Module, batches: Batches, gpu: torch.device, decay: float = 0.9) -> list[Tensor]:
+def _drift(net: nn.Module, batches: Batches, gpu: torch.device) -> list[Tensor]:
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     starts = [parameter.detach().clone() for parameter in net.parameters()]
     drift = [torch.zeros_like(start) for start in starts]
@@ -172,7 +172,7 @@ def _drift(net: nn.Module, batches: Batches, gpu: torch.device, decay: float = 0
         cross_entropy(net(x.to(gpu)), y.to(gpu)).backward()
         sgd.step()
         for each, parameter, start in zip(drift, net.parameters(), starts, strict=True):
-            each.lerp_((parameter.detach() - start).square(), 1 - decay)
+            each.lerp_((parameter.detach() - start).square(), 1 - 0.9)
     return drift
 
 

@@ -8,20 +8,16 @@ The frame behind a bar is the GPU's capacity. Memory that does not fit extends b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from textwrap import fill
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from helpers.measure import GiB, Reading, Readings, format_bytes, unit_of
+from helpers.measure import Reading, Readings, format_bytes, unit_of
 from helpers.show.style import ASKED, OVER, TAKEN, WIDTH, legend_below, open_frame, series_style, set_alt_text
 from helpers.show.words import check_field, describe, word
-
-_MARKER = {"marker": "D", "color": "black", "mec": "white", "ms": 7, "ls": "none"}
 
 
 def memory_bars(readings: Readings, title: str | None = None, figure: Figure | None = None) -> Axes:
@@ -43,29 +39,21 @@ def memory_bars(readings: Readings, title: str | None = None, figure: Figure | N
 def compare_bars(
     situations: Mapping[str, Readings],
     field: str = "peak_allocated",
-    reference: Mapping[str, Sequence[float | None]] | None = None,
-    reference_name: str = "article",
     title: str | None = None,
 ) -> Axes:
     """Draw several situations side by side, with one bar for each GPU and situation.
 
-    `field`: "peak_allocated", "peak_reserved", "allocated", "reserved" or "driver_used". `reference` has figures from
-    another source, in bytes per GPU (None if unknown), under the name of their situation. They are drawn as diamonds
-    and called `reference_name`. Situations may have different numbers of GPUs. Memory that does not fit is drawn as in
-    `memory_bars`. Returns the axes. Raises ValueError for missing readings, an unknown field, or a wrong reference.
+    `field`: "peak_allocated", "peak_reserved", "allocated", "reserved" or "driver_used". Situations may have different
+    numbers of GPUs. Memory that does not fit is drawn as in `memory_bars`. Returns the axes. Raises ValueError for
+    missing readings or an unknown field.
     """
     if not situations or not all(situations.values()):
         raise ValueError("Pass at least one situation, each with readings: {'DataParallel': peak_memory(step)}.")
     for readings in situations.values():
         check_field(readings, field)
-    for name, figures in (reference or {}).items():
-        if name not in situations:
-            raise ValueError(f"The reference names {name!r}, but the situations are {list(situations)}.")
-        if len(figures) > len(situations[name]):
-            raise ValueError(f"The reference of {name!r} has {len(figures)} figures for {len(situations[name])} GPUs.")
     labels = [f"GPU {reading.index}" for reading in max(situations.values(), key=len)]
     series = {name: (readings, field) for name, readings in situations.items()}
-    ax = _draw(series, labels, title, reference=reference, reference_name=reference_name)
+    ax = _draw(series, labels, title)
     ax.set_xlabel(f"{word(field)}, {ax.get_xlabel()}")
     set_alt_text(ax.figure, title, describe(situations, field))
     return ax
@@ -84,11 +72,10 @@ class _Bar:
     edge: int
     parts: list[tuple[str, float, dict]]
     text: str
-    marker: float | None = None
 
     @property
     def end(self) -> float:
-        return max(self.parts[-1][1], self.marker or 0)
+        return self.parts[-1][1]
 
 
 def _bar(reading: Reading, field: str, y: float, name: str, style: dict) -> _Bar:
@@ -115,8 +102,6 @@ def _draw(
     labels: Sequence[str],
     title: str | None,
     figure: Figure | None = None,
-    reference: Mapping[str, Sequence] | None = None,
-    reference_name: str = "",
 ) -> Axes:
     """Draw a bar for each series (readings, field) and each GPU. `labels` are the names of the rows."""
     size = WIDTH, 1.2 + (0.1 + 0.26 * len(series)) * len(labels)
@@ -124,18 +109,13 @@ def _draw(
     bars = []
     for place, (name, (readings, field)) in enumerate(series.items()):
         shift = 0.8 * (place + 0.5) / len(series) - 0.4
-        for row, (reading, told) in enumerate(zip_longest(readings, (reference or {}).get(name, ()))):
-            bar = _bar(reading, field, row + shift, fill(name, 40), series_style(place))
-            if told is not None:  # with three digits, because the source gives no more
-                bar.marker, bar.text = told, f"{bar.text} ({reference_name}: {told / GiB:.3g} GiB)"
-            bars.append(bar)
+        for row, reading in enumerate(readings):
+            bars.append(_bar(reading, field, row + shift, fill(name, 40), series_style(place)))
     top, capacity = max(bar.end for bar in bars), max(bar.edge for bar in bars)
     zoomed = 0 < top < capacity / 8
     length = top if zoomed else max(top, capacity)
     unit, unit_name = unit_of(length)
     keys = _draw_bars(ax, bars, 0.7 / len(series), unit)
-    if reference:
-        keys.append(Line2D([], [], **_MARKER, label=reference_name))
     ax.set_xlabel(f"memory in {unit_name}" + (" (the axis ends before the capacity)" if zoomed else ""))
     ax.set_yticks(range(len(labels)), labels, fontsize=9)
     ax.tick_params(axis="y", length=0)
@@ -159,8 +139,6 @@ def _draw_bars(ax: Axes, bars: Sequence[_Bar], height: float, unit: int) -> list
             start = end
         if start > bar.edge:
             ax.vlines(bar.edge / unit, bar.y - 0.55 * height, bar.y + 0.55 * height, "black", lw=2.5, zorder=2.5)
-        if bar.marker is not None:
-            ax.plot(bar.marker / unit, bar.y, **_MARKER, zorder=4)
     return [*keys.values(), Patch(facecolor="white", edgecolor="0.55", label="capacity")]
 
 
@@ -169,7 +147,7 @@ def _write_figures(ax: Axes, bars: Sequence[_Bar], unit: int) -> None:
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     # The layout ignores the texts. Otherwise it would shrink the axes for texts that are still too long.
     look = {"textcoords": "offset points", "va": "center", "fontsize": 9, "bbox": box, "zorder": 3, "in_layout": False}
-    texts = [ax.annotate(bar.text, (0, bar.y), (9 if bar.marker else 5, 0), **look) for bar in bars]
+    texts = [ax.annotate(bar.text, (0, bar.y), (5, 0), **look) for bar in bars]
     ax.figure.draw_without_rendering()
     width = ax.get_window_extent().width
     shares = [(text.get_window_extent().width + 0.2 * ax.figure.dpi) / width for text in texts]
