@@ -3,6 +3,8 @@
     python -m benchmarks.memory                        # every training step, with PyTorch's MemTracker beside
     python -m benchmarks.memory resnet18_cifar_b64     # only that one
     python -m benchmarks.memory --operators            # single operators and optimizers
+    python -m benchmarks.memory --second               # the second set: three steps and three operators
+    python -m benchmarks.memory --leave-one-out        # each case by rules that were fitted without it
     python -m benchmarks.memory --trace gpt_small_b8   # every allocation of a step, real and virtual
     python -m benchmarks.memory --plot memory.png      # the peaks as a picture
     python -m benchmarks.memory --real-gpu here.json   # measure the real GPU of this machine, store, compare
@@ -21,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import memory_plot, memory_tables, memory_trace
-from benchmarks.reference import measure, real_gpu
+from benchmarks import leave_one_out, memory_plot, memory_tables, memory_trace
+from benchmarks.reference import measure, real_gpu, second
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.further import FURTHER
 from benchmarks.reference.operators import OPERATORS
@@ -81,6 +83,21 @@ def compare_operators(names: list[str], options) -> None:
     print("\n".join(memory_tables.operators({name: measured[name] for name in names}, virtual)))
 
 
+def compare_second(options) -> None:
+    """Print the tables of the second set. What ran before it is not known: any step will do."""
+    measured, shapes_only = measure.load("second/steps.json"), not options.numbers
+    torch_version = measured["meta"]["torch"]
+    before = {"mlp_adamw_b256": CASES["mlp_adamw_b256"]}
+    act = functools.partial(measure.steps_in_order, before | second.STEPS)
+    virtual = measure.on_virtual_gpu(act, torch_version, shapes_only)
+    virtual = {name: virtual[name] for name in second.STEPS}
+    print("\n".join(memory_tables.peaks(measured["cases"], virtual, {})), end="\n\n")
+    print("\n".join(memory_tables.steps(measured["cases"], virtual)), end="\n\n")
+    act = functools.partial(measure.operators_in_order, second.OPERATORS)
+    operators = measure.on_virtual_gpu(act, torch_version, shapes_only)
+    print("\n".join(memory_tables.operators(measure.load("second/operator_memory.json"), operators)))
+
+
 def measure_real_gpu(names: list[str], options) -> None:
     """Measure this machine's GPU 0, store it as steps.json is stored, and print the comparison."""
     measured = real_gpu.measure_cases({name: (CASES | FURTHER)[name] for name in names})
@@ -99,6 +116,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="only these training steps (or operators, with --operators)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--operators", action="store_true", help="compare single operators and optimizers")
+    what.add_argument("--second", action="store_true", help="compare the second set of steps and operators")
+    what.add_argument("--leave-one-out", action="store_true", help="predict each case by rules fitted without it")
     what.add_argument("--trace", metavar="CASE", help="lay the allocations of one step side by side")
     what.add_argument("--real-gpu", metavar="FILE", type=Path, help="measure this machine's GPU 0 and store it")
     parser.add_argument("--all", action="store_true", help="with --trace: also the allocations that agree")
@@ -126,6 +145,10 @@ def main() -> None:
         print("\n".join(memory_trace.report(options.trace, meta, options.all, not options.numbers)))
     elif options.operators:
         compare_operators(options.names, options)
+    elif options.second:
+        compare_second(options)
+    elif options.leave_one_out:
+        print("\n".join(leave_one_out.table()))
     elif options.real_gpu:
         measure_real_gpu(options.names, options)
     else:

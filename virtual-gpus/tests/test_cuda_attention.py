@@ -402,6 +402,16 @@ def test_memory_is_the_h200s_to_the_byte(case):
         assert _steps(**MEASURED[case]) == measured
 
 
+@pytest.mark.parametrize("kind", ["H200", "A100"])
+def test_fp16_with_dropout_takes_what_bf16_takes(kind):
+    """The conditions of sdp_utils.cpp and the buffers of the kernels know the types of two bytes by their size."""
+    figures = []
+    for dtype in (FP16, BF16):
+        with virtual_gpus(1, kind=kind, shapes_only=True, torch_version="2.11"):
+            figures.append(_steps(**{**MEASURED["sdpa_bf16_dropout"], "dtype": dtype}))
+    assert figures[0] == figures[1]
+
+
 @pytest.mark.parametrize("case", ["sdpa_fp32_dropout", "sdpa_bool_mask", "sdpa_bf16_mask", "sdpa_gqa_bf16"])
 def test_memory_with_numbers_is_that_with_shapes(case):
     figures = []

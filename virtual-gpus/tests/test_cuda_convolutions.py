@@ -208,6 +208,20 @@ def test_without_tf32_no_layouts_are_converted():
     assert with_tf32 > without + 8 * MIB
 
 
+def test_one_dimension_is_an_image_of_one_row():
+    """`view1d_as_2d` of aten/src/ATen/native/Convolution.cpp."""
+    peaks = []
+    for layer, x in (
+        (nn.Conv1d(64, 128, 5, padding=2), (32, 64, 1000)),
+        (nn.Conv2d(64, 128, (1, 5), padding=(0, 2)), (32, 64, 1, 1000)),
+    ):
+        with virtual_gpus(1, shapes_only=True):
+            layer, x = layer.cuda(), torch.randn(x, device="cuda", requires_grad=True)
+            y, forward = peak_of(lambda layer=layer, x=x: layer(x))
+            peaks.append((forward, peak_of(y.sum().backward)[1]))
+    assert peaks[0] == peaks[1]
+
+
 # ---- the same with numbers and without, and the numbers right --------------------------------------------------------
 
 LAYERS = {

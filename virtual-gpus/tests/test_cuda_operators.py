@@ -219,6 +219,17 @@ def test_packed_copies_of_expanded_gradients(gpu):
     assert sizes_of(lambda: torch.autograd.grad(out, x, gradient.contiguous())) == [4_000_256] * 2  # its own copy
 
 
+def test_cross_entropy_over_images_copies_logits_whose_channels_are_last(gpu):
+    """SoftMax.cu takes `input_.contiguous()` after its result; NLLLoss2d.cu gets that result, which is packed."""
+    logits, classes = torch.zeros(4, 8, 32, 32, device=gpu), torch.zeros(4, 32, 32, dtype=torch.long, device=gpu)
+    last = logits.to(memory_format=torch.channels_last)
+    size = 4 * 8 * 32 * 32 * 4
+    assert sizes_of(lambda: F.cross_entropy(logits, classes)) == [size, 512, 512]
+    assert sizes_of(lambda: F.cross_entropy(last, classes)) == [size, size, 512, 512]
+    assert sizes_of(lambda: F.nll_loss(last, classes)) == [512, 512, size]  # its own copy
+    assert sizes_of(lambda: F.nll_loss(last, classes, reduction="none"))[1:] == [512]
+
+
 def test_a_kernel_that_runs_out_of_memory_on_the_way_leaves_nothing_behind():
     with virtual_gpus(1, memory="1 GiB", kind="H200"):
         gradient = torch.ones(2048, 20_000, device="cuda")

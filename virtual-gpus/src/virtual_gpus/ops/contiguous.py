@@ -2,8 +2,8 @@
 
 The CPU's kernels copy as well, but not always the same inputs, and on no GPU. Most often it is a gradient that was
 expanded from one number, as after `loss.sum()`. Sources: the `contiguous` and `expect_contiguous` calls of
-aten/src/ATen/native/cuda (SoftMax.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu, ...) and of
-aten/src/ATen/native/cudnn/BatchNorm.cpp.
+aten/src/ATen/native/cuda (SoftMax.cu, NLLLoss2d.cu, layer_norm_kernel.cu, group_norm_kernel.cu, DilatedMaxPool2d.cu,
+...) and of aten/src/ATen/native/cudnn/BatchNorm.cpp.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from virtual_gpus.placement.storages import nbytes
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-# Operator -> inputs that must be packed, in the order of their copies.
-_PACKED = {
+_NO_REDUCTION = 0  # at::Reduction::None
+
+# Operator -> inputs that must be packed with the channels first, in the order of their copies.
+_CHANNELS_FIRST = {
     "_softmax": ("self",),
     "_log_softmax": ("self",),
     "_softmax_backward_data": ("grad_output", "output"),
     "_log_softmax_backward_data": ("grad_output", "output"),
+    "nll_loss2d_forward": ("self", "target"),
+    "nll_loss2d_backward": ("target",),
+}
+# Operator -> inputs that must be packed in either order of channels.
+_PACKED = {
     "embedding": ("indices",),
     "nll_loss_forward": ("target",),
     "nll_loss_backward": ("target",),
@@ -55,9 +62,14 @@ def packed_copy(tensor: torch.Tensor | None) -> int:
     return 0 if last is not None and tensor.is_contiguous(memory_format=last) else nbytes(tensor)
 
 
-def packed_copies(call: OpCall, names: tuple[str, ...]) -> list[int]:
+def channels_first_copy(tensor: torch.Tensor) -> int:
+    """The same for kernels that do not know channels last, such as those of a cross entropy over images."""
+    return 0 if tensor.is_contiguous() else nbytes(tensor)
+
+
+def packed_copies(call: OpCall, names: tuple[str, ...], copy_of=packed_copy) -> list[int]:
     """Bytes of the copy of each named input that is not packed."""
-    return [size for name in names if (size := packed_copy(call[name]))]
+    return [size for name in names if (size := copy_of(call[name]))]
 
 
 def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
@@ -69,10 +81,12 @@ def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
         return finish(call)
 
 
-def _recipe(names: tuple[str, ...]):
+def _recipe(names: tuple[str, ...], copy_of):
     def run_and_pack(call: OpCall):
         """These kernels have their results first."""
-        sizes = packed_copies(call, names)
+        if call.op.base.startswith("nll_loss2d") and call["reduction"] == _NO_REDUCTION:
+            return call.run()  # NLLLoss2d.cu: the kernels of a loss per pixel take any strides
+        sizes = packed_copies(call, names, copy_of)
         result = call.run()
         with call.scratches(sizes):
             return result
@@ -80,4 +94,7 @@ def _recipe(names: tuple[str, ...]):
     return run_and_pack
 
 
-RECIPES = {name: _recipe(inputs) for name, inputs in _PACKED.items()}
+RECIPES = {
+    **{name: _recipe(inputs, packed_copy) for name, inputs in _PACKED.items()},
+    **{name: _recipe(inputs, channels_first_copy) for name, inputs in _CHANNELS_FIRST.items()},
+}

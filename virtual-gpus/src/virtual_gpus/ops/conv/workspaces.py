@@ -1,12 +1,15 @@
 """Workspaces of cuDNN's convolutions: sizes from shapes, no torch.
 
 cuDNN picks one of its kernels by a heuristic that is not published; a workspace holds what that kernel needs. So the
-rules below are an estimate. Their kinds of buffers (layout copies, partial sums, Winograd's tiles, tables of offsets)
-follow from how such kernels work; when which is used, and all constants, were chosen on one set of cases, measured on
-an H200 (cuDNN 9.19, torch 2.11): each call of a ResNet-18 step (64 images of 32x32) to the byte, peaks of eight single
-layers (fp32 with TF32, one bf16), and three steps' memory of ResNet-18, 34 (128 images of 32x32) and 50 (32 of 64x64).
-All steps come out exactly, which proves less than it seems: they were used to choose the rules, and they see most sizes
-only roughly (10 MiB or more, say). Of the trace's 32 different calls 25 come out to 512 bytes.
+rules below are an estimate. Their kinds of buffers (layout copies, partial sums, tiles of Winograd's and of Fourier's
+transform, tables of offsets) follow from how such kernels work; when which is used, and all constants, were chosen on
+two sets of cases, measured on an H200 (cuDNN 9.19, torch 2.11). The first: each call of a ResNet-18 step (64 images of
+32x32) to the byte, peaks of eight single layers (fp32 with TF32, one bf16), and three steps' memory of ResNet-18, 34
+(128 images of 32x32) and 50 (32 of 64x64). The second: three steps of MobileNet v3 (64 images of 64x64) and of
+DenseNet-121 (32 of 32x32), and two single layers. All steps come out exactly, which proves less than it seems: they
+were used to choose the rules, and they see most sizes only roughly (10 MiB or more, say). Of the trace's 32 different
+calls 25 come out to 512 bytes. `python -m benchmarks.memory --leave-one-out` says how far each case is off by rules
+that were chosen without it.
 
 Measured, in several calls each:
 
@@ -18,7 +21,10 @@ Measured, in several calls each:
   filters for each part into which the sum over pixels is split, so that tiles x parts fill the SMs once. To turn the
   result costs one more set. Images of one pixel: a table of offsets, 4 bytes per element of a filter.
 - 3x3 filters on 4096 pixels or fewer get theirs by Winograd's transform of 4x4 tiles, which is written out, if there
-  are at least as many pixels as channels.
+  are at least as many pixels as channels and not too many products.
+- 1x1 filters on images of two to four pixels get theirs by a matrix product for each image, as the peaks of MobileNet
+  and DenseNet show to the byte: one set of fp32 filters for each image of the batch, and no copies. The largest seen
+  takes 64 MiB. ResNet-50, where it would be 128 MiB, does without.
 
 Fitted to these cases, each to one to four calls of known size; the steps of the other ResNets bear it out, roughly:
 
@@ -27,6 +33,9 @@ Fitted to these cases, each to one to four calls of known size; the steps of the
 - The input's gradient takes no copies where those of the filters would be more than twice the images'. Between images
   of one pixel it splits its deep sum, with partial sums for whole tiles.
 - The least length of a part of a sum, and the limits of Winograd's transform.
+- 5x5 filters get theirs by Fourier's transform. One call was measured, of 32 MiB: tiles of 32x32 numbers for all planes
+  of images and gradients, before and after they are put in order, and of the filters. That call had 32 channels and 64
+  filters. Fewer than 32, and images that do not fit into one tile with their margin, are treated as any other.
 
 Known to be off: where images have a few pixels, kernels change from layer to layer (at worst 2 MiB for 0); a 3x3
 forward of 128 channels at 16x16 took 4 MiB more (4 % of its peak), a 1x1 forward a copy of its filters, strided
@@ -46,11 +55,33 @@ _ALIGNMENT = 16  # bytes added to every layout copy's workspace
 _SPLIT_ALIGNMENT = 128
 _TILE = 128  # rows and columns of the output that one block of threads computes
 _NARROW = 32  # columns of the narrowest tile
-_SHORTEST_PART = 256  # pixels that one part of a split sum covers at least
-_SHORTEST_SUM = 448  # products that one part covers at least, between images of one pixel
-_DEEP_SUM = 2048  # products per number of the forward's output
-_WINOGRAD_PIXELS = 4096
 _WINOGRAD_TILE = 4  # outputs per side; 6x6 numbers each, once transformed
+_FOURIER_TILE = 32  # numbers per side
+_FOURIER_FILTER = 5  # pixels per side of the smallest filter
+
+
+class Fitted(NamedTuple):
+    """The limits that were chosen on the measured cases.
+
+    shortest_part: pixels that one part of a split sum covers at least.
+    shortest_sum: products that one part covers at least, between images of one pixel.
+    deep_sum: products per number of the forward's output from which on the output is copied.
+    winograd_pixels, winograd_products: the most pixels, and products per filter tap, for Winograd's transform.
+    fourier_side: the largest side of an image with its margin for Fourier's transform.
+    few_pixels, largest_sums: the most pixels of an image, and bytes, for sums image by image.
+    """
+
+    shortest_part: int = 256
+    shortest_sum: int = 448
+    deep_sum: int = 2048
+    winograd_pixels: int = 4096
+    winograd_products: int = 2**26
+    fourier_side: int = 32
+    few_pixels: int = 4
+    largest_sums: int = 64 << 20
+
+
+FITTED = Fitted()  # `benchmarks.leave_one_out` tries others
 
 
 class Shape(NamedTuple):
@@ -100,7 +131,7 @@ def _turns_output(shape: Shape) -> bool:
     if taps == 1:
         return shape.strided
     fills = _ceil(shape.pixels, _TILE) * _ceil(shape.filters, _TILE) >= shape.sms
-    return fills or shape.channels < 4 or shape.channels // shape.groups * taps >= _DEEP_SUM
+    return fills or shape.channels < 4 or shape.channels // shape.groups * taps >= FITTED.deep_sum
 
 
 def data_gradient(shape: Shape) -> int:
@@ -120,7 +151,7 @@ def data_gradient(shape: Shape) -> int:
 def _sums_of_one_pixel(shape: Shape) -> int:
     """Partial sums of the input gradient's whole tiles."""
     tiles = shape.groups * _ceil(shape.batch, _TILE) * _ceil(shape.channels // shape.groups, _TILE)
-    parts = min(shape.sms // tiles, shape.filters // shape.groups * prod(shape.kernel) // _SHORTEST_SUM)
+    parts = min(shape.sms // tiles, shape.filters // shape.groups * prod(shape.kernel) // FITTED.shortest_sum)
     return parts * tiles * _TILE**2 * 4 if parts > 1 else 0
 
 
@@ -132,6 +163,10 @@ def weight_gradient(shape: Shape) -> int:
         return _offsets(shape)
     if _takes_winograd(shape):
         return _winograd(shape)
+    if _takes_fourier(shape):
+        return _fourier(shape)
+    if _sums_by_image(shape):
+        return shape.batch * shape.filters * shape.channels * 4
     padded = _padded(shape)
     parts = _parts(shape, padded)
     filters = shape.filters * padded // shape.groups * prod(shape.kernel)
@@ -181,7 +216,7 @@ def _parts(shape: Shape, padded: int) -> int:
     taps, channels = prod(shape.kernel), padded // shape.groups
     columns = taps * _ceil(channels, _TILE) if channels >= _NARROW else _ceil(taps * channels, _NARROW)
     tiles = shape.groups * _ceil(shape.filters // shape.groups, _TILE) * columns
-    return max(1, min(shape.sms // tiles, shape.pixels // _SHORTEST_PART))
+    return max(1, min(shape.sms // tiles, shape.pixels // FITTED.shortest_part))
 
 
 def _knows_winograd(shape: Shape) -> bool:
@@ -191,7 +226,9 @@ def _knows_winograd(shape: Shape) -> bool:
 
 def _takes_winograd(shape: Shape) -> bool:
     """It must pay to transform all filters for the few tiles that use them."""
-    return _knows_winograd(shape) and max(shape.channels, shape.filters) <= shape.pixels <= _WINOGRAD_PIXELS
+    products = shape.channels * shape.filters * shape.pixels
+    enough = max(shape.channels, shape.filters) <= shape.pixels <= FITTED.winograd_pixels
+    return _knows_winograd(shape) and enough and products <= FITTED.winograd_products
 
 
 def _winograd(shape: Shape) -> int:
@@ -199,6 +236,27 @@ def _winograd(shape: Shape) -> int:
     tiles = shape.batch * prod(_ceil(side, _WINOGRAD_TILE) for side in shape.output)
     numbers = tiles * (shape.channels + shape.filters) + shape.channels * shape.filters
     return (_WINOGRAD_TILE + 2) ** 2 * 4 * numbers
+
+
+def _takes_fourier(shape: Shape) -> bool:
+    """Filters of 5x5 and more on images that fit into one tile with their margin, if channels share the transforms."""
+    plain = shape.groups == 1 and not shape.strided and not shape.channels_last and shape.itemsize == 4
+    taps, sides = shape.kernel, [o + k - 1 for o, k in zip(shape.output, shape.kernel, strict=True)]
+    pays = min(shape.channels, shape.filters) >= _NARROW and min(taps) >= _FOURIER_FILTER
+    return plain and len(taps) == 2 and pays and max(sides) <= FITTED.fourier_side
+
+
+def _fourier(shape: Shape) -> int:
+    """Tiles of images and gradients, before and after they are put in order, and those of the filters."""
+    planes = 2 * shape.batch * (shape.channels + shape.filters) + shape.channels * shape.filters
+    return _FOURIER_TILE**2 * 4 * planes
+
+
+def _sums_by_image(shape: Shape) -> bool:
+    """1x1 filters on images of two to four pixels: a matrix product for each image, whose results are added up."""
+    plain = shape.groups == 1 and not shape.strided and not shape.channels_last and shape.itemsize == 4
+    few = prod(shape.kernel) == 1 < prod(shape.image) <= FITTED.few_pixels
+    return plain and few and shape.batch * shape.filters * shape.channels * 4 <= FITTED.largest_sums
 
 
 def _offsets(shape: Shape) -> int:

@@ -4,11 +4,13 @@ cuDNN publishes no formulas. These are built from what it must hold, out of one 
 hidden` elements. What is known, and from where:
 
 - Weight buffer: documented, and equal to the measured sizes. Which algorithm runs: PyTorch's rules, from its source.
-- Reserve: all five recurrent networks measured on an H200 (tests/data/h200) to the byte, as well as sizes that others
+- Reserve: all seven recurrent networks measured on an H200 (tests/data/h200) to the byte, as well as sizes that others
   published for four layers of LSTM and GRU with an old cuDNN.
 - Workspace of the standard algorithm: a weight copy (as in old versions), the copies that PyTorch's padded layout
-  asks for, the gates of one layer, and further sequences. Three LSTMs and a GRU were measured, on cuDNN 9.19; the
-  numbers of further sequences for layers, dropout and two directions rest on one measurement each.
+  asks for, the gates of one layer, and further sequences. Four LSTMs and two GRUs were measured, on cuDNN 9.19. The
+  numbers of further sequences for layers, dropout, two directions (of an LSTM, and of a GRU) and hidden sizes that are
+  not a multiple of 64 (one LSTM of 3 x 300) rest on one measurement each. How the last one grows with the layers is a
+  guess. `python -m benchmarks.memory --leave-one-out` says what each is worth.
 - Guesses: the workspace of the small-hidden algorithm (measured for one tanh RNN; others scale with their gates),
   of inference, of plain RNNs, with projections; all sizes in float16, for which the elements are counted at two bytes.
 
@@ -19,12 +21,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 _RESERVED = {"LSTM": 5, "GRU": 6, "RNN": 1}  # sequences kept per layer; an LSTM's are the gates and the cell
 _STATES = {"LSTM": 10, "GRU": 13, "RNN": 6}  # batch x hidden, per layer: copies of the states, and buffers of a step
 _PADDED_STATES = {"LSTM": 8, "GRU": 4, "RNN": 4}  # those of them that the padded layout asks for
 _DROPOUT_STATE_PER_PROCESSOR = 1024 * 48  # random states of cuRAND's XORWOW, one per thread
+
+
+class Fitted(NamedTuple):
+    """What one measurement each decided about the workspace.
+
+    aligned: hidden sizes that are a multiple of it need no padding.
+    dropout: further sequences for each layer but the first, with dropout.
+    gru_inputs: copies of inputs and outputs that a GRU in two directions takes beyond those of its outputs.
+    """
+
+    aligned: int = 64
+    dropout: int = 3
+    gru_inputs: int = 0
+
+
+FITTED = Fitted()  # `benchmarks.leave_one_out` tries others
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +124,10 @@ def workspace_bytes(net: Network, small: bool, training: bool = True) -> int:
         states -= _PADDED_STATES[net.cell] * net.inner
     else:
         total += passes * (inputs + outputs)
-    total += (net.layers - 1) * net.directions * sequence * (passes + 3 * (training and net.dropout))
-    total += both_ways * passes * (inputs + 2 * outputs)
+    total += (net.layers - 1) * net.directions * sequence * (passes + FITTED.dropout * (training and net.dropout))
+    total += both_ways * passes * (outputs + (FITTED.gru_inputs if net.cell == "GRU" else 1) * (inputs + outputs))
+    if net.hidden % FITTED.aligned and not small:
+        total += (net.gates * net.inner + net.layers - 1) * sequence
     if small:
         total += net.inner * sequence * passes * (2 + net.gates)
     states += 4 * both_ways
