@@ -14,8 +14,6 @@ from helpers.data import random_tokens
 from helpers.measure import Readings, peak_memory
 from helpers.models import bert_article
 
-__all__ = ["LENGTH", "VOCABULARY", "WordLoss", "bert_peaks"]
-
 LENGTH, VOCABULARY = 163, 30_000  # words per sentence, and different words in total
 
 

@@ -14,8 +14,6 @@ from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_
 from helpers.show.panel import Panel, control
 from helpers.show.style import COLOURS, WIDTH, bar_style, legend_below, set_alt_text
 
-__all__ = ["explore_pipeline", "tensor_parallel_picture"]
-
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 MOST = 48  # the largest number of micro-batches that is tried for the shortest step
 

@@ -16,8 +16,6 @@ from helpers.parallel.hosts import TORCHRUN, run_hosts
 from helpers.show.programs import SCRIPTS
 from helpers.show.style import WIDTH, bar_style, legend_below, open_frame, series_style, set_alt_text
 
-__all__ = ["exchange", "exchange_picture", "figures", "full_job", "jobs_picture", "jobs_table", "report", "torchrun"]
-
 _ROWS = {
     "computing": {"forward": bar_style(0), "backward": bar_style(5, 1), "step": bar_style(2, 2)},
     "all-gather": {"all_gather": bar_style(1)},

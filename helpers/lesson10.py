@@ -13,8 +13,6 @@ from torch import Tensor
 from helpers.gpus import is_virtual
 from helpers.show.programs import SCRIPTS
 
-__all__ = ["compare", "quiet", "run_program", "show_losses"]
-
 
 def quiet() -> None:
     """Switch off downloads, telemetry and notes, and let Lightning use `launch`. Call it before they are imported.

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from helpers.gpus import keeps_values
 from helpers.parallel.loss import ignored_label, label_weight
 
-__all__ = ["DataParallelTrainer", "EpochRecord", "Trainer"]
-
 Device = torch.device | str | int
 Batch = Sequence[Tensor]  # inputs, labels
 

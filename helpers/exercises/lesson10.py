@@ -1,6 +1,6 @@
 """Checks of lesson 10, frameworks. They compare what was trained with plain loops and import no framework."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,17 @@ def rate(step: int) -> float:
 
 
 def _train(
-    warm_up: bool = False, accumulate: int = 1, divide: bool = True, clip: float = 0.0, clip_each: bool = False, seed=0
+    factor: Callable[[int], float] = lambda step: 1.0,
+    accumulate: int = 1,
+    divide: bool = True,
+    clip: float = 0.0,
+    clip_each: bool = False,
 ) -> Tensor:
-    """The weights after one epoch of a plain loop."""
-    torch.manual_seed(seed)
+    """The weights after one epoch of a plain loop, with the learning rate 0.1 * factor(step)."""
+    torch.manual_seed(0)
     net = nn.Linear(4, 1)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(sgd, rate) if warm_up else None
+    schedule = torch.optim.lr_scheduler.LambdaLR(sgd, factor)
     for number, (x, y) in enumerate(DataLoader(samples(), BATCH), 1):
         loss = mse_loss(net(x), y) / (accumulate if divide else 1)
         loss.backward()
@@ -42,8 +46,7 @@ def _train(
         if number % accumulate == 0:
             sgd.step()
             sgd.zero_grad()
-            if schedule:
-                schedule.step()
+            schedule.step()
     return parameters_to_vector(net.parameters()).detach()
 
 
@@ -78,27 +81,18 @@ def converted(answer):
     require(steps == batches, what, "Use the same batch size, and one epoch.")
     mistakes = {
         "The learning rate stays at its first value. By default, Lightning calls a scheduler after each epoch. "
-        "Return a dictionary from configure_optimizers that says how often.": _train_first_rate(CLIP),
+        "Return a dictionary from configure_optimizers that says how often.": _train(_first_rate, clip=CLIP),
         "The learning rate has no warm-up. Return the scheduler from configure_optimizers, too.": _train(clip=CLIP),
-        "The gradients are not clipped. That is an argument of the Trainer.": _train(warm_up=True),
-        "The gradients are not clipped, and the learning rate stays at its first value.": _train_first_rate(0.0),
+        "The gradients are not clipped. That is an argument of the Trainer.": _train(rate),
+        "The gradients are not clipped, and the learning rate stays at its first value.": _train(_first_rate),
         "The gradients are not clipped, and the learning rate has no warm-up.": _train(),
     }
-    _explain(_weights(module), _train(warm_up=True, clip=CLIP), mistakes)
+    _explain(_weights(module), _train(rate, clip=CLIP), mistakes)
     return "Lightning ends with the weights of the plain loop, with its warm-up and its clipping."
 
 
-def _train_first_rate(clip: float) -> Tensor:
-    torch.manual_seed(0)
-    net = nn.Linear(4, 1)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1 * rate(0))
-    for x, y in DataLoader(samples(), BATCH):
-        sgd.zero_grad()
-        mse_loss(net(x), y).backward()
-        if clip:
-            clip_grad_norm_(net.parameters(), clip)
-        sgd.step()
-    return parameters_to_vector(net.parameters()).detach()
+def _first_rate(step: int) -> float:
+    return rate(0)
 
 
 @exercise

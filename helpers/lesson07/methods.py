@@ -67,12 +67,9 @@ class Job:
         return torch.zeros(size, *self.inputs, dtype=dtype), torch.zeros(size, *self.targets, dtype=torch.long)
 
 
-def _momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
+_MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 BERT = Job("BERT", bert_article, 200, 50, (LENGTH,), (LENGTH,), True, torch.optim.Adam)
-PYRAMIDNET = Job("PyramidNet", pyramidnet_article, 768, 240, (3, 32, 32), (), False, _momentum)
+PYRAMIDNET = Job("PyramidNet", pyramidnet_article, 768, 240, (3, 32, 32), (), False, _MOMENTUM)
 
 
 class TrainStep:
@@ -349,9 +346,10 @@ def _measure_share(rank: int, tasks: Sequence[tuple], clusters: Sequence[Cluster
     """Return the rows, one for each cluster, of every second task (job, method)."""
     torch.distributed.destroy_process_group()  # DDP is measured in a group of this process alone
     gc.freeze()
-    return [[_measure_alone(*task, cluster, gpus) for cluster in clusters] for task in tasks[rank::_PROCESSES]]
-
-
-def _measure_alone(job: Job, method: str, cluster: Cluster, gpus: int) -> Row:
-    with modelled_gpus(gpus, cluster.kind, _MEMORY, cluster.links) as devices:
-        return measure(job, method, devices, cluster)
+    rows = []
+    for task in tasks[rank::_PROCESSES]:
+        rows.append([])
+        for cluster in clusters:
+            with modelled_gpus(gpus, cluster.kind, _MEMORY, cluster.links) as devices:
+                rows[-1].append(measure(*task, devices, cluster))
+    return rows

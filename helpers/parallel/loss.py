@@ -277,15 +277,8 @@ def _apply_in_threads(modules: Sequence[nn.Module], inputs: Sequence, kwargs: An
     new thread, where the caller asked for bfloat16.
     """
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-
-    def with_autocast(module: nn.Module) -> Callable:
-        def call(*arguments: Any, **named: Any) -> Any:
-            with torch.autocast("cuda", dtype, enabled):
-                return module(*arguments, **named)
-
-        return call
-
-    return parallel_apply([with_autocast(module) for module in modules], inputs, kwargs, gpus)
+    within = [torch.autocast("cuda", dtype, enabled)(module) for module in modules]
+    return parallel_apply(within, inputs, kwargs, gpus)
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -4,8 +4,6 @@ import difflib
 import html
 from pathlib import Path
 
-__all__ = ["Difference", "show_diff"]
-
 SCRIPTS = Path(__file__).resolve().parents[2] / "notebooks" / "scripts"
 
 
