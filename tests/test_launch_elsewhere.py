@@ -1,10 +1,12 @@
-"""launch as it works on other systems: spawned ranks that are used again, no libuv, another loopback interface."""
+"""launch as it works on other systems: spawned ranks that are used again, no libuv, no fcntl, other names."""
 
 import asyncio
 import importlib
 import os
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from test_launch import children, is_alive
 from test_launch_notebook import press_the_button, text_of
 from virtual_gpus import virtual_gpus
+from virtual_gpus.patches import process_groups
+from virtual_gpus.processes import shared_memory
 
 from helpers.parallel import network
 from helpers.parallel.hosts import TORCHRUN, run_hosts
@@ -221,7 +225,7 @@ def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
     assert answer["environment"]["SAID"] == "now"
 
 
-# ---- no libuv, another loopback interface ----------------------------------------------------------------------------
+# ---- what other systems lack or name otherwise -----------------------------------------------------------------------
 
 
 class StoreOfWindows(dist.TCPStore):
@@ -258,6 +262,30 @@ def test_torchrun_without_libuv():
     say = "import os; print('says', os.environ['RANK'], os.environ['GLOO_SOCKET_IFNAME'])"
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", 1, "--no-python", sys.executable, "-c", say]
     assert "says 0 lo" in run_hosts({"A": command})["A"]
+
+
+def remove_as_on_windows(path, remove=os.remove):
+    """Windows does not remove a file that a process has open. The name of such a file ends with the process."""
+    process = str(path).rpartition("-")[2]
+    for file in Path("/proc", process, "fd").glob("*") if process.isdigit() else ():
+        with suppress(FileNotFoundError):
+            if os.readlink(file) == str(path):
+                raise PermissionError(path)
+    remove(path)
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_virtual_gpus_without_fcntl_and_proc(monkeypatch, tmp_path):
+    """Ranks see what their parent holds, and files of processes that have ended do not count."""
+    monkeypatch.setattr(shared_memory, "fcntl", None)
+    monkeypatch.setattr(os, "remove", remove_as_on_windows)
+    monkeypatch.setattr(process_groups, "Path", lambda path: tmp_path / "missing")
+    monkeypatch.setattr(processes, "Path", lambda path: tmp_path / "missing")
+    with virtual_gpus(2, memory="1 GiB") as gpus:
+        mine = [torch.zeros(2**28, dtype=torch.uint8, device=gpu) for gpu in gpus]
+        for _ in range(2):  # the ranks of the first launch have ended
+            found = launch(lambda rank: torch.cuda.mem_get_info(rank), ranks=2, show=False)
+            assert [total - free for free, total in found] == [2 * 2**30 // 8 + mine[0].nbytes] * 2
 
 
 def test_the_loopback_interface_has_other_names_elsewhere(monkeypatch):
