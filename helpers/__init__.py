@@ -19,8 +19,6 @@
 Importing has no side effect; `use_gpus` switches GPUs on.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -6,8 +6,6 @@
 This is the only module of the course that imports `virtual_gpus`. Other modules import from here.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from typing import Any

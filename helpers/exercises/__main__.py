@@ -9,8 +9,6 @@ printed nothing, or that the answer still consists of dots. All else is "not sol
 Folded solutions do not count.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

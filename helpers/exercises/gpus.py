@@ -9,6 +9,7 @@ from torch import Tensor
 from helpers.exercises.compare import as_number
 from helpers.exercises.core import NotYet, require, show
 from helpers.measure import GiB, MiB, format_bytes
+from helpers.measure.batch_size import fits
 from helpers.parallel import RankError, launch
 
 AGAIN = "Run the cell with use_gpus above again."
@@ -50,11 +51,7 @@ def check_largest(answer: object, step: int, most: int, unit: str, train: Callab
 def _fits(train: Callable, gpus: list[torch.device], count: int) -> bool:
     gc.collect()
     torch.cuda.empty_cache()
-    try:
-        train(gpus, count)
-    except torch.OutOfMemoryError:
-        return False
-    return True
+    return fits(train, gpus, count)
 
 
 def in_ranks(work: Callable, answer: object, ranks: int, timeout: float) -> list:

@@ -10,8 +10,6 @@ the article's BERT, and 0.77 to 1.00 for its PyramidNet. Formulas and runs use t
 comparison does not check these rates. Sharding was not compared. Fragmentation takes additional memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -10,8 +10,6 @@ GPUs with more memory than any method needs. A batch that does not fit can then 
 so. For DDP, one rank's step is measured in this process, and `helpers.lesson07.scaling` computes it for several ranks.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +27,7 @@ from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
 from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
 from helpers.measure import peak_memory
-from helpers.measure.batch_size import skipping_what_exists
+from helpers.measure.batch_size import fits, skipping_what_exists
 from helpers.measure.timeline import record_timeline
 from helpers.models import PyramidNet, bert_article, pyramidnet_article
 from helpers.parallel.launching import launch
@@ -305,12 +303,7 @@ def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
     step = new_step()
     step.clear()
     torch.cuda.empty_cache()
-    try:
-        step(batch)
-        step(batch)
-    except torch.OutOfMemoryError:
-        return False
-    return True
+    return fits(step, batch) and fits(step, batch)
 
 
 # ---- all methods on all jobs and clusters ----------------------------------------------------------------------------

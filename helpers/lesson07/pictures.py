@@ -3,8 +3,6 @@
 For each picture, another function returns a description as text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 

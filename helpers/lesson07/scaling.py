@@ -12,8 +12,6 @@ take no longer than with one rank. The result is within 0.2 % of runs with 2 and
 Both use the same modelled clock, so this checks the arithmetic, but not the clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

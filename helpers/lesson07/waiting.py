@@ -7,8 +7,6 @@
 all times are modelled. Answer the exercise before you read on, because the code below shows what makes the GPUs wait.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
@@ -71,9 +69,11 @@ def _recorded(name: str, **arguments) -> dict[str, Timeline]:
         if name == "B":
             ranks = launch(_rank, arguments["shares"], arguments["fused"], ranks=2, show=False)
             return {f"B, rank {rank}": timeline for rank, timeline in enumerate(ranks)}
+        micro_batches, fused = arguments.pop("micro_batches"), arguments.pop("fused")
         with torch.device(gpus[0]):
-            stages, inputs = _table(arguments.pop("average_on")) if name == "D" else _equal_stages(name)
-        return {name: _pipelined(Pipeline(stages, gpus, one_f_one_b), inputs, gpus[1], **arguments)}
+            stages, inputs = _stages(name, **arguments)
+        pipeline, targets = Pipeline(stages, gpus, one_f_one_b), torch.empty(len(inputs), device=gpus[1])
+        return {name: _recorded_step(pipeline, fused, lambda: pipeline.step(inputs, targets, _loss, micro_batches))}
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------------
@@ -83,11 +83,6 @@ def _layers(count: int, width: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
 
 
-def _equal_stages(name: str) -> tuple[list[nn.Sequential], Tensor]:
-    count, width, batch = {"A": (3, 512, 1024), "C": (6, 2048, 4096)}[name]
-    return [_layers(count, width), _layers(count, width)], torch.empty(batch, width)
-
-
 class _Mean(nn.Module):
     """The mean of the vectors of each text: (texts, words, width) -> (texts, width)."""
 
@@ -95,7 +90,11 @@ class _Mean(nn.Module):
         return x.mean(1)
 
 
-def _table(average_on: int) -> tuple[list[nn.Sequential], Tensor]:
+def _stages(name: str, average_on: int = 1) -> tuple[list[nn.Sequential], Tensor]:
+    """Return the stages of a job in one process, and its inputs. Only job D averages."""
+    if name != "D":
+        count, width, batch = {"A": (3, 512, 1024), "C": (6, 2048, 4096)}[name]
+        return [_layers(count, width), _layers(count, width)], torch.empty(batch, width)
     stages = [[nn.Embedding(50_000, 256)], [nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048)]]
     stages[average_on].insert(1 - average_on, _Mean())
     return [nn.Sequential(*each) for each in stages], torch.empty(4096, 64, dtype=torch.long)
@@ -103,11 +102,6 @@ def _table(average_on: int) -> tuple[list[nn.Sequential], Tensor]:
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.square().mean()
-
-
-def _pipelined(pipeline: Pipeline, inputs: Tensor, last, micro_batches: int, fused: bool) -> Timeline:
-    targets = torch.empty(len(inputs), device=last)
-    return _recorded_step(pipeline, fused, lambda: pipeline.step(inputs, targets, _loss, micro_batches))
 
 
 def _rank(rank: int, shares: tuple[int, int], fused: bool) -> Timeline:

@@ -39,7 +39,7 @@ def largest_batch(
     gc.collect()
     with skipping_what_exists(), torch.random.fork_rng(range(torch.cuda.device_count())):
         while good < last and (bad is None or bad - good > 1):
-            fitted = _runs(step, size * multiple_of, steps)
+            fitted = all(fits(step, size * multiple_of) for _ in range(steps))
             _put_back(saved)
             if report is not None:
                 report(size * multiple_of, fitted)
@@ -64,10 +64,10 @@ def skipping_what_exists() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _runs(step: Callable[[int], object], batch: int, steps: int) -> bool:
+def fits(step: Callable, *args) -> bool:
+    """Return whether `step(*args)` runs without a torch.OutOfMemoryError. Other errors are passed on."""
     try:
-        for _ in range(steps):
-            step(batch)
+        step(*args)
     except torch.OutOfMemoryError:
         return False
     return True

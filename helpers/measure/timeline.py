@@ -10,8 +10,6 @@ Virtual GPUs have a modelled clock. On real GPUs, torch.profiler measures the ti
 `timeline.modelled` says which of the two applies, and so do tables and pictures (`helpers.show.timeline_bars`).
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
