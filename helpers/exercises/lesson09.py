@@ -11,40 +11,32 @@ from torch.distributed.run import get_args_parser
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
 
+# Exercise 1: for each failure what each rank left behind (exit code, error, where it waits), the rank that failed
+# first, and a hint.
 _LOST = "RuntimeError: Connection closed by peer [10.0.0.{}]:41024"
 _LATE = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
-
-
-def _report(exit_code: int = 1, error: str = "", waits_in: str = "") -> dict:
-    return {"exit_code": exit_code, "error": error, "waits_in": waits_in}
-
-
-# Exercise 1: what each rank left behind.
-REPORTS = {
-    "a crash": [
-        _report(1, _LOST.format(7), "all_reduce"),
-        _report(1, _LOST.format(7), "all_reduce"),
-        _report(1, "IndexError: index 30522 is out of range"),
-        _report(-15, "", "all_reduce"),
-    ],
-    "a kill": [_report(1, _LOST.format(8), "all_reduce"), _report(-9), _report(-15, "", "all_reduce")],
-    "a hang": [
-        _report(1, _LATE, "all_reduce"),
-        _report(-15, "", "all_reduce"),
-        _report(-15, "", "all_reduce"),
-        _report(-15),
-    ],
-    "a crash of rank 0": [
-        _report(1, "torch.OutOfMemoryError: CUDA out of memory"),
-        _report(1, _LOST.format(5), "barrier"),
-    ],
+_ENDED = (-15, "", "all_reduce")
+_FAILURES: dict[str, tuple[list[tuple[int, str, str]], int, str]] = {
+    "a crash": (
+        [(1, _LOST.format(7), "all_reduce")] * 2 + [(1, "IndexError: index 30522 is out of range", ""), _ENDED],
+        2, "Which error is not a consequence of another rank's end?",
+    ),
+    "a kill": (
+        [(1, _LOST.format(8), "all_reduce"), (-9, "", ""), _ENDED],
+        1, "No rank has an error of its own. Which exit code does SIGKILL give?",
+    ),
+    "a hang": (
+        [(1, _LATE, "all_reduce"), _ENDED, _ENDED, (-15, "", "")],
+        3, "No rank has an error of its own, and none was killed by SIGKILL. Which one waits in no collective?",
+    ),
+    "a crash of rank 0": (
+        [(1, "torch.OutOfMemoryError: CUDA out of memory", ""), (1, _LOST.format(5), "barrier")],
+        0, "Rank 0 can be guilty, too.",
+    ),
 }  # fmt: skip
-_GUILTY = {"a crash": 2, "a kill": 1, "a hang": 3, "a crash of rank 0": 0}
-_HINTS = {
-    "a crash": "Which error is not a consequence of another rank's end?",
-    "a kill": "No rank has an error of its own. Which exit code does SIGKILL give?",
-    "a hang": "No rank has an error of its own, and none was killed by SIGKILL. Which one waits in no collective?",
-    "a crash of rank 0": "Rank 0 can be guilty, too.",
+REPORTS = {
+    name: [dict(zip(("exit_code", "error", "waits_in"), rank, strict=True)) for rank in ranks]
+    for name, (ranks, _, _) in _FAILURES.items()
 }
 
 
@@ -57,12 +49,13 @@ def guilty(answer):
         what = f"After {name}, you name rank {show(value)}."
         require(number in range(len(reports)), what, f"The ranks are 0 to {len(reports) - 1}.")
         report = reports[int(number)]
-        if number != _GUILTY[name]:
+        _, first, hint = _FAILURES[name]
+        if number != first:
             lost = any(word in report["error"] for word in ("Connection", "Timed out"))
             why = "Its error only says that another rank did not answer." if lost else ""
             if not report["error"] and report["exit_code"] == -15:
                 why = "It was still running when torchrun ended it."
-            raise NotYet(*filter(None, (what, why, _HINTS[name])))
+            raise NotYet(*filter(None, (what, why, hint)))
     return "Errors of lost connections and time limits are consequences. The cause is an error, a kill, or a silence."
 
 
@@ -94,9 +87,8 @@ def snapshots(save, load):
         _returns(load, folder, 100, "After the snapshots of steps 95 and 100,")
         kept = [path for path in _files(folder) if _step_of(path) is not None]
         steps = sorted(_step_of(path) for path in kept)
-        require(
-            steps == [95, 100], f"The folder holds snapshots of the steps {steps}. Keep the two newest, 95 and 100."
-        )
+        what = f"The folder holds snapshots of the steps {steps}."
+        require(steps == [95, 100], what, "Keep the two newest, 95 and 100.")
         newest = next(path for path in kept if _step_of(path) == 100)
         newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
         _returns(load, folder, 95, "When the file of step 100 is cut in half,")
@@ -147,9 +139,8 @@ def _returns(load: Callable, folder: Path, step: int | None, case: str) -> None:
     try:
         found = load(folder)
     except Exception as error:
-        raise NotYet(
-            f"{case} `load` stops with {type(error).__name__}.", "It should return a state, or None."
-        ) from error
+        what = f"{case} `load` stops with {type(error).__name__}."
+        raise NotYet(what, "It should return a state, or None.") from error
     require(found is not ..., "`load` still returns `...`. Replace the dots with your answer.")
     if step is None:
         require(found is None, f"{case} `load` returns {show(found)}. It should return None.")
@@ -177,8 +168,6 @@ def interval(answer):
             right / math.sqrt(60): "mixes seconds and minutes under the root.",
             right * math.sqrt(60): "mixes seconds and minutes under the root.",
         }
-        if machines == 1:
-            mistakes = {wrong: why for wrong, why in mistakes.items() if wrong != right}
         case = f"For {cost} s, {days} days and {machines} machines, "
         compare.number(call(answer, cost, days, machines), right, "minutes", 0.01, mistakes, case)
     return "Four times as many machines need snapshots twice as often."
@@ -189,20 +178,16 @@ def arguments(answer):
     """Exercise 4: `answer(node)` gives torchrun's arguments on each of two machines with eight GPUs."""
     options = {node: _parsed(call(answer, node), node) for node in ("node-1", "node-2")}
     for node, found in options.items():
-        what = f"On {node}, "
-        require(found.nnodes == "2", f"{what}--nnodes is {found.nnodes}. It is the number of machines, 2.")
-        ranks = str(found.nproc_per_node)
-        require(ranks == "8", f"{what}--nproc-per-node is {ranks}. Start one rank for each of the 8 GPUs of a machine.")
-        require(
-            not found.standalone, f"{what}--standalone lets the machine meet nobody. It is for jobs on one machine."
-        )
-        require(
-            found.max_restarts == 2, f"{what}--max-restarts is {found.max_restarts}. The job must survive 2 failures."
-        )
-        require(
-            found.training_script == "train.py", f"{what}the program is {show(found.training_script)}, not 'train.py'."
-        )
-        _meets(found, node)
+        ranks, script = str(found.nproc_per_node), show(found.training_script)
+        for right, said in (
+            (found.nnodes == "2", f"--nnodes is {found.nnodes}. It is the number of machines, 2."),
+            (ranks == "8", f"--nproc-per-node is {ranks}. Start one rank for each of the 8 GPUs of a machine."),
+            (not found.standalone, "--standalone lets the machine meet nobody. It is for jobs on one machine."),
+            (found.max_restarts == 2, f"--max-restarts is {found.max_restarts}. The job must survive 2 failures."),
+            (found.training_script == "train.py", f"the program is {script}, not 'train.py'."),
+            *_meeting(found, int(node[-1]) - 1),
+        ):
+            require(right, f"On {node}, {said}")
     first, second = options.values()
     same = (first.rdzv_backend, first.rdzv_endpoint, first.rdzv_id) == (
         second.rdzv_backend, second.rdzv_endpoint, second.rdzv_id)  # fmt: skip
@@ -219,18 +204,17 @@ def _parsed(words: object, node: str):
     try:
         return get_args_parser().parse_args(list(words))
     except SystemExit as error:
-        raise NotYet(
-            f"On {node}, torchrun does not understand {show(list(words))}.", "Its message is above."
-        ) from error
+        what = f"On {node}, torchrun does not understand {show(list(words))}."
+        raise NotYet(what, "Its message is above.") from error
 
 
-def _meets(found, node: str) -> None:
-    if found.rdzv_backend == "static":
-        place = f"{found.master_addr}:{found.master_port}"
-        require(place == "node-1:29400", f"On {node}, the machines meet at {place}. It should be node-1:29400.")
-        number = int(node[-1]) - 1
-        require(found.node_rank == number, f"On {node}, --node-rank is {found.node_rank}. It should be {number}.")
-        return
-    require(found.rdzv_backend == "c10d", f"On {node}, --rdzv-backend is {found.rdzv_backend}. Use c10d or static.")
-    place = found.rdzv_endpoint or "nowhere"
-    require(place == "node-1:29400", f"On {node}, --rdzv-endpoint is {place}. It should be node-1:29400.")
+def _meeting(found, number: int) -> list[tuple[bool, str]]:
+    """How machine `number` finds the others: what must hold, each with the words if it does not."""
+    static = found.rdzv_backend == "static"
+    place = f"{found.master_addr}:{found.master_port}" if static else found.rdzv_endpoint or "nowhere"
+    where = "the machines meet at" if static else "--rdzv-endpoint is"
+    meets = place == "node-1:29400", f"{where} {place}. It should be node-1:29400."
+    if static:
+        return [meets, (found.node_rank == number, f"--node-rank is {found.node_rank}. It should be {number}.")]
+    known = found.rdzv_backend == "c10d", f"--rdzv-backend is {found.rdzv_backend}. Use c10d or static."
+    return [known, meets]
