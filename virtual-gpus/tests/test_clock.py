@@ -74,21 +74,21 @@ def test_the_load_is_that_of_the_last_second():
     for _ in range(3000):
         clock.launch(0, 0, 0.25 * MS, 1 * MS, "kernel")
     assert clock.tracks[0].load(clock.now) == pytest.approx(0.25, rel=0.01)
-    assert len(clock.tracks[0].busy) < 2000
+    assert len(clock.tracks[0].busy) < 2 * 2000
 
 
 def test_the_load_can_be_asked_for_while_another_thread_works():
     """A live panel asks in the midst of a training."""
     clock = Clock(1)
 
-    class Span(list):
-        def __iter__(self):
+    class Moment(float):
+        def __lt__(self, other):
             clock.launch(0, 0, 0.25 * MS, 1 * MS, "kernel")
-            return super().__iter__()
+            return float(self) < other
 
-    clock.tracks[0].busy.extend([Span([0.0, 1 * MS]), Span([2 * MS, 3 * MS])])
-    clock.now = 4 * MS
-    assert clock.tracks[0].load(clock.now) == pytest.approx(0.5)
+    before, clock.now = [Moment(0.0), Moment(1 * MS), 2 * MS, 3 * MS], 4 * MS
+    clock.tracks[0].busy.extend(before)
+    assert clock.tracks[0].load(4 * MS) == pytest.approx(0.5) and len(clock.tracks[0].busy) > len(before)
 
 
 @pytest.mark.parametrize("kind", kinds())

@@ -23,7 +23,7 @@ def counted() -> dict[str, int]:
     gc.collect()
     clock = active_machine().clock
     return {
-        "objects": len(gc.get_objects()) - sum(len(track.busy) for track in clock.tracks),
+        "objects": len(gc.get_objects()),
         "tensors": sum(isinstance(found, torch.Tensor) for found in gc.get_objects()),
         "bytes on cuda:0": torch.cuda.memory_allocated(0),
         "bytes on cuda:1": torch.cuda.memory_allocated(1),

@@ -97,7 +97,7 @@ class VirtualGPU:
         if self.routes:
             allocator, key = self._routed(key)
         try:
-            return allocator.malloc(nbytes, key, allocator.owner_of(owner))
+            return allocator.malloc(nbytes, key, owner)
         except OutOfMemory as error:
             error.gpu = self
             raise

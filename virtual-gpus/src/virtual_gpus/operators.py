@@ -65,12 +65,14 @@ class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept."""
 
     __slots__ = (
+        "_defaults",
         "allowed_on_host",
         "base",
         "by_element",
         "changes_size",
         "check",
         "crosses",
+        "draws",
         "draws_by_default",
         "func",
         "has_device",
@@ -80,14 +82,19 @@ class Operator:
         "is_collective",
         "is_composite",
         "is_index",
+        "is_ordinary",
         "is_view",
+        "kernel",
         "kernels",
         "keeps_answers",
         "name",
         "names",
         "needs_values",
         "on_cuda",
+        "positions",
         "recipe",
+        "takes_by_name",
+        "takes_first",
         "with_generator",
         "written",
     )
@@ -95,6 +102,7 @@ class Operator:
     def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         self.func = func  # kept, so that no other overload gets its id
         self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema
+        self.takes_first, self.takes_by_name = None, True  # tensors: among so many arguments first; among named ones
         if isinstance(func, torch._ops.HigherOrderOperator):
             self.kernels, self.is_composite = func.py_kernels, True
             return
@@ -103,12 +111,21 @@ class Operator:
         self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         self.base = self.name.partition(".")[0]
         self.names = [a.name for a in arguments]
+        self.positions = {name: position for position, name in enumerate(self.names)}
+        self._defaults = {}
         self.has_device = "device" in self.names
         self.has_generator = "generator" in self.names
         self.with_generator = _overload_with_generator(func)
         self.draws_by_default = (
             torch.Tag.nondeterministic_seeded in func.tags and not self.has_generator and not self.with_generator
         )
+        self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
+        # What `func` calls, without its call into Python. An operator that was defined in Python may have another way.
+        self.kernel = func._op if func.namespace == "aten" else func
+        if func.namespace == "aten":
+            takes = [a for a in arguments if "Tensor" in str(a.type)]
+            self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
+            self.takes_by_name = any(a.kwarg_only for a in takes)
         lists = bool(arguments) and arguments[0].type.kind() == "ListType"
         self.by_element = (
             self.base.startswith("_foreach_")
@@ -132,6 +149,15 @@ class Operator:
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.recipe = RECIPES.get(self.base)
         self.on_cuda = self.base in _CPU_TWINS or _runs_on_cuda(func)
+        self.is_ordinary = self.on_cuda and not (
+            self.has_device or self.by_element or self.check or self.crosses or self.needs_values or self.changes_size
+        )
+
+    def default(self, name: str) -> Any:
+        """What an argument is that is not given."""
+        if name not in self._defaults:  # asked once: each answer is made anew in C++
+            self._defaults[name] = self.func._schema.arguments[self.positions[name]].default_value
+        return self._defaults[name]
 
     @property
     def checks_each(self) -> bool:

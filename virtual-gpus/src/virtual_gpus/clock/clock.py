@@ -52,7 +52,7 @@ class Track:
         self.streams: dict[int | str, float] = {}
         self.free = 0.0  # the multiprocessors, after the last kernel so far
         self.gaps: deque[list[float]] = deque(maxlen=_KEPT_GAPS)  # idle times before that, if streams share them
-        self.busy: deque[list[float]] = deque()  # [start, end], merged, of the last second
+        self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
         self.late: dict = {}  # id of a storage's allocation -> what says when a collective fills it, see `collectives`
 
@@ -85,18 +85,22 @@ class Track:
     def note(self, start: float, end: float) -> None:
         """Remember a busy time for `load`."""
         busy = self.busy
-        if not busy or start > busy[-1][1]:
-            busy.append([start, end])
-            if len(busy) > 512 and busy[0][1] < end - _WINDOW:
-                while busy[0][1] < end - _WINDOW:
+        if not busy or start > busy[-1]:
+            busy.extend((start, end))
+            if len(busy) > 1024 and busy[1] < end - _WINDOW:
+                while busy[1] < end - _WINDOW:
                     busy.popleft()
-        elif end > busy[-1][1]:
-            busy[-1][1] = end
+                    busy.popleft()
+        elif end > busy[-1]:
+            busy[-1] = end
 
     def load(self, now: float) -> float:
         """Share of the last second before `now` (of the time so far, if that is less) in which kernels ran."""
         since = max(0.0, now - _WINDOW)
-        spans = self.busy.copy()  # in one piece: whoever asks, such as a live panel, is often another thread
+        # In one piece, and from its end: whoever asks, such as a live panel, is often another thread, and the first
+        # half of a span may just have been forgotten.
+        times = list(self.busy)[::-1]
+        spans = zip(times[1::2], times[::2], strict=False)
         busy = sum(max(0.0, min(end, now) - max(start, since)) for start, end in spans)
         return busy / (now - since) if now > since else 0.0
 
@@ -180,13 +184,19 @@ class Clock:
             now = self.spend(host, gpu)
         self.issued += 1
         track = self.tracks[gpu]
-        ready = track.streams.get(stream, 0.0)
-        start = track.take(ready if ready > now else now, seconds, bool(stream) and stream in track.urgent)
+        streams = track.streams
+        start = streams.get(stream, 0.0)
+        if now > start:
+            start = now
+        if start >= track.free and len(streams) < 2:  # `take` for a GPU that is free, without its call
+            track.free = start + seconds
+        else:
+            start = track.take(start, seconds, bool(stream) and stream in track.urgent)
         end = start + seconds
         if further:
             end = max(end, self.spend(further, gpu))
             start, track.free = end - seconds, max(track.free, end)
-        track.streams[stream] = end
+        streams[stream] = end
         track.note(start, end)
         if self.timelines:
             self._record(Span(gpu, stream, start, end, "", name))

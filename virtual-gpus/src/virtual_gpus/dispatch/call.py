@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,23 +29,23 @@ class OpCall:
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.op = operator(func)
+        self.op = op = operator(func)
         self.gpu: VirtualGPU | None = None
         self.tensors = found = []
-        for value in args:  # as `_collect` does, without its call: this runs for every operator
+        for value in args[: op.takes_first]:  # as `_collect` does, without its call: this runs for every operator
             if isinstance(value, torch.Tensor):
                 found.append(value)
             elif isinstance(value, (list, tuple)):
                 _collect(value, found)
-        if kwargs:
+        if kwargs and op.takes_by_name:
             _collect(kwargs.values(), found)
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the schema, or its default."""
-        position = self.op.names.index(name)
+        position = self.op.positions[name]
         if position < len(self.args):
             return self.args[position]
-        return self.kwargs.get(name, self.func._schema.arguments[position].default_value)
+        return self.kwargs[name] if name in self.kwargs else self.op.default(name)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(argument name, tensor) in the schema's order; a list of tensors gives its name several times."""
@@ -83,17 +83,12 @@ class OpCall:
         """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
         return put(run_kernel(self), tensor.untyped_storage()._record)
 
-    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
-        """Memory that CUDA's kernel takes on the way: `with call.scratch(nbytes): ...`. Raises OutOfMemory."""
-        return scratch(self.gpu, nbytes)
+    def scratch(self, *sizes: int) -> AbstractContextManager[None]:
+        """Memory that CUDA's kernel takes on the way: `with call.scratch(nbytes): ...`. Raises OutOfMemory.
 
-    @contextmanager
-    def scratches(self, sizes: Iterable[int]) -> Iterator[None]:
-        """Several blocks at once, in order."""
-        with ExitStack() as stack:
-            for size in sizes:
-                stack.enter_context(self.scratch(size))
-            yield
+        sizes: of several blocks, in order.
+        """
+        return scratch(self.gpu, *sizes)
 
 
 def as_one(function: Callable[..., Any], *args: Any) -> Any:

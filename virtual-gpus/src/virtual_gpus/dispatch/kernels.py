@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,17 @@ if TYPE_CHECKING:  # a call runs its kernel, so it lies above
 
 def run_kernel(call: OpCall) -> Any:
     """The results of `call`, which are on no GPU yet."""
-    op, func, args, kwargs, generator = call.op, call.func, call.args, call.kwargs, None
+    op = call.op
+    if op.draws:
+        return _draw(call)
+    if call.gpu.machine.shapes_only:
+        return known.ask(call, lambda: _run(call, op.kernel, call.args, call.kwargs))
+    return _run(call, op.kernel, call.args, call.kwargs)
+
+
+def _draw(call: OpCall) -> Any:
+    """The results of an operator that draws numbers: from the generator that was asked for, or from the GPU's own."""
+    op, kernel, args, kwargs, generator = call.op, call.op.kernel, call.args, call.kwargs, None
     if op.has_generator:
         generator = _generator(call)
         kwargs = {**kwargs, "generator": generator}
@@ -25,24 +36,24 @@ def run_kernel(call: OpCall) -> Any:
             args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
     elif op.with_generator is not None:
         generator = default_generator(call.gpu)
-        func, kwargs = op.with_generator, {**kwargs, "generator": generator}
+        kernel, kwargs = op.with_generator, {**kwargs, "generator": generator}
     if call.gpu.machine.shapes_only:
-        result = known.ask(call, lambda: _run(call, func, args, kwargs))
+        result = known.ask(call, lambda: _run(call, kernel, args, kwargs))
     else:
-        result = _run(call, func, args, kwargs)
+        result = _run(call, kernel, args, kwargs)
     if generator is not None:
         elements = result.numel() if isinstance(result, torch.Tensor) else 1
         count_draws(generator, elements, call.gpu.spec.multi_processor_count)
     return result
 
 
-def _run(call: OpCall, func, args, kwargs) -> Any:
+def _run(call: OpCall, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     this_thread.inside = True
     try:
         if call.op.draws_by_default:
             with drawing_from(default_generator(call.gpu)):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+                return kernel(*args, **kwargs)
+        return kernel(*args, **kwargs)
     except RuntimeError as error:
         if "DefaultCPUAllocator" in str(error):
             raise errors.host_memory_ran_out(call.op.name) from None

@@ -79,6 +79,10 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
         elif where is not gpu:
             is_mixed = True
     call.gpu = gpu
+    if op.is_ordinary and gpu is not None and not is_mixed and is_dense:  # as most: the rest of this function, at once
+        result = call.run() if op.recipe is None else op.recipe(call)
+        record_op(call, result)
+        return result
     if op.has_device:
         return create(call, machine)
     if gpu is None:

@@ -27,7 +27,7 @@ _CHAINED = 1.75  # cuDNN's kernels for RNNs cost the host more: events between s
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
-_form, _requires_grad = attrgetter("shape", "dtype"), attrgetter("requires_grad")
+_form = attrgetter("shape", "dtype")
 
 
 def record_op(call: OpCall, result: Any) -> None:
@@ -47,16 +47,22 @@ def record_op(call: OpCall, result: Any) -> None:
             _known.clear()
     seconds, host, further = found
     clock = gpu.machine.clock
-    if seconds:
-        track = clock.tracks[gpu.slot]
-        stream = gpu.stream if gpu.streams else 0
-        if this_thread.in_backward or (_grad_enabled() and any(map(_requires_grad, tensors))):
-            host += clock.host.training  # autograd notes it down, which costs the host more
-        if track.late:
-            await_tensors(gpu, stream, tensors)
-        clock.launch(gpu.slot, stream, seconds, host, op.base, further)
-    else:
+    if not seconds:
         clock.spend(host, gpu.slot)
+        return
+    stream = gpu.stream if gpu.streams else 0
+    if this_thread.in_backward or (_grad_enabled() and _is_trained(tensors)):
+        host += clock.host.training  # autograd notes it down, which costs the host more
+    if clock.tracks[gpu.slot].late:
+        await_tensors(gpu, stream, tensors)
+    clock.launch(gpu.slot, stream, seconds, host, op.base, further)
+
+
+def _is_trained(tensors: list[torch.Tensor]) -> bool:
+    for tensor in tensors:  # no generator, see `_form`
+        if tensor.requires_grad:
+            return True
+    return False
 
 
 def record_work(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:

@@ -86,14 +86,16 @@ class CachingAllocator:
         self._live: dict[int, Block] = {}
         self.live_blocks: Mapping[int, Block] = MappingProxyType(self._live)
         self._pending: deque[Block | Owner] = deque()  # what was freed and is not yet back
+        self._note_death = self._pending.append
         self._busy, self._lock = False, threading.RLock()
 
     # ---- allocate and free
 
-    def malloc(self, nbytes: int, stream: PoolKey = 0, owner: Owner | None = None) -> Block:
+    def malloc(self, nbytes: int, stream: PoolKey = 0, owner: object = None) -> Block:
         """A block of at least `nbytes` bytes for work on `stream`; 0 bytes give a block that counts nothing.
 
-        `owner`: what `owner_of` made of the object that the block belongs to; it is freed when that dies.
+        `owner`: an object that the block belongs to, or None. When it dies, its block is freed before anybody looks
+        again. No line of Python runs at that moment, so Ctrl-C cannot hit it and be lost, and no block is either.
         Raises OutOfMemory; ValueError for a negative size; RuntimeError when a finalizer or an observer
         allocates in the middle of another malloc.
         """
@@ -135,15 +137,6 @@ class CachingAllocator:
             self._pending.append(block)
             if not self._busy:  # else whoever is busy looks at _pending once more when done
                 self._drain()
-
-    def owner_of(self, thing: object) -> Owner:
-        """A watch on `thing` to give to `malloc`: when `thing` dies, its block is freed before anybody looks again.
-
-        No line of Python runs at that moment, so Ctrl-C cannot hit it and be lost, and no block is either.
-        """
-        owner = Owner(thing, self._pending.append)
-        owner.address = None  # no block yet
-        return owner
 
     def record_stream(self, block: Block, stream: Stream) -> None:
         """Note that `stream` uses the block too: freed, it is not used again before that stream has come so far.
@@ -206,13 +199,13 @@ class CachingAllocator:
     # ---- where blocks come from and go. Whoever calls these has the lock. _allocate and _free_pending run for
     # every tensor: written out rather than cut up, since each call costs.
 
-    def _allocate(self, nbytes: int, stream: PoolKey, owner: Owner | None) -> Block | None:
+    def _allocate(self, nbytes: int, stream: PoolKey, owner: object) -> Block | None:
         """A used block, or None when memory ran out. The last step, entering it in _live, makes it so."""
         if self._waits.waiting:
             self._complete_waits()
-        options = self.options
-        size = options.rounded(nbytes)
-        small, plain = size <= SMALL_REQUEST, self._always_plain
+        options, plain = self.options, self._always_plain
+        size = (nbytes + 511) & -512 if plain else options.rounded(nbytes)
+        small = size <= SMALL_REQUEST
         pool = (self._small_pools if small else self._large_pools).get(stream) or self._new_pool(small, stream)
         free, tally = pool.free, pool.tally
         i = bisect_left(free, (size,))
@@ -232,10 +225,12 @@ class CachingAllocator:
                 tally.inactive_split_bytes -= size
             else:
                 self._stats.change_splits(tally, 1, remaining)
-        elif was_split and block.arena is None:
-            tally.inactive_split -= 1
-            tally.inactive_split_bytes -= block.size
-        size, block.state, block.requested = block.size, USED, nbytes
+        else:
+            size = block.size
+            if was_split and block.arena is None:
+                tally.inactive_split -= 1
+                tally.inactive_split_bytes -= size
+        block.state, block.requested = USED, nbytes
         tally.allocation += 1
         tally.allocation_up += 1
         tally.allocated_bytes += size
@@ -245,9 +240,11 @@ class CachingAllocator:
         self._stats.rising = True
         if not plain and size >= options.max_split:
             self._stats.oversize_allocations.change(1)
+        address = block.address
         if owner is not None:
-            owner.address, block.owner = block.address, owner
-        self._live[block.address] = block
+            block.owner = watch = Owner(owner, self._note_death)
+            watch.address = address
+        self._live[address] = block
         return block
 
     def _new_pool(self, small: bool, key: PoolKey) -> BlockPool:

@@ -19,7 +19,7 @@ FREE, USED, FREEING, WAITING, UNMAPPED = range(5)
 class Block:
     """A piece of a segment: `address`, `size` (rounded up) and `requested` (as asked for), in bytes.
 
-    arena: the expandable segment that it is in, or None. owner: see `CachingAllocator.owner_of`.
+    arena: the expandable segment that it is in, or None. owner: the `Owner` that watches what it belongs to, or None.
     """
 
     __slots__ = ("address", "arena", "born", "next", "owner", "pool", "prev", "requested", "size", "state")

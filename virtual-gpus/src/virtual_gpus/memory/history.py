@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 
 
 class Live(NamedTuple):
-    """A used block: what was requested, its stream, what it belongs to (see `owner_of`), and where it was made."""
+    """A used block: what was requested, its stream, what it belongs to (see `Owner`), and where it was made."""
 
     requested: int
     stream: int

@@ -22,6 +22,7 @@ from virtual_gpus.memory_model import blas_workspaces
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import this_thread
 
+_LT = torch._C._BlasBackend.Cublaslt
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _chosen: WeakKeyDictionary[VirtualMachine, dict[str, int]] = WeakKeyDictionary()  # {library: bytes}, see `choose_size`
 
@@ -35,6 +36,7 @@ class Handles:
     def __init__(self, gpu: VirtualGPU):
         self.gpu = gpu
         self._defaults = blas_workspaces(gpu.spec, gpu.machine.settings.version)
+        self.lt_is_on = os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"  # for products with a bias
         self.read_chosen_sizes()
         self._of = {}  # holder -> handle number
         self._spare: list[int] = []
@@ -122,8 +124,8 @@ def copied_bytes(matrix: torch.Tensor) -> int:
     """
     if matrix.dim() < 2 or matrix.is_contiguous():
         return 0
-    rows, columns = matrix.shape[-2:]
-    down, across = matrix.stride()[-2:]
+    *_, rows, columns = matrix.shape
+    *_, down, across = matrix.stride()
     by_rows = across == 1 and down >= max(1, columns)
     by_columns = down == 1 and across >= max(1, rows)
     return 0 if by_rows or by_columns else nbytes(matrix)
@@ -139,12 +141,12 @@ def with_workspace(call: OpCall, lt: bool = False):
         return result
     handles = handles_of(call.gpu)
     first = _FIRST.get(call.op.base)
-    matrices = () if first is None else call.args[first : first + 2]
-    if all(map(torch.Tensor.is_contiguous, matrices)):  # as most are
-        handles.work(lt)
-    else:
-        with call.scratches(size for size in map(copied_bytes, matrices) if size):
+    copies = [] if first is None else [size for size in map(copied_bytes, call.args[first : first + 2]) if size]
+    if copies:
+        with call.scratch(*copies):
             handles.work(lt)
+    else:
+        handles.work(lt)
     return result
 
 
@@ -160,7 +162,7 @@ def through_lt(call: OpCall):
 
 def addmm(call: OpCall):
     """With a bias vector the product goes through cublasLt."""
-    return with_workspace(call, _has_lt_bias(call)) if _lt_is_on() else product(call)
+    return with_workspace(call, _has_lt_bias(call)) if handles_of(call.gpu).lt_is_on else product(call)
 
 
 def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
@@ -168,10 +170,11 @@ def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
 
     A matrix as bias goes through cublasLt before an activation, and from 2.15 on in half precision.
     """
-    bias, mat2 = call["self"], call["mat2"]
-    if call["beta"] != 1 or bias.dtype not in _LT_TYPES or mat2.dim() != 2 or min(mat2.shape) < 2:
+    bias, _, mat2 = call.args[:3]
+    shape = mat2.shape
+    if call["beta"] != 1 or bias.dtype not in _LT_TYPES or len(shape) != 2 or min(shape) < 2:
         return _prefers_lt()
-    if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == mat2.shape[1]:
+    if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == shape[1]:
         return True
     half = bias.dim() == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
     half = half and call.gpu.machine.settings.version >= (2, 15)
@@ -180,16 +183,12 @@ def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
 
 def addmm_activation(call: OpCall):
     """addmm followed by ReLU or GELU."""
-    return with_workspace(call, _lt_is_on() and _has_lt_bias(call, True))
-
-
-def _lt_is_on() -> bool:
-    return os.environ.get("DISABLE_ADDMM_CUDA_LT") != "1"
+    return with_workspace(call, handles_of(call.gpu).lt_is_on and _has_lt_bias(call, True))
 
 
 def _prefers_lt() -> bool:
     """True if the program prefers cublasLt: see torch.backends.cuda.preferred_blas_library."""
-    return torch._C._get_blas_preferred_backend() == torch._C._BlasBackend.Cublaslt
+    return torch._C._get_blas_preferred_backend() == _LT
 
 
 RECIPES = {

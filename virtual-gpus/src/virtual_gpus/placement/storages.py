@@ -9,8 +9,6 @@ autograd graph. When the record of a storage on a GPU goes, its block goes back 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -77,14 +75,28 @@ class ScratchBlock:
         self.block = gpu.allocate(nbytes, self)
 
 
-@contextmanager
-def scratch(gpu: VirtualGPU, nbytes: int) -> Iterator[None]:
-    """Memory that a kernel takes on the way: a block on `gpu` until the block of code ends. Raises OutOfMemory."""
-    held = ScratchBlock(gpu, nbytes)
-    try:
-        yield
-    finally:
-        del held  # not with the frame: a traceback may keep that
+class scratch:
+    """Memory that a kernel takes on the way: a block of each size on `gpu`, in order, until the block of code ends.
+
+    Raises OutOfMemory. Not a generator, which would cost as much as the blocks.
+    """
+
+    __slots__ = ("_gpu", "_held", "_sizes")
+
+    def __init__(self, gpu: VirtualGPU, *sizes: int):
+        self._gpu, self._sizes, self._held = gpu, sizes, []
+
+    def __enter__(self) -> None:
+        try:
+            for size in self._sizes:
+                self._held.append(ScratchBlock(self._gpu, size))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        while self._held:  # the last one first
+            self._held.pop()
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -163,8 +175,24 @@ def gpu_of(tensor: torch.Tensor) -> VirtualGPU | None:
 
 def device_of(tensor: torch.Tensor) -> torch.device:
     """What `tensor.device` says: cuda:i for a tensor on a virtual GPU, else PyTorch's own answer."""
-    gpu = None if this_thread.inside else gpu_of(tensor)
-    return RAW_DEVICE(tensor) if gpu is None or active() is None else torch.device("cuda", gpu.index)
+    if this_thread.inside or active() is None:
+        return RAW_DEVICE(tensor)
+    try:  # `gpu_of`, without its calls: programs ask often
+        gpu = tensor.untyped_storage()._record.gpu
+        if gpu is None:
+            if not is_wrapper(type(tensor)):
+                return RAW_DEVICE(tensor)
+        elif gpu.machine.on:
+            return _cuda(gpu.index)
+    except (NotImplementedError, RuntimeError):
+        pass
+    gpu = gpu_of(tensor)
+    return RAW_DEVICE(tensor) if gpu is None else _cuda(gpu.index)
+
+
+@functools.cache
+def _cuda(index: int) -> torch.device:
+    return torch.device("cuda", index)
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
