@@ -11,7 +11,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -30,21 +30,44 @@ def entrance(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def entered(*args, **kwargs):
         try:
             return function(*args, **kwargs)
-        except OutOfMemory as error:
-            text = errors.out_of_memory_text(error, error.gpu)
-            error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
         except BaseException as error:
-            error.__traceback__ = _beyond_this_package(error.__traceback__)
             args = kwargs = None
-            raise
+            replacement = seen_from_outside(error)
+            if replacement is None:
+                raise
         # Raised from here, with the inputs let go, the traceback keeps no tensor alive: what the learner frees is free.
-        args = kwargs = None
-        raise torch.OutOfMemoryError(text)
+        raise replacement
 
     return entered
 
 
+def seen_from_outside(error: BaseException) -> Exception | None:
+    """What is raised instead of `error`; None: the error itself, whose traceback now ends at the caller's line.
+
+    For functions that are entrances themselves. They let go of their arguments and raise outside of `except`.
+    """
+    if not isinstance(error, OutOfMemory):
+        error.__traceback__ = _beyond_this_package(error.__traceback__)
+        return None
+    text = errors.out_of_memory_text(error, error.gpu)
+    error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
+    return torch.OutOfMemoryError(text)
+
+
 ENTERED = entrance(lambda: None).__code__  # the code of `entered`, which all entrances share
+_dispatch: CodeType = ENTERED
+
+
+def entrance_of_dispatch(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Mark the one function that is an entrance without the call that `entrance` adds: it runs for every operator."""
+    global _dispatch
+    _dispatch = function.__code__
+    return function
+
+
+def is_entrance(code: CodeType) -> bool:
+    """True for the code of an entrance."""
+    return code is ENTERED or code is _dispatch
 
 
 def calling_frame() -> FrameType:
@@ -54,7 +77,7 @@ def calling_frame() -> FrameType:
     C++, which no Python code called, it is the frame of the entrance itself.
     """
     frame = sys._getframe()
-    while frame.f_code is not ENTERED:
+    while frame.f_code is not ENTERED and frame.f_code is not _dispatch:
         frame = frame.f_back
     return frame.f_back or frame
 

@@ -83,11 +83,12 @@ class OpCall:
         """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
         return put(run_kernel(self), tensor.untyped_storage()._record)
 
-    def scratch(self, *sizes: int) -> AbstractContextManager[None]:
-        """Memory that CUDA's kernel takes on the way: `with call.scratch(nbytes): ...`. Raises OutOfMemory.
+    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
+        """Memory that CUDA's kernel takes on the way: `with call.scratch(nbytes): ...`. Raises OutOfMemory."""
+        return scratch(self.gpu, nbytes)
 
-        sizes: of several blocks, in order.
-        """
+    def scratches(self, sizes: Iterable[int]) -> AbstractContextManager[None]:
+        """Several blocks at once, in order."""
         return scratch(self.gpu, *sizes)
 
 

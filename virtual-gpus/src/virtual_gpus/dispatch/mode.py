@@ -19,7 +19,7 @@ from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_devi
 from virtual_gpus.dispatch.kernels import refuse_gpu_generator
 from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
 from virtual_gpus.dispatch.tracing import run_traced, tensors_of_numbers
-from virtual_gpus.entrance import calling_frame, entrance
+from virtual_gpus.entrance import calling_frame, entrance_of_dispatch, seen_from_outside
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import follow_size, gpu_of, is_fake, is_wrapper, storages
@@ -44,18 +44,25 @@ class Placement(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that this would add costs a microsecond per operator
 
-    @entrance
+    @entrance_of_dispatch
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        machine = active()
-        if types and any(map(is_wrapper, types)):
-            return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
-        if machine is None or this_thread.inside:
-            return func(*args, **(kwargs or {}))
-        if _is_tracing():
-            return run_traced(lambda call: run(call, machine), func, args, kwargs or {})
-        if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
-            return _run_fake(func, args, kwargs or {})
-        return run(OpCall(func, args, kwargs or {}), machine)
+        try:
+            machine = active()
+            if types and any(map(is_wrapper, types)):
+                return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
+            if machine is None or this_thread.inside:
+                return func(*args, **(kwargs or {}))
+            if _is_tracing():
+                return run_traced(lambda call: run(call, machine), func, args, kwargs or {})
+            if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
+                return _run_fake(func, args, kwargs or {})
+            return run(OpCall(func, args, kwargs or {}), machine)
+        except BaseException as error:
+            args = kwargs = None
+            replacement = seen_from_outside(error)
+            if replacement is None:
+                raise
+        raise replacement
 
 
 def run(call: OpCall, machine: VirtualMachine) -> Any:
@@ -145,7 +152,7 @@ def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
         return alone.collective(call)
     if not call.tensors:
         call.args = tensors_of_numbers(call)
-    result = call.func(*call.args, **call.kwargs)
+    result = call.op.kernel(*call.args, **call.kwargs)
     if is_from_cpp and isinstance(result, torch.Tensor):
         site = call.site
         sites = {storage._record.creation_site for tensor in call.tensors for storage in storages(tensor)} - {None}

@@ -35,7 +35,11 @@ def record_op(call: OpCall, result: Any) -> None:
     gpu, op, tensors = call.gpu, call.op, call.tensors
     try:
         shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
-        key = (gpu.spec.kind, op, shape, *map(_form, tensors))
+        if len(tensors) == 2:  # as most, and then without the tuples in between
+            first, second = tensors
+            key = (gpu.spec.kind, op, shape, first.shape, first.dtype, second.shape, second.dtype)
+        else:
+            key = (gpu.spec.kind, op, shape, *map(_form, tensors))
     except RuntimeError:
         return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
     if op.has_products:

@@ -25,8 +25,8 @@ _ENGINE = ("autograd/graph.py", "autograd\\graph.py")
 def add(call: OpCall):
     """`a + b`; in place where C++ would."""
     args = call.args
-    if len(args) == 2 and isinstance(args[1], torch.Tensor) and not call.kwargs:
-        if _engine_adds(*args) if this_thread.in_backward else _linear_adds(call, *args):
+    if len(call.tensors) == len(args) == 2 and not call.kwargs:
+        if _engine_adds(*args) if this_thread.in_backward else args[1].dim() == 1 and _linear_adds(call, args[0]):
             return call.run_in_place(args[0])
     return call.run()
 
@@ -42,10 +42,10 @@ def _engine_adds(first, second) -> bool:
     return counts == _ALONE and torch.ops.aten.is_non_overlapping_and_dense(first)
 
 
-def _linear_adds(call: OpCall, product: torch.Tensor, bias: torch.Tensor) -> bool:
-    """True if one call of `linear` made the product and now adds the bias."""
+def _linear_adds(call: OpCall, product: torch.Tensor) -> bool:
+    """True if one call of `linear` made the product and now adds a vector, the bias."""
     site = product.untyped_storage()._record.product_site
-    return bias.dim() == 1 and site is not None and site == call.site
+    return site is not None and site == call.site
 
 
 def reshape_product(call: OpCall):

@@ -143,7 +143,7 @@ def with_workspace(call: OpCall, lt: bool = False):
     first = _FIRST.get(call.op.base)
     copies = [] if first is None else [size for size in map(copied_bytes, call.args[first : first + 2]) if size]
     if copies:
-        with call.scratch(*copies):
+        with call.scratches(copies):
             handles.work(lt)
     else:
         handles.work(lt)

@@ -77,7 +77,7 @@ def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
     sizes = packed_copies(call, names)
     if not sizes:
         return finish(call)
-    with call.scratch(*sizes):
+    with call.scratches(sizes):
         return finish(call)
 
 
@@ -88,7 +88,7 @@ def _recipe(names: tuple[str, ...], copy_of):
             return call.run()  # NLLLoss2d.cu: the kernels of a loss per pixel take any strides
         sizes = packed_copies(call, names, copy_of)
         result = call.run()
-        with call.scratch(*sizes):
+        with call.scratches(sizes):
             return result
 
     return run_and_pack

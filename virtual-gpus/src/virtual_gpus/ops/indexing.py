@@ -62,7 +62,7 @@ def index_put(call: OpCall):
     count = max((i.numel() for i in indices), default=0)
     in_place = this_thread.in_backward and call.op.base == "index_put"
     sizes = [8 * count] * 3 + ([] if values.is_contiguous() else [nbytes(values)])
-    with call.scratch(*sizes):
+    with call.scratches(sizes):
         _sort(call, count, 8)
         return call.run_in_place(call["self"]) if in_place else call.run()
 

@@ -42,7 +42,7 @@ def layer_norm(call: OpCall):
         if kept.element_size() < 4:
             put(kept, StorageAllocation(call.gpu, kept.numel() * 4))
     call.place(result)
-    with call.scratch(*sizes):
+    with call.scratches(sizes):
         return result
 
 
@@ -50,7 +50,7 @@ def layer_norm_backward(call: OpCall):
     """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
     sizes = packed_copies(call, ("input", "grad_out"))
     result = call.run()
-    with call.scratch(*(sizes + _partial_gradients(call))):
+    with call.scratches(sizes + _partial_gradients(call)):
         return result
 
 
@@ -78,7 +78,7 @@ def group_norm_backward(call: OpCall):
 
     def finish(call: OpCall):
         result = call.run()
-        with call.scratch(*sizes):
+        with call.scratches(sizes):
             return result
 
     return with_packed(call, ("grad_out", "input"), finish)

@@ -18,6 +18,7 @@ from virtual_gpus.patches.numbers import named
 from virtual_gpus.patches.transfers import as_device
 from virtual_gpus.placement.creation_sites import was_made_in_cpp
 from virtual_gpus.placement.storages import find_gpu, gpu_of, pin, place
+from virtual_gpus.threads import this_thread
 
 # The functions that parse their data in C++, and the name of that argument.
 _DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices"}
@@ -151,7 +152,8 @@ def _joining(make):
 
     @functools.wraps(make)
     def factory(*args, **kwargs):
-        enter_thread()
+        if this_thread.mode is None:
+            enter_thread()
         if "device" in kwargs:
             kwargs["device"] = named(kwargs["device"])
         return make(*args, **kwargs)

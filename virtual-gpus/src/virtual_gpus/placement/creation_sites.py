@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-from virtual_gpus.entrance import ENTERED, calling_frame
+from virtual_gpus.entrance import calling_frame, is_entrance
 from virtual_gpus.placement.storages import HostStorage, gpu_of, storages
 from virtual_gpus.threads import this_thread
 
@@ -24,7 +24,7 @@ _REDUCER = ("nn/parallel/distributed.py", "nn\\parallel\\distributed.py")
 def calling_site() -> Site:
     """A key for the Python instruction that is calling into PyTorch now."""
     frame = calling_frame()
-    if frame.f_code is ENTERED:
+    if is_entrance(frame.f_code):
         return f"thread {threading.get_ident()}"  # gloo's, in which no Python instruction is running
     if frame.f_code.co_filename.endswith(_REDUCER):
         return ANY_TIME

@@ -26,6 +26,8 @@ _MOST = 16384  # answers that are kept
 _SETTINGS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
                        torch.memory_format))  # fmt: skip
 _keys_of = torch._C._dispatch_keys
+_default_dtype, _is_deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
+_empty_strided = torch._C._VariableFunctions.empty_strided  # not `torch`'s, which is a patch while GPUs are on
 _PLAIN = _keys_of(torch.empty(0, device=_META))
 with torch.inference_mode():
     _OF_INFERENCE = _keys_of(torch.empty(0, device=_META))
@@ -88,7 +90,7 @@ def _question_of(call: OpCall) -> tuple | None:
 
 def _question(asks: Any, args: tuple, kwargs: dict, by_element: bool) -> tuple | None:
     """asks: the operator or function."""
-    asked = [asks, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    asked = [asks, _default_dtype(), _is_deterministic()]
     try:
         for value in args:
             _add(asked, value, by_element)
@@ -111,9 +113,13 @@ def _add(asked: list, value, by_element: bool) -> None:
     elif kind in _SETTINGS:
         asked += kind, value  # with the type: 1 == 1.0 == True
     elif kind is list or kind is tuple:
-        asked += kind, len(value)
-        for part in value:
-            _add(asked, part, by_element)
+        kinds = tuple(map(type, value))
+        asked += kind, kinds
+        if _SETTINGS.issuperset(kinds) and not by_element:  # sizes and strides, as most
+            asked.append(tuple(value))
+        else:
+            for part in value:
+                _add(asked, part, by_element)
     elif isinstance(value, torch._C.Generator):
         asked.append(torch._C.Generator)  # no shape is drawn
     else:
@@ -129,7 +135,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _made(form):
     kind = type(form)
     if kind is _Form:
-        return torch.empty_strided(form[0], form[1], dtype=form[2], device=_META)
+        return _empty_strided(form[0], form[1], dtype=form[2], device=_META)
     return None if form is None else kind(map(_made, form))
 
 
