@@ -32,26 +32,27 @@ def entrance(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except BaseException as error:
             args = kwargs = None
-            replacement = seen_from_outside(error)
-            if replacement is None:
+            text = seen_from_outside(error)
+            if text is None:
                 raise
         # Raised from here, with the inputs let go, the traceback keeps no tensor alive: what the learner frees is free.
-        raise replacement
+        raise torch.OutOfMemoryError(text)
 
     return entered
 
 
-def seen_from_outside(error: BaseException) -> Exception | None:
-    """What is raised instead of `error`; None: the error itself, whose traceback now ends at the caller's line.
+def seen_from_outside(error: BaseException) -> str | None:
+    """The words of the torch.OutOfMemoryError that is raised instead of `error`; None: `error` itself is raised.
 
-    For functions that are entrances themselves. They let go of their arguments and raise outside of `except`.
+    Its traceback ends at the caller's line now. Functions that are entrances themselves call this, after they have let
+    go of their arguments. They keep no name for the new error, whose traceback would hold it and their callers for ever.
     """
     if not isinstance(error, OutOfMemory):
         error.__traceback__ = _beyond_this_package(error.__traceback__)
         return None
     text = errors.out_of_memory_text(error, error.gpu)
     error.__traceback__ = error.__context__ = None  # they hold the frames, and those the tensors
-    return torch.OutOfMemoryError(text)
+    return text
 
 
 ENTERED = entrance(lambda: None).__code__  # the code of `entered`, which all entrances share

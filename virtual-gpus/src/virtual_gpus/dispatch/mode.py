@@ -59,10 +59,10 @@ class Placement(TorchDispatchMode):
             return run(OpCall(func, args, kwargs or {}), machine)
         except BaseException as error:
             args = kwargs = None
-            replacement = seen_from_outside(error)
-            if replacement is None:
+            text = seen_from_outside(error)
+            if text is None:
                 raise
-        raise replacement
+        raise torch.OutOfMemoryError(text)
 
 
 def run(call: OpCall, machine: VirtualMachine) -> Any:
