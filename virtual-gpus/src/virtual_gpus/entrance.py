@@ -45,7 +45,7 @@ def seen_from_outside(error: BaseException) -> str | None:
     """The words of the torch.OutOfMemoryError that is raised instead of `error`; None: `error` itself is raised.
 
     Its traceback ends at the caller's line now. Functions that are entrances themselves call this, after they have let
-    go of their arguments. They keep no name for the new error, whose traceback would hold it and their callers for ever.
+    go of their arguments. None of their names may hold the new error, whose traceback holds them and their callers.
     """
     if not isinstance(error, OutOfMemory):
         error.__traceback__ = _beyond_this_package(error.__traceback__)

@@ -101,6 +101,7 @@ class Operator:
 
     def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         self.func = func  # kept, so that no other overload gets its id
+        self.kernel = func  # what computes
         self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema
         self.takes_first, self.takes_by_name = None, True  # tensors: among so many arguments first; among named ones
         if isinstance(func, torch._ops.HigherOrderOperator):
@@ -120,9 +121,8 @@ class Operator:
             torch.Tag.nondeterministic_seeded in func.tags and not self.has_generator and not self.with_generator
         )
         self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
-        # What `func` calls, without its call into Python. An operator that was defined in Python may have another way.
-        self.kernel = func._op if func.namespace == "aten" else func
         if func.namespace == "aten":
+            self.kernel = func._op  # as `func` does itself, with a call into Python
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)

@@ -19,17 +19,19 @@ from virtual_gpus.threads import this_thread
 class OpCall:
     """Made once per operator, in `__torch_dispatch__`; everything that handles the operator is given this object.
 
-    func, op: the ATen overload and its facts. args, kwargs: as the dispatcher passed them, later as the kernel gets
-    them. tensors: all that were among them as they were passed. gpu: where it runs, once that is known; else None.
+    func, op: the ATen overload and its facts. kernel: what computes it. args, kwargs: as the dispatcher passed them,
+    later as the kernel gets them. tensors: all that were among them as they were passed. gpu: where it runs, once that
+    is known; else None.
 
     A recipe (see `ops`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("args", "func", "gpu", "kwargs", "op", "tensors")
+    __slots__ = ("args", "func", "gpu", "kernel", "kwargs", "op", "tensors")
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.op = op = operator(func)
+        self.kernel = op.kernel
         self.gpu: VirtualGPU | None = None
         self.tensors = found = []
         for value in args[: op.takes_first]:  # as `_collect` does, without its call: this runs for every operator

@@ -65,7 +65,7 @@ def _create_on_host(call: OpCall, source: VirtualGPU | None) -> Any:
         refuse_gpu_generator(call)
     kwargs = call.kwargs
     pinned = bool(kwargs.get("pin_memory"))
-    result = call.op.kernel(*call.args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
+    result = call.kernel(*call.args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
     if pinned:
         pin(result)
     elif source is None and isinstance(result, torch.Tensor) and not _is_from_python(call):

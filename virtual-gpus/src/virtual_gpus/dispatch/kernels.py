@@ -18,17 +18,16 @@ if TYPE_CHECKING:  # a call runs its kernel, so it lies above
 
 def run_kernel(call: OpCall) -> Any:
     """The results of `call`, which are on no GPU yet."""
-    op = call.op
-    if op.draws:
+    if call.op.draws:
         return _draw(call)
     if call.gpu.machine.shapes_only:
-        return known.ask(call, lambda: _run(call, op.kernel, call.args, call.kwargs))
-    return _run(call, op.kernel, call.args, call.kwargs)
+        return known.ask(call, lambda: _run(call, call.kernel, call.args, call.kwargs))
+    return _run(call, call.kernel, call.args, call.kwargs)
 
 
 def _draw(call: OpCall) -> Any:
     """The results of an operator that draws numbers: from the generator that was asked for, or from the GPU's own."""
-    op, kernel, args, kwargs, generator = call.op, call.op.kernel, call.args, call.kwargs, None
+    op, kernel, args, kwargs, generator = call.op, call.kernel, call.args, call.kwargs, None
     if op.has_generator:
         generator = _generator(call)
         kwargs = {**kwargs, "generator": generator}

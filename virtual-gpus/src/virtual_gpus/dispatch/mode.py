@@ -152,7 +152,7 @@ def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
         return alone.collective(call)
     if not call.tensors:
         call.args = tensors_of_numbers(call)
-    result = call.op.kernel(*call.args, **call.kwargs)
+    result = call.kernel(*call.args, **call.kwargs)
     if is_from_cpp and isinstance(result, torch.Tensor):
         site = call.site
         sites = {storage._record.creation_site for tensor in call.tensors for storage in storages(tensor)} - {None}

@@ -44,7 +44,7 @@ def run_traced(call_and_place: Callable[[OpCall], Any], func: torch._ops.OpOverl
                 made.append(func(*args, **kwargs))
                 return made[0]
 
-        call.func = recorded
+        call.kernel = recorded
         result = call_and_place(call)
     value = torch._C._get_value_trace(made[0])  # a recipe may have laid the numbers out in another order
     torch._C._set_value_trace(result, value)
