@@ -33,6 +33,10 @@ _form = attrgetter("shape", "dtype")
 def record_op(call: OpCall, result: Any) -> None:
     """Put one operator on the GPU's clock. result: as it returned it."""
     gpu, op, tensors = call.gpu, call.op, call.tensors
+    clock = gpu.machine.clock
+    if op.is_view and type(result) is torch.Tensor and not (result.is_nested or tensors[0].is_nested):
+        clock.spend(clock.host.view, gpu.slot)  # as `_look_up` says, for the most frequent operators
+        return
     try:
         shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
         if len(tensors) == 2:  # as most, and then without the tuples in between
@@ -50,7 +54,6 @@ def record_op(call: OpCall, result: Any) -> None:
         if len(_known) > 65536:
             _known.clear()
     seconds, host, further = found
-    clock = gpu.machine.clock
     if not seconds:
         clock.spend(host, gpu.slot)
         return
