@@ -8,7 +8,6 @@ This is the only module of the course that imports `virtual_gpus`. Other modules
 
 import os
 import subprocess
-from typing import Any
 
 import torch
 
@@ -23,39 +22,13 @@ except ModuleNotFoundError as error:
     ) from None
 from virtual_gpus import record_training
 from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
-from virtual_gpus.gpus import GPUSpec, kinds
+from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.gpus import spec as data_sheet
 from virtual_gpus.memory_model import replay
 
-__all__ = [
-    "ENGINE_FOLDER",
-    "GPUSpec",
-    "GPU_KINDS",
-    "NETWORKS",
-    "OPERATOR_SECONDS",
-    "Rates",
-    "all_reduce_seconds",
-    "block_address",
-    "copy_seconds",
-    "data_sheet",
-    "describe_machine",
-    "inherit_gpus",
-    "inheritable_gpus",
-    "is_virtual",
-    "keeps_values",
-    "modelled_gpus",
-    "modelled_timeline",
-    "one_rank_of",
-    "rates",
-    "record_training",
-    "renew_gpus",
-    "replay",
-    "use_gpus",
-]
-
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
 ENGINE_FOLDER = os.path.join(os.path.dirname(engine.__file__), "")
-GPU_KINDS = tuple(kinds())
+GPU_KINDS = tuple(engine.gpus.kinds())
 _CHOICES = ("auto", "virtual", "real")
 _ours: tuple | None = None  # the virtual GPUs of the last call and their machine, to replace them in the next
 
@@ -186,13 +159,13 @@ def renew_gpus() -> None:
     engine.renew_inherited()
 
 
-def inheritable_gpus() -> dict[str, Any] | None:
+def inheritable_gpus() -> dict | None:
     """What another process needs to have the same virtual GPUs. It can be pickled. None if there are none."""
     machine = engine.active_machine()
     return None if machine is None else machine.settings.arguments()
 
 
-def inherit_gpus(settings: dict[str, Any]) -> engine.virtual_gpus | None:
+def inherit_gpus(settings: dict) -> engine.virtual_gpus | None:
     """Switch on the virtual GPUs that `inheritable_gpus` described in another process. Returns None if some are on."""
     if is_virtual():
         return None
