@@ -191,7 +191,7 @@ def test_describe_machine_draws_the_links_that_the_gpus_have():
 
 def test_a_missing_engine_is_told_with_what_to_install():
     """As in an environment without the package: a None in sys.modules stops its import."""
-    code = "import sys; sys.modules['virtual_gpus'] = None; import helpers"
+    code = "import sys; sys.modules['virtual_gpus'] = None; from helpers import use_gpus"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = run.stderr.rstrip().splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: ") and "pip install ./virtual-gpus" in last
