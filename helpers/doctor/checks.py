@@ -189,7 +189,7 @@ def ports() -> Finding:
 
 def jupyter() -> Finding:
     if error := import_error("jupyterlab") or import_error("websocket"):
-        return Finding(f"JupyterLab was not tried. {error} Colab needs none.", "no lab", "warning", INSTALL)
+        return Finding(f"JupyterLab was not tried. {error} Colab does not need it.", "no lab", "warning", INSTALL)
     from helpers.doctor.lab import LabError, run_in_a_kernel
 
     start = time.perf_counter()
@@ -201,7 +201,7 @@ def jupyter() -> Finding:
     seconds = time.perf_counter() - start
     if not os.path.samefile(prefix, sys.prefix):
         advice = "Remove the kernel `python3` that `jupyter kernelspec list` shows, or choose another in the lessons."
-        return Finding(f"JupyterLab's kernel is another Python, of {prefix}.", "other kernel", "problem", advice)
+        return Finding(f"JupyterLab's kernel is another Python, in {prefix}.", "other kernel", "problem", advice)
     return Finding(f"JupyterLab ran a cell over a websocket, {seconds:.1f} s after its start.", f"lab {seconds:.1f} s")
 
 
@@ -258,7 +258,7 @@ def ranks() -> Finding:
     except (RuntimeError, ValueError, TimeoutError, OSError) as error:
         sums = one_line(error)
     if sums != [3.0, 3.0]:
-        advice = "Lessons 04, 08 and 09 need this. Allow Python in the firewall. If you use a VPN, leave it. Try again."
+        advice = "Lessons 04, 08 and 09 need this. Allow Python in the firewall. Disconnect from any VPN. Try again."
         return Finding(f"Two processes could not exchange a tensor: {sums}.", "no launch", "problem", advice)
     seconds = time.perf_counter() - start
     found, short = f"Two processes started and exchanged a tensor in {seconds:.1f} s.", f"launch {seconds:.1f} s"
