@@ -16,9 +16,9 @@ from helpers.lesson07.scaling import Cluster
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import bert_article, parameter_count, pyramidnet_article
-from helpers.show.style import alt_text
 from tests.benchmarks.methods import STORED, said
 from tests.benchmarks.nets import measured_nets, net_of
+from tests.pictures import alt_text
 
 ARTICLE, SEVEN = NETS["BERT of the article"], NETS["7 billion, 2,048 tokens"]
 TITAN, CLUSTER = Cluster("TITAN Xp"), Cluster("A100", 8, network="InfiniBand HDR")

@@ -12,7 +12,7 @@ from helpers.measure import GiB, MiB
 from helpers.measure import monitor as monitor_module
 from helpers.measure.monitor import KINDS, MemoryMonitor
 from helpers.show import describe_memory, plot_memory
-from helpers.show.style import alt_text
+from tests.pictures import alt_text
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

@@ -22,7 +22,7 @@ from helpers.measure.oom.blocks import UNKNOWN, Block, origin
 from helpers.measure.oom.explain import Explanation
 from helpers.measure.oom.leaks import holders
 from helpers.show import describe_segments, draw_segments
-from helpers.show.style import alt_text
+from tests.pictures import alt_text
 
 matplotlib.use("Agg")
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

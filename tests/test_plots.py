@@ -12,7 +12,8 @@ from matplotlib.colors import to_hex
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal
 from helpers.show import compare_bars, copy_paths_picture, describe, memory_bars
 from helpers.show.bars import empty_figure
-from helpers.show.style import COLOURS, alt_text
+from helpers.show.style import COLOURS
+from tests.pictures import alt_text
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from helpers.measure.timeline import (
     work_of,
 )
 from helpers.show import timeline_bars
-from helpers.show.style import alt_text
+from tests.pictures import alt_text
 
 
 def of(seconds, *work, modelled=True):

@@ -25,7 +25,7 @@ from helpers.lesson07.scaling import (
 )
 from helpers.measure.timeline import record_timeline
 from helpers.parallel.launching import launch
-from helpers.show.style import alt_text
+from tests.pictures import alt_text
 
 MIB = 2**20
 

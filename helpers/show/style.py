@@ -52,8 +52,3 @@ def set_alt_text(figure: Figure, *words: str | None) -> None:
     """
     said = "\n".join(filter(None, words))
     figure._repr_mimebundle_ = lambda include=None, exclude=None: ({}, {"image/png": {"alt": said}})
-
-
-def alt_text(part: Artist) -> str:
-    """Return the text alternative of the figure that contains `part`."""
-    return part.get_figure(root=True)._repr_mimebundle_()[1]["image/png"]["alt"]
