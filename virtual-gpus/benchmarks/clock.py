@@ -4,6 +4,7 @@
     python -m benchmarks.clock resnet18_cifar_b64    # only that one
     python -m benchmarks.clock --operators           # single operators and copies
     python -m benchmarks.clock --kernels gpt_small_b8    # the kernels of a step, operator by operator
+    python -m benchmarks.clock --leave-one-out           # kernels of both sets, by rates fitted without the case
     python -m benchmarks.clock --plot clock.png      # steps as a picture
 
 Kernels: the seconds of all kernels of a step, of the run that timed operator by operator. Profiler: the sum that the
@@ -14,6 +15,7 @@ wall time is the median of 15 steps; where the host is the bottleneck, it moved 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,6 +29,7 @@ _MS, _US = 1e3, 1e6
 # What the H200's profiler calls an operator, and what the dispatch mode sees.
 _SAME = {"cudnn_convolution": "convolution", "cudnn_batch_norm": "native_batch_norm", "clamp_min_": "relu_",
          "cudnn_batch_norm_backward": "native_batch_norm_backward", "clamp_min": "relu", "gather": "embedding",
+         "_conv_depthwise2d": "convolution",
          "_efficient_attention_forward": "_scaled_dot_product_efficient_attention",
          "_efficient_attention_backward": "_scaled_dot_product_efficient_attention_backward",
          "_cudnn_attention_forward": "_scaled_dot_product_cudnn_attention",
@@ -67,10 +70,11 @@ def table_of_operators(rows) -> list[str]:
     return [*lines, "", f"{within} of {len(off)} within {limit}, largest error {100 * max(off):.0f} %"]
 
 
-def table_of_kernels(name: str) -> list[str]:
-    """Each operator of a step: calls, measured and modelled microseconds, the largest difference first."""
+def kernels_of(name: str) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
+    """Operator -> measured seconds of a step, modelled seconds, calls; of a case of the first set or the second."""
     real, modelled, calls = defaultdict(float), defaultdict(float), defaultdict(int)
-    for op, _, count, seconds in measure.load("operator_seconds.json.gz")[name]:
+    folder = "" if name in CASES else "second/"
+    for op, _, count, seconds in measure.load(f"{folder}operator_seconds.json.gz")[name]:
         op = op.removeprefix("aten::")
         real[_SAME.get(op, op)] += seconds
         calls[_SAME.get(op, op)] += count
@@ -78,9 +82,52 @@ def table_of_kernels(name: str) -> list[str]:
     for span in measure.on_virtual_gpu(lambda: timing.timeline_of(name), version).spans:
         if span.gpu is not None:
             modelled[span.name] += span.end - span.start
+    return real, modelled, calls
+
+
+def table_of_kernels(name: str) -> list[str]:
+    """Each operator of a step: calls, measured and modelled microseconds, the largest difference first."""
+    real, modelled, calls = kernels_of(name)
     names = sorted({*real, *modelled}, key=lambda op: -abs(real[op] - modelled[op]))
     lines = [f"{'operator':50} calls  real, us  modelled, us"]
     return lines + [f"{op:50} {calls[op]:5} {real[op] * _US:9.1f} {modelled[op] * _US:13.1f}" for op in names]
+
+
+# The classes whose rate is fitted anew for each case; everything else is one class more.
+_CLASSES = {"conv": "convolution", "mm": "product", "bmm": "product", "addmm": "product", "native_": "normalization",
+            "_foreach": "list", "_fused": "list", "_cudnn_rnn": "recurrent", "_scaled_dot": "attention"}  # fmt: skip
+
+
+def by_class(seconds: dict[str, float]) -> dict[str, float]:
+    """The seconds of each class of operators."""
+    found = defaultdict(float)
+    for op, part in seconds.items():
+        found[next((kind for start, kind in _CLASSES.items() if op.startswith(start)), "other")] += part
+    return found
+
+
+def leave_one_out() -> list[tuple[str, float, float, float]]:
+    """(case, measured seconds, error as modelled, error with each class's rate fitted to all other cases)."""
+    cases = {name: [by_class(part) for part in kernels_of(name)[:2]] for name in timing.BUILDS}
+    rows = []
+    for name, (real, modelled) in cases.items():
+        others = [case for other, case in cases.items() if other != name]
+        predicted = 0.0
+        for kind, seconds in modelled.items():
+            known = [sum(case[which][kind] for case in others) for which in (0, 1)]
+            predicted += seconds * (known[0] / known[1] if all(known) else 1.0)
+        whole = sum(real.values())
+        rows.append((name, whole, timing.error(whole, sum(modelled.values())), timing.error(whole, predicted)))
+    return rows
+
+
+def table_of_leave_one_out() -> list[str]:
+    """One line per case of both sets, and the medians."""
+    rows = leave_one_out()
+    lines = [f"{'kernels of a step':24} real, ms   as modelled   without the case"]
+    lines += [f"{name:24} {ms * _MS:8.2f}     {percent(own)}          {percent(out)}" for name, ms, own, out in rows]
+    medians = [statistics.median(abs(row[column]) for row in rows) for column in (2, 3)]
+    return [*lines, "", f"Median error: {100 * medians[0]:.1f} % and {100 * medians[1]:.1f} %"]
 
 
 def arguments() -> argparse.Namespace:
@@ -88,7 +135,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clock", description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", help=f"only these training steps, of: {', '.join(CASES)}")
     parser.add_argument("--operators", action="store_true", help="single operators and copies")
-    parser.add_argument("--kernels", metavar="CASE", choices=list(CASES), help="the kernels of one step")
+    parser.add_argument("--kernels", metavar="CASE", choices=list(timing.BUILDS), help="the kernels of one step")
+    parser.add_argument(
+        "--leave-one-out", action="store_true", help="the kernels of both sets, each case left out once"
+    )
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the steps (.png, .svg, .pdf)")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in CASES]:
@@ -102,6 +152,8 @@ def main() -> None:
     print(f"real: {meta['gpu']}, torch {meta['torch']}; modelled: torch {torch.__version__}\n")
     if options.operators:
         print("\n".join(table_of_operators(timing.operators())))
+    elif options.leave_one_out:
+        print("\n".join(table_of_leave_one_out()))
     elif options.kernels:
         print("\n".join(table_of_kernels(options.kernels)))
     else:

@@ -262,3 +262,32 @@ def test_a_thread_that_was_left_over_may_add_idle_times():
     track.gaps.append(Meanwhile([1.0, 2.0]))
     track.free = 10.0
     assert track.take(3.0, 1.0) == 10.0
+
+
+# ---- convolutions on tensor cores, and group norms
+
+
+def convolution(out: int, into: int, kind: str = "H200", bias: bool = False) -> float:
+    """Seconds of a 3x3 convolution of 8 images of 128 x 128."""
+    images, filters, result = (8, into, 128, 128), (out, into, 3, 3), (8, out, 128, 128)
+    inputs = [Operand(images, 4), Operand(filters, 4)] + [Operand((out,), 4)] * bias
+    return cost("convolution", inputs, [Operand(result, 4)], spec(kind), "tf32").seconds
+
+
+def test_filters_that_do_not_fill_a_tile_of_tensor_cores_cost_as_much_as_full_ones():
+    few, full, more = (convolution(out, 64) for out in (40, 64, 72))
+    assert few > 0.9 * full and more > 1.5 * full
+    assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
+
+
+def test_a_bias_is_a_kernel_of_its_own():
+    written = 2 * 8 * 64 * 128 * 128 * 4 / spec("H200").bandwidth
+    assert convolution(64, 64, bias=True) - convolution(64, 64) > written
+
+
+def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():
+    def seconds(groups):
+        outputs = [Operand(shape, 4) for shape in ((8, 64, 64, 64), (8, groups), (8, groups))]
+        return cost("native_group_norm", outputs[:1], outputs, spec("H200")).seconds
+
+    assert seconds(4) > 1.5 * seconds(8) > 2 * seconds(64)

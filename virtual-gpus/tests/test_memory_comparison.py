@@ -89,8 +89,12 @@ def test_without_a_card_it_says_so(monkeypatch):
         ({"gpu": "NVIDIA H200"}, "H200"),
         ({"gpu": "NVIDIA A100-SXM4-80GB", "capability": [8, 0]}, "A100-80GB"),
         ({"gpu": "NVIDIA A100-PCIE-40GB", "capability": [8, 0]}, "A100"),
-        ({"gpu": "NVIDIA GeForce RTX 4090", "capability": [8, 9]}, "A100-80GB"),
-        ({"gpu": "NVIDIA B200", "capability": [10, 0]}, "H200"),
+        ({"gpu": "NVIDIA GeForce RTX 4090", "capability": [8, 9]}, "RTX4090"),
+        ({"gpu": "NVIDIA GeForce RTX 4080", "capability": [8, 9]}, "L40S"),
+        ({"gpu": "NVIDIA GH200 480GB", "capability": [9, 0]}, "GH200"),
+        ({"gpu": "NVIDIA H100 PCIe", "capability": [9, 0]}, "H100"),
+        ({"gpu": "NVIDIA L40", "capability": [8, 9]}, "L40S"),
+        ({"gpu": "NVIDIA B300", "capability": [10, 3]}, "B200"),
     ],
 )
 def test_a_card_is_compared_with_its_kind_or_the_next_older(meta, kind):

@@ -6,6 +6,7 @@
 import functools
 
 import pytest
+from benchmarks import clock
 from benchmarks.reference import timing
 from benchmarks.reference.cases import CASES
 
@@ -37,6 +38,23 @@ def test_the_median_error_of_the_busy_seconds():
 def test_the_wall_time_of_a_step(name):
     limit = timing.wall_limit(MEASURED[name])
     assert abs(timing.error(MEASURED[name]["wall"], steps()[name]["wall"])) < limit
+
+
+@pytest.mark.parametrize("name", ["unet_adam_b8", "gru_tagger_b64", "mobilenet_v3_64px_b64"])
+def test_a_step_of_the_second_set_keeps_the_gpu_busy_as_long_as_the_h200(name):
+    """DenseNet's is compared by `python -m benchmarks.clock --leave-one-out`."""
+    real, modelled, _ = clock.kernels_of(name)
+    assert abs(timing.error(sum(real.values()), sum(modelled.values()))) < 0.15
+
+
+def test_leaving_out_replaces_a_classs_rate_by_that_of_the_others(monkeypatch):
+    cases = {
+        "a": ({"mm": 2.0, "add": 1.0}, {"mm": 1.0, "add": 1.0}, {}),
+        "b": ({"mm": 3.0, "add": 1.0}, {"mm": 1.0, "add": 1.0}, {}),
+    }
+    monkeypatch.setattr(timing, "BUILDS", dict.fromkeys(cases))
+    monkeypatch.setattr(clock, "kernels_of", cases.get)
+    assert [row[3] for row in clock.leave_one_out()] == pytest.approx([4 / 3 - 1, 3 / 4 - 1])
 
 
 def test_the_profilers_sum_counts_the_optimizer_twice():

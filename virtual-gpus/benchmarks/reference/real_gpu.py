@@ -37,10 +37,10 @@ def measure_cases(builds: dict[str, Callable]) -> dict:
 
 def kind_of(meta: dict) -> str:
     """The kind of virtual GPU for a measured card: that of its name, else the newest that is not newer than it."""
-    name = re.sub(r"\s", "", meta["gpu"]).lower()
-    named = [kind for kind in kinds() if spec(kind).name == meta["gpu"]]
-    named = named or [kind for kind in kinds() if kind.lower() in name]
-    if named:
-        return named[-1]
+    name = meta["gpu"].lower()
+    named = [kind for kind in kinds() if re.search(r"\s*".join(kind.lower()) + r"(?![0-9a-z])", name)]
+    exact = [kind for kind in kinds() if spec(kind).name == meta["gpu"]]
+    if exact or named:
+        return max(exact or named, key=len)
     capability = tuple(meta.get("capability", (0, 0)))
     return max((kind for kind in kinds() if spec(kind).capability <= capability), default=kinds()[0], key=kinds().index)

@@ -10,7 +10,8 @@ Sources of the numbers:
   operations per second (dense, at boost clock) and the link bandwidths.
 - CUDA on real GPUs reported the memory. It is exact to the byte for K80, V100, T4, A100 (deviceQuery, ECC on) and H200
   (torch 2.11), and exact to the MiB for TITAN Xp (nvidia-smi), A100-80GB and H100 (torch). CUDA also reported the L2
-  cache of all kinds except TITAN Xp.
+  cache of these kinds except TITAN Xp. For Ada, Blackwell, the RTX 3090 and the GH200, the memory is what torch printed
+  in public issues. It differs by some 50 MiB between drivers and on Windows. For A10 and L4 it is an estimate.
 - The context of the H200 and the latency of PCIe 5 were measured (torch 2.11, CUDA 13.0, driver 580). A copy of 4 KiB
   of pinned memory took 13 microseconds. PyTorch's out-of-memory error reported 760 MiB for the context after matrix
   multiplications, and 0.75 GiB after about 80 kinds of operators of cuBLAS, cublasLt and cuDNN. Kernels that are loaded
@@ -91,6 +92,8 @@ PCIE5 = LinkSpec("PCIe 5.0 x16", "PHB", 63e9, 13e-6)
 NVLINK2 = LinkSpec("NVLink 2 x6", "NV6", 150e9, 5e-6)
 NVLINK3 = LinkSpec("NVLink 3 x12", "NV12", 300e9, 5e-6)
 NVLINK4 = LinkSpec("NVLink 4 x18", "NV18", 450e9, 5e-6)
+NVLINK5 = LinkSpec("NVLink 5 x18", "NV18", 900e9, 5e-6)  # B200 data sheet: 50 GB/s per link
+NVLINK_C2C = LinkSpec("NVLink-C2C", "SYS", 450e9, 13e-6)  # GH200 data sheet: to the Grace CPU; latency: PCIe's
 
 
 class Flops(NamedTuple):
@@ -168,22 +171,67 @@ _SPECS = (
         _teraflops(19.5, 156.0, 312.0, 312.0, 19.5),
         420 * _MIB, NVLINK3, PCIE4, "A100 data sheet; memory: torch; L2: that of A100; context: estimated",
     ),
+    GPUSpec(  # tensor cores with sums in fp32, on GeForce half of what the data sheet says for sums in fp16
+        "RTX3090", "NVIDIA GeForce RTX 3090", 24_259 * _MIB, (8, 6), 82, 6 * _MIB, 936e9,
+        _teraflops(35.6, 35.6, 71.0, 71.0, 0.556),
+        350 * _MIB, PCIE4, PCIE4, "GA102 white paper; memory: torch; context: estimated",
+    ),
+    GPUSpec(
+        "A10", "NVIDIA A10", 22_731 * _MIB, (8, 6), 72, 6 * _MIB, 600e9,
+        _teraflops(31.2, 62.5, 125.0, 125.0, 0.488),
+        350 * _MIB, PCIE4, PCIE4, "A10 data sheet; memory, context: estimated; L2: GA102 white paper",
+    ),
+    GPUSpec(
+        "RTX4090", "NVIDIA GeForce RTX 4090", 24_207 * _MIB, (8, 9), 128, 72 * _MIB, 1008e9,
+        _teraflops(82.6, 82.6, 165.2, 165.2, 1.29),
+        420 * _MIB, PCIE4, PCIE4, "Ada white paper; memory: torch; context: estimated",
+    ),
+    GPUSpec(
+        "RTX6000Ada", "NVIDIA RTX 6000 Ada Generation", 45_496 * _MIB, (8, 9), 142, 96 * _MIB, 960e9,
+        _teraflops(91.1, 182.1, 364.2, 364.2, 1.42),
+        420 * _MIB, PCIE4, PCIE4, "data sheet; memory: torch (ECC on); L2: Ada white paper; context: estimated",
+    ),
+    GPUSpec(
+        "L4", "NVIDIA L4", 22_565 * _MIB, (8, 9), 58, 48 * _MIB, 300e9,
+        _teraflops(30.3, 60.0, 121.0, 121.0, 0.47),
+        420 * _MIB, PCIE4, PCIE4, "L4 data sheet; memory, context: estimated; L2: Ada white paper",
+    ),
+    GPUSpec(
+        "L40S", "NVIDIA L40S", 45_589 * _MIB, (8, 9), 142, 96 * _MIB, 864e9,
+        _teraflops(91.6, 183.0, 362.0, 362.0, 1.43),
+        420 * _MIB, PCIE4, PCIE4, "L40S data sheet; memory: torch; L2: Ada white paper; context: estimated",
+    ),
     GPUSpec(
         "H100", "NVIDIA H100 80GB HBM3", 81_090 * _MIB, (9, 0), 132, 50 * _MIB, 3.35e12,
         _teraflops(66.9, 494.7, 989.4, 989.4, 66.9),
         520 * _MIB, NVLINK4, PCIE5, "H100 white paper; memory, L2: torch; context: estimated",
     ),
     GPUSpec(
+        "GH200", "NVIDIA GH200 480GB", 97_157 * _MIB, (9, 0), 132, 60 * _MIB, 4.0e12,
+        _teraflops(66.9, 494.7, 989.4, 989.4, 66.9),
+        520 * _MIB, NVLINK4, NVLINK_C2C, "GH200 data sheet (96 GB of HBM3); memory: torch; L2, context: estimated",
+    ),
+    GPUSpec(
         "H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 60 * _MIB, 4.8e12,
         _teraflops(66.9, 494.7, 989.4, 989.4, 66.9),
         760 * _MIB, NVLINK4, PCIE5, "H200 data sheet (chip: H100's); memory, L2: torch; context: measured",
+    ),
+    GPUSpec(
+        "B200", "NVIDIA B200", 182_642 * _MIB, (10, 0), 148, 126 * _MIB, 8.0e12,
+        _teraflops(75.0, 1100.0, 2250.0, 2250.0, 37.0),
+        760 * _MIB, NVLINK5, PCIE5, "HGX B200 data sheet; memory, L2: torch; context: estimated, that of the H200",
+    ),
+    GPUSpec(
+        "RTX5090", "NVIDIA GeForce RTX 5090", 32_113 * _MIB, (12, 0), 170, 96 * _MIB, 1792e9,
+        _teraflops(104.8, 104.8, 209.5, 209.5, 1.64),
+        520 * _MIB, PCIE5, PCIE5, "RTX Blackwell white paper; memory: torch; context: estimated",
     ),
 )  # fmt: skip
 _BY_KIND = {gpu.kind.lower(): gpu for gpu in _SPECS}
 
 
 def kinds() -> list[str]:
-    """The names of all kinds of GPUs that `spec` knows, oldest first."""
+    """The names of all kinds of GPUs that `spec` knows, in the order of their architectures."""
     return [gpu.kind for gpu in _SPECS]
 
 

@@ -16,9 +16,14 @@ There is one set of constants per kind of GPU and class of operator, but none pe
 - K80: the speed of convolutions was chosen to match two published times. PyramidNet at batch 240 takes 6 to 7 s a step
   (6.1 s here). PyTorch's tutorial on model parallelism, which does not name its GPU, takes 3.75 s (3.4 s here). As a
   check, PyramidNet on four K80s at batch 768 takes 4.9 s here and 5 s in the article.
+- GH200 and B200: `tensor` is what large matrix multiplications were measured to reach (0.84 and 0.78, the table of
+  maximum achievable matmul FLOPS in compute/accelerator/README.md of github.com/stas00/ml-engineering), lowered as
+  much as the H100's training is below its figure there (0.80). Other constants: those of the H200.
 - All other kinds, and all other constants of the K80: estimates from the fraction of the peak that large matrix
-  multiplications, convolutions and copies are known to reach on these GPUs. Values that follow from the data sheet
-  (peak, bandwidth, multiprocessors) need no constants.
+  multiplications, convolutions and copies are known to reach on these GPUs. On GeForce cards, sums in fp32 halve the
+  tensor cores' peak, so they come close to the rest; cards of 72 to 300 W lower their clock rate. Values that follow
+  from the data sheet (peak, bandwidth, multiprocessors) need no constants. `python -m benchmarks.kinds` compares ten
+  kinds with published figures.
 - The host: fitted to the wall time of the same nine steps. On the real machine, these times differed by a factor of 1.6
   between two runs on the same day, so the constants cannot be more accurate than that.
 """
@@ -54,8 +59,17 @@ _CALIBRATIONS = {
     "T4": Calibration(2.2e-6, 0.80, 0.55, 0.40, 0.55, 0.25),
     "A100": Calibration(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36),
     "A100-80GB": Calibration(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36),
+    "RTX3090": Calibration(1.8e-6, 0.87, 0.75, 0.88, 0.65, 0.50),
+    "A10": Calibration(2e-6, 0.82, 0.60, 0.50, 0.55, 0.30),
+    "RTX4090": Calibration(1.5e-6, 0.88, 0.80, 0.90, 0.65, 0.50),
+    "RTX6000Ada": Calibration(1.5e-6, 0.86, 0.75, 0.62, 0.60, 0.36),
+    "L4": Calibration(2e-6, 0.82, 0.55, 0.45, 0.50, 0.25),
+    "L40S": Calibration(1.5e-6, 0.84, 0.75, 0.62, 0.60, 0.36),
     "H100": Calibration(1e-6, 0.88, 0.77, 0.58, 0.60, 0.36),
     "H200": Calibration(1e-6, 0.88, 0.77, 0.80, 0.60, 0.36),
+    "GH200": Calibration(1e-6, 0.88, 0.77, 0.62, 0.60, 0.36),
+    "B200": Calibration(1e-6, 0.88, 0.77, 0.56, 0.60, 0.30),
+    "RTX5090": Calibration(1.5e-6, 0.88, 0.80, 0.95, 0.65, 0.50),
 }
 
 

@@ -119,19 +119,30 @@ class _Conv(NamedTuple):
 
 
 _FORWARD = _Conv(4.9, 7.4, 1.0, 9.3, 0.8, 3)
+_COLUMNS, _WIDE, _NARROW = 64, 128, 32  # of a tile on tensor cores: numbers of channels
 CONVOLUTIONS_BACKWARD = 0.83  # share of the forward pass's speed
 _BACKWARD = _Conv(15.1, 18.0, CONVOLUTIONS_BACKWARD, 24.0, 1.0, 7)
 
 
 def _convolution(work: Work) -> Cost:
+    """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
     images, filters = work.inputs[:2]
-    return _conv(work, _FORWARD, images, filters, work.outputs[0], 1)
+    cost = _conv(work, _FORWARD, images, filters, work.outputs[0], 1)
+    return _and(cost, work.kernel + work.reading(2 * work.outputs[0].nbytes)) if len(work.inputs) > 2 else cost
 
 
 def _convolution_backward(work: Work) -> Cost:
+    """With the gradient of a bias, which is a sum of its own."""
     gradient, images, filters = work.inputs[:3]
     halves = sum(part.shape in (images.shape, filters.shape) for part in work.outputs[:2])
-    return _conv(work, _BACKWARD, images, filters, gradient, max(1, halves))
+    cost = _conv(work, _BACKWARD, images, filters, gradient, max(1, halves))
+    has_bias = len(filters.shape) > 2 and any(len(part.shape) == 1 for part in work.outputs)
+    return _and(cost, 7.2 * work.kernel + work.reading(gradient.nbytes, 0.9)) if has_bias else cost
+
+
+def _and(cost: Cost, seconds: float) -> Cost:
+    """One kernel more."""
+    return cost._replace(seconds=cost.seconds + seconds, kernels=cost.kernels + 1)
 
 
 def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Operand, gradients: int) -> Cost:
@@ -139,6 +150,8 @@ def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Op
     card, window = calibration(work.spec.kind), prod(filters.shape[2:]) > 1
     groups = max(1, images.shape[1] // filters.shape[1]) if len(filters.shape) > 1 else 1
     flops = 2 * prod(result.shape) * prod(filters.shape[1:]) * gradients
+    if cores and groups == 1 and len(filters.shape) > 2:
+        flops = _in_tiles(images, filters, result, conv is _BACKWARD, gradients)
     if len(result.shape) > 1 and result.shape[1] != filters.shape[0]:  # transposed: filters are (in, out, ...)
         flops, groups = 2 * prod(images.shape) * prod(filters.shape[1:]) * gradients, 1
     speed = peak(work.spec, work.precision) * (card.tensor_conv if cores else card.conv) * conv.share
@@ -148,6 +161,21 @@ def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Op
     seconds += passes * work.reading(conv.filters * filters.nbytes)
     seconds += half * work.reading(conv.images * (images.nbytes + result.nbytes))
     return Cost(seconds, max(1, round(conv.kernels * half)), "convolution")
+
+
+def _in_tiles(images: Operand, filters: Operand, result: Operand, backward: bool, gradients: int) -> float:
+    """Operations of whole tiles: columns of channels that are not full cost as much as full ones."""
+    taps, pixels = prod(filters.shape[2:]), prod(result.shape) / result.shape[1]
+    out, into = filters.shape[0], filters.shape[1]
+    if not backward:
+        return 2 * pixels * taps * into * _padded(out, _COLUMNS)
+    columns = taps * _padded(into, _WIDE) if into >= _NARROW else _padded(taps * into, _NARROW)
+    flops = 2 * pixels * _padded(out, _COLUMNS) * columns
+    return flops + (2 * pixels * taps * out * _padded(into, _COLUMNS) if gradients > 1 else 0)
+
+
+def _padded(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 # ---- normalization, softmax, reductions, losses ----------------------------------------------------------------------
@@ -161,6 +189,14 @@ def _batch_norm(work: Work) -> Cost:
     busy = min(1.0, max(0.3, channels / (1.5 * work.spec.multi_processor_count)))
     nbytes = images.nbytes * (3 if backward else 2)
     return Cost(3.2 * work.kernel + work.reading(nbytes, busy * (0.65 if backward else 1.0)), 1)
+
+
+def _group_norm(work: Work) -> Cost:
+    """A block of threads per sample and group, which the statistics count: few of them leave the GPU half idle."""
+    blocks = prod(work.outputs[1].shape) if len(work.outputs) > 1 else 1
+    busy = min(0.7, blocks / (4.8 * work.spec.multi_processor_count))
+    images = work.inputs[0].nbytes
+    return Cost(4.6 * work.kernel + work.reading(images, busy) + work.reading(2 * images), 2)
 
 
 def _with(floor: float, share: float, kernels: int = 1):
@@ -234,7 +270,7 @@ _CLASSES = {
     **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), _batch_norm),
     "native_layer_norm": _with(4.6, 1.0),
     "native_layer_norm_backward": _with(9.5, 0.6, 3),
-    "native_group_norm": _with(4.6, 0.7, 2),
+    "native_group_norm": _group_norm,
     "native_group_norm_backward": _with(9.5, 0.5, 3),
     "_log_softmax": _with(1.2, 0.57),
     "_softmax": _with(1.2, 0.57),
