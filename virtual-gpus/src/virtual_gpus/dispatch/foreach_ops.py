@@ -20,13 +20,16 @@ from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
 from virtual_gpus.shapes import valueless
 
 
-def run(call: OpCall) -> Any:
-    """Run the operator; element i of the result belongs where element i of the first list is."""
+def run(call: OpCall, is_mixed: bool) -> Any:
+    """Run the operator; element i of the result belongs where element i of the first list is.
+
+    is_mixed: False if surely all tensors are on the GPU of the call.
+    """
     op, shapes_only = call.op, call.gpu.machine.shapes_only
     columns = _columns(call)
     first = next(iter(columns), [])
-    gpus = _gpus(first)
-    if op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
+    gpus = _gpus(first) if is_mixed else [call.gpu] * len(first)
+    if is_mixed and op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
         _refuse_mixtures(columns)
     if not op.is_collective:
         record_foreach(call, columns, gpus)
@@ -35,7 +38,7 @@ def run(call: OpCall) -> Any:
         record_collective(call, gpus, result)
         return result
     if shapes_only:
-        valueless.prepare(call, mixed=True)
+        valueless.prepare(call, is_mixed)
         if op.base.startswith("_fused_") and op.base.endswith("_"):
             return None  # they change numbers in place, of which there are none; not all have a meta kernel
     given = call.args
@@ -85,9 +88,6 @@ def _gpus(tensors: Sequence[torch.Tensor]) -> list[VirtualGPU | None]:
 
 def _refuse_mixtures(columns: list[Sequence[torch.Tensor]]) -> None:
     """Elements of one position must share a device; a 0-dim CPU tensor counts as a number."""
-    gpus = [gpu for column in columns for gpu in _gpus(column)]
-    if gpus and gpus[0] is not None and gpus.count(gpus[0]) == len(gpus):  # as almost always
-        return
     for first, *others in zip(*columns, strict=False):
         gpu = gpu_of(first)
         for other in others:

@@ -97,7 +97,7 @@ def run(call: OpCall, machine: VirtualMachine) -> Any:
             errors.warn_of_gpu_that_is_off(former, calling_frame())
         return _run_on_host(call, is_from_cpp)
     if op.by_element:
-        return foreach_ops.run(call)
+        return foreach_ops.run(call, is_mixed)
     if op.check is not None:
         op.check(call)
     if op.crosses:

@@ -117,8 +117,11 @@ def _add(asked: list, value, by_element: bool) -> None:
         asked += kind, kinds
         if _SETTINGS.issuperset(kinds) and not by_element:  # sizes and strides, as most
             asked.append(tuple(value))
-        else:
-            for part in value:
+            return
+        for part, kind in zip(value, kinds, strict=True):
+            if kind is torch.Tensor and _is_plain(part):  # a call less for each tensor of an optimizer
+                asked += part.shape, part.stride(), part.dtype
+            else:
                 _add(asked, part, by_element)
     elif isinstance(value, torch._C.Generator):
         asked.append(torch._C.Generator)  # no shape is drawn
