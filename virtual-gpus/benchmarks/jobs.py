@@ -67,16 +67,54 @@ def resnet18_b64(device: str, gpus: int = 1):
     return _step(net, optimizer, torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,)), device), net, optimizer
 
 
-def gpt_b8(device: str, gpus: int = 1):
-    """The GPT above, 8 texts of 256 tokens, AdamW."""
-    torch.manual_seed(0)
-    net = _parallel(GPT().to(device), gpus)
+def _gpt(net: GPT, samples: int, device: str, gpus: int):
+    words, length = net.words.num_embeddings, net.places.num_embeddings
+    net = _parallel(net.to(device), gpus)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    tokens = torch.randint(0, 8192, (2, 8, 256))
+    tokens = torch.randint(0, words, (2, samples, length))
     return _step(net, optimizer, tokens[0], tokens[1], device), net, optimizer
 
 
-JOBS = {"ResNet-18, batch 64": resnet18_b64, "GPT, batch 8": gpt_b8}
+def gpt_b8(device: str, gpus: int = 1):
+    """The GPT above, 8 texts of 256 tokens, AdamW."""
+    torch.manual_seed(0)
+    return _gpt(GPT(), 8, device, gpus)
+
+
+def nanogpt_b12(device: str, gpus: int = 1):
+    """A GPT of the sizes that nanoGPT recommends for a CPU: 12 texts of 64 letters, AdamW."""
+    torch.manual_seed(0)
+    return _gpt(GPT(words=65, hidden=128, layers=4, heads=4, length=64), 12, device, gpus)
+
+
+class WordModel(nn.Module):
+    """An LSTM of two layers over words, as in PyTorch's word_language_model."""
+
+    def __init__(self, words: int = 2000, hidden: int = 32):
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, hidden), nn.Linear(hidden, words)
+        self.lstm = nn.LSTM(hidden, hidden, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, length) of word numbers -> logits (batch, length, words)."""
+        return self.head(self.lstm(self.words(tokens))[0])
+
+
+def words_b20(device: str, gpus: int = 1):
+    """The model above, 20 texts of 35 words, SGD."""
+    torch.manual_seed(0)
+    net = _parallel(WordModel().to(device), gpus)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    tokens = torch.randint(0, 2000, (2, 20, 35))
+    return _step(net, optimizer, tokens[0], tokens[1], device), net, optimizer
+
+
+JOBS = {
+    "ResNet-18, batch 64": resnet18_b64,
+    "GPT, batch 8": gpt_b8,
+    "nanoGPT for a CPU, batch 12": nanogpt_b12,
+    "LSTM over words, batch 20": words_b20,
+}
 
 
 def tiny(device, gpus=1):

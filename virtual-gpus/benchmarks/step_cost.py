@@ -2,8 +2,10 @@
 
     python -m benchmarks.step_cost                # both tables, about 6 minutes on two cores
     python -m benchmarks.step_cost --rounds 1     # a quick look
+    python -m benchmarks.step_cost --cpu-time --threads 1    # on a machine that does other things as well
 
-Table 1: a step on one virtual GPU, and the same step on the CPU under PyTorch's MemTracker, against the plain CPU step.
+Table 1: a step on one virtual GPU, and the same step on the CPU under a dispatch mode that does nothing (see
+`operator_cost`) and under PyTorch's MemTracker, against the plain CPU step.
 Table 2: nn.DataParallel over 1 to 16 virtual GPUs at a fixed total batch, against one virtual GPU.
 Each round times all columns one after the other, so that a busy machine slows them alike; the median of the rounds'
 ratios is shown, with the smallest and the largest.
@@ -19,17 +21,20 @@ import torch
 from virtual_gpus import virtual_gpus
 
 from benchmarks.jobs import JOBS, resnet18_b64
+from benchmarks.operator_cost import DoNothing
 from benchmarks.reference.measure import mem_tracker
+
+_now = time.perf_counter
 
 
 def seconds(step, steps: int) -> float:
-    """Wall seconds of one step: the fastest of `steps`, after one that warms up."""
+    """Seconds of one step: the fastest of `steps`, after one that warms up."""
     step()
     taken = []
     for _ in range(steps):
-        start = time.perf_counter()
+        start = _now()
         step()
-        taken.append(time.perf_counter() - start)
+        taken.append(_now() - start)
     return min(taken)
 
 
@@ -42,6 +47,12 @@ def on_virtual_gpus(job, steps: int, gpus: int = 1) -> float:
     """The same step on virtual GPUs, under nn.DataParallel when there are several."""
     with virtual_gpus(gpus):
         return seconds(job("cuda", gpus)[0], steps)
+
+
+def under_a_mode(job, steps: int) -> float:
+    """The same step on the CPU under a dispatch mode that hands every operator on."""
+    with DoNothing():
+        return seconds(job("cpu")[0], steps)
 
 
 def under_mem_tracker(job, steps: int) -> float:
@@ -72,12 +83,18 @@ def show(values: list[float]) -> str:
 
 
 def table_of_steps(rounds: int, steps: int) -> list[str]:
-    """One virtual GPU and MemTracker against the plain CPU step."""
-    lines = ["| training step | one virtual GPU / CPU | MemTracker / CPU |", "|---|---|---|"]
+    """One virtual GPU, the mode that does nothing and MemTracker against the plain CPU step."""
+    columns = {
+        "one virtual GPU": on_virtual_gpus,
+        "do-nothing mode": under_a_mode,
+        "MemTracker": under_mem_tracker,
+    }
+    lines = ["| training step | " + " | ".join(f"{name} / CPU" for name in columns) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
     for name, job in JOBS.items():
-        others = (lambda job=job: on_virtual_gpus(job, steps), lambda job=job: under_mem_tracker(job, steps))
-        virtual, tracker = ratios(lambda job=job: on_cpu(job, steps), others, rounds)
-        lines.append(f"| {name} | {show(virtual)} | {show(tracker)} |")
+        others = [lambda job=job, way=way: way(job, steps) for way in columns.values()]
+        found = ratios(lambda job=job: on_cpu(job, steps), others, rounds)
+        lines.append(f"| {name} | " + " | ".join(map(show, found)) + " |")
     return lines
 
 
@@ -97,7 +114,11 @@ def main() -> None:
         "--steps", type=int, default=5, help="steps per timing, of which the fastest counts (default 5)"
     )
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default 2)")
+    parser.add_argument("--cpu-time", action="store_true", help="time of the processor instead of the wall's")
     options = parser.parse_args()
+    if options.cpu_time:
+        global _now
+        _now = time.process_time
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds\n")
     print("\n".join(table_of_steps(options.rounds, options.steps)), end="\n\n")

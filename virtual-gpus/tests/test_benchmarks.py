@@ -1,6 +1,6 @@
 """The benchmarks run and print their tables. Times are never asserted: CI's machines are busy."""
 
-from benchmarks import start_up, step_cost
+from benchmarks import operator_cost, start_up, step_cost
 from benchmarks.jobs import tiny
 
 
@@ -11,6 +11,14 @@ def test_the_tables_have_a_row_per_job_and_per_count(monkeypatch):
     gpus = step_cost.table_of_gpus(rounds=1, steps=1, counts=(2, 3))
     assert len(steps) == 3 and steps[-1].startswith("| tiny | ") and " to " in steps[-1]
     assert [line.split(",")[0] for line in gpus[3:]] == ["| 2 GPUs", "| 3 GPUs"]
+
+
+def test_the_table_of_operators_has_a_figure_for_each_way_to_watch():
+    best = operator_cost.measure(rounds=1, calls=2)
+    assert all(figure > 0 for column in best.values() for figure in column.values())
+    lines = operator_cost.table(best)
+    assert [line.count("|") for line in lines] == [2 + len(operator_cost.COLUMNS)] * len(lines)
+    assert len(lines) == 2 + len(operator_cost.operators("cpu"))
 
 
 def test_the_table_of_start_up_has_a_row_per_program():

@@ -43,6 +43,12 @@ class _StreamTimes:
         self._machine.clock.wait(mark)
 
 
+class _Current(threading.local):
+    """The index of each thread's current GPU."""
+
+    index = 0
+
+
 class Route(NamedTuple):
     """Where allocations go instead of the usual pools: `pool` of the GPU's allocator, or another `allocator`.
 
@@ -141,7 +147,7 @@ class VirtualMachine:
         self.no_room_for_context: Callable[[], Exception] = MemoryError
         self.start_in_child: Callable[[Settings], None] | None = None
         self.history: History | None = None  # of the memory; made at the first use (see memory.history)
-        self._local = threading.local()
+        self._local = _Current()
 
     @functools.cached_property
     def gpus(self) -> list[VirtualGPU]:
@@ -177,7 +183,7 @@ class VirtualMachine:
     @property
     def current(self) -> int:
         """Index of this thread's current GPU; every thread starts at 0, as in CUDA."""
-        return getattr(self._local, "index", 0)
+        return self._local.index
 
     @current.setter
     def current(self, index: int) -> None:
