@@ -40,7 +40,7 @@ def peak_bytes(
         return stage_bytes(net, batch, gpus, cluster, micro_batches).max()
     pieces = micro_batches or 1
     weights, states = net.weights, net.states
-    activations, outputs = net.activations, net.outputs
+    activations, outputs, largest_layer = net.activations, net.outputs, 4 * net.layers.parameters.max()
     earlier = weights if pieces > 1 else 0  # the gradients of earlier micro-batches
     whole = batch / pieces
     share = whole / gpus
@@ -49,7 +49,7 @@ def peak_bytes(
         "DataParallel": weights * (1 + states) + max(2 * weights, earlier + share * activations + 3 * whole * outputs),
         "parallel loss": weights * (1 + states) + max(2 * weights, earlier + share * (activations + 3 * outputs)),
         "DDP": weights * (2 + states) + max(weights, earlier + share * (activations + 3 * outputs)),
-        "sharding": weights * (2 + states) / gpus + net.largest_layer + share * (activations + 3 * outputs),
+        "sharding": weights * (2 + states) / gpus + largest_layer + share * (activations + 3 * outputs),
     }
     return formulas[method]
 

@@ -46,11 +46,6 @@ class Net:
         return 4 * self.layers.parameters.sum()
 
     @property
-    def largest_layer(self) -> float:
-        """Bytes of the parameters of the layer that has the most."""
-        return 4 * self.layers.parameters.max()
-
-    @property
     def states(self) -> int:
         """The number of values that the optimizer keeps for each parameter."""
         return STATES[self.optimizer]

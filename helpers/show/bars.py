@@ -36,11 +36,7 @@ def memory_bars(readings: Readings, title: str | None = None, figure: Figure | N
     return ax
 
 
-def compare_bars(
-    situations: Mapping[str, Readings],
-    field: str = "peak_allocated",
-    title: str | None = None,
-) -> Axes:
+def compare_bars(situations: Mapping[str, Readings], field: str = "peak_allocated", title: str | None = None) -> Axes:
     """Draw several situations side by side, with one bar for each GPU and situation.
 
     `field`: "peak_allocated", "peak_reserved", "allocated", "reserved" or "driver_used". Situations may have different
@@ -98,10 +94,7 @@ def _bar(reading: Reading, field: str, y: float, name: str, style: dict) -> _Bar
 
 
 def _draw(
-    series: Mapping[str, tuple[Readings, str]],
-    labels: Sequence[str],
-    title: str | None,
-    figure: Figure | None = None,
+    series: Mapping[str, tuple[Readings, str]], labels: Sequence[str], title: str | None, figure: Figure | None = None
 ) -> Axes:
     """Draw a bar for each series (readings, field) and each GPU. `labels` are the names of the rows."""
     size = WIDTH, 1.2 + (0.1 + 0.26 * len(series)) * len(labels)
