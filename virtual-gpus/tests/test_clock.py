@@ -267,17 +267,22 @@ def test_a_thread_that_was_left_over_may_add_idle_times():
 # ---- convolutions on tensor cores, and group norms
 
 
-def convolution(out: int, into: int, kind: str = "H200", bias: bool = False) -> float:
+def convolution(out: int, into: int, kind: str = "H200", bias: bool = False, precision: str = "tf32") -> float:
     """Seconds of a 3x3 convolution of 8 images of 128 x 128."""
     images, filters, result = (8, into, 128, 128), (out, into, 3, 3), (8, out, 128, 128)
-    inputs = [Operand(images, 4), Operand(filters, 4)] + [Operand((out,), 4)] * bias
-    return cost("convolution", inputs, [Operand(result, 4)], spec(kind), "tf32").seconds
+    size = 4 if precision == "tf32" else 2
+    inputs = [Operand(images, size), Operand(filters, size)] + [Operand((out,), size)] * bias
+    return cost("convolution", inputs, [Operand(result, size)], spec(kind), precision).seconds
 
 
 def test_filters_that_do_not_fill_a_tile_of_tensor_cores_cost_as_much_as_full_ones():
     few, full, more = (convolution(out, 64) for out in (40, 64, 72))
     assert few > 0.9 * full and more > 1.5 * full
     assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
+
+
+def test_a_convolution_in_bf16_is_not_twice_as_fast_as_in_tf32():
+    assert 0.6 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.9
 
 
 def test_a_bias_is_a_kernel_of_its_own():

@@ -69,7 +69,10 @@ def test_by_version_and_environment(monkeypatch, version, settings, product, bia
     assert (kept(multiply), kept(with_bias)) == (product, biased)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("K80", 8320), ("T4", 8320), ("A100", 8320), ("H100", 32768)])
+KINDS = [("K80", 8320), ("T4", 8320), ("A100", 8320), ("RTX 4090", 8320), ("H100", 32768), ("B200", 32768)]
+
+
+@pytest.mark.parametrize(("kind", "size"), KINDS)
 def test_by_kind(kind, size):
     assert kept(multiply, kind) == size * 1024
 
