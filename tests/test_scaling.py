@@ -74,7 +74,7 @@ def test_what_cards_reach_is_below_their_data_sheets():
     for kind in GPU_KINDS:
         reached, sheet = Cluster(kind).rates, data_sheet(kind)
         assert 0.5 * sheet.flops.fp32 < reached.products < sheet.flops.fp32
-        assert 0.2 * sheet.flops.fp32 < reached.convolutions < 0.4 * sheet.flops.tf32 or sheet.capability < (8, 0)
+        assert 0.2 * sheet.flops.fp32 < reached.convolutions < 0.5 * sheet.flops.tf32 or sheet.capability < (8, 0)
         assert 0.7 * sheet.bandwidth <= reached.memory < sheet.bandwidth and 1e-6 <= reached.kernel <= 4e-6
     assert Cluster("A100").rates.convolutions > 2 * Cluster("A100").rates.products
 
