@@ -1,6 +1,7 @@
 """Fixtures for the tests."""
 
 import gc
+import sys
 
 import pytest
 
@@ -26,6 +27,8 @@ def small_program():
     gc.freeze()
     yield
     gc.unfreeze()
+    machine = sys.modules.get("virtual_gpus.machine")
+    assert machine is None or machine.active() is None, "a test of this module has left virtual GPUs on"
 
 
 @pytest.fixture

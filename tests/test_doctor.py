@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from helpers import gpus as devices
 from helpers.doctor import __main__ as doctor
 from helpers.doctor import checks, lab
 from tests.programs import ROOT
@@ -175,7 +176,13 @@ def test_jupyter(monkeypatch):
 # --- GPUs and ranks --------------------------------------------------------------------------------------------------
 
 
-def test_gpus_and_ranks(monkeypatch):
+@pytest.fixture
+def gpus_off_at_the_end():
+    yield
+    devices._switch_off()
+
+
+def test_gpus_and_ranks(monkeypatch, gpus_off_at_the_end):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setenv("GPUS", "real")
     assert says(checks.gpus(), "problem", "4 GPUs are needed and PyTorch sees 0", "GPUS=virtual")
