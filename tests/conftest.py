@@ -1,6 +1,7 @@
 """Fixtures for the tests."""
 
 import gc
+import signal
 import sys
 
 import pytest
@@ -29,6 +30,17 @@ def small_program():
     gc.unfreeze()
     machine = sys.modules.get("virtual_gpus.machine")
     assert machine is None or machine.active() is None, "a test of this module has left virtual GPUs on"
+
+
+@pytest.fixture
+def ctrl_c_interrupts():
+    """SIGINT raises KeyboardInterrupt, also where a shell without job control started pytest in the background.
+
+    Such a program ignores SIGINT, and so does everything that it starts.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

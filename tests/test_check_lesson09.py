@@ -183,6 +183,7 @@ def torchrun(program, *arguments):
     ]
 
 
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_an_interrupted_cell_leaves_no_host_no_rank_and_no_file(tmp_path, monkeypatch):
     """Ctrl-C while two hosts run. One rank ignores SIGTERM, and the other has started a process."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -36,17 +36,6 @@ def all_fail_by_themselves(monkeypatch):
     monkeypatch.setattr("helpers.parallel.launching._GRACE_S", 60)
 
 
-@pytest.fixture
-def ctrl_c_interrupts():
-    """SIGINT raises KeyboardInterrupt, also where a shell without job control started pytest in the background.
-
-    Such a program ignores SIGINT, and so does everything that it starts.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def wait_for_the_end(pid):
     """Until the process has ended; AssertionError if it goes on."""
     until(lambda: has_ended(pid), seconds=60)
