@@ -287,7 +287,7 @@ def test_the_users_own_torchrun_without_libuv(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         REFUSING_LIBUV + "import torch\ndist.init_process_group('gloo')\n"
-        "total = torch.ones(1)\ndist.all_reduce(total)\nprint('sum', total.item(), flush=True)"
+        "total = torch.ones(1)\ndist.all_reduce(total)\nprint(f'sum {total.item()}\\n', end='')"
     )
     torchrun = [sys.executable, "-c", REFUSING_LIBUV + "from torch.distributed.run import main; main(sys.argv[1:])"]
     environment = os.environ | {"USE_LIBUV": "0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
