@@ -165,8 +165,8 @@ def weight_gradient(shape: Shape) -> int:
         return _winograd(shape)
     if _takes_fourier(shape):
         return _fourier(shape)
-    if _sums_by_image(shape):
-        return shape.batch * shape.filters * shape.channels * 4
+    if _takes_sums(shape):
+        return _sums(shape)
     padded = _padded(shape)
     parts = _parts(shape, padded)
     filters = shape.filters * padded // shape.groups * prod(shape.kernel)
@@ -219,9 +219,13 @@ def _parts(shape: Shape, padded: int) -> int:
     return max(1, min(shape.sms // tiles, shape.pixels // FITTED.shortest_part))
 
 
+def _is_plain(shape: Shape) -> bool:
+    """What the three ways below can do: fp32 as PyTorch lays it out, without groups and strides."""
+    return shape.groups == 1 and not shape.strided and not shape.channels_last and shape.itemsize == 4
+
+
 def _knows_winograd(shape: Shape) -> bool:
-    plain = shape.groups == 1 and not shape.strided and not shape.channels_last
-    return plain and shape.itemsize == 4 and shape.kernel == (3, 3)
+    return _is_plain(shape) and shape.kernel == (3, 3)
 
 
 def _takes_winograd(shape: Shape) -> bool:
@@ -240,10 +244,9 @@ def _winograd(shape: Shape) -> int:
 
 def _takes_fourier(shape: Shape) -> bool:
     """Filters of 5x5 and more on images that fit into one tile with their margin, if channels share the transforms."""
-    plain = shape.groups == 1 and not shape.strided and not shape.channels_last and shape.itemsize == 4
     taps, sides = shape.kernel, [o + k - 1 for o, k in zip(shape.output, shape.kernel, strict=True)]
     pays = min(shape.channels, shape.filters) >= _NARROW and min(taps) >= _FOURIER_FILTER
-    return plain and len(taps) == 2 and pays and max(sides) <= FITTED.fourier_side
+    return _is_plain(shape) and len(taps) == 2 and pays and max(sides) <= FITTED.fourier_side
 
 
 def _fourier(shape: Shape) -> int:
@@ -252,11 +255,15 @@ def _fourier(shape: Shape) -> int:
     return _FOURIER_TILE**2 * 4 * planes
 
 
-def _sums_by_image(shape: Shape) -> bool:
+def _takes_sums(shape: Shape) -> bool:
     """1x1 filters on images of two to four pixels: a matrix product for each image, whose results are added up."""
-    plain = shape.groups == 1 and not shape.strided and not shape.channels_last and shape.itemsize == 4
     few = prod(shape.kernel) == 1 < prod(shape.image) <= FITTED.few_pixels
-    return plain and few and shape.batch * shape.filters * shape.channels * 4 <= FITTED.largest_sums
+    return _is_plain(shape) and few and _sums(shape) <= FITTED.largest_sums
+
+
+def _sums(shape: Shape) -> int:
+    """One set of filters in fp32 for each image."""
+    return shape.batch * shape.filters * shape.channels * 4
 
 
 def _offsets(shape: Shape) -> int:
