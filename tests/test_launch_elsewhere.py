@@ -10,14 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
 import psutil
 import pytest
-import run_all
 import torch
 import torch.distributed as dist
 from test_launch import children, is_alive
-from test_launch_notebook import press_the_button, text_of
+from test_launch_notebook import execute
 from virtual_gpus import virtual_gpus
 from virtual_gpus.patches import process_groups
 from virtual_gpus.processes import shared_memory
@@ -183,17 +181,8 @@ CELLS = {
 @pytest.mark.outside  # 16 s of CPU: four processes import PyTorch
 def test_spawned_ranks_of_a_notebook(tmp_path):
     """They serve the next launch. The button ends them, and new ones are prepared. The kernel leaves none."""
-    cells = [nbformat.v4.new_code_cell(text_of(cell)) for cell in CELLS.values()]
-    notebook, pressing = nbformat.v4.new_notebook(cells=cells), []
-    client = run_all.client_of(notebook, allow_errors=True, timeout=300)
-
-    def beside(cell, cell_index):
-        if "long" in cell.source:
-            pressing.append(asyncio.create_task(press_the_button(client, tmp_path)))
-
-    client.on_cell_execute = beside
-    client.execute(env=run_all.kernel_environment() | {"BEGUN": str(tmp_path)})
-    said = {name: cell.outputs[-1] for name, cell in zip(CELLS, notebook.cells, strict=True)}
+    client, cells = execute(CELLS, tmp_path, timeout=300)
+    said = {name: cell.outputs[-1] for name, cell in cells.items()}
     first = eval(said["first"].text.splitlines()[-1])
     second, seconds = eval(said["second"].text)
     assert [answer for _, answer in first + second] == [6.0, 6.0, 8.0, 8.0]

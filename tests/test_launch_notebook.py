@@ -60,13 +60,11 @@ async def press_the_button(client, begun, ranks=2):
     await client.km.interrupt_kernel()
 
 
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    """Name of the cell -> its outputs: stream name, "result" or "error" -> text."""
-    begun, pressing = tmp_path_factory.mktemp("begun"), []
-    cells = [nbformat.v4.new_code_cell(text_of(cell)) for cell in CELLS.values()]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    client = run_all.client_of(notebook, allow_errors=True, timeout=120)
+def execute(texts, begun, timeout):
+    """Run cells, and press the button in the one that calls `long`. Returns the client and the cells by name."""
+    cells, pressing = {name: nbformat.v4.new_code_cell(text_of(text)) for name, text in texts.items()}, []
+    notebook = nbformat.v4.new_notebook(cells=list(cells.values()))
+    client = run_all.client_of(notebook, allow_errors=True, timeout=timeout)
 
     def beside(cell, cell_index):
         if "long" in cell.source:
@@ -74,8 +72,15 @@ def outputs(tmp_path_factory):
 
     client.on_cell_execute = beside
     client.execute(env=run_all.kernel_environment() | {"BEGUN": str(begun)})
+    return client, dict(zip(cells, notebook.cells, strict=True))
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Name of the cell -> its outputs: stream name, "result" or "error" -> text."""
+    _, executed = execute(CELLS, tmp_path_factory.mktemp("begun"), timeout=120)
     found = {}
-    for name, cell in zip(CELLS, notebook.cells, strict=True):
+    for name, cell in executed.items():
         found[name] = {}
         for output in cell.outputs:
             kind = {"stream": output.get("name"), "error": "error"}.get(output.output_type, "result")
