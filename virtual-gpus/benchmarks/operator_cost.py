@@ -16,9 +16,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus import virtual_gpus
+
+from benchmarks.reference.measure import mem_tracker
 
 SIDE = 8  # of the square matrices: so small that the arithmetic is nearly nothing
 
@@ -52,7 +53,7 @@ def operators(device: str) -> dict[str, Callable[[], object]]:
 COLUMNS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
     "CPU": (nullcontext, "cpu"),
     "do-nothing mode": (DoNothing, "cpu"),
-    "MemTracker": (MemTracker, "cpu"),
+    "MemTracker": (mem_tracker, "cpu"),
     "virtual GPU": (virtual_gpus, "cuda"),
     "shapes only": (lambda: virtual_gpus(shapes_only=True), "cuda"),
     "CPU tensor, GPUs on": (virtual_gpus, "cpu"),

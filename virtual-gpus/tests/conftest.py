@@ -38,10 +38,15 @@ def small_program():
     """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.
 
     Many tests ask gc to collect, which takes half a second where it goes through all of them. What tests make it sees.
+    A module that leaves PyTorch changed fails by its own name: else tests of other modules fail that share its process.
     """
+    import snapshots
+
     gc.freeze()
     yield
     gc.unfreeze()
+    assert snapshots.active_machine() is None, "a test of this module has left virtual GPUs on"
+    assert snapshots.stayed() == []
 
 
 @pytest.fixture

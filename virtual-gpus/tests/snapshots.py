@@ -82,11 +82,16 @@ def state() -> dict:
     }
 
 
-def differences(before: tuple[dict, dict]) -> list[str]:
-    """What is not as it was when `picture` was taken, in words; the empty list if all is."""
+def stayed() -> list[str]:
+    """What a patch takes and is not as it was before any virtual GPU was on, in words; the empty list if all is."""
     now = [vars(owner).get(name, _ABSENT) for owner, name in _rows]
     pairs = zip(_rows, _at_import, now, strict=True)
-    found = [f"{name} of {owner!r} stayed" for (owner, name), was, now in pairs if was is not now]
+    return [f"{name} of {owner!r} stayed" for (owner, name), was, now in pairs if was is not now]
+
+
+def differences(before: tuple[dict, dict]) -> list[str]:
+    """What is not as it was when `picture` was taken, in words; the empty list if all is."""
+    found = stayed()
     for old, new in zip(before, picture(), strict=True):
         for key in old.keys() | new.keys():
             was, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
