@@ -1,18 +1,14 @@
-"""The panel of lesson 05, and its sketch of matrices that are divided between two ranks.
+"""The panel of lesson 05, with sliders for a pipeline, the picture of its schedule, and the time of a step.
 
-The panel has sliders for a pipeline and shows the picture of its schedule and the time of a step. Times are in units of
-one stage's forward pass of the whole batch. One GPU therefore needs 3 * stages for a step.
+Times are in units of one stage's forward pass of the whole batch. One GPU therefore needs 3 * stages for a step.
 """
 
-from collections.abc import Sequence
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_b, simulate
 from helpers.show.panel import Panel, control
-from helpers.show.style import COLOURS, WIDTH, bar_style, legend_below, set_alt_text
+from helpers.show.style import COLOURS, WIDTH
 
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 MOST = 48  # the largest number of micro-batches that is tried for the shortest step
@@ -77,38 +73,3 @@ def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
     ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)], fontsize=8)
     ax.spines[:].set_visible(False)
     ax.set_facecolor("#f2f2f2")
-
-
-def tensor_parallel_picture() -> Figure:
-    """Draw gelu(x A) B on two ranks. A is cut into columns and B into rows, and y is the sum of both ranks' terms."""
-    figure, ax = plt.subplots(figsize=(WIDTH, 2.5), layout="constrained")
-    every, first, second = {"facecolor": "0.75", "edgecolor": "white"}, bar_style(0), bar_style(1, 1)
-
-    def matrix(left: float, width: float, height: float, styles: Sequence[dict], name: str, by_rows: bool = False):
-        across, down = (1, len(styles)) if by_rows else (len(styles), 1)
-        for part, style in enumerate(styles):
-            x, y = (0, down - 1 - part) if by_rows else (part, 0)
-            corner = left + x * width / across, y * height / down - height / 2
-            ax.add_patch(plt.Rectangle(corner, width / across, height / down, **style | {"linewidth": 1}))
-        ax.text(left + width / 2, -1.2, name, ha="center", va="top")
-
-    matrix(0.0, 0.7, 0.5, [every], "x\nwhole")
-    matrix(1.2, 2.0, 0.7, [first, second], "A\ncut into columns")
-    matrix(3.9, 2.0, 0.5, [first, second], "gelu(x A)\ncolumns")
-    matrix(6.4, 0.7, 2.0, [first, second], "B\ncut into rows", by_rows=True)
-    matrix(7.9, 0.7, 0.5, [first], "rank 0's\nterm")
-    matrix(9.1, 0.7, 0.5, [second], "rank 1's\nterm")
-    matrix(10.3, 0.7, 0.5, [every], "y\nwhole")
-    for place, sign in ((0.95, "·"), (3.55, "→"), (6.15, "·"), (7.5, "→"), (8.85, "+"), (10.05, "=")):
-        ax.text(place, 0, sign, ha="center", va="center", fontsize=14)
-    ax.set(xlim=(-0.1, 11.1), ylim=(-1.8, 1.05))
-    ax.set_axis_off()
-    styles = {"on rank 0": first, "on rank 1": second, "on both ranks": every}
-    legend_below(figure, [plt.Rectangle((0, 0), 1, 1, label=name, **style) for name, style in styles.items()])
-    set_alt_text(
-        figure,
-        "Both ranks have all of x. Rank 0 has the left half of the columns of A and the upper half of the rows of B. "
-        "Rank 1 has the other halves. Each rank computes its half of the columns of gelu(x A), and from them a term of "
-        "the same shape as y. The sum of the two terms is y.",
-    )
-    return figure

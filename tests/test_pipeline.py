@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torchvision.models import resnet50
 from virtual_gpus import virtual_gpus
 
-from helpers.lesson05 import explore_pipeline, tensor_parallel_picture
+from helpers.lesson05 import explore_pipeline
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import bert_small, group_norm, small_resnet
@@ -270,14 +270,3 @@ def test_the_picture_is_the_same_each_time():
 def test_a_panel_of_no_pipeline_is_refused(wrong):
     with pytest.raises(ValueError, match="none of the options"):
         explore_pipeline(**wrong)
-
-
-# ---- the sketch -----------------------------------------------------------------------------------------------------
-
-
-def test_the_sketch_cuts_a_into_columns_and_b_into_rows():
-    _, a_left, a_right, _, _, b_upper, b_lower, *_ = [
-        patch.get_bbox() for patch in tensor_parallel_picture().axes[0].patches
-    ]
-    assert a_left.x1 == a_right.x0 and a_left.intervaly.tolist() == a_right.intervaly.tolist()
-    assert b_upper.y0 == b_lower.y1 and b_upper.intervalx.tolist() == b_lower.intervalx.tolist()

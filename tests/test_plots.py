@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal
-from helpers.show import compare_bars, copy_paths_picture, describe, memory_bars
+from helpers.show import compare_bars, describe, memory_bars
 from helpers.show.bars import empty_figure
 from helpers.show.style import COLOURS
 from tests.pictures import alt_text
@@ -283,13 +283,3 @@ def test_a_picture_carries_its_words_into_the_notebook():
     assert alternative(figure) == alt_text(figure) == f"BERT\n{describe(BERT)}"
     both = {"one": BERT, "two": MOVED}
     assert alternative(compare_bars(both, field="peak_reserved").figure) == describe(both, "peak_reserved")
-
-
-def test_a_copy_takes_pinned_memory_and_pcie_or_nvlink():
-    figure = copy_paths_picture()
-    figure.canvas.draw()
-    texts = [text for text in figure.axes[0].texts if text.get_text()]
-    assert {"host memory", "PCIe", "NVLink", "pinned\nmemory"} <= {text.get_text() for text in texts}
-    boxes = [text.get_window_extent() for text in texts]
-    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-    assert "from ordinary memory to pinned memory" in alt_text(figure)

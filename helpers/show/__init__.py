@@ -4,7 +4,6 @@ bars       memory per GPU, for one situation (`memory_bars`) or several (`compar
 curves     the memory of a run that a MemoryMonitor recorded (`plot_memory`)
 timelines  what each GPU did, and when
 segments   how PyTorch's allocator divides the memory of a GPU
-diagrams   the paths of a copy, and a forward pass of DataParallel
 programs   the differences between two programs of notebooks/scripts
 explore    sliders for any training job, and the memory that the job takes
 panel      sliders for any function that returns text and a figure
@@ -15,7 +14,6 @@ Every picture has a text alternative. Colour-blind readers can tell the colours 
 
 from helpers.show.bars import compare_bars, memory_bars
 from helpers.show.curves import describe_memory, plot_memory
-from helpers.show.diagrams import copy_paths_picture, data_parallel_picture
 from helpers.show.explore import explore
 from helpers.show.live import live_memory
 from helpers.show.panel import Panel, control
