@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from virtual_gpus.ops.conv import convolutions
 from virtual_gpus.ops.conv import workspaces as conv
 from virtual_gpus.ops.rnn import sizes as rnn
 
@@ -88,17 +87,9 @@ def limits(module: Any, **changed: int) -> Iterator[None]:
     kept = module.FITTED
     module.FITTED = kept._replace(**changed)
     try:
-        forget()
         yield
     finally:
         module.FITTED = kept
-        forget()
-
-
-def forget() -> None:
-    """Workspaces are computed once per shape."""
-    for known in convolutions._workspace.values():
-        known.cache_clear()
 
 
 def errors(of: list[Case], module: Any, **changed: int) -> dict[str, float]:

@@ -75,6 +75,7 @@ class VirtualGPU:
         self.allocator.clock = _StreamTimes(machine)
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see ops.blas)
+        self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces of convolutions so far (see ops.conv)
         self.routes: list[Route] = []  # empty but during a capture or a replay, or in `use_mem_pool`
         self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"

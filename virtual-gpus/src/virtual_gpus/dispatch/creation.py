@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -79,10 +80,8 @@ def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
     Only worth it for large tensors, and only factories without inputs can be asked cheaply (on the meta device).
     """
     size = call.args[0] if call.args else ()
-    elements = 1
-    for n in size if isinstance(size, (list, tuple)) else (size,):
-        elements *= n if isinstance(n, int) else 1
-    if elements < _LARGE:
+    elements = prod(size) if isinstance(size, (list, tuple)) else size
+    if not isinstance(elements, int) or elements < _LARGE:
         return None
     without = {k: v for k, v in call.kwargs.items() if k != "generator"}
     made = call.func(*call.args, **{**without, "device": _META})

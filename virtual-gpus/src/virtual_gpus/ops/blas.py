@@ -141,8 +141,7 @@ def with_workspace(call: OpCall, lt: bool = False):
         return result
     handles = handles_of(call.gpu)
     first = _FIRST.get(call.op.base)
-    copies = [] if first is None else [size for size in map(copied_bytes, call.args[first : first + 2]) if size]
-    if copies:
+    if first is not None and (copies := list(filter(None, map(copied_bytes, call.args[first : first + 2])))):
         with call.scratches(copies):
             handles.work(lt)
     else:

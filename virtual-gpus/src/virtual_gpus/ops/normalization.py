@@ -106,7 +106,7 @@ def batch_norm_backward(call: OpCall):
 
 def _cudnn(tensor, weight) -> bool:
     """PyTorch's conditions for cuDNN (aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend)."""
-    if not torch.backends.cudnn.enabled or weight is None or tensor.dtype == torch.bfloat16 or tensor.dim() < 3:
+    if not torch._C._get_cudnn_enabled() or weight is None or tensor.dtype == torch.bfloat16 or tensor.dim() < 3:
         return False
     return tensor.dtype != torch.float16 or weight.dtype == torch.float32
 

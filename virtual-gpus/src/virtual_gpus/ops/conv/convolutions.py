@@ -12,7 +12,6 @@ them, and empties the cache afterwards. That largest one is an estimate, by Wino
 
 from __future__ import annotations
 
-import weakref
 from functools import lru_cache
 from math import prod
 
@@ -27,18 +26,18 @@ from virtual_gpus.ops.conv import workspaces as workspaces
 from virtual_gpus.placement.storages import ScratchBlock, nbytes, scratch
 
 _FIRST_WITH_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
-_known = weakref.WeakKeyDictionary()  # GPU -> shapes for which a kernel was found
-_workspace = {
-    step: lru_cache(maxsize=4096)(getattr(workspaces, step)) for step in ("forward", "data_gradient", "weight_gradient")
-}
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """What C++ calls `suggest_memory_format`: channels last only if the strides say so beyond doubt."""
-    strides, least = tensor.stride(), 0
+    return _suggested(tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=4096)
+def _suggested(sizes: torch.Size, strides: tuple[int, ...]) -> torch.memory_format:
+    least = 0
     if len(strides) not in CHANNELS_LAST or strides[1] > strides[-1] or strides[1] == 0:
         return torch.contiguous_format
-    sizes = tensor.shape
     for d in (1, *range(len(strides) - 1, 1, -1), 0):
         if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
             return torch.contiguous_format
@@ -64,19 +63,21 @@ def _library(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> str:
     return "cudnn" if enabled and not too_wide else "none"
 
 
-def _shape(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> workspaces.Shape:
-    """For `x -> y`; cuDNN knows a transposed convolution as the gradient of one from y to x."""
+def _facts(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> tuple:
+    """What decides about cuDNN's workspaces for `x -> y`, and what `_shape` makes sense of.
+
+    cuDNN knows a transposed convolution as the gradient of one from y to x.
+    """
     small, large = (x, y) if call["transposed"] else (y, x)
     last, cores = layout is not torch.contiguous_format, _tensor_cores(call.gpu, x.dtype)
     strided, sms = max(call["stride"]) > 1, call.gpu.spec.multi_processor_count
-    return _make_shape(large.shape, weight.shape, small.shape, call["groups"], strided, x.itemsize, last, cores, sms)
+    return large.shape, weight.shape, small.shape, call["groups"], strided, x.itemsize, last, cores, sms
 
 
-@lru_cache(maxsize=4096)
-def _make_shape(large, weight, small, groups, *facts) -> workspaces.Shape:
+def _shape(large, weight, small, groups, *others) -> workspaces.Shape:
     row = (1,) if len(large) == 3 else ()  # 1d: images of one row
     sizes = ((*row, *size[2:]) for size in (large, weight, small))
-    return workspaces.Shape(large[0], large[1], small[1], groups, *sizes, *facts)
+    return workspaces.Shape(large[0], large[1], small[1], groups, *sizes, *others)
 
 
 def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
@@ -85,15 +86,16 @@ def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
     return since is not None and gpu.spec.capability >= since and allowed
 
 
-def _with_cudnn(gpu: VirtualGPU, step: str, shape: workspaces.Shape) -> None:
-    """Take and give back the workspace of one cuDNN call."""
-    known = _known.setdefault(gpu, set())
-    if (step, shape) not in known:  # asked before the flag is: a kernel that was found without it stays
-        known.add((step, shape))
-        if torch._C._get_cudnn_benchmark():
+def _with_cudnn(gpu: VirtualGPU, step: str, facts: tuple) -> None:
+    """Take and give back the workspace of one cuDNN call. step: the name of its function in `workspaces`."""
+    size = gpu.cudnn.get((step, facts))
+    if size is None:
+        shape = _shape(*facts)
+        size = gpu.cudnn[step, facts] = getattr(workspaces, step)(shape)
+        if torch._C._get_cudnn_benchmark():  # asked only here: a kernel that was found without the flag stays
             _try(gpu, workspaces.largest(step, shape))
             gpu.allocator.empty_cache()
-    _try(gpu, _workspace[step](shape))
+    _try(gpu, size)
 
 
 def _try(gpu: VirtualGPU, size: int) -> None:
@@ -151,7 +153,7 @@ def convolution(call: OpCall):
         copies.need(weight, layout)
         if library == "cudnn":
             step = "data_gradient" if call["transposed"] else "forward"
-            _with_cudnn(call.gpu, step, _shape(call, x, weight, result, layout))
+            _with_cudnn(call.gpu, step, _facts(call, x, weight, result, layout))
     return result
 
 
@@ -174,7 +176,7 @@ def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch
     """Two calls of cuDNN. Each copies what is not packed for itself, and frees its copies."""
     grad, x, weight = call["grad_output"], call["input"], call["weight"]
     layout = _layout(x, weight)
-    shape = _shape(call, x, weight, grad, layout)
+    facts = _facts(call, x, weight, grad, layout)
     gpu, for_x, for_weight = call.gpu, _laid_out(for_x, layout), _laid_out(for_weight, layout)
     with _Copies(gpu) as copies, _Copies(gpu) as held:
         if for_weight is not None:
@@ -185,13 +187,13 @@ def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch
             copies.need(weight, layout)
             if not packed:
                 copies.need(grad, layout)
-            _with_cudnn(gpu, "forward" if call["transposed"] else "data_gradient", shape)
+            _with_cudnn(gpu, "forward" if call["transposed"] else "data_gradient", facts)
             copies.drop()
         if for_weight is not None:
             if not packed:
                 copies.need(grad, layout)
             call.place(for_weight)
-            _with_cudnn(gpu, "weight_gradient", shape)
+            _with_cudnn(gpu, "weight_gradient", facts)
     return for_x, for_weight
 
 
