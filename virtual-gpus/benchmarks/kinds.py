@@ -127,20 +127,20 @@ def per_second(kind: str, samples: int, job: Callable) -> float:
 
 def main() -> None:
     """Print the table."""
-    print("| GPU | ResNet-50, images/s | published | error | BERT base, texts/s | published | error |")
+    print("| GPU | ResNet-50, images/s | published | error | BERT base, sequences/s | published | error |")
     print("|---|---|---|---|---|---|---|")
     errors = []
     for kind, figures in PUBLISHED.items():
         found = per_second(kind, IMAGES, images), per_second(kind, TEXTS, texts)
         errors += (row := [mine / real - 1 for mine, real in zip(found, figures, strict=True)])
-        cells = (f"{m:,.0f} | {p:,} | {e:+.0%}" for m, p, e in zip(found, figures, row, strict=True))
+        cells = (f"{m:,.0f} | {p:,} | {100 * e:+.0f} %" for m, p, e in zip(found, figures, row, strict=True))
         print(f"| {kind} | {' | '.join(cells)} |", flush=True)
-    print(f"\nMedian error: {statistics.median(map(abs, errors)):.0%}\n")
+    print(f"\nMedian error: {100 * statistics.median(map(abs, errors)):.0f} %\n")
     print("| GPU | ResNet-50 in fp16, images/s | published | error |")
     print("|---|---|---|---|")
     for kind, real in PUBLISHED_FP16.items():
         mine = per_second(kind, IMAGES, partial(images, fp16=True))
-        print(f"| {kind} | {mine:,.0f} | {real:,} | {mine / real - 1:+.0%} |", flush=True)
+        print(f"| {kind} | {mine:,.0f} | {real:,} | {100 * (mine / real - 1):+.0f} % |", flush=True)
 
 
 if __name__ == "__main__":

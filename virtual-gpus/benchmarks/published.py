@@ -115,18 +115,19 @@ def speed(report: TrainingReport, gpus: int, published: int) -> str:
     """The last columns of a row."""
     assert report.units_per_second is not None and report.mfu is not None
     each = report.units_per_second / gpus
-    return f"{each:,.0f} | {published:,} | {each / published - 1:+.0%} | {report.mfu:.0%} |"
+    return f"{each:,.0f} | {published:,} | {100 * (each / published - 1):+.0f} % | {100 * report.mfu:.0f} % |"
 
 
 def main() -> None:
     """Print the tables."""
-    print("| Llama 3.1 8B | reserved, GiB | published | error | tokens/s and GPU | published | error | MFU |")
+    print("| Llama 3.1 8B | reserved, GiB | published | error | tokens/s per GPU | published | error | MFU |")
     print("|---|---|---|---|---|---|---|---|")
     for gpus, (gib, tokens) in LLAMA.items():
         report = llama(gpus)
         reserved = report.reserved_bytes / GIB
-        print(f"| {gpus} H100 | {reserved:.1f} | {gib} | {reserved / gib - 1:+.0%} | {speed(report, gpus, tokens)}")
-    print("\n| MPT | reserved, GiB | tokens/s and GPU | published | error | MFU |")
+        error = f"{100 * (reserved / gib - 1):+.0f} %"
+        print(f"| {gpus} H100 | {reserved:.1f} | {gib} | {error} | {speed(report, gpus, tokens)}")
+    print("\n| MPT | reserved, GiB | tokens/s per GPU | published | error | MFU |")
     print("|---|---|---|---|---|---|")
     for size, kind, gpus, sequences, parts, tokens in MPT_ROWS:
         report = mpt(size, kind, gpus, sequences, parts)

@@ -22,7 +22,7 @@ A job of a thousand GPUs can be asked whether it fits, and how long a step would
 `help("virtual_gpus.processes.one_rank")` and `record_training`.
 
 `python -m benchmarks.clock` compares the clock with a real H200. The modelled kernels of nine training steps take 1 to
-10 % less time than the real ones (median 3 %). The wall times are within 24 % (median 17 %). Each of 119 timings of
+10 % less time than the real ones (median 2 %). The wall times are within 24 % (median 17 %). Each of 119 timings of
 single operators and copies is within 30 %. The constants of the clock were fitted to these same measurements, so expect
 larger errors for other networks and other GPUs. `virtual_gpus.clock.calibration` says which constants were fitted and
 which are estimates.
@@ -92,7 +92,7 @@ What is not modelled, and what differs:
   timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
 - `torch.distributed.fsdp.fully_shard` and `torch.distributed.tensor.parallel` work. Their memory follows PyTorch's
   sources and their time a model of the links. Neither was compared with a real GPU, but with figures that others have
-  published (docs/accuracy.md): memory was 6 to 7 % too small, and speed 55 to 60 % too high. Gloo's thread may hold a
+  published (docs/accuracy.md): memory was 6 to 7 % too small, and speed 8 to 32 % too high. Gloo's thread may hold a
   collective's buffer slightly too long. In some runs of real processes the peak is therefore too high by one gathered
   layer.
 - One rank of many (`rank=` and `world_size=`): the other ranks do not exist, so numbers are not those of the job.
