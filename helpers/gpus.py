@@ -145,12 +145,6 @@ def is_virtual() -> bool:
     return engine.active_machine() is not None
 
 
-def keeps_values() -> bool:
-    """Return False if the active GPUs keep only sizes (`shapes_only=True`). A loss that is read from them is nan."""
-    machine = engine.active_machine()
-    return machine is None or not machine.shapes_only
-
-
 def renew_gpus() -> None:
     """Empty the virtual GPUs of a new process, because a new process has no memory on real GPUs either.
 

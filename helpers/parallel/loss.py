@@ -242,12 +242,6 @@ def count_labels(*arguments: Any) -> Tensor:
     return (arguments[-1] != IGNORED).sum()
 
 
-def ignored_label(criterion: Any) -> int:
-    """The label that `criterion` leaves out: its `ignore_index`, or -100."""
-    given = getattr(criterion, "ignore_index", None)
-    return IGNORED if given is None else given
-
-
 def label_weight(criterion: Any, labels: Tensor) -> Tensor:
     """The number that the mean of `criterion` over `labels` is divided by, at least float32, shape ().
 
@@ -257,7 +251,7 @@ def label_weight(criterion: Any, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         count = labels.numel() // labels.size(1)
         return torch.full((), count, dtype=torch.float32, device=labels.device)  # filled there: no copy to wait for
-    counted = labels != ignored_label(criterion)
+    counted = labels != getattr(criterion, "ignore_index", IGNORED)
     # A criterion of your own may have a `weight` that means something else.
     weights = criterion.weight if isinstance(criterion, LABEL_LOSSES) else None
     if weights is None:
