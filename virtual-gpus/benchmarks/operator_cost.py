@@ -5,15 +5,22 @@
 
 Every figure is CPU time in microseconds: the fastest of the rounds, each of which goes through all columns, so that a
 busy machine slows them alike. "do-nothing mode" is a TorchDispatchMode that hands every operator on, which is the least
-that any such tool costs. MemTracker is PyTorch's memory tracker, which counts and does not place.
+that any such tool costs. MemTracker is PyTorch's memory tracker, which counts and does not place. FakeGPU has a column
+if Python finds it: a copy of its repository (FanBB2333/FakeGPU on GitHub) in PYTHONPATH is enough, nothing is built.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
+import multiprocessing
+import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,10 +61,30 @@ COLUMNS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
     "CPU": (nullcontext, "cpu"),
     "do-nothing mode": (DoNothing, "cpu"),
     "MemTracker": (mem_tracker, "cpu"),
+    "FakeGPU": (nullcontext, "cuda"),
     "virtual GPU": (virtual_gpus, "cuda"),
     "shapes only": (lambda: virtual_gpus(shapes_only=True), "cuda"),
     "CPU tensor, GPUs on": (virtual_gpus, "cpu"),
 }
+if not importlib.util.find_spec("fakegpu"):
+    del COLUMNS["FakeGPU"]
+
+
+def _switch_fakegpu_on(threads: int) -> None:
+    os.environ["FAKEGPU_TERMINAL_REPORT"] = "0"
+    import fakegpu
+
+    fakegpu.init(runtime="fakecuda")
+    torch.backends.cudnn.enabled = False  # without this, an LSTM fails on FakeGPU in a PyTorch built for CUDA
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def fakegpu_process() -> Iterator[Callable]:
+    """`run(function, *args)` calls in a process where FakeGPU is on. It cannot be switched off, so not in this one."""
+    spawn, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
+    with ProcessPoolExecutor(1, spawn, _switch_fakegpu_on, (threads,)) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def microseconds(call: Callable[[], object], calls: int) -> float:
@@ -68,16 +95,26 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
     return (time.thread_time() - begun) / calls * 1e6
 
 
+def time_operators(column: str, calls: int) -> dict[str, float]:
+    """{operator: microseconds} of one round."""
+    watch, device = COLUMNS[column]
+    taken = {}
+    with watch():
+        for name, call in operators(device).items():
+            call()
+            taken[name] = microseconds(call, calls)
+    return taken
+
+
 def measure(rounds: int, calls: int) -> dict[str, dict[str, float]]:
     """{column: {operator: microseconds of the fastest round}}."""
     best: dict[str, dict[str, float]] = {column: {} for column in COLUMNS}
-    for _ in range(rounds):
-        for column, (watch, device) in COLUMNS.items():
-            with watch():
-                for name, call in operators(device).items():
-                    call()
-                    taken = microseconds(call, calls)
-                    best[column][name] = min(taken, best[column].get(name, taken))
+    with fakegpu_process() as on_fakegpu:
+        for _ in range(rounds):
+            for column, found in best.items():
+                time_it = partial(on_fakegpu, time_operators) if column == "FakeGPU" else time_operators
+                for name, taken in time_it(column, calls).items():
+                    found[name] = min(taken, found.get(name, math.inf))
     return best
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.step_cost --cpu-time --threads 1    # on a machine that does other things as well
 
 Table 1: a step on one virtual GPU, and the same step on the CPU under a dispatch mode that does nothing (see
-`operator_cost`) and under PyTorch's MemTracker, against the plain CPU step.
+`operator_cost`), under PyTorch's MemTracker and on FakeGPU where that is found, against the plain CPU step.
 Table 2: nn.DataParallel over 1 to 16 virtual GPUs at a fixed total batch, against one virtual GPU.
 Each round times all columns one after the other, so that a busy machine slows them alike; the median of the rounds'
 ratios is shown, with the smallest and the largest.
@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from virtual_gpus import virtual_gpus
 
 from benchmarks.jobs import JOBS, resnet18_b64
-from benchmarks.operator_cost import DoNothing
+from benchmarks.operator_cost import COLUMNS, DoNothing, fakegpu_process
 from benchmarks.reference.measure import mem_tracker
 
 _now = time.perf_counter
@@ -67,6 +68,13 @@ def under_mem_tracker(job, steps: int) -> float:
         return seconds(tracked, steps)
 
 
+def on_fakegpu(job, steps: int, now: Callable[[], float]) -> float:
+    """The same step where FakeGPU is on, by the clock `now`."""
+    global _now
+    _now = now
+    return seconds(job("cuda")[0], steps)
+
+
 def ratios(baseline, others, rounds: int) -> list[list[float]]:
     """For each of `others` its ratio to `baseline`, once per round."""
     found = [[] for _ in others]
@@ -83,18 +91,21 @@ def show(values: list[float]) -> str:
 
 
 def table_of_steps(rounds: int, steps: int) -> list[str]:
-    """One virtual GPU, the mode that does nothing and MemTracker against the plain CPU step."""
+    """One virtual GPU, and the other ways to watch a step, against the plain CPU step."""
     columns = {
         "one virtual GPU": on_virtual_gpus,
         "do-nothing mode": under_a_mode,
         "MemTracker": under_mem_tracker,
     }
-    lines = ["| training step | " + " | ".join(f"{name} / CPU" for name in columns) + " |"]
-    lines.append("|---" * (1 + len(columns)) + "|")
-    for name, job in JOBS.items():
-        others = [lambda job=job, way=way: way(job, steps) for way in columns.values()]
-        found = ratios(lambda job=job: on_cpu(job, steps), others, rounds)
-        lines.append(f"| {name} | " + " | ".join(map(show, found)) + " |")
+    with fakegpu_process() as run:
+        if "FakeGPU" in COLUMNS:
+            columns["FakeGPU"] = lambda job, steps: run(on_fakegpu, job, steps, _now)
+        lines = ["| training step | " + " | ".join(f"{name} / CPU" for name in columns) + " |"]
+        lines.append("|---" * (1 + len(columns)) + "|")
+        for name, job in JOBS.items():
+            others = [lambda job=job, way=way: way(job, steps) for way in columns.values()]
+            found = ratios(lambda job=job: on_cpu(job, steps), others, rounds)
+            lines.append(f"| {name} | " + " | ".join(map(show, found)) + " |")
     return lines
 
 
