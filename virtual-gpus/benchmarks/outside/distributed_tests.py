@@ -29,44 +29,59 @@ INSTALLED = "distributed_test.py (backend nccl)"
 INTRODUCTION = """
 # PyTorch's own tests of torch.distributed
 
-`python -m benchmarks.outside.distributed_tests` makes this page from its latest run of each test. Its help says where
-the files are had. Here `distributed_test.py` is that of the installed PyTorch 2.15. The other files are copies of other
-versions, since those of 2.15 could not be had. `test_fully_shard_init.py`, `_memory.py`, `_mixed_precision.py` and
-`_overlap.py` are PyTorch 2.4's, from MetaX-MACA/mcPytorch at b3db5ee, with the present names of modules. The rest is
-from Ascend/pytorch at 9e73e70, with the names of its devices and helpers put back to CUDA's. The tests of fully_shard
-ran with two GPUs, except test_clip_grad_norm_2d with four. Skipped tests are for other backends or for more GPUs.
+`python -m benchmarks.outside.distributed_tests` writes this page from its latest run of each test. `--help` says where
+to get the files.
+
+- `distributed_test.py` is part of the installed PyTorch 2.15.
+- The other files are copies of other versions, because we could not get those of 2.15. They come from
+  Ascend/pytorch at 9e73e70. The names of its devices and helpers were changed back to those of CUDA.
+- `test_fully_shard_init.py`, `_memory.py`, `_mixed_precision.py` and `_overlap.py` are the exception. They are from
+  PyTorch 2.4, as copied in MetaX-MACA/mcPytorch at b3db5ee. The names of modules were changed to the present ones.
+
+The tests of `fully_shard` ran with two GPUs, except `test_clip_grad_norm_2d`, which ran with four. Skipped tests are
+for other backends or for more GPUs.
 """
-_ROOT = "of another version: 2.15 gathers the root once more in backward"
+_OLD = "It is from another version of PyTorch."
+_SLOW = "did not finish within"
+_ROOT = f"{_OLD} In 2.15, `fully_shard` gathers the root once more in the backward pass."
+_MESH = f"{_OLD} It reads a private attribute of DeviceMesh that no longer exists."
+_PLAIN = f"{_OLD} It fails without virtual GPUs too."
+_NAMES = "The profiler shows gloo's names."
+_MORE = f"{_OLD} In 2.15, the all-gather takes one more argument."
 # The beginning of a test's name -> why it fails.
 KNOWN = {
-    "test_monitored_barrier_allreduce_hang": "a collective's timeout has gloo's words; monitored_barrier itself works",
-    "test_ddp_profiling": "the profiler shows gloo's names",
-    "test_send_recv_nccl_": "the profiler shows gloo's names",
-    "test_ddp_compile": "compiles DistributedDataParallel for a GPU",
-    "test_nccl_high_priority_stream": "makes a ProcessGroupNCCL itself, which is refused by name",
-    "test_ddp_apply_optim_in_backward": "not done within a minute on two busy cores; trains ResNet-50s",
-    "test_all_irecv_dispatched_individually": "of another version: fails without virtual GPUs too",
-    "test_all_isend_dispatched_individually": "of another version: fails without virtual GPUs too",
-    "test_mixed_ops_use_batch": "of another version: fails without virtual GPUs too",
-    "test_ddp_uneven_inputs": "not done within 500 s on two busy cores",
-    "test_all_gather_extension_outer_size_stride": "of another version: its tensors miss an argument of PyTorch 2.15's",
-    "test_all_gather_fp32": "of another version: 2.15's all-gather has one argument more",
-    "test_reduce_scatter_fp": "of another version: 2.15's reduction has one argument less",
-    "test_share_comm_context": "of another version: 2.15's all-gather has one argument more",
-    "test_dp_state_dict_cpu_offload": "a DTensor's device follows its local tensor to the CPU; in PyTorch it stays",
+    "test_monitored_barrier_allreduce_hang": "The timeout of a collective has gloo's message. `monitored_barrier` "
+    "itself works.",
+    "test_ddp_profiling": _NAMES,
+    "test_send_recv_nccl_": _NAMES,
+    "test_ddp_compile": "It compiles DistributedDataParallel for a GPU.",
+    "test_nccl_high_priority_stream": "It makes a ProcessGroupNCCL itself, which is refused by name.",
+    "test_ddp_apply_optim_in_backward": f"It trains ResNet-50s and {_SLOW} a minute on two busy cores.",
+    "test_all_irecv_dispatched_individually": _PLAIN,
+    "test_all_isend_dispatched_individually": _PLAIN,
+    "test_mixed_ops_use_batch": _PLAIN,
+    "test_ddp_uneven_inputs": f"It {_SLOW} 500 s on two busy cores.",
+    "test_all_gather_extension_outer_size_stride": f"{_OLD} Its tensors lack an argument that 2.15 has.",
+    "test_all_gather_fp32": _MORE,
+    "test_reduce_scatter_fp": f"{_OLD} In 2.15, the reduction takes one argument less.",
+    "test_share_comm_context": _MORE,
+    "test_dp_state_dict_cpu_offload": "If the local tensor of a DTensor moves to the CPU, the device of the DTensor "
+    "becomes the CPU. In PyTorch, it stays.",
     "test_fully_shard_backward_prefetch": _ROOT,
     "test_fully_shard_communication_count": _ROOT,
     "test_fully_shard_multi_module_backward_prefetch": _ROOT,
     "test_set_modules_to_": _ROOT,
-    "test_1d_process_group_init": "of another version: reads a private attribute of DeviceMesh that is gone",
-    "test_2d_process_group_init": "of another version: reads a private attribute of DeviceMesh that is gone",
-    "test_invalid_mesh_ndim": "of another version: expects other words",
-    "test_managed_": "of PyTorch 2.4: expects other managed modules",
-    "test_shard_dtensor_parameters": "of another version: 2.15 has _StridedShard for this placement",
-    "test_compute_dtype": "of PyTorch 2.4: the type of a reduction; not looked into further",
-    "test_norm_modules_": "the error for batch norm with statistics of another type has the CPU's words",
-    "test_fully_shard_training_overlap": "delays functions of 2.4 that 2.15 no longer calls; not looked into further",
-    "test_fully_shard_training_memory": "allows 3.5 blocks in backward with CPU offload, where 2.15's code holds four",
+    "test_1d_process_group_init": _MESH,
+    "test_2d_process_group_init": _MESH,
+    "test_invalid_mesh_ndim": f"{_OLD} It expects another error message.",
+    "test_managed_": "It is from PyTorch 2.4 and expects other managed modules.",
+    "test_shard_dtensor_parameters": f"{_OLD} For this placement, 2.15 has `_StridedShard`.",
+    "test_compute_dtype": "It is from PyTorch 2.4. The data type of a reduction differs. We did not look further.",
+    "test_norm_modules_": "Batch norm with statistics of another data type raises an error with the CPU's message.",
+    "test_fully_shard_training_overlap": "It delays functions of PyTorch 2.4 that 2.15 no longer calls. We did not "
+    "look further.",
+    "test_fully_shard_training_memory": "With CPU offload, it allows 3.5 blocks in the backward pass. The code of 2.15 "
+    "holds four.",
 }
 
 
@@ -129,15 +144,18 @@ def write() -> None:
     """docs/distributed_tests.md: how many tests of each file pass, and which fail for which reason."""
     results = json.loads(RESULTS.read_text())
     lines = INTRODUCTION.strip().splitlines() + ["", "| file | passed | failed | skipped |", "|---|---|---|---|"]
-    failed = []
-    for name, tests in sorted(results.items()):
-        words = list(tests.values())
+    every = [word for tests in results.values() for word in tests.values()]
+    failed: dict[tuple[str, str], list[str]] = {}
+    for name, words in [*((name, [*tests.values()]) for name, tests in sorted(results.items())), ("all files", every)]:
         lines.append(f"| {name} | {words.count('passed')} | {words.count('failed')} | {words.count('skipped')} |")
-        failed += [test for test, word in sorted(tests.items()) if word == "failed"]
-    lines += ["", "| a test that fails | because |", "|---|---|"]
-    for test in failed:
-        why = next((reason for start, reason in KNOWN.items() if test.startswith(start)), "not known yet")
-        lines.append(f"| {test} | {why} |")
+    for name, tests in sorted(results.items()):
+        for test in sorted(test for test, word in tests.items() if word == "failed"):
+            why = next(
+                (reason for start, reason in KNOWN.items() if test.startswith(start)), "The reason is not known yet."
+            )
+            failed.setdefault((name.partition(" ")[0], why), []).append(f"`{test}`")
+    lines += ["", "## Why tests fail", "", "| file | tests | reason for each of them |", "|---|---|---|"]
+    lines += [f"| {name} | {', '.join(tests)} | {why} |" for (name, why), tests in failed.items()]
     DOCS.write_text("\n".join(lines) + "\n")
 
 

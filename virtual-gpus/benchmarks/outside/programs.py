@@ -87,20 +87,21 @@ SOURCES = {
 DROPOUT = "dropout draws from the GPU's own generator"
 ATTENTION = "a GPU's fused attention has a dropout of its own"
 ROUNDING = "sums in another order"
-BFLOAT16 = "bfloat16 beside float32"
+BFLOAT16 = "bfloat16 compared with float32"
 
 OUT_OF_SCOPE = {
     "pytorch/examples: gcn, gat, fast_neural_style, language_translation, legacy/snli, distributed/FSDP": (
-        "They download data or weights at their start, whatever is on the disk."
+        "They download data or weights when they start, even if these are on the disk."
     ),
     "pytorch/examples: rpc/parameter_server": "Its processes are started by hand, in several terminals.",
     "pytorch/examples: time_sequence_prediction": (
-        "Its torch.load refuses the NumPy data that it wrote itself, on the CPU as well."
+        "Its torch.load refuses the NumPy data that the program itself has written, on the CPU as well."
     ),
     "distributed-training-guide: chapters 05, 06 and 07": (
-        "Chapter 05 loads a model of 405 billion parameters. The others use FlashAttention 2, a compiled extension."
+        "Chapter 05 loads a model of 405 billion parameters. The others use FlashAttention 2, which is a "
+        "compiled extension."
     ),
-    "picotron: train.py": "It imports FlashAttention, a compiled extension.",
+    "picotron: train.py": "It imports FlashAttention, which is a compiled extension.",
     "PyTorch-Encoding: the rest of the package": "It compiles an extension when it is imported.",
     "Lightning: dcgan, meta_learning, computer_vision_fine_tuning": "They download their data.",
     "Lightning: autoencoder with ddp_spawn": (
@@ -110,15 +111,15 @@ OUT_OF_SCOPE = {
         "Its callback calls the sharded model on rank 0 alone. FSDP on the CPU fails there as well."
     ),
     "Lightning: image classifier with FSDP": (
-        "It trains, and then Lightning wraps the model, whose parameters are shards, a second time and loads a "
-        "checkpoint. PyTorch refuses that on the CPU in the same words."
+        "After training, Lightning wraps the model a second time, although its parameters already are shards, and "
+        "loads a checkpoint. PyTorch refuses this on the CPU with the same message."
     ),
-    "Lightning: tensor_parallel": "Its model wants 24 GB on each of four GPUs, and so 96 GB of a machine's memory.",
+    "Lightning: tensor_parallel": "Its model needs 24 GB on each of four GPUs, which is 96 GB of the machine's memory.",
     "Lightning: fp8_distributed_transformer; Accelerate: fsdp2_fp8": (
-        "They need kernels for 8-bit numbers, a compiled extension."
+        "They need kernels for 8-bit numbers, which are a compiled extension."
     ),
     "transformers: run_clm_no_trainer": (
-        "The example of 4.57 names a value that Accelerate 1.15 has no more. It fails on the CPU as well."
+        "The example of 4.57 uses a value that Accelerate 1.15 no longer has. It fails on the CPU as well."
     ),
     "Accelerate: cv_example, inference, fsdp_with_peak_mem_tracking": "They download weights.",
     "DeepSpeedExamples: cifar, gan, pipeline_parallelism, bf16_master_weight, HelloDeepSpeed": (

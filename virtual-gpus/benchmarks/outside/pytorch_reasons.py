@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-_STACKS = "It looks for functions of C++ in the stacks of a memory snapshot, or compiles C++. Stacks are Python's here."
+_STACKS = (
+    "It looks for C++ functions in the stacks of a memory snapshot, or compiles C++. Stacks contain only Python here."
+)
 _CUDART = "It calls a function of the CUDA runtime that is refused by name."
-_LONG = "It takes minutes on a CPU, and was not done after 40 s of processor time."
+_LONG = "It takes minutes on a CPU, and did not finish within 40 s of processor time."
 _FLAGS = "In PyTorch 2.15 the flag has two parts."
 
 # They look at the inside of CUDA.
 INSIDES = {
-    "TestBlockStateAbsorption": "It saves and restores the blocks of a private pool, as torch.compile's trees of CUDA "
-    "graphs do.",
+    "TestBlockStateAbsorption": "It saves and restores the blocks of a private pool, as torch.compile's CUDA graph "
+    "trees do.",
     "test_cpp_memory_snapshot_pickle": _STACKS,
     "test_memory_snapshot_with_cpp": _STACKS,
     "test_memory_plots": _STACKS,
@@ -26,7 +28,7 @@ AGE = {
     "test_cublas_allow_fp16_reduced_precision_reduction_get_set": _FLAGS,
     "test_allocator_settings": "PyTorch 2.15 raises ValueError for an unknown key. The test expects RuntimeError.",
     "test_graph_memory_stats_and_use_result_after_destroy_graph": "Before 2.13, every graph took two blocks for random "
-    "numbers. PyTorch 2.15 takes them when a graph draws its first.",
+    "numbers. PyTorch 2.15 takes them when a graph draws its first random number.",
     "test_memory_stats_of_multiple_generators_and_graphs": "Before 2.13, every generator of a graph took two blocks. "
     "PyTorch 2.15 takes them when the generator draws its first number in the graph.",
     "test_cuda_vitals_gpu_only": "PyTorch 2.15 has no `torch.read_vitals`.",
@@ -35,11 +37,11 @@ OTHERS = {
     "test_graphsafe_set_get_rng_state": "`torch.Generator.graphsafe_get_state` is refused by name.",
     "test_graph_three_successive": "It expects wrong numbers where replays overwrite each other's memory. Numbers do "
     "not depend on addresses here.",
-    "test_cycles": "It finds the block of a tensor by `data_ptr()`, which is an address of the computer's memory here.",
-    "test_cpp_warnings_have_python_context": "Where a function of PyTorch is replaced, a warning of C++ names a line "
+    "test_cycles": "It finds the block of a tensor by `data_ptr()`, which is an address in the computer's memory here.",
+    "test_cpp_warnings_have_python_context": "If a function of PyTorch is replaced, a warning from C++ names a line "
     "of the replacement.",
     "test_memory_plots_free_segment_stack": "It looks for `empty_cache` in a stack. The stacks of a memory snapshot "
-    "leave out functions that are replaced.",
+    "do not contain functions that are replaced.",
     "test_stream_event_nogil": "Two threads wait at the same time. The modelled host waits for one after the other.",
     "test_cudnn_multiple_threads_same_device": _LONG,
     "test_cusparse_multiple_threads_same_device": _LONG,

@@ -33,18 +33,22 @@ RESULTS = Path(__file__).with_suffix(".json")
 DOCS = Path(__file__).parents[2] / "docs" / "pytorchs_tests.md"
 # Where the file holds tests of the CPU as well: the part of Class.test that all tests of GPUs have.
 DEVICE_PART = {"test_torch.py": "CUDA.test"}
-GROUPS = {"CUDA's insides": INSIDES, "Of another version: fails on a real GPU too": AGE, "What else fails": OTHERS}
+GROUPS = {
+    "Tests of CUDA's internals": INSIDES,
+    "Tests of other versions, which fail on a real GPU too": AGE,
+    "Other tests that fail": OTHERS,
+}
 INTRODUCTION = """
 # PyTorch's own tests on virtual GPUs
 
-`python -m benchmarks.outside.pytorch_tests` makes this page from its latest run of each test, under PyTorch 2.15. Its
-help says where the files are had. Here the files of 2.4 are the copies in MetaX-MACA/mcPytorch at b3db5ee, and
-`test_torch.py` is the copy in intel/torch-xpu-ops at ab84f92, put back to CUDA. Of `test_torch.py` it is the part that
-tests a device. [distributed_tests.md](distributed_tests.md) has the tests of torch.distributed.
+`python -m benchmarks.outside.pytorch_tests` writes this page from its latest run of each test, under PyTorch 2.15.
+`--help` says where to get the files. The files of 2.4 are the copies in MetaX-MACA/mcPytorch at b3db5ee.
+`test_torch.py` is the copy in intel/torch-xpu-ops at ab84f92, changed back to CUDA. Only its tests of a device are
+counted. [distributed_tests.md](distributed_tests.md) has the tests of torch.distributed.
 """
 NOTE = """
-The share leaves out the tests of CUDA's insides and those of another version. Skipped tests need other hardware or
-libraries, or more memory than the 8 GiB of these GPUs.
+The last column is the share of the tests that pass. It leaves out skipped tests, and the tests of the first two
+sections below. Skipped tests need other hardware or libraries, or more memory than the 8 GiB of these GPUs.
 """
 
 
@@ -139,7 +143,7 @@ def run(path: Path, gpus: int, memory: str, only: str, seconds: int) -> Iterator
 
 def write(results: dict) -> None:
     """docs/pytorchs_tests.md: how many tests of each file pass, and why each of the others fails."""
-    lines = [*INTRODUCTION.strip().splitlines(), "", "| file | of | passed | failed | skipped | share |",
+    lines = [*INTRODUCTION.strip().splitlines(), "", "| file | from PyTorch | passed | failed | skipped | share |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     for name, found in sorted(results.items()):
         passed, failed, skipped = (_named(found, word) for word in ("passed", "failed", "skipped"))
@@ -149,7 +153,7 @@ def write(results: dict) -> None:
         )
     lines += ["", *NOTE.strip().splitlines()]
     for title, reasons in GROUPS.items():
-        lines += ["", f"## {title}", "", "| tests | reason |", "|---|---|"]
+        lines += ["", f"## {title}", "", "| tests | reason for each of them |", "|---|---|"]
         tests: dict[str, list[str]] = {}
         for found in results.values():
             for test in _named(found, "failed"):

@@ -52,7 +52,7 @@ def _small_repositories() -> list[Program]:
             Run(_NANO, gpus=1),
             Run(f"{_NANO} --device=cpu --compile=False"),
             within=0.01,
-            note="bfloat16 beside float32",
+            note="bfloat16 compared with float32",
             **text,
         ),
         Program(

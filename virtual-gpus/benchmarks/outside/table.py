@@ -18,17 +18,30 @@ RESULTS = Path(__file__).parent / "results.json"
 PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
 
 HEAD = """\
-# Programs from elsewhere on virtual GPUs
+# Public programs on virtual GPUs
 
-`python -m benchmarks.outside --from FOLDER` runs public programs unmodified and makes this page. It downloads nothing;
-`--had` says what FOLDER must hold. Each program runs twice with the same small data and the same seed: on virtual GPUs,
-and beside that on the CPU. A program that refuses the CPU runs beside that on another number of virtual GPUs, or on the
-CPU with other names of devices in its source. On virtual GPUs its source is never changed.
+`python -m benchmarks.outside --from FOLDER` runs public programs unmodified and writes this page. It downloads nothing.
+`python -m benchmarks.outside --had` lists what FOLDER must contain.
 
-A witness notes each loss on which a program calls `backward`. The losses of the two runs are compared step by step.
-"Equal" means that all losses are the same number. Otherwise the table shows the largest relative difference. It is not
-zero where sums are added in another order. Where a program draws random numbers on its GPU, the witness lets the GPU
-draw the numbers that the CPU draws in the run beside it.
+Each program runs twice with the same small data and the same seed. One run is on virtual GPUs, and never changes the
+program's source. The other is the reference, on the CPU. If a program refuses the CPU, the reference runs on another
+number of virtual GPUs, or on the CPU with other names of devices in the source.
+
+Both runs record every loss on which the program calls `backward`. The losses are then compared step by step. If a
+program draws random numbers on its GPU, the virtual GPU draws the same numbers as the CPU in the reference. The
+table names the exceptions.
+
+| losses | meaning |
+|---|---|
+| equal | All losses are the same numbers. |
+| within a difference | This is the largest relative difference of a loss. It may be up to 1e-5, because the two \
+runs may add numbers in another order. Some programs have a larger limit. The table then gives the reason. |
+| differ by | The largest relative difference is larger than the limit. |
+| none | The program does not call `backward`. |
+| not comparable | The runs have different numbers of losses, or a loss is not a number. |
+
+FakeGPU is another package that lets PyTorch programs run without a GPU. An empty cell in its column means that the
+program was not tried on it.
 """
 
 
@@ -58,17 +71,20 @@ def _losses(program: Program, row: dict[str, object] | None) -> str:
         return ""
     distance = row["distance"]
     if row["beside"]:
-        return "the run beside it failed"
+        return "the reference failed"
     if distance is None:
         return "none; both runs pass"
     if distance == 0:
         return "equal"
     if not math.isfinite(distance):
-        return "other steps"
-    size = f"{distance:.0e}".replace("e-0", "e-") if distance < 0.001 else f"{distance:.1%}".replace("%", " %")
+        return "not comparable"
     if distance > program.within:
-        return f"differ by {size}"
-    return f"within {size}" + (f": {program.note}" if program.note else "")
+        return f"differ by {_size(distance)}, and the limit is {_size(program.within)}"
+    return f"within {_size(distance)}" + (f": {program.note}" if program.note else "")
+
+
+def _size(difference: float) -> str:
+    return f"{difference:.0e}".replace("e-0", "e-") if difference < 0.001 else f"{100 * difference:.1f} %"
 
 
 def _ran(row: dict[str, object] | None) -> str:
@@ -84,12 +100,12 @@ def page() -> str:
     tried = [(program, row) for program, row in rows if "ours" in row]
     ours = sum(good(program, row["ours"]) for program, row in tried)
     lines = [HEAD, f"Made with {results['made with']}. ", ""]
-    share = f"{ours} of {len(tried)} = {ours / max(len(tried), 1):.1%}".replace("%", " %")
-    lines[1] += f"{share} run with equal losses, or with losses within the difference that the table gives."
+    share = f"{ours} of {len(tried)} programs ({100 * ours / max(len(tried), 1):.1f} %)"
+    lines[1] += f"{share} run with losses that are equal or within the program's limit."
     beside = [(program, row["FakeGPU"]) for program, row in rows if "FakeGPU" in row]
     if beside:
         theirs = sum(good(program, row) for program, row in beside)
-        lines[1] += f" On FakeGPU {theirs} of the {len(beside)} that were tried do."
+        lines[1] += f" On FakeGPU, {theirs} of the {len(beside)} that were tried do."
     lines += ["| program | what it uses | runs | losses | FakeGPU |", "|---|---|---|---|---|"]
     for program, row in tried:
         fake = row.get("FakeGPU")
@@ -100,7 +116,7 @@ def page() -> str:
     rest = [program.name for program, row in rows if "ours" not in row]
     if rest:
         lines += ["", f"Not run yet: {'; '.join(rest)}."]
-    lines += ["", "## Where they are had", ""]
+    lines += ["", "## Where to get the programs", ""]
     lines += [f"- {source.had}" for source in SOURCES.values()]
     lines += ["", "## Out of scope", "", "| program | reason |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in OUT_OF_SCOPE.items()]
