@@ -23,7 +23,7 @@ The rules come from these sources:
   (`accumulation`). These rules are exact to the byte on the H200.
 - Measurements on the H200, because NVIDIA does not publish the rules: cuDNN's workspaces of convolutions
   (`conv.workspaces`) and of RNNs (`rnn.sizes`). The rules were fitted to the same cases that they are compared with.
-  Expect an error of a few per cent for other networks.
+  Expect larger errors for other networks: docs/accuracy.md of the source shows how large.
 - For other kinds of GPU, everything that does not follow from the data sheet is taken from the H200.
 """
 
