@@ -46,6 +46,8 @@ class Trainer:
     loss    a mean over images, such as nn.CrossEntropyLoss()
     loader  gives (images, labels)
     log     called with each `EpochRecord`; None for silence
+
+    Raises ValueError for a loss that is not a mean, and for an optimizer that holds none of the model's parameters.
     """
 
     def __init__(
@@ -57,6 +59,14 @@ class Trainer:
         device: torch.device | str,
         log: Callable[[EpochRecord], None] | None = print,
     ):
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in held for parameter in model.parameters()):
+            raise ValueError(
+                f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build "
+                "the optimizer from model.parameters(), after the model."
+            )
         self.device = torch.device(device)
         self.name = str(self.device)
         self.model = self.network = model.to(self.device)

@@ -1,4 +1,4 @@
-"""The training loop on one device: what it counts and prints."""
+"""The training loop on one device: what it counts, prints and refuses."""
 
 import weakref
 
@@ -79,3 +79,13 @@ def test_a_loader_without_a_batch():
     for empty in (images(samples=5, drop_last=True), []):
         with pytest.raises(ValueError, match="The loader gave no batch"):
             trainer(loader=empty).train(1)
+
+
+def test_a_loss_that_is_no_mean():
+    with pytest.raises(ValueError, match='reduction="mean", not "sum"'):
+        Trainer(model := mlp(), torch.optim.SGD(model.parameters()), nn.CrossEntropyLoss(reduction="sum"), [], "cpu")
+
+
+def test_an_optimizer_of_another_model():
+    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+        Trainer(mlp(), torch.optim.SGD(mlp().parameters()), LOSS, [], "cpu")
