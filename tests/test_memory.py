@@ -320,7 +320,7 @@ def test_the_largest_batch_under_data_parallel_with_shapes_only():
                 step(largest + 4)
 
 
-def test_a_search_leaves_no_trace():
+def test_a_search_leaves_the_random_numbers_as_they_were():
     with virtual_gpus(1, memory="256 MiB") as (gpu,):
         net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).to(gpu)
         adam = torch.optim.Adam(net.parameters())
@@ -330,28 +330,9 @@ def test_a_search_leaves_no_trace():
             adam.step()
 
         step(4)
-        before = {name: value.clone() for name, value in net.state_dict().items()}
         numbers = torch.get_rng_state()
-        assert largest_batch(step, start=2, limit=4, multiple_of=2, keep=(net, adam)) == 4
-        torch.testing.assert_close(dict(net.state_dict()), before, rtol=0, atol=0)
-        assert {int(state["step"]) for state in adam.state.values()} == {1}
-        assert all(parameter.grad is None for parameter in net.parameters())
+        assert largest_batch(step, start=2, limit=4, multiple_of=2) == 4
         assert torch.equal(torch.get_rng_state(), numbers)
-
-
-def test_each_try_begins_with_what_there_was():
-    """Adam's state of one try is gone in the next, where it would lie beside what the first step had freed."""
-    with virtual_gpus(1, memory="256 MiB") as (gpu,):
-        net = nn.Linear(8, 8).to(gpu)
-        adam, begun = torch.optim.Adam(net.parameters()), []
-
-        def step(batch):
-            begun.append((batch, bool(adam.state)))
-            net(torch.zeros(batch, 8, device=gpu)).sum().backward()
-            adam.step()
-
-        largest_batch(step, limit=2, keep=(net, adam))
-    assert begun == [(1, False), (1, True), (2, False), (2, True)] and not adam.state
 
 
 def test_what_only_the_second_step_needs_counts():

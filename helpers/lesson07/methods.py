@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
 from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
-from helpers.measure import peak_memory
-from helpers.measure.batch_size import fits, skipping_what_exists
+from helpers.measure import largest_batch, peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import PyramidNet, bert_article, pyramidnet_article
 from helpers.parallel.launching import launch
@@ -263,25 +262,28 @@ def _one_of_the_ranks(job: Job, method: str, gpus: list, cluster: Cluster, batch
 
 
 def _with_largest(row: Row, new_step: Callable[[], TrainStep], room: int, gpus: Sequence) -> Row:
-    """Return the row with the largest batch for which two steps run if each GPU has `room` bytes. This batch was run,
-    and the next larger one failed. `helpers.measure.largest_batch` has no estimate and would need twice the tries."""
+    """Return the row with the largest batch for which two steps run if each GPU has `room` bytes."""
     # The memory that a step adds is proportional to the batch, except for fragmentation.
     each = [(room - rest) * row.batch / (peak - rest) for peak, rest in zip(row.peaks, row.rest, strict=True)]
     line = max(1, int(min(each)))
     # A rank runs only its own share of the batch, on the first GPU.
     shares, used = (len(gpus), gpus[:1]) if row.method == "DDP" else (1, gpus)
-    size = grain(line, len(gpus))
-    batch = math.ceil(0.9 * line / size) * size
+
+    def two_steps(batch: int) -> None:
+        step = new_step()
+        step.clear()
+        torch.cuda.empty_cache()
+        step(batch // shares)
+        step(batch // shares)
+
     _limit_memory(used, room)
     try:
-        with skipping_what_exists():
-            while batch and not _two_steps_fit(new_step, batch // shares):
-                batch -= size
-            while _two_steps_fit(new_step, (batch + size) // shares):  # fragmentation may have stopped the first try
-                batch += size
+        size = grain(line, len(gpus))
+        start, limit = math.ceil(0.8 * line), math.ceil(1.25 * line / size) * size
+        largest = largest_batch(two_steps, start, limit, multiple_of=size, steps=1)
     finally:
         _limit_memory(used)
-    return replace(row, largest=batch, estimate=line)
+    return replace(row, largest=largest, estimate=line)
 
 
 def _limit_memory(gpus: Sequence, room: int | None = None) -> None:
@@ -294,16 +296,6 @@ def _limit_memory(gpus: Sequence, room: int | None = None) -> None:
 def grain(line: int, gpus: int) -> int:
     """Return the step size of the search in samples: 1, 2, 4, ... per GPU, about 4 % of the batch."""
     return gpus * 2 ** max(0, int(math.log2(max(1, int(0.9 * line) // gpus // 25))))
-
-
-def _two_steps_fit(new_step: Callable[[], TrainStep], batch: int) -> bool:
-    """Run two steps. Only the second shows that training fits, because the first has fragmented its cache."""
-    gc.collect()  # frees the wrapper of the last try, which is in a reference cycle
-    torch.cuda.empty_cache()
-    step = new_step()
-    step.clear()
-    torch.cuda.empty_cache()
-    return fits(step, batch) and fits(step, batch)
 
 
 # ---- all methods on all jobs and clusters ----------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Finds the largest batch that fits by running training steps."""
 
-import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 
 def largest_batch(
@@ -15,7 +13,6 @@ def largest_batch(
     limit: int = 2**16,
     multiple_of: int = 1,
     report: Callable[[int, bool], None] | None = None,
-    keep: Iterable = (),
     steps: int = 2,
 ) -> int:
     """Return the largest batch size, in samples and up to `limit`, for which `step(batch)` runs, or 0 if none does.
@@ -23,24 +20,23 @@ def largest_batch(
     The search doubles the batch until it fails, and then bisects. `step` runs one training step. A
     torch.OutOfMemoryError means that the batch is too large, and any other error is passed on. Each try runs `steps`
     steps, because the optimizer creates its state in the first step, and the second step runs with the cache that the
-    first one has fragmented. Cached memory is released between tries. Raises ValueError for an empty search range.
+    first one has fragmented. Cached memory is released between tries. The random number generators are afterwards as
+    before. Raises ValueError for an empty search range.
 
     start: the first batch size to try.
     multiple_of: try only multiples of this number, for example 4 for four GPUs.
     report: called as `report(batch, fitted)` after every try.
-    keep: models and optimizers whose state is restored after each try, from copies in host memory. Their gradients are
-    cleared. The state of the random number generators is always restored.
     """
     last = limit // multiple_of  # from here on, sizes are in units of multiple_of
     if min(start, multiple_of, last, steps) < 1:
         raise ValueError("start, multiple_of and steps must be at least 1, and limit must be at least multiple_of.")
-    saved = [(each, _on_host(each.state_dict())) for each in keep]
     good, bad, size = 0, None, min(-(-start // multiple_of), last)
     gc.collect()
-    with skipping_what_exists(), torch.random.fork_rng(range(torch.cuda.device_count())):
+    with _skipping_what_exists(), torch.random.fork_rng(range(torch.cuda.device_count())):
         while good < last and (bad is None or bad - good > 1):
             fitted = all(fits(step, size * multiple_of) for _ in range(steps))
-            _put_back(saved)
+            gc.collect()  # an error's traceback no longer keeps the step's tensors alive
+            torch.cuda.empty_cache()
             if report is not None:
                 report(size * multiple_of, fitted)
             good, bad = (size, bad) if fitted else (good, size)
@@ -49,7 +45,7 @@ def largest_batch(
 
 
 @contextmanager
-def skipping_what_exists() -> Iterator[None]:
+def _skipping_what_exists() -> Iterator[None]:
     """Let every garbage collection in the block skip all objects that exist already.
 
     Does nothing if the program has frozen objects itself: `gc.unfreeze` would release those too.
@@ -71,16 +67,3 @@ def fits(step: Callable, *args) -> bool:
     except torch.OutOfMemoryError:
         return False
     return True
-
-
-def _put_back(saved: list[tuple]) -> None:
-    """Call this outside of `except`, because there the error's traceback keeps the step's tensors alive."""
-    for each, state in saved:
-        each.load_state_dict(copy.deepcopy(state))  # a copy, because an optimizer updates its state in place
-        each.zero_grad()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _on_host(state: dict) -> dict:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
