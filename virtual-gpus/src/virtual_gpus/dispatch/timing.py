@@ -7,7 +7,8 @@ with the operator that CUDA would have run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, mul
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form = attrgetter("shape", "dtype")
+_elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 
 
 def record_op(call: OpCall, result: Any) -> None:
@@ -101,18 +103,26 @@ def record_recurrent(gpu: VirtualGPU, net, backward: bool) -> None:
 def record_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
     """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
     op = call.op
-    for gpu in {id(gpu): gpu for gpu in gpus if gpu is not None}.values():
-        rows = [row for row, where in enumerate(gpus) if where is gpu]
-        tensors = [column[row] for column in columns for row in rows if row < len(column)]
-        key = (gpu.spec.kind, op, len(rows), *map(_form, tensors))
+    for gpu in dict.fromkeys(gpus):
+        if gpu is None:
+            continue
+        rows = columns
+        if gpus.count(gpu) < len(gpus):
+            rows = [[part for part, where in zip(column, gpus, strict=False) if where is gpu] for column in columns]
+        # How long lists take depends on their elements and bytes (`cost`), which are found faster than all shapes.
+        key = (gpu.spec.kind, op, *map(len, rows), sum(map(_elements, rows[0])), *map(_nbytes, rows))
         found = _known.get(key)
         if found is None:
-            made = () if op.base.endswith("_") else [columns[0][row] for row in rows]
-            found = _known[key] = times(gpu, op.base, operands(tensors), operands(made), first=len(rows))
+            made = () if op.base.endswith("_") else rows[0]
+            found = _known[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
         track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
         if track.late:
-            await_tensors(gpu, stream, tensors)
+            await_tensors(gpu, stream, chain(*rows))
         gpu.machine.clock.launch(gpu.slot, stream, found[0], found[1], op.base, found[2])
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(map(mul, map(_elements, tensors), map(_itemsize, tensors)))
 
 
 def record_read(call: OpCall) -> None:
