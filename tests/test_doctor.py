@@ -202,18 +202,6 @@ def test_gpus_and_ranks(monkeypatch, gpus_off_at_the_end):
     assert says(checks.gpus(), "warning", "nvidia-smi is there")
 
 
-def test_what_nvidias_libraries_take(monkeypatch):
-    sizes = {"nvidia-nccl-cu13": [2**30, 2**29], "triton": [None, 2**29], "torch": [2**33]}
-    parts = [
-        SimpleNamespace(metadata={"Name": name}, files=[SimpleNamespace(size=size) for size in found])
-        for name, found in sizes.items()
-    ]
-    monkeypatch.setattr(
-        checks.importlib.metadata, "distributions", lambda: [*parts, SimpleNamespace(metadata={"Name": None})]
-    )
-    assert checks.nvidia_bytes() == 2**31
-
-
 # --- what is printed -------------------------------------------------------------------------------------------------
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
-import importlib.util
+import importlib
 import io
 import os
 import platform
@@ -230,19 +229,7 @@ def gpus() -> Finding:
     if not real and shutil.which("nvidia-smi"):
         advice = "nvidia-smi is there, but PyTorch sees no GPU. docs/setup.md says what to do if you want to use it."
         return Finding(found, short, "warning", advice)
-    size = 0 if real or not torch.version.cuda else nvidia_bytes() / GIB
-    if size > 0.1:
-        found += f" NVIDIA's libraries take {size:.1f} GiB of disk space, and nothing uses them."
-        advice = "This does no harm. docs/setup.md says how to install without them."
-        return Finding(found, f"{short}, NVIDIA's libraries {size:.1f} GiB", "ok", advice)
     return Finding(found, short)
-
-
-def nvidia_bytes() -> int:
-    """What NVIDIA's libraries and triton take on disk."""
-    parts = importlib.metadata.distributions()
-    named = [part for part in parts if (part.metadata["Name"] or "").startswith(("nvidia-", "triton"))]
-    return sum(file.size or 0 for part in named for file in part.files or [])
 
 
 def ranks() -> Finding:
