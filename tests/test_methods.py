@@ -132,7 +132,7 @@ def test_another_method_is_refused():
 
 
 def test_compare_gives_what_measure_gives():
-    """In processes of their own, for other kinds than the GPUs here, in the order that was asked for."""
+    """With GPUs of its own, for other kinds than the GPUs here, in the order that was asked for."""
     clusters, methods = {"old": Cluster("K80"), "here": TITAN}, ["one GPU"]
     with modelled_gpus(1, "H200"):
         found = compare(clusters, [BERT], methods)

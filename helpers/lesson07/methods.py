@@ -27,9 +27,9 @@ from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
 from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
 from helpers.measure import largest_batch, peak_memory
+from helpers.measure.batch_size import skipping_what_exists
 from helpers.measure.timeline import record_timeline
 from helpers.models import PyramidNet, bert_article, pyramidnet_article
-from helpers.parallel.launching import launch
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 from helpers.parallel.pipeline import Pipeline, layers_of, one_f_one_b
 
@@ -300,8 +300,7 @@ def grain(line: int, gpus: int) -> int:
 
 # ---- all methods on all jobs and clusters ----------------------------------------------------------------------------
 
-_MEMORY = "4 TiB"  # of every GPU, which is enough for every job in both processes
-_PROCESSES = 2
+_MEMORY = "4 TiB"  # of every GPU, which is enough for every job
 
 
 def compare(
@@ -312,29 +311,11 @@ def compare(
 ) -> dict[tuple[str, str], list[Row]]:
     """Measure all methods on `gpus` GPUs. Returns {(name of the cluster, name of the job): a list of `Row`}.
 
-    Two processes with their own virtual GPUs do the work, so it does not matter which GPUs are active here. In a
-    program, call this under `if __name__ == "__main__":`, because the processes may be spawned.
+    This uses virtual GPUs of its own, so it does not matter which GPUs are active.
     """
-    tasks = list(product(jobs, methods))
-    shares = launch(
-        _measure_share, tasks, list(clusters.values()), gpus,
-        ranks=_PROCESSES, gpus=False, timeout=None, show=False,
-    )  # fmt: skip
-    found = {(name, job.name): [] for job in jobs for name in clusters}
-    for number, (job, _) in enumerate(tasks):
-        for name, row in zip(clusters, shares[number % _PROCESSES][number // _PROCESSES], strict=True):
-            found[name, job.name].append(row)
-    return found
-
-
-def _measure_share(rank: int, tasks: Sequence[tuple], clusters: Sequence[Cluster], gpus: int) -> list:
-    """Return the rows, one for each cluster, of every second task (job, method)."""
-    torch.distributed.destroy_process_group()  # DDP is measured in a group of this process alone
-    gc.freeze()
-    rows = []
-    for task in tasks[rank::_PROCESSES]:
-        rows.append([])
-        for cluster in clusters:
+    found = {}
+    with skipping_what_exists():
+        for job, (name, cluster) in product(jobs, clusters.items()):
             with modelled_gpus(gpus, cluster.kind, _MEMORY, cluster.links) as devices:
-                rows[-1].append(measure(*task, devices, cluster))
-    return rows
+                found[name, job.name] = [measure(job, method, devices, cluster) for method in methods]
+    return found

@@ -32,7 +32,7 @@ def largest_batch(
         raise ValueError("start, multiple_of and steps must be at least 1, and limit must be at least multiple_of.")
     good, bad, size = 0, None, min(-(-start // multiple_of), last)
     gc.collect()
-    with _skipping_what_exists(), torch.random.fork_rng(range(torch.cuda.device_count())):
+    with skipping_what_exists(), torch.random.fork_rng(range(torch.cuda.device_count())):
         while good < last and (bad is None or bad - good > 1):
             fitted = all(fits(step, size * multiple_of) for _ in range(steps))
             gc.collect()  # an error's traceback no longer keeps the step's tensors alive
@@ -45,7 +45,7 @@ def largest_batch(
 
 
 @contextmanager
-def _skipping_what_exists() -> Iterator[None]:
+def skipping_what_exists() -> Iterator[None]:
     """Let every garbage collection in the block skip all objects that exist already.
 
     Does nothing if the program has frozen objects itself: `gc.unfreeze` would release those too.
