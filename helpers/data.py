@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import datasets
 
@@ -79,73 +79,38 @@ def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: 
 # --- text ---------------------------------------------------------------------------------------------------
 
 
-class Words:
-    """A text as a sequence of words. `tokens` is the vocabulary, with the special tokens first. `ids` (N,) is the text.
-
-    Words outside the vocabulary become [UNK]. Raises ValueError for a vocabulary that has only special tokens.
-    """
-
-    def __init__(self, text: str, vocabulary_size: int):
-        if vocabulary_size <= len(SPECIAL_TOKENS):
-            raise ValueError(f"vocabulary_size must exceed {len(SPECIAL_TOKENS)}, the number of special tokens.")
-        counted = Counter(self.split(text))
-        by_frequency = sorted(counted, key=lambda word: (-counted[word], word))
-        self.tokens = (*SPECIAL_TOKENS, *by_frequency[: vocabulary_size - len(SPECIAL_TOKENS)])
-        self._index = {word: index for index, word in enumerate(self.tokens)}
-        self.ids = self.encode(text)
-
-    @staticmethod
-    def split(text: str) -> list[str]:
-        """Return the words of a text in lower case, and its punctuation marks."""
-        return re.findall(r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]", text.lower())
-
-    def encode(self, text: str) -> Tensor:
-        """Return the ids of a text, (N,) in int64."""
-        return torch.tensor([self._index.get(word, UNK) for word in self.split(text)], dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-def words(vocabulary_size: int = 8000) -> Words:
-    """Return the bundled novel as `Words` with the `vocabulary_size` most frequent tokens.
-
-    The novel has fewer than 8,000 different words, so pass `len(words())` to a model as the size of its vocabulary.
-    """
-    return Words(bundled(NOVEL).read_text(encoding="utf-8"), vocabulary_size)
-
-
-def masked_words(length: int, vocabulary: Words, train: bool = True) -> TensorDataset:
-    """Return sequences for BERT's training task, which is to predict hidden words.
+def masked_words(length: int, vocabulary_size: int) -> TensorDataset:
+    """Return sequences of the bundled novel for BERT's training task, which is to predict hidden words.
 
     Inputs and labels are (N, length) in int64 and the same in every call. A sequence is [CLS], length - 2 words, [SEP].
-    The last one is padded with [PAD]. In each sequence, 15 % of the words are picked, and at least one. Of these, 80 %
-    become [MASK], 10 % become a random word, and 10 % do not change. Labels are the picked words, and -100 elsewhere.
-    `train` selects the first 90 % of the text, otherwise the rest. Raises ValueError for a length below 3.
+    In each sequence, 15 % of the words are picked, and at least one. Of these, 80 % become [MASK], 10 % become a random
+    word, and 10 % do not change. Labels are the picked words, and -100 elsewhere. The vocabulary has the special tokens
+    and the most frequent words. Other words are [UNK]. The last 10 % of the novel are left out, for a test. Raises
+    ValueError for a length below 3, and for a vocabulary that has only special tokens.
     """
     if length < 3:
         raise ValueError(f"length must be at least 3, for one word between [CLS] and [SEP], not {length}.")
-    rows = [torch.tensor([CLS, *row.tolist(), SEP]) for row in vocabulary.ids.split(length - 2)]
-    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-    split = round(0.9 * len(sequences))
-    return TensorDataset(*_mask(sequences[:split] if train else sequences[split:], len(vocabulary)))
+    special = len(SPECIAL_TOKENS)
+    if vocabulary_size <= special:
+        raise ValueError(f"vocabulary_size must exceed {special}, the number of special tokens.")
+    text = bundled(NOVEL).read_text(encoding="utf-8").lower()
+    words = re.findall(r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]", text)  # and punctuation marks
+    counted = Counter(words)
+    by_frequency = sorted(counted, key=lambda word: (-counted[word], word))[: vocabulary_size - special]
+    ids = {word: special + place for place, word in enumerate(by_frequency)}
+    rows = round(0.9 * len(words) / (length - 2))
+    sequences = torch.tensor([ids.get(word, UNK) for word in words[: rows * (length - 2)]]).view(rows, length - 2)
+    sequences = pad(pad(sequences, (1, 0), value=CLS), (0, 1), value=SEP)
 
-
-def _mask(sequences: Tensor, vocabulary_size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-
-    def random():
-        return torch.rand(sequences.shape, generator=generator)
-
-    hidable = (sequences != PAD) & (sequences != CLS) & (sequences != SEP)
-    wanted = (hidable.sum(1, keepdim=True) * 0.15).round().clamp(min=1)
-    # Ranking random scores picks exactly `wanted` words. The score 2.0 excludes the special tokens.
-    picked = random().masked_fill(~hidable, 2.0).argsort(1).argsort(1) < wanted
-    any_word = torch.randint(len(SPECIAL_TOKENS), vocabulary_size, sequences.shape, generator=generator)
-    fate = random()
+    scores = torch.rand(sequences.shape, generator=generator)
+    scores[:, [0, -1]] = 2.0  # [CLS] and [SEP] are not picked
+    picked = scores.argsort(1).argsort(1) < max(1, round(0.15 * (length - 2)))
+    any_word = torch.randint(special, special + len(ids), sequences.shape, generator=generator)
+    fate = torch.rand(sequences.shape, generator=generator)
     inputs = sequences.masked_fill(picked & (fate < 0.8), MASK)
     inputs = torch.where(picked & (fate >= 0.8) & (fate < 0.9), any_word, inputs)
-    return inputs, sequences.masked_fill(~picked, IGNORED)
+    return TensorDataset(inputs, sequences.masked_fill(~picked, IGNORED))
 
 
 # --- random batches and loading -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.gpus import spec as data_sheet
 from virtual_gpus.memory_model import replay
+from virtual_gpus.timeline.spans import merged, seconds_covered
 
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
 ENGINE_FOLDER = os.path.join(os.path.dirname(engine.__file__), "")

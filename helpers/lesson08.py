@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from helpers.gpus import data_sheet, is_virtual
-from helpers.measure.timeline import Timeline, merged
+from helpers.gpus import data_sheet, is_virtual, merged
+from helpers.measure.timeline import Timeline
 from helpers.parallel.hosts import TORCHRUN, run_hosts
 from helpers.show.programs import SCRIPTS
 from helpers.show.style import WIDTH, bar_style, legend_below, open_frame, series_style, set_alt_text

@@ -47,7 +47,7 @@ def test_one_changed_byte_is_noticed(own_data):
 def test_a_missing_file_is_named(own_data):
     (own_data / data.NOVEL).unlink()
     with pytest.raises(data.DamagedData, match="pride_and_prejudice.txt.* missing.*git checkout data"):
-        data.words()
+        data.masked_words(32, 100)
 
 
 def test_helpers_that_were_installed_without_the_course_say_what_to_do(tmp_path, monkeypatch):
@@ -95,35 +95,30 @@ def test_fashion_mnist_refuses_what_it_cannot_give(wrong):
 # --- text ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def vocabulary():
-    return data.words()
+def original(vocabulary_size):
+    """The sequences before words were hidden."""
+    inputs, labels = data.masked_words(64, vocabulary_size).tensors
+    return torch.where(labels == data.IGNORED, inputs, labels)
 
 
-def test_words_of_the_novel(vocabulary):
-    assert vocabulary.tokens[:5] == ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    assert len(vocabulary) == len(set(vocabulary.tokens)) < 8000
-    assert len(vocabulary.ids) > 120_000 and data.UNK not in vocabulary.ids
-    said = [vocabulary.tokens[index] for index in vocabulary.ids[8:19]]
-    assert " ".join(said) == "it is a truth universally acknowledged , that a single man"
-
-
-def test_words_encode(vocabulary):
-    ids = vocabulary.encode('"_You_ want to tell me," said Zarathustra')
-    assert " ".join(vocabulary.tokens[index] for index in ids) == '" you want to tell me , " said [UNK]'
-    assert vocabulary.encode("").tolist() == []
+def test_masked_words_are_the_novel_between_cls_and_sep():
+    sequences = original(8000)
+    assert (sequences[:, 0] == data.CLS).all() and (sequences[:, -1] == data.SEP).all()
+    ids = sequences[:, 1:-1].flatten().tolist()
+    assert len(ids) > 120_000 and min(ids) == 5  # no special token, and the most frequent word
+    said = "pride and prejudice by jane austen chapter 1 it is a truth universally acknowledged , that a single man"
+    pairs = set(zip(said.split(), ids, strict=False))
+    assert len(pairs) == len(set(said.split())) == len({number for _, number in pairs})
 
 
 def test_a_small_vocabulary_keeps_the_frequent_words():
-    small = data.words(vocabulary_size=100)
-    assert len(small) == 100 and "the" in small.tokens and "netherfield" not in small.tokens
-    assert data.UNK in small.ids
-    with pytest.raises(ValueError, match="vocabulary_size must exceed 5"):
-        data.words(vocabulary_size=5)
+    small, large = original(100), original(8000)
+    known = small != data.UNK
+    assert torch.equal(small[known], large[known]) and small.max() == 99 and large[~known].min() == 100
 
 
-def test_masked_words_have_berts_shares(vocabulary):
-    inputs, labels = data.masked_words(64, vocabulary).tensors
+def test_masked_words_have_berts_shares():
+    inputs, labels = data.masked_words(64, 8000).tensors
     assert inputs.shape == labels.shape and inputs.shape[1] == 64
     picked = labels != data.IGNORED
     words = inputs[picked]
@@ -137,34 +132,21 @@ def test_masked_words_have_berts_shares(vocabulary):
     assert words[words != data.MASK].min() > data.MASK  # random words are never special tokens
 
 
-def test_masked_words_leave_the_rest_as_it_was(vocabulary):
-    inputs, labels = data.masked_words(64, vocabulary).tensors
-    original = torch.where(labels == data.IGNORED, inputs, labels)
-    assert (original[:, 0] == data.CLS).all() and (original[:, -1] == data.SEP).all()
-    assert torch.equal(original[:, 1:-1].flatten(), vocabulary.ids[: original[:, 1:-1].numel()])
-
-
-def test_train_and_test_are_parts_of_one_text(vocabulary):
-    train, test = (data.masked_words(64, vocabulary, train) for train in (True, False))
-    assert len(train) + len(test) == -(-len(vocabulary.ids) // 62)
-    assert 8.9 < len(train) / len(test) < 9.1
-    last, labels = test.tensors[0][-1], test.tensors[1][-1]
-    assert last[-1] == data.PAD and (labels[last == data.PAD] == data.IGNORED).all()
-
-
-def test_masked_words_are_the_same_in_every_call(vocabulary):
-    first, same = (data.masked_words(64, vocabulary).tensors[0] for _ in range(2))
+def test_masked_words_are_the_same_in_every_call():
+    first, same = (data.masked_words(64, 100).tensors[0] for _ in range(2))
     assert torch.equal(first, same)
 
 
-def test_every_row_has_something_to_guess(vocabulary):
-    _, labels = data.masked_words(3, vocabulary, train=False).tensors
+def test_every_row_has_something_to_guess():
+    _, labels = data.masked_words(3, 100).tensors
     assert ((labels != data.IGNORED) == torch.tensor([False, True, False])).all()
 
 
-def test_masked_words_refuse_sequences_without_a_word(vocabulary):
+def test_masked_words_refuse_what_has_no_word():
     with pytest.raises(ValueError, match="length must be at least 3"):
-        data.masked_words(2, vocabulary)
+        data.masked_words(2, 100)
+    with pytest.raises(ValueError, match="vocabulary_size must exceed 5"):
+        data.masked_words(64, 5)
 
 
 # --- random batches and loading --------------------------------------------------------------------------

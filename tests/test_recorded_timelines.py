@@ -9,6 +9,7 @@ from matplotlib.colors import to_hex
 from torch import nn
 from virtual_gpus import virtual_gpus
 
+from helpers.gpus import merged, seconds_covered
 from helpers.measure.timeline import (
     BLOCK,
     Timeline,
@@ -16,9 +17,7 @@ from helpers.measure.timeline import (
     describe_time_use,
     describe_timeline,
     format_time,
-    merged,
     record_timeline,
-    seconds_covered,
     time_use,
     work_of,
 )

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.gpus import GPUSpec, Rates, all_reduce_seconds, copy_seconds, data_sheet, rates
-from helpers.measure.timeline import record_timeline, seconds_covered
+from helpers.gpus import GPUSpec, Rates, all_reduce_seconds, copy_seconds, data_sheet, rates, seconds_covered
+from helpers.measure.timeline import record_timeline
 
 # ---- machines --------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ Virtual GPUs have a modelled clock. On real GPUs, torch.profiler measures the ti
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from helpers.gpus import modelled_timeline
+from helpers.gpus import modelled_timeline, seconds_covered
 
 KINDS = ("forward", "backward", "step", "copy", "collective")
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
@@ -159,22 +159,6 @@ def _phase(name: str, launch: dict | None, thread: int, steps: Sequence[tuple[fl
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def merged(intervals: Iterable[tuple[float, float]], gap: float = 0.0) -> list[tuple[float, float]]:
-    """Sort (start, end) pairs, in seconds, and join those that overlap or are at most `gap` seconds apart."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1] + gap:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((start, end))
-    return found
-
-
-def seconds_covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return how many seconds lie in at least one of the intervals."""
-    return sum(end - start for start, end in merged(intervals))
 
 
 def time_use(timeline: Timeline, gpu: int) -> TimeUse:

@@ -8,7 +8,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure.timeline import KINDS, Timeline, describe_timeline, merged, seconds_covered
+from helpers.gpus import merged, seconds_covered
+from helpers.measure.timeline import KINDS, Timeline, describe_timeline
 from helpers.show.style import WIDTH, series_style, set_alt_text
 
 LOOKS = {kind: series_style(place) for place, kind in enumerate(KINDS)}
