@@ -6,10 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from helpers.parallel.hosts import free_port, run_hosts
 from helpers.show.style import COLOURS, WIDTH, open_frame, set_alt_text
-
-__all__ = ["failures_picture", "free_port", "run_hosts", "waste_picture"]
 
 
 def failures_picture(first: Mapping[int, float], attempts: Sequence[Mapping[int, float]]) -> Figure:

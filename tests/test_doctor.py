@@ -45,14 +45,14 @@ def test_versions(monkeypatch):
 
 
 def test_packages(monkeypatch, tmp_path):
-    assert says(checks.packages(), "ok") and says(checks.vision(), "ok")
+    assert says(checks.packages(), "ok")
     monkeypatch.setitem(sys.modules, "GPUtil", None)
     assert says(checks.packages(), "problem", "GPUtil", "pip install")
     # torchvision says this where it was built for another PyTorch.
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    assert says(checks.vision(), "problem", "nms does not exist", "pip install")
+    assert says(checks.packages(), "problem", "torchvision (RuntimeError", "nms does not exist", "pip install")
 
 
 def test_no_pytorch_is_a_finding():
@@ -62,7 +62,7 @@ import sys
 from unittest import mock
 sys.modules["torch"] = sys.modules["torchvision"] = None
 from helpers.doctor import __main__, checks
-checks.ALL = (checks.pytorch, checks.vision, checks.gpus, checks.ranks)
+checks.ALL = (checks.pytorch, checks.packages, checks.gpus, checks.ranks)
 sys.exit(__main__.main())
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -21,7 +21,8 @@ GIB = 2**30
 LESSON_GIB = 3  # of memory; lesson 08 and its ranks take 2.8
 SLOW_S = 15
 TORCHRUN_PORT = 29500
-PACKAGES = ("numpy", "matplotlib", "cloudpickle", "ipykernel", "ipywidgets", "GPUtil")  # lesson 10 needs more
+# Lesson 10 needs more.
+PACKAGES = ("numpy", "torchvision", "matplotlib", "cloudpickle", "ipykernel", "ipywidgets", "GPUtil")
 INSTALL = (
     "Use the Python of the course: `python3 -m uv run python -m helpers.doctor`, or "
     "`.venv/bin/python -m helpers.doctor`. To install what is missing, run "
@@ -64,16 +65,8 @@ def pytorch() -> Finding:
     return Finding(found, short)
 
 
-def vision() -> Finding:
-    """torchvision raises an error at its import if it was built for another PyTorch."""
-    if error := import_error("torchvision"):
-        found = f"torchvision cannot be imported, or does not belong to this PyTorch. {error}"
-        return Finding(found, "no torchvision", "problem", INSTALL)
-    version = importlib.import_module("torchvision").__version__
-    return Finding(f"torchvision {version} works with this PyTorch.", f"torchvision {version}")
-
-
 def packages() -> Finding:
+    """torchvision, for example, raises an error at its import if it was built for another PyTorch."""
     errors = {name: error for name in PACKAGES if (error := import_error(name))}
     if errors:
         words = (
@@ -262,4 +255,4 @@ def _all_reduce(rank: int) -> float:
     return value.item()
 
 
-ALL = (python, pytorch, vision, packages, course, data, memory, disk, cores, ports, jupyter, gpus, ranks)
+ALL = (python, pytorch, packages, course, data, memory, disk, cores, ports, jupyter, gpus, ranks)

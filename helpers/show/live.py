@@ -78,15 +78,15 @@ class LivePanel:
 
 
 @contextmanager
-def live_memory(gpus=None, every: float = 0.5, show: bool = True) -> Iterator[LivePanel]:
+def live_memory(gpus=None, every: float = 0.5) -> Iterator[LivePanel]:
     """Show the memory of `gpus` (a device, an index, or a list of them; None for all) while the block runs.
 
     every: seconds between two updates. Peaks are reset at the start, as with `measure_memory`. The panel ends with the
-    block, even if the block fails or is interrupted. Outside a notebook, or with show=False, nothing is shown or read.
-    Raises ValueError if `every` is not positive. When the panel is shown, it also raises what `read_memory` raises.
+    block, even if the block fails or is interrupted. Outside a notebook, nothing is shown or read. Raises ValueError if
+    `every` is not positive. When the panel is shown, it also raises what `read_memory` raises.
     """
     panel = LivePanel(gpus, every)
-    if not show or not _in_a_notebook():
+    if not _in_a_notebook():
         yield panel
         return
     try:
