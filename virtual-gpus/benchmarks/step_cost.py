@@ -25,14 +25,16 @@ from benchmarks.jobs import JOBS, resnet18_b64
 from benchmarks.operator_cost import COLUMNS, DoNothing, fakegpu_process
 from benchmarks.reference.measure import mem_tracker
 
+LEAST = 0.5  # seconds of a timing, so that short steps are timed more often
+
 _now = time.perf_counter
 
 
 def seconds(step, steps: int) -> float:
-    """Seconds of one step: the fastest of `steps`, after one that warms up."""
+    """Seconds of one step: the fastest of at least `steps`, after one that warms up."""
     step()
     taken = []
-    for _ in range(steps):
+    while len(taken) < steps or sum(taken) < LEAST:
         start = _now()
         step()
         taken.append(_now() - start)
@@ -122,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="how often each column is timed (default 5)")
     parser.add_argument(
-        "--steps", type=int, default=5, help="steps per timing, of which the fastest counts (default 5)"
+        "--steps", type=int, default=5, help="steps per timing at least, of which the fastest counts (default 5)"
     )
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default 2)")
     parser.add_argument("--cpu-time", action="store_true", help="time of the processor instead of the wall's")
