@@ -81,6 +81,17 @@ class PyramidBlock(nn.Module):
         return y + F.pad(x, (0, 0, 0, 0, 0, self.extra))
 
 
+class PyramidHead(nn.Module):
+    """BN-ReLU, the mean over all places, and a linear layer: (N, inputs, H, W) -> logits (N, classes)."""
+
+    def __init__(self, inputs: int, classes: int):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm2d(inputs), nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.relu(self.norm(x), inplace=True).mean((2, 3)))
+
+
 class PyramidNet(nn.Module):
     """Additive PyramidNet for small images: (N, 3, H, W) -> logits (N, classes).
 
@@ -98,16 +109,13 @@ class PyramidNet(nn.Module):
         strides = [2 if block in (blocks // 3, 2 * blocks // 3) else 1 for block in range(blocks)]
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16))
         self.blocks = nn.Sequential(*map(PyramidBlock, widths, widths[1:], strides))
-        self.norm = nn.BatchNorm2d(widths[-1])
-        self.head = nn.Linear(widths[-1], classes)
+        self.head = PyramidHead(widths[-1], classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.blocks(self.stem(images))
-        x = F.relu(self.norm(x), inplace=True)
-        return self.head(x.mean((2, 3)))
+        return self.head(self.blocks(self.stem(images)))
 
 
 def pyramidnet_article() -> PyramidNet:

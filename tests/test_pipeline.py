@@ -12,7 +12,7 @@ from virtual_gpus import virtual_gpus
 from helpers.lesson05 import explore_pipeline
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
-from helpers.models import bert_small, group_norm, small_resnet
+from helpers.models import PyramidNet, bert_small, group_norm, small_resnet
 from helpers.parallel.pipeline import (
     Pipeline,
     Task,
@@ -126,11 +126,11 @@ def test_a_split_net_is_the_same_net(alone, count):
         torch.testing.assert_close(gradients(whole), alone[1], atol=1e-5, rtol=1e-4)
 
 
-def test_berts_layers_are_the_net():
-    model = bert_small(dropout=0.0)
-    tokens = torch.randint(0, 2000, (3, 32))
-    assert torch.equal(nn.Sequential(*layers_of(model))(tokens), model(tokens))
-    assert {id(p) for layer in layers_of(model) for p in layer.parameters()} == {id(p) for p in model.parameters()}
+def test_the_layers_are_the_net():
+    tokens, images = torch.randint(0, 2000, (3, 32)), torch.randn(3, 3, 8, 8)
+    for model, inputs in ((bert_small(dropout=0.0), tokens), (PyramidNet(8, 12), images)):
+        assert torch.equal(nn.Sequential(*layers_of(model))(inputs), model(inputs))
+        assert {id(p) for layer in layers_of(model) for p in layer.parameters()} == {id(p) for p in model.parameters()}
 
 
 def test_the_tutorials_cut_of_resnet50_lies_behind_its_second_stage():
@@ -145,7 +145,7 @@ def test_bad_cuts_and_unknown_nets_are_refused():
             split(layers, ["cpu", "cpu"], cuts)
     with pytest.raises(ValueError, match="cannot be cut"):
         split(layers, ["cpu"] * 5)
-    with pytest.raises(TypeError, match="layers_of supports ResNet and Bert, not Linear"):
+    with pytest.raises(TypeError, match="layers_of supports ResNet, Bert and PyramidNet, not Linear"):
         layers_of(nn.Linear(2, 2))
 
 

@@ -20,7 +20,6 @@ from itertools import accumulate, pairwise, product
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.gpus import modelled_gpus
@@ -29,7 +28,7 @@ from helpers.lesson07.scaling import Cluster, RankStep, one_rank, rank_step
 from helpers.measure import largest_batch, peak_memory
 from helpers.measure.batch_size import skipping_what_exists
 from helpers.measure.timeline import record_timeline
-from helpers.models import PyramidNet, bert_article, pyramidnet_article
+from helpers.models import bert_article, pyramidnet_article
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel
 from helpers.parallel.pipeline import Pipeline, layers_of, one_f_one_b
 
@@ -129,8 +128,8 @@ def step_by(job: Job, method: str, gpus: Sequence, micro_batches: int | None = N
 
 def stages_of(net: nn.Module, stages: int, inputs: Tensor, gpu) -> list[nn.Sequential]:
     """Return the layers of the model in stages, cut so that the slowest stage is as fast as possible. The layers are
-    moved to `gpu`, and their forward passes are timed with `inputs`. Raises what `layers_to_cut` raises."""
-    gpu, seconds, x, layers = torch.device(gpu), [], inputs.to(gpu), layers_to_cut(net)
+    moved to `gpu`, and their forward passes are timed with `inputs`. Raises what `layers_of` raises."""
+    gpu, seconds, x, layers = torch.device(gpu), [], inputs.to(gpu), layers_of(net)
     with torch.no_grad():
         for layer in layers:
             layer.to(gpu)
@@ -138,22 +137,6 @@ def stages_of(net: nn.Module, stages: int, inputs: Tensor, gpu) -> list[nn.Seque
                 x = layer(x)
             seconds.append(timeline.busy_seconds(gpu.index))
     return [nn.Sequential(*layers[start:end]) for start, end in balanced_cuts(seconds, stages)]
-
-
-def layers_to_cut(net: nn.Module) -> list[nn.Module]:
-    """Return the layers of a ResNet, `Bert` or `PyramidNet`, for stages. Raises TypeError for other models."""
-    return [net.stem, *net.blocks, _PyramidTail(net)] if isinstance(net, PyramidNet) else layers_of(net)
-
-
-class _PyramidTail(nn.Module):
-    """The part of a `PyramidNet` after its blocks."""
-
-    def __init__(self, net: PyramidNet):
-        super().__init__()
-        self.norm, self.head = net.norm, net.head
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(relu(self.norm(x), inplace=True).mean((2, 3)))
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:

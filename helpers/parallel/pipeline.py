@@ -57,22 +57,25 @@ def split(layers: Sequence[nn.Module], gpus: Sequence, cuts: Sequence[int] | Non
 
 
 def layers_of(net: nn.Module) -> list[nn.Module]:
-    """Return the layers of a ResNet or a `Bert`. Called one after the other, they compute the same as the model.
+    """Return the layers of a ResNet, `Bert` or `PyramidNet`. Called in order, they compute the same as the model.
 
     They are the model's own layers, not copies. Raises TypeError for other models.
     """
     # Imported here, because torchvision takes as long to import as PyTorch, and every spawned rank would wait for it.
     from torchvision.models import ResNet
 
-    from helpers.models import Bert
+    from helpers.models import Bert, PyramidNet
 
     if isinstance(net, ResNet):
         blocks = [block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage]
         return [net.conv1, net.bn1, net.relu, net.maxpool, *blocks, net.avgpool, nn.Flatten(), net.fc]
     if isinstance(net, Bert):
         return [_Embedding(net), *net.blocks, net.norm, net.head]
+    if isinstance(net, PyramidNet):
+        return [net.stem, *net.blocks, net.head]
     raise TypeError(
-        f"layers_of supports ResNet and Bert, not {type(net).__name__}. List the layers of this model yourself."
+        f"layers_of supports ResNet, Bert and PyramidNet, not {type(net).__name__}. List the layers of this model "
+        "yourself."
     )
 
 

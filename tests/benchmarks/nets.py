@@ -18,10 +18,10 @@ from torchvision.models import resnet50
 
 from helpers.gpus import modelled_gpus
 from helpers.lesson04 import LENGTH, WordLoss
-from helpers.lesson07.methods import layers_to_cut
 from helpers.lesson07.nets import Net
 from helpers.measure import MiB
 from helpers.models import Bert, bert_article, pyramidnet_article
+from helpers.parallel.pipeline import layers_of
 
 MOMENTUM = "SGD with momentum"
 
@@ -39,18 +39,18 @@ def measured_nets(names=None):
 
 def _resnet():
     """The first and the last layers together: they are small, and some work in place."""
-    layers = layers_to_cut(resnet50())
+    layers = layers_of(resnet50())
     return [nn.Sequential(*layers[:4]), *layers[4:-3], nn.Sequential(*layers[-3:])]
 
 
 CASES = {  # layers, samples to measure with, shapes of one sample's inputs and targets
-    "BERT of the article": (lambda: layers_to_cut(bert_article()), 64, (LENGTH,), (LENGTH,), "Adam"),
-    "PyramidNet of the article": (lambda: layers_to_cut(pyramidnet_article()), 256, (3, 32, 32), (), MOMENTUM),
+    "BERT of the article": (lambda: layers_of(bert_article()), 64, (LENGTH,), (LENGTH,), "Adam"),
+    "PyramidNet of the article": (lambda: layers_of(pyramidnet_article()), 256, (3, 32, 32), (), MOMENTUM),
     "ResNet-50, 224 pixels": (_resnet, 64, (3, 224, 224), (), MOMENTUM),
     "BERT large, 512 tokens": (
-        lambda: layers_to_cut(Bert(30_522, 1024, 24, 16, 512, fused=True)), 8, (512,), (512,), "Adam"),
+        lambda: layers_of(Bert(30_522, 1024, 24, 16, 512, fused=True)), 8, (512,), (512,), "Adam"),
     "7 billion, 2,048 tokens": (
-        lambda: layers_to_cut(Bert(32_000, 4096, 1, 32, 2048, fused=True)), 2, (2048,), (2048,), "Adam"),
+        lambda: layers_of(Bert(32_000, 4096, 1, 32, 2048, fused=True)), 2, (2048,), (2048,), "Adam"),
 }  # fmt: skip
 
 
