@@ -188,6 +188,9 @@ def test_a_gpu_that_ran_out_shows_what_it_was_asked_for():
     assert pieces(ax)["taken otherwise"] == [(10, 11.5), (11, 11.5)]
     assert pieces(ax)["asked for when memory ran out"] == [(11.5, 14.5)] * 2
     assert "11.0 GiB + 3.00 GiB: 2.50 GiB over" in figures(ax)
+    given = Readings(replace(each, driver_used=11 * GiB, driver_total=12 * GiB) for each in RAN_OUT[1:2])
+    found = pieces(compare_bars({"ran out": given}, field="driver_used"))
+    assert found == {"ran out": [(0, 11.5)], "asked for when memory ran out": [(11.5, 14.5)]}
     limited = pieces(compare_bars({"limited": LIMITED}))
     assert limited["taken otherwise"] == [(7, 7.5)] and limited["asked for when memory ran out"] == [(7.5, 8.5)]
     assert "12.0 GiB + 2.00 MiB: 2.00 MiB over" in figures(memory_bars(NO_FREE))
@@ -213,6 +216,7 @@ def test_no_text_lies_on_the_edge_of_its_frame():
         (lambda: compare_bars({}), "at least one situation"),
         (lambda: compare_bars({"a": Readings()}), "at least one situation"),
         (lambda: compare_bars({"a": BERT}, field="peak"), "no field 'peak'. Choose one of peak_allocated"),
+        (lambda: compare_bars({"a": BERT}, field="driver_used"), "GPU 0 has no driver used, because GPUtil"),
         (lambda: describe(BERT, "capacity"), "no field 'capacity'"),
     ],
 )

@@ -58,6 +58,11 @@ def test_a_slice_is_a_table_too():
     assert isinstance(readings[1:], Readings) and "<0.01" in str(readings[1:])
 
 
+def test_each_figure_has_its_own_edge():
+    assert TWO[0].edge("driver_used") == 16 * GiB + MiB and TWO[0].edge("peak_reserved") == 16 * GiB
+    assert replace(TWO[0], driver_total=None).edge("driver_used") == 16 * GiB
+
+
 @pytest.mark.parametrize(
     "count, text",
     [

@@ -39,13 +39,14 @@ def memory_bars(readings: Readings, title: str | None = None, figure: Figure | N
 def compare_bars(situations: Mapping[str, Readings], field: str = "peak_allocated", title: str | None = None) -> Axes:
     """Draw several situations side by side, with one bar for each GPU and situation.
 
-    `field`: "peak_allocated", "peak_reserved", "allocated" or "reserved". Situations may have different numbers of
-    GPUs. Memory that does not fit is drawn as in `memory_bars`. Returns the axes. Raises ValueError for missing
-    readings or an unknown field.
+    `field`: "peak_allocated", "peak_reserved", "allocated", "reserved" or "driver_used". Situations may have different
+    numbers of GPUs. Memory that does not fit is drawn as in `memory_bars`. Returns the axes. Raises ValueError for
+    missing readings or an unknown field.
     """
     if not situations or not all(situations.values()):
         raise ValueError("Pass at least one situation, each with readings: {'DataParallel': peak_memory(step)}.")
-    check_field(field)
+    for readings in situations.values():
+        check_field(readings, field)
     labels = [f"GPU {reading.index}" for reading in max(situations.values(), key=len)]
     series = {name: (readings, field) for name, readings in situations.items()}
     ax = _draw(series, labels, title)
@@ -74,15 +75,16 @@ class _Bar:
 
 
 def _bar(reading: Reading, field: str, y: float, name: str, style: dict) -> _Bar:
-    edge, refused = reading.capacity, reading.refused
+    edge, refused = reading.edge(field), reading.refused
     if refused is None:
         value = getattr(reading, field)
         if value <= edge:
             return _Bar(y, edge, [(name, value, style)], format_bytes(value))
         parts = [(name, edge, style), ("over the capacity", value, OVER)]
         return _Bar(y, edge, parts, f"{format_bytes(value)}: {format_bytes(value - edge)} over")
-    value = getattr(refused, field.removeprefix("peak_"))
-    taken = max(value, refused.reserved if refused.limited else reading.capacity - refused.free)
+    on_gpu = reading.capacity - refused.free
+    value = {"allocated": refused.allocated, "reserved": refused.reserved}.get(field.removeprefix("peak_"), on_gpu)
+    taken = max(value, refused.reserved if refused.limited else on_gpu)
     parts = [(name, value, style)]
     if taken > value:  # used by PyTorch's cache, CUDA's context, or other programs
         parts.append(("taken otherwise", taken, TAKEN))

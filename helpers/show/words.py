@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from helpers.measure import Reading, Readings, format_bytes
 
-FIELDS = ("peak_allocated", "peak_reserved", "allocated", "reserved")
+FIELDS = ("peak_allocated", "peak_reserved", "allocated", "reserved", "driver_used")
 
 
 def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_allocated") -> str:
@@ -14,13 +14,13 @@ def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_all
     """
     if isinstance(readings, Mapping):
         return "\n".join(f"{name}: {describe(each, field)}" for name, each in readings.items())
-    check_field(field)
+    check_field(readings, field)
     if not readings:
         return "No readings yet."
     if any(reading.refused for reading in readings):
         return _stopped(readings, field)
     full = max(readings, key=lambda reading: getattr(reading, field))
-    most, edge = getattr(full, field), full.capacity
+    most, edge = getattr(full, field), full.edge(field)
     size, over = f"{format_bytes(most)} ({word(field)})", format_bytes(most - edge)
     held = f"{format_bytes(most)} {_kind(field)}"
     holds, hold = ("peaked at", "peaked at") if field.startswith("peak_") else ("holds", "hold")
@@ -38,10 +38,15 @@ def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_all
     return f"GPU {full.index} {holds} {held} of {format_bytes(edge)}{more}{rest}."
 
 
-def check_field(field: str) -> None:
-    """Raise ValueError if `field` is not in `FIELDS`."""
+def check_field(readings: Sequence[Reading], field: str) -> None:
+    """Raise ValueError if `field` is not in `FIELDS`, or if one of the readings has no value for it."""
     if field not in FIELDS:
         raise ValueError(f"There is no field {field!r}. Choose one of {', '.join(FIELDS)}.")
+    unknown = [reading.index for reading in readings if getattr(reading, field) is None]
+    if unknown:
+        raise ValueError(
+            f"GPU {unknown[0]} has no {word(field)}, because GPUtil has no figure. Pass field='peak_reserved' instead."
+        )
 
 
 def word(field: str) -> str:
