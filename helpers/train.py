@@ -2,41 +2,16 @@
 
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), loader, device="cuda:0")
     trainer = DataParallelTrainer(model, optimizer, nn.CrossEntropyLoss(), loader, devices=gpus)
-    trainer.train(epochs=2)         # [cuda:0-3] epoch 0 | batch 128 | steps 32 | lr 0.1000 | loss 2.068 | ...
+    trainer.train(epochs=2)         # [cuda:0-3] epoch 0 | batch 128 | steps 32 | lr 0.10 | loss 2.068 | ...
 
 The programs in notebooks/scripts contain the same loop in full, with validation and checkpoints, and the loop of
 DistributedDataParallel.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """One epoch of training. Printed, it is the log line.
-
-    `loss` is the mean over all images, and `accuracy` the share of correct answers, from 0 to 1. The line is stored in
-    notebooks, so it has few digits and no time, which would differ from run to run.
-    """
-
-    device: str
-    epoch: int
-    batch_size: int
-    steps: int
-    learning_rate: float
-    loss: float
-    accuracy: float
-
-    def __str__(self) -> str:
-        rate = f"{self.learning_rate:.4f}" if self.learning_rate >= 1e-3 else f"{self.learning_rate:.1e}"
-        return (
-            f"[{self.device}] epoch {self.epoch} | batch {self.batch_size} | steps {self.steps} | "
-            f"lr {rate} | loss {self.loss:.3f} | accuracy {100 * self.accuracy:.2f} %"
-        )
 
 
 class Trainer:
@@ -45,7 +20,10 @@ class Trainer:
     model   is moved to `device`. An optimizer built before still holds its parameters, but must have no state yet
     loss    a mean over images, such as nn.CrossEntropyLoss()
     loader  gives (images, labels)
-    log     called with each `EpochRecord`; None for silence
+    log     called with a line for each epoch. It is stored in notebooks, so it has few digits and no time, which would
+            differ from run to run
+
+    `history` has the mean loss over all images, and the share of correct answers from 0 to 1, of each epoch.
 
     Raises ValueError for a loss that is not a mean, and for an optimizer that holds none of the model's parameters.
     """
@@ -57,7 +35,7 @@ class Trainer:
         loss: Callable[[Tensor, Tensor], Tensor],
         loader: Iterable[Sequence[Tensor]],
         device: torch.device | str,
-        log: Callable[[EpochRecord], None] | None = print,
+        log: Callable[[str], object] = print,
     ):
         if getattr(loss, "reduction", "mean") != "mean":
             raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
@@ -71,13 +49,14 @@ class Trainer:
         self.name = str(self.device)
         self.model = self.network = model.to(self.device)
         self.optimizer, self.loss, self.loader, self.log = optimizer, loss, loader, log
-        self.history: list[EpochRecord] = []
+        self.history: list[tuple[float, float]] = []
 
-    def train(self, epochs: int) -> list[EpochRecord]:
-        """Train `epochs` more epochs, each with its log line. Returns their records."""
-        return [self.train_epoch() for _ in range(epochs)]
+    def train(self, epochs: int) -> None:
+        """Train `epochs` more epochs. Raises what `train_epoch` raises."""
+        for _ in range(epochs):
+            self.train_epoch()
 
-    def train_epoch(self) -> EpochRecord:
+    def train_epoch(self) -> None:
         """One pass over the loader. Raises ValueError for a loader that gives no batch."""
         self.network.train()
         rate = self.optimizer.param_groups[0]["lr"]
@@ -93,11 +72,11 @@ class Trainer:
         # The sums are read only here, because the host then waits until the GPU has done all its work. A wait in every
         # step would leave the GPU idle.
         loss, accuracy = (each.item() for each in sums / sum(sizes))
-        record = EpochRecord(self.name, len(self.history), max(sizes), len(sizes), rate, loss, accuracy)
-        self.history.append(record)
-        if self.log is not None:
-            self.log(record)
-        return record
+        self.log(
+            f"[{self.name}] epoch {len(self.history)} | batch {max(sizes)} | steps {len(sizes)} | lr {rate:#.2g} | "
+            f"loss {loss:.3f} | accuracy {100 * accuracy:.2f} %"
+        )
+        self.history.append((loss, accuracy))
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """One optimizer step on one batch. Returns [sum of the losses, correct answers], (2,), on the device.
@@ -140,7 +119,7 @@ class DataParallelTrainer(Trainer):
         loss: Callable[[Tensor, Tensor], Tensor],
         loader: Iterable[Sequence[Tensor]],
         devices: Sequence[torch.device],
-        log: Callable[[EpochRecord], None] | None = print,
+        log: Callable[[str], object] = print,
     ):
         super().__init__(model, optimizer, loss, loader, devices[0], log)
         self.network = nn.DataParallel(self.model, devices)

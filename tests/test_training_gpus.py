@@ -1,6 +1,7 @@
 """The trainers on several GPUs: the same numbers as on the CPU, and memory where it should be."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -30,12 +31,12 @@ def images():
 
 
 def data_parallel(*numbers):
-    return lambda *parts: DataParallelTrainer(*parts, [torch.device("cuda", each) for each in numbers], log=None)
+    return lambda *parts: DataParallelTrainer(*parts, [torch.device("cuda", each) for each in numbers])
 
 
 FORMS = {
-    "the CPU": lambda *parts: Trainer(*parts, "cpu", log=None),
-    "one GPU": lambda *parts: Trainer(*parts, "cuda:2", log=None),
+    "the CPU": lambda *parts: Trainer(*parts, "cpu"),
+    "one GPU": lambda *parts: Trainer(*parts, "cuda:2"),
     "4 GPUs": data_parallel(0, 1, 2, 3),
     "GPUs 1 and 3": data_parallel(1, 3),
 }
@@ -51,9 +52,9 @@ def build(form, optimizer=torch.optim.SGD):
 @pytest.mark.parametrize("form", ["one GPU", "4 GPUs"])
 def test_losses_accuracies_and_weights_equal_the_cpu_s(gpus, form):
     expected, runner = build("the CPU"), build(form)
-    for one, other in zip(runner.train(3), expected.train(3), strict=True):
-        assert one.loss == pytest.approx(other.loss, abs=1e-5) and one.accuracy == other.accuracy
-        assert (one.steps, one.batch_size) == (other.steps, other.batch_size)
+    runner.train(3), expected.train(3)
+    for (loss, accuracy), (right, share) in zip(runner.history, expected.history, strict=True):
+        assert loss == pytest.approx(right, abs=1e-5) and accuracy == share
     for one, other in zip(runner.model.parameters(), expected.model.parameters(), strict=True):
         torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-4)
 
@@ -63,7 +64,9 @@ def test_batch_norm_is_why_equality_is_not_asked_of_every_net(gpus):
         torch.manual_seed(0)
         model = PyramidNet(8, 12, classes=5)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        return FORMS[form](model, optimizer, LOSS, images()).train(1)[0].loss
+        runner = FORMS[form](model, optimizer, LOSS, images())
+        runner.train(1)
+        return runner.history[0][0]
 
     cpu, one, four = run("the CPU"), run("one GPU"), run("4 GPUs")
     assert one == pytest.approx(cpu, abs=1e-5)
@@ -94,7 +97,7 @@ def test_inputs_never_lie_on_the_first_gpu_as_a_whole(gpus):
     model = Watched(2**18, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = DataLoader(TensorDataset(x, y), 8)
-    DataParallelTrainer(model, optimizer, LOSS, data, gpus, log=None).train(1)
+    DataParallelTrainer(model, optimizer, LOSS, data, gpus).train(1)
     assert [(gpu, samples) for gpu, samples, _ in seen] == [(0, 2), (1, 2), (2, 2), (3, 2)]
     # 2 MiB of weights and 2 samples of 1 MiB; the whole batch would be 8 MiB.
     assert max(allocated for _, _, allocated in seen) < 6 * 2**20
@@ -115,6 +118,7 @@ def test_memory_does_not_grow_from_epoch_to_epoch_and_goes_back(gpus):
 
 def test_shapes_only_runs_the_loop_without_values():
     with virtual_gpus(4, memory="16 GiB", shapes_only=True):
-        (record,) = build("4 GPUs").train(1)
-        assert record.steps == 4 and record.loss != record.loss
+        runner = build("4 GPUs")
+        runner.train(1)
+        assert math.isnan(runner.history[0][0])
         assert torch.cuda.max_memory_allocated(0) > torch.cuda.max_memory_allocated(1) > 0

@@ -37,10 +37,10 @@ class LivePanel:
         self._picture = self._display = None
         self._ended = threading.Event()
 
-    def log(self, record: object) -> None:
-        """Print `record` and show it on the panel. Pass this method to a `Trainer` as its `log`."""
-        self._line = str(record)
-        print(record)
+    def log(self, line: str) -> None:
+        """Print a line and show it on the panel. Pass this method to a `Trainer` as its `log`."""
+        self._line = line
+        print(line)
 
     @contextmanager
     def _showing(self) -> Iterator[None]:
