@@ -217,7 +217,7 @@ def test_warnings_do_not_fail_and_problems_do(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", screen)
     assert doctor.main() == 1
     screen.seek(0)
-    assert screen.read().startswith("? problem  ?ber 3 ?.\n           Mend it.\n")
+    assert screen.read().startswith("x problem  ?ber 3 x.\n           Mend it.\n")
 
 
 @pytest.mark.outside  # starts a JupyterLab, about ten seconds
