@@ -251,7 +251,7 @@ def label_weight(criterion: Any, labels: Tensor) -> Tensor:
     if labels.is_floating_point():
         count = labels.numel() // labels.size(1)
         return torch.full((), count, dtype=torch.float32, device=labels.device)  # filled there: no copy to wait for
-    counted = labels != getattr(criterion, "ignore_index", IGNORED)
+    counted = labels != (IGNORED if (given := getattr(criterion, "ignore_index", None)) is None else given)
     # A criterion of your own may have a `weight` that means something else.
     weights = criterion.weight if isinstance(criterion, LABEL_LOSSES) else None
     if weights is None:
