@@ -276,8 +276,9 @@ class Llama(nn.Module):
     """A language model with the layers of Llama 3: tokens (N, T) -> logits (N, T, vocabulary).
 
     It has no positions (Llama rotates queries and keys), which changes no parameter. Source: "The Llama 3 Herd of
-    Models", arXiv 2407.21783. The defaults make a model that a CPU trains in milliseconds. With `recompute = True`, the
-    blocks keep only their inputs and compute the rest again in the backward pass (activation checkpointing).
+    Models", arXiv 2407.21783. The defaults make a model that a CPU trains in milliseconds. tied: the output layer has
+    the weight of the embedding, as in Llama 3.2 1B. With `recompute = True`, the blocks keep only their inputs and
+    compute the rest again in the backward pass (activation checkpointing).
     """
 
     def __init__(
@@ -288,20 +289,30 @@ class Llama(nn.Module):
         heads: int = 8,
         kv_heads: int = 4,
         hidden: int = 192,
+        tied: bool = False,
     ):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
         self.recompute = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the output layer gets: tokens (N, T) -> (N, T, width)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.features(tokens))
 
 
+LLAMA_1B = {
+    "vocabulary": 128_256, "width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "tied": True,
+}  # fmt: skip
 LLAMA_8B = {"vocabulary": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14_336}
 LLAMA_70B = {"vocabulary": 128_256, "width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28_672}
