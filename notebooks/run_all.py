@@ -78,7 +78,8 @@ def kernel_environment(gpus="virtual"):
     ):
         env.pop(name, None)
     # Sums depend on the number of threads in their last digits.
-    return env | {"GPUS": gpus, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return env | fixed | {"GPUS": gpus, "COURSE_PROGRESS": "off"}  # a reader's own scores are not stored
 
 
 def client_of(notebook, **options):
@@ -202,24 +203,38 @@ def outline(notebook):
 
 
 UNCOUNTED = ("Exercises", "Going further", "Where to read on")  # parts of a lesson that its minutes do not include
-WORDS_PER_MINUTE, LINES_PER_MINUTE, MINUTES_PER_PREDICTION = 200, 12, 1
+# As fresh readers needed it who ran every cell and wrote every prediction down.
+WORDS_PER_MINUTE, LINES_PER_MINUTE, MINUTES_PER_PREDICTION = 150, 10, 1.5
+
+
+def sections(notebook):
+    """The cells of each section by its title. A cell of text is cut where a section begins in it."""
+    found, section = {}, ""
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        markdown = cell["cell_type"] == "markdown"
+        for part in filter(None, re.split(r"^(?=##? )", source, flags=re.MULTILINE)) if markdown else [source]:
+            if markdown and re.match("##? ", part):
+                section = part.partition("\n")[0].lstrip("# ")
+            found.setdefault(section, []).append(cell | {"source": part})
+    return found
+
+
+def words(cells):
+    """How many words a reader reads in these cells, without the alternative texts of pictures."""
+    texts = [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+    return sum(len(re.sub(r"!\[.*?\]\(.*?\)", "", text, flags=re.DOTALL).split()) for text in texts)
 
 
 def minutes(notebook):
     """A reader's minutes for each section, by its title: words, lines of code, and predictions to write down."""
-    found, section = {}, ""
-    for cell in notebook["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code":
-            lines = [] if is_solution(cell) else [line for line in source.splitlines() if line.strip()]
-            found[section] += len(lines) / LINES_PER_MINUTE
-            continue
-        for part in filter(None, re.split(r"^(?=##? )", source, flags=re.MULTILINE)):
-            if re.match("##? ", part):
-                section = part.partition("\n")[0].lstrip("# ")
-            words = re.sub(r"!\[.*?\]\(.*?\)", "", part, flags=re.DOTALL).split()
-            predicting = part.count("**Prediction") * MINUTES_PER_PREDICTION
-            found[section] = found.get(section, 0) + len(words) / WORDS_PER_MINUTE + predicting
+    found = {}
+    for section, cells in sections(notebook).items():
+        code = [cell["source"] for cell in cells if cell["cell_type"] == "code" and not is_solution(cell)]
+        lines = sum(bool(line.strip()) for source in code for line in source.splitlines())
+        predictions = sum(cell["source"].count("**Prediction") for cell in cells if cell["cell_type"] == "markdown")
+        found[section] = words(cells) / WORDS_PER_MINUTE + lines / LINES_PER_MINUTE
+        found[section] += predictions * MINUTES_PER_PREDICTION
     return {section: counted for section, counted in found.items() if section not in UNCOUNTED}
 
 
@@ -229,7 +244,8 @@ def minutes_table(notebook):
     lesson = next(iter(found))
     rows = [f"| {'Introduction' if name == lesson else name} | {counted:.1f} |" for name, counted in found.items()]
     total = f"| **together** | **{sum(found.values()):.0f}** |"
-    return "\n".join([f"## {lesson}", "", "| section | minutes |", "|---|---:|", *rows, total, ""])
+    further = f"Going further has {words(sections(notebook).get('Going further', []))} words."
+    return "\n".join([f"## {lesson}", "", "| section | minutes |", "|---|---:|", *rows, total, "", further, ""])
 
 
 def is_solution(cell):
@@ -238,12 +254,14 @@ def is_solution(cell):
 
 
 def learners_copy(notebook, solutions=False):
-    """The notebook without outputs, and without solutions unless told."""
+    """The notebook without outputs, and without solutions unless told. What it will print is not collapsed."""
     copy = tidy(notebook)
     copy.cells = [cell for cell in copy.cells if solutions or not is_solution(cell)]
     for cell in copy.cells:
         if cell.cell_type == "code":
             cell.execution_count, cell.outputs = None, []
+            if not is_solution(cell):
+                cell.metadata.get("jupyter", {}).pop("outputs_hidden", None)
     return copy
 
 

@@ -4,6 +4,7 @@ nbval runs the lessons and compares what they print; here is what nbval does not
 what is wrong with one lesson; the tests below it give it a small lesson broken in every way it must notice.
 """
 
+import ast
 import copy
 import json
 import re
@@ -38,10 +39,44 @@ def problems(notebook):
         else ["it is not stored as run_all.py stores it (metadata, cell ids, widget views or machine paths)"]
     )
     found += missing_headings(notebook)
+    place, predicted = 0, False
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            predicted = "**Prediction" in source(cell)
+            continue
+        place += 1
+        found += [f"code cell {place}: {problem}" for problem in cell_problems(cell, place, predicted)]
+    return found + [f"a solution assigns {name}, which is the learner's" for name in names_taken(notebook)]
+
+
+def names_taken(notebook):
+    """Names of a learner's answers that a solution assigns: the check would then see the solution's."""
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    for place, cell in enumerate(code, start=1):
-        found += [f"code cell {place}: {problem}" for problem in cell_problems(cell, place)]
-    return found
+    learners = {name for cell in code if not run_all.is_solution(cell) for name in answers(cell)}
+    return sorted(learners & {name for cell in code if run_all.is_solution(cell) for name in assigned(cell)})
+
+
+def answers(cell):
+    """The names that a cell passes to checks: `check.total(total)`."""
+    calls = [node for node in ast.walk(syntax(cell)) if isinstance(node, ast.Call)]
+    checks = [call for call in calls if ast.unparse(call.func).startswith("check.")]
+    passed = [value for call in checks for value in [*call.args, *(keyword.value for keyword in call.keywords)]]
+    return {node.id for value in passed for node in ast.walk(value) if isinstance(node, ast.Name)}
+
+
+def assigned(cell):
+    """The names that the lines of a cell define or assign, not those within functions."""
+    lines = syntax(cell).body
+    found = {line.name for line in lines if isinstance(line, (ast.FunctionDef, ast.ClassDef))}
+    targets = [target for line in lines if isinstance(line, ast.Assign) for target in line.targets]
+    return found | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def syntax(cell):
+    try:
+        return ast.parse(source(cell))
+    except SyntaxError:  # lines of IPython
+        return ast.Module([], [])
 
 
 def missing_headings(notebook):
@@ -51,13 +86,15 @@ def missing_headings(notebook):
             yield f"no heading for its {name}"
 
 
-def cell_problems(cell, place):
+def cell_problems(cell, place, predicted=False):
     printed, solves = printed_text(cell), run_all.is_solution(cell)
     if cell["execution_count"] != place:
         yield f"execution count {cell['execution_count']}: run_all.py did not run it from top to bottom"
-    for key in ("source_hidden", "outputs_hidden"):  # the output of a solution can hold the answer, too
-        if solves != bool(cell["metadata"].get("jupyter", {}).get(key)):
-            yield f"a cell that begins with '# Solution' is folded (jupyter.{key}), and no other"
+    folded = cell["metadata"].get("jupyter", {})
+    if bool(folded.get("source_hidden")) != (solves or source(cell).startswith("# Panel:")):
+        yield "the code of a cell is folded (jupyter.source_hidden) if it begins with '# Solution' or '# Panel:'"
+    if bool(folded.get("outputs_hidden")) != (solves or (predicted and bool(cell["outputs"]))):
+        yield "the outputs of solutions and of what answers a prediction are collapsed (jupyter.outputs_hidden)"
     if match := TIMES.search(printed):
         yield f"its output holds a time of day or a duration: {match[0]!r}"
     if match := PATHS.search(printed):
@@ -118,16 +155,18 @@ def test_no_section_is_lost():
     assert found == OUTLINE.read_text(encoding="utf-8")
 
 
-MOST_MINUTES, NEAR = 50, 0.15
+MOST_MINUTES, NEAR, MOST_WORDS = {"00": 30}, 0.10, 600
 
 
 @lesson_by_lesson
 def test_the_stated_minutes_are_those_of_a_reader(path):
-    """Without the exercises, the reading list and what goes further."""
+    """Without the exercises, the reading list and what goes further, which has 600 words at most."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     minutes = sum(run_all.minutes(notebook).values())
     stated = int(re.search(r"\*\*Time\*\*:? (?:about )?(\d+) minutes", source(notebook["cells"][0]))[1])
-    assert abs(stated / minutes - 1) <= NEAR and stated <= MOST_MINUTES, f"{minutes:.1f} minutes by the count"
+    most = MOST_MINUTES.get(path.name[:2], 50)
+    assert abs(stated / minutes - 1) <= NEAR and max(stated, minutes) <= most, f"{minutes:.1f} minutes by the count"
+    assert run_all.words(run_all.sections(notebook).get("Going further", [])) <= MOST_WORDS
     row = re.search(rf"notebooks/{path.name}\) \| (\d+) \|", (run_all.FOLDER.parent / "README.md").read_text())
     assert int(row[1]) == stated, "README says otherwise"
 
@@ -188,15 +227,13 @@ BROKEN = {
     "execution count 7": edit(4, execution_count=7),
     "no error is stored": edit(3, outputs=[]),
     "tag raises-exception is missing": edit(3, metadata={}),
-    r"folded \(jupyter.source_hidden\)(.|\n)*folded \(jupyter.outputs_hidden\)": edit(5, metadata={}),
-    r"begins with '# Solution' is folded \(jupyter.source_hidden\)": edit(
-        5, metadata={"jupyter": {"outputs_hidden": True}}
-    ),
-    r"begins with '# Solution' is folded \(jupyter.outputs_hidden\)": edit(
-        5, metadata={"jupyter": {"source_hidden": True}}
-    ),
-    r"\(jupyter.source_hidden\), and no other": edit(4, metadata={"jupyter": {"source_hidden": True}}),
-    r"\(jupyter.outputs_hidden\), and no other": edit(4, metadata={"jupyter": {"outputs_hidden": True}}),
+    "the code of a cell is folded": edit(5, metadata={"jupyter": {"outputs_hidden": True}}),
+    "the code of a cell is folded .*source_hidden": edit(4, metadata={"jupyter": {"source_hidden": True}}),
+    "the code of a cell is .*'# Panel:'": edit(4, source="# Panel: run this cell"),
+    "outputs of solutions": edit(5, metadata={"jupyter": {"source_hidden": True}}),
+    "outputs of solutions .*outputs_hidden": edit(4, metadata={"jupyter": {"outputs_hidden": True}}),
+    "outputs of .*a prediction are collapsed": edit(0, source="# A lesson\n## Goals\n**Prediction.** How many?"),
+    "a solution assigns x": edit(4, source="check.number(x)"),
     "solution is not accepted": edit(5, source="# Solution\ncheck.count(1)"),
     "goals": edit(0, source="# A lesson"),
     "take-aways": edit(6, source="## Where to read on"),
