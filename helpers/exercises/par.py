@@ -1,0 +1,179 @@
+"""Scores of puzzles: the peak of the fullest GPU and the time of a step, beside a naive answer and a par.
+
+    you = measured(lambda: learners_step(model, batch))
+    return compare_with_par("03 the loss", naive=measured(naive_step), par=measured(par_step), you=you)
+
+The learner's best answer to each puzzle stands in .progress/par.json in the course's folder. Nothing is read or written
+if the environment variable COURSE_PROGRESS is "off".
+"""
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.figure import Figure
+
+from helpers.gpus import is_virtual, modelled_timeline
+from helpers.measure import format_bytes
+from helpers.measure.memory import gpu_indices, reset_peaks
+from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
+
+BEST = Path(__file__).parents[2] / ".progress" / "par.json"
+_EQUAL = 0.005  # a smaller difference, as a share of par, is none
+
+
+@dataclass(frozen=True)
+class Score:
+    """peak: bytes on the fullest GPU. seconds: time of a step. None: this figure does not count in the puzzle."""
+
+    peak: int | None
+    seconds: float | None
+
+    def __str__(self) -> str:
+        time = None if self.seconds is None else format_seconds(self.seconds)
+        return ", ".join(filter(None, (time, None if self.peak is None else format_bytes(self.peak))))
+
+    def against(self, par: "Score") -> float:
+        """The product of both figures as shares of par's. Below 1 is better than par."""
+        return _share(self.peak, par.peak) * _share(self.seconds, par.seconds)
+
+
+def measured(step: Callable[[], object], gpus=None, steps: int = 2) -> Score:
+    """Run `step()` so many times and return the score of the last time.
+
+    gpus: a device, an index or a list of them; None for all. peak: the most that `torch.cuda.max_memory_allocated` says
+    of one of them, in bytes. seconds: until all GPUs are done; modelled on virtual GPUs, measured on real ones.
+    """
+    indices = gpu_indices(gpus)
+    for _ in range(steps - 1):
+        step()
+    gc.collect()  # what earlier answers left behind in cycles
+    reset_peaks(indices)
+    clock = modelled_timeline()
+    if clock is None:
+        seconds = _wall_time(step)
+    else:
+        with clock:
+            step()
+        seconds = clock.seconds
+    return Score(max(torch.cuda.max_memory_allocated(index) for index in indices), seconds)
+
+
+def _wall_time(step: Callable[[], object]) -> float:
+    def wait() -> float:
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+        return time.perf_counter()
+
+    start = wait()
+    step()
+    return wait() - start
+
+
+def compare_with_par(puzzle: str, *, naive: Score, par: Score, you: Score, unit_note: str = "") -> str:
+    """Draw the three scores, keep the learner's best, and return the sentence about them.
+
+    puzzle: a name that no other puzzle of the course has. unit_note: stands behind the first time instead of "modelled"
+    or "measured". A figure that is None in a score is not compared.
+    """
+    note = unit_note or ("modelled" if is_virtual() else "measured")
+    first = str(you) if you.seconds is None else str(you).replace("s", f"s ({note})", 1)
+    said = [f"You: {first}. Par: {par}. Naive: {naive}.", _verdict(you, par)]
+    best = _best(puzzle, you, par)
+    if best.against(par) < you.against(par) * (1 - _EQUAL):
+        said.append(f"Your best so far: {best}.")
+    text = " ".join(said)
+    draw_scores(puzzle, {"naive": naive, "par": par, "you": you}, note, text)
+    return text
+
+
+def draw_scores(title: str, scores: dict[str, Score], note: str, alt: str) -> Figure:
+    """Draw a bar for each score, in one plot for the peaks and one for the times. The last score is the learner's."""
+    *_, par, you = scores.values()
+    figures = {
+        "peak of the fullest GPU": ([score.peak for score in scores.values()], format_bytes),
+        f"time of a step, {note}": ([score.seconds for score in scores.values()], format_seconds),
+    }
+    figures = {name: each for name, each in figures.items() if None not in each[0]}
+    figure, axes = plt.subplots(1, len(figures), figsize=(WIDTH, 1.7), sharey=True, squeeze=False, layout="constrained")
+    for ax, (name, (values, words)) in zip(axes[0], figures.items(), strict=True):
+        most = max(values) or 1
+        for row, value in enumerate(values):
+            ax.barh(row, value, 0.7, **series_style(row))
+            mark = f", {_word(value, values[-2])}" if row == len(values) - 1 else ""
+            ax.text(value + 0.02 * most, row, words(value) + mark, va="center", fontsize=9)
+        ax.axvline(values[-2], color="0.3", linestyle=":", linewidth=1)
+        ax.set(xlim=(0, 1.75 * most), xticks=[], xlabel=name)
+        open_frame(ax, "x")
+        ax.spines["bottom"].set_visible(False)
+    axes[0, 0].set_yticks(range(len(scores)), scores)
+    axes[0, 0].invert_yaxis()
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    set_alt_text(figure, title, alt)
+    return figure
+
+
+def format_seconds(seconds: float) -> str:
+    """Format seconds with three digits: "1.24 s", "412 ms" or "41.2 ms"."""
+    value, unit = (seconds, "s") if seconds >= 1 else (1e3 * seconds, "ms")
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+
+
+def _share(value: float | None, of: float | None) -> float:
+    return value / of if value is not None and of else 1.0
+
+
+def _word(value: float, par: float) -> str:
+    share = _share(value, par)
+    return "as par" if abs(share - 1) <= _EQUAL else "better than par" if share < 1 else "over par"
+
+
+def _verdict(you: Score, par: Score) -> str:
+    words = {}
+    for name, value, of in (("memory", you.peak, par.peak), ("time", you.seconds, par.seconds)):
+        if value is not None and of is not None:
+            words.setdefault(_word(value, of), []).append(name)
+    parts = {"better than par": "You beat par in", "as par": "You reach par in", "over par": "You are over par in"}
+    return " ".join(f"{said} {' and '.join(words[key])}." for key, said in parts.items() if key in words)
+
+
+# ---- the learner's best ----------------------------------------------------------------------------------------------
+
+
+def _best(puzzle: str, you: Score, par: Score) -> Score:
+    """The better one of `you` and the score that is stored, which is `you` afterwards if that is the better one."""
+    if os.environ.get("COURSE_PROGRESS", "").lower() == "off":
+        return you
+    stored = _stored()
+    with suppress(KeyError, TypeError, ValueError):
+        before = Score(*(None if value is None else float(value) for value in stored[puzzle]))
+        if before.against(par) <= you.against(par):
+            return before
+    stored[puzzle] = [you.peak, you.seconds]
+    unfinished = BEST.with_name(f"{BEST.name}.{os.getpid()}")
+    with suppress(OSError):  # a course on a disk that cannot be written to has no best
+        BEST.parent.mkdir(exist_ok=True)
+        unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+        os.replace(unfinished, BEST)
+    return you
+
+
+def _stored() -> dict:
+    try:
+        found = json.loads(BEST.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    except OSError:
+        return {}
+    except ValueError:
+        pass
+    with suppress(OSError):
+        os.replace(BEST, BEST.with_name("par.damaged.json"))
+    return {}
