@@ -1,11 +1,14 @@
 """The core of the checks and their comparisons: they tell right from wrong, explain, and survive any answer."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import compare
+from helpers.exercises import compare, core, scores
 from helpers.exercises.core import NotYet, call, exercise, require, show
 from helpers.measure import GiB, MiB
 from tests.check_answers import raises, survives_strange_answers
@@ -44,6 +47,54 @@ def test_a_verdict_displays_nothing_in_a_notebook():
     from IPython.core.formatters import DisplayFormatter
 
     assert DisplayFormatter().format(exercise(lambda answer: "right")(1)) == ({}, {})
+
+
+@pytest.fixture
+def notebook(monkeypatch, tmp_path):
+    """Checks run as in a notebook whose cell is given; what they display comes back."""
+    shell, shown = SimpleNamespace(user_ns={"In": [""]}, kernel=True), []
+    monkeypatch.setattr(core, "_shell", lambda: shell)
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setattr(scores, "FOLDER", tmp_path / "progress")
+    monkeypatch.setattr(scores, "_here", {})
+    monkeypatch.delenv("COURSE_PROGRESS", raising=False)
+
+    def run(check, answer, cell="check.it(answer)"):
+        shell.user_ns["In"].append(cell)
+        check(answer)
+        return shown[-1]["text/plain"], shown[-1]["text/html"]
+
+    return run
+
+
+def test_a_notebook_shows_a_box_and_counts_what_is_solved(notebook, monkeypatch):
+    first = exercise(lambda answer: require(answer == 42, "<41> is small.") or "Right.")
+    lesson = ModuleType("helpers.exercises.lesson99")
+    lesson.first, lesson.second = first, exercise(lambda answer: "Right.")
+    for name in ("first", "second"):
+        getattr(lesson, name).__wrapped__.__module__ = lesson.__name__
+        getattr(lesson, name).__wrapped__.__name__ = name
+    monkeypatch.setitem(sys.modules, lesson.__name__, lesson)
+
+    plain, box = notebook(lesson.first, 41)
+    assert plain == "Not yet: <41> is small." and "✘ Not yet</b>" in box and "&lt;41&gt; is small." in box
+    assert notebook(lesson.first, 42, "# Solution\ncheck.first(x)")[0] == "Correct: Right."
+    assert notebook(lesson.first, 42) == notebook(lesson.first, 42)  # once counted, once only
+    plain, box = notebook(lesson.second, 1)
+    assert plain == "Correct: Right. (2 of 2 solved)" and "✔ Correct</b> &nbsp; 2 of 2 solved<br>Right." in box
+    monkeypatch.setattr(scores, "_here", {})  # another day
+    assert scores.read("solved") == {"lesson99": ["first", "second"]}
+
+
+def test_scores_survive_a_damaged_file_and_can_be_switched_off(notebook, monkeypatch):
+    scores.FOLDER.mkdir()
+    (scores.FOLDER / "solved.json").write_text("{")
+    assert scores.add("solved", "lesson99", "first") == {"first"}
+    assert (scores.FOLDER / "solved.damaged").read_text() == "{"
+    stored = (scores.FOLDER / "solved.json").read_text()
+    monkeypatch.setenv("COURSE_PROGRESS", "off")
+    assert scores.add("solved", "lesson99", "second") == {"first", "second"}
+    assert (scores.FOLDER / "solved.json").read_text() == stored
 
 
 def test_ctrl_c_is_not_swallowed():

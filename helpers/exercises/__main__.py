@@ -48,7 +48,7 @@ def states(lesson: Cells, copy: Cells) -> dict[str, str]:
     marks = {}
     for cell in copy:
         if cell["cell_type"] == "code" and not cell["source"].startswith("# Solution"):
-            printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", []))
+            printed = "".join(_text(output) for output in cell.get("outputs", []))
             word, text = next(reversed(VERDICT.findall(printed)), ("", STUB))
             marks |= dict.fromkeys(CHECK.findall(cell["source"]), "not begun" if STUB in text else word)
     found = {}
@@ -56,6 +56,11 @@ def states(lesson: Cells, copy: Cells) -> dict[str, str]:
         said = {marks.get(check, "not begun") for check in checks}
         found[title] = {("Correct",): "solved", ("not begun",): "not begun"}.get(tuple(said), "not solved yet")
     return found
+
+
+def _text(output: dict) -> str:
+    """What an output says as text. A check displays a box, and printed a line before."""
+    return "".join(output.get("text") or output.get("data", {}).get("text/plain", "")) + "\n"
 
 
 def learners(folder: Path) -> dict[str, list[Path]]:

@@ -1,16 +1,27 @@
 """`@exercise` makes a check of a function: whatever is passed, it prints a sentence and does not raise."""
 
 import functools
+import html
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from helpers.exercises import scores
 from helpers.gpus import ENGINE_FOLDER
+
+# Two colours that can be told apart without red and green, and be read on white and on black; the words differ too.
+_BOX = (
+    '<div style="border-left: 0.5em solid {colour}; padding: 0.2em 0.8em">'
+    '<b style="color: {colour}; font-size: 1.5em">{word}</b>{solved}<br>{text}</div>'
+)
+_CORRECT, _NOT_YET = {"colour": "#1b8a5a", "word": "✔ Correct"}, {"colour": "#d5600d", "word": "✘ Not yet"}
 
 
 class NotYet(Exception):
@@ -59,10 +70,41 @@ def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
         except BaseException as error:  # noqa: BLE001 - even a learner's exit() must not end the lesson
             correct, text = False, "Not yet: " + _explain(error)
         text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair cannot be printed
-        print(text)
+        _tell(correct, text, _solved(check, correct))
         return Verdict(correct, text)
 
+    checked.is_exercise = True  # type: ignore[attr-defined]
     return checked
+
+
+def _solved(check: Callable, correct: bool) -> str:
+    """Such as "3 of 5 solved", after a right answer of the learner. After a stored solution nothing is counted."""
+    shell = _shell()
+    if not correct or shell is None or shell.user_ns["In"][-1].startswith("# Solution"):
+        return ""
+    lesson = sys.modules[check.__module__]
+    names = {name for name, value in vars(lesson).items() if getattr(value, "is_exercise", False)}
+    solved = scores.add("solved", lesson.__name__.rpartition(".")[2], check.__name__)
+    return f"{len(names & solved)} of {len(names)} solved"
+
+
+def _tell(correct: bool, text: str, solved: str) -> None:
+    """A box that can be read from afar in a notebook, and a line elsewhere. `solved` stands beside the verdict."""
+    plain = f"{text} ({solved})" if solved else text
+    if _shell() is None:
+        print(plain)
+        return
+    from IPython.display import display
+
+    said = html.escape(text.partition(": ")[2]).replace("\n", "<br>")
+    box = _BOX.format(**(_CORRECT if correct else _NOT_YET), solved=f" &nbsp; {solved}" if solved else "", text=said)
+    display({"text/plain": plain, "text/html": box}, raw=True)
+
+
+def _shell() -> Any:
+    """The IPython of a notebook, or None: a terminal shows no boxes."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell if hasattr(shell, "kernel") else None
 
 
 def show(value: object, longest: int = 80) -> str:
