@@ -25,6 +25,7 @@ from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.gpus import spec as data_sheet
 from virtual_gpus.memory_model import replay
+from virtual_gpus.timeline.record import name_work
 from virtual_gpus.timeline.spans import merged, seconds_covered
 
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
@@ -170,9 +171,9 @@ def inherit_gpus(settings: dict) -> engine.virtual_gpus | None:
     return gpus
 
 
-def modelled_timeline():
+def modelled_timeline(memory: bool = False):
     """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
-    return engine.record_timeline() if is_virtual() else None
+    return engine.record_timeline(memory) if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:

@@ -45,6 +45,7 @@ class Timeline:
     seconds: float = 0.0
     work: list[Work] = field(default_factory=list)
     modelled: bool = True
+    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # by GPU: (second, allocated bytes)
 
     def busy_seconds(self, gpu: int) -> float:
         """Seconds in which a GPU ran kernels. Collectives count, and copies do not. Overlapping kernels count once."""
@@ -87,14 +88,14 @@ class TimeUse(NamedTuple):
 
 
 @contextmanager
-def record_timeline() -> Iterator[Timeline]:
+def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     """Record what the GPUs do in the block. All GPUs finish their work before the block begins and before it ends.
 
-    Raises RuntimeError if there is no GPU.
+    memory: also record what virtual GPUs hold at each moment. Raises RuntimeError if there is no GPU.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("There is no GPU whose work could be recorded. Call use_gpus(...) first.")
-    found, clock = Timeline(), modelled_timeline()
+    found, clock = Timeline(), modelled_timeline(memory)
     if clock is None:
         yield from _measured(found)
         return
@@ -102,6 +103,7 @@ def record_timeline() -> Iterator[Timeline]:
         yield found
     found.seconds = clock.seconds
     found.work = [Work(s.gpu, s.start, s.end, s.kind, s.name) for s in clock.spans if s.gpu is not None]
+    found.memory = clock.memory
 
 
 def _measured(found: Timeline) -> Iterator[Timeline]:

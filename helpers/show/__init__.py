@@ -8,10 +8,12 @@ programs   the differences between two programs of notebooks/scripts
 explore    sliders for any training job, and the memory that the job takes
 panel      sliders for any function that returns text and a figure
 live       the memory of every GPU during training
+animate    a recorded timeline as a picture that moves
 
 Every picture has a text alternative. Colour-blind readers can tell the colours apart.
 """
 
+from helpers.show.animate import animate
 from helpers.show.bars import compare_bars, memory_bars
 from helpers.show.curves import describe_memory, plot_memory
 from helpers.show.explore import explore

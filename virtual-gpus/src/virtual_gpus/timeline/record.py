@@ -8,13 +8,18 @@
     t.plot()              # one row per stream
     t.save("step.json")   # opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing
 
+With `record_timeline(memory=True)`, `t.memory[0]` is what GPU 0 holds at which moment.
+
 The recording waits for all GPUs before and after the block, as `torch.cuda.synchronize()` does.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from virtual_gpus.clock.clock import Span
-from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.threads import this_thread
 from virtual_gpus.timeline.communication import Communication, communication
 from virtual_gpus.timeline.plot import draw
@@ -35,10 +40,18 @@ if TYPE_CHECKING:  # matplotlib is an extra
 
 
 class Timeline:
-    """The recorded spans of work. Times are modelled seconds from the beginning of the block."""
+    """The recorded spans of work. Times are modelled seconds from the beginning of the block.
 
-    def __init__(self, machine: VirtualMachine) -> None:
+    memory: (moment, allocated bytes) for each GPU, in order, if it was asked for. The moment of an allocation or a free
+    is the one at which the GPU's default stream has done what was issued before it, as the GPU may be behind the host.
+    """
+
+    def __init__(self, machine: VirtualMachine, memory: bool = False) -> None:
         self._machine = machine
+        self._keep_memory = memory
+        self.memory: dict[int, list[tuple[float, int]]] = {}
+        self._observers: list = []
+        self.work_name: str | None = None  # of kernels from now on, see `name_work`
         self._began: float | None = None
         self._ended: float | None = None
         self._hooks: list[RemovableHandle] = []
@@ -54,9 +67,17 @@ class Timeline:
         self._hooks = [register_optimizer_step_pre_hook(self._step_begins),
                        register_optimizer_step_post_hook(self._step_ends)]  # fmt: skip
         self._machine.clock.timelines.append(self)
+        for gpu in self._machine.gpus if self._keep_memory else ():
+            self.memory[gpu.index] = [(0.0, gpu.allocator.allocated)]
+            with gpu.allocator.exclusive():
+                self._observers.append((gpu, functools.partial(self._hear, gpu)))
+                gpu.allocator.observers.append(self._observers[-1][1])
         return self
 
     def __exit__(self, *error: object) -> None:
+        for gpu, observer in self._observers:
+            with gpu.allocator.exclusive():
+                gpu.allocator.observers.remove(observer)
         self._machine.clock.timelines.remove(self)
         for hook in self._hooks:
             hook.remove()
@@ -73,9 +94,19 @@ class Timeline:
     def _step_ends(self, *_) -> None:
         self._in_step = False
 
+    def _hear(self, gpu: VirtualGPU, event: str, address: int, size: int) -> None:
+        if event not in ("alloc", "free", "free_requested"):
+            return
+        curve = self.memory[gpu.index]
+        before, used = curve[-1]
+        moment = max(before, self._machine.clock.mark(gpu.slot, 0) - (self._began or 0.0))
+        curve.append((moment, used + size if event == "alloc" else used - size))
+
     def add(self, span: Span) -> None:
         """Add a span. The clock calls this for every span."""
-        self._raw.append(span if span.kind else span._replace(kind=self._phase()))
+        if not span.kind:
+            span = span._replace(kind=self._phase(), name=self.work_name or span.name)
+        self._raw.append(span)
 
     def _phase(self) -> str:
         if self._in_step:
@@ -157,8 +188,22 @@ class Timeline:
                    "tid": places[s.gpu, s.lane], "ts": s.start * 1e6, "dur": (s.end - s.start) * 1e6}  # fmt: skip
 
 
-def record_timeline() -> Timeline:
-    """Record what the modelled host and GPUs do: `with record_timeline() as t:`.
+@contextmanager
+def name_work(name: str) -> Iterator[None]:
+    """Kernels that are issued in this block have this name in timelines that record, instead of the operator's."""
+    machine = active()
+    timelines = [each for each in machine.clock.timelines if isinstance(each, Timeline)] if machine else []
+    for timeline in timelines:
+        timeline.work_name = name
+    try:
+        yield
+    finally:
+        for timeline in timelines:
+            timeline.work_name = None
+
+
+def record_timeline(memory: bool = False) -> Timeline:
+    """Record what the modelled host and GPUs do: `with record_timeline() as t:`. memory: also what each GPU holds.
 
     Raises RuntimeError if no virtual GPUs are on. For real GPUs, use torch.profiler.
     """
@@ -167,4 +212,4 @@ def record_timeline() -> Timeline:
         raise RuntimeError(
             "No virtual GPUs are on. Switch them on first with virtual_gpus(...). For real GPUs, use torch.profiler."
         )
-    return Timeline(machine)
+    return Timeline(machine, memory)
