@@ -50,10 +50,10 @@ def test_wrong_totals_are_explained():
 def test_wrong_ways_to_run_on_a_gpu_are_explained():
     explains(
         check.run_on,
-        (lambda gpu, net, images: net(images), "The device is cpu, and it should be cuda:3."),
+        (lambda gpu, net, images: net(images), "The output is on cpu, and it should be on cuda:3."),
         (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
-        (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:0, and it should be cuda:3."),
-        (lambda gpu, net, images: images.to(gpu), "the shape is (5, 1, 4, 4)"),
+        (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:0, and it should be on cuda:3."),
+        (lambda gpu, net, images: images.to(gpu), "the shape is (15, 1, 4, 4)"),
         (
             lambda gpu, net, images: run_on("cuda:0", net, images).to(gpu),
             "but the model ran on cuda:0. Use no GPU except",
@@ -61,8 +61,14 @@ def test_wrong_ways_to_run_on_a_gpu_are_explained():
         (lambda gpu, net, images: net(images).to(gpu), "but the model ran on cpu"),
         (
             lambda gpu, net, images: nn.DataParallel(net.to("cuda:0"))(images).to(gpu),
-            "but the model ran on cuda:0, cuda:1, cuda:2. Use no GPU except cuda:3.",
+            "but the model ran on cuda:0, cuda:1, cuda:2, cuda:3. Use no GPU except cuda:3.",
         ),
+        (lambda gpu, net, images: run_on(gpu, net, images.to("cuda:2")), "were on cuda:2 before. Move both straight"),
+        (lambda gpu, net, images: run_on(gpu, net.to("cuda:0"), images), "were on cuda:0 before"),
+        (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.cuda()), images), "were on cuda:0 before"),
+        (lambda gpu, net, images: run_on(gpu, net, images[:12]), "the shape is (12, 3), and it should be (15, 3)"),
+        (lambda gpu, net, images: run_on(gpu, net, images).detach(), "has no graph"),
+        (torch.no_grad()(run_on), "Use neither `detach` nor `no_grad`"),
         (lambda gpu, net, images: run_on(gpu, net, images).softmax(1), "values are wrong"),
         (lambda gpu, net, images: net.to(gpu), "is not a tensor"),
         (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
@@ -79,6 +85,9 @@ def test_wrong_budgets_are_explained():
         (lambda net: f"{budget(net)} MiB", "is text"),
         (lambda net: budget(nn.Linear(1000, 500)), "more than twice the right value"),
         (lambda net: budget(net) * 1.5, "is too large"),
+        (lambda net: sum(p.nbytes for n, p in net.named_parameters() if "weight" in n) / 2**18, "counts the weights"),
+        (lambda net: budget(net) * 1.001, "is too large"),
+        (lambda net: torch.tensor([1.0, 2.0]), "of type Tensor. Give a number."),
     )
 
 

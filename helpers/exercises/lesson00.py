@@ -26,24 +26,41 @@ def run_on(answer):
     """Exercise 1: `answer(gpu, model, images)` gives the output of `model` for CPU `images`, computed on `gpu`."""
     for gpu in reversed(need_gpus(GPUS)):  # the current GPU last: code that ignores `gpu` would pass there
         torch.manual_seed(gpu.index)
-        linear, images, ran_on = nn.Linear(16, 3), torch.randn(5, 1, 4, 4), set()
+        linear, images, ran_on = nn.Linear(16, 3), torch.randn(12 + gpu.index, 1, 4, 4), set()
         model = nn.Sequential(nn.Flatten(), linear)
         expected = model(images).detach()
         linear.register_forward_hook(lambda module, inputs, output, ran_on=ran_on: ran_on.add(str(output.device)))
+        before = _requests()
         output = call(answer, gpu, model, images)
         compare.tensor(output, expected)
-        compare.device(output, gpu)
+        require(output.device == gpu, f"The output is on {output.device}, and it should be on {gpu}.")
         places = ", ".join(sorted(ran_on))
         only = f"The output is on {gpu}, but the model ran on {places}. Use no GPU except {gpu}."
         require(ran_on <= {str(gpu)}, only, "Move the model and the images there before you call the model.")
+        others = [other for other, count in _requests().items() if count != before[other] and other != gpu]
+        detour = f"The model ran on {gpu}, but the model or the images were on {', '.join(map(str, others))} before."
+        require(not others, detour, f"Move both straight to {gpu}.")
+        graph = "The output has no graph, so `backward()` cannot reach the model. Use neither `detach` nor `no_grad`."
+        require(output.requires_grad, graph)
     return "The model gave the right output on each GPU in turn."
+
+
+def _requests() -> dict[torch.device, int]:
+    """How many times each GPU's allocator was asked for memory so far."""
+    counted = {gpu: torch.cuda.memory_stats(gpu) for gpu in need_gpus(GPUS)}
+    return {gpu: stats.get("allocation.all.allocated", 0) for gpu, stats in counted.items()}
 
 
 @exercise
 def budget(answer):
     """Exercise 2: `answer(model)` gives the MiB of parameters, gradients and optimizer state after a step."""
     gpu = need_gpus(GPUS)[0]
-    for model in (nn.Linear(1000, 500), nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 40, bias=False))):
+    widest = nn.Sequential(nn.Linear(2, 9000), nn.ReLU(), nn.Linear(9000, 3))  # a quarter of it are biases
+    for model in (
+        nn.Linear(1000, 500),
+        nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 40, bias=False)),
+        widest,
+    ):
         value = call(answer, model)
         parameters = list(model.to(gpu).parameters())
         adam = torch.optim.Adam(parameters)
@@ -52,12 +69,14 @@ def budget(answer):
         states = [state for each in adam.state.values() for state in each.values() if state.is_cuda]
         held = sum(each.nbytes for each in (*parameters, *(p.grad for p in parameters), *states))
         size = sum(each.nbytes for each in parameters)
+        weights = sum(each.nbytes for each in parameters if each.ndim > 1)
         mistakes = {
             size: "is the size of the parameters alone. Add the gradients and the optimizer state.",
             2 * size: "is twice the size of the parameters. Add the optimizer state.",
             3 * size: "is three times the size of the parameters. How many values does Adam keep for each of them?",
+            4 * weights: "counts the weights alone. The biases of the linear layers are parameters too.",
         }
-        compare.memory(value, held, "MiB", rel=0.01, mistakes=mistakes)
+        compare.memory(value, held, "MiB", rel=0.0005, mistakes=mistakes)
     return "After a step with Adam, a model takes four times the size of its parameters."
 
 
