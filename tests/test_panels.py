@@ -53,14 +53,30 @@ def test_a_panel_follows_its_controls_and_says_what_cannot_be():
     assert panel._picture.layout.visibility == "hidden" and "image/png" not in panel._repr_mimebundle_()[0]
     panel.controls["side"].value = 50
     assert panel.words == "square of 50 & 50" and panel._picture.layout.visibility == "visible"
-    assert "height: 500px" in panel._picture.value
+    assert "width: 280px; aspect-ratio: 280 / 700" in panel._picture.value
+
+
+def test_the_last_picture_is_grey_while_the_panel_computes_and_a_missing_cell_is_named():
+    seen = []
+
+    def look(side):
+        if side == 3:
+            return missing_cell, None  # noqa: F821
+        seen.append(panel._picture.value if side == 2 else "")
+        return "a square", Figure(figsize=(1, 1))
+
+    panel = Panel(look, {"side": control("side", (1, 3), 1)})
+    panel.controls["side"].value = 2
+    assert "opacity: 0.3" in seen[1] and "opacity" not in panel._picture.value
+    panel.controls["side"].value = 3
+    assert panel.words.endswith("is not defined. Run the cells above this one, and then this one again.")
 
 
 def test_a_notebook_gets_panel_picture_and_words():
     bundle, metadata = squares()._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
     assert metadata == {"image/png": {"alt": bundle["text/plain"]}}
-    assert size_of(b64decode(bundle["image/png"])) == {"width": 200, "height": 120}
+    assert size_of(b64decode(bundle["image/png"])) == {"width": 280, "height": 168}
     assert bundle["image/png"] == squares()._repr_mimebundle_()[0]["image/png"]  # the same bytes each time
 
 
@@ -234,7 +250,7 @@ def gpus():
 
 
 def height(page: str) -> int:
-    return int(re.search(r"height: (\d+)px", page)[1])
+    return int(re.search(r"aspect-ratio: \d+ / (\d+)", page)[1])
 
 
 def test_it_changes_while_the_block_runs(page, gpus):

@@ -39,7 +39,7 @@ class Panel:
         self._answers: dict[str, tuple[str, bytes]] = {}
         self._png = b""
         self._sign, self._picture, self._said = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        grid = ipywidgets.Layout(grid_template_columns="repeat(auto-fill, 340px)", grid_gap="0 10px")
+        grid = ipywidgets.Layout(grid_template_columns="repeat(auto-fit, minmax(400px, 1fr))", grid_gap="0 10px")
         top = ipywidgets.GridBox(list(self.controls.values()), layout=grid)
         self._panel = ipywidgets.VBox([top, *([self._sign] if slow else []), self._picture, self._said])
         self._follow()
@@ -60,6 +60,8 @@ class Panel:
     def _follow(self, change=None) -> None:
         """Show the result for the values of the controls."""
         self._sign.value = _SIGN
+        if self._png and repr(self.chosen) not in self._answers:
+            self._picture.value = image(self._png, self.words, faded=True)  # the figures of other values
         self.words, picture = self._answer(self.chosen)
         self._png = picture or self._png
         # Without a picture, the hidden last one keeps its space, so that the page below does not move.
@@ -67,7 +69,7 @@ class Panel:
         self._picture.value = image(self._png, self.words) if self._png else ""
         lines = "<br>".join(map(escape, self.words.splitlines()))
         room = "8.4em" if self._slow else "4.2em"  # for six lines, or three
-        self._said.value = f'<div style="line-height: 1.4; max-width: 700px; min-height: {room}">{lines}</div>'
+        self._said.value = f'<div style="line-height: 1.4; max-width: 980px; min-height: {room}">{lines}</div>'
         self._sign.value = "&nbsp;"
 
     def _answer(self, chosen: dict) -> tuple[str, bytes]:
@@ -77,6 +79,8 @@ class Panel:
             try:
                 words, figure = self._look(**chosen)
                 self._answers[key] = words, png(figure)
+            except NameError as error:
+                return f"Not possible: {error}. Run the cells above this one, and then this one again.", b""
             except Exception as error:
                 self._answers[key] = f"Not possible: {error}", b""
         return self._answers[key]
@@ -105,7 +109,7 @@ def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidge
     if widget is None or (value is not Parameter.empty and widget.value != value):
         raise ValueError(f"{label}={value!r} is none of the options {options}.")
     widget.description = label
-    widget.style.description_width, widget.layout.width = "125px", "340px"
+    widget.style.description_width, widget.layout.width = "125px", "auto"
     return widget
 
 
@@ -117,7 +121,7 @@ def view(widget: ipywidgets.Widget) -> dict[str, dict]:
 def png(figure: Figure) -> bytes:
     """Return the figure as a PNG file. Equal figures give equal bytes."""
     file = BytesIO()
-    figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+    figure.savefig(file, format="png", dpi=140, metadata={"Software": None})
     return file.getvalue()
 
 
@@ -126,8 +130,8 @@ def size_of(picture: bytes) -> dict:
     return dict(zip(("width", "height"), struct.unpack(">II", picture[16:24]), strict=True))
 
 
-def image(picture: bytes, words: str) -> str:
+def image(picture: bytes, words: str, faded: bool = False) -> str:
     """Return a PNG file as an HTML element with a fixed size and `words` as its alternative text."""
-    data, size = b64encode(picture).decode(), "width: {width}px; height: {height}px".format(**size_of(picture))
-    style = f"display: block; {size}; max-width: none"  # inline, there would be a gap below it
-    return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{style}">'
+    data, size = b64encode(picture).decode(), "width: {width}px; aspect-ratio: {width} / {height}"
+    style = "display: block; max-width: 100%; " + size.format(**size_of(picture))  # inline, there would be a gap below
+    return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{style}{"; opacity: 0.3" * faded}">'
