@@ -250,7 +250,7 @@ def gpus():
 
 
 def height(page: str) -> int:
-    return int(re.search(r"aspect-ratio: \d+ / (\d+)", page)[1])
+    return int(re.search(r"height: (\d+)px|aspect-ratio: \d+ / (\d+)", page)[0].rpartition(" ")[2].removesuffix("px"))
 
 
 def test_it_changes_while_the_block_runs(page, gpus):

@@ -78,7 +78,7 @@ class Panel:
         if key not in self._answers:
             try:
                 words, figure = self._look(**chosen)
-                self._answers[key] = words, png(figure)
+                self._answers[key] = words, png(figure, dpi=140)
             except NameError as error:
                 return f"Not possible: {error}. Run the cells above this one, and then this one again.", b""
             except Exception as error:
@@ -118,10 +118,10 @@ def view(widget: ipywidgets.Widget) -> dict[str, dict]:
     return {"application/vnd.jupyter.widget-view+json": widget.get_view_spec()}
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, dpi: int = 100) -> bytes:
     """Return the figure as a PNG file. Equal figures give equal bytes."""
     file = BytesIO()
-    figure.savefig(file, format="png", dpi=140, metadata={"Software": None})
+    figure.savefig(file, format="png", dpi=dpi, metadata={"Software": None})
     return file.getvalue()
 
 
