@@ -45,8 +45,6 @@ nitpick_ignore_regex = [("py:.*", ".*")]  # types of PyTorch and Python, whose p
 
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_code_prompt_show = "Show the solution"
-nb_code_prompt_hide = "Hide the solution"
 nb_render_error_lexer = "text"  # the lexer of tracebacks takes "in use" in the words of an error for a function
 
 # ---- the reference

@@ -159,7 +159,8 @@ def shortened(text):
 
 def page(names=()):
     """The whole page with the slides of these lessons, and their number."""
-    made = [slide for path in lessons(names) for slide in slides(json.loads(path.read_text(encoding="utf-8")))]
+    chosen = [path for path in lessons(names) if names or path.name[0].isdigit()]  # the appendix only when it is named
+    made = [slide for path in chosen for slide in slides(json.loads(path.read_text(encoding="utf-8")))]
     titles = re.findall("<h1>(.+?)</h1>", "".join(made))
     links = "".join(f'<li><a href="#{title[:2]}">{title}</a></li>' for title in titles)
     made = [re.sub("(?=><h1>(..))", r' id="\1"', slide) for slide in made]  # what the links lead to

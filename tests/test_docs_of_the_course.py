@@ -26,6 +26,11 @@ every forward pass gathers, to the byte, half file, pci express, autocast to bfl
 """
 
 
+def number_of(path):
+    """What a lesson's name begins with: "03", and "A" for the appendix."""
+    return path.name.partition("_")[0]
+
+
 @cache
 def lesson(number):
     (path,) = run_all.lessons([number])
@@ -75,7 +80,8 @@ def test_links_lead_to_files_and_headings():
 
 def test_the_site_s_start_page_lists_the_lessons_as_the_readme_does():
     pages = ROOT / "README.md", ROOT / "docs" / "index.md"
-    first, second = (re.findall(r"^\| \d\d .*$", page.read_text(encoding="utf-8"), re.MULTILINE) for page in pages)
+    rows = re.compile(r"^\| (?:\d\d|A) .*$", re.MULTILINE)
+    first, second = (rows.findall(page.read_text(encoding="utf-8")) for page in pages)
     assert len(first) == len(run_all.lessons()) and first == [row.replace("](../", "](") for row in second]
 
 
@@ -105,7 +111,7 @@ def test_commands_with_uv_install_into_the_environment():
 def entries():
     """The glossary's entries: term, explanation, and the lesson and section that explain it."""
     text = GLOSSARY.read_text(encoding="utf-8")
-    place = r"\[Lesson (\d\d)\]\(\S+\)(?:, section (\d+)|, \"([^\"]+)\")?\."
+    place = r"\[(?:Lesson|Appendix) (\d\d|A)\]\(\S+\)(?:, section (\d+)|, \"([^\"]+)\")?\."
     return re.findall(rf"^## (.+)\n\n(.+) {place}$", text, re.MULTILINE), len(re.findall("^## ", text, re.MULTILINE))
 
 
@@ -115,7 +121,7 @@ def test_the_glossary_names_the_section_that_explains_the_term():
     assert [term for term, *_ in found] == sorted(
         (term for term, *_ in found), key=lambda term: term.strip("`").lower()
     )
-    lessons = {path.name[:2]: sections(lesson(path.name[:2])) for path in run_all.lessons()}
+    lessons = {number: sections(lesson(number)) for number in map(number_of, run_all.lessons())}
     for term, _, number, section, title in found:
         texts = lessons[number]
         place = next((name for name in texts if name == title or name.startswith(f"{section}. ")), None)
@@ -149,7 +155,7 @@ def test_every_term_of_the_lessons_is_in_the_glossary():
     known = {plain(term) for term, *_ in entries()[0]} | {plain(word) for word in NO_TERMS.split(",")}
     before, missing, terms = " prediction work out by hand: ", {}, set()
     for path in run_all.lessons():
-        notebook = lesson(path.name[:2])
+        notebook = lesson(number_of(path))
         found = set(bold_at_first_use(notebook, before))
         terms |= found & known
         missing |= {path.name: found - known} if found - known else {}

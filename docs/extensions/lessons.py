@@ -37,8 +37,13 @@ CODE = r"`[^`]+`"
 def entries() -> Iterator[tuple[str, int]]:
     """The glossary's terms, and the number of the lesson that explains each."""
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
-    for term, number in re.findall(r"^## (.+)\n\n.* \[Lesson (\d\d)\]", text, re.MULTILINE):
-        yield term, int(number)
+    for term, number in re.findall(r"^## (.+)\n\n.* \[(?:Lesson|Appendix) (\d\d|A)\]", text, re.MULTILINE):
+        yield term, _place(number)
+
+
+def _place(number: str) -> int:
+    """The place of a lesson in the course, by what its name begins with. The appendix, A, comes last."""
+    return int(number) if number.isdigit() else 99
 
 
 def pattern(term: str) -> re.Pattern:
@@ -102,6 +107,21 @@ def describe_pictures(cell: dict) -> None:
             cell["metadata"]["mystnb"] = {"image": {"alt": description}}
 
 
+def fold(cell: dict) -> None:
+    """Fold on the page what is folded in JupyterLab: solutions, answers to predictions, the code of panels."""
+    folded = cell["metadata"].get("jupyter", {})
+    hidden = folded.get("source_hidden", False), folded.get("outputs_hidden", False)
+    tag, what = {
+        (True, True): ("hide-cell", "the solution"),
+        (False, True): ("hide-output", "the output"),
+        (True, False): ("hide-input", "the code"),
+    }.get(hidden, (None, None))
+    if tag:
+        cell["metadata"].setdefault("tags", []).append(tag)
+        prompts = {"code_prompt_show": f"Show {what}", "code_prompt_hide": f"Hide {what}"}
+        cell["metadata"].setdefault("mystnb", {}).update(prompts)
+
+
 def adapt(app: Sphinx, docname: str, source: list[str]) -> None:
     """Change what Sphinx reads of a lesson, and of the cheat sheet where it has been printed into a PDF."""
     folder, _, name = docname.partition("/")
@@ -116,10 +136,9 @@ def adapt(app: Sphinx, docname: str, source: list[str]) -> None:
         cells.append(cell)
         if cell["cell_type"] == "code":
             describe_pictures(cell)
-            if cell["source"].startswith("# Solution"):
-                cell["metadata"].setdefault("tags", []).append("hide-cell")
+            fold(cell)
             cells += [markdown(f"{cell['id']}-note", note) for note in picture_notes(cell)]
-    link_terms(int(name[:2]), docname, cells)
+    link_terms(_place(name.partition("_")[0]), docname, cells)
     app.env.note_dependency(DOCS / "glossary.md")
     title, _, text = cells[0]["source"].partition("\n")
     cells[0]["source"] = f"{title}\n\n{STORED.format(name=name)}\n{text}"

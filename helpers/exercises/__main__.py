@@ -58,6 +58,11 @@ def states(lesson: Cells, copy: Cells) -> dict[str, str]:
     return found
 
 
+def _number(name: str) -> str:
+    """What a lesson's name begins with: "03", and "A" for the appendix."""
+    return name.partition("_")[0]
+
+
 def _text(output: dict) -> str:
     """What an output says as text. A check displays a box, and printed a line before."""
     return "".join(output.get("text") or output.get("data", {}).get("text/plain", "")) + "\n"
@@ -94,7 +99,7 @@ def table(copies: dict[str, list[Path]]) -> str:
     names = sorted({path.name for paths in copies.values() for path in paths})
     lessons = {name: read(LESSONS / name) for name in names}
     totals = [len(exercises(lesson)) for lesson in lessons.values()]
-    rows = [["", *(name[:2] for name in names), "all"], ["exercises", *map(str, totals), str(sum(totals))]]
+    rows = [["", *(_number(name) for name in names), "all"], ["exercises", *map(str, totals), str(sum(totals))]]
     stuck: dict[str, int] = {}
     for learner, paths in copies.items():
         solved = dict.fromkeys(names, "-")
@@ -106,7 +111,8 @@ def table(copies: dict[str, list[Path]]) -> str:
                 continue
             solved[path.name] = str(list(found.values()).count("solved"))
             for title in (title for title, state in found.items() if state == "not solved yet"):
-                stuck[f"{path.name[:2]}, {title}"] = stuck.get(f"{path.name[:2]}, {title}", 0) + 1
+                exercise = f"{_number(path.name)}, {title}"
+                stuck[exercise] = stuck.get(exercise, 0) + 1
         rows.append([learner, *solved.values(), str(sum(int(count) for count in solved.values() if count.isdigit()))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
