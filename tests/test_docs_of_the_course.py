@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import run_all
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -83,6 +84,15 @@ def test_the_site_s_start_page_lists_the_lessons_as_the_readme_does():
     rows = re.compile(r"^\| (?:\d\d|A) .*$", re.MULTILINE)
     first, second = (rows.findall(page.read_text(encoding="utf-8")) for page in pages)
     assert len(first) == len(run_all.lessons()) and first == [row.replace("](../", "](") for row in second]
+
+
+def test_the_picture_of_the_readme_shows_the_lesson_as_it_is():
+    """If this fails, take the picture again: `python -m tests.browser.readme_picture`."""
+    with Image.open(ROOT / "notebooks" / "images" / "lesson_00.png") as picture:
+        shown = json.loads(picture.text["Shows"])
+    sources = ["".join(cell["source"]) for cell in lesson("00")["cells"]]
+    assert shown["cells"] and [text for text in shown["cells"] if text not in sources] == []
+    assert shown["files"] == [path.name for path in run_all.lessons()]
 
 
 def test_badges_open_lessons_that_exist():
