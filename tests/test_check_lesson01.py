@@ -1,5 +1,6 @@
 """Lesson 01's checks: the solutions pass, stubs and usual mistakes are told apart, nothing raises."""
 
+import copy
 import linecache
 
 import GPUtil
@@ -19,9 +20,7 @@ def gpus():
 
 
 def test_no_answer_makes_a_check_raise():
-    assert survives_strange_answers(
-        check.with_positions, check.left_behind, check.one_per_gpu, check.emptiest_gpu, check.batch_bytes
-    )
+    assert survives_strange_answers(check.with_positions, check.left_behind, check.one_per_gpu, check.emptiest_gpu)
     net, train = program()
     for answer in STRANGE:
         assert told(check.mended(answer, train)) and told(check.mended(net, answer))
@@ -39,12 +38,23 @@ def with_positions(x):
 def test_with_positions():
     assert check.with_positions(with_positions)
     assert check.with_positions(lambda x: torch.cat([x, x.new_tensor(range(len(x)))[:, None]], dim=1))
+    assert check.with_positions(lambda x: torch.cat([x, torch.arange(len(x)).to(x).reshape(-1, 1)], 1))
+    assert check.with_positions(lambda x: torch.column_stack([x, torch.arange(len(x)).to(x)]))
     explains(
         check.with_positions,
         (lambda x: torch.cat([x, torch.arange(len(x))[:, None]], 1), "is on cpu, different from"),
         (lambda x: torch.cat([x, torch.arange(len(x), device="cuda")[:, None]], 1), "is on cuda:0"),
-        (lambda x: with_positions(x.cpu()), "The device is cpu, and it should be cuda:0."),
+        (lambda x: with_positions(x.cpu()), "For an x on cuda:0, the result is on cpu. Keep the device of x."),
         (lambda x: with_positions(x.float()), "Keep the dtype of x"),
+        (
+            lambda x: torch.cat([x, torch.arange(len(x), device=x.device)[:, None]], 1),
+            "an x of torch.int32, the result",
+        ),
+        (lambda x: torch.cat([x, torch.arange(5.0, device=x.device)[:, None]], 1), "Keep the dtype of x"),
+        (lambda x: with_positions(x.detach()), "No gradient reaches x"),
+        (torch.no_grad()(with_positions), "No gradient reaches x"),
+        (lambda x: torch.tensor(with_positions(x).tolist()).to(x), "No gradient reaches x"),
+        (lambda x: with_positions(x.detach().add_(1) - 1), "No gradient reaches x"),
         (lambda x: with_positions(x).roll(1, 1), "The row numbers are in the first column."),
         (lambda x: torch.cat([x, x.new_ones(len(x), 1).cumsum(0)], 1), "At [0, 3], yours is 1 and the right one is 0."),
         (lambda x: x, "it should be (5, 4)"),
@@ -67,7 +77,7 @@ def test_left_behind():
     assert check.left_behind(LEFT)
     for letter, right in LEFT.items():
         for part in {"batch", "model", "labels"} - {right}:
-            words = f"Program {letter} still fails after its {part} was moved to cuda:1, with RuntimeError: "
+            words = f"Program {letter} still fails after you move its {part} to cuda:1, with RuntimeError: "
             assert told(check.left_behind(LEFT | {letter: part}), words)
     explains(
         check.left_behind,
@@ -239,6 +249,16 @@ class Detached(OnePerGPU):
         return x
 
 
+class Copied(OnePerGPU):
+    def __init__(self, layers, gpus):
+        super().__init__(copy.deepcopy(layers), gpus)
+
+
+class HalfDetached(OnePerGPU):
+    def forward(self, x):
+        return (super().forward(x) + super().forward(x).detach()) / 2
+
+
 def test_one_per_gpu():
     assert check.one_per_gpu(OnePerGPU) and check.one_per_gpu(Returned) and check.one_per_gpu(Registered)
     explains(
@@ -247,6 +267,8 @@ def test_one_per_gpu():
         (HiddenInAList, "Keep the layers where the module finds them"),
         (NumbersInOrder, "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3."),
         (Detached, "layer 0 got no gradient"),
+        (Copied, "The module holds a copy of layer 0. Keep the layer itself"),
+        (HalfDetached, "The gradient of layer 0 differs from that of the same layers on one device."),
     )
 
 
@@ -258,30 +280,14 @@ def most_free(figure):
 def test_emptiest_gpu():
     assert check.emptiest_gpu(lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[0]))
     assert check.emptiest_gpu(lambda: torch.device("cuda", GPUtil.getFirstAvailable(order="memory")[0]))
+    assert check.emptiest_gpu(lambda: most_free(lambda i: -torch.cuda.device_memory_used(i)))
     explains(
         check.emptiest_gpu,
-        (lambda: torch.device("cuda:0"), "cuda:0 has"),
-        (lambda: torch.device("cuda:1"), "cuda:1 has"),
+        *((lambda i=i: torch.device("cuda", i), f"cuda:{i} has") for i in range(4)),
         (lambda: most_free(lambda i: -torch.cuda.memory_allocated(i)), "or that PyTorch keeps in reserve, is not free"),
         (lambda: most_free(lambda i: -torch.cuda.memory_reserved(i)), "Memory that other programs hold"),
         (lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[1]), "and another GPU has"),
         (lambda: torch.device("cuda"), "is not the torch.device of a GPU"),
         (lambda: "cuda:1", "'cuda:1' is not the torch.device of a GPU"),
         (lambda: GPUtil.getFirstAvailable(order="memory")[0], "is not the torch.device of a GPU"),
-    )
-
-
-IMAGES = 30 * 3 * 200 * 200
-
-
-def test_batch_bytes():
-    assert check.batch_bytes(2 * IMAGES + 256 + 512) and check.batch_bytes(torch.tensor(2 * IMAGES + 768))
-    explains(
-        check.batch_bytes,
-        (2 * IMAGES + 240, "7,200,240 bytes is the size of the values alone. How does the allocator round?"),
-        (2 * IMAGES, "is the size of the images' values alone"),
-        (2 * IMAGES + 256, "is what the images alone take. Add the labels."),
-        (4 * IMAGES + 512, "How many does a float16 take?"),
-        (IMAGES + 30, "the number of elements"),
-        (2 * IMAGES + 1024, "7,201,024 bytes is too large."),
     )
