@@ -10,6 +10,7 @@ Virtual GPUs have a modelled clock. On real GPUs, torch.profiler measures the ti
 `timeline.modelled` says which of the two applies, and so do tables and pictures (`helpers.show.timeline_bars`).
 """
 
+import gc
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,6 +96,8 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("There is no GPU whose work could be recorded. Call use_gpus(...) first.")
+    if memory:
+        gc.collect()  # or cycles of earlier steps might be freed at any time in the block
     found, clock = Timeline(), modelled_timeline(memory)
     if clock is None:
         yield from _measured(found)

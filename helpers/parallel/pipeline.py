@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from helpers.gpus import name_work
+
 # ---- stages ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +213,8 @@ class Pipeline:
         # Launch the tasks in the order of time, because a GPU runs its tasks in the order in which they are launched.
         for slot in simulate(orders):
             run = step.forward if slot.task.kind == "F" else step.backward
-            run(slot.stage, slot.task.micro_batch)
+            with name_work(f"{slot.task.kind}{slot.task.micro_batch}"):  # for timelines
+                run(slot.stage, slot.task.micro_batch)
         return torch.stack(step.losses).sum()
 
 

@@ -4,19 +4,20 @@
         step()
     animate(timeline, title="A step of DataParallel")       # at the end of a cell
 
-The picture plays by itself, without a script, and begins again. A moment of it stands still where motion is switched off,
-and in print. It is an image inside text/html, which JupyterLab also shows in a notebook that nobody has trusted yet.
+The picture plays by itself, without a script, and begins again. One moment of it stands still in print, and where motion
+is switched off. It is an image inside text/html, which JupyterLab also shows in a notebook that nobody trusts yet.
 """
 
 import base64
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
 from helpers.measure import format_bytes
-from helpers.measure.timeline import Timeline, Work, describe_timeline, format_time
+from helpers.measure.timeline import Timeline, Work, describe_timeline
 from helpers.show.style import COLOURS
 
 CPU = -1  # in a `Travel`: the computer's memory
@@ -25,7 +26,13 @@ _SLOTS = 240  # moments that are told apart
 _PLAYED = 0.93  # of the loop; then the end stands still
 _SHORTEST = 0.035  # of the loop, that a block travels at least, or nobody would see it
 _MOST_TRAVELS = 110
-_WIDTH, _CARD, _BUS, _LEFT, _RIGHT = 760, (12, 168), (172, 240), 248, 746
+_STEADY = 3  # moments that a word stands at least
+_READ = 14  # moments that a sentence stands at least
+_SLOW, _MOST_SLOW = 0.06, 12  # transfers shorter than this share are shown slowly, if there are not more
+_MOST_LINES = 60
+_LEVEL = 0.02  # of the fullest GPU's peak: smaller changes of the memory are not shown
+_TICKS = 120  # of the clock
+_WIDTH, _CARD, _BUS, _LEFT, _RIGHT = 760, (12, 168), 172, 250, 746
 
 
 class Travel(NamedTuple):
@@ -36,6 +43,7 @@ class Travel(NamedTuple):
     source: int
     target: int
     kind: str
+    label: str = ""
 
 
 class Animation:
@@ -54,25 +62,25 @@ class Animation:
         return {"text/html": image, "text/plain": self.text}
 
 
-# kind: (colour, hatch, word)
+_COMPUTING = ("forward", "backward", "step")
+# What a GPU does: (colour, hatch). Collectives have their own names; those that add numbers look different.
 _LOOKS = {
-    "forward": (COLOURS[0], 0, "forward"),
-    "backward": (COLOURS[1], 1, "backward"),
-    "step": (COLOURS[2], 2, "step"),
-    "copy": (COLOURS[3], 3, "copy"),
-    "gather": (COLOURS[5], 5, "all-gather"),
-    "reduce": (COLOURS[6], 6, "reduce"),
-    "collective": (COLOURS[5], 5, "collective"),
-    "idle": ("var(--idle)", 0, "waits"),
+    "forward": (COLOURS[0], 0),
+    "backward": (COLOURS[1], 1),
+    "step": (COLOURS[2], 2),
+    "copy": (COLOURS[3], 3),
+    "waits": ("var(--idle)", 0),
 }
+_MOVES, _ADDS = (COLOURS[5], 5), (COLOURS[6], 6)
 _HATCHES = {1: "M0 6L6 0", 2: "M1 3h1.5M4 0h1.5", 3: "M0 6L6 0M0 0L6 6", 5: "M0 3H6", 6: "M0 3H6M3 0V6"}
 _STYLE = """
 svg{--paper:#fff;--ink:#1a1a1a;--dim:#666;--idle:#dcdcdc;--line:#e3e3e3;--card:#f4f4f4;--mem:#8f8f8f;--veil:#fff}
 @media(prefers-color-scheme:dark){svg{--paper:#16181c;--ink:#eee;--dim:#aaa;--idle:#3a3d44;--line:#33363c;--card:#23262c;
 --mem:#8a8f99;--veil:#16181c}}
-text{font:12px system-ui,sans-serif;fill:var(--ink)}.b{font-weight:600}.d{fill:var(--dim);font-size:11px}
-.c{font-size:17px;font-weight:600;font-variant-numeric:tabular-nums}.k{text-anchor:middle;font-size:11px}
-.s{font-size:13px}.p{opacity:0}
+text{font:12px system-ui,sans-serif;fill:var(--ink)}.b,.b text{font-weight:600}
+.d{fill:var(--dim);font-size:11px}.c text{font-size:17px;font-weight:600;text-anchor:end;font-variant-numeric:tabular-nums}
+.k{text-anchor:middle;font-size:11px}.s,.s text{font-size:13px}.v{fill:var(--veil);opacity:.72}
+.n{paint-order:stroke;stroke:#fff;stroke-width:3px;fill:#111}
 """
 
 
@@ -120,43 +128,61 @@ class _Panel:
         self.said = describe_timeline(Timeline(self.seconds, self.work, self.modelled))
 
     def _travels(self) -> list[Travel]:
-        found = set()
-        together: dict = {}
+        found, together = set(), {}
         for w in self.work:
             if w.kind == "collective":
-                together.setdefault((w.name, round(w.end, 9)), []).append(w)
+                together.setdefault((_kind(w), round(w.end, 9)), []).append(w)
             elif w.kind == "copy":
                 ends = [int(number) for number in re.findall(r"cuda:(\d+)", w.name)]
-                source, target = ends if len(ends) == 2 else (CPU, w.gpu) if w.name == "to the GPU" else (w.gpu, CPU)
-                found.add(Travel(w.start, w.end, source, target, "copy"))
-        for (name, _), members in together.items():
+                one = (CPU, w.gpu) if w.name.startswith("to the GPU") else (w.gpu, CPU)
+                found.add(Travel(w.start, w.end, *(ends if len(ends) == 2 else one), "copy", _label(w)))
+        for (kind, _), members in together.items():
             start, end = max(w.start for w in members), members[0].end
-            pairs = self._ways(name, sorted({w.gpu for w in members}))
-            found.update(Travel(start, end, source, target, _kind(members[0])) for source, target in pairs)
-        return sorted(found)
+            pairs = self._ways(kind, sorted({w.gpu for w in members}))
+            found.update(Travel(start, end, source, target, kind) for source, target in pairs)
+        return sorted(found | self._messages())
 
-    def _ways(self, name: str, members: list[int]) -> list[tuple[int, int]]:
+    def _messages(self) -> set[Travel]:
+        """Those between ranks: the first that a GPU sends is the first that the next one receives, and so on."""
+        found = set()
+        for gpu, after in zip(self.gpus, [*self.gpus[1:], self.gpus[0]], strict=True):
+            sent = [w for w in self.work if w.gpu == gpu and _kind(w) == "send"]
+            arrived = [w.end for w in self.work if w.gpu == after and _kind(w) == "receive"]
+            ends = arrived if len(arrived) == len(sent) else [w.end for w in sent]
+            found |= {Travel(w.start, end, gpu, after, "send", _label(w)) for w, end in zip(sent, ends, strict=True)}
+        return found if len(self.gpus) > 1 else set()
+
+    def _ways(self, kind: str, members: list[int]) -> list[tuple[int, int]]:
+        """(source, target) of what a collective moves. Rings are drawn as they are: from each GPU to the next."""
         first, rest = members[0], members[1:]
         if self.others and len(members) == 1:
-            ways = [] if "reduce_scatter" in name else [(OTHERS, first)]
-            return ways + ([] if "gather" in name else [(first, OTHERS)])
-        if name.startswith("recv"):  # drawn for "send"
+            arrives = [] if kind in ("reduce-scatter", "send") else [(OTHERS, first)]
+            return arrives + ([] if kind in ("all-gather", "receive") else [(first, OTHERS)])
+        if kind in ("send", "receive"):
             return []
-        if name.startswith("send"):
-            every = self.gpus
-            return [(gpu, every[(every.index(gpu) + 1) % len(every)]) for gpu in members]
-        if name in ("broadcast", "scatter"):
+        if kind in ("broadcast", "scatter"):
             return [(first, other) for other in rest]
-        if name in ("reduce", "gather"):
+        if kind in ("reduce", "gather"):
             return [(other, first) for other in rest]
-        return list(zip(members, rest + [first], strict=True)) if rest else []
+        return list(zip(members, [*rest, first], strict=True)) if rest else []
 
 
 def _kind(work: Work) -> str:
+    """The word for what a GPU does: "forward", "copy" or "reduce-scatter"."""
     if work.kind != "collective":
         return work.kind
-    name = work.name
-    return "reduce" if name in ("reduce", "reduce_scatter") else "gather" if "gather" in name else "collective"
+    word = work.name.split()[0].removesuffix("_coalesced").removesuffix("_tensor").replace("_", "-")
+    return {"allgather": "all-gather", "allreduce": "all-reduce", "recv": "receive"}.get(word, word)
+
+
+def _label(work: Work) -> str:
+    """The number in the name that `name_work` gave: "3" of "addmm F3"."""
+    found = re.search(r" [A-Z](\d+)$", work.name)
+    return found.group(1) if found else ""
+
+
+def _look(kind: str) -> tuple[str, int]:
+    return _LOOKS.get(kind, _ADDS if "reduce" in kind else _MOVES)
 
 
 def _merged(travels: Sequence[Travel], seconds: float) -> list[Travel]:
@@ -165,7 +191,7 @@ def _merged(travels: Sequence[Travel], seconds: float) -> list[Travel]:
     while True:
         open_, found = {}, []
         for t in travels:
-            way = t.source, t.target, t.kind
+            way = t.source, t.target, t.kind, t.label
             before = open_.get(way)
             if before is not None and t.start - found[before].start < 3 * gap and t.start <= found[before].end + gap:
                 found[before] = found[before]._replace(end=max(found[before].end, t.end))
@@ -178,23 +204,24 @@ def _merged(travels: Sequence[Travel], seconds: float) -> list[Travel]:
 
 
 def _states(panel: _Panel, seconds: float) -> dict[int, list[str]]:
-    """What each GPU does in each of `_SLOTS` moments: the kind that takes most of it. Transfers count beside nothing."""
+    """What each GPU does in each of `_SLOTS` moments: the kind that takes most of it, computing before transfers."""
     length = seconds / _SLOTS
-    shares = {gpu: [{} for _ in range(_SLOTS)] for gpu in panel.gpus}
+    shares: dict = {gpu: [{} for _ in range(_SLOTS)] for gpu in panel.gpus}
     for w in panel.work:
-        kind = _kind(w)
-        weight = 0.2 if w.kind in ("copy", "collective") else 1.0
+        kind, weight = _kind(w), 1.0 if w.kind in _COMPUTING else 0.3
         for slot in range(int(w.start / length), min(_SLOTS - 1, int(w.end / length)) + 1):
             covered = min(w.end, (slot + 1) * length) - max(w.start, slot * length)
             each = shares[w.gpu][slot]
             each[kind] = each.get(kind, 0.0) + weight * max(0.0, covered)
-    return {
-        gpu: [
-            max(each, key=lambda kind: (each[kind], kind)) if sum(each.values()) > 0.1 * length else "idle"
-            for each in row
-        ]
-        for gpu, row in shares.items()
-    }
+    found = {}
+    for gpu, row in shares.items():
+        states = [max(each, key=each.get) if sum(each.values()) > 0.1 * length else "waits" for each in row]
+        for place, (first, state) in enumerate(runs := _runs(states)):
+            end = runs[place + 1][0] if place + 1 < len(runs) else _SLOTS
+            if place and end - first < _STEADY:  # too short to be read
+                states[first:end] = [states[first - 1]] * (end - first)
+        found[gpu] = states
+    return found
 
 
 def _runs(states: Sequence) -> list[tuple[int, object]]:
@@ -203,224 +230,342 @@ def _runs(states: Sequence) -> list[tuple[int, object]]:
 
 
 class _Drawing:
+    """Writes the picture. `still`: the moment that stands still where nothing moves, in seconds."""
+
     def __init__(self, panels: Sequence[_Panel], title: str, loop: float, story: Mapping[str, str]):
         self.panels, self.title, self.loop, self.story = panels, title, loop, story
         self.seconds = max(panel.seconds for panel in panels)
+        self.slot = self.seconds / _SLOTS
+        self.moved = [_merged(panel.travels, self.seconds) for panel in panels]
+        self.states = [_states(panel, self.seconds) for panel in panels]
+        self.played = self._pace()
+        self.still = self._telling_moment()
         self.body: list[str] = []
-        self.frames: list[str] = []  # the keyframes
-        self.rules: list[str] = []  # what stands still, by element
-        self.count = 0
+        self.frames: list[str] = []
+        self.rules: list[str] = []
+        self.plays: list[str] = []
+        self.blocks = sorted({t.kind for moved in self.moved for t in moved})
 
     # ---- time ----
+
+    def _pace(self) -> list[float]:
+        """The share of the loop that is over at the beginning of each slot. Few short transfers are shown slowly."""
+        weights = [1.0] * _SLOTS
+        short = [t for moved in self.moved for t in moved if t.end - t.start < _SLOW * self.seconds]
+        spots = _joined([(t.start, t.end) for t in short], _SLOW * self.seconds / 8)
+        for start, end in spots if len(spots) <= _MOST_SLOW else ():
+            slots = range(int(start / self.slot), min(_SLOTS - 1, int(end / self.slot)) + 1)
+            for slot in slots:
+                weights[slot] = max(1.0, _SLOW * _SLOTS / len(slots))
+        ends = [0.0, *itertools.accumulate(weights)]
+        return [_PLAYED * end / ends[-1] for end in ends]
+
+    def share(self, second: float) -> float:
+        """The share of the loop, from 0 to 1, at which a modelled second is reached."""
+        place = min(max(second / self.slot, 0.0), _SLOTS - 1e-9)
+        before, after = self.played[int(place)], self.played[int(place) + 1]
+        return before + (place - int(place)) * (after - before)
+
+    def percent(self, second: float) -> str:
+        return f"{100 * self.share(second):.5g}%"
+
+    def at(self, slot: int) -> str:
+        return f"{100 * self.played[slot]:.5g}%"
 
     def x(self, second: float) -> float:
         return _LEFT + (_RIGHT - _LEFT) * min(second, self.seconds) / self.seconds
 
-    def percent(self, second: float) -> str:
-        return f"{100 * _PLAYED * min(max(second, 0.0), self.seconds) / self.seconds:.5g}%"
+    def _telling_moment(self) -> float:
+        """When most is travelling; of several such moments, the one at which the GPUs hold most."""
+        moved = [t for each in self.moved for t in each]
+        curves = [curve for panel in self.panels for curve in panel.memory.values()]
+        if not moved:
+            return (
+                max((max(c, key=lambda p: p[1]) for c in curves), key=lambda p: p[1])[0] if curves else self.seconds / 2
+            )
+
+        def held(moment: float) -> int:
+            return sum(next((size for at, size in reversed(curve) if at <= moment), 0) for curve in curves)
+
+        middles = sorted((t.start + t.end) / 2 for t in moved)
+        return max(middles, key=lambda m: (sum(t.start <= m <= t.end for t in moved), held(m)))
+
+    @property
+    def still_slot(self) -> int:
+        return min(_SLOTS - 1, int(self.still / self.slot))
 
     def moving(self, frames: Iterable[tuple[str, str]], still: str, how: str = "linear") -> str:
-        """The name of a new class whose elements go through the keyframes; `still` is its style without motion."""
-        self.count += 1
-        name = f"a{self.count}"
+        """The name of a new class whose elements go through the keyframes; `still` is their style without motion."""
+        name = f"a{len(self.rules)}"
         self.frames.append(f"@keyframes {name}{{" + "".join(f"{at}{{{style}}}" for at, style in frames) + "}")
-        self.rules.append(f".{name}{{{still}}}@media screen and (prefers-reduced-motion:no-preference){{.{name}{{"
-                          f"animation:{name} {self.loop:g}s {how} infinite}}}}")  # fmt: skip
-        return name
+        self.rules.append(f".{name}{{{still}}}")
+        timing = "" if how == "linear" else f";animation-timing-function:{how}"
+        self.plays.append(f".{name}{{animation-name:{name}{timing}}}")
+        return f"m {name}"
+
+    def strip(
+        self,
+        box: tuple[float, float, float, float],
+        parts: Sequence[str],
+        spots: Sequence[tuple[int, int]],
+        look: str = "",
+    ) -> None:
+        """Show one of `parts` in the box (x, y, width, height) from a slot on: (slot, number of part). look: a class."""
+        x, y, width, height = box
+        pitch = height + 4
+        now = next(part for slot, part in reversed(spots) if slot <= self.still_slot)
+        name = self.moving(
+            [(self.at(slot), f"transform:translateY({-pitch * part:g}px)") for slot, part in spots],
+            f"transform:translateY({-pitch * now:g}px)", "step-end",
+        )  # fmt: skip
+        placed = (part.replace(' y="', f' y="{pitch * i:g}" dy="', 1) if part.startswith("<text") else
+                  f'<g transform="translate(0 {pitch * i:g})">{part}</g>' for i, part in enumerate(parts) if part)  # fmt: skip
+        self.body.append(f'<svg x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{look}">'
+                         f'<g class="{name}">{"".join(placed)}</g></svg>')  # fmt: skip
 
     # ---- the picture ----
 
     def animation(self) -> Animation:
-        self.still = self._telling_moment()
-        y = 62.0
-        kinds = {state for panel in self.panels for row in self._all_states(panel).values() for state in row}
-        kinds |= {t.kind for panel in self.panels for t in panel.travels}
-        self._head(kinds)
-        top = y
-        for panel in self.panels:
-            y = self._panel(panel, y)
-        self._axis(top, y)
-        height = y + 26
+        self._head()
+        top = y = 62.0 if self.story else 38.0
+        for number in range(len(self.panels)):
+            y = self._panel(number, y)
+        y = self._axis(top, y)
         words = self._words()
-        name = f"g{hashlib.sha256(words.encode()).hexdigest()[:5]}"
-        style = _STYLE + "".join(self.frames) + "".join(self.rules)
-        body = "".join(self.body)
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" role="img" '
-            f'aria-label="{escape(self.title)}"><title>{escape(self.title)}</title><desc>{escape(words)}</desc>'
-        )
-        paper = f'<rect width="{_WIDTH}" height="{height:g}" rx="8" fill="var(--paper)"/>'
+        name = f"g{hashlib.sha256(words.encode()).hexdigest()[:4]}"
+        plays = f".m{{animation:{self.loop:g}s linear infinite}}{''.join(self.plays)}"
+        used = f"@media screen and (prefers-reduced-motion:no-preference){{{plays}}}"
+        style = _STYLE + "".join(self.rules) + used + "".join(self.frames)
         patterns = "".join(
-            f'<pattern id="h{n}" width="6" height="6" patternUnits="userSpaceOnUse"><path d="{d}" stroke="#fff" '
-            f'stroke-opacity=".75"/></pattern>'
-            for n, d in _HATCHES.items()
+            f'<pattern id="h{hatch}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" '
+            f'fill="{colour}"/><path d="{_HATCHES[hatch]}" stroke="#fff" stroke-opacity=".75"/></pattern>'
+            for colour, hatch in (*_LOOKS.values(), _MOVES, _ADDS)
+            if hatch
         )
-        svg = f"{head}<style>{style}</style><defs>{patterns}</defs>{paper}{body}</svg>"
-        svg = re.sub(r"(?<=[#.\s\"])(a\d+|h\d)(?=[{\")\s])", rf"{name}\1", svg)
-        return Animation(svg, words)
+        blocks = [f'<g id="b{n}"><rect x="-1" y="-9" width="18" height="18" rx="3" fill="var(--ink)"/>'
+                  f'{_box(0, -8, 16, 16, kind)}</g>' for n, kind in enumerate(self.blocks)]  # fmt: skip
+        title = escape(self.title)
+        svg = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y:g}" role="img" aria-label="{title}">'
+            f"<title>{title}</title><desc>{escape(words)}</desc><style>{style}</style><defs>{patterns}{''.join(blocks)}</defs>"
+            f'<rect width="{_WIDTH}" height="{y:g}" rx="8" fill="var(--paper)"/>{"".join(self.body)}</svg>'
+        )
+        # Several pictures may end up in one document, so that their names must differ.
+        svg = re.sub(r'(?<=[#. ])([abh]\d+)(?=[{")])|(?<=[: ])(a\d+)(?=[;}{])', rf"{name}\1\2", svg)
+        return Animation(re.sub(r'id="([bh]\d)', rf'id="{name}\1', svg), words)
 
-    def _all_states(self, panel: _Panel) -> dict[int, list[str]]:
-        return _states(panel, self.seconds)
-
-    def _telling_moment(self) -> float:
-        """When the fullest GPU is at its peak; without memory, when most is travelling."""
-        curves = [curve for panel in self.panels for curve in panel.memory.values()]
-        if curves:
-            return max((max(curve, key=lambda p: p[1]) for curve in curves), key=lambda p: p[1])[0]
-        travels = [t for panel in self.panels for t in panel.travels]
-        middles = [(t.start + t.end) / 2 for t in travels] or [self.seconds / 2]
-        return max(middles, key=lambda m: (sum(t.start <= m <= t.end for t in travels), -m))
-
-    def _head(self, kinds: set[str]) -> None:
+    def _head(self) -> None:
         self.body.append(f'<text x="12" y="22" class="b" style="font-size:15px">{escape(self.title)}</text>')
-        how = "modelled" if self.panels[0].modelled else "measured"
-        steps = 100
-        texts = "".join(
-            f'<text x="90" y="{18 + 24 * i}" class="c" text-anchor="end">{_ms(self.seconds * i / steps, self.seconds)}</text>'
-            for i in range(steps + 1)
-        )
-        at = int(steps * self.still / self.seconds)
-        name = self.moving(
-            [("0%", "transform:none"), (f"{100 * _PLAYED:g}%,to", f"transform:translateY({-24 * steps}px)")],
-            f"transform:translateY({-24 * at}px)", f"steps({steps})",
-        )  # fmt: skip
+        how = "modelled" if all(panel.modelled for panel in self.panels) else "measured"
         self.body.append(f'<text x="652" y="22" class="d" text-anchor="end">{how} time</text>')
-        self.body.append(f'<svg x="656" y="4" width="92" height="24"><g class="{name}">{texts}</g></svg>')
-        x = 12.0
-        for kind, (_, _, word) in _LOOKS.items():
-            if kind in kinds and kind != "idle":
-                self.body.append(f'{_box(x, 38, 12, 12, kind)}<text x="{x + 16:g}" y="48" class="d">{word}</text>')
-                x += 30 + 6.2 * len(word)
+        ticks = [_ms(tick * self.seconds / _TICKS, self.seconds) for tick in range(_TICKS + 1)]
+        texts = [f'<text x="90" y="18">{tick}</text>' for tick in ticks]
+        spots = [(round(tick * _SLOTS / _TICKS), tick) for tick in range(_TICKS + 1)]
+        self.strip((656, 4, 92, 24), texts, spots, "c")
+        if self.story:
+            keys = list(self.story)
+            sentences = ["", *(f'<text y="15">{escape(each)}</text>' for each in self.story.values())]
+            told = [next((keys.index(key) + 1 for key in keys if key in now), 0) for now in self._topics()]
+            self.strip((12, 34, 736, 20), sentences, _runs(_lasting(told)), "s")
 
-    def _panel(self, panel: _Panel, y: float) -> float:
+    def _topics(self) -> list[set[str]]:
+        """What goes on in each slot: the kinds of work and of transfers, and copies by their ends."""
+        found = [{row[slot] for states in self.states for row in states.values()} for slot in range(_SLOTS)]
+        for moved, panel in zip(self.moved, self.panels, strict=True):
+            for t in moved:
+                names = {t.kind}
+                if t.kind == "copy":
+                    first = panel.gpus[0]
+                    ends = {t.source: "from", t.target: "to"}
+                    names = {"to the GPU"} if t.source == CPU else {"to the CPU"} if t.target == CPU else {"copy"}
+                    names |= {f"{ends[first]} GPU {first}"} if first in ends and CPU not in ends else set()
+                for slot in range(int(t.start / self.slot), min(_SLOTS - 1, int(t.end / self.slot)) + 1):
+                    found[slot] |= names
+        return found
+
+    def _panel(self, number: int, y: float) -> float:
+        panel, states = self.panels[number], self.states[number]
         if panel.name:
             self.body.append(f'<text x="12" y="{y + 14:g}" class="b s">{escape(panel.name)}</text>')
-            y += 20
-        self.places = {}
-        if any(CPU in (t.source, t.target) for t in panel.travels):
-            self._edge(CPU, "CPU", y)
-            y += 30
-        most = max((size for curve in panel.memory.values() for _, size in curve), default=0)
-        states = self._all_states(panel)
+            y += 22
+        ends = {end for t in self.moved[number] for end in (t.source, t.target)}
+        places: dict[int, float] = {}
+        wires = len(self.body)
+        self.body.append("")
+        if CPU in ends:
+            y = self._edge(places, CPU, "CPU", y)
+        most = max((size for panel in self.panels for curve in panel.memory.values() for _, size in curve), default=0)
         for gpu in panel.gpus:
             height = 62 if panel.memory else 40
-            self._lane(panel, gpu, states[gpu], y, height, most)
+            places[gpu] = y + 17
+            self._lane(panel, gpu, states[gpu], y, height)
+            if gpu in panel.memory:
+                self._memory(panel.memory[gpu], y, most)
             y += height + 6
-        if any(OTHERS in (t.source, t.target) for t in panel.travels):
-            self._edge(OTHERS, f"{panel.others} other GPUs", y)
-            y += 30
-        self._packets(panel)
+        if OTHERS in ends:
+            y = self._edge(places, OTHERS, f"{panel.others} other GPUs", y)
+        if len(places) > 1:
+            low, high = min(places.values()), max(places.values())
+            self.body[wires] = "".join(
+                f'<path d="M{_BUS + 16 + 17 * column} {low:g}V{high:g}" stroke="var(--line)" stroke-width="3"/>'
+                for column in range(4 if len(places) > 2 else 1)
+            )
+        self._packets(self.moved[number], places)
         return y + 4
 
-    def _edge(self, key: int, name: str, y: float) -> None:
+    def _edge(self, places: dict[int, float], key: int, name: str, y: float) -> float:
         left, right = _CARD
         self.body.append(f'<rect x="{left}" y="{y:g}" width="{right - left}" height="24" rx="5" fill="var(--card)"/>'
                          f'<text x="{left + 8}" y="{y + 16:g}" class="b">{name}</text>')  # fmt: skip
-        self.places[key] = y + 12
+        places[key] = y + 12
+        return y + 30
 
-    def _lane(self, panel: _Panel, gpu: int, states: list[str], y: float, height: float, most: int) -> None:
+    def _lane(self, panel: _Panel, gpu: int, states: list[str], y: float, height: float) -> None:
         left, right = _CARD
-        self.places[gpu] = y + 17
-        out = self.body.append
-        out(f'<rect x="{left}" y="{y:g}" width="{right - left}" height="{height}" rx="5" fill="var(--card)"/>'
-            f'<text x="{left + 8}" y="{y + 21:g}" class="b">GPU {gpu}</text>')  # fmt: skip
+        self.body.append(
+            f'<rect x="{left}" y="{y:g}" width="{right - left}" height="{height}" rx="5" fill="var(--card)"/>'
+            f'<text x="{left + 8}" y="{y + 21:g}" class="b">GPU {gpu}</text>'
+            f'<rect x="{_LEFT}" y="{y:g}" width="{_RIGHT - _LEFT}" height="{height}" fill="var(--card)"/>'
+        )
         kinds = sorted(set(states))
-        strip = "".join(_pill(kind, 26 * i) for i, kind in enumerate(kinds))
-        spots = [(self.percent(slot * self.seconds / _SLOTS), f"transform:translateY({-26 * kinds.index(kind)}px)")
-                 for slot, kind in _runs(states)]  # fmt: skip
-        now = states[min(_SLOTS - 1, int(_SLOTS * self.still / self.seconds))]
-        name = self.moving(spots, f"transform:translateY({-26 * kinds.index(now)}px)", "step-end")
-        out(f'<svg x="{left + 60}" y="{y + 6:g}" width="90" height="22"><g class="{name}">{strip}</g></svg>')
-        # what it did
-        out(f'<rect x="{_LEFT}" y="{y:g}" width="{_RIGHT - _LEFT}" height="{height}" fill="var(--card)"/>')
-        for kind in _LOOKS:
-            narrow = kind not in ("forward", "backward", "step")
-            spans = [(self.x(w.start), self.x(w.end)) for w in panel.work if w.gpu == gpu and _kind(w) == kind]
-            for start, end in _joined(spans):
-                out(_box(start, y + (25 if narrow else 4), max(0.6, end - start), 10 if narrow else 19, kind))
-        if gpu in panel.memory:
-            self._memory(panel.memory[gpu], y, most)
+        spots = [(slot, kinds.index(kind)) for slot, kind in _runs(states)]
+        self.strip((left + 60, y + 6, 90, 22), [_pill(kind) for kind in kinds], spots)
+        rows: dict[tuple[str, str], list] = {}
+        for w in panel.work:
+            if w.gpu == gpu:
+                label = _label(w) if w.kind in _COMPUTING else ""
+                rows.setdefault((_kind(w), label), []).append((self.x(w.start), self.x(w.end)))
+        for (kind, label), spans in sorted(rows.items(), key=lambda row: row[0][0] in _COMPUTING):
+            large = kind in _COMPUTING
+            for start, end in _joined(spans, 0.8 if not label else 8):
+                wide = end - start - (1 if label else 0)
+                self.body.append(_box(start, y + (4 if large else 25), max(0.7, wide), 19 if large else 10, kind))
+                if label and wide > 6 * len(label) + 3:
+                    self.body.append(
+                        f'<text x="{(start + end) / 2:.1f}" y="{y + 17:g}" class="k" style="fill:{_ink(kind)}">{label}</text>'
+                    )
 
     def _memory(self, curve: Sequence[tuple[float, int]], y: float, most: int) -> None:
+        """The bar with what lies in the memory now, and the curve below the work."""
         left, right = _CARD
-        levels, at = [], 0
-        level = curve[0][1]
+        levels, at, level = [], 0, curve[0][1]
+        peak = max(size for _, size in curve)
         for slot in range(_SLOTS):
-            end = (slot + 1) * self.seconds / _SLOTS
             highest = level
-            while at < len(curve) and curve[at][0] <= end:
+            while at < len(curve) and curve[at][0] <= (slot + 1) * self.slot:
                 level = curve[at][1]
                 highest = max(highest, level)
                 at += 1
-            levels.append(highest)
-        peak = max(size for _, size in curve)
-        runs = [(slot, share) for slot, share in _runs([round(size / most, 2) for size in levels])]
-        points = []
-        for (slot, share), (next_slot, _) in zip(runs, [*runs[1:], (_SLOTS, 0)], strict=True):
-            x0, x1 = (self.x(s * self.seconds / _SLOTS) for s in (slot, next_slot))
-            points.append(f"{x0:.1f},{y + 60 - 22 * share:.1f} {x1:.1f},{y + 60 - 22 * share:.1f}")
-        self.body.append(
-            f'<polygon points="{_LEFT},{y + 60:g} {" ".join(points)} {_RIGHT},{y + 60:g}" fill="var(--mem)" opacity=".55"/>'
+            shown = levels[-1] if levels else -most
+            levels.append(highest if abs(highest - shown) > _LEVEL * most or highest == peak else shown)
+        runs = [(slot, size / most) for slot, size in _runs(levels)]
+        ends = [*(slot for slot, _ in runs[1:]), _SLOTS]
+        points = "".join(
+            f"V{y + 60 - 22 * share:.1f}H{self.x(end * self.slot):.1f}"
+            for (_, share), end in zip(runs, ends, strict=True)
         )
-        full = right - left - 16
-        frames = [(self.percent(slot * self.seconds / _SLOTS), f"transform:scaleX({share:g})") for slot, share in runs]
-        now = levels[min(_SLOTS - 1, int(_SLOTS * self.still / self.seconds))] / most
-        name = self.moving(frames, f"transform:scaleX({now:.2f})", "step-end")
-        x = left + 8
+        self.body.append(f'<path d="M{_LEFT},{y + 60:g}{points}V{y + 60:g}Z" fill="var(--mem)" opacity=".6"/>')
+        full, x = right - left - 16, left + 8
+        frames = [(self.at(slot), f"transform:scaleX({share:.3g})") for slot, share in runs]
+        name = self.moving(frames, f"transform:scaleX({levels[self.still_slot] / most:.3g})", "step-end")
+        mark = x + full * peak / most
         self.body.append(
-            f'<rect x="{x}" y="{y + 32:g}" width="{full}" height="8" rx="2" fill="var(--idle)"/>'
-            f'<svg x="{x}" y="{y + 32:g}" width="{full}" height="8"><rect width="{full}" height="8" fill="var(--mem)" '
-            f'class="{name}"/></svg><text x="{x}" y="{y + 54:g}" class="d">peak {format_bytes(peak)}</text>'
+            f'<rect x="{x}" y="{y + 33:g}" width="{full}" height="8" fill="var(--idle)"/>'
+            f'<svg x="{x}" y="{y + 33:g}" width="{full}" height="8"><rect width="{full}" height="8" fill="var(--mem)" '
+            f'class="{name}"/></svg><path d="M{mark:.1f} {y + 31:g}v12" stroke="var(--ink)"/>'
+            f'<text x="{right - 8}" y="{y + 55:g}" class="d" text-anchor="end">peak {format_bytes(peak)}</text>'
         )
+        texts = list(dict.fromkeys(format_bytes(size) for size in levels))
+        spots = [(slot, texts.index(format_bytes(size))) for slot, size in _runs(levels)]
+        self.strip((x, y + 43, 66, 16), [f'<text y="12">{text}</text>' for text in texts], spots, "b")
 
-    def _packets(self, panel: _Panel) -> None:
-        shortest = _SHORTEST * self.seconds / _PLAYED
-        lanes = list(self.places)
-        for t in _merged(panel.travels, self.seconds):
-            if t.source not in self.places or t.target not in self.places:
+    def _packets(self, moved: Sequence[Travel], places: Mapping[int, float]) -> None:
+        lanes = list(places)
+        lines = sum(t.kind == "copy" for t in moved) <= _MOST_LINES
+        for t in moved:
+            if t.source not in places or t.target not in places:
                 continue
-            away = t.target if t.source == min(lanes) or t.source in (CPU, OTHERS) else t.source
-            x = _BUS[0] + 8 + 14 * (lanes.index(away) % 4)
-            begin, end = self.places[t.source], self.places[t.target]
-            until = max(t.end, t.start + shortest)
-            if t.kind == "copy" and CPU not in (t.source, t.target):
+            near, far = sorted((lanes.index(t.source), lanes.index(t.target)))
+            x = _BUS + 8 + 17 * ((near if far - near == 1 else far) % 4 if len(lanes) > 2 else 0)
+            begin, end = places[t.source], places[t.target]
+            if lines and t.kind == "copy" and CPU not in (t.source, t.target):
                 self.body.append(f'<path d="M{self.x(t.start):.1f} {begin + 13:g}L{self.x(t.end):.1f} {end + 13:g}" '
-                                 f'stroke="{_LOOKS[t.kind][0]}" stroke-opacity=".8"/>')  # fmt: skip
-            flies = t.start <= self.still <= until
-            part = (self.still - t.start) / (until - t.start)
-            still = f"opacity:1;transform:translateY({part * (end - begin):.0f}px)" if flies else "opacity:0"
-            a, b = self.percent(t.start), self.percent(min(until, self.seconds))
+                                 f'stroke="{_look(t.kind)[0]}"/>')  # fmt: skip
+            first, last = self.share(t.start), self.share(t.end)
+            last = max(last, min(first + _SHORTEST, 0.999))
+            now = self.share(self.still)
+            part = (now - first) / (last - first)
+            still = f"opacity:1;transform:translateY({part * (end - begin):.0f}px)" if 0 <= part <= 1 else "opacity:0"
+            a, b = (f"{100 * share:.5g}%" for share in (first, last))
             hop = f"transform:translateY({end - begin:g}px)"
             name = self.moving(
                 [(f"0%,{a}", "opacity:0;transform:none"), (_later(a), "opacity:1"), (b, "opacity:1"),
                  (f"{_later(b)},to", "opacity:0;" + hop)], still)  # fmt: skip
-            self.body.append(f'<g class="{name}">{_box(x, begin - 6, 12, 12, t.kind)}</g>')
+            number = f'<text x="{x + 8}" y="{begin + 4:g}" class="k b n">{t.label}</text>' if t.label else ""
+            block = f'<use href="#b{self.blocks.index(t.kind)}" x="{x}" y="{begin:g}"/>'
+            self.body.append(f'<g class="{name}">{block}{number}</g>')
 
-    def _axis(self, top: float, bottom: float) -> None:
-        step = next(s for e in range(-7, 4) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if self.seconds / s <= 8)
-        ticks = [i * step for i in range(int(self.seconds / step) + 1)]
-        for tick in ticks:
-            x = self.x(tick)
-            self.body.append(f'<text x="{x:.1f}" y="{bottom + 14:g}" class="d k">{_ms(tick, self.seconds)}</text>')
-        wide = _RIGHT - _LEFT
-        here = self.x(self.still) - _LEFT
-        frames = [("0%", "transform:none"), (f"{100 * _PLAYED:g}%,to", f"transform:translateX({wide}px)")]
-        veil = self.moving(frames, f"transform:translateX({here:.1f}px)")
+    def _axis(self, top: float, y: float) -> float:
+        """The veil over what has not happened yet, with the cursor; below, the axis and the legend. Returns the end."""
+        wide, high = _RIGHT - _LEFT, y - top
+        knots = [0, *(i for i in range(1, _SLOTS) if self._bends(i)), _SLOTS]
+        frames = [(self.at(i), f"transform:translateX({wide * i / _SLOTS:.1f}px)") for i in knots]
+        frames[-1] = frames[-1][0] + ",to", frames[-1][1]
+        veil = self.moving(frames, f"transform:translateX({self.x(self.still) - _LEFT:.1f}px)")
         self.body.append(
-            f'<svg x="{_LEFT}" y="{top:g}" width="{wide + 2}" height="{bottom - top:g}"><g class="{veil}">'
-            f'<rect width="{wide}" height="{bottom - top:g}" fill="var(--veil)" opacity=".72"/>'
-            f'<rect x="-1" width="2" height="{bottom - top:g}" fill="var(--ink)"/></g></svg>'
+            f'<svg x="{_LEFT}" y="{top:g}" width="{wide + 2}" height="{high:g}"><g class="{veil}">'
+            f'<rect width="{wide}" height="{high:g}" class="v"/><rect x="-1" width="2" height="{high:g}" fill="var(--ink)"/></g></svg>'
         )
+        step = next(s for e in range(-7, 4) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if self.seconds / s <= 8)
+        for tick in range(int(self.seconds / step) + 1):
+            at = self.x(tick * step)
+            self.body.append(f'<text x="{at:.1f}" y="{y + 10:g}" class="d k">{1e3 * tick * step:,.6g}</text>')
+        self.body.append(f'<text x="{_LEFT - 6}" y="{y + 10:g}" class="d" text-anchor="end">ms</text>')
+        kinds = {w for panel in self.panels for w in map(_kind, panel.work)} - {"receive"}
+        order = [*_LOOKS, *sorted(kinds - _LOOKS.keys())]
+        parts = [(kind, _box(0, 0, 12, 12, kind)) for kind in order if kind in kinds]
+        if any(panel.memory for panel in self.panels):
+            parts.append(("memory in use", '<rect y="3" width="12" height="7" fill="var(--mem)"/>'))
+        x = 12.0
+        for word, box in parts:
+            self.body.append(
+                f'<g transform="translate({x:g} {y + 22:g})">{box}<text x="16" y="10" class="d">{word}</text></g>'
+            )
+            x += 32 + 6.0 * len(word)
+        return y + 44
+
+    def _bends(self, slot: int) -> bool:
+        before, here, after = self.played[slot - 1 : slot + 2]
+        return abs(after - 2 * here + before) > 1e-9
 
     def _words(self) -> str:
         said = []
-        for panel in self.panels:
+        for panel, moved in zip(self.panels, self.moved, strict=True):
             parts = [panel.said]
             if panel.memory:
                 peaks = {gpu: max(size for _, size in curve) for gpu, curve in panel.memory.items()}
-                parts.append("peak " + ", ".join(f"cuda:{gpu} {format_bytes(size)}" for gpu, size in peaks.items()))
-            said.append((f"{panel.name}: " if panel.name else "") + " | ".join(parts))
-        return f"{self.title}. " + " ".join(f"{each}." for each in said)
+                parts.append("peak: " + ", ".join(f"cuda:{gpu} {format_bytes(size)}" for gpu, size in peaks.items()))
+            kinds = [(t.kind, _end(t.source), _end(t.target)) for t in panel.travels]
+            ways = [f"{kinds.count(way)} × {way[0]} from {way[1]} to {way[2]}" for way in dict.fromkeys(kinds)]
+            if ways:
+                parts.append("what travels: " + ", ".join(ways))
+            said.append((f"{panel.name}: " if panel.name else "") + " | ".join(parts) + ".")
+        return "\n".join([f"{self.title}.", *self.story.values(), *said])
+
+
+def _end(gpu: int) -> str:
+    return "the CPU" if gpu == CPU else "the others" if gpu == OTHERS else f"cuda:{gpu}"
+
+
+def _lasting(told: list[int]) -> list[int]:
+    """Sentences that stand long enough to be read. One that would be shorter is left out."""
+    found, since = list(told), 0
+    for slot in range(1, len(told)):
+        if found[slot] == 0 or (found[slot] != found[slot - 1] and slot - since < _READ):
+            found[slot] = found[slot - 1]
+        elif found[slot] != found[slot - 1]:
+            since = slot
+    return found
 
 
 def _later(percent: str) -> str:
@@ -443,12 +588,15 @@ def _joined(spans: list[tuple[float, float]], gap: float = 0.8) -> list[tuple[fl
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
-    colour, hatch, _ = _LOOKS[kind]
-    at = f'x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}"'
-    lines = f'<rect {at} fill="url(#h{hatch})"/>' if hatch and width > 3 else ""
-    return f'<rect {at} fill="{colour}"/>{lines}'
+    colour, hatch = _look(kind)
+    fill = f"url(#h{hatch})" if hatch and width > 3 else colour
+    return f'<rect x="{x:.4g}" y="{y:g}" width="{width:.3g}" height="{height:g}" fill="{fill}"/>'
 
 
-def _pill(kind: str, y: float) -> str:
-    ink = "#fff" if kind in ("forward", "step") else "var(--dim)" if kind == "idle" else "#111"
-    return (f'{_box(0, y, 90, 22, kind)}<text x="45" y="{y + 15:g}" class="k" style="fill:{ink}">{_LOOKS[kind][2]}</text>')  # fmt: skip
+def _ink(kind: str) -> str:
+    return "#fff" if kind in ("forward", "step") else "var(--dim)" if kind == "waits" else "#111"
+
+
+def _pill(kind: str) -> str:
+    plain = f'<rect x="4" y="4" width="82" height="14" rx="3" fill="{_look(kind)[0]}"/>' if _look(kind)[1] else ""
+    return f'{_box(0, 0, 90, 22, kind)}{plain}<text x="45" y="15" class="k" style="fill:{_ink(kind)}">{kind}</text>'

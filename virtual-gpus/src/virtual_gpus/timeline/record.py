@@ -51,7 +51,7 @@ class Timeline:
         self._keep_memory = memory
         self.memory: dict[int, list[tuple[float, int]]] = {}
         self._observers: list = []
-        self.work_name: str | None = None  # of kernels from now on, see `name_work`
+        self.work_name: str | None = None  # of what is issued from now on, see `name_work`
         self._began: float | None = None
         self._ended: float | None = None
         self._hooks: list[RemovableHandle] = []
@@ -105,8 +105,8 @@ class Timeline:
     def add(self, span: Span) -> None:
         """Add a span. The clock calls this for every span."""
         if not span.kind:
-            span = span._replace(kind=self._phase(), name=self.work_name or span.name)
-        self._raw.append(span)
+            span = span._replace(kind=self._phase())
+        self._raw.append(span._replace(name=f"{span.name} {self.work_name}") if self.work_name else span)
 
     def _phase(self) -> str:
         if self._in_step:
@@ -190,7 +190,7 @@ class Timeline:
 
 @contextmanager
 def name_work(name: str) -> Iterator[None]:
-    """Kernels that are issued in this block have this name in timelines that record, instead of the operator's."""
+    """What is issued in this block has this name behind its own in the timelines that record: "addmm F3"."""
     machine = active()
     timelines = [each for each in machine.clock.timelines if isinstance(each, Timeline)] if machine else []
     for timeline in timelines:
