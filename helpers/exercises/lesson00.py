@@ -76,7 +76,7 @@ def budget(answer):
             3 * size: "is three times the size of the parameters. How many values does Adam keep for each of them?",
             4 * weights: "counts the weights alone. The biases of the linear layers are parameters too.",
         }
-        compare.memory(value, held, "MiB", rel=0.0005, mistakes=mistakes)
+        compare.memory(value, held, "MiB", rel=0.01, mistakes=mistakes)
     return "After a step with Adam, a model takes four times the size of its parameters."
 
 
