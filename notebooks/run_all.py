@@ -113,7 +113,25 @@ def tidy(notebook):
         cell.metadata = {key: cell.metadata[key] for key in KEPT_CELL_METADATA if cell.metadata.get(key)}
         for output in cell.get("outputs", []):
             _tidy_output(output)
+    _fold(notebook)
     return notebook
+
+
+def _fold(notebook):
+    """Fold solutions and the code of panels, and collapse what answers a prediction."""
+    predicted = False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            predicted = "**Prediction" in cell.source
+            continue
+        folds = {
+            "source_hidden": is_solution(cell) or cell.source.startswith("# Panel:"),
+            "outputs_hidden": is_solution(cell) or (predicted and bool(cell.outputs)),
+        }
+        folds = {key: True for key, folded in folds.items() if folded}
+        cell.metadata.pop("jupyter", None)
+        if folds:
+            cell.metadata["jupyter"] = nbformat.from_dict(folds)
 
 
 def _cell_id(cell, seen):
