@@ -37,7 +37,7 @@ from virtual_gpus.dispatch.groups import (
 )
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, gpu_of
+from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper
 from virtual_gpus.threads import below, this_thread
 
 _KINDS = {
@@ -265,6 +265,37 @@ def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | Non
     end = began + message_seconds(gpu.machine.topology, here, there, nbytes, route_of(gpu, group).across)
     _occupy(gpu, lane, began, end, nbytes if sends else 0)
     return _Known(end)
+
+
+def unawaited(call: OpCall) -> torch.Tensor:
+    """`_wrap_tensor_autograd`: the result of a functional collective as a tensor that waits when it is first used.
+
+    It has no memory but that of the tensor inside. PyTorch's shape function makes a new tensor instead, for which
+    nobody would wait.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # loaded, since somebody called it
+
+    return AsyncCollectiveTensor(call.args[0])
+
+
+def arrived(tensor: Any) -> Any:
+    """`tensor`, or the plain tensor in one that waits when it is first used, which is now.
+
+    For functions that run in the place of PyTorch's own and compute below the dispatch mode.
+    """
+    if not is_wrapper(type(tensor)) or type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    return _Arrived.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.wait()
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.wait().detach()  # not the tensor inside itself, which has no graph
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 # ---- tensors and groups ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch import alone
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.collectives import carried, record_collective
+from virtual_gpus.dispatch.collectives import carried, record_collective, unawaited
 from virtual_gpus.dispatch.timing import record_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
@@ -31,24 +31,31 @@ def run(call: OpCall, is_mixed: bool) -> Any:
     gpus = _gpus(first) if is_mixed else [call.gpu] * len(first)
     if is_mixed and op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
         _refuse_mixtures(columns)
-    if not op.is_collective:
-        record_foreach(call, columns, gpus)
-    elif shapes_only or alone.answers(call):
-        result = valueless.collective(call) if shapes_only else alone.collective(call)
-        record_collective(call, gpus, result)
-        return result
+    if op.is_collective:
+        return _collective(call, first, gpus)
+    record_foreach(call, columns, gpus)
     if shapes_only:
         valueless.prepare(call, is_mixed)
         if op.base.startswith("_fused_") and op.base.endswith("_"):
             return None  # they change numbers in place, of which there are none; not all have a meta kernel
-    given = call.args
-    if op.is_collective:
-        call.args = carried(call)
     result = call.compute()
     _place(first, gpus, result)
-    if op.is_collective:
+    return result
+
+
+def _collective(call: OpCall, first: Sequence[torch.Tensor], gpus: Sequence[VirtualGPU | None]) -> Any:
+    if call.op.base == "_wrap_tensor_autograd":
+        return unawaited(call)
+    if call.gpu.machine.shapes_only:
+        result = valueless.collective(call)
+    elif alone.answers(call):
+        result = alone.collective(call)
+    else:
+        given, call.args = call.args, carried(call)
+        result = call.compute()
+        _place(first, gpus, result)
         call.args = given
-        record_collective(call, gpus, result)
+    record_collective(call, gpus, result)
     return result
 
 

@@ -80,8 +80,15 @@ def record_work(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "f
     gpu.machine.clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
 
 
+def record_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """`record_work` on tensors, for which it waits."""
+    _await_late(gpu, inputs)
+    record_work(gpu, name, operands(inputs), operands(outputs))
+
+
 def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
     """A fused attention kernel, `name` as PyTorch calls it."""
+    _await_late(gpu, (query, key, value))
     samples, heads, rows, width = query.shape
     call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
                      bool(numbers.dropout))  # fmt: skip
@@ -91,8 +98,9 @@ def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
     clock.launch(gpu.slot, gpu.stream, found.seconds, host, name, clock.host.kernel * (found.kernels - 1))
 
 
-def record_recurrent(gpu: VirtualGPU, net, backward: bool) -> None:
+def record_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backward: bool) -> None:
     """An LSTM, GRU or RNN by cuDNN; net: its sizes."""
+    _await_late(gpu, inputs)
     found, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
     name = "_cudnn_rnn_backward" if backward else "_cudnn_rnn"
     clock = gpu.machine.clock
@@ -162,6 +170,11 @@ def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         if here.machine.sync_debug_mode and blocking:
             report_sync(here.machine.sync_debug_mode)
         host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
+
+
+def _await_late(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+    if gpu.machine.clock.tracks[gpu.slot].late:
+        await_tensors(gpu, gpu.stream, tensors)
 
 
 def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor]) -> None:

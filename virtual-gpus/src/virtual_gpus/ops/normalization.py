@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.dispatch.call import OpCall, as_one
-from virtual_gpus.dispatch.timing import operands, record_work
+from virtual_gpus.dispatch.collectives import arrived
+from virtual_gpus.dispatch.timing import record_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.ops.attention.sharded import is_dtensor
 from virtual_gpus.ops.contiguous import packed_copies, with_packed
@@ -165,7 +166,7 @@ def _rms_forward(input, weight, shape, eps):
     gpu = gpu_of(input)
     result, kept = _below(gpu, _normalized, input, weight, shape, eps)
     place(result, gpu)
-    record_work(gpu, "native_layer_norm", operands([input]), operands([result]))
+    record_kernel(gpu, "native_layer_norm", [input], [result])
     return result, place(kept, gpu)
 
 
@@ -174,7 +175,7 @@ def _rms_backward(input, weight, shape, eps, gradient):
     with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
         gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
         place_all(gradients, gpu)
-        record_work(gpu, "native_layer_norm_backward", operands([input, gradient]), operands([input]))
+        record_kernel(gpu, "native_layer_norm_backward", [input, gradient], [input])
     return gradients
 
 
@@ -209,7 +210,7 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
         return _raw_rms_norm(input, normalized_shape, weight, eps)
     if is_wrapper(type(input)) and (is_dtensor(input) or is_dtensor(weight)):
         return _rms_norm_on_each_rank(input, tuple(normalized_shape), weight, eps)
-    return RMSNorm.apply(input, weight, tuple(normalized_shape), eps)
+    return RMSNorm.apply(arrived(input), weight, tuple(normalized_shape), eps)
 
 
 def _rms_norm_on_each_rank(input, shape, weight, eps):
@@ -229,7 +230,7 @@ def _rms_norm_on_each_rank(input, shape, weight, eps):
     if weight is not None:
         sums = [Partial() if place.is_shard() else place for place in input.placements]
         weight = weight.to_local(grad_placements=sums)
-    made = RMSNorm.apply(input.to_local(), weight, shape, eps)
+    made = RMSNorm.apply(arrived(input.to_local()), weight, shape, eps)
     sizes = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
     return DTensor.from_local(made, input.device_mesh, input.placements, run_check=False, **sizes)
 

@@ -104,13 +104,26 @@ def collective(call: OpCall):
     """
     from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
 
-    if call.func.namespace != "c10d":  # these make new tensors, which PyTorch's shape functions describe
-        return call.place(call.compute())
+    if call.func.namespace != "c10d":
+        return _functional(call)
     written = call.args[0]
     future = torch.futures.Future()
     future.set_result(list(written) if isinstance(written, (list, tuple)) else [written])
     work, results = _create_work_from_future(future).boxed(), len(call.func._schema.returns)
     return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
+
+
+def _functional(call: OpCall):
+    """What a functional collective returns: the tensor that it was given to write or to wait for, or else a new one.
+
+    PyTorch's shape functions make new tensors of all, as a trace wants them. That would be a second block, which no
+    collective fills, so nobody would wait for it.
+    """
+    if call.op.base in ("wait_tensor", "wait_tensors", "irecv"):
+        return call.args[0]
+    if call.op.written:
+        return call[next(iter(call.op.written))]
+    return call.place(call.compute())
 
 
 def _refuse_whole_numbers(tensor: torch.Tensor) -> None:

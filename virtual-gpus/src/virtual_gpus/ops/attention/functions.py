@@ -14,6 +14,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.collectives import arrived
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.ops.attention.call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
@@ -39,6 +40,8 @@ def scaled_dot_product_attention(
         )
     if is_wrapper(type(query)) and any(map(is_dtensor, inputs)):
         return on_each_rank(scaled_dot_product_attention, query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
+    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     call = _raw if _is_elsewhere(query, key, value) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
     return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
 

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from virtual_gpus.dispatch.call import as_one
+from virtual_gpus.dispatch.collectives import arrived
 from virtual_gpus.dispatch.timing import record_recurrent
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
@@ -58,6 +59,7 @@ def _replacement(name: str):
             return handle_torch_function(recurrent, call.tensors, *args, **kwargs)
         if all(gpu_of(tensor) is None for tensor in call.tensors):
             return raw(*args, **kwargs)
+        call.input, call.hx, call.cx = map(arrived, (call.input, call.hx, call.cx))
         if not weights.is_acceptable(call.input):
             check(call, dtypes=False)
             return raw(*args, **kwargs)
@@ -125,7 +127,7 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
                 reserve.untyped_storage()._graph = graph
     for result, allocation in zip(results, allocations, strict=True):
         put(result, allocation)
-    record_recurrent(gpu, net, backward=False)
+    record_recurrent(gpu, net, (input, hx), backward=False)
     return tuple(results), reserve, buffer
 
 
@@ -187,7 +189,7 @@ def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
         if any(wanted[3:]):
             weights.fill(flat, parts, made[3:])
     if on:
-        record_recurrent(call.gpu, call.net, backward=True)
+        record_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], backward=True)
     first = []
     for gradient, allocation in zip(call.laid_out_gradients(made[:3]), allocations, strict=True):
         if gradient is not None and allocation is not None:

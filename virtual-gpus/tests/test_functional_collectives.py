@@ -1,0 +1,301 @@
+"""Functional collectives, which DTensor calls: whoever reads a result starts when it has arrived, and no byte is taken
+twice. It is so with values and without (`shapes_only`), and as with the collectives of torch.distributed."""
+
+import functools
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from ranks import in_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from virtual_gpus import record_timeline, virtual_gpus
+
+OPS = torch.ops._c10d_functional
+RANKS = 8
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*_single:UserWarning")
+
+
+def measured(function):
+    """(name, start, end) of all that ran on the GPU, bytes at the peak, and bytes after."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with record_timeline() as timeline:
+        result = function()
+        torch.cuda.synchronize()
+    spans = [span for span in timeline.spans if span.kind != "wait"]
+    first = spans[0].start
+    times = [(span.name, round(1e9 * (span.start - first)), round(1e9 * (span.end - first))) for span in spans]
+    del result
+    return times, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+
+def attention(x):
+    x = x.view(4, 4, 64, 64)
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def norm(x):
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def sums(call):
+    """Every tensor that `call` returns, read."""
+    return lambda *args: [part + 1 for part in call(*args)]
+
+
+def moved(before, after):
+    """A DTensor that goes from one placement to another, and is read."""
+    return lambda x, mesh: DTensor.from_local(x, mesh, [before]).redistribute(placements=[after]) * 2
+
+
+# What reads the result of a collective: each takes (x, mesh), x of 64 KiB.
+CASES = {
+    "all_reduce": lambda x, mesh: functional.all_reduce(x, "sum", mesh) * 2,
+    "all_gather": lambda x, mesh: functional.all_gather_tensor(x, 0, mesh) * 2,
+    "all_gather of columns": lambda x, mesh: functional.all_gather_tensor(x, 1, mesh) * 2,
+    "reduce_scatter": lambda x, mesh: functional.reduce_scatter_tensor(x, "sum", 0, mesh) * 2,
+    "reduce_scatter of columns": lambda x, mesh: functional.reduce_scatter_tensor(x, "sum", 1, mesh) * 2,
+    "all_to_all": lambda x, mesh: functional.all_to_all_single(x, None, None, mesh) * 2,
+    "broadcast": lambda x, mesh: functional.broadcast(x, 0, mesh) * 2,
+    "several all_reduces": sums(lambda x, mesh: functional.all_reduce_coalesced([x, x], "sum", mesh)),
+    "several all_gathers": sums(lambda x, mesh: functional.all_gather_into_tensor_coalesced([x, x], mesh)),
+    "several reduce_scatters": sums(
+        lambda x, mesh: functional.reduce_scatter_tensor_coalesced([x, x], "sum", [0, 0], mesh)
+    ),
+    "waited for": lambda x, mesh: functional.wait_tensor(functional.all_reduce(x, "sum", mesh)) * 2,
+    "not waited for": lambda x, mesh: OPS.all_reduce(x, "sum", mesh.get_group().group_name) * 2,
+    "in place": lambda x, mesh: OPS.all_reduce_(x, "sum", mesh.get_group().group_name) * 2,
+    "out": lambda x, mesh: OPS.reduce_scatter_tensor_out(
+        x, "sum", RANKS, mesh.get_group().group_name, out=torch.empty(len(x) // RANKS, x.shape[1], device="cuda")
+    ).add_(1),
+    "received": lambda x, mesh: OPS.wait_tensor(OPS.irecv(x, 1, 0, mesh.get_group().group_name)) * 2,
+    "a view of it": lambda x, mesh: functional.all_reduce(x, "sum", mesh).view(-1)[8:].exp(),
+    "a transpose of it": lambda x, mesh: functional.all_reduce(x, "sum", mesh).t().contiguous(),
+    "detached": lambda x, mesh: functional.all_reduce(x, "sum", mesh).detach().exp(),
+    "an element": lambda x, mesh: functional.all_reduce(x[0, 0], "sum", mesh).item(),
+    "a copy to the CPU": lambda x, mesh: functional.all_reduce(x, "sum", mesh).cpu(),
+    "a list": lambda x, mesh: torch._foreach_mul([functional.all_reduce(x, "sum", mesh)], 2.0),
+    "a collective of it": lambda x, mesh: functional.all_reduce(functional.all_reduce(x, "sum", mesh), "sum", mesh) * 2,
+    "attention": lambda x, mesh: attention(functional.all_to_all_single(x, None, None, mesh)),
+    "attention, not waited for": lambda x, mesh: attention(OPS.all_reduce(x, "sum", mesh.get_group().group_name)),
+    "RMS norm": lambda x, mesh: norm(functional.all_reduce(x, "sum", mesh)),
+    "RMS norm, not waited for": lambda x, mesh: norm(OPS.all_reduce(x, "sum", mesh.get_group().group_name)),
+    "partial to replicated": moved(Partial(), Replicate()),
+    "partial to rows": moved(Partial(), Shard(0)),
+    "rows to replicated": moved(Shard(0), Replicate()),
+    "columns to replicated": moved(Shard(1), Replicate()),
+    "rows to columns": moved(Shard(0), Shard(1)),
+    "a whole DTensor": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor() * 2,
+}
+
+
+@functools.cache
+def cases(shapes_only: bool) -> dict:
+    """The second run of each case, as rank 3 of 8."""
+    with virtual_gpus(RANKS, kind="H100", shapes_only=shapes_only, rank=3, world_size=RANKS), torch.no_grad():
+        mesh = init_device_mesh("cuda", (RANKS,))
+        found = {}
+        for name, case in CASES.items():
+            for _ in range(2):
+                x = torch.zeros(256, 256, device="cuda")
+                found[name] = measured(lambda case=case, x=x: case(x, mesh))
+        return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_reads_a_result_starts_when_it_has_arrived(name):
+    spans, peak, _ = cases(shapes_only=True)[name]
+    assert (spans, peak) == cases(shapes_only=False)[name][:2]
+    collectives = [span for span in spans if span[0] in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+                                                         "broadcast", "recv")]  # fmt: skip
+    assert collectives
+    if name != "an element":  # the copy of a number is no span
+        assert spans[-1][1] >= collectives[-1][2] - 1
+
+
+@pytest.mark.parametrize("shapes_only", [True, False])
+def test_as_the_collectives_of_torch_distributed(shapes_only):
+    """The same time for the collective, then its reader. Bytes: the collective's result, and the reader's."""
+    with virtual_gpus(RANKS, kind="H100", shapes_only=shapes_only, rank=0, world_size=RANKS), torch.no_grad():
+        mesh = init_device_mesh("cuda", (RANKS,))
+        x = torch.zeros(512, 1024, device="cuda")
+
+        def plain(collective, rows):
+            made = torch.empty(rows, 1024, device="cuda")
+            collective(made)
+            return made * 2
+
+        pairs = {  # rows of the result, torch.distributed's collective, the functional one
+            "all_reduce": (512, dist.all_reduce, lambda: functional.all_reduce(x, "sum", mesh)),
+            "all_gather": (
+                512 * RANKS,
+                lambda made: dist.all_gather_into_tensor(made, x),
+                lambda: functional.all_gather_tensor(x, 0, mesh),
+            ),
+            "reduce_scatter": (
+                512 // RANKS,
+                lambda made: dist.reduce_scatter_tensor(made, x),
+                lambda: functional.reduce_scatter_tensor(x, "sum", 0, mesh),
+            ),
+            "all_to_all": (
+                512,
+                lambda made: dist.all_to_all_single(made, x),
+                lambda: functional.all_to_all_single(x, None, None, mesh),
+            ),
+        }
+        for name, (rows, collective, later) in pairs.items():
+            found = measured(lambda later=later: later() * 2)
+            assert found == measured(lambda c=collective, r=rows: plain(c, r)), name
+            spans, peak, _ = found
+            assert [span[0] for span in spans] == [name, "mul"] and spans[1][1] == spans[0][2]
+            assert peak == 2 * rows * 1024 * 4
+
+
+@pytest.mark.parametrize("shapes_only", [True, False])
+def test_no_second_block(shapes_only):
+    """`wait_tensor` returns what it is given, and what waits at its first use is nobody's memory."""
+    with virtual_gpus(RANKS, shapes_only=shapes_only, rank=0, world_size=RANKS):
+        mesh = init_device_mesh("cuda", (RANKS,))
+        x = torch.zeros(256, 512, device="cuda")
+        before = torch.cuda.memory_allocated()
+        made = OPS.all_gather_into_tensor(x, RANKS, mesh.get_group().group_name)
+        assert torch.cuda.memory_allocated() - before == RANKS * 256 * 512 * 4
+        assert OPS.wait_tensor(made) is made
+        assert all(a is b for a, b in zip(OPS.wait_tensors([made]), [made], strict=True))
+        later = functional.all_reduce(x, "sum", mesh)
+        assert type(later) is functional.AsyncCollectiveTensor and later.device == x.device
+        assert torch.cuda.memory_allocated() - before == (RANKS + 1) * 256 * 512 * 4
+        del later, made
+        assert torch.cuda.memory_allocated() == before
+
+
+def test_work_beside_the_collective_does_not_wait():
+    with virtual_gpus(RANKS, kind="H100", shapes_only=True, rank=0, world_size=RANKS):
+        mesh = init_device_mesh("cuda", (RANKS,))
+        x, other = torch.zeros(4096, 4096, device="cuda"), torch.zeros(512, 512, device="cuda")
+
+        def step():
+            later = functional.all_reduce(x, "sum", mesh)
+            beside = other @ other
+            return beside, later * 2
+
+        spans, *_ = measured(step)
+    reduce, beside, reads = spans
+    assert [span[0] for span in spans] == ["all_reduce", "mm", "mul"]
+    assert beside[2] < reduce[2] == reads[1]
+
+
+def test_gradients_through_functions_that_compute_below_pytorch_s_operators():
+    """Attention, RMS norm and an LSTM of a result that nobody has waited for yet."""
+    with virtual_gpus(1):
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            lstm = nn.LSTM(64, 8, batch_first=True).cuda()
+            for function in (attention, norm, lambda x: lstm(x)[0]):
+                gradients = []
+                for later in (False, True):
+                    torch.manual_seed(0)
+                    x = torch.randn(4, 256, 64, device="cuda", requires_grad=True)
+                    y = functional.all_reduce(x, "sum", dist.group.WORLD) if later else x
+                    function(y).square().sum().backward()
+                    gradients.append(x.grad)
+                assert torch.allclose(*gradients, rtol=1e-4, atol=1e-5)
+        finally:
+            dist.destroy_process_group()
+
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 64)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        x = x + self.attention(self.first(x))
+        return x + self.down(F.silu(self.up(self.second(x))))
+
+
+def sharded_block(mesh, width: int, sequence: bool) -> nn.Module:
+    """With sequence parallelism: all-gathers and reduce-scatters instead of all-reduces."""
+    split = Shard(1) if sequence else Replicate()
+    whole = PrepareModuleInput(input_layouts=split, desired_input_layouts=Replicate())
+    plan = dict.fromkeys(("attention.q", "attention.k", "attention.v", "up"), ColwiseParallel)
+    plan = {name: kind() for name, kind in plan.items()} | {"attention": whole}
+    for name in ("attention.out", "down"):
+        plan[name] = RowwiseParallel(output_layouts=split, use_local_output=not sequence)
+    if sequence:
+        plan |= {"first": SequenceParallel(), "second": SequenceParallel(), "up": ColwiseParallel(input_layouts=split)}
+        plan |= {"": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))}
+    return parallelize_module(Block(width).cuda(), mesh, plan)
+
+
+def step_of_a_block(rank, ranks: int, sequence: bool):
+    """Spans and bytes of the second step."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cuda", (ranks,))
+    net = sharded_block(mesh, 512, sequence)
+    x = torch.zeros(2, 128, 512, device="cuda")
+
+    def step():
+        out = net(x)
+        (out.to_local() if isinstance(out, DTensor) else out).square().mean().backward()
+        net.zero_grad()
+
+    step()
+    return measured(step)
+
+
+def check_waits(spans, kinds):
+    """What comes after a collective in this block reads its result."""
+    assert {name for name, *_ in spans} >= {*kinds, "mm"}
+    for (name, _, end), (reader, start, _) in pairwise(spans):
+        assert name not in kinds or start >= end - 1, (name, reader)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_tensor_parallel_block_as_one_rank_of_eight(sequence):
+    found = []
+    for shapes_only in (True, False):
+        with virtual_gpus(RANKS, kind="H100", shapes_only=shapes_only, rank=0, world_size=RANKS):
+            found.append(step_of_a_block(0, RANKS, sequence))
+    assert found[0] == found[1]
+    check_waits(found[0][0], ("all_gather", "reduce_scatter") if sequence else ("all_reduce",))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_tensor_parallel_block_in_two_ranks(sequence):
+    """With values, without, and as one rank of two: the same times and bytes."""
+    found = []
+    for shapes_only in (True, False):
+        with virtual_gpus(2, kind="H100", shapes_only=shapes_only):
+            found.append(in_ranks(step_of_a_block, 2, sequence, count=2)[0])
+    with virtual_gpus(2, kind="H100", shapes_only=True, rank=0, world_size=2):
+        found.append(step_of_a_block(0, 2, sequence))
+    assert found[0] == found[1] == found[2]
