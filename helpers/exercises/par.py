@@ -3,42 +3,43 @@
     you = measured(lambda: learners_step(model, batch))
     return compare_with_par("03 the loss", naive=measured(naive_step), par=measured(par_step), you=you)
 
-The learner's best answer to each puzzle stands in .progress/par.json in the course's folder. Nothing is read or written
-if the environment variable COURSE_PROGRESS is "off".
+The learner's best answer to each puzzle is kept by `helpers.exercises.scores`.
 """
 
 import gc
-import json
-import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
+from helpers.exercises import scores
 from helpers.gpus import is_virtual, modelled_timeline
 from helpers.measure import format_bytes
 from helpers.measure.memory import gpu_indices, reset_peaks
 from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
 
-BEST = Path(__file__).parents[2] / ".progress" / "par.json"
+OUT = "out of memory"
 _EQUAL = 0.005  # a smaller difference, as a share of par, is none
 
 
 @dataclass(frozen=True)
 class Score:
-    """peak: bytes on the fullest GPU. seconds: time of a step. None: this figure does not count in the puzzle."""
+    """peak: bytes on the fullest GPU. seconds: time of a step. None, None: it ran out of memory.
+
+    A figure that is None in par does not count in the puzzle.
+    """
 
     peak: int | None
     seconds: float | None
 
     def __str__(self) -> str:
-        time = None if self.seconds is None else format_seconds(self.seconds)
-        return ", ".join(filter(None, (time, None if self.peak is None else format_bytes(self.peak))))
+        said = [] if self.seconds is None else [format_seconds(self.seconds)]
+        return ", ".join(said + ([] if self.peak is None else [format_bytes(self.peak)])) or OUT
 
     def against(self, par: "Score") -> float:
         """The product of both figures as shares of par's. Below 1 is better than par."""
@@ -81,10 +82,10 @@ def compare_with_par(puzzle: str, *, naive: Score, par: Score, you: Score, unit_
     """Draw the three scores, keep the learner's best, and return the sentence about them.
 
     puzzle: a name that no other puzzle of the course has. unit_note: stands behind the first time instead of "modelled"
-    or "measured". A figure that is None in a score is not compared.
+    or "measured". A figure that is None in par is not compared.
     """
     note = unit_note or ("modelled" if is_virtual() else "measured")
-    first = str(you) if you.seconds is None else str(you).replace("s", f"s ({note})", 1)
+    first = re.sub(r"^([\d.,]+ m?s)\b", rf"\1 ({note})", str(you))
     said = [f"You: {first}. Par: {par}. Naive: {naive}.", _verdict(you, par)]
     best = _best(puzzle, you, par)
     if best.against(par) < you.against(par) * (1 - _EQUAL):
@@ -94,28 +95,28 @@ def compare_with_par(puzzle: str, *, naive: Score, par: Score, you: Score, unit_
     return text
 
 
-def draw_scores(title: str, scores: dict[str, Score], note: str, alt: str) -> Figure:
-    """Draw a bar for each score, in one plot for the peaks and one for the times. The last score is the learner's."""
-    *_, par, you = scores.values()
-    figures = {
-        "peak of the fullest GPU": ([score.peak for score in scores.values()], format_bytes),
-        f"time of a step, {note}": ([score.seconds for score in scores.values()], format_seconds),
-    }
-    figures = {name: each for name, each in figures.items() if None not in each[0]}
-    figure, axes = plt.subplots(1, len(figures), figsize=(WIDTH, 1.7), sharey=True, squeeze=False, layout="constrained")
-    for ax, (name, (values, words)) in zip(axes[0], figures.items(), strict=True):
-        most = max(values) or 1
+def draw_scores(title: str, rows: dict[str, Score], note: str, alt: str) -> Figure:
+    """Draw a bar for each score, in one plot for the times and one for the peaks. The last two rows are par and you."""
+    *_, par, you = rows.values()
+    kinds = {f"time of a step, {note}": ("seconds", format_seconds), "peak of the fullest GPU": ("peak", format_bytes)}
+    kinds = {name: each for name, each in kinds.items() if getattr(par, each[0]) is not None}
+    figure, axes = plt.subplots(1, len(kinds), figsize=(WIDTH, 1.8), sharey=True, squeeze=False, layout="constrained")
+    for ax, (name, (field, words)) in zip(axes[0], kinds.items(), strict=True):
+        values = [getattr(score, field) for score in rows.values()]
+        most, goal = max(value or 0 for value in values) or 1, getattr(par, field)
         for row, value in enumerate(values):
-            ax.barh(row, value, 0.7, **series_style(row))
-            mark = f", {_word(value, values[-2])}" if row == len(values) - 1 else ""
-            ax.text(value + 0.02 * most, row, words(value) + mark, va="center", fontsize=9)
-        ax.axvline(values[-2], color="0.3", linestyle=":", linewidth=1)
-        ax.set(xlim=(0, 1.75 * most), xticks=[], xlabel=name)
+            ax.barh(row, value or 0, 0.7, **series_style(row))
+            mark = f", {_word(value, goal)}" if values[row] is not None and row == len(values) - 1 else ""
+            text = OUT if value is None else words(value) + mark
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            ax.text((value or 0) + 0.03 * most, row, text, va="center", fontsize=9, bbox=box)
+        ax.axvline(goal, color="0.3", linestyle=":", linewidth=1, zorder=0.5)
+        ax.set(xlim=(0, 1.8 * most), xticks=[])
+        ax.set_title(name, loc="left", fontsize=10)
         open_frame(ax, "x")
         ax.spines["bottom"].set_visible(False)
-    axes[0, 0].set_yticks(range(len(scores)), scores)
+    axes[0, 0].set_yticks(range(len(rows)), rows)
     axes[0, 0].invert_yaxis()
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     set_alt_text(figure, title, alt)
     return figure
 
@@ -144,36 +145,12 @@ def _verdict(you: Score, par: Score) -> str:
     return " ".join(f"{said} {' and '.join(words[key])}." for key, said in parts.items() if key in words)
 
 
-# ---- the learner's best ----------------------------------------------------------------------------------------------
-
-
 def _best(puzzle: str, you: Score, par: Score) -> Score:
-    """The better one of `you` and the score that is stored, which is `you` afterwards if that is the better one."""
-    if os.environ.get("COURSE_PROGRESS", "").lower() == "off":
-        return you
-    stored = _stored()
+    """The better one of `you` and the score that is kept, which is `you` afterwards if that is the better one."""
+    kept = scores.read("par")
     with suppress(KeyError, TypeError, ValueError):
-        before = Score(*(None if value is None else float(value) for value in stored[puzzle]))
+        before = Score(*(None if value is None else float(value) for value in kept[puzzle]))
         if before.against(par) <= you.against(par):
             return before
-    stored[puzzle] = [you.peak, you.seconds]
-    unfinished = BEST.with_name(f"{BEST.name}.{os.getpid()}")
-    with suppress(OSError):  # a course on a disk that cannot be written to has no best
-        BEST.parent.mkdir(exist_ok=True)
-        unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
-        os.replace(unfinished, BEST)
+    scores.write("par", kept | {puzzle: [you.peak, you.seconds]})
     return you
-
-
-def _stored() -> dict:
-    try:
-        found = json.loads(BEST.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    except OSError:
-        return {}
-    except ValueError:
-        pass
-    with suppress(OSError):
-        os.replace(BEST, BEST.with_name("par.damaged.json"))
-    return {}
