@@ -26,7 +26,7 @@ def test_no_answer_makes_a_check_raise():
 def guilty(reports):
     for test in (
         lambda report: report["error"] and "Connection" not in report["error"] and "Timed" not in report["error"],
-        lambda report: report["exit_code"] == -9,
+        lambda report: report["exit_code"] == -9 and not report["waits_in"],
         lambda report: not report["error"] and not report["waits_in"],
     ):
         for rank, report in enumerate(reports):
@@ -50,6 +50,10 @@ def test_guilty():
         (lambda reports: first(reports, lambda report: "Index" in report["error"] or report["exit_code"] == -9),
          "StopIteration"),
         (lambda reports: len(reports), "The ranks are 0 to 3"),
+        (lambda reports: first(reports, lambda report: not report["waits_in"]), "may just have been computing"),
+        (lambda reports: first(reports, lambda report: "Runtime" not in report["error"] and not report["waits_in"]),
+         "Which rank has an error of its own?"),
+        (lambda reports: guilty(sorted(reports, key=lambda report: report["exit_code"] != -9)), "you name rank"),
     )  # fmt: skip
 
 
@@ -75,6 +79,13 @@ def load_newest(folder):
 
 def save_in_place(folder, step, state):
     torch.save(state, folder / f"step_{step:09}.pt")
+    for old in sorted(folder.glob("step_*.pt"))[:-2]:
+        old.unlink()
+
+
+def save_under_a_similar_name(folder, step, state):
+    torch.save(state, folder / "unfinished.tmp.pt")
+    os.replace(folder / "unfinished.tmp.pt", folder / f"step_{step:09}.pt")
     for old in sorted(folder.glob("step_*.pt"))[:-2]:
         old.unlink()
 
@@ -107,9 +118,10 @@ def load_one_file(folder):
 
 def test_snapshots():
     assert check.snapshots(save, load)
-    assert check.snapshots(save_in_place, load)  # the older file takes the place of the one that is not complete
+    told(check.snapshots(save_in_place, load), "left half of it in ['step_000000015.pt']", "another ending")
+    told(check.snapshots(save_under_a_similar_name, load), "left half of it in ['unfinished.tmp.pt']")
     told(check.snapshots(save, load_newest), "cut in half", "RuntimeError")
-    told(check.snapshots(save_in_place, load_newest), "After a process was killed while it saved step 15")
+    told(check.snapshots(save_in_place, load_newest), "left half of it in")
     told(check.snapshots(one_file, load_one_file), "last.pt was damaged or lost", "rename")
     told(check.snapshots(delete_first, load), "was damaged or lost")
     told(check.snapshots(without_zeros, load), "returns the state of step")
@@ -147,6 +159,8 @@ def static(node, **changes):
 def test_arguments(capsys):
     assert check.arguments(lambda node: [*SIZE, *C10D, "train.py"])
     assert check.arguments(static)
+    others = ["--nnodes=2:2", "--nproc-per-node=gpu", "--max-restarts=3"]
+    assert check.arguments(lambda node: [*others, *C10D, "train.py"])
     explains(
         check.arguments,
         (lambda node: "--nnodes 2 train.py", "is not a list of strings"),
@@ -159,7 +173,8 @@ def test_arguments(capsys):
         (lambda node: [*SIZE[:2], *C10D, "train.py"], "must survive 2 failures"),
         (lambda node: [*SIZE, *C10D[:-1], f"{node}:29400", "train.py"], "--rdzv-endpoint is node-2:29400"),
         (lambda node: [*SIZE, *C10D, "--rdzv-id", node, "train.py"], "so they do not meet"),
-        (lambda node: [*SIZE, *C10D[:2], "train.py"], "--rdzv-endpoint is nowhere"),
+        (lambda node: [*SIZE, *C10D[:2], "train.py"], "--rdzv-endpoint is missing"),
+        (lambda node: ["torchrun", *SIZE, *C10D, "train.py"], "begins with 'torchrun'"),
         (lambda node: static("node-1"), "It should be 1"),
         (lambda node: static(node, master_addr=node), "meet at node-2:29400"),
         (lambda node: [*SIZE, *C10D, "drill.py"], "not 'train.py'"),

@@ -33,6 +33,18 @@ _FAILURES: dict[str, tuple[list[tuple[int, str, str]], int, str]] = {
         [(1, "torch.OutOfMemoryError: CUDA out of memory", ""), (1, _LOST.format(5), "barrier")],
         0, "Rank 0 can be guilty, too.",
     ),
+    "a crash while another rank computes": (
+        [(-15, "", ""), (1, _LOST.format(6), "all_reduce"), (1, "RuntimeError: shapes do not match", "")],
+        2, "A rank that waits in no collective may just have been computing. Which rank has an error of its own?",
+    ),
+    "a crash beside a rank that ignores SIGTERM": (
+        [(-9, "", ""), (1, _LOST.format(6), "all_reduce"), (1, "ValueError: not an image", "")],
+        2, "torchrun itself kills a rank that ignores SIGTERM. Which rank has an error of its own?",
+    ),
+    "a kill beside a rank that ignores SIGTERM": (
+        [(-9, "", "all_reduce"), _ENDED, (-9, "", "")],
+        2, "torchrun itself kills a rank that ignores SIGTERM. Which of the killed ranks waited for no other?",
+    ),
 }  # fmt: skip
 REPORTS = {
     name: [dict(zip(("exit_code", "error", "waits_in"), rank, strict=True)) for rank in ranks]
@@ -43,13 +55,14 @@ REPORTS = {
 @exercise
 def guilty(answer):
     """Exercise 1: `answer(reports)` returns the number of the rank that failed first."""
-    for name, reports in REPORTS.items():
+    for name, reports in [*REPORTS.items(), *((name, reports[::-1]) for name, reports in REPORTS.items())]:
         value = call(answer, [dict(report) for report in reports])
         number = compare.as_number(value)
         what = f"After {name}, you name rank {show(value)}."
         require(number in range(len(reports)), what, f"The ranks are 0 to {len(reports) - 1}.")
         report = reports[int(number)]
         _, first, hint = _FAILURES[name]
+        first = first if reports is REPORTS[name] else len(reports) - 1 - first  # each failure in both orders
         if number != first:
             lost = any(word in report["error"] for word in ("Connection", "Timed out"))
             why = "Its error only says that another rank did not answer." if lost else ""
@@ -81,6 +94,13 @@ def snapshots(save, load):
         changed = [path.name for path, content in before.items() if not path.exists() or path.read_bytes() != content]
         what = f"A process was killed while it saved step 15, and {', '.join(changed)} was damaged or lost."
         require(not changed, what, "Write a temporary file, and rename it when it is complete.")
+        endings = {path.suffix for path in before}
+        half = [path.name for path in _files(folder) if path not in before and path.suffix in endings]
+        what = f"A process was killed while it saved step 15, and left half of it in {show(half[:1])}."
+        why = (
+            "It is named like a complete snapshot. Write a file with another ending, and rename it when it is complete."
+        )
+        require(not half, what, why)
         _returns(load, folder, 10, "After a process was killed while it saved step 15,")
         for step in (95, 100):  # "100" comes before "95" in the order of the alphabet
             _call_save(save, folder, step)
@@ -180,10 +200,13 @@ def arguments(answer):
     for node, found in options.items():
         ranks, script = str(found.nproc_per_node), show(found.training_script)
         for right, said in (
-            (found.nnodes == "2", f"--nnodes is {found.nnodes}. It is the number of machines, 2."),
-            (ranks == "8", f"--nproc-per-node is {ranks}. Start one rank for each of the 8 GPUs of a machine."),
+            (found.nnodes in ("2", "2:2"), f"--nnodes is {found.nnodes}. It is the number of machines, 2."),
+            (
+                ranks in ("8", "gpu"),
+                f"--nproc-per-node is {ranks}. Start one rank for each of the 8 GPUs of a machine.",
+            ),
             (not found.standalone, "--standalone lets the machine meet nobody. It is for jobs on one machine."),
-            (found.max_restarts == 2, f"--max-restarts is {found.max_restarts}. The job must survive 2 failures."),
+            (found.max_restarts >= 2, f"--max-restarts is {found.max_restarts}. The job must survive 2 failures."),
             (found.training_script == "train.py", f"the program is {script}, not 'train.py'."),
             *_meeting(found, int(node[-1]) - 1),
         ):
@@ -197,6 +220,8 @@ def arguments(answer):
 
 def _parsed(words: object, node: str):
     require(isinstance(words, Sequence) and not isinstance(words, str), f"{show(words)} is not a list of strings.")
+    program = f"On {node}, the list begins with 'torchrun'. Leave it out: these are its arguments."
+    require(list(words[:1]) != ["torchrun"], program)
     wrong = [word for word in words if not isinstance(word, str)]
     require(not wrong, f"On {node}, {show(wrong[:1])} is not a string. Write numbers as strings, such as '2'.")
     lone = [word for word in words if word.startswith("-") and " " in word]
@@ -217,4 +242,5 @@ def _meeting(found, number: int) -> list[tuple[bool, str]]:
     if static:
         return [meets, (found.node_rank == number, f"--node-rank is {found.node_rank}. It should be {number}.")]
     known = found.rdzv_backend == "c10d", f"--rdzv-backend is {found.rdzv_backend}. Use c10d or static."
-    return [known, meets]
+    given = bool(found.rdzv_endpoint), "--rdzv-endpoint is missing. Name the host and the port where the machines meet."
+    return [known, given, meets]
