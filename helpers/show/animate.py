@@ -4,8 +4,8 @@
         step()
     animate(timeline, title="A step of DataParallel")       # at the end of a cell
 
-The picture plays by itself, without a script, and begins again. One moment of it stands still in print, and where motion
-is switched off. It is an image inside text/html, which JupyterLab also shows in a notebook that nobody trusts yet.
+The picture plays by itself, without a script, and begins again. One moment stands still in print, and where motion is
+switched off. It is an image inside text/html, which JupyterLab also shows in a notebook that nobody trusts yet.
 """
 
 import base64
@@ -78,7 +78,8 @@ svg{--paper:#fff;--ink:#1a1a1a;--dim:#666;--idle:#dcdcdc;--line:#e3e3e3;--card:#
 @media(prefers-color-scheme:dark){svg{--paper:#16181c;--ink:#eee;--dim:#aaa;--idle:#3a3d44;--line:#33363c;--card:#23262c;
 --mem:#8a8f99;--veil:#16181c}}
 text{font:12px system-ui,sans-serif;fill:var(--ink)}.b,.b text{font-weight:600}
-.d{fill:var(--dim);font-size:11px}.c text{font-size:17px;font-weight:600;text-anchor:end;font-variant-numeric:tabular-nums}
+.d{fill:var(--dim);font-size:11px}
+.c text{font-size:17px;font-weight:600;text-anchor:end;font-variant-numeric:tabular-nums}
 .k{text-anchor:middle;font-size:11px}.s,.s text{font-size:13px}.v{fill:var(--veil);opacity:.72}
 .n{paint-order:stroke;stroke:#fff;stroke-width:3px;fill:#111}
 """
@@ -93,6 +94,7 @@ def animate(
     memory: Mapping[int, Sequence[tuple[float, int]]] | None = None,
     travels: Sequence[Travel] | None = None,
     others: int = 0,
+    cells: Mapping[int, Sequence[Sequence[float]]] | None = None,
     story: Mapping[str, str] | None = None,
 ) -> Animation:
     """Return the animated picture of a recording.
@@ -101,11 +103,13 @@ def animate(
     are drawn below each other. gpus: which ones to draw; None for all. seconds: of one loop. memory: for each GPU
     (second, bytes), in order; None for what `record_timeline(memory=True)` recorded. travels: None for the copies and
     collectives of the recording; "send" goes to the next GPU. others: so many GPUs of the job are not in the recording.
-    story: sentences by the name of a collective, a direction of copies ("to the GPU", "to the CPU", "copy") or a kind
-    of work, shown while it runs. Raises ValueError if there is nothing to draw.
+    cells: for each GPU the values of the pieces that it holds, at the beginning and after each "recv".
+    story: sentences that stand while something goes on, the first of several: a kind of work ("forward", "waits"), the
+    name of a collective ("all-gather"), "copy", "to the GPU", "to the CPU", or copies "from GPU 0" and "to GPU 0".
+    Raises ValueError if there is nothing to draw, or if the number of cells does not fit.
     """
     named = timeline if isinstance(timeline, Mapping) else {"": timeline}
-    panels = [_Panel(name, each, gpus, memory, travels, others) for name, each in named.items()]
+    panels = [_Panel(name, each, gpus, memory, travels, others, cells or {}) for name, each in named.items()]
     if not panels or not all(panel.work for panel in panels):
         raise ValueError("There is nothing to animate, because a timeline does not contain any work of a GPU.")
     return _Drawing(panels, title, seconds, story or {}).animation()
@@ -114,7 +118,7 @@ def animate(
 class _Panel:
     """One recording, with all that is drawn of it. Times are in seconds."""
 
-    def __init__(self, name, timeline, gpus, memory, travels, others):
+    def __init__(self, name, timeline, gpus, memory, travels, others, cells):
         ranks = [timeline] if isinstance(timeline, Timeline) else list(timeline)
         self.name, self.others = name, others
         self.seconds = max(rank.seconds for rank in ranks)
@@ -125,6 +129,7 @@ class _Panel:
         held = memory if memory is not None else {gpu: curve for rank in ranks for gpu, curve in rank.memory.items()}
         self.memory = {gpu: held[gpu] for gpu in self.gpus if held.get(gpu)}
         self.travels = sorted(self._travels() if travels is None else travels)
+        self.cells = {gpu: self._filled(gpu, states) for gpu, states in cells.items() if gpu in self.gpus}
         self.said = describe_timeline(Timeline(self.seconds, self.work, self.modelled))
 
     def _travels(self) -> list[Travel]:
@@ -141,6 +146,18 @@ class _Panel:
             pairs = self._ways(kind, sorted({w.gpu for w in members}))
             found.update(Travel(start, end, source, target, kind) for source, target in pairs)
         return sorted(found | self._messages())
+
+    def _filled(self, gpu: int, states: Sequence[Sequence[float]]) -> list[tuple[float, Sequence[float]]]:
+        """(second, values of the pieces): a piece that arrives counts when the kernel that follows has used it."""
+        mine = sorted((w for w in self.work if w.gpu == gpu), key=lambda w: w.end)
+        arrived = [w.end for w in mine if _kind(w) == "receive"]
+        if len(states) != 1 + len(arrived):
+            raise ValueError(
+                f"GPU {gpu} receives {len(arrived)} messages, so {len(states)} states of its cells do not fit."
+            )
+        kernels = [w for w in mine if w.kind in _COMPUTING]
+        used = [next((w.end for w in kernels if w.start >= end - 1e-12), end) for end in arrived]
+        return list(zip([0.0, *used], states, strict=True))
 
     def _messages(self) -> set[Travel]:
         """Those between ranks: the first that a GPU sends is the first that the next one receives, and so on."""
@@ -213,15 +230,12 @@ def _states(panel: _Panel, seconds: float) -> dict[int, list[str]]:
             covered = min(w.end, (slot + 1) * length) - max(w.start, slot * length)
             each = shares[w.gpu][slot]
             each[kind] = each.get(kind, 0.0) + weight * max(0.0, covered)
-    found = {}
-    for gpu, row in shares.items():
-        states = [max(each, key=each.get) if sum(each.values()) > 0.1 * length else "waits" for each in row]
-        for place, (first, state) in enumerate(runs := _runs(states)):
-            end = runs[place + 1][0] if place + 1 < len(runs) else _SLOTS
-            if place and end - first < _STEADY:  # too short to be read
-                states[first:end] = [states[first - 1]] * (end - first)
-        found[gpu] = states
-    return found
+    return {
+        gpu: _lasting(
+            [max(each, key=each.get) if sum(each.values()) > 0.1 * length else "waits" for each in row], _STEADY
+        )
+        for gpu, row in shares.items()
+    }
 
 
 def _runs(states: Sequence) -> list[tuple[int, object]]:
@@ -244,6 +258,9 @@ class _Drawing:
         self.frames: list[str] = []
         self.rules: list[str] = []
         self.plays: list[str] = []
+        self.words = self._words()
+        # Several pictures may end up in one document, so that their names must differ.
+        self.prefix = f"g{hashlib.sha256(self.words.encode()).hexdigest()[:4]}"
         self.blocks = sorted({t.kind for moved in self.moved for t in moved})
 
     # ---- time ----
@@ -280,9 +297,7 @@ class _Drawing:
         moved = [t for each in self.moved for t in each]
         curves = [curve for panel in self.panels for curve in panel.memory.values()]
         if not moved:
-            return (
-                max((max(c, key=lambda p: p[1]) for c in curves), key=lambda p: p[1])[0] if curves else self.seconds / 2
-            )
+            return max((point for curve in curves for point in curve), key=lambda point: point[1])[0] if curves else 0.0
 
         def held(moment: float) -> int:
             return sum(next((size for at, size in reversed(curve) if at <= moment), 0) for curve in curves)
@@ -296,7 +311,7 @@ class _Drawing:
 
     def moving(self, frames: Iterable[tuple[str, str]], still: str, how: str = "linear") -> str:
         """The name of a new class whose elements go through the keyframes; `still` is their style without motion."""
-        name = f"a{len(self.rules)}"
+        name = f"{self.prefix}a{len(self.rules)}"
         self.frames.append(f"@keyframes {name}{{" + "".join(f"{at}{{{style}}}" for at, style in frames) + "}")
         self.rules.append(f".{name}{{{still}}}")
         timing = "" if how == "linear" else f";animation-timing-function:{how}"
@@ -331,28 +346,25 @@ class _Drawing:
         for number in range(len(self.panels)):
             y = self._panel(number, y)
         y = self._axis(top, y)
-        words = self._words()
-        name = f"g{hashlib.sha256(words.encode()).hexdigest()[:4]}"
         plays = f".m{{animation:{self.loop:g}s linear infinite}}{''.join(self.plays)}"
         used = f"@media screen and (prefers-reduced-motion:no-preference){{{plays}}}"
         style = _STYLE + "".join(self.rules) + used + "".join(self.frames)
         patterns = "".join(
-            f'<pattern id="h{hatch}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" '
+            f'<pattern id="{self.prefix}h{hatch}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" '
             f'fill="{colour}"/><path d="{_HATCHES[hatch]}" stroke="#fff" stroke-opacity=".75"/></pattern>'
             for colour, hatch in (*_LOOKS.values(), _MOVES, _ADDS)
             if hatch
         )
-        blocks = [f'<g id="b{n}"><rect x="-1" y="-9" width="18" height="18" rx="3" fill="var(--ink)"/>'
+        blocks = [f'<g id="{self.prefix}b{n}"><rect x="-1" y="-9" width="18" height="18" rx="3" fill="var(--ink)"/>'
                   f'{_box(0, -8, 16, 16, kind)}</g>' for n, kind in enumerate(self.blocks)]  # fmt: skip
         title = escape(self.title)
         svg = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y:g}" role="img" aria-label="{title}">'
-            f"<title>{title}</title><desc>{escape(words)}</desc><style>{style}</style><defs>{patterns}{''.join(blocks)}</defs>"
+            f"<title>{title}</title><desc>{escape(self.words)}</desc><style>{style}</style>"
+            f"<defs>{patterns}{''.join(blocks)}</defs>"
             f'<rect width="{_WIDTH}" height="{y:g}" rx="8" fill="var(--paper)"/>{"".join(self.body)}</svg>'
         )
-        # Several pictures may end up in one document, so that their names must differ.
-        svg = re.sub(r'(?<=[#. ])([abh]\d+)(?=[{")])|(?<=[: ])(a\d+)(?=[;}{])', rf"{name}\1\2", svg)
-        return Animation(re.sub(r'id="([bh]\d)', rf'id="{name}\1', svg), words)
+        return Animation(svg.replace("url(#h", f"url(#{self.prefix}h"), self.words)
 
     def _head(self) -> None:
         self.body.append(f'<text x="12" y="22" class="b" style="font-size:15px">{escape(self.title)}</text>')
@@ -365,8 +377,10 @@ class _Drawing:
         if self.story:
             keys = list(self.story)
             sentences = ["", *(f'<text y="15">{escape(each)}</text>' for each in self.story.values())]
-            told = [next((keys.index(key) + 1 for key in keys if key in now), 0) for now in self._topics()]
-            self.strip((12, 34, 736, 20), sentences, _runs(_lasting(told)), "s")
+            told = [next((keys.index(key) + 1 for key in keys if key in now), None) for now in self._topics()]
+            self.strip(
+                (12, 34, 736, 20), sentences, [(at, part or 0) for at, part in _runs(_lasting(told, _READ))], "s"
+            )
 
     def _topics(self) -> list[set[str]]:
         """What goes on in each slot: the kinds of work and of transfers, and copies by their ends."""
@@ -396,11 +410,14 @@ class _Drawing:
             y = self._edge(places, CPU, "CPU", y)
         most = max((size for panel in self.panels for curve in panel.memory.values() for _, size in curve), default=0)
         for gpu in panel.gpus:
-            height = 62 if panel.memory else 40
+            curve = 0 if not panel.memory else 22 if len(panel.gpus) > 2 else 80
+            height = 40 + curve if panel.memory or not panel.cells else 62
             places[gpu] = y + 17
             self._lane(panel, gpu, states[gpu], y, height)
             if gpu in panel.memory:
-                self._memory(panel.memory[gpu], y, most)
+                self._memory(panel.memory[gpu], y, most, curve)
+            if gpu in panel.cells:
+                self._cells(panel.cells[gpu], y + 32)
             y += height + 6
         if OTHERS in ends:
             y = self._edge(places, OTHERS, f"{panel.others} other GPUs", y)
@@ -445,9 +462,10 @@ class _Drawing:
                         f'<text x="{(start + end) / 2:.1f}" y="{y + 17:g}" class="k" style="fill:{_ink(kind)}">{label}</text>'
                     )
 
-    def _memory(self, curve: Sequence[tuple[float, int]], y: float, most: int) -> None:
+    def _memory(self, curve: Sequence[tuple[float, int]], y: float, most: int, high: float) -> None:
         """The bar with what lies in the memory now, and the curve below the work."""
         left, right = _CARD
+        base = y + 38 + high
         levels, at, level = [], 0, curve[0][1]
         peak = max(size for _, size in curve)
         for slot in range(_SLOTS):
@@ -461,10 +479,10 @@ class _Drawing:
         runs = [(slot, size / most) for slot, size in _runs(levels)]
         ends = [*(slot for slot, _ in runs[1:]), _SLOTS]
         points = "".join(
-            f"V{y + 60 - 22 * share:.1f}H{self.x(end * self.slot):.1f}"
+            f"V{base - high * share:.1f}H{self.x(end * self.slot):.1f}"
             for (_, share), end in zip(runs, ends, strict=True)
         )
-        self.body.append(f'<path d="M{_LEFT},{y + 60:g}{points}V{y + 60:g}Z" fill="var(--mem)" opacity=".6"/>')
+        self.body.append(f'<path d="M{_LEFT},{base:g}{points}V{base:g}Z" fill="var(--mem)" opacity=".6"/>')
         full, x = right - left - 16, left + 8
         frames = [(self.at(slot), f"transform:scaleX({share:.3g})") for slot, share in runs]
         name = self.moving(frames, f"transform:scaleX({levels[self.still_slot] / most:.3g})", "step-end")
@@ -478,6 +496,24 @@ class _Drawing:
         texts = list(dict.fromkeys(format_bytes(size) for size in levels))
         spots = [(slot, texts.index(format_bytes(size))) for slot, size in _runs(levels)]
         self.strip((x, y + 43, 66, 16), [f'<text y="12">{text}</text>' for text in texts], spots, "b")
+
+    def _cells(self, states: Sequence[tuple[float, Sequence[float]]], y: float) -> None:
+        """The pieces that a GPU holds, each filled as far as its value is of the largest."""
+        left, right = _CARD
+        count, most = len(states[0][1]), max(max(values) for _, values in states) or 1
+        wide = (right - left - 16) / count
+        for piece in range(count):
+            values = [values[piece] for _, values in states]
+            parts = [
+                f'<g><rect width="{wide - 3:.1f}" height="24" fill="var(--idle)"/>'
+                f'<rect y="{24 - 24 * value / most:.1f}" width="{wide - 3:.1f}" height="{24 * value / most:.1f}" '
+                f'fill="{COLOURS[5]}"/><text x="{wide / 2 - 1.5:.1f}" y="16" class="k b n">{value:g}</text></g>'
+                for value in values
+            ]
+            spots = dict.fromkeys((0,), 0) | {
+                min(_SLOTS - 1, round(second / self.slot)): number for number, (second, _) in enumerate(states)
+            }
+            self.strip((left + 8 + piece * wide, y, wide - 3, 24), parts, list(spots.items()))
 
     def _packets(self, moved: Sequence[Travel], places: Mapping[int, float]) -> None:
         lanes = list(places)
@@ -502,7 +538,7 @@ class _Drawing:
                 [(f"0%,{a}", "opacity:0;transform:none"), (_later(a), "opacity:1"), (b, "opacity:1"),
                  (f"{_later(b)},to", "opacity:0;" + hop)], still)  # fmt: skip
             number = f'<text x="{x + 8}" y="{begin + 4:g}" class="k b n">{t.label}</text>' if t.label else ""
-            block = f'<use href="#b{self.blocks.index(t.kind)}" x="{x}" y="{begin:g}"/>'
+            block = f'<use href="#{self.prefix}b{self.blocks.index(t.kind)}" x="{x}" y="{begin:g}"/>'
             self.body.append(f'<g class="{name}">{block}{number}</g>')
 
     def _axis(self, top: float, y: float) -> float:
@@ -540,31 +576,41 @@ class _Drawing:
 
     def _words(self) -> str:
         said = []
-        for panel, moved in zip(self.panels, self.moved, strict=True):
+        for panel in self.panels:
             parts = [panel.said]
             if panel.memory:
                 peaks = {gpu: max(size for _, size in curve) for gpu, curve in panel.memory.items()}
                 parts.append("peak: " + ", ".join(f"cuda:{gpu} {format_bytes(size)}" for gpu, size in peaks.items()))
-            kinds = [(t.kind, _end(t.source), _end(t.target)) for t in panel.travels]
-            ways = [f"{kinds.count(way)} × {way[0]} from {way[1]} to {way[2]}" for way in dict.fromkeys(kinds)]
-            if ways:
-                parts.append("what travels: " + ", ".join(ways))
+            if panel.travels:
+                parts.append("what travels: " + ", ".join(_ways_in_words(panel.travels)))
             said.append((f"{panel.name}: " if panel.name else "") + " | ".join(parts) + ".")
         return "\n".join([f"{self.title}.", *self.story.values(), *said])
 
 
-def _end(gpu: int) -> str:
-    return "the CPU" if gpu == CPU else "the others" if gpu == OTHERS else f"cuda:{gpu}"
+def _ways_in_words(travels: Sequence[Travel]) -> list[str]:
+    """ "21 × broadcast from cuda:0 to 3 GPUs", for each kind."""
+    names = {CPU: "the CPU", OTHERS: "the others"}
+    groups: dict[tuple, list[Travel]] = {}
+    for t in travels:
+        groups.setdefault((t.kind, CPU in (t.source, t.target)), []).append(t)
+    found = []
+    for (kind, _), group in groups.items():
+        ends = [sorted(set(each)) for each in zip(*((t.source, t.target) for t in group), strict=True)]
+        said = [names.get(each[0], f"cuda:{each[0]}") if len(each) == 1 else f"{len(each)} GPUs" for each in ends]
+        between = f"between {said[0]}" if len(ends[0]) > 1 and len(ends[1]) > 1 else f"from {said[0]} to {said[1]}"
+        found.append(f"{len(group)} × {kind} {between}")
+    return found
 
 
-def _lasting(told: list[int]) -> list[int]:
-    """Sentences that stand long enough to be read. One that would be shorter is left out."""
-    found, since = list(told), 0
-    for slot in range(1, len(told)):
-        if found[slot] == 0 or (found[slot] != found[slot - 1] and slot - since < _READ):
-            found[slot] = found[slot - 1]
-        elif found[slot] != found[slot - 1]:
+def _lasting(states: Sequence, least: int) -> list:
+    """The states, each for at least so many moments, so that it can be read. None lasts as long as what was before."""
+    found, since = list(states), 0
+    for slot in range(1, len(found)):
+        changes = found[slot] not in (None, found[slot - 1])
+        if changes and slot - since >= least:
             since = slot
+        else:
+            found[slot] = found[slot - 1]
     return found
 
 
