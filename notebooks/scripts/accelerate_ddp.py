@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 def parse_arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3, help="epochs in total, including those before a restart")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs in total, including those before a restart")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
     parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
@@ -87,7 +87,7 @@ def main():
 
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
     first_epoch = 0
     if args.checkpoint and args.checkpoint.exists():

@@ -1,9 +1,9 @@
 """Train a small network on Fashion-MNIST with one process per GPU, on one or more machines: DistributedDataParallel.
 
-    torchrun --nproc-per-node 2 ddp.py
-    torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 ddp.py     # without GPUs
+    torchrun --standalone --nproc-per-node 2 ddp.py
+    torchrun --standalone --nproc-per-node 2 -m virtual_gpus --gpus 2 ddp.py     # without GPUs
 
-The job is that of one_gpu.py, and so are the losses, up to rounding error. Each process trains a copy of the network on
+The job is that of one_gpu.py, and so are the losses that it prints. Each process trains a copy of the network on
 its share of every batch. In the backward pass, DistributedDataParallel averages the gradients of all processes. The
 files train_one_node.slurm and train_many_nodes.slurm start it on a cluster.
 """
@@ -46,13 +46,16 @@ class Net(nn.Module):
 
 def parse_arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3, help="epochs in total, including those before a restart")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs in total, including those before a restart")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
-    parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps, and save nothing")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
     parser.add_argument("--checkpoint", type=Path, help="the file to save after each epoch and to continue from")
     parser.add_argument("--workers", type=int, default=2, help="processes that load images, for each GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (args.data / "FashionMNIST/raw").is_dir():
+        parser.error(f"{args.data} contains no folder FashionMNIST/raw. Give --data the folder that does.")
+    return args
 
 
 @torch.no_grad()
@@ -77,14 +80,18 @@ def save_checkpoint(path, model, optimizer, epoch):
     """Write a temporary file and then rename it, so that a program that is killed leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, temporary)
-    os.replace(temporary, path)
+    try:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+        temporary.unlink(missing_ok=True)
+        raise SystemExit(f"Could not save {path}. Is there space, and may you write there? {error}") from error
 
 
 def main():
     args = parse_arguments()
     if "RANK" not in os.environ:
-        raise SystemExit(f"Start this program with torchrun: torchrun --nproc-per-node 2 {__file__}")
+        raise SystemExit(f"Start this program with torchrun: torchrun --standalone --nproc-per-node 2 {__file__}")
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
@@ -98,24 +105,30 @@ def main():
     test_data = Subset(test_data, range(rank, len(test_data), ranks))  # DistributedSampler could repeat some
     sampler = DistributedSampler(train_data, drop_last=True)
     batch_size = args.batch_size // ranks  # a DataLoader's batch size and num_workers are for one process
+    loading = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}  # faster copies to a GPU
     # drop_last: all steps have the same number of images, so that every image counts the same.
-    train_loader = DataLoader(train_data, batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
-    test_loader = DataLoader(test_data, batch_size, num_workers=args.workers)
+    train_loader = DataLoader(train_data, batch_size, sampler=sampler, drop_last=True, **loading)
+    test_loader = DataLoader(test_data, batch_size, **loading)
 
     torch.manual_seed(0)
     model = Net().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
     first_epoch = 0
-    if args.checkpoint and args.checkpoint.exists():
+    saved = [None]
+    if args.checkpoint and args.checkpoint.exists() and rank == 0:
         # weights_only: the file may contain tensors and numbers, but no code. map_location: it may come from a GPU
         # that this machine does not have. load_state_dict copies the tensors to the device of the model.
-        checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        saved = [torch.load(args.checkpoint, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(saved)  # All processes continue from what rank 0 has read, also without a shared disk.
+    if saved[0]:
+        checkpoint = saved[0]
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
 
     ddp_model = DistributedDataParallel(model)  # all processes start with the weights of rank 0
+    torch.manual_seed(rank)  # Each process gets random numbers of its own, for example for dropout.
 
     step = 0
     for epoch in range(first_epoch, args.epochs):
@@ -123,8 +136,8 @@ def main():
         model.train()
         losses = []
         for images, labels in train_loader:
-            images = images.to(DEVICE)
-            labels = labels.to(DEVICE)
+            images = images.to(DEVICE, non_blocking=True)
+            labels = labels.to(DEVICE, non_blocking=True)
             optimizer.zero_grad()
             loss = cross_entropy(ddp_model(images), labels)
             loss.backward()
@@ -140,9 +153,12 @@ def main():
         if rank == 0:
             print(report, flush=True)
         if step == args.max_steps:
-            break  # without a checkpoint, which is for complete epochs
+            if args.checkpoint and rank == 0:
+                print("No checkpoint: --max-steps ended the program within an epoch.")
+            break
         if args.checkpoint and rank == 0:
             save_checkpoint(args.checkpoint, model, optimizer, epoch)
+    del ddp_model  # It uses the process group, so it ends first.
     dist.destroy_process_group()
 
 

@@ -1,15 +1,16 @@
 """Train a small network on Fashion-MNIST with one process per GPU, each of which keeps a shard of the network: FSDP2.
 
-    torchrun --nproc-per-node 2 fsdp.py
-    torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 fsdp.py     # without GPUs
+    torchrun --standalone --nproc-per-node 2 fsdp.py
+    torchrun --standalone --nproc-per-node 2 -m virtual_gpus --gpus 2 fsdp.py     # without GPUs
 
-The job is that of one_gpu.py, and so are the losses, up to rounding error. As in ddp.py, each process trains on its
+The job is that of one_gpu.py, and so are the losses that it prints. As in ddp.py, each process trains on its
 share of every batch, but it stores only a shard of the weights, gradients and momenta. Before a part of the network
 computes, the processes gather the weights of this part. Afterwards, they free them again.
 """
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -48,13 +49,16 @@ class Net(nn.Module):
 
 def parse_arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3, help="epochs in total, including those before a restart")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs in total, including those before a restart")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
-    parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps, and save nothing")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
     parser.add_argument("--checkpoint", type=Path, help="the folder to save to after each epoch and to continue from")
     parser.add_argument("--workers", type=int, default=2, help="processes that load images, for each GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (args.data / "FashionMNIST/raw").is_dir():
+        parser.error(f"{args.data} contains no folder FashionMNIST/raw. Give --data the folder that does.")
+    return args
 
 
 @torch.no_grad()
@@ -78,15 +82,21 @@ def evaluate(model, loader, own):
 def save_checkpoint(path, model, optimizer, epoch):
     """Write a temporary folder and then rename it, so that a program that is killed leaves the old folders intact."""
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": epoch}
-    dcp.save(state, checkpoint_id=path / "temporary")  # returns when the shards of all processes are written
+    try:
+        dcp.save(state, checkpoint_id=path / "temporary")  # returns when the shards of all processes are written
+    except dcp.CheckpointException as error:
+        shutil.rmtree(path / "temporary", ignore_errors=True)
+        raise SystemExit(f"Could not save to {path}. Is there space, and may you write there? {error}") from error
     if dist.get_rank() == 0:
         os.replace(path / "temporary", path / f"epoch_{epoch:04}")
+        for old in sorted(path.glob("epoch_*"))[:-1]:
+            shutil.rmtree(old)
 
 
 def main():
     args = parse_arguments()
     if "RANK" not in os.environ:
-        raise SystemExit(f"Start this program with torchrun: torchrun --nproc-per-node 2 {__file__}")
+        raise SystemExit(f"Start this program with torchrun: torchrun --standalone --nproc-per-node 2 {__file__}")
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
@@ -102,22 +112,26 @@ def main():
     own = len(range(rank, len(test_data), ranks))  # The sampler may repeat an image, so that no process ends early
     sampler = DistributedSampler(train_data, drop_last=True)
     batch_size = args.batch_size // ranks  # a DataLoader's batch size and num_workers are for one process
+    loading = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}  # faster copies to a GPU
     # drop_last: all steps have the same number of images, so that every image counts the same.
-    train_loader = DataLoader(train_data, batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
-    test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, num_workers=args.workers)
+    train_loader = DataLoader(train_data, batch_size, sampler=sampler, drop_last=True, **loading)
+    test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, **loading)
 
     torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
     model = Net()  # on the CPU: the whole network may be too large for one GPU
     for part in (model.features, model.classifier, model):
         fully_shard(part, mesh=mesh)  # replaces the parameters by shards, so make the optimizer afterwards
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    torch.manual_seed(rank)  # Each process gets random numbers of its own, for example for dropout.
 
     first_epoch = 0
-    saved = sorted(args.checkpoint.glob("epoch_*")) if args.checkpoint else []
-    if saved:
+    saved = sorted(args.checkpoint.glob("epoch_*"))[-1:] if args.checkpoint else []
+    saved = saved or [None]
+    dist.broadcast_object_list(saved)  # All processes load what rank 0 has found.
+    if saved[0]:
         # dcp.load fills these tensors, however many processes saved them. It uses pickle: load only what you trust.
         checkpoint = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": 0}
-        dcp.load(checkpoint, checkpoint_id=saved[-1])
+        dcp.load(checkpoint, checkpoint_id=saved[0])
         model.load_state_dict(checkpoint["model"])
         set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
@@ -128,8 +142,8 @@ def main():
         model.train()
         losses = []
         for images, labels in train_loader:
-            images = images.to(DEVICE)
-            labels = labels.to(DEVICE)
+            images = images.to(DEVICE, non_blocking=True)
+            labels = labels.to(DEVICE, non_blocking=True)
             optimizer.zero_grad()
             loss = cross_entropy(model(images), labels)
             loss.backward()
@@ -145,7 +159,9 @@ def main():
         if rank == 0:
             print(report, flush=True)
         if step == args.max_steps:
-            break  # without a checkpoint, which is for complete epochs
+            if args.checkpoint and rank == 0:
+                print("No checkpoint: --max-steps ended the program within an epoch.")
+            break
         if args.checkpoint:
             save_checkpoint(args.checkpoint, model, optimizer, epoch)
     dist.destroy_process_group()

@@ -62,7 +62,7 @@ class Job(L.LightningModule):
         self.log_dict(results, sync_dist=True, batch_size=len(labels))  # weights each mean by its number of images
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.002, momentum=0.9)
 
 
 class Report(L.Callback):
@@ -76,7 +76,7 @@ class Report(L.Callback):
 
 def parse_arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3, help="epochs in total, including those before a restart")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs in total, including those before a restart")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
     parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")

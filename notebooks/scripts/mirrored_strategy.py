@@ -39,7 +39,7 @@ def build_model():
 
 def parse_arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all devices together")
     parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
@@ -82,7 +82,7 @@ def main():
     tf.keras.utils.set_random_seed(0)
     with strategy.scope():  # variables that are made here get a copy on every device
         model = build_model()
-        optimizer = tf.keras.optimizers.SGD(0.05, momentum=0.9)
+        optimizer = tf.keras.optimizers.SGD(0.002, momentum=0.9)
         optimizer.build(model.trainable_variables)  # makes its own variables here and not in the first step
     if start:
         model.set_weights([to_tensorflow(weight) for weight in start.values()])

@@ -1,15 +1,16 @@
 """Train a small network on Fashion-MNIST with tensor parallelism, which divides layers among GPUs, and FSDP2.
 
-    torchrun --nproc-per-node 4 tensor_parallel.py
-    torchrun --nproc-per-node 4 -m virtual_gpus --gpus 4 tensor_parallel.py     # without GPUs
+    torchrun --standalone --nproc-per-node 4 tensor_parallel.py
+    torchrun --standalone --nproc-per-node 4 -m virtual_gpus --gpus 4 tensor_parallel.py     # without GPUs
 
-The job is that of one_gpu.py, and so are the losses, up to rounding error. Each group of processes trains on its
+The job is that of one_gpu.py, and so are the losses that it prints. Each group of processes trains on its
 share of every batch, as each process of fsdp.py does. In a group, each process computes some of the hidden values
 (ColwiseParallel) and what they contribute to the logits (RowwiseParallel). An all-reduce adds up these contributions.
 """
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -49,14 +50,17 @@ class Net(nn.Module):
 
 def parse_arguments():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3, help="epochs in total, including those before a restart")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs in total, including those before a restart")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
-    parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps, and save nothing")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
     parser.add_argument("--checkpoint", type=Path, help="the folder to save to after each epoch and to continue from")
     parser.add_argument("--workers", type=int, default=2, help="processes that load images, for each GPU")
     parser.add_argument("--tensor-parallel", type=int, default=2, help="processes in each group, best on one machine")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (args.data / "FashionMNIST/raw").is_dir():
+        parser.error(f"{args.data} contains no folder FashionMNIST/raw. Give --data the folder that does.")
+    return args
 
 
 @torch.no_grad()
@@ -80,15 +84,21 @@ def evaluate(model, loader, own):
 def save_checkpoint(path, model, optimizer, epoch):
     """Write a temporary folder and then rename it, so that a program that is killed leaves the old folders intact."""
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": epoch}
-    dcp.save(state, checkpoint_id=path / "temporary")  # returns when the shards of all processes are written
+    try:
+        dcp.save(state, checkpoint_id=path / "temporary")  # returns when the shards of all processes are written
+    except dcp.CheckpointException as error:
+        shutil.rmtree(path / "temporary", ignore_errors=True)
+        raise SystemExit(f"Could not save to {path}. Is there space, and may you write there? {error}") from error
     if dist.get_rank() == 0:
         os.replace(path / "temporary", path / f"epoch_{epoch:04}")
+        for old in sorted(path.glob("epoch_*"))[:-1]:
+            shutil.rmtree(old)
 
 
 def main():
     args = parse_arguments()
     if "RANK" not in os.environ:
-        raise SystemExit(f"Start this program with torchrun: torchrun --nproc-per-node 2 {__file__}")
+        raise SystemExit(f"Start this program with torchrun: torchrun --standalone --nproc-per-node 2 {__file__}")
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
@@ -105,9 +115,10 @@ def main():
     own = len(range(group, len(test_data), groups))  # The sampler may repeat an image, so that no process ends early
     sampler = DistributedSampler(train_data, groups, group, drop_last=True)
     batch_size = args.batch_size // groups  # a DataLoader's batch size and num_workers are for one process
+    loading = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}  # faster copies to a GPU
     # drop_last: all steps have the same number of images, so that every image counts the same.
-    train_loader = DataLoader(train_data, batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
-    test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, num_workers=args.workers)
+    train_loader = DataLoader(train_data, batch_size, sampler=sampler, drop_last=True, **loading)
+    test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, **loading)
 
     torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
     model = Net()  # on the CPU: the whole network may be too large for one GPU
@@ -115,14 +126,17 @@ def main():
     parallelize_module(model.classifier, mesh["tensor"], plan)
     for part in (model.features, model.classifier, model):
         fully_shard(part, mesh=mesh["data"])  # replaces the parameters by shards, so make the optimizer afterwards
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    torch.manual_seed(group)  # Each group gets random numbers of its own, for example for dropout.
 
     first_epoch = 0
-    saved = sorted(args.checkpoint.glob("epoch_*")) if args.checkpoint else []
-    if saved:
+    saved = sorted(args.checkpoint.glob("epoch_*"))[-1:] if args.checkpoint else []
+    saved = saved or [None]
+    dist.broadcast_object_list(saved)  # All processes load what rank 0 has found.
+    if saved[0]:
         # dcp.load fills these tensors, however many processes saved them. It uses pickle: load only what you trust.
         checkpoint = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "epoch": 0}
-        dcp.load(checkpoint, checkpoint_id=saved[-1])
+        dcp.load(checkpoint, checkpoint_id=saved[0])
         model.load_state_dict(checkpoint["model"])
         set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"])
         first_epoch = checkpoint["epoch"] + 1
@@ -133,8 +147,8 @@ def main():
         model.train()
         losses = []
         for images, labels in train_loader:
-            images = images.to(DEVICE)
-            labels = labels.to(DEVICE)
+            images = images.to(DEVICE, non_blocking=True)
+            labels = labels.to(DEVICE, non_blocking=True)
             optimizer.zero_grad()
             loss = cross_entropy(model(images).full_tensor(), labels)  # The model returns a DTensor, as `plan` says.
             loss.backward()
@@ -150,7 +164,9 @@ def main():
         if dist.get_rank() == 0:
             print(report, flush=True)
         if step == args.max_steps:
-            break  # without a checkpoint, which is for complete epochs
+            if args.checkpoint and dist.get_rank() == 0:
+                print("No checkpoint: --max-steps ended the program within an epoch.")
+            break
         if args.checkpoint:
             save_checkpoint(args.checkpoint, model, optimizer, epoch)
     dist.destroy_process_group()
