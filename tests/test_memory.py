@@ -349,6 +349,23 @@ def test_what_only_the_second_step_needs_counts():
         assert largest_batch(step, multiple_of=32) == 160
 
 
+def test_the_answer_does_not_depend_on_where_the_search_starts():
+    """The state of the optimizer takes a place that depends on the batch of the very first step."""
+    found = []
+    for start in (1, 40, 96, 120, 160):
+        with virtual_gpus(1, memory="256 MiB"):
+            state = []
+
+            def step(batch, state=state):
+                activations = torch.empty(batch * MiB, dtype=torch.uint8, device="cuda:0")
+                if not state:
+                    state.append(torch.empty(21 * MiB, dtype=torch.uint8, device="cuda:0"))
+                del activations
+
+            found.append(largest_batch(step, start=start, multiple_of=8))
+    assert len(set(found)) == 1 and found[0] % 8 == 0, found
+
+
 def test_after_the_virtual_gpus_there_is_again_no_gpu():
     if torch.cuda.device_count():
         pytest.skip("this machine has real GPUs")

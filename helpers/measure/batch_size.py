@@ -17,20 +17,24 @@ def largest_batch(
 ) -> int:
     """Return the largest batch size, in samples and up to `limit`, for which `step(batch)` runs, or 0 if none does.
 
-    The search doubles the batch until it fails, and then bisects. `step` runs one training step. A
-    torch.OutOfMemoryError means that the batch is too large, and any other error is passed on. Each try runs `steps`
-    steps, because the optimizer creates its state in the first step, and the second step runs with the cache that the
-    first one has fragmented. Cached memory is released between tries. The random number generators are afterwards as
-    before. Raises ValueError for an empty search range.
+    Each try runs `steps` steps, because the optimizer creates its state in the first one, and the second runs beside
+    it, with the cache that the first one has fragmented. A torch.OutOfMemoryError means that the batch is too large;
+    any other error is passed on. The search tries the smallest batch, then `start`, doubles until a try fails, and
+    then bisects. Cached memory is released between tries. The random number generators are afterwards as before.
+    Raises ValueError for an empty search range.
 
-    start: the first batch size to try.
+    step: best a function that builds model and optimizer and then trains two steps (with `steps=1`), because that is
+    what a fresh program does. A step whose model lives on from try to try gets its optimizer's state in the first try,
+    where it lies better than in a program that begins with a large batch: such a program may fit less. That first try
+    has the smallest batch whatever `start` is, so that the answer does not depend on `start`.
     multiple_of: try only multiples of this number, for example 4 for four GPUs.
     report: called as `report(batch, fitted)` after every try.
     """
     last = limit // multiple_of  # from here on, sizes are in units of multiple_of
     if min(start, multiple_of, last, steps) < 1:
         raise ValueError("start, multiple_of and steps must be at least 1, and limit must be at least multiple_of.")
-    good, bad, size = 0, None, min(-(-start // multiple_of), last)
+    good, bad, size = 0, None, 1
+    begin = min(-(-start // multiple_of), last)
     gc.collect()
     with skipping_what_exists(), torch.random.fork_rng(range(torch.cuda.device_count())):
         while good < last and (bad is None or bad - good > 1):
@@ -40,7 +44,7 @@ def largest_batch(
             if report is not None:
                 report(size * multiple_of, fitted)
             good, bad = (size, bad) if fitted else (good, size)
-            size = min(2 * good, last) if bad is None else (good + bad) // 2
+            size = min(max(2 * good, begin), last) if bad is None else (good + bad) // 2
     return good * multiple_of
 
 
