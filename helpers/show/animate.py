@@ -62,12 +62,13 @@ class Animation:
         return {"text/html": image, "text/plain": self.text}
 
 
-_COMPUTING = ("forward", "backward", "step")
+_COMPUTING = ("forward", "backward", "step", "compute")
 # What a GPU does: (colour, hatch). Collectives have their own names; those that add numbers look different.
 _LOOKS = {
     "forward": (COLOURS[0], 0),
     "backward": (COLOURS[1], 1),
     "step": (COLOURS[2], 2),
+    "compute": (COLOURS[0], 0),
     "copy": (COLOURS[3], 3),
     "waits": ("var(--idle)", 0),
 }
@@ -80,7 +81,7 @@ svg{--paper:#fff;--ink:#1a1a1a;--dim:#666;--idle:#dcdcdc;--line:#e3e3e3;--card:#
 text{font:12px system-ui,sans-serif;fill:var(--ink)}.b,.b text{font-weight:600}
 .d{fill:var(--dim);font-size:11px}
 .c text{font-size:17px;font-weight:600;text-anchor:end;font-variant-numeric:tabular-nums}
-.k{text-anchor:middle;font-size:11px}.s,.s text{font-size:13px}.v{fill:var(--veil);opacity:.72}
+.k{text-anchor:middle;font-size:11px}.s,.s text{font-size:13px}.v{fill:var(--veil);opacity:.4}
 .n{paint-order:stroke;stroke:#fff;stroke-width:3px;fill:#111}
 """
 
@@ -125,8 +126,11 @@ class _Panel:
         self.modelled = all(rank.modelled for rank in ranks)
         wanted = None if gpus is None else set(gpus)
         self.work = [w for rank in ranks for w in rank.work if wanted is None or w.gpu in wanted]
+        if {w.kind for w in self.work}.isdisjoint(("backward", "step")):  # no training
+            self.work = [w._replace(kind="compute") if w.kind == "forward" else w for w in self.work]
         self.gpus = sorted({w.gpu for w in self.work})
-        held = memory if memory is not None else {gpu: curve for rank in ranks for gpu, curve in rank.memory.items()}
+        own = {gpu: rank.memory[gpu] for rank in ranks for gpu in rank.gpus if gpu in rank.memory}
+        held = own if memory is None else memory
         self.memory = {gpu: held[gpu] for gpu in self.gpus if held.get(gpu)}
         self.travels = sorted(self._travels() if travels is None else travels)
         self.cells = {gpu: self._filled(gpu, states) for gpu, states in cells.items() if gpu in self.gpus}
@@ -193,8 +197,8 @@ def _kind(work: Work) -> str:
 
 
 def _label(work: Work) -> str:
-    """The number in the name that `name_work` gave: "3" of "addmm F3"."""
-    found = re.search(r" [A-Z](\d+)$", work.name)
+    """The end of the name that `name_work` gave: "3" of "addmm F3", "a" of "send Pa"."""
+    found = re.search(r" [A-Z](\w{1,3})$", work.name)
     return found.group(1) if found else ""
 
 
@@ -293,7 +297,7 @@ class _Drawing:
         return _LEFT + (_RIGHT - _LEFT) * min(second, self.seconds) / self.seconds
 
     def _telling_moment(self) -> float:
-        """When most is travelling; of several such moments, the one at which the GPUs hold most."""
+        """When most is travelling; of several such moments, when the GPUs hold most, or the one in the middle."""
         moved = [t for each in self.moved for t in each]
         curves = [curve for panel in self.panels for curve in panel.memory.values()]
         if not moved:
@@ -303,7 +307,8 @@ class _Drawing:
             return sum(next((size for at, size in reversed(curve) if at <= moment), 0) for curve in curves)
 
         middles = sorted((t.start + t.end) / 2 for t in moved)
-        return max(middles, key=lambda m: (sum(t.start <= m <= t.end for t in moved), held(m)))
+        middle = self.seconds / 2
+        return max(middles, key=lambda m: (sum(t.start <= m <= t.end for t in moved), held(m), -abs(m - middle)))
 
     @property
     def still_slot(self) -> int:
@@ -325,7 +330,7 @@ class _Drawing:
         spots: Sequence[tuple[int, int]],
         look: str = "",
     ) -> None:
-        """Show one of `parts` in the box (x, y, width, height) from a slot on: (slot, number of part). look: a class."""
+        """Show one of `parts` in the box (x, y, width, height) from a slot on: (slot, number of part)."""
         x, y, width, height = box
         pitch = height + 4
         now = next(part for slot, part in reversed(spots) if slot <= self.still_slot)
@@ -333,8 +338,12 @@ class _Drawing:
             [(self.at(slot), f"transform:translateY({-pitch * part:g}px)") for slot, part in spots],
             f"transform:translateY({-pitch * now:g}px)", "step-end",
         )  # fmt: skip
-        placed = (part.replace(' y="', f' y="{pitch * i:g}" dy="', 1) if part.startswith("<text") else
-                  f'<g transform="translate(0 {pitch * i:g})">{part}</g>' for i, part in enumerate(parts) if part)  # fmt: skip
+        placed = []
+        for i, part in enumerate(parts):
+            if part.startswith("<text"):
+                placed.append(part.replace(' y="', f' y="{pitch * i:g}" dy="', 1))  # shorter than a group for each
+            else:
+                placed.append(f'<g transform="translate(0 {pitch * i:g})">{part}</g>')
         self.body.append(f'<svg x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{look}">'
                          f'<g class="{name}">{"".join(placed)}</g></svg>')  # fmt: skip
 
@@ -346,14 +355,15 @@ class _Drawing:
         for number in range(len(self.panels)):
             y = self._panel(number, y)
         y = self._axis(top, y)
-        plays = f".m{{animation:{self.loop:g}s linear infinite}}{''.join(self.plays)}"
+        plays = f".m{{animation:{self.loop:g}s linear infinite}}.v{{opacity:.72}}{''.join(self.plays)}"
         used = f"@media screen and (prefers-reduced-motion:no-preference){{{plays}}}"
         style = _STYLE + "".join(self.rules) + used + "".join(self.frames)
+        looks = {hatch: colour for colour, hatch in (*_LOOKS.values(), _MOVES, _ADDS) if hatch}
         patterns = "".join(
-            f'<pattern id="{self.prefix}h{hatch}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" '
-            f'fill="{colour}"/><path d="{_HATCHES[hatch]}" stroke="#fff" stroke-opacity=".75"/></pattern>'
-            for colour, hatch in (*_LOOKS.values(), _MOVES, _ADDS)
-            if hatch
+            f'<pattern id="{self.prefix}h{hatch}" width="6" height="6" patternUnits="userSpaceOnUse">'
+            f'<rect width="6" height="6" fill="{colour}"/>'
+            f'<path d="{_HATCHES[hatch]}" stroke="#fff" stroke-opacity=".75"/></pattern>'
+            for hatch, colour in looks.items()
         )
         blocks = [f'<g id="{self.prefix}b{n}"><rect x="-1" y="-9" width="18" height="18" rx="3" fill="var(--ink)"/>'
                   f'{_box(0, -8, 16, 16, kind)}</g>' for n, kind in enumerate(self.blocks)]  # fmt: skip
@@ -454,13 +464,12 @@ class _Drawing:
                 rows.setdefault((_kind(w), label), []).append((self.x(w.start), self.x(w.end)))
         for (kind, label), spans in sorted(rows.items(), key=lambda row: row[0][0] in _COMPUTING):
             large = kind in _COMPUTING
-            for start, end in _joined(spans, 0.8 if not label else 8):
+            for start, end in _joined(spans, 8 if label else 1.2):
                 wide = end - start - (1 if label else 0)
                 self.body.append(_box(start, y + (4 if large else 25), max(0.7, wide), 19 if large else 10, kind))
                 if label and wide > 6 * len(label) + 3:
-                    self.body.append(
-                        f'<text x="{(start + end) / 2:.1f}" y="{y + 17:g}" class="k" style="fill:{_ink(kind)}">{label}</text>'
-                    )
+                    place = f'x="{(start + end) / 2:.1f}" y="{y + 17:g}" style="fill:{_ink(kind)}"'
+                    self.body.append(f'<text {place} class="k">{label}</text>')
 
     def _memory(self, curve: Sequence[tuple[float, int]], y: float, most: int, high: float) -> None:
         """The bar with what lies in the memory now, and the curve below the work."""
@@ -507,12 +516,11 @@ class _Drawing:
             parts = [
                 f'<g><rect width="{wide - 3:.1f}" height="24" fill="var(--idle)"/>'
                 f'<rect y="{24 - 24 * value / most:.1f}" width="{wide - 3:.1f}" height="{24 * value / most:.1f}" '
-                f'fill="{COLOURS[5]}"/><text x="{wide / 2 - 1.5:.1f}" y="16" class="k b n">{value:g}</text></g>'
+                f'fill="{COLOURS[5]}"/><text x="3" y="9" style="font-size:9px">{chr(97 + piece)}</text>'
+                f'<text x="{wide / 2 - 1.5:.1f}" y="16" class="k b n">{value:g}</text></g>'
                 for value in values
             ]
-            spots = dict.fromkeys((0,), 0) | {
-                min(_SLOTS - 1, round(second / self.slot)): number for number, (second, _) in enumerate(states)
-            }
+            spots = {min(_SLOTS - 1, round(second / self.slot)): n for n, (second, _) in enumerate(states)}
             self.strip((left + 8 + piece * wide, y, wide - 3, 24), parts, list(spots.items()))
 
     def _packets(self, moved: Sequence[Travel], places: Mapping[int, float]) -> None:
@@ -550,7 +558,8 @@ class _Drawing:
         veil = self.moving(frames, f"transform:translateX({self.x(self.still) - _LEFT:.1f}px)")
         self.body.append(
             f'<svg x="{_LEFT}" y="{top:g}" width="{wide + 2}" height="{high:g}"><g class="{veil}">'
-            f'<rect width="{wide}" height="{high:g}" class="v"/><rect x="-1" width="2" height="{high:g}" fill="var(--ink)"/></g></svg>'
+            f'<rect width="{wide}" height="{high:g}" class="v"/>'
+            f'<rect x="-1" width="2" height="{high:g}" fill="var(--ink)"/></g></svg>'
         )
         step = next(s for e in range(-7, 4) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if self.seconds / s <= 8)
         for tick in range(int(self.seconds / step) + 1):
@@ -623,7 +632,7 @@ def _ms(second: float, whole: float) -> str:
     return f"{1e3 * second:,.{decimals}f} ms"
 
 
-def _joined(spans: list[tuple[float, float]], gap: float = 0.8) -> list[tuple[float, float]]:
+def _joined(spans: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1] + gap:
@@ -640,7 +649,7 @@ def _box(x: float, y: float, width: float, height: float, kind: str) -> str:
 
 
 def _ink(kind: str) -> str:
-    return "#fff" if kind in ("forward", "step") else "var(--dim)" if kind == "waits" else "#111"
+    return "#fff" if kind in ("forward", "compute", "step") else "var(--dim)" if kind == "waits" else "#111"
 
 
 def _pill(kind: str) -> str:
