@@ -358,9 +358,9 @@ def test_the_answer_does_not_depend_on_where_the_search_starts():
 
             def step(batch, state=state):
                 activations = torch.empty(batch * MiB, dtype=torch.uint8, device="cuda:0")
-                if not state:
-                    state.append(torch.empty(21 * MiB, dtype=torch.uint8, device="cuda:0"))
                 del activations
+                if not state:  # in the memory of the activations, which then cannot be given back
+                    state.append(torch.empty(21 * MiB, dtype=torch.uint8, device="cuda:0"))
 
             found.append(largest_batch(step, start=start, multiple_of=8))
     assert len(set(found)) == 1 and found[0] % 8 == 0, found
