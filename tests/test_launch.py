@@ -166,7 +166,7 @@ def test_virtual_gpus(capsys):
     assert said == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
     for rank, (grad, current, allocated, readings, backend) in enumerate(answers):
         assert str(grad.device) == "cpu" and grad[0, 0].item() == 4.0
-        assert current == rank and backend == "gloo"
+        assert current == rank and backend == "nccl"
         assert allocated[1 - rank] == 0 and 80_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
         assert readings[rank].allocated == allocated[rank]
 

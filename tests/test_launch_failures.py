@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_launch import leaves_nothing  # noqa: F401  (a fixture for every test here too)
+from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
 from helpers.parallel import launching
@@ -124,6 +125,67 @@ def test_errors_on_virtual_gpus():
         assert "virtual_gpus" not in str(error)
 
 
+def on_the_cpu(rank):
+    dist.all_reduce(torch.ones(3))
+
+
+def a_model_on_the_cpu(rank):
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def on_one_gpu(rank):
+    dist.all_reduce(torch.ones(3, device="cuda:0"))
+
+
+@pytest.mark.usefixtures("all_fail_by_themselves")
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (on_the_cpu, "RuntimeError: No backend type associated with device type cpu"),
+        (a_model_on_the_cpu, "RuntimeError: No backend type associated with device type cpu"),
+        (on_one_gpu, "torch.distributed.DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA "),
+    ],
+)
+def test_what_nccl_refuses_is_refused_on_virtual_gpus(fn, words):
+    with virtual_gpus(2, memory="1 GiB"):
+        text = str(fails(fn, ranks=2))
+    assert text.startswith(f"Ranks 0, 1 of 2 raised {words}") and f"in {fn.__name__}\n" in text
+    assert "virtual_gpus" not in text
+
+
+def messages_on_gpus(rank):
+    """What nccl takes, objects and barriers among it."""
+    x = torch.full((2,), rank + 1.0, device="cuda")
+    dist.barrier()
+    found = [None, None]
+    dist.all_gather_object(found, rank)
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    dist.all_reduce(x)
+    return found, x.tolist()
+
+
+def test_messages_and_objects_travel_between_gpus(capsys):
+    with virtual_gpus(2, memory="1 GiB"):
+        assert launch(messages_on_gpus, ranks=2) == [([0, 1], [2.0, 2.0])] * 2
+    assert capsys.readouterr().out == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
+
+
+def test_on_gpus_the_guilty_rank_is_named_and_one_that_left_too():
+    def leaves(rank):
+        if rank == 0:
+            dist.all_reduce(torch.ones(3, device="cuda"))
+
+    def raises(rank):
+        if rank == 1:
+            inner()
+        dist.all_reduce(torch.ones(3, device="cuda"))
+
+    with virtual_gpus(2, memory="1 GiB"):
+        assert str(fails(raises, ranks=2)).startswith("Rank 1 of 2 raised ValueError: no such thing\n")
+        text = str(fails(leaves, ranks=2))
+    assert text.startswith("Rank 0 of 2 raised RuntimeError: ") and "Rank 1 had returned by then" in text
+
+
 def leaves_early(rank):
     if rank == 0:
         dist.all_reduce(torch.ones(3))
@@ -161,6 +223,7 @@ def test_the_cause_is_the_earliest_and_no_rank_that_only_lost_a_connection():
         (RuntimeError("[x/pair.cc:1] Read error [127.0.0.1]:4711: Connection reset by peer"), "lost"),
         (RuntimeError("Broken pipe"), "lost"),
         (dist.DistBackendError("NCCL error: remote process exited"), "lost"),
+        (dist.DistBackendError("NCCL error\nncclInvalidUsage: ...\nDuplicate GPU detected"), "error"),
         (ConnectionResetError(), "lost"),
         (ValueError("Connection closed"), "error"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "error"),
@@ -205,6 +268,11 @@ def test_a_rank_that_dies(how, capsys):
     said = capsys.readouterr()
     assert "[rank 1] last words" in said.out  # shown all the same
     assert ("in dies" in said.err) == (how == "segfault")
+
+
+def test_ranks_that_die_alike():
+    error = fails(lambda rank: os.kill(os.getpid(), signal.SIGKILL), ranks=2)
+    assert str(error).startswith("Ranks 0, 1 of 2 were ended by signal 9 (Killed).")
 
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path):
@@ -324,9 +392,10 @@ def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
     thread = threading.Thread(target=interrupt)
     thread.start()
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"^launch was interrupted, and its 2 ranks were ended\.$") as caught:
         launch(work, ranks=2)
     thread.join()
+    assert [entry.name for entry in caught.traceback][1:] == ["launch"]  # and not what it was waiting in
     assert signal.getsignal(signal.SIGINT) is handler
     for path in pids:
         wait_for_the_end(int(path.read_text()))
@@ -384,7 +453,10 @@ def test_bad_options(options, error, text):
 
 
 def test_more_ranks_than_gpus():
-    with virtual_gpus(2), pytest.raises(ValueError, match=r"3 ranks need 3 GPUs.*sees 2.*use_gpus\(3\).*gpus=False"):
+    with (
+        virtual_gpus(2),
+        pytest.raises(ValueError, match=r"3 ranks need 3 GPUs.*sees 2.*Duplicate.*use_gpus\(3\).*gpus=False"),
+    ):
         launch(nothing, ranks=3)
 
 

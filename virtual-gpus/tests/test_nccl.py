@@ -7,6 +7,7 @@ from ranks import in_ranks
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
 
@@ -107,7 +108,7 @@ def mean_gradients(net, value, device):
 
 def compressed(rank):
     """A hook whose callbacks do collectives: of the three buckets' parameters PowerSGD compresses all, some or none."""
-    net = torch.nn.parallel.DistributedDataParallel(affine_layers().cuda(), bucket_cap_mb=0.001)
+    net = DistributedDataParallel(affine_layers().cuda(), bucket_cap_mb=0.001)
     net.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
     return [mean_gradients(net, rank + 1.0, "cuda") for _ in range(12)]
 
@@ -143,6 +144,8 @@ def test_collectives_of_nccl():
 
 REFUSED = {
     "No backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(2)),
+    "backend type associated with device type cpu": lambda: DistributedDataParallel(torch.nn.Linear(2, 2)),
+    "type associated with device type cpu": lambda: all_reduce(torch.ones(2), "sum", dist.group.WORLD),
     "Tensors must be contiguous": lambda: dist.all_reduce(ones(2, 3).t()),
     "Tensors must be CUDA and dense": lambda: dist.all_gather([torch.ones(2)], ones(2)),
     "data type is not supported for NCCL process group: Short": lambda: dist.all_reduce(ones(2, dtype=torch.int16)),

@@ -7,8 +7,9 @@
 
     losses = launch(train, ranks=4)        # [rank 0's loss, rank 1's, ...]
 
-In each rank, torch.distributed is ready. It uses nccl on real GPUs, and gloo on virtual GPUs and on the CPU. The
-environment is that of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, ...), so a function that reads it works with both.
+In each rank, torch.distributed is ready. It uses nccl on GPUs, and gloo on the CPU. On virtual GPUs, gloo carries the
+messages, and nccl's rules hold: collectives take no CPU tensors, and each rank needs a GPU of its own. The environment
+is that of torchrun (RANK, LOCAL_RANK, WORLD_SIZE, ...), so a function that reads it works with both.
 
 On Linux without real GPUs, the processes are forked, which takes 0.2 s for 4 ranks. On Linux with real GPUs, they are
 forked from a process that has only imported PyTorch. On macOS and Windows they are spawned, and used again by the next
@@ -73,7 +74,7 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
     _check(ranks, timeout)
     on_gpus = gpus and _are_enough_gpus(ranks)
     start = start or start_method()
-    backend = "nccl" if on_gpus and not is_virtual() and torch.distributed.is_nccl_available() else "gloo"
+    backend = "nccl" if on_gpus and torch.distributed.is_nccl_available() else "gloo"  # Windows has no nccl
     with (
         _one_at_a_time,
         tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder,
@@ -95,6 +96,9 @@ def launch(fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: flo
             print(_what_runs(job), flush=True)
         try:
             failures = _supervise(job, started, door, _Output(job, show))
+        except KeyboardInterrupt:
+            ended = f"its {ranks} ranks were" if ranks > 1 else "its rank was"
+            raise KeyboardInterrupt(f"launch was interrupted, and {ended} ended.") from None
         finally:
             started.prepare_the_next()
         finished = [rank for rank in range(ranks) if job.file(rank, "result").exists()]
@@ -109,7 +113,7 @@ def _what_runs(job: Job) -> str:
     if not job.gpus:
         return f"{ranks} on the CPU, backend {job.backend}"
     gpus = f"{job.ranks} {'virtual' if is_virtual() else 'real'} GPU{'s' if job.ranks > 1 else ''}"
-    return f"{ranks} on {gpus}, backend {job.backend}{' in place of nccl' if is_virtual() else ''}"
+    return f"{ranks} on {gpus}, backend {'gloo in place of nccl' if is_virtual() else job.backend}"
 
 
 def _time_limit(job: Job) -> str:
@@ -140,8 +144,8 @@ def _are_enough_gpus(ranks: int) -> bool:
     seen = torch.cuda.device_count()  # asks the driver without starting CUDA
     if 0 < seen < ranks:
         raise ValueError(
-            f"{ranks} ranks need {ranks} GPUs, because two ranks on one GPU hang in nccl, but PyTorch sees {seen}. "
-            f"Use fewer ranks, more GPUs with use_gpus({ranks}), or the CPU with gpus=False."
+            f'{ranks} ranks need {ranks} GPUs, but PyTorch sees {seen}. nccl refuses two ranks on one GPU ("Duplicate '
+            f'GPU detected"). Use fewer ranks, more GPUs with use_gpus({ranks}), or the CPU with gpus=False.'
         )
     return seen > 0
 

@@ -45,12 +45,16 @@ class Failure:
     @classmethod
     def of_error(cls, error: BaseException, rank: int, labels: dict[str, str]) -> Failure:
         """From an exception, in the rank. `labels`: the names of the notebook's cells."""
+        lines = "".join(traceback.format_exception_only(error)).strip().split("\n")
+        line = lines[0].rstrip()
+        is_misuse = isinstance(error, dist.DistBackendError) and "ncclInvalidUsage" in str(error)
+        if is_misuse:  # nccl says in its last line what is wrong
+            line = f"{line.partition(':')[0]}: {lines[-1]}"
         lost = isinstance(error, (dist.DistError, ConnectionError)) or (
             isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
         )
-        line = "".join(traceback.format_exception_only(error)).strip().split("\n")[0]
-        text = _traceback(error, labels)
-        return cls(rank, "lost" if lost else "error", f"raised {line.rstrip()}", text, time.monotonic())
+        kind = "lost" if lost and not is_misuse else "error"
+        return cls(rank, kind, f"raised {line}", _traceback(error, labels), time.monotonic())
 
     @classmethod
     def of_exit(cls, exit_code: int, rank: int) -> Failure:
@@ -87,7 +91,8 @@ def _rank_error(errors: list[Failure], ranks: int, finished: Sequence[int]) -> R
     first = min(errors, key=lambda failure: failure.when)
     same = sorted((failure for failure in errors if failure.what == first.what), key=lambda failure: failure.rank)
     cause = same[0]
-    lines = [f"{_names([failure.rank for failure in same])} of {ranks} {cause.what}"]
+    what = cause.what if len(same) == 1 else re.sub("^was ", "were ", cause.what)
+    lines = [f"{_names([failure.rank for failure in same])} of {ranks} {what}"]
     if cause.kind == "lost" and finished:
         lines.append(f"{_names(finished)} had returned by then and took no part in this.")
     if cause.traceback:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -133,7 +134,7 @@ def wait_for_jobs(way: Connection, once: bool) -> None:
         torch.distributed.set_debug_level_from_env()  # PyTorch read the environment when it was imported
         with warnings.catch_warnings():  # which forgets what has been shown
             _run(rank, job)
-        if fresh is None or job.backend == "nccl" or (job.gpus and not is_virtual()):
+        if fresh is None or (job.gpus and not is_virtual()):
             return  # the memory of a real GPU is free again only when the process has ended
         if gpus is not None:
             gpus.stop()
@@ -180,7 +181,10 @@ def _set_up(rank: int, job: Job) -> None:
     store = torch.distributed.TCPStore(  # PyTorch's own rendezvous would ask for libuv here, which Windows lacks
         HOST, job.port, job.ranks, is_master=False, timeout=_STORE_TIMEOUT, use_libuv=has_libuv()
     )
-    torch.distributed.init_process_group(job.backend, store=store, rank=rank, world_size=job.ranks, device_id=device)
+    with redirect_stdout(io.StringIO()) if is_virtual() else nullcontext():  # launch has said who carries the messages
+        torch.distributed.init_process_group(
+            job.backend, store=store, rank=rank, world_size=job.ranks, device_id=device
+        )
     _write(job.file(rank, "ready"), b"")
     while not job.is_connected():
         time.sleep(0.002)  # a rank that is done at once must not close the connection to one that still connects

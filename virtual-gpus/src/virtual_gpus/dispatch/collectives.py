@@ -31,6 +31,7 @@ from virtual_gpus.dispatch.groups import (
     is_boxed,
     is_nccl,
     place_of,
+    require_backend,
     route,
     route_of,
     row_of,
@@ -265,6 +266,15 @@ def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | Non
     end = began + message_seconds(gpu.machine.topology, here, there, nbytes, route_of(gpu, group).across)
     _occupy(gpu, lane, began, end, nbytes if sends else 0)
     return _Known(end)
+
+
+def refuse_cpu_tensors(call: OpCall) -> None:
+    """A functional collective of CPU tensors in a group of NCCL's. The methods of a group say so themselves.
+
+    What C++ sends by operators of c10d may be numbers that CUDA would have on the GPU: those of DDP's reducer.
+    """
+    if call.func.namespace != "c10d" and "group_name" in call.op.names:
+        require_backend(_group_of(call), "cpu")
 
 
 def unawaited(call: OpCall) -> torch.Tensor:

@@ -31,6 +31,13 @@ def is_nccl(group: object) -> bool:
     return backends_of.get(group, {}).get("cuda", "").startswith("nccl")
 
 
+def require_backend(group: object, kind: str) -> None:
+    """Raises PyTorch's error if a group has no backend for tensors on "cpu" or "cuda": NCCL takes no CPU tensors."""
+    devices = backends_of.get(group)
+    if devices is not None and kind not in devices:
+        raise RuntimeError(f"No backend type associated with device type {kind}")
+
+
 def carrier(group):
     """The group that gloo has for a group's GPU tensors.
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from virtual_gpus import errors
 from virtual_gpus.dispatch import alone, foreach_ops
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.collectives import refuse_cpu_tensors
 from virtual_gpus.dispatch.creation import create
 from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_device
 from virtual_gpus.dispatch.kernels import refuse_gpu_generator
@@ -148,8 +149,10 @@ def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
     """
     if call.op.has_generator:
         refuse_gpu_generator(call)
-    if call.op.is_collective and alone.answers(call):
-        return alone.collective(call)
+    if call.op.is_collective:
+        if alone.answers(call):
+            return alone.collective(call)
+        refuse_cpu_tensors(call)
     if not call.tensors:
         call.args = tensors_of_numbers(call)
     result = call.kernel(*call.args, **call.kwargs)

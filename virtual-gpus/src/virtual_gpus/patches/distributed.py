@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from virtual_gpus.dispatch.collectives import await_work
+from virtual_gpus.dispatch.groups import require_backend
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.nccl import messages
@@ -154,6 +155,8 @@ def _compute_bucket_assignment_by_size(tensors, limits, expect_sparse=(), *args,
 def _verify_params_across_processes(process_group, tensors, *args, **kwargs) -> None:
     """Compare the parameters' sizes with the other ranks'; without values there is nothing to compare by."""
     gpu = gpu_of(tensors[0]) if tensors else None
+    if tensors and gpu is None:  # C++ sees the same group for tensors of both kinds
+        require_backend(process_group, "cpu")
     if gpu is None or not gpu.machine.shapes_only:
         _raw_verify(process_group, tensors, *args, **kwargs)
 
@@ -162,6 +165,7 @@ def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
     """Parameters or buffers in flat tensors, of one GPU each, which are gone when it returns."""
     for numbers in _numbers_by_gpu(tensors):
         gpu = gpu_of(tensors[numbers[0]])
+        require_backend(process_group, "cpu" if gpu is None else "cuda")
         before = 0 if gpu is None else gpu.allocator.allocated
         _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
         if gpu is not None:

@@ -20,7 +20,7 @@ import torch
 
 from virtual_gpus.dispatch import alone
 from virtual_gpus.dispatch.collectives import remember
-from virtual_gpus.dispatch.groups import backends_of, is_nccl
+from virtual_gpus.dispatch.groups import is_nccl, require_backend
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch
@@ -259,10 +259,8 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
             return function(group, *args, **rest)
         is_alone = active().settings.rank is not None
         on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
-        devices = backends_of.get(group)
-        carries_objects = not on_gpu and active().shapes_only  # see `process_groups._get_object_coll_device`
-        if devices is not None and ("cuda" if on_gpu else "cpu") not in devices and not carries_objects:
-            raise RuntimeError(f"No backend type associated with device type {'cuda' if on_gpu else 'cpu'}")
+        if on_gpu or not active().shapes_only:  # else they carry objects, see `process_groups._get_object_coll_device`
+            require_backend(group, "cuda" if on_gpu else "cpu")
         with _through_a_flat_tensor(name, args):
             if on_gpu and is_nccl(group):
                 _check(name, tensors)

@@ -25,7 +25,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.collectives import record_barrier
-from virtual_gpus.dispatch.groups import backends_of, carrier, carriers, first_gpu_of
+from virtual_gpus.dispatch.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import Patch
@@ -265,9 +265,7 @@ def _objects_from_another(function: Callable) -> Callable:
 def _get_backend(function: Callable) -> Callable:
     @functools.wraps(function)
     def backend(group, device):
-        devices, kind = backends_of.get(group), torch.device(device).type
-        if devices is not None and kind not in devices:
-            raise RuntimeError(f"No backend type associated with device type {kind}")
+        require_backend(group, torch.device(device).type)
         return function(group, device)
 
     return backend
