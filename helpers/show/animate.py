@@ -165,13 +165,15 @@ class _Panel:
 
     def _messages(self) -> set[Travel]:
         """Those between ranks: the first that a GPU sends is the first that the next one receives, and so on."""
-        found = set()
-        for gpu, after in zip(self.gpus, [*self.gpus[1:], self.gpus[0]], strict=True):
+        found: set[Travel] = set()
+        for gpu, after in zip(self.gpus, [*self.gpus[1:], *self.gpus[:1]], strict=True):
+            if gpu == after:
+                break
             sent = [w for w in self.work if w.gpu == gpu and _kind(w) == "send"]
             arrived = [w.end for w in self.work if w.gpu == after and _kind(w) == "receive"]
             ends = arrived if len(arrived) == len(sent) else [w.end for w in sent]
             found |= {Travel(w.start, end, gpu, after, "send", _label(w)) for w, end in zip(sent, ends, strict=True)}
-        return found if len(self.gpus) > 1 else set()
+        return found
 
     def _ways(self, kind: str, members: list[int]) -> list[tuple[int, int]]:
         """(source, target) of what a collective moves. Rings are drawn as they are: from each GPU to the next."""

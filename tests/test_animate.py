@@ -1,0 +1,124 @@
+"""The animated picture of a timeline: what it says, how large it is, that it needs no script and is always the same."""
+
+import base64
+import re
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+from virtual_gpus import virtual_gpus
+
+from helpers.gpus import name_work
+from helpers.measure.timeline import Timeline, Work, record_timeline
+from helpers.parallel.pipeline import Pipeline, gpipe, one_f_one_b
+from helpers.show import animate
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def data_parallel():
+    """A step on four GPUs; its timeline, and the peak of each GPU in bytes."""
+    with virtual_gpus(4, shapes_only=True):
+        net = nn.DataParallel(nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda(), range(4))
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            sgd.zero_grad()
+            with record_timeline(memory=True) as timeline:
+                net(torch.empty(4096, 2048, device="cuda")).sum().backward()
+                sgd.step()
+        return timeline, [torch.cuda.max_memory_allocated(gpu) for gpu in range(4)]
+
+
+def texts(animation):
+    return [each.text for each in ElementTree.fromstring(animation.svg).iter(f"{SVG}text")]
+
+
+def test_it_says_and_shows_what_each_gpu_did_held_and_sent():
+    timeline, peaks = data_parallel()
+    for gpu, peak in enumerate(peaks):
+        assert max(size for _, size in timeline.memory[gpu]) == peak
+        assert timeline.memory[gpu] == sorted(timeline.memory[gpu], key=lambda point: point[0])
+    animation = animate(timeline, title="A <step>", story={"broadcast": "GPU 0 sends & all wait."})
+    words = str(animation)
+    assert "modelled" in words and "4 × broadcast" not in words
+    assert re.search(r"\d+ × broadcast from cuda:0 to 3 GPUs", words)
+    assert re.search(r"\d+ × reduce from 3 GPUs to cuda:0", words)
+    assert {"GPU 0", "GPU 3", "forward", "backward", "reduce", "GPU 0 sends & all wait."} <= set(texts(animation))
+    tree = ElementTree.fromstring(animation.svg)
+    assert tree.get("role") == "img" and tree.find(f"{SVG}title").text == tree.get("aria-label") == "A <step>"
+    assert tree.find(f"{SVG}desc").text == words
+    assert len(animation.svg) < 100_000
+
+
+def test_it_is_an_image_without_script_that_stands_still_if_asked_and_has_the_same_bytes_again():
+    animation = animate(data_parallel()[0], title="A step")
+    bundle = animation._repr_mimebundle_()
+    inside = re.search(r'src="data:image/svg\+xml;base64,([^"]+)" alt="A step', bundle["text/html"]).group(1)
+    assert base64.b64decode(inside).decode() == animation.svg
+    assert bundle["text/plain"] == str(animation)
+    assert "script" not in animation.svg and 'href="http' not in animation.svg
+    plays = animation.svg.index("@media screen and (prefers-reduced-motion:no-preference)")
+    assert "animation" not in animation.svg[:plays].split("<style>")[1]
+    assert animation.svg == animate(data_parallel()[0], title="A step").svg
+    names = set(re.findall(r"@keyframes (\w+)", animation.svg))
+    assert (
+        names
+        == set(re.findall(r"animation-name:(\w+)", animation.svg))
+        == set(re.findall(r'class="m (\w+)"', animation.svg))
+    )
+    assert set(re.findall(r"(?:url\(|href=\")#(\w+)", animation.svg)) <= set(re.findall(r' id="(\w+)"', animation.svg))
+
+
+def test_two_schedules_below_each_other_have_the_numbers_of_their_micro_batches():
+    timelines = {}
+    with virtual_gpus(4, shapes_only=True) as gpus:
+        for name, schedule in {"GPipe": gpipe, "1F1B": one_f_one_b}.items():
+            pipeline = Pipeline([nn.Linear(2048, 2048) for _ in gpus], gpus, schedule)
+            batch = torch.empty(8 * 4096, 2048, device=gpus[0]), torch.empty(8 * 4096, 2048, device=gpus[3])
+            with record_timeline(memory=True) as timelines[name]:
+                pipeline.step(*batch, nn.MSELoss(), 8)
+    animation = animate(timelines, title="Pipelines")
+    assert {"GPipe", "1F1B", *"01234567"} <= set(texts(animation))
+    assert str(animation).count("48 × copy between 4 GPUs") == 2
+    assert len(animation.svg) < 150_000
+
+
+def rank(gpu):
+    """Of a ring in which each of two GPUs sends once, receives, and adds."""
+    spans = [(0, 1, "collective", "send Pa"), (1, 2, "collective", "recv Pa"), (2, 2.5, "forward", "add_")]
+    return Timeline(2.5e-3, [Work(gpu, 1e-3 * start, 1e-3 * end, *rest) for start, end, *rest in spans])
+
+
+def test_ranks_are_joined_and_show_the_pieces_that_they_hold():
+    ring = [rank(0), rank(1)]
+    animation = animate(ring, title="Ring", cells={0: [[1, 2], [1, 7]], 1: [[3, 4], [8, 4]]})
+    assert {"compute", "a", "7", "8"} <= set(texts(animation))
+    assert "2 × send between 2 GPUs" in str(animation)
+    with pytest.raises(ValueError, match="receives 1 messages, so 1 states"):
+        animate(ring, title="Ring", cells={0: [[1, 2]]})
+    assert "GPU 0" not in texts(animate(ring, title="Ring", gpus=[1]))
+
+
+def test_one_rank_of_many_has_the_others_in_a_row():
+    work = [Work(0, 0.0, 0.1, "collective", "all_gather"), Work(0, 0.1, 0.3, "backward", "mm"),
+            Work(0, 0.2, 0.4, "collective", "reduce_scatter, data")]  # fmt: skip
+    animation = animate(Timeline(0.4, work), title="One rank", others=63)
+    assert "63 other GPUs" in texts(animation)
+    assert "1 × all-gather from the others to cuda:0" in str(animation)
+
+
+def test_nothing_to_draw_is_said():
+    with pytest.raises(ValueError, match="nothing to animate"):
+        animate(Timeline(1.0), title="Nothing")
+
+
+def test_work_is_named_in_timelines_only():
+    with virtual_gpus(1), record_timeline() as timeline:
+        with name_work("F3"):
+            torch.ones(2, device="cuda") + 1
+        torch.ones(2, device="cuda")
+    assert [work.name.endswith(" F3") for work in timeline.work][-1] is False
+    assert any(work.name == "add F3" for work in timeline.work)
+    with name_work("F1"):  # no GPUs
+        pass
