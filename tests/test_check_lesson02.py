@@ -1,6 +1,6 @@
 """The checks of lesson 02: solutions pass, typical mistakes are explained, nothing raises."""
 
-import gc
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -8,22 +8,23 @@ from torch import nn
 from torch.nn.parallel import scatter
 from virtual_gpus import virtual_gpus
 
-from helpers import lesson04
 from helpers.exercises import lesson02 as check
-from tests.check_answers import explains, measured_once, one_layer, survives_strange_answers, told
+from tests.check_answers import explains, measured_once, survives_strange_answers, told
 
-pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program", "small_jobs")
+pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
 
 
 @pytest.fixture
-def small_jobs(monkeypatch):
-    one_layer(monkeypatch, check, lesson04)
+def rtx():
+    with virtual_gpus(4, kind="RTX 4090", shapes_only=True) as gpus:
+        yield gpus
 
 
-def test_no_answer_makes_a_check_raise(titans, monkeypatch):
-    measured_once(monkeypatch, check, "_peak")
-    assert survives_strange_answers(check.piece_sizes, check.without_prefix, check.peak_moved)
-    assert survives_strange_answers(check.largest_vocabulary, check.damaged)
+def test_no_answer_makes_a_check_raise(rtx, monkeypatch):
+    monkeypatch.setattr(check, "_peak", lambda gpus, batch, vocabulary: 2**33)
+    monkeypatch.setattr(check, "_fits", lambda gpus, batch: batch <= 36)
+    assert survives_strange_answers(check.piece_sizes, check.without_prefix, check.peak)
+    assert survives_strange_answers(check.largest, check.damaged)
     with virtual_gpus(4):
         assert survives_strange_answers(check.damaged)
 
@@ -77,15 +78,44 @@ def without_prefix(state):
     return {key.removeprefix("module."): value for key, value in state.items()}
 
 
+def pytorchs_own(state):
+    own = OrderedDict(state)
+    if all(key.startswith("module.") for key in own):
+        nn.modules.utils.consume_prefix_in_state_dict_if_present(own, "module.")
+    return own
+
+
+def by_slices(state):
+    if next(iter(state)).startswith("module.") and all(key[:7] == "module." for key in state):
+        return {key[7:]: value.detach().clone() for key, value in state.items()}
+    return state
+
+
 def in_place(state):
-    if next(iter(state)).startswith("module.") and all(key.startswith("module.") for key in state):
+    if all(key.startswith("module.") for key in state):
         nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
     return state
 
 
+def popped(state):
+    return {key.removeprefix("module."): state.pop(key) for key in list(state)}
+
+
+def zeroed(state):
+    for value in state.values():
+        value.zero_()
+    return without_prefix(state)
+
+
+def with_while(state):
+    while all(key.startswith("module.") for key in state):
+        state = {key.removeprefix("module."): value for key, value in state.items()}
+    return state
+
+
 def test_without_prefix(four):
-    assert check.without_prefix(without_prefix)
-    assert check.without_prefix(in_place)
+    for right in (without_prefix, pytorchs_own, by_slices):
+        assert check.without_prefix(right)
 
 
 def test_without_prefix_explains():
@@ -99,58 +129,99 @@ def test_without_prefix_explains():
         (lambda state: {key.removeprefix("module."): value for key, value in state.items()}, "The keys of a plain net"),
         (lambda state: {key.rpartition(".")[2]: value for key, value in state.items()}, "became ['weight', 'bias']"),
         (lambda state: {key: value * 0 for key, value in without_prefix(state).items()}, "0 times"),
+        (lambda state: {key: value + 1 for key, value in without_prefix(state).items()}, "values are wrong"),
+        (with_while, "['module.module.weight', 'module.module.bias'], became ['weight', 'bias']. Remove only what"),
+        (lambda state: {key.lstrip("module."): value for key, value in state.items()}, "The keys of a "),
+        (in_place, "Your function changes the state dict that it is given"),
+        (popped, "Your function changes the state dict"),
+        (zeroed, "0 times"),
         (lambda state: list(state), "Return a state dict"),
+        (lambda state: {}, "became []"),
     )
 
 
-def test_peak_moved(titans, monkeypatch):
+def recipe(batch, vocabulary, logits=3, share=4, states=2, copies=2, size=2, both=max, gathered=1.0):
+    """The solution of exercise 3 and, by the arguments, the mistakes that are made."""
+    parameters = size * (973_146_112 + vocabulary * 2048) / 2**30
+    outputs = gathered * size * batch * 1024 * vocabulary / 2**30
+    moments = 1.43 * batch / share + logits * outputs, copies * parameters + 10 / 1024
+    return (1 + states) * parameters + both(moments)
+
+
+def wrong(**mistake):
+    return lambda batch, vocabulary: recipe(batch, vocabulary, **mistake)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Two cases, which are measured once for all answers."""
     measured_once(monkeypatch, check, "_peak")
-    logits = 100 * 163 * 20_000 * 4 / 2**30
-    assert check.peak_moved(2.75 * logits) and check.peak_moved(torch.tensor(4.74 - 1.46))
+    monkeypatch.setattr(check, "_cases", lambda: [(12, 102_400), (4, 32_768)])
+
+
+def test_peak(rtx, measured):
+    assert check.peak(recipe)
+    assert check.peak(lambda batch, vocabulary: torch.tensor(recipe(batch, vocabulary)))
+    assert check.peak(wrong(both=lambda moments: sorted(moments)[-1]))
     explains(
-        check.peak_moved,
-        (logits, "is the size of the logits. How many tensors"),
-        (2 * logits, "is twice the size of the logits"),
-        (3 * logits, "Which part of them does GPU 0 still hold"),
-        (4 * logits, "is four times the size of the logits"),
-        (2.75 * 1.5 * logits, "Here the vocabulary has 20,000"),
-        (2.75 * logits + 0.0825, "includes Adam's state"),
-        (2.75 * logits * 1024, "would be right in MiB"),
+        check.peak,
+        (wrong(logits=1), "has one tensor of the outputs' size"),
+        (wrong(logits=2), "With 12 sequences and 102,400 tokens, 15.5873 GiB"),
+        (wrong(logits=2), "has two tensors of the outputs' size"),
+        (wrong(logits=4), "has four tensors"),
+        (wrong(share=1), "has the activations of all sequences"),
+        (wrong(states=1), "counts one number per parameter for AdamW"),
+        (wrong(states=0), "leaves out AdamW's state"),
+        (wrong(states=-1), "leaves out the parameters and AdamW's state"),
+        (wrong(size=4), "counts 4 bytes per number"),
+        (wrong(both=sum), "is the sum of the two moments"),
+        (wrong(both=min), "is the other one of the two moments"),
+        (wrong(both=lambda moments: moments[0]), "With 4 sequences and 32,768 tokens, "),
+        (wrong(both=lambda moments: moments[1]), "is the other one of the two moments"),
+        (wrong(copies=1), "has the gradients once"),
+        (wrong(gathered=0.25), "has only GPU 0's own piece of the outputs"),
+        (lambda batch, vocabulary: recipe(batch, vocabulary) * 1024, "would be right in MiB"),
+        (lambda batch, vocabulary: recipe(batch, vocabulary) * 2**30, "would be right in bytes"),
+        (lambda batch, vocabulary: recipe(batch, vocabulary) * 2**30 / 1e9, "would be right in GB"),
+        (lambda batch, vocabulary: 19.98, "is too large"),
+        (lambda batch: 19.98, "TypeError"),
     )
     assert torch.cuda.memory_allocated(0) == 0
 
 
+def test_the_cases_are_drawn_and_lie_on_both_sides():
+    drawn = [check._cases() for _ in range(20)]
+    assert len({str(cases) for cases in drawn}) > 1
+    for (batch, vocabulary), (few, words) in drawn:
+        assert recipe(batch, vocabulary) > 1.2 * recipe(batch, vocabulary, both=lambda moments: moments[1])
+        assert recipe(few, words) > 1.1 * recipe(few, words, both=lambda moments: moments[0])
+
+
 def test_a_large_job_is_not_computed():
     for count, words in ((2, "the exercise needs 4"), (4, "shapes_only=True")):
-        with virtual_gpus(count, memory="12 GiB"):
-            assert told(check.peak_moved(3.3), words)
-            assert told(check.largest_vocabulary(20_000), words)
-    assert told(check.peak_moved(3.3), "the number of GPUs is 0")
+        with virtual_gpus(count, memory="24 GiB"):
+            assert told(check.peak(recipe), words)
+            assert told(check.largest(36), words)
+    assert told(check.peak(recipe), "the number of GPUs is 0")
 
 
-def test_largest_vocabulary_and_what_did_not_fit_leaves_nothing_that_spoils_the_next(titans):
-    gc.collect()
-    gc.disable()  # when it comes by itself is chance
-    try:
-        assert told(check.largest_vocabulary(30_000), "30,000 words", "a GPU runs out of memory")
-        assert told(check.largest_vocabulary(26_000), "26,000 words are not the most: 2,000 more still fit")
-        assert check.largest_vocabulary(28_000)
-    finally:
-        gc.enable()
+def test_largest(rtx, monkeypatch):
+    measured_once(monkeypatch, check, "_fits")
+    assert check.largest(36) and check.largest(torch.tensor(36))
+    assert told(check.largest(40), "With 40 sequences, a GPU runs out of memory")
+    assert told(check.largest(32), "32 sequences are not the most: 4 more still fit")
+    for answer in (35, 36.5, 0, -4, 2):
+        assert told(check.largest(answer), "sequences is not a multiple of 4")
+    assert told(check.largest(10**6), "No RTX 4090 holds 1,000,000 sequences")
 
 
-def test_largest_vocabulary_does_not_measure_beside_a_kept_model(titans):
+def test_nothing_is_measured_beside_a_kept_model_or_on_other_gpus(rtx):
     kept = nn.Linear(10_000, 10_000, device="cuda:0")
-    assert told(check.largest_vocabulary(22_000), "Your cells still hold 382 MiB on a GPU", "keep no model")
+    for verdict in (check.largest(36), check.peak(recipe)):
+        assert told(verdict, "Your cells still hold 382 MiB on a GPU", "keep no model")
     del kept
-
-
-def test_largest_vocabulary_wants_thousands_and_the_articles_gpus(titans):
-    for wrong in (24, 24.5, 25_000, 0, -2_000):
-        assert told(check.largest_vocabulary(wrong), "words is not a multiple of 2,000")
-    assert told(check.largest_vocabulary(10**9), "No GPU of 12 GB holds")
-    with virtual_gpus(4, memory="24 GiB", shapes_only=True):
-        assert told(check.largest_vocabulary(24_000), "the exercise asks for GPUs of 12 GB")
+    with virtual_gpus(4, memory="12 GiB", shapes_only=True):
+        assert told(check.largest(36), "the exercise asks for RTX 4090")
 
 
 def arrives(source, target, send, sent):
@@ -197,5 +268,5 @@ def test_damaged(four):
     )
 
 
-def test_damaged_wants_four_gpus_with_values(titans):
+def test_damaged_wants_four_gpus_with_values(rtx):
     assert told(check.damaged(print), "these GPUs keep no values")

@@ -1,18 +1,22 @@
 """Checks of lesson 02, DataParallel."""
 
+import gc
 from collections.abc import Mapping
-from functools import partial
+from random import Random
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from helpers.data import random_tokens
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.exercises.gpus import check_largest, need_gpus
-from helpers.lesson04 import LENGTH, bert_peaks
-from helpers.measure import GiB
-from helpers.models import bert_article
+from helpers.exercises.gpus import AGAIN, need_gpus
+from helpers.measure import GiB, MiB, format_bytes
+from helpers.models import LLAMA_1B, Llama
+
+VOCABULARY = LLAMA_1B["vocabulary"]
 
 
 class _WithoutPyTorch(TorchFunctionMode):
@@ -42,55 +46,131 @@ def piece_sizes(answer):
 def without_prefix(answer):
     """Exercise 2: `answer(state_dict)` must give the state dict with the keys of the net that is not wrapped."""
     nested = nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.ModuleDict({"module": nn.Linear(2, 1)})})
-    for net in (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nested):
-        right = net.state_dict()
-        for given, kind in ((nn.DataParallel(net).state_dict(), "wrapped"), (right, "plain")):
-            found = call(answer, dict(given))
+    only = nn.ModuleDict({"module": nn.Linear(2, 2)})  # its own keys look like those of a wrapped net
+    for net in (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nested, only):
+        right = {key: value.clone() for key, value in net.state_dict().items()}
+        cases = {"wrapped": nn.DataParallel(net).state_dict()} | ({} if net is only else {"plain": net.state_dict()})
+        for kind, given in cases.items():
+            keys = list(given)
+            found = call(answer, given)
             require(isinstance(found, Mapping), f"{show(found)} is not a dict. Return a state dict.")
-            became = f"The keys of a {kind} net, {list(given)}, became {list(found)}."
-            why = "Remove only what DataParallel has added. A net may have a layer that is called `module`."
+            became = f"The keys of a {kind} net, {keys}, became {list(found)}."
+            why = "Remove only what DataParallel has added, once. A net may have a layer that is called `module`."
             require(set(found) == set(right), became, why)
             for key, value in right.items():
                 compare.tensor(found[key], value)
+            changed = "Your function changes the state dict that it is given, and its owner may still need it."
+            require(list(given) == keys, changed, "Return a new dict.")
     return "`load_state_dict` takes it, and a layer that is itself called `module` keeps its name."
 
 
 @exercise
-def peak_moved(answer):
-    """Exercise 3: the GiB by which output_device=1 lowers GPU 0's peak: BERT, batch 100, 20,000 words, four GPUs."""
-    compare.as_number(answer)  # what is no number is told before the jobs run
-    gpus = need_gpus(4, values=False)[:4]
-    batch, vocabulary = 100, 20_000
-    logits = batch * LENGTH * vocabulary * 4
-    before, after = _peak(batch, vocabulary, gpus, 0), _peak(batch, vocabulary, gpus, 1)
-    adam = 2 * sum(parameter.nbytes for parameter in bert_article(vocabulary).parameters())
-    mistakes = {
-        logits: "is the size of the logits. How many tensors of that size does GPU 0 hold at its peak?",
-        2 * logits: "is twice the size of the logits. How many tensors of that size does GPU 0 hold at its peak?",
-        3 * logits: "is three times the size of the logits. Which part of them does GPU 0 still hold afterwards?",
-        4 * logits: "is four times the size of the logits. How many tensors of that size does GPU 0 hold at its peak?",
-        2.75 * logits * 3 / 2: "would be right for 30,000 words. Here the vocabulary has 20,000.",
-        2.75 * logits + adam: "includes Adam's state, which stays on GPU 0 in both cases.",
+def peak(answer):
+    """Exercise 3: `answer(batch, vocabulary)` must give the GiB at GPU 0's peak: Llama, 1,024 tokens, four GPUs."""
+    gpus = _empty_gpus()
+    call(answer, 4, VOCABULARY)  # what raises is told before the jobs run
+    print("The check trains the model with two batches and vocabularies. This takes some seconds.")
+    for batch, vocabulary in _cases():
+        case = f"With {batch} sequences and {vocabulary:,} tokens, "
+        found, right = call(answer, batch, vocabulary), _peak(gpus, batch, vocabulary)
+        compare.memory(found, right, "GiB", rel=0.01, mistakes=_wrong_peaks(batch, vocabulary), case=case)
+    return "The recipe agrees with the measured peaks, whichever of the two moments is the higher one."
+
+
+def _cases() -> list[tuple[int, int]]:
+    """A batch and a vocabulary with which the loss makes the peak, and others with which the gradients make it."""
+    draw = Random()
+    return [(12, 1024 * draw.randrange(90, 126)), (4, 1024 * draw.randrange(16, 40))]
+
+
+def _wrong_peaks(batch: int, vocabulary: int) -> dict[float, str]:
+    """By bytes, what follows from the mistakes that are made, and the words for each."""
+    parameters = 2 * (973_146_112 + 2048 * vocabulary)
+    outputs = 2 * batch * 1024 * vocabulary
+    piece = 1.43 * GiB * batch / 4
+    loss, end = piece + 3 * outputs, 2 * parameters
+    right = max(loss, end)
+    both = "is the other one of the two moments. Take the larger one."
+    thrice = "has {} of the outputs' size. How many does GPU 0 hold when the loss goes backward?"
+    wrong = {
+        3 * parameters + min(loss, end): both,
+        3 * parameters + loss + end: "is the sum of the two moments. They are not at the same time: take the larger.",
+        parameters + right: "leaves out AdamW's state.",
+        2 * parameters + right: "counts one number per parameter for AdamW, which keeps two.",
+        6 * parameters + max(piece + 6 * outputs, 2 * end): "counts 4 bytes per number. bfloat16 has 2.",
+        right: "leaves out the parameters and AdamW's state, which are always there.",
     }
-    compare.memory(answer, before - after, "GiB", rel=0.04, mistakes=mistakes)
-    return f"The peak of GPU 0 falls from {before / GiB:.2f} to {after / GiB:.2f} GiB."
+    for count, name in ((1, "one tensor"), (2, "two tensors"), (4, "four tensors")):
+        wrong[3 * parameters + max(piece + count * outputs, end)] = thrice.format(name)
+    wrong[3 * parameters + max(piece + 3 * outputs / 4, end)] = (
+        "has only GPU 0's own piece of the outputs. All outputs are gathered on GPU 0."
+    )
+    wrong[3 * parameters + max(4 * piece + 3 * outputs, end)] = (
+        "has the activations of all sequences. GPU 0 keeps those of its own quarter."
+    )
+    wrong[3 * parameters + max(loss, parameters)] = (
+        "has the gradients once. At the end of backward, GPU 0 holds those of its own piece and the sum."
+    )
+    near = 3 * parameters + right
+    return {value: words for value, words in wrong.items() if abs(value / near - 1) > 0.01}
 
 
 @exercise
-def largest_vocabulary(answer):
-    """Exercise 4: the largest vocabulary, in steps of 2,000, with which BERT trains at batch 200 on four 12 GB GPUs."""
+def largest(answer):
+    """Exercise 4: the largest batch, in fours, of 512 tokens on four RTX 4090 with the outputs on GPU 1."""
+    value = compare.as_number(answer)
+    gpus = _empty_gpus()
+    shown = f"{value:,.10g} sequences"
+    require(value >= 4 and value % 4 == 0, f"{shown} is not a multiple of 4.")
+    require(value <= 1000, f"No RTX 4090 holds {shown}.")
+    print("The check trains with your batch and with a larger one. This takes some seconds.")
+    require(not _fits(gpus, int(value) + 4), f"{shown} are not the most: 4 more still fit.")
+    require(_fits(gpus, int(value)), f"With {shown}, a GPU runs out of memory.")
+    return "With 4 sequences more, GPU 1 runs out of memory."
 
-    def train(gpus: list[torch.device], vocabulary: int) -> None:
-        _peak(200, vocabulary, gpus, 0)
 
-    check_largest(answer, 2_000, 200_000, "words", train)
-    return "With 2,000 words more, GPU 0 runs out of memory."
+def _empty_gpus() -> list[torch.device]:
+    """Four GPUs as large as an RTX 4090, without values and almost empty."""
+    gpus = need_gpus(4, values=False)[:4]
+    capacity = torch.cuda.get_device_properties(0).total_memory
+    asked = f"These GPUs have {capacity / GiB:.2f} GiB each, and the exercise asks for RTX 4090 with 24 GB."
+    require(23 * GiB < capacity < 25 * GiB, asked, AGAIN)
+    gc.collect()  # what ran out of memory may have left its net behind, in cycles
+    torch.cuda.empty_cache()
+    held = max(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+    room = f"Your cells still hold {format_bytes(held)} on a GPU, so that less fits than on empty ones. {AGAIN}"
+    require(held < 64 * MiB, room, "Keep no model from one try to the next.")
+    return gpus
 
 
-def _peak(batch: int, vocabulary: int, gpus: list[torch.device], output_device: int) -> int:
-    """Bytes of GPU 0 at the peak of a training step of BERT."""
-    wrap = partial(nn.DataParallel, output_device=output_device)
-    return bert_peaks(wrap, batch, gpus, vocabulary=vocabulary)[0].peak_allocated
+def _train(gpus: list[torch.device], batch: int, length: int, vocabulary: int, output_device: int) -> int:
+    """Bytes of GPU 0 at the peak of the second of two training steps."""
+    with gpus[0]:
+        model = Llama(**LLAMA_1B | {"vocabulary": vocabulary}).to(torch.bfloat16)
+    network = nn.DataParallel(model, gpus, output_device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats(gpus[0])
+        tokens, labels = random_tokens(batch, length, vocabulary)
+        optimizer.zero_grad()
+        cross_entropy(network(tokens).flatten(0, 1), labels.flatten().to(gpus[output_device])).backward()
+        optimizer.step()
+    return torch.cuda.max_memory_allocated(gpus[0])
+
+
+def _peak(gpus: list[torch.device], batch: int, vocabulary: int) -> int:
+    gc.collect()
+    return _train(gpus, batch, 1024, vocabulary, output_device=0)
+
+
+def _fits(gpus: list[torch.device], batch: int) -> bool:
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        _train(gpus, batch, 512, VOCABULARY, output_device=1)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 @exercise
