@@ -270,7 +270,8 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
             elif not on_gpu or not is_nccl(group):
                 work = function(group, *args, **rest)
             else:
-                work = _issue(group, name, function, list(args), rest)
+                with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
+                    work = _issue(group, name, function, list(args), rest)
                 if work is not None:
                     (messages if name in _MESSAGES else _collectives).add(work)
                     if group in _open:
@@ -311,7 +312,6 @@ def _operation(values: Sequence[Any]) -> Any:
     return opts.reduceOp if opts is not None else next((v for v in values if isinstance(v, kinds)), None)
 
 
-@torch.no_grad()
 def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dict[str, Any]) -> Any:
     args += [rest.pop(key) for key in list(rest) if any(True for _ in _tensors([rest[key]]))]
     if name in _INTO_ONE:

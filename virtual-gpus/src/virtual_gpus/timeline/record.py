@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ class Timeline:
         self._machine = machine
         self._keep_memory = memory
         self.memory: dict[int, list[tuple[float, int]]] = {}
-        self._observers: list = []
+        self._observers: list[tuple[VirtualGPU, Callable[[str, int, int], None]]] = []
         self.work_name: str | None = None  # of what is issued from now on, see `name_work`
         self._began: float | None = None
         self._ended: float | None = None
