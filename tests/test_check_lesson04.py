@@ -77,6 +77,20 @@ def by_sums(losses):
     return (sums[0] / sums[1]).item()
 
 
+def on_the_cpu(losses):
+    sums = torch.tensor([losses.sum().item(), len(losses)])
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def gathered(losses):
+    """Right in another form: objects may come from the CPU."""
+    found = [None] * 4
+    dist.all_gather_object(found, losses.tolist())
+    together = sum(found, [])
+    return sum(together) / len(together)
+
+
 def of_means(losses):
     mean = losses.mean() if len(losses) else losses.sum()
     dist.all_reduce(mean)
@@ -89,9 +103,11 @@ def validation(numbers=dealt, mean=by_sums):
 
 def test_validate(four):
     assert check.validate(validation())
+    assert check.validate(validation(mean=gathered))
     assert check.validate(validation(in_blocks, lambda losses: torch.tensor([by_sums(losses)])))
     explains(
         lambda wrong: check.validate(validation(**wrong)),
+        ({"mean": on_the_cpu}, "got a tensor on the CPU. NCCL takes only tensors on GPUs"),
         ({"mean": of_means}, "is the mean of the ranks' means, but the ranks have 3 + 3 + 2 + 2 samples"),
         ({"mean": lambda losses: losses.mean().item()}, "The samples of the others are missing"),
         ({"mean": lambda losses: 10 * by_sums(losses)}, "is the sum of the losses"),
@@ -128,8 +144,10 @@ def test_a_rank_without_samples_must_not_return_early(four):
 def test_factor():
     assert check.factor(lambda counts, rank: counts[rank] * len(counts) / sum(counts))
     assert check.factor(lambda counts, rank: torch.tensor(counts)[rank] / torch.tensor(counts).float().mean())
+    assert check.factor(lambda counts, rank: dist.get_world_size() * counts[dist.get_rank()] / sum(counts))
     explains(
         check.factor,
+        (lambda counts, rank: counts[rank] / dist.get_world_size(), "counts"),
         (lambda counts, rank: counts[rank] / sum(counts), "every label counts 0.25 times as much"),
         (lambda counts, rank: counts[rank] / sum(counts), "DDP divides by the number of ranks, here 4"),
         (lambda counts, rank: 1, "a label of rank 3 counts 1.17 times as much"),
@@ -142,14 +160,22 @@ def test_factor():
 
 
 def loop(
-    set_epoch=True, through_ddp=True, logs=lambda rank: rank == 0, sampled=True, shuffle=True, seed=0, rate=0.1, batch=4
+    set_epoch=True,
+    through_ddp=True,
+    logs=lambda rank: rank == 0,
+    sampled=True,
+    shuffle=True,
+    seed=0,
+    rate=0.1,
+    batch=4,
+    device=lambda rank: f"cuda:{rank}",
 ):
     """A function as the learner writes it, with the traps that are asked for."""
 
     def train(rank, samples, log):
         if seed is not None:
             torch.manual_seed(seed + rank)  # DDP takes rank 0's
-        net = DistributedDataParallel(nn.Linear(4, 1).to(rank), device_ids=[rank])
+        net = DistributedDataParallel(nn.Linear(4, 1).to(device(rank)))
         sgd = torch.optim.SGD(net.parameters(), rate)
         sampler = DistributedSampler(samples, shuffle=shuffle) if sampled else None
         for epoch in range(3):
@@ -157,7 +183,7 @@ def loop(
                 sampler.set_epoch(epoch)
             for x, y in DataLoader(samples, batch_size=batch, sampler=sampler):
                 sgd.zero_grad()
-                loss = mse_loss((net if through_ddp else net.module)(x.to(rank)), y.to(rank))
+                loss = mse_loss((net if through_ddp else net.module)(x.to(device(rank))), y.to(device(rank)))
                 loss.backward()
                 sgd.step()
             if logs(rank):
@@ -218,6 +244,9 @@ def test_ranked_explains(two_gpus):
         ({"batch": 8}, "A step takes 8 samples on each rank, 16 together, and 8 in `alone`"),
         ({"sampled": False}, "Ranks 0 and 1 took 96 and 96 samples. In each of 3 epochs, half of the 32"),
         ({"seed": None}, "starts from random weights"),
+        ({"device": lambda rank: "cuda:0"}, "LOCAL_RANK"),  # what one gets by copying `alone`
+        ({"device": lambda rank: f"cuda:{1 - rank}"}, "Rank 0 put its tensors on"),
+        ({"device": lambda rank: "cpu"}, "on the CPU"),
         ({"rate": 0.2}, "Compare the net, the seed, the learning rate"),
     )
 

@@ -1,6 +1,8 @@
 """Checks of lesson 04, distributed data parallel. Two of them start ranks of their own."""
 
 import math
+from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.utils.data import TensorDataset
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, given, require, show
 from helpers.exercises.gpus import in_ranks, need_gpus, plain
+from helpers.parallel import RankError, launch
 
 
 @exercise
@@ -40,6 +43,44 @@ def tree(answer):
     return "64 ranks have the tensor after 6 steps. Sending to one after the other would take 63."
 
 
+class _OnTheCPU(RuntimeError):
+    pass
+
+
+ON_THE_CPU = "A collective got a tensor on the CPU. NCCL takes only tensors on GPUs."
+# What ranks raise -> what is wrong, and what to do. Windows has no NCCL, so that gloo accepts tensors on the CPU there.
+RAISED = {
+    "_OnTheCPU": (ON_THE_CPU, "Create the tensor with device=... of the losses."),
+    "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
+    "Duplicate GPU": ("Both ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
+}
+
+
+def _ranks(work: Callable, answer, ranks: int, timeout: float) -> list:
+    """As `in_ranks`, with a plain sentence for a tensor or a net on the wrong device."""
+    try:
+        return in_ranks(work, answer, ranks, timeout)
+    except RankError as error:
+        for words, (what, why) in RAISED.items():
+            if words in str(error):
+                raise NotYet(what, why) from error
+        raise
+
+
+def _only_gpus(name: str):
+    """Replaces `dist.<name>` so that it refuses tensors on the CPU with every backend."""
+    original = getattr(dist, name)
+
+    def collective(*args, **named):
+        for each in (*args, *named.values()):
+            for tensor in each if isinstance(each, list | tuple) else [each]:
+                if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                    raise _OnTheCPU(f"_OnTheCPU: dist.{name} got a tensor on the CPU")
+        return original(*args, **named)
+
+    return mock.patch.object(dist, name, collective)
+
+
 # Exercise 2: four ranks share so many samples: uneven, and with one rank left over.
 VALIDATION_RANKS, COUNTS = 4, (10, 3)
 
@@ -58,7 +99,8 @@ def _validate_in_rank(rank: int, answer) -> list[tuple]:
             asked += [int(number) for number in numbers]
             return values[[int(number) for number in numbers]]
 
-        found.append((plain(answer(rank, count, losses)), asked))
+        with _only_gpus("all_reduce"), _only_gpus("reduce"), _only_gpus("all_gather"), _only_gpus("broadcast"):
+            found.append((plain(answer(rank, count, losses)), asked))
     return found
 
 
@@ -66,7 +108,7 @@ def _validate_in_rank(rank: int, answer) -> list[tuple]:
 def validate(answer):
     """Exercise 2: `answer(rank, count, losses)` gives each of four ranks the mean loss of all samples, asked once."""
     need_gpus(VALIDATION_RANKS, values=True)
-    found = in_ranks(_validate_in_rank, answer, VALIDATION_RANKS, timeout=20)
+    found = _ranks(_validate_in_rank, answer, VALIDATION_RANKS, timeout=20)
     for place, count in enumerate(COUNTS):
         values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
         for value in values:
@@ -98,14 +140,28 @@ def _check_shares(asked: tuple[list[int], ...], count: int, what: str) -> None:
     require(not twice, f"{what} the samples {twice} are looked at twice.", why)
 
 
+def _factor_in_rank(rank: int, answer, counts: list[int]):
+    return plain(answer(list(counts), rank))
+
+
+def _factors(answer, counts: list[int]) -> list[float]:
+    """The factors of all ranks. An answer that asks for the process group runs in ranks."""
+    try:
+        values = [call(answer, list(counts), rank) for rank in range(len(counts))]
+    except Exception as error:
+        if "process group has not been initialized" not in str(error):
+            raise
+        values = launch(_factor_in_rank, answer, counts, ranks=len(counts), show=False)
+    return [compare.as_number(value) for value in values]
+
+
 @exercise
 def factor(answer):
     """Exercise 3: `answer(counts, rank)` is the factor of a rank's loss that makes DDP's the mean over all labels."""
     for counts in ([16, 16, 16, 13], [37, 12, 8, 4], [5, 5], [1, 9], [3, 0, 7], [10]):
         ranks, what = len(counts), f"For ranks with {counts} labels,"
         counted = {}  # by rank: what one of its labels counts, where 1 is right
-        for rank, labels in enumerate(counts):
-            value = compare.as_number(call(answer, list(counts), rank))
+        for rank, (labels, value) in enumerate(zip(counts, _factors(answer, counts), strict=True)):
             if labels:
                 counted[rank] = value * sum(counts) / (ranks * labels)
             else:
@@ -136,24 +192,36 @@ class Samples(TensorDataset):
         return super().__getitem__(number)
 
 
-def _train_in_rank(rank: int, answer) -> tuple[Tensor | None, list[int], int, object]:
+def _train_in_rank(rank: int, answer) -> tuple[Tensor | None, list[int], int, object, list[int]]:
     """The learner's function in a rank: the weights, which samples it took, how often it logged, what it returned."""
     torch.manual_seed(OTHER_SEED + rank)  # so that a missing torch.manual_seed(0) shows
-    samples, logged = Samples(), []
+    samples, logged, before = Samples(), [], _allocations()
     net = answer(rank, samples, logged.append)
+    used = [gpu for gpu, count in enumerate(_allocations()) if count > before[gpu]]
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu() if isinstance(net, nn.Module) else None
     dist.barrier()
-    return weights, samples.asked, len(logged), plain(net)
+    return weights, samples.asked, len(logged), plain(net), used
+
+
+def _allocations() -> list[int]:
+    """How many allocations each GPU of this process has had."""
+    stats = (torch.cuda.memory_stats(gpu) for gpu in range(torch.cuda.device_count()))
+    return [each.get("allocation.all.allocated", 0) for each in stats]
 
 
 @exercise
 def ranked(answer):
     """Exercise 4: `answer(rank, samples, log)` must train for three epochs on two ranks, and end where one GPU ends."""
     need_gpus(RANKS, values=True)
-    found = in_ranks(_train_in_rank, answer, RANKS, timeout=30)
-    weights, asked, logged, returned = zip(*found, strict=True)
+    found = _ranks(_train_in_rank, answer, RANKS, timeout=30)
+    weights, asked, logged, returned, used = zip(*found, strict=True)
     for net, value in zip(weights, returned, strict=True):
         require(net is not None, f"It returned {given(value, answer)}. Return the net.")
+
+    for rank, gpus in enumerate(used):
+        where = " and ".join(f"cuda:{gpu}" for gpu in gpus) or "the CPU"
+        why = f"Its LOCAL_RANK is {rank}, so it should use cuda:{rank}."
+        require(gpus == [rank], f"Rank {rank} put its tensors on {where}.", why)
 
     def same(other: Tensor, tolerance: float = 1e-4) -> bool:
         return other.shape == weights[0].shape and torch.allclose(other, weights[0], atol=tolerance)
