@@ -35,6 +35,7 @@ def alone(options, monkeypatch, capsys):
         monkeypatch.setenv(name, str(value))
 
     def run(*arguments):
+        capsys.readouterr()
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
         monkeypatch.setattr(sys, "argv", ["train_llama.py", *map(str, [*options, "--workers", 0, *arguments])])
         try:

@@ -84,6 +84,9 @@ def train(steps, snapshot=None, save_every=5, patience=60.0, failure=None):
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     first = load_snapshot(snapshot, model, optimizer)
+    # If the next step takes longer, Python prints where this process is, and ends it. Each step sets this again. The first
+    # time is here, because many jobs hang when the processes exchange something for the first time.
+    faulthandler.dump_traceback_later(patience, exit=True)
     ddp_model = DistributedDataParallel(model)  # waits for all, so that rank 0 saves only after all have loaded
 
     losses = {}
@@ -103,7 +106,6 @@ def train(steps, snapshot=None, save_every=5, patience=60.0, failure=None):
         done = step + 1
         if snapshot and rank == 0 and done % save_every == 0:
             save_snapshot(snapshot, model, optimizer, done)
-        # If the next step takes longer, Python prints where this process is, and ends it.
         faulthandler.dump_traceback_later(patience, exit=True)
     faulthandler.cancel_dump_traceback_later()
     return losses
@@ -115,12 +117,14 @@ def main():
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--snapshot", type=Path, help="the file to save and to continue from")
     parser.add_argument("--save-every", type=int, default=5, help="steps between two snapshots")
-    parser.add_argument("--patience", type=float, default=60, help="seconds after which a step counts as hanging")
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds after which a step, or the start, counts as hanging"
+    )
     parser.add_argument("--fail", nargs=3, action="append", default=[], metavar=("KIND", "RANK", "STEP"),
                         help=f"{', '.join(FAILURES)}; a rank, or all ranks that have this option; a step")  # fmt: skip
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        raise SystemExit(f"Start this program with torchrun: torchrun --nproc-per-node 2 {__file__}")
+        raise SystemExit(f"Start this program with torchrun: torchrun --standalone --nproc-per-node 2 {__file__}")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     failure = None
     if attempt < len(args.fail):
@@ -132,9 +136,11 @@ def main():
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
-    # torchrun asks the others to end when one rank has failed, and kills them 30 s later. They print where they are and
-    # go on, so that each can still report an error of its own, such as a lost connection.
-    faulthandler.register(signal.SIGTERM)
+    # torchrun asks the others to end (SIGTERM) when one rank has failed, and kills them 30 s later. They print where
+    # they are and go on, so that each can still report an error of its own, such as a lost connection. For the same
+    # reason `scancel` and Ctrl-C take up to 30 s to end this program. Windows has no `register`.
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGTERM)
     train(args.steps, args.snapshot, args.save_every, args.patience, failure)
     dist.all_reduce(torch.zeros(1, device=device))  # nobody leaves while another still needs its connections
     dist.destroy_process_group()
