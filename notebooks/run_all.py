@@ -43,7 +43,7 @@ METADATA = {
 }
 KEPT_CELL_METADATA = ("tags", "jupyter")
 # Packages outside requirements.txt, by the beginning of the lesson's name: the group `frameworks` of pyproject.toml.
-NEEDS = {"10": ("lightning", "accelerate", "transformers", "tensorflow")}
+NEEDS = {"10": ("lightning", "accelerate", "transformers")}
 WIDGET_TYPES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
 # Matplotlib writes its version and address into each PNG, which would change with every release.
 KERNEL_ARGUMENTS = ["--InlineBackend.print_figure_kwargs={'bbox_inches': 'tight', 'metadata': {'Software': None}}"]

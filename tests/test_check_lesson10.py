@@ -54,7 +54,7 @@ def test_back():
 
 
 def test_images_per_step():
-    right = {"lightning": 256, "accelerate": 64, "split": 16, "trainer": 128, "torchrun": 64, "mirrored": 16}
+    right = {"lightning": 256, "accelerate": 64, "split": 16, "trainer": 128, "torchrun": 64, "fsdp": 64}
     assert check.images_per_step(right)
     explains(
         lambda wrong: check.images_per_step(right | wrong),
@@ -63,7 +63,7 @@ def test_images_per_step():
         ({"split": 64}, "without split_batches"),
         ({"trainer": 32}, "counts one GPU"),
         ({"torchrun": 256}, "each process uses one"),
-        ({"mirrored": 64}, "for all devices"),
+        ({"fsdp": 16}, "each rank has images of its own"),
     )
     told(check.images_per_step({"lightning": 256}), "a number for each of")
 

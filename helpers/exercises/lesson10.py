@@ -117,7 +117,7 @@ def back(answer):
     return "The plain loop ends with Lightning's weights."
 
 
-IMAGES = {"lightning": 256, "accelerate": 64, "split": 16, "trainer": 128, "torchrun": 64, "mirrored": 16}
+IMAGES = {"lightning": 256, "accelerate": 64, "split": 16, "trainer": 128, "torchrun": 64, "fsdp": 64}
 _HINTS: dict[str, dict[float, str]] = {
     "lightning": {
         16: "is the batch of one process. All processes take part in a step.",
@@ -137,7 +137,7 @@ _HINTS: dict[str, dict[float, str]] = {
         32: "leaves out the accumulation.",
         16: "is the batch of one GPU.",
     },
-    "mirrored": {64: "counts the batch for each device. The dataset's batch size is for all devices."},
+    "fsdp": {16: "is the batch of one process. Sharding divides the model, and each rank has images of its own."},
 }
 
 
@@ -147,4 +147,4 @@ def images_per_step(answer):
     compare.names(answer, IMAGES, "a number")
     for name, right in IMAGES.items():
         compare.number(answer[name], right, "images", 1e-6, _HINTS[name], f'For "{name}", ')
-    return "Only two of the six programs take 16 images per step, the number that all of them name."
+    return "Only one of the six programs takes 16 images per step, the number that all of them name."
