@@ -20,7 +20,7 @@ def found(pattern):
 
 
 def test_every_picture_is_shown_and_explained():
-    lessons = [json.loads(path.read_text(encoding="utf-8")) for path in run_all.lessons()]
+    lessons = [json.loads(path.read_text(encoding="utf-8")) for path in run_all.lessons() if path.stem[0].isdigit()]
     parts = [part for lesson in lessons for part in slides.parts(lesson)]
     pictures = [content for kind, content in parts if kind == "picture"]
     shown = found(r"<small>(.+?)</small><h2><p>(.+?)</p>\s*</h2>(<img [^>]+>)<p>(.+?)</p>\s*</section>")
