@@ -1,194 +1,336 @@
 """Checks of lesson 03, parallel loss."""
 
-from collections.abc import Callable
-from functools import partial
+import gc
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear_cross_entropy
 
 from helpers.data import random_tokens
 from helpers.exercises import compare
-from helpers.exercises.core import call, exercise, require, show
-from helpers.exercises.gpus import check_largest, need_gpus
-from helpers.lesson04 import LENGTH, WordLoss, bert_peaks
-from helpers.models import bert_article
-from helpers.parallel import DataParallelCriterion, DataParallelModel, count_labels
+from helpers.exercises.core import call, exercise, given, require, show
+from helpers.exercises.gpus import AGAIN, need_gpus
+from helpers.exercises.par import Score, compare_with_par, measured
+from helpers.gpus import engine, modelled_gpus
+from helpers.measure import MiB, format_bytes
+from helpers.measure.batch_size import fits
+from helpers.models import LLAMA_1B, Llama
+
+NAN = float("nan")
 
 
 @exercise
 def combine(answer):
     """Exercise 1: `answer(losses, weights)` must be the weighted mean, on the first loss's GPU, with its gradient."""
-    gpus, nan = need_gpus(2, values=True)[::-1], float("nan")
+    gpus = need_gpus(2, values=True)[::-1]
     for means, weights in (
-        ([2.0, 5.0], [3, 1]), ([2.0, 4.0], [5, 5]), ([3.0, nan], [4, 0]), ([7.0], [2]), ([nan, 2.0], [1, 3]),
+        ([2.0, 5.0], [3, 1]), ([2.0, 4.0], [5, 5]), ([3.0, NAN], [4, 0]), ([NAN, 3.0], [0, 4]), ([7.0], [2]),
+        ([NAN, 2.0], [1, 3]),
     ):  # fmt: skip
-        leaves = [torch.tensor(mean, device=gpu, requires_grad=True) for mean, gpu in zip(means, gpus, strict=False)]
-        found = call(answer, [leaf * 1 for leaf in leaves], list(weights))
+        # A piece without terms is a sum of none, divided by 0, as a criterion computes it.
+        pieces = [torch.full((max(n, 1),), mean if n else 1.0) for mean, n in zip(means, weights, strict=True)]
+        leaves = [piece.to(gpu).requires_grad_() for piece, gpu in zip(pieces, gpus, strict=False)]
+        losses = [(leaf * bool(n)).sum() / torch.tensor(n).to(leaf) for leaf, n in zip(leaves, weights, strict=True)]
+        found = call(answer, losses, list(weights))
         case = f"For the losses {means} with the weights {weights}"
         require(isinstance(found, Tensor), f"{case}, you return {show(found)}. Return a tensor, which has a gradient.")
         require(found.shape == (), f"{case}, the shape is {tuple(found.shape)}. Return one number, of shape ().")
         there = f"{case}, the result is on {found.device}, and the first loss is on {gpus[0]}."
-        require(found.device == gpus[0], there, "It should be where the first loss is.")
-        counted = [(leaf, weight) for leaf, weight in zip(leaves, weights, strict=True) if weight]
-        weighted = sum(leaf.item() * weight for leaf, weight in counted)
+        require(found.device == gpus[0], there, "It should be where the first loss is, whatever its weight.")
+        weighted = sum(mean * n for mean, n in zip(means, weights, strict=True) if n)
         if weighted != weighted:  # nan
             hidden = f"{case}, the result is {found.item():.3g}. A loss that counts is nan, so the result must be nan."
             require(bool(found.isnan()), hidden)
             continue
         require(not found.isnan(), f"{case}, the result is nan. A loss of weight 0 must not count, and 0 x nan is nan.")
         mistakes = {
-            sum(leaf.item() for leaf, _ in counted) / len(weights): "is the mean of the means. Where are the weights?",
+            sum(mean for mean, n in zip(means, weights, strict=True) if n) / len(weights): "is the mean of the means. "
+            "Where are the weights?",
             weighted: "is the weighted sum. A mean is asked for.",
         }
         compare.number(found, weighted / sum(weights), rel=1e-4, mistakes=mistakes, case=f"{case}, ")
         require(found.requires_grad, f"{case}, the result has no graph: .item(), .data and .detach() cut it off.")
         found.backward()
-        for leaf, weight in counted:
-            require(leaf.grad is not None, f"{case}, no gradient arrives on {leaf.device}.")
-            compare.number(leaf.grad, weight / sum(weights), rel=1e-4, case=f"{case}, a gradient of ")
+        for leaf, n in zip(leaves, weights, strict=True):
+            if n:
+                require(leaf.grad is not None, f"{case}, no gradient arrives on {leaf.device}.")
+                compare.number(leaf.grad.sum(), n / sum(weights), rel=1e-4, case=f"{case}, a gradient of ")
+            elif leaf.grad is not None:
+                why = "The backward pass still runs through the piece of weight 0, and through its 0 / 0. Leave it out."
+                require(not leaf.grad.isnan().any(), f"{case}, the loss is right, but a gradient is nan. {why}")
     return "The value, the GPU and the gradients are right, and a piece of weight 0 does no harm."
 
 
-@exercise
-def masked_criterion(answer):
-    """Exercise 2: `answer`, a DataParallelCriterion, must give one GPU's masked mean, however the mask is spread."""
-    asked = "Pass DataParallelCriterion(MaskedError(), ...) itself."
-    require(isinstance(answer, DataParallelCriterion), f"{show(answer)} is not a DataParallelCriterion.", asked)
-    gpus = [torch.device("cuda", index) for index in answer.device_ids]
-    require(len(gpus) > 1, f"It works on {len(gpus)} GPUs. Give it `gpus`, which are two or more.")
-    need_gpus(len(gpus), values=True)
-    numbers = torch.Generator().manual_seed(3)
-    for kept in ((4, 4, 4, 4), (4, 3, 1, 1), (4, 2, 0, 0)):  # places that count in each quarter of the batch
-        mask = (torch.arange(4).expand(7, 4) < torch.tensor(kept).repeat_interleave(2)[:7, None]).float()
-        inputs, targets = torch.randn(7, 3, generator=numbers), torch.randn(7, 4, generator=numbers)
+class _Watched(nn.Module):
+    """Tokens (N, T) -> logits (N, T, V). Knows the batches it got, and whether a backward pass has run before each."""
+
+    def __init__(self):
+        super().__init__()
         torch.manual_seed(0)
-        net = nn.Linear(3, 4)
-        error = ((net(inputs) - targets).square() * mask).sum()
-        right = error / mask.sum()
-        expected = torch.autograd.grad(right, list(net.parameters()), retain_graph=True)
-        alone, mistakes = answer.module.criterion(net(inputs), targets, mask), {error.item(): "is the sum, not a mean."}
-        compare.number(alone, right.item(), rel=1e-4, mistakes=mistakes, case="On a single device, a loss of ")
-        loss = answer(DataParallelModel(net.to(gpus[0]), gpus)(inputs), targets, mask)
-        case = f"With {[int(piece.sum()) for piece in mask.chunk(len(gpus))]} places that count on the GPUs"
-        nan = f"{case}, the loss is nan. The criterion divides by 0 where no place counts, and that piece has a weight."
-        require(not loss.isnan(), nan)
-        values = f"{case}, the loss is {loss.item():.3f}, and one GPU's is {right.item():.3f}."
-        combined = "The criterion is right on each GPU. What is its mean over? Tell DataParallelCriterion."
-        require(torch.isclose(loss.cpu(), right, rtol=1e-4), values, combined)
-        loss.backward()
-        why = "0 / 0 inside the criterion makes the gradient nan, even where the piece has no weight."
-        for parameter, wanted in zip(net.parameters(), expected, strict=True):
-            require(not parameter.grad.isnan().any(), f"{case}, the loss is right, but its gradient is nan.", why)
-            compare.tensor(parameter.grad, wanted)
-    return "The loss and the gradients are those of one GPU, also where a GPU has nothing that counts."
+        self.embedding, self.output = nn.Embedding(11, 6), nn.Linear(6, 11)
+        self.seen: list[tuple[int, bool]] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen.append((len(tokens), self.output.weight.grad is not None))
+        return self.output(self.embedding(tokens).tanh())
 
 
-# Exercise 3: which losses come out of pieces? Each runs on one GPU and on four, as the answer says.
-AS_IT_IS, NOT_AT_ALL = "as it is", "not at all"
+@exercise
+def accumulate_words(answer):
+    """Exercise 2: `answer(model, micro_batches)` must leave the gradients of the mean over all labels that count."""
+    gpu = need_gpus(1, values=True)[0]
+    for rows, kept in (((2, 2, 2), (5, 2, 1)), ((1, 3, 2, 2), (4, 1, 0, 3)), ((2, 2), (0, 4))):
+        tokens = [torch.randint(11, (count, 5), device=gpu) for count in rows]
+        labels = [
+            torch.where(torch.arange(5, device=gpu) < n, (3 * x + 1) % 11, -100)
+            for x, n in zip(tokens, kept, strict=True)
+        ]
+        counts = [int((piece != -100).sum()) for piece in labels]
+        case = f"With micro-batches that have {counts} labels"
+        model = _Watched().to(gpu)
+        found = call(answer, model, list(zip(tokens, labels, strict=True)))
+        seen, model.seen = model.seen, []
+        parameters = list(model.parameters())
+        left = all(parameter.grad is not None for parameter in parameters)
+        require(left, f"{case}, some parameters have no gradient. Was backward() called?")
+        gradient = _flat([parameter.grad for parameter in parameters])
+        one = f"{case}, you run {len(seen)} forward passes, with {[size for size, _ in seen]} sequences."
+        require(max(size for size, _ in seen) <= max(rows), one, "Run one micro-batch at a time.")
+        first = next(index for index, count in enumerate(counts) if count)
+        order = "You run several micro-batches before the first backward(), so that all their graphs are in memory."
+        require(all(before for _, before in seen[first + 2 :]), f"{case}: {order}")
 
-# How one GPU's loss comes out of the pieces: with which weight, or not at all.
-_WEIGHTS: dict[str, Callable | str | None] = {
-    "binary": None, "present": lambda scores, tags: tags.sum(), "triplet": None,
-    "root": NOT_AT_ALL, "Dice": NOT_AT_ALL, "ranking": NOT_AT_ALL,
-}  # fmt: skip
+        sums = [
+            cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+            for x, y in zip(tokens, labels, strict=True)
+        ]
+        right = sum(sums) / sum(counts)
+        each = [_flat(torch.autograd.grad(part, parameters, retain_graph=True)) for part in sums]
+        expected = sum(each) / sum(counts)
+        require(not gradient.isnan().any(), f"{case}, the gradient is nan. A mean over no labels is 0 / 0.")
+        means = [part / count for part, count in zip(each, counts, strict=True) if count]
+        named = {
+            "the sum of the micro-batches' means. Divide sums by the number of labels of the whole batch": sum(means),
+            "a mean of means. Which number is right for all micro-batches?": sum(means) / len(rows),
+            "a mean of the means that are not nan. Weight them": sum(means) / len(means),
+            "the sum over all labels. A mean is asked for": sum(each),
+            "divided by the number of all labels, also ignored ones": sum(each) / sum(y.numel() for y in labels),
+            "weighted by sequences. Count labels": sum(
+                n * part / max(count, 1) for n, part, count in zip(rows, each, counts, strict=True)
+            ) / sum(rows),
+            "that of the last micro-batch alone. Something sets the gradients back": each[-1] / sum(counts),
+        }  # fmt: skip
+        if not torch.allclose(gradient, expected, rtol=1e-3, atol=1e-6):
+            for what, wrong in named.items():
+                alike = torch.allclose(gradient, wrong, rtol=1e-3, atol=1e-6)
+                require(not alike, f"{case}, the gradient is {what.rstrip('?')}{'?' if what.endswith('?') else '.'}")
+        compare.tensor(gradient, expected, rel=1e-3)
+        compare.number(
+            found, right.item(), rel=1e-3, case=f"{case}, the gradients are right, but the returned loss of "
+        )
+    return "The gradients are those of the whole batch, also where a micro-batch has no label."
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten().cpu().double() for tensor in tensors])
+
+
+# Exercise 3: which losses come out of sums over the pieces?
+NOT_AT_ALL, MOST = "not at all", 4
+_DIVISIBLE = {"present": True, "triplet": True, "root": True, "dice": True, "ranking": False}
 
 
 @exercise
 def losses(answers, losses):
-    """Exercise 3: for each of `losses` "as it is", "not at all", or the weight that DataParallelCriterion needs."""
-    compare.names(answers, _WEIGHTS, "an answer")
+    """Exercise 3: for each loss `(sums, finish)`, or "not at all"."""
+    compare.names(answers, _DIVISIBLE, "an answer")
+    asked = f"Give {NOT_AT_ALL!r}, or a pair of functions (sums, finish)."
     for name, answer in answers.items():
-        choice = callable(answer) or answer in (AS_IT_IS, NOT_AT_ALL)
-        asked = f"Give {AS_IT_IS!r}, {NOT_AT_ALL!r}, or the weight as a function of scores and tags."
-        require(choice, f"The answer for `{name}` is {show(answer)}.", asked)
-    gpus = need_gpus(4, values=True)[:4]
-    for name in _WEIGHTS:
-        answer = answers[name]
-        if answer == NOT_AT_ALL == _WEIGHTS[name]:
-            continue
-        weight = _WEIGHTS[name] if answer == NOT_AT_ALL else None if answer == AS_IT_IS else answer
-        alone, alone_gradient = _cut_step(losses[name], gpus[:1], None)
-        loss, gradient = _cut_step(losses[name], gpus, weight)
-        given = answer if answer == AS_IT_IS else "with your weight"
-        both = f"The loss `{name}` {given} is {loss:.3f} on {len(gpus)} GPUs and {alone:.3f} on one GPU"
-        can = f"The loss `{name}` can be divided. One GPU and {len(gpus)} GPUs give {loss:.3f}. What is its mean over?"
-        require(answer != NOT_AT_ALL, can)
-        require(abs(loss - alone) < 1e-4, f"{both}. Does it need another weight, or can no weight help?")
-        off = float((gradient - alone_gradient).norm() / alone_gradient.norm())
-        why = (
-            f"The loss `{name}` is right, but its gradient is off by {off:.0%}. Does your weight depend on the scores?"
+        pair = isinstance(answer, tuple | list) and len(answer) == 2 and all(callable(each) for each in answer)
+        require(
+            pair or (isinstance(answer, str) and answer == NOT_AT_ALL),
+            f"The answer for `{name}` is {show(answer)}.",
+            asked,
         )
-        require(off < 1e-3, why)
-    return "Loss and gradient are those of one GPU wherever they can be, and only there."
-
-
-class _Loss(nn.Module):
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]):
-        super().__init__()
-        self.forward = loss
-
-
-def _cut_step(function: Callable, gpus: list[torch.device], weight: Callable | None) -> tuple[float, Tensor]:
-    """Loss and gradient of a small net on these GPUs, the same batch each time."""
-    numbers = torch.Generator().manual_seed(1)
-    inputs, chance = 3 * torch.randn(10, 3, generator=numbers), torch.rand(10, 6, generator=numbers)
+    gpus = need_gpus(4, values=True)[:4]
+    functions = {function.__name__: function for function in losses}
+    inputs, chance = 3 * torch.randn(10, 3), torch.rand(10, 6)
     tags = (chance < torch.linspace(0.1, 0.8, 10)[:, None]).float()
-    torch.manual_seed(0)
-    net = nn.Linear(3, 6).to(gpus[0])
-    criterion = DataParallelCriterion(_Loss(function), gpus, reduction="mean", weight=weight)
-    loss = criterion(DataParallelModel(net, gpus)(inputs), tags)
-    return loss.item(), torch.autograd.grad(loss, net.weight)[0].cpu()
+    tags[0, 0], tags[9, 5] = 1, 0  # at least one present and one absent
+    for name, divisible in _DIVISIBLE.items():
+        if answers[name] == NOT_AT_ALL:
+            why = f"`{name}` can be divided. Which sums over the samples determine it?"
+            require(not divisible, why)
+            continue
+        net = nn.Linear(3, 6).to(gpus[0])
+        loss, totals = _from_sums(name, *answers[name], net(inputs.to(gpus[0])), tags, gpus)
+        alone = functions[name](net(inputs.to(gpus[0])), tags.to(gpus[0]))
+        both = f"`{name}` is {loss.item():.4f} from your sums on 4 GPUs, and {alone.item():.4f} on one GPU"
+        hint = "Does each of your numbers add up over the GPUs?"
+        if not divisible:
+            hint = "It compares tags of different images. Can sums over the images know that?"
+        require(torch.isclose(loss, alone, rtol=1e-4, atol=1e-5), f"{both}. {hint}")
+        require(loss.requires_grad, f"{both}, but it has no graph. Where was it cut off?")
+        found, right = (torch.autograd.grad(each, net.weight)[0] for each in (loss, alone))
+        off = float((found - right).norm() / right.norm())
+        require(off < 1e-3, f"`{name}` is right, but its gradient is off by {off:.0%}. Is a part of it detached?")
+    return "Loss and gradient are those of one GPU wherever they can be."
 
 
-BATCH, VOCABULARY, KNOWN_VOCABULARY = 200, 20_000, 30_000
-# For each method how many tensors of the logits' size GPU 0 holds at its peak.
-HELD = {"DataParallel": 3, "output_device=1": 1 / 4, "loss in forward": 3 / 4, "parallel loss": 3 / 4}
+def _from_sums(name: str, sums, finish, scores: Tensor, tags: Tensor, gpus: list) -> tuple[Tensor, Tensor]:
+    """The loss from the learner's functions, and the totals."""
+    totals = None
+    for piece, target, gpu in zip(scores.chunk(4), tags.chunk(4), gpus, strict=True):
+        part = call(sums, piece.to(gpu), target.to(gpu))
+        if isinstance(part, tuple | list):
+            part = torch.stack([torch.as_tensor(each, device=gpu).float().reshape(()) for each in part])
+        require(isinstance(part, Tensor), f"The sums of `{name}` are {show(part)}. Return a tensor.")
+        few = f"The sums of `{name}` have the shape {tuple(part.shape)}. Return at most {MOST} numbers in one row."
+        require(part.dim() <= 1 and part.numel() <= MOST, few, "More would gather what is to stay on its GPU.")
+        totals = part.to(gpus[0]) if totals is None else totals + part.to(gpus[0])
+    loss = call(finish, totals)
+    require(
+        isinstance(loss, Tensor), f"`finish` of `{name}` returns {show(loss)}. Return a tensor, which has a gradient."
+    )
+    require(loss.numel() == 1, f"`finish` of `{name}` returns the shape {tuple(loss.shape)}. Return one number.")
+    return loss.reshape(()).to(gpus[0]), totals
+
+
+class _LossInForward(nn.Module):
+    """The two sums. in_chunks: never make the logits."""
+
+    def __init__(self, model: Llama, in_chunks: bool):
+        super().__init__()
+        self.model, self.in_chunks = model, in_chunks
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        features, labels = self.model.features(tokens).flatten(0, 1), labels.flatten()
+        if self.in_chunks:
+            weight, options = self.model.output.weight, nn.LinearCrossEntropyOptions()
+            summed = linear_cross_entropy(features, weight, labels, reduction="sum", options=options)
+        else:
+            summed = cross_entropy(self.model.output(features), labels, reduction="sum")
+        return summed.unsqueeze(0), (labels != -100).sum().unsqueeze(0)
+
+
+def _divided(model: Llama, gpus: Sequence, tokens: Tensor, labels: Tensor, in_chunks: bool = True) -> Tensor:
+    sums, counts = nn.DataParallel(_LossInForward(model, in_chunks), gpus)(tokens, labels)
+    return sums.sum() / counts.sum()
+
+
+def _gathered(model: Llama, gpus: Sequence, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = nn.DataParallel(model, gpus)(tokens)
+    return cross_entropy(logits.flatten(0, -2), labels.flatten().to(gpus[0]))
+
+
+LENGTH, STEP = 1024, 4
+
+
+def _llama(gpu: torch.device) -> Llama:
+    with gpu:
+        model = Llama(**LLAMA_1B).to(torch.bfloat16)
+    model.recompute = True
+    return model
 
 
 @exercise
-def peaks(answer):
-    """Exercise 4: GPU 0's peak in GiB under each method, by name: BERT, batch 200, 20,000 words, four GPUs."""
-    compare.names(answer, HELD, "a number")
-    for value in answer.values():
-        compare.as_number(value)
+def largest(answer):
+    """Exercise 4: the largest batch, in steps of 4: a fresh job of two steps, parallel loss and checkpointing."""
+    value = compare.as_number(answer)
     gpus = need_gpus(4, values=False)[:4]
-    logits = BATCH * LENGTH * VOCABULARY * 4
-    peaks = {name: _peak(name, gpus) for name in HELD if name != "loss in forward"}
-    peaks["loss in forward"] = peaks["parallel loss"]  # they hold the same, as the lesson shows
-    for name, held in HELD.items():
-        peak = peaks[name]
-        before = peak + held * logits * (KNOWN_VOCABULARY / VOCABULARY - 1)
-        mistakes = {
-            before: "is the peak with 30,000 words.",
-            before * VOCABULARY / KNOWN_VOCABULARY: "shrinks all of the peak. Not all of it depends on the vocabulary.",
-            held * logits: "is the size of the logits alone. The layers' activations come on top.",
-        }
-        compare.memory(answer[name], peak, "GiB", 0.05, mistakes, case=f"As the peak of {name}, ")
-    return "Tensors of the size of the logits shrink with the vocabulary. The rest stays nearly the same."
+    capacity = torch.cuda.get_device_properties(0).total_memory / 2**30
+    asked = f"These GPUs have {capacity:.2f} GiB each, and the exercise asks for RTX 4090 with 23.64 GiB."
+    require(23 < capacity < 24, asked, AGAIN)
+    shown = f"{value:,.10g} sequences"
+    require(value >= STEP and value % STEP == 0, f"{shown} is not a multiple of {STEP}.")
+    require(value <= 1000, f"No RTX 4090 holds its quarter of {shown}.")
+    gc.collect()  # what ran out of memory may have left its model behind, in cycles
+    held = max(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+    room = f"Your cells still hold {format_bytes(held)} on a GPU, so that less fits than on empty ones. {AGAIN}"
+    require(held < 64 * MiB, room, "Then search again, and keep no model from one try to the next.")
 
+    def two_steps(batch: int) -> None:
+        model = _llama(gpus[0])
+        optimizer = torch.optim.AdamW(model.parameters())
+        tokens, labels = random_tokens(batch, LENGTH, LLAMA_1B["vocabulary"])
+        for _ in range(2):
+            optimizer.zero_grad()
+            _divided(model, gpus, tokens, labels, in_chunks=False).backward()
+            optimizer.step()
 
-def _peak(name: str, gpus: list[torch.device]) -> int:
-    """Bytes of GPU 0 at its peak."""
-    wrap, criterion = partial(nn.DataParallel, output_device=int(name == "output_device=1")), None
-    if name == "parallel loss":
-        wrap, criterion = DataParallelModel, DataParallelCriterion(WordLoss(), gpus, weight=count_labels)
-    return bert_peaks(wrap, BATCH, gpus, criterion, VOCABULARY)[0].peak_allocated
+    def room_for(batch: int) -> bool:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return fits(two_steps, batch)
+
+    least = "A new job with two steps runs out of memory. A smaller batch before it, or a single step, hides that."
+    require(room_for(int(value)), f"With {shown}, a GPU runs out of memory.", least)
+    require(not room_for(int(value) + STEP), f"{shown} are not the most: {STEP} more still fit.")
+    gc.collect()
+    torch.cuda.empty_cache()
+    return f"With {STEP} sequences more, a GPU runs out of memory."
 
 
 @exercise
-def largest_fused(answer):
-    """Exercise 5: the largest batch, in steps of 40: fused attention, loss in forward, 10,000 words, GPUs of 12 GB."""
+def llama_loss(answer):
+    """Exercise 5: loss and gradients of one GPU; then the peak and the modelled time of the Llama beside a par."""
+    require(callable(answer), f"{show(answer)} cannot be called. Pass the function itself: its name without brackets.")
+    with engine.virtual_gpus(4) as gpus:
+        _equal_to_one_gpu(answer, list(gpus))
+    with modelled_gpus(4, "RTX 4090") as gpus:
+        you = _score(answer, list(gpus))
+        said = "Loss and gradients are right, but with 48 sequences a GPU runs out of memory, as with the naive answer."
+        require(you.peak is not None, said, "What is large on the fullest GPU, and must it be there?")
+        naive, par = _score(_gathered, list(gpus)), _score(_divided, list(gpus))
+    return "Loss and gradients are those of one GPU. " + compare_with_par(
+        "03 The loss of the Llama", naive=naive, par=par, you=you
+    )
 
-    def train(gpus: list[torch.device], batch: int) -> None:
-        vocabulary = 10_000
-        bert = bert_article(vocabulary, fused=True).to(gpus[0])
-        net, criterion = DataParallelModel(bert, gpus), DataParallelCriterion(WordLoss(), gpus, weight=count_labels)
-        adam = torch.optim.Adam(bert.parameters())
-        for size in (4, batch):  # the first step makes Adam's state
-            tokens, words = random_tokens(size, LENGTH, vocabulary)
-            adam.zero_grad()
-            criterion(net(tokens), words).backward()
-            adam.step()
 
-    check_largest(answer, 40, 4_000, "sentences", train)
-    return "With 40 sentences more, a GPU runs out of memory."
+def _equal_to_one_gpu(answer, gpus: list[torch.device]) -> None:
+    for rows, last in ((7, 3), (8, 0)):  # the second time, the last GPU has no label that counts
+        seed = int(torch.randint(1000, ()))
+        torch.manual_seed(seed)
+        alone = Llama(vocabulary=512, tied=True)
+        torch.manual_seed(seed)
+        model = Llama(vocabulary=512, tied=True).to(gpus[0])
+        model.recompute = True
+        tokens, labels = random_tokens(rows, 16, 512)
+        labels[1, 4:] = labels[-2:, last:] = -100
+        right = cross_entropy(alone(tokens).flatten(0, 1), labels.flatten())
+        right.backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        loss = call(answer, model, gpus, tokens, labels.clone())
+        case = "On a small Llama with values" + ("" if last else ", where the last GPU has no label that counts")
+        require(isinstance(loss, Tensor), f"{case}, you return {show(loss)}. Return the loss, a tensor.")
+        require(loss.numel() == 1, f"{case}, the shape of the loss is {tuple(loss.shape)}. Return one number.")
+        require(not loss.isnan().any(), f"{case}, the loss is nan.")
+        value = f"{case}, the loss is {loss.item():.4f}, and one GPU's is {right.item():.4f}."
+        require(abs(loss.item() / right.item() - 1) < 1e-3, value, "What is the mean over?")
+        require(loss.requires_grad, f"{case}, the loss has no graph, so backward() cannot run.")
+        loss.backward()
+        for (name, parameter), wanted, old in zip(model.named_parameters(), alone.parameters(), before, strict=True):
+            require(
+                torch.equal(parameter, old), f"{case}, the value of `{name}` has changed. Leave the model as it is."
+            )
+            require(parameter.grad is not None, f"{case}, `{name}` has no gradient.")
+            off = float((parameter.grad.cpu() - wanted.grad).norm() / wanted.grad.norm())
+            wrong = f"{case}, the loss is right, but the gradient of `{name}` is off by {off:.1%}."
+            require(off < 1e-2, wrong, "Does every label count the same in it?")
+
+
+def _score(loss_function, gpus: list[torch.device]) -> Score:
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = _llama(gpus[0])
+    tokens, labels = random_tokens(48, LENGTH, LLAMA_1B["vocabulary"])
+
+    def step() -> None:
+        model.zero_grad()
+        given(loss_function(model, gpus, tokens, labels), loss_function).backward()
+
+    try:
+        return measured(step, gpus)
+    except torch.OutOfMemoryError:
+        return Score(None, None)
