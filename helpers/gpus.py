@@ -21,7 +21,6 @@ except ModuleNotFoundError as error:
         name="virtual_gpus",
     ) from None
 from virtual_gpus import record_training
-from virtual_gpus.clock.estimates import NETWORKS, OPERATOR_SECONDS, Rates, all_reduce_seconds, copy_seconds, rates
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.gpus import spec as data_sheet
 from virtual_gpus.memory_model import replay
