@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
+from helpers.data import DATA
 from helpers.show import show_diff
 from tests.programs import ROOT, SCRIPTS, free_port, torchrun, write_images
 
 ON_SEVERAL_GPUS = ["data_parallel", "parallel_loss", "model_parallel", "pipeline"]
-SHARDED = ["fsdp", "tensor_parallel"]
+SHARDED = ["fsdp", "tensor_parallel", "pipeline_ranks"]
 PROGRAMS = ["one_gpu", "ddp", *ON_SEVERAL_GPUS, *SHARDED]
 BATCH = 8
 # Neither is a multiple of the batch size: 6 steps per epoch. Of two processes, one has 9 test images, which make three
@@ -124,9 +126,36 @@ def test_several_gpus_compute_what_one_computes(name, run, reference, tmp_path):
 
 
 def test_the_loss_falls(run):
-    with virtual_gpus(1):
-        losses = [float(line.split()[4]) for line in run("one_gpu", "--epochs", 8)]
-    assert losses[-1] < 0.7 * losses[0]
+    losses = [float(line.split()[4]) for line in run("one_gpu", "--epochs", 8)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_the_job_is_calm(monkeypatch):
+    """Weights that differ by 1e-6 give the same printed losses in an epoch of the bundled images.
+
+    Rounding errors differ by less. They grow from step to step, and faster with a larger learning rate.
+    """
+    program = runpy.run_path(str(SCRIPTS / "one_gpu.py"))
+    images, labels = (getattr(program["FashionMNIST"](DATA, train=True), name) for name in ("data", "targets"))
+    settings = re.search(r"SGD\(model.parameters\(\), lr=(\S+), momentum=(\S+)\)", (SCRIPTS / "one_gpu.py").read_text())
+    rate, momentum = map(float, settings.groups())
+    losses = []
+    for noise in (0.0, 1e-6):
+        torch.manual_seed(0)
+        model = program["Net"]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + noise * torch.randn(parameter.shape))
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+        found = []
+        for batch in torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).split(64)[:62]:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images[batch, None] / 255), labels[batch])
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert np.abs(np.subtract(*losses)).max() < 2e-4
 
 
 def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_path):
@@ -143,15 +172,17 @@ def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_pa
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.pt"]
 
 
-def test_sharded_programs_continue_with_another_number_of_processes(data, reference, monkeypatch, tmp_path):
+def test_sharded_programs_continue_with_another_number_of_processes(run, data, reference, monkeypatch, tmp_path):
     """From another folder. A process that had fewer batches than others would leave them waiting for its weights."""
     monkeypatch.chdir(tmp_path)
     options = [*small(data), "--checkpoint", "run"]
     with virtual_gpus(4):
         printed = in_ranks(2, "fsdp", *options, "--epochs", 1)
         printed += in_ranks(4, "tensor_parallel", *options, "--epochs", 2)
-    assert close(printed, reference[0]) and len(printed) == 2
-    assert same_state(tmp_path / "run" / "epoch_0001", reference[1])
+        assert same_state(tmp_path / "run" / "epoch_0001", reference[1])
+        printed += in_ranks(2, "pipeline_ranks", *options, "--epochs", 3)
+    assert close(printed, run("one_gpu", "--epochs", 3)) and len(printed) == 3
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["epoch_0002"]
 
 
 def test_max_steps_stops_early_and_leaves_the_checkpoint_of_the_last_complete_epoch(run, tmp_path):
@@ -193,6 +224,40 @@ def test_a_killed_fsdp_leaves_the_old_checkpoints_intact(run, reference, monkeyp
         assert torch.cuda.max_memory_allocated(1) > torch.cuda.max_memory_allocated(0) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"epoch_0001"}
     assert same_state(tmp_path / "epoch_0001", reference[1])
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(run, monkeypatch, tmp_path):
+    def full(content, file):
+        file.write_bytes(b"half")
+        raise RuntimeError("unexpected pos 6272 vs 6224")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit, match=r"Could not save .*last\.pt\. Is there space, .*unexpected pos"):
+        run("one_gpu", "--epochs", 1, "--checkpoint", tmp_path / "last.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_nobody_may_write_is_named(run, monkeypatch, tmp_path):
+    set_rank(monkeypatch)
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(SystemExit, match=r"Could not save to .*file\. Is there space"):
+        run("fsdp", "--epochs", 1, "--checkpoint", tmp_path / "file")
+    torch.distributed.destroy_process_group()
+
+
+def test_max_steps_says_that_nothing_is_saved(data, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["one_gpu.py", *map(str, small(data)), "--max-steps", "1", "--checkpoint", "x.pt"])
+    runpy.run_path(str(SCRIPTS / "one_gpu.py"), run_name="__main__")
+    assert "No checkpoint: --max-steps ended the program within an epoch." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_without_images_they_say_which_folder_they_want(name, monkeypatch, capsys):
+    set_rank(monkeypatch)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--data", "/nowhere"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    assert "/nowhere contains no folder FashionMNIST/raw. Give --data the folder that does." in capsys.readouterr().err
 
 
 def interrupt_second_epoch(replace):
@@ -301,6 +366,70 @@ def test_the_slurm_files(tmp_path, file, nodes):
     assert {"nodes": str(nodes), "ntasks-per-node": "1", "gpus-per-node": "4"}.items() <= dict(asked).items()
 
 
+def dry_run(folder, job, *arguments):
+    (folder / "job.slurm").write_text("#!/bin/bash\n" + job)
+    words = ["bash", str(SCRIPTS / "dry_run.sh"), "job.slurm", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=30)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_dry_run_of_the_slurm_file_for_scaling(tmp_path):
+    code, output = dry_run(tmp_path, (SCRIPTS / "scaling.slurm").read_text(), "--per-gpu")
+    assert code == 0 and output.count("torchrun") == 3 * (3 + 2 + 4)
+    assert "torchrun --nnodes 4 --nproc-per-node 4 --rdzv-backend c10d --rdzv-id 4042-4-4" in output
+    assert "scaling.py --batch-size 16 --per-gpu" in output and "node-4:" in output
+
+
+@pytest.mark.parametrize(
+    "job, code, words",
+    [
+        ("#SBATCH -N 2\n#SBATCH --gres=gpu:4\nsrun torchrun --nproc-per-node $SLURM_GPUS_ON_NODE x.py", 0, "node-2:"),
+        ("#SBATCH -N2 --gres=gpu:a100:4\nsrun torchrun -n $SLURM_GPUS_ON_NODE x.py", 0, "torchrun -n 4 x.py"),
+        ("#SBATCH --nodes 3\nsrun --nodes=1 --label -w node-3 python x.py", 0, "node-3:\n    python x.py"),
+        ("#SBATCH -N 2\nsrun bash -c 'torchrun --node-rank $SLURM_NODEID x.py'", 0, "torchrun --node-rank 1 x.py"),
+        ("#SBATCH -N 2\n#SBATCH --ntasks-per-node=2\nsrun ./train.sh", 0, "node-2:\n    ./train.sh\n    ./train.sh"),
+        ("#SBATCH --array=1,4-6:2\nsrun python x.py $SLURM_ARRAY_TASK_ID", 0, "task 6\nnode-1:\n    python x.py 6"),
+        ("module load cuda\ntorchrun x.py", 0, "there is no x.py in this folder"),
+        ("srun python x.py --cores $SLURM_CPUS_PER_TASK", 0, "the file uses SLURM_CPUS_PER_TASK, which"),
+        ("#SBATCH -N 1\necho hello", 1, "Nothing was started"),
+        ("if true", 2, "syntax error"),
+        ("srun --immediate", 1, "srun: no command"),
+    ],
+)
+def test_a_dry_run_reads_job_files_of_others(tmp_path, job, code, words):
+    found, output = dry_run(tmp_path, job + "\n")
+    assert found == code and words in output, output
+
+
+def test_the_drill_notices_a_rank_that_hangs_before_the_first_step(tmp_path):
+    words = ["--standalone", "--nproc-per-node", 2, SCRIPTS / "drill.py", "--steps", 2, "--patience", 5]
+    with torchrun(*words, "--fail", "hang", 1, 0, log=tmp_path / "log") as program:
+        assert program.end(150) != 0
+        assert "Timeout (0:00:05)!" in program.output and "in fail" in program.output
+
+
+def test_scaling_prints_a_line(tmp_path):
+    words = ["--standalone", "--nproc-per-node", 2, "-m", "virtual_gpus", "--gpus", 2, "--shapes-only"]
+    options = ["--model", "small", "--steps", 3, "--per-gpu", "--batch-size", 2]
+    with torchrun(*words, SCRIPTS / "scaling.py", *options, log=tmp_path / "log") as program:
+        assert re.search(r"^gpus=2 batch=4 step_ms=\d+\.\d least_ms=\d+\.\d most_ms=\d+\.\d$", program.wait(), re.M)
+
+
+def test_scaling_measures_llama_1b_and_its_batch_fits_one_h100():
+    program = runpy.run_path(str(SCRIPTS / "scaling.py"))
+    with virtual_gpus(1, kind="H100", shapes_only=True) as gpus:
+        with gpus[0]:
+            model = program["build"]("1b")
+        assert sum(parameter.numel() for parameter in model.parameters()) == 1_235_814_400
+        optimizer = torch.optim.AdamW(model.parameters())
+        for sequences in (16, 16):
+            tokens = torch.zeros(sequences, 1024, dtype=torch.long, device=gpus[0])
+            cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.cuda.max_memory_allocated() / 2**30 == pytest.approx(41, abs=1)  # as scaling.slurm says
+
+
 @pytest.mark.parametrize("name", ON_SEVERAL_GPUS)
 def test_with_fewer_than_two_gpus_they_say_what_is_needed(name, run):
     needed = rf"This program needs 2 GPUs\. To use virtual ones: python -m virtual_gpus --gpus 2 .*{name}\.py"
@@ -326,20 +455,32 @@ def test_tensor_parallel_refuses_incomplete_groups(run, monkeypatch):
 # ------------------------------------------------------------------------------------------------- what they are
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [*PROGRAMS, "scaling", "drill", "who", "fragmentation"])
 def test_they_import_only_pytorch_and_the_standard_library(name):
     tree = ast.parse((SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
     modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     roots = {module.split(".")[0] for module in modules}
-    assert {"torch", "torchvision"} <= roots <= {"torch", "torchvision", *sys.stdlib_module_names}
+    assert roots <= {"torch", "torchvision", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("one, other", [("one_gpu", "ddp"), ("ddp", "fsdp"), ("fsdp", "tensor_parallel")])
-def test_neighbours_are_short_and_differ_in_few_lines(one, other):
+@pytest.mark.parametrize(
+    "one, other, lines",
+    [
+        ("one_gpu", "data_parallel", 10),
+        ("data_parallel", "parallel_loss", 25),
+        ("one_gpu", "ddp", 45),
+        ("ddp", "fsdp", 40),
+        ("fsdp", "tensor_parallel", 20),
+        ("fsdp", "pipeline_ranks", 40),
+        ("one_gpu", "model_parallel", 15),
+        ("model_parallel", "pipeline", 10),
+    ],
+)
+def test_neighbours_are_short_and_differ_in_few_lines(one, other, lines):
     added = [line for line in show_diff(one, other).lines[2:] if line.startswith("+")]
-    assert len((SCRIPTS / f"{other}.py").read_text(encoding="utf-8").splitlines()) <= 160
-    assert len(added) <= 40
+    assert len((SCRIPTS / f"{other}.py").read_text(encoding="utf-8").splitlines()) <= 180
+    assert len(added) <= lines
 
 
 def test_a_lesson_shows_the_difference_of_two_programs():

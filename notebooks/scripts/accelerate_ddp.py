@@ -2,8 +2,8 @@
 
     pip install accelerate
     accelerate launch --multi_gpu --num_processes 2 accelerate_ddp.py
-    torchrun --nproc-per-node 2 accelerate_ddp.py                           # the same
-    torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 accelerate_ddp.py  # without GPUs
+    torchrun --standalone --nproc-per-node 2 accelerate_ddp.py                           # the same
+    torchrun --standalone --nproc-per-node 2 -m virtual_gpus --gpus 2 accelerate_ddp.py  # without GPUs
 
 The job is that of one_gpu.py and ddp.py, and so are the losses, up to rounding error. The loop is that of one_gpu.py.
 To see what changes, run `git diff --no-index one_gpu.py accelerate_ddp.py`.

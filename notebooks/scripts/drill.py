@@ -84,8 +84,8 @@ def train(steps, snapshot=None, save_every=5, patience=60.0, failure=None):
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     first = load_snapshot(snapshot, model, optimizer)
-    # If the next step takes longer, Python prints where this process is, and ends it. Each step sets this again. The first
-    # time is here, because many jobs hang when the processes exchange something for the first time.
+    # If the next step takes longer, Python prints where this process is, and ends it. Each step sets this again. It
+    # begins here, because many jobs hang when the processes exchange something for the first time.
     faulthandler.dump_traceback_later(patience, exit=True)
     ddp_model = DistributedDataParallel(model)  # waits for all, so that rank 0 saves only after all have loaded
 

@@ -75,6 +75,7 @@ srun() {  # once per task, on the machines that its options leave
             *) shift $(($# > 1 ? 2 : 1)) ;;
         esac
     done
+    if [ $# = 0 ]; then echo "srun: no command" && return 1; fi
     IFS=', ' read -ra hosts <<< "${list:-$(scontrol show hostnames | tr '\n' ',')}"
     tasks=${tasks:-$((nodes * SLURM_NTASKS_PER_NODE))}
     for ((node = 0; node < nodes; node++)); do
@@ -105,6 +106,7 @@ else
     done
 fi
 
+exec >&2  # What follows is about the dry run.
 echo
 if [ ! -e "$DRY_RUN/words" ]; then
     echo "Nothing was started: the file calls neither srun nor one of $PROGRAMS."

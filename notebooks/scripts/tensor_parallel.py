@@ -91,7 +91,7 @@ def save_checkpoint(path, model, optimizer, epoch):
         raise SystemExit(f"Could not save to {path}. Is there space, and may you write there? {error}") from error
     if dist.get_rank() == 0:
         os.replace(path / "temporary", path / f"epoch_{epoch:04}")
-        for old in sorted(path.glob("epoch_*"))[:-1]:
+        for old in sorted(path.glob("epoch_????"))[:-1]:
             shutil.rmtree(old)
 
 
@@ -130,7 +130,7 @@ def main():
     torch.manual_seed(group)  # Each group gets random numbers of its own, for example for dropout.
 
     first_epoch = 0
-    saved = sorted(args.checkpoint.glob("epoch_*"))[-1:] if args.checkpoint else []
+    saved = sorted(args.checkpoint.glob("epoch_????"))[-1:] if args.checkpoint else []
     saved = saved or [None]
     dist.broadcast_object_list(saved)  # All processes load what rank 0 has found.
     if saved[0]:

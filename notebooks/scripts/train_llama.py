@@ -173,7 +173,7 @@ class Snapshots:  # folders step_00000100, step_00000200, ... of which the last 
             if RANK == 0:
                 (self.folder / "temporary/job.json").write_text(json.dumps(self.job | {"step": step}))
                 os.replace(self.folder / "temporary", self.folder / f"step_{step:08}")
-                for old in sorted(self.folder.glob("step_*"))[:-2]:
+                for old in sorted(self.folder.glob("step_????????"))[:-2]:
                     shutil.rmtree(old)
             dist.barrier(self.writers)
         self.pending = None
@@ -182,7 +182,7 @@ class Snapshots:  # folders step_00000100, step_00000200, ... of which the last 
         """Return the first step that is still to be done."""
         if RANK == 0:
             shutil.rmtree(self.folder / "temporary", ignore_errors=True)  # of a program that was killed
-        found = [max(self.folder.glob("step_*"), default=None)]
+        found = [max(self.folder.glob("step_????????"), default=None)]
         dist.broadcast_object_list(found)  # All take the one that rank 0 has found.
         if found[0] is None:
             return 0
