@@ -87,14 +87,17 @@ def in_ranks(count, name, *arguments):
     with mp.get_context("fork").Manager() as manager:
         printed = manager.list()
         mp.start_processes(as_rank, (place, printed, name, arguments), nprocs=count, start_method="fork")
-        return list(printed)
+        return [line for line in printed if not line.startswith("random")], {*printed}
 
 
 def as_rank(rank, place, printed, name, arguments):
     torch.set_num_threads(1)
+    if os.path.isdir(str(rank)):
+        os.chdir(str(rank))
     place = place | {"RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in place.items()})
     printed.extend(execute(name, *arguments))
+    printed.append(f"random {torch.rand(1).item()}")
 
 
 def same_state(one, other):
@@ -177,10 +180,10 @@ def test_sharded_programs_continue_with_another_number_of_processes(run, data, r
     monkeypatch.chdir(tmp_path)
     options = [*small(data), "--checkpoint", "run"]
     with virtual_gpus(4):
-        printed = in_ranks(2, "fsdp", *options, "--epochs", 1)
-        printed += in_ranks(4, "tensor_parallel", *options, "--epochs", 2)
+        printed, _ = in_ranks(2, "fsdp", *options, "--epochs", 1)
+        printed += in_ranks(4, "tensor_parallel", *options, "--epochs", 2)[0]
         assert same_state(tmp_path / "run" / "epoch_0001", reference[1])
-        printed += in_ranks(2, "pipeline_ranks", *options, "--epochs", 3)
+        printed += in_ranks(2, "pipeline_ranks", *options, "--epochs", 3)[0]
     assert close(printed, run("one_gpu", "--epochs", 3)) and len(printed) == 3
     assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["epoch_0002"]
 
@@ -289,6 +292,18 @@ def test_ddp_takes_the_gpu_of_its_local_rank(run, reference, monkeypatch, tmp_pa
     assert close(printed, reference[0]) and same_state(tmp_path / "last.pt", reference[1])
 
 
+def test_ranks_of_ddp_continue_without_a_shared_disk_and_draw_numbers_of_their_own(run, data, monkeypatch, tmp_path):
+    """Each rank has a folder of its own, and only that of rank 0 has the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("0"), os.mkdir("1")
+    expected = run("one_gpu", "--epochs", 2)
+    run("one_gpu", "--epochs", 1, "--checkpoint", "0/last.pt")
+    with virtual_gpus(2):
+        printed, everything = in_ranks(2, "ddp", *small(data), "--epochs", 2, "--checkpoint", "last.pt")
+    assert close(printed, expected[1:]) and not os.listdir("1")
+    assert len([line for line in everything if line.startswith("random")]) == 2
+
+
 # A program, but rank 0 is killed in its eighth step, the second one of epoch 1. When it is started again it comes late,
 # so that rank 1 would find the address of the killed process in a store that torchrun has kept.
 KILLED = """
@@ -389,7 +404,7 @@ def test_a_dry_run_of_the_slurm_file_for_scaling(tmp_path):
         ("#SBATCH -N 2\nsrun bash -c 'torchrun --node-rank $SLURM_NODEID x.py'", 0, "torchrun --node-rank 1 x.py"),
         ("#SBATCH -N 2\n#SBATCH --ntasks-per-node=2\nsrun ./train.sh", 0, "node-2:\n    ./train.sh\n    ./train.sh"),
         ("#SBATCH --array=1,4-6:2\nsrun python x.py $SLURM_ARRAY_TASK_ID", 0, "task 6\nnode-1:\n    python x.py 6"),
-        ("module load cuda\ntorchrun x.py", 0, "there is no x.py in this folder"),
+        ("module load cuda\ntorchrun x.py", 0, "x.py is not here. Call sbatch from"),
         ("srun python x.py --cores $SLURM_CPUS_PER_TASK", 0, "the file uses SLURM_CPUS_PER_TASK, which"),
         ("#SBATCH -N 1\necho hello", 1, "Nothing was started"),
         ("if true", 2, "syntax error"),

@@ -116,7 +116,7 @@ for name in $(grep -v '^#' "$file" | grep -oE 'SLURM_[A-Z_]+' | sort -u); do
     if [ -z "${!name+set}" ]; then echo "Look: the file uses $name, which this dry run does not set for what the file asks."; fi
 done
 for word in $(grep -E '\.py$' "$DRY_RUN/words" | sort -u); do
-    if [ ! -e "$word" ]; then echo "Look: there is no $word in this folder."; fi
+    if [ ! -e "$word" ]; then echo "Look: $word is not here. Call sbatch from the folder where it is."; fi
 done
 echo "Checked: the syntax, the commands above, and the names of variables and programs."
 echo "Not checked: modules, paths and the network of the cluster, and whether it grants $nodes x ${SLURM_GPUS_ON_NODE:-no} GPUs."
