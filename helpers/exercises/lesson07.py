@@ -93,7 +93,7 @@ JOBS = {
     "C": WaitingJob(_TWO_STAGES, "A100", {"micro_batches": 1, "fused": False}),
     "D": WaitingJob(
         "an embedding of words on GPU 0, layers that take the mean of each text's vectors on GPU 1, in one process",
-        "TITAN Xp", {"micro_batches": 4, "average_on": 1, "fused": False},
+        "RTX 4090", {"micro_batches": 4, "average_on": 1, "fused": False},
     ),
 }  # fmt: skip
 _POSSIBLE = {
