@@ -70,10 +70,14 @@ class _Watched(nn.Module):
         torch.manual_seed(0)
         self.embedding, self.output = nn.Embedding(11, 6), nn.Linear(6, 11)
         self.seen: list[tuple[int, bool]] = []
+        self.went_back = False
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.seen.append((len(tokens), self.output.weight.grad is not None))
-        return self.output(self.embedding(tokens).tanh())
+        self.seen.append((len(tokens), self.went_back))
+        logits = self.output(self.embedding(tokens).tanh())
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: setattr(self, "went_back", True))
+        return logits
 
 
 @exercise
