@@ -1,16 +1,21 @@
 """Checks of lesson 06, out of memory: they run the learner's loops and measure what these take and leave behind."""
 
+import copy
+import functools
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear_cross_entropy
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.exercises.gpus import need_gpus
-from helpers.measure import MiB
+from helpers.exercises.gpus import AGAIN, need_gpus
+from helpers.exercises.par import Score, compare_with_par, measured
+from helpers.measure import GiB, MiB
+from helpers.models import LLAMA_1B, Llama
 
 WIDTH, BATCH = 1024, 256
 SLACK = 1.0 * MiB  # for losses, counters and the rounding of the allocator
@@ -25,15 +30,15 @@ def _gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _net(gpu: torch.device, outputs: int = 10) -> nn.Sequential:
+def _net(gpu: torch.device, outputs: int = 10, inputs: int = 64) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs)]
+    layers = [nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs)]
     return nn.Sequential(*layers).to(gpu)
 
 
-def _batches(count: int = 6, batch: int = BATCH) -> Batches:
+def _batches(count: int = 6, batch: int = BATCH, inputs: int = 64) -> Batches:
     torch.manual_seed(1)
-    x, y = torch.randn(count, batch, 64), torch.randint(10, (count, batch))
+    x, y = torch.randn(count, batch, inputs), torch.randint(10, (count, batch))
     return list(zip(x, y, strict=True))
 
 
@@ -41,8 +46,23 @@ def _measured(run: Callable[[], object]) -> tuple[object, int, int]:
     """What `run()` returned, and the bytes that the GPU held more at the peak and in the end, the result among them."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    result = run()
+    result = _with_gradients_afterwards(run)
     return result, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+
+
+def _with_gradients_afterwards(run: Callable[[], object]) -> object:
+    """What `run()` returned. Whether PyTorch builds graphs must be afterwards as before, and is."""
+    before = torch.is_grad_enabled()
+    try:
+        result = run()
+        builds_graphs = torch.is_grad_enabled() or not before
+    finally:
+        torch.set_grad_enabled(before)
+    what = (
+        "Your function leaves gradients switched off for the whole program, so that no model can be trained any more."
+    )
+    require(builds_graphs, what, "Switch them off in a block: `with torch.no_grad():`.")
+    return result
 
 
 def _require_small(peak: float, most: float, left: float, kept: float, why: str) -> None:
@@ -78,18 +98,22 @@ def validation_loss(answer):
     require(not graphs, "Each batch still builds a graph, and frees it afterwards. A validation needs no graph.")
     kept = all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
     require(kept, "The model has changed: its parameters need requires_grad=True for training, and no gradients.")
+    what = "Your function leaves the model in evaluation mode, where dropout and batch normalization do not train."
+    require(all(module.training for module in net.modules()), what, "Call `model.train()` at the end.")
     return f"The peak is {peak / MiB:.1f} MiB, that of a single batch without a graph."
 
 
 @exercise
 def features(answer):
-    """Exercise 2: `answer(net, batches)` gives the first four outputs of each image, without keeping all of them."""
+    """Going further, A: `answer(net, batches)` gives four outputs of each image, without keeping all of them."""
     gpu = _gpu()
     net, batches = _net(gpu, outputs=WIDTH), _batches()
     with torch.no_grad():
         right = torch.cat([net(x.to(gpu))[:, :4].clone() for x, _ in batches])
         _, one, _ = _measured(lambda: net(batches[0][0].to(gpu)))
     result, peak, left = _measured(lambda: call(answer, net, batches))
+    kind = result.dtype if isinstance(result, Tensor) else right.dtype
+    require(kind == right.dtype, f"The features are {kind}, which rounds them. Keep {right.dtype}.")
     compare.tensor(result, right)
     compare.device(result, gpu)
     require(not result.requires_grad, "The features still refer to a graph. Nothing will be trained with them.")
@@ -100,17 +124,19 @@ def features(answer):
 
 @exercise
 def halve_until_it_fits(answer):
-    """Exercise 3: `answer(step, batch)` gives the largest of batch, batch // 2, ... that fits, with all memory back."""
+    """Exercise 2: `answer(step, batch)` gives the largest of batch, batch // 2, ... that fits, with all memory back."""
     gpu = _gpu()
     torch.cuda.empty_cache()
     room = torch.cuda.mem_get_info(gpu)[0]
-    tried = []
+    empty = torch.cuda.memory_allocated()
+    tried, found = [], []  # each batch, and the bytes that were on the GPU when its step began
 
     def step(batch: int) -> None:
         tried.append(batch)
+        found.append(torch.cuda.memory_allocated() - empty)
         pieces = []  # a variable of its own, which an error keeps
-        for _ in range(3 if batch else 0):
-            pieces.append(torch.empty(int(room * 0.3 * batch / 100) + 1, dtype=torch.uint8, device=gpu))
+        for share in (0.05, 0.003 * batch, 0.003 * batch, 0.003 * batch) if batch else ():
+            pieces.append(torch.empty(int(share * room), dtype=torch.uint8, device=gpu))
 
     result, peak, left = _measured(lambda: call(answer, step, 400))
     what = f"Your function tried {', '.join(map(str, tried[:6]))} and returned {show(result)}."
@@ -118,34 +144,72 @@ def halve_until_it_fits(answer):
     require(tried[:3] == [400, 200, 100], what, "Each try should be half of the one before.")
     why = "What still refers to the tensors of the steps that failed?"
     require(result == 100, what, f"A batch of 100 fits on an empty GPU. {why}")
+    for batch, size in zip(tried, found, strict=True):
+        full = f"When step({batch}) began, {size / MiB:,.0f} MiB of a step that failed were still on the GPU."
+        require(size <= SLACK, full, "Inside `except`, the error keeps them. Retry after that block.")
     _require_small(peak, room, left, SLACK, why)
+    _require_passed_on(answer)
     return "Each try began on an empty GPU."
+
+
+def _require_passed_on(answer: Callable) -> None:
+    """An error that has nothing to do with memory must end the search."""
+    text = "The labels have the wrong shape."
+    tried = []
+
+    def broken(batch: int) -> None:
+        tried.append(batch)
+        if len(tried) < 4:
+            raise RuntimeError(text)
+
+    try:
+        answer(broken, 400)
+    except RuntimeError as error:
+        if text in str(error):
+            return
+    what = f'When step(400) raised RuntimeError("{text}"), your function hid it.'
+    raise NotYet(what, "Catch only torch.OutOfMemoryError: a smaller batch cures no other error.")
 
 
 @exercise
 def accumulate(answer):
-    """Exercise 4: `answer(net, x, y, pieces)` leaves the batch's gradients, with one piece on the GPU at a time."""
+    """Exercise 3: `answer(net, x, y, pieces)` leaves the batch's gradients, with one piece on the GPU at a time."""
     gpu, pieces = _gpu(), 4
-    net, (x, y) = _net(gpu), _batches(1, 3003)[0]
+    net, (x, y) = _net(gpu, inputs=WIDTH), _batches(1, 803, WIDTH)[0]
     few, labels = x[:10].to(gpu), y[:10].to(gpu)  # in pieces of 3, 3, 3 and 1
     loss = cross_entropy(net(few), labels).item()
     compare.number(call(answer, net, few.cpu(), labels.cpu(), pieces), loss, rel=1e-4, case="The loss of ")
+    compare.device(net, gpu)
     compare.accumulated(net, list(zip(few.chunk(pieces), labels.chunk(pieces), strict=True)))
     net.zero_grad()
-    piece, labels = x.chunk(pieces)[0], y.chunk(pieces)[0]
-    _, one, _ = _measured(lambda: cross_entropy(net(piece.to(gpu)), labels.to(gpu)).backward())
+    _, own, _ = _measured(lambda: _accumulate(net, x, y, pieces))
     net.zero_grad()
+    ran = []  # for each forward pass the device, and the bytes of the tensor that its input is a part of
+    hook = net[0].register_forward_hook(
+        lambda module, inputs, output: ran.append((output.device, inputs[0].untyped_storage().nbytes()))
+    )
     _, peak, left = _measured(lambda: call(answer, net, x, y, pieces))
-    # In a later piece the sum of the gradients is there while the new ones are made.
-    most = one + max(parameter.nbytes for parameter in net.parameters()) + SLACK
+    hook.remove()
+    for device, size in ran:
+        require(device == gpu, f"The model ran on {device}. Run it on {gpu}, piece by piece.")
+        on_gpu = f"Your function moves all of x, {size / MiB:.1f} MiB, to the GPU at once."
+        require(size < x.nbytes, on_gpu, "Move each piece when it is its turn.")
+    part = x.nbytes / pieces  # a name may still refer to the piece before
     why = "The graphs of all pieces exist at the same time. Which call frees the graph of a piece?"
-    _require_small(peak, most, left, most, why)
+    size = sum(parameter.nbytes for parameter in net.parameters())
+    _require_small(peak, own + part + SLACK, left, size + 2 * part + SLACK, why)
     return f"The peak is {peak / MiB:.1f} MiB, that of one piece of {pieces}."
+
+
+def _accumulate(net: nn.Module, x: Tensor, y: Tensor, pieces: int) -> None:
+    gpu = next(net.parameters()).device
+    for part, labels in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+        (cross_entropy(net(part.to(gpu)), labels.to(gpu), reduction="sum") / len(x)).backward()
 
 
 @exercise
 def train_with_drift(answer):
-    """Exercise 5: `answer(net, batches)` trains and returns averages, in memory that does not grow with the batches."""
+    """Going further, B: `answer(net, batches)` trains and returns averages, in memory that does not grow."""
     gpu = _gpu()
     batches, reference, net = _batches(6, 64), _net(gpu), _net(gpu)
     right, own_peak, own_left = _measured(lambda: _drift(reference, batches, gpu))
@@ -156,6 +220,7 @@ def train_with_drift(answer):
         compare.tensor(parameter, weight, rel=1e-3, absolute=1e-5)
     for average, expected in zip(result, right, strict=True):
         compare.tensor(average, expected, rel=1e-3, absolute=1e-7)
+        compare.device(average, gpu)
     size = sum(parameter.nbytes for parameter in net.parameters())
     why = "The memory grows with every batch. What do the averages, or a list, still refer to?"
     # Averages that are not made in place exist twice for a moment, with what they are made of.
@@ -176,7 +241,7 @@ def _drift(net: nn.Module, batches: Batches, gpu: torch.device) -> list[Tensor]:
     return drift
 
 
-# Exercise 6: the parts of a budget, and where each comes from.
+# Exercise 4: the parts of a budget, and where each comes from.
 PARTS = {
     "parameters": "A float32 takes four bytes, and buffers count.",
     "gradients": "Each parameter has one gradient.",
@@ -185,12 +250,12 @@ PARTS = {
     "workspaces": "cuBLAS takes 32 MiB on Hopper GPUs and 8 MiB on most others.",
     "context": "It depends on the GPU. Measure it: mem_get_info's total - free, without what PyTorch has reserved.",
 }
-OFF = 0.1  # how far off a guess may be
+OFF = 0.03  # how far off a guess may be
 
 
 @exercise
 def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str, float]):
-    """Exercise 6: `answer`, MiB by part, must be within 10 % of the second step of `make_net()` under Adam on `batch`.
+    """Exercise 4: `answer`, MiB by part, must be within 3 % of the second step of `make_net()` under Adam on `batch`.
 
     Says of each part how far off it is, and holds the sum against the GPU at the step's peak.
     """
@@ -202,6 +267,8 @@ def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str
     ratios = {name: guesses[name] * MiB / max(parts[name], 1) for name in PARTS}
     wrong = [name for name in PARTS if abs(ratios[name] - 1) > OFF]
     if wrong:
+        in_mb = all(abs(ratios[name] * 10**6 / MiB - 1) < 0.01 for name in wrong)
+        require(not in_mb, f"The figures for {', '.join(wrong)} would be right in MB. 1 MiB is {MiB:,} bytes.")
         what = ", ".join(f"{name} {ratios[name]:.2f}" for name in wrong)
         why = f"Begin with the {wrong[0]}. {PARTS[wrong[0]]}"
         raise NotYet(f"Your figures, divided by the measured ones: {what}. 1 would be right.", why)
@@ -245,3 +312,108 @@ def _measure_parts(make_net: Callable[[], nn.Module], batch: Tensor, gpu: torch.
     found["gradients"] = sum(each.grad.nbytes for each in net.parameters() if each.grad is not None)
     found["optimizer"] = sum(each.nbytes for each in states)
     return found, torch.cuda.max_memory_allocated(gpu)
+
+
+# ---- exercise 5 -----------------------------------------------------------------------------------------------------
+
+SEQUENCES, LENGTH, STEPS = 4, 2048, 2
+
+
+@exercise
+def train(answer):
+    """Exercise 5: `answer(net, batches)` trains as `_naive` does. Its score: the peak and the time of a step."""
+    gpu = need_gpus(1, values=False)[0]
+    capacity = torch.cuda.get_device_properties(gpu).total_memory
+    asked = f"This GPU has {capacity / GiB:.1f} GiB, and the exercise asks for one of 24 GB."
+    require(22 * GiB < capacity < 25 * GiB, asked, AGAIN)
+    require(callable(answer), f"{show(answer)} cannot be called. Pass the function itself: its name without brackets.")
+    _require_the_same_weights(answer)
+    gc.collect()
+    held = torch.cuda.memory_allocated(gpu)
+    require(held < 64 * MiB, f"Your cells still hold {held / GiB:.1f} GiB on the GPU.", AGAIN)
+    you = _score(answer, gpu)
+    states = 4 * 2 * sum(parameter.numel() for parameter in _llama(torch.device("meta")).parameters())
+    why = f"Weights, gradients and AdamW's state take {states / GiB:.1f} GiB. What takes the rest?"
+    require(you.peak is not None, f"Your function runs out of memory on {capacity / GiB:.1f} GiB.", why)
+    naive, par = _goals(torch.cuda.get_device_name(gpu))
+    return compare_with_par("06 1.2 billion parameters on 24 GB", naive=naive, par=par, you=you)
+
+
+def _require_the_same_weights(answer: Callable) -> None:
+    """On the CPU in float64, the weights after three steps are those of `_naive`, up to rounding error."""
+    torch.manual_seed(0)
+    net = Llama(vocabulary=96, width=32, layers=2, heads=4, kv_heads=2, hidden=64, tied=True).double()
+    twin, before = copy.deepcopy(net), copy.deepcopy(net)
+    batches = [torch.randint(96, (5, 9)) for _ in range(3)]  # in 4 chunks: 2, 2 and 1 sequences
+    _naive(twin, batches)
+    _with_gradients_afterwards(lambda: answer(net, batches))
+    pairs = list(zip(net.named_parameters(), twin.parameters(), before.parameters(), strict=True))
+    changed = any(not torch.equal(parameter, start) for (_, parameter), _, start in pairs)
+    require(changed, "The weights have not changed. Train the model that your function gets, and call step().")
+    for (name, parameter), right, _ in pairs:
+        try:
+            compare.tensor(parameter, right, rel=1e-5, absolute=1e-5)
+        except NotYet as wrong:
+            where = f"After {len(batches)} steps on a small model, {name} is not what AdamW makes of the whole batches."
+            raise NotYet(where, *wrong.args) from wrong
+
+
+def _llama(device: torch.device) -> Llama:
+    with device:
+        return Llama(**LLAMA_1B).bfloat16()
+
+
+def _score(train: Callable, gpu: torch.device) -> Score:
+    """The score of a step of `train` at the size of the exercise; Score(None, None) where it runs out of memory."""
+    net = _llama(gpu)
+    batches = [torch.zeros(SEQUENCES, LENGTH + 1, dtype=torch.long, device=gpu) for _ in range(STEPS)]
+    backwards = Counter()  # for each parameter how often it got a gradient
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: backwards.update([id(parameter)]))
+    ran = set()
+    for block in net.blocks:
+        block.register_forward_hook(lambda module, inputs, output: ran.add(output.device))
+    try:
+        score = measured(lambda: train(net, batches), gpu, steps=1)
+    except torch.OutOfMemoryError:
+        return Score(None, None)
+    require(ran == {gpu}, f"The blocks ran on {', '.join(map(str, ran)) or 'no GPU'}. Run all of them on {gpu}.")
+    compare.device(net, gpu)
+    fewest = min(backwards[id(parameter)] for parameter in net.parameters())
+    require(fewest >= STEPS, f"In {STEPS} steps, some weights of the large model got a gradient {fewest} times.")
+    return Score(score.peak, score.seconds / STEPS)
+
+
+@functools.cache
+def _goals(kind: str) -> tuple[Score, Score]:
+    """The scores of `_naive` and of the folded solution on this kind of GPU."""
+    gpu = torch.device("cuda", 0)
+    scores = []
+    for train in (_naive, _par):
+        scores.append(_score(train, gpu))
+        gc.collect()
+        torch.cuda.empty_cache()
+    return scores[0], scores[1]
+
+
+def _naive(net: Llama, batches: list[Tensor]) -> None:
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.001, weight_decay=0.1)
+    for tokens in batches:
+        adamw.zero_grad()
+        cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        adamw.step()
+
+
+def _par(net: Llama, batches: list[Tensor]) -> None:
+    net.recompute = True
+    adamw = torch.optim.AdamW(net.parameters(), lr=0.001, weight_decay=0.1, fused=True)
+    for tokens in batches:
+        adamw.zero_grad()
+        _chunked_loss(net, tokens).backward()
+        adamw.step()
+
+
+def _chunked_loss(net: Llama, tokens: Tensor) -> Tensor:
+    features = net.features(tokens[:, :-1]).flatten(0, 1)
+    chunks = nn.LinearCrossEntropyOptions()
+    return linear_cross_entropy(features, net.output.weight, tokens[:, 1:].flatten(), options=chunks)

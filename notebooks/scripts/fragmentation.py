@@ -2,7 +2,6 @@
 
 python fragmentation.py
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python fragmentation.py
-PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:20 python fragmentation.py
 """
 
 import torch
