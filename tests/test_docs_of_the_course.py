@@ -228,8 +228,16 @@ def test_the_quoted_sentences_are_those_of_the_checks():
 # --- the cheat sheet -------------------------------------------------------------------------------------
 
 GIVEN = """
-model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
-model.blocks = [model[0]]
+def Net():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    model.blocks = [model[0]]
+    return model
+
+def initialize(module):
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.1)
+
+model = Net()
 dataset = [(torch.randn(4), number % 3) for number in range(8)]
 images, labels = next(iter(DataLoader(dataset, 8)))
 batch_size, epochs, path, folder = 2, 1, "model.pt", "checkpoint"
