@@ -84,6 +84,8 @@ def test_a_notebook_shows_a_box_and_counts_what_is_solved(notebook, monkeypatch)
     assert plain == "Correct: Right. (2 of 2 solved)" and "✔ Correct</b> &nbsp; 2 of 2 solved<br>Right." in box
     monkeypatch.setattr(scores, "_here", {})  # another day
     assert scores.read("solved") == {"lesson99": ["first", "second"]}
+    monkeypatch.setenv("COURSE_PROGRESS", "off")  # as when lessons are stored and tested
+    assert notebook(lesson.first, 42)[0] == "Correct: Right."
 
 
 def test_scores_survive_a_damaged_file_and_can_be_switched_off(notebook, monkeypatch):

@@ -80,7 +80,7 @@ def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
 def _solved(check: Callable, correct: bool) -> str:
     """Such as "3 of 5 solved", after a right answer of the learner. After a stored solution nothing is counted."""
     shell = _shell()
-    if not correct or shell is None or shell.user_ns["In"][-1].startswith("# Solution"):
+    if not correct or shell is None or scores.is_off() or shell.user_ns["In"][-1].startswith("# Solution"):
         return ""
     lesson = sys.modules[check.__module__]
     names = {name for name, value in vars(lesson).items() if getattr(value, "is_exercise", False)}

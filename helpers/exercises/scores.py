@@ -2,7 +2,7 @@
 
     add("solved", "lesson03", "combine")     # the names under "lesson03" in .progress/solved.json, with this one
 
-Nothing is read or written where the environment says COURSE_PROGRESS=off: stored lessons depend on no reader.
+Nothing is read, written or counted where the environment says COURSE_PROGRESS=off: stored lessons depend on no reader.
 """
 
 import json
@@ -19,7 +19,7 @@ def read(name: str) -> dict[str, Any]:
     """The content of a file, by keys. A missing file is empty; a damaged one is set aside under another name."""
     found = _here.setdefault(name, {})
     path = FOLDER / f"{name}.json"
-    if not _is_off() and path.exists():
+    if not is_off() and path.exists():
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             found.update(stored)
@@ -32,7 +32,7 @@ def read(name: str) -> dict[str, Any]:
 def write(name: str, content: dict[str, Any]) -> None:
     """Replace the file in one step. A folder that cannot be written to costs the score, not the lesson."""
     _here[name] = content
-    if _is_off():
+    if is_off():
         return
     unfinished = FOLDER / f"{name}.json.{os.getpid()}"
     with suppress(OSError):
@@ -49,5 +49,6 @@ def add(name: str, key: str, value: str) -> set[str]:
     return names
 
 
-def _is_off() -> bool:
+def is_off() -> bool:
+    """Whether the environment says COURSE_PROGRESS=off."""
     return os.environ.get("COURSE_PROGRESS", "").lower() == "off"
