@@ -9,14 +9,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def in_ranks(function, *arguments, count: int, seconds: float = 120) -> list:
+def in_ranks(function, *arguments, count: int, seconds: float = 120, backend: str = "nccl") -> list:
     """What `function(rank, *arguments)` returns in each of `count` forked processes, rank 0's first.
 
-    Each process is in the process group and on the GPU of its rank. The first error of a rank ends all of them and
-    is raised here as torch.multiprocessing.ProcessRaisedException.
+    Each process is in the process group (of `backend`) and on the GPU of its rank. The first error of a
+    rank ends all of them and is raised here as torch.multiprocessing.ProcessRaisedException.
     """
     with tempfile.TemporaryDirectory() as folder:
-        work = (function, arguments, count, folder)
+        work = (function, arguments, count, folder, backend)
         context = mp.start_processes(_rank, args=work, nprocs=count, join=False, start_method="fork")
         end = time.monotonic() + seconds
         while not context.join(timeout=1):
@@ -27,11 +27,11 @@ def in_ranks(function, *arguments, count: int, seconds: float = 120) -> list:
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _rank(rank, function, arguments, count, folder):
+def _rank(rank, function, arguments, count, folder, backend):
     torch.set_num_threads(1)
     torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl",
+        backend,
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=count,
