@@ -150,6 +150,23 @@ def test_a_check_leaves_random_states_and_current_gpu_as_they_were(shapes_only):
         assert all(map(torch.equal, before, [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]))
 
 
+def test_settings_that_an_answer_leaves_behind_are_told_and_undone():
+    def learner():
+        torch.set_default_device("cuda:1")
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        return torch.ones(1)
+
+    check = exercise(lambda fn: str(call(fn).dtype))
+    with virtual_gpus(2):
+        assert "leaves PyTorch's default device at cuda:1" in check(learner).text
+        assert (torch.get_default_device(), torch.get_default_dtype()) == (CPU, torch.float32)
+        assert torch.is_grad_enabled()
+        torch.set_default_device(GPU_1)  # a cell's own setting does not reach the check, and stays
+        assert check(lambda: torch.ones(1).cpu() + torch.ones(1)) and torch.get_default_device() == GPU_1
+        torch.set_default_device(None)
+
+
 def test_show_is_one_short_line():
     assert show("a\nb") == "'a\\nb'"
     assert len(show(list(range(1000)))) == 80

@@ -6,8 +6,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ def require(condition: bool, *sentences: str) -> None:
 def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
     """Make an exercise's check of a function that ends in NotYet where the answer is wrong.
 
-    Every other exception ends in a "Not yet", too; only Ctrl-C passes through. The random states and the current GPU
-    are afterwards as they were before: later cells must not depend on whether a check was run.
+    Every other exception ends in a "Not yet", too; only Ctrl-C passes through. The random states, the current GPU and
+    PyTorch's settings are afterwards as they were before: later cells must not depend on whether a check was run.
     """
 
     @functools.wraps(check)
@@ -63,7 +63,7 @@ def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
             _refuse_stubs([*answers, *options.values()])
             gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
             current = torch.cuda.device(torch.cuda.current_device()) if gpus else nullcontext()
-            with torch.random.fork_rng(range(gpus)), current:
+            with torch.random.fork_rng(range(gpus)), current, _settings_of_pytorch():
                 correct, text = True, "Correct: " + check(*answers, **options)
         except KeyboardInterrupt:
             raise
@@ -75,6 +75,21 @@ def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
 
     checked.is_exercise = True  # type: ignore[attr-defined]
     return checked
+
+
+@contextmanager
+def _settings_of_pytorch() -> Iterator[None]:
+    """PyTorch's own default device, default dtype and gradients, whatever a cell or an answer sets; then the cell's."""
+    device, dtype, gradients = torch.get_default_device(), torch.get_default_dtype(), torch.is_grad_enabled()
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_device(None if device.type == "cpu" else device)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(gradients)
 
 
 def _solved(check: Callable, correct: bool) -> str:
@@ -117,7 +132,13 @@ def call(fn: object, *args, **kwargs) -> object:
     """`fn(*args, **kwargs)` of a learner's function; "Not yet" if it cannot be called or returns None or `...`."""
     if not callable(fn):
         raise NotYet(f"{show(fn)} cannot be called. Pass the function itself: its name without brackets.")
-    return given(fn(*args, **kwargs), fn)
+    before = torch.get_default_device()
+    result = given(fn(*args, **kwargs), fn)
+    left = torch.get_default_device()
+    name = getattr(fn, "__name__", type(fn).__name__)
+    later = f"`{name}` leaves PyTorch's default device at {left}, and all later cells would create their tensors there."
+    require(left == before, later, "Use `device=`, or a block `with torch.device(...):`.")
+    return result
 
 
 def given(result: object, fn: object) -> object:
