@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,32 @@ def run_on(gpu, net, images):
     return net.to(gpu)(images.to(gpu))
 
 
+def on_the_current_gpu(gpu, net, images):
+    with torch.cuda.device(gpu):
+        return net.cuda().forward(images.cuda())
+
+
+def on_the_cpu(gpu, net, images):
+    net.to(gpu)
+    return nn.functional.linear(images.flatten(1), net[1].weight.cpu(), net[1].bias.cpu()).to(gpu)
+
+
+def and_then(change):
+    """`run_on`, and after it `change(model, images, output)`."""
+
+    def function(gpu, net, images):
+        output = run_on(gpu, net, images)
+        change(net, images, output)
+        return output
+
+    return function
+
+
+def default_device_left(gpu, net, images):
+    torch.set_default_device(gpu)
+    return run_on(gpu, net, images)
+
+
 def budget(net):
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in net.parameters()) / 2**20
 
@@ -32,7 +59,8 @@ def measured(net):
     before = torch.cuda.memory_allocated(0)
     net = copy.deepcopy(net).cuda()
     adam = torch.optim.Adam(net.parameters())
-    net(torch.ones(1, next(net.parameters()).shape[1], device="cuda")).sum().backward()
+    weight = next(net.parameters())
+    net(weight.new_ones(1, weight.shape[1])).sum().backward()
     adam.step()
     return (torch.cuda.memory_allocated(0) - before) / 2**20
 
@@ -40,10 +68,16 @@ def measured(net):
 def test_right_answers_pass_and_leave_no_memory_behind():
     assert check.total_memory(64) and check.total_memory(64.0)
     assert check.run_on(run_on) and check.run_on(lambda gpu, net, images: net.cuda(gpu)(images.cuda(gpu)))
-    assert check.run_on(lambda gpu, net, images: copy.deepcopy(net).to(gpu).forward(images.to(gpu)))
+    assert check.run_on(lambda gpu, net, images: nn.DataParallel(net.to(gpu), [gpu])(images))
+    assert check.run_on(on_the_current_gpu)
     assert check.budget(budget)
     assert check.budget(measured)
-    assert check.pieces([4, 4, 4, 2]) and check.pieces((4, 4, 4, 2)) and check.pieces(torch.tensor([4, 4, 4, 2]))
+    assert (
+        check.pieces(np.array([4, 4, 4, 2]))
+        and check.pieces([4, 4, 4, 2])
+        and check.pieces((4, 4, 4, 2))
+        and check.pieces(torch.tensor([4, 4, 4, 2]))
+    )
     assert [torch.cuda.memory_allocated(index) for index in range(4)] == [0] * 4
 
 
@@ -80,6 +114,19 @@ def test_wrong_ways_to_run_on_a_gpu_are_explained():
         (lambda gpu, net, images: run_on(gpu, net, images[:12]), "the shape is (12, 3), and it should be (15, 3)"),
         (lambda gpu, net, images: run_on(gpu, net, images).detach(), "has no graph"),
         (torch.no_grad()(run_on), "Use neither `detach` nor `no_grad`"),
+        (lambda gpu, net, images: run_on(gpu, net, images).detach().requires_grad_(), "Is the output detached?"),
+        (lambda gpu, net, images: torch.tensor(run_on(gpu, net, images).tolist()).to(gpu), "has no graph"),
+        (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net), images), "Afterwards `model` is on cpu. Move it"),
+        (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.to(gpu)), images), "did a copy of the model compute"),
+        (lambda gpu, net, images: run_on(gpu, net.requires_grad_(False), images), "has no graph"),
+        (lambda gpu, net, images: run_on(gpu, net, images).double(), "torch.float64, and the model and the images are"),
+        (lambda gpu, net, images: run_on(gpu, net.eval(), images), "leaves the model in evaluation mode"),
+        (on_the_cpu, "copies from cuda:3 to cpu. Compute on cuda:3"),
+        (and_then(lambda net, images, output: net.cpu()), "Afterwards `model` is on cpu"),
+        (and_then(lambda net, images, output: images.zero_()), "The function changed `images` itself"),
+        (and_then(lambda net, images, output: net[1].weight.data.zero_()), "changed the weights of `model`"),
+        (and_then(lambda net, images, output: output.sum().backward()), "calls `backward()`. Leave that to the caller"),
+        (default_device_left, "leaves PyTorch's default device at cuda:3"),
         (lambda gpu, net, images: run_on(gpu, net, images).softmax(1), "values are wrong"),
         (lambda gpu, net, images: net.to(gpu), "is not a tensor"),
         (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
@@ -96,6 +143,7 @@ def test_wrong_budgets_are_explained():
         (lambda net: f"{budget(net)} MiB", "is text"),
         (lambda net: budget(nn.Linear(1000, 500)), "more than twice the right value"),
         (lambda net: budget(net) * 1.5, "is too large"),
+        (lambda net: 16 * sum(p.numel() for p in net.parameters()) / 2**20, "and this model is in bfloat16"),
         (lambda net: sum(p.nbytes for n, p in net.named_parameters() if "weight" in n) / 2**18, "counts the weights"),
         (lambda net: budget(net) * 1.02, "is too large"),
         (lambda net: torch.tensor([1.0, 2.0]), "of type Tensor. Give a number."),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from helpers.exercises.compare import as_number
 from helpers.exercises.core import NotYet, require, show
@@ -25,6 +26,22 @@ def need_gpus(least: int, values: bool | None = None) -> list[torch.device]:
         require(keeps or not values, "These GPUs keep no values, and the exercise needs them.", AGAIN)
         require(values or not keeps, "These GPUs compute values. A job of this size needs shapes_only=True.", AGAIN)
     return [torch.device("cuda", index) for index in range(count)]
+
+
+class Copies(TorchFunctionMode):
+    """`seen` has the pair (from, to) of every copy between two devices in the block, by `.to`, `.cpu` or `.cuda`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[torch.device, torch.device]] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") in ("to", "cpu", "cuda") and isinstance(result, Tensor):
+            start = args[0].device
+            if start != result.device:
+                self.seen.append((start, result.device))
+        return result
 
 
 def check_largest(answer: object, step: int, most: int, unit: str, train: Callable) -> None:

@@ -1,11 +1,14 @@
 """Checks of lesson 00: the memory of all GPUs, a model on a chosen GPU, a budget, the pieces of a batch."""
 
+import copy
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from helpers.exercises import compare
 from helpers.exercises.core import call, exercise, require, show
-from helpers.exercises.gpus import need_gpus
+from helpers.exercises.gpus import Copies, need_gpus
 from helpers.measure import GiB
 
 BATCH = 14  # images in the exercise on pieces; lesson 02 asks for 10
@@ -27,22 +30,51 @@ def run_on(answer):
     for gpu in reversed(need_gpus(GPUS)):  # the current GPU last: code that ignores `gpu` would pass there
         torch.manual_seed(gpu.index)
         linear, images, ran_on = nn.Linear(16, 3), torch.randn(12 + gpu.index, 1, 4, 4), set()
-        model = nn.Sequential(nn.Flatten(), linear)
-        expected = model(images).detach()
+        model, given = nn.Sequential(nn.Flatten(), linear), images.clone()
+        alone = copy.deepcopy(linear)
+        expected = alone(images.flatten(1))
         linear.register_forward_hook(lambda module, inputs, output, ran_on=ran_on: ran_on.add(str(output.device)))
         before = _requests()
-        output = call(answer, gpu, model, images)
+        with Copies() as copies:
+            output = call(answer, gpu, model, images)
         compare.tensor(output, expected)
         require(output.device == gpu, f"The output is on {output.device}, and it should be on {gpu}.")
+        dtypes = f"The output is {output.dtype}, and the model and the images are {expected.dtype}."
+        require(output.dtype == expected.dtype, dtypes, "Change only the device.")
         places = ", ".join(sorted(ran_on))
         only = f"The output is on {gpu}, but the model ran on {places}. Use no GPU except {gpu}."
         require(ran_on <= {str(gpu)}, only, "Move the model and the images there before you call the model.")
         others = [other for other, count in _requests().items() if count != before[other] and other != gpu]
         detour = f"The model ran on {gpu}, but the model or the images were on {', '.join(map(str, others))} before."
         require(not others, detour, f"Move both straight to {gpu}.")
+        _require_kept(images, given, model, linear, alone, gpu)
+        away = sorted({str(place) for start, place in copies.seen if start == gpu})
+        require(not away, f"Your function copies from {gpu} to {', '.join(away)}. Compute on {gpu}, and return that.")
         graph = "The output has no graph, so `backward()` cannot reach the model. Use neither `detach` nor `no_grad`."
         require(output.requires_grad, graph)
-    return "The model gave the right output on each GPU in turn."
+        rising = torch.linspace(1, 2, expected.numel()).reshape(expected.shape)  # a gradient of its own for each value
+        (output * rising.to(gpu)).sum().backward()
+        (expected * rising).sum().backward()
+        reached = (
+            "After `backward()` of the output, the parameters of `model` have no gradient. Is the output detached?"
+        )
+        require(
+            linear.weight.grad is not None, reached, "Or did a copy of the model compute it? `model` would not train."
+        )
+        compare.tensor(linear.weight.grad, alone.weight.grad, rel=1e-3, absolute=1e-4)
+    return "The model gave the right output on each GPU in turn, and gradients reach it."
+
+
+def _require_kept(images: Tensor, given: Tensor, model: nn.Module, linear: nn.Module, alone: nn.Module, gpu) -> None:
+    """Besides moving the model to `gpu`, the function must have changed nothing."""
+    kept = images.device == given.device and torch.equal(images, given)
+    require(kept, "The function changed `images` itself. The caller may still need them, so use what `.to` returns.")
+    place = linear.weight.device
+    require(place == gpu, f"Afterwards `model` is on {place}. Move it to {gpu}, and leave it there.")
+    kept = torch.equal(linear.weight.detach().cpu(), alone.weight.detach())
+    require(kept, "The function changed the weights of `model`. Only move them.")
+    require(linear.weight.grad is None, "The function calls `backward()`. Leave that to the caller, who has a loss.")
+    require(model.training and linear.training, "The function leaves the model in evaluation mode. Do not call `eval`.")
 
 
 def _requests() -> dict[torch.device, int]:
@@ -60,11 +92,12 @@ def budget(answer):
         nn.Linear(1000, 500),
         nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 40, bias=False)),
         widest,
+        nn.Linear(600, 400, dtype=torch.bfloat16),
     ):
-        value = call(answer, model)
+        value = call(answer, copy.deepcopy(model))
         parameters = list(model.to(gpu).parameters())
         adam = torch.optim.Adam(parameters)
-        model(torch.ones(1, parameters[0].shape[1], device=gpu)).sum().backward()
+        model(torch.ones(1, parameters[0].shape[1], device=gpu, dtype=parameters[0].dtype)).sum().backward()
         adam.step()
         states = [state for each in adam.state.values() for state in each.values() if state.is_cuda]
         held = sum(each.nbytes for each in (*parameters, *(p.grad for p in parameters), *states))
@@ -76,6 +109,8 @@ def budget(answer):
             3 * size: "is three times the size of the parameters. How many values does Adam keep for each of them?",
             4 * weights: "counts the weights alone. The biases of the linear layers are parameters too.",
         }
+        if parameters[0].dtype == torch.bfloat16:
+            mistakes[8 * size] = "has 4 bytes per value, and this model is in bfloat16. Does `nbytes` of a tensor help?"
         compare.memory(value, held, "MiB", rel=0.01, mistakes=mistakes)
     return "After a step with Adam, a model takes four times the size of its parameters."
 
@@ -85,7 +120,7 @@ def pieces(answer):
     """Exercise 3: how many of 14 images each of four GPUs gets, GPU 0 first."""
     gpus = need_gpus(GPUS)[:GPUS]
     expected = [len(piece) for piece in nn.parallel.scatter(torch.zeros(BATCH, 1), gpus)]
-    found = answer.tolist() if isinstance(answer, Tensor) else answer
+    found = answer.tolist() if isinstance(answer, Tensor | np.ndarray) else answer
     four = isinstance(found, list | tuple) and len(found) == GPUS
     require(four, f"The answer is {show(answer)}. Give a list of {GPUS} numbers, one for each GPU.")
     numbers = [compare.as_number(each) for each in found]
