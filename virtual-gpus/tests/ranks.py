@@ -9,15 +9,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def in_ranks(function, *arguments, count: int, seconds: float = 120, backend: str = "nccl") -> list:
-    """What `function(rank, *arguments)` returns in each of `count` forked processes, rank 0's first.
+def in_ranks(
+    function, *arguments, count: int, seconds: float = 120, backend: str = "nccl", start: str = "fork"
+) -> list:
+    """What `function(rank, *arguments)` returns in each of `count` processes (forked or spawned), rank 0's first.
 
     Each process is in the process group (of `backend`) and on the GPU of its rank. The first error of a
     rank ends all of them and is raised here as torch.multiprocessing.ProcessRaisedException.
     """
     with tempfile.TemporaryDirectory() as folder:
         work = (function, arguments, count, folder, backend)
-        context = mp.start_processes(_rank, args=work, nprocs=count, join=False, start_method="fork")
+        context = mp.start_processes(_rank, args=work, nprocs=count, join=False, start_method=start)
         end = time.monotonic() + seconds
         while not context.join(timeout=1):
             if time.monotonic() > end:

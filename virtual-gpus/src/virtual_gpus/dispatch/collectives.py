@@ -5,6 +5,10 @@ process group was given before: a group has one queue, as a communicator of NCCL
 process has come. So each process says when it would begin, by a tiny collective more over the same group, and all
 arrive at the same end. In a group of the backend "fake" there is nobody to wait for.
 
+A message begins after the collectives of its group too, and collectives after the messages. What a rank sends and what
+it receives do not wait for each other, because links carry both directions at once. Messages in one direction share the
+link, so they go one after the other.
+
 Whoever uses the result waits for that end, on the GPU, and so does the stream on which `work.wait()` or `wait_tensor`
 is called; the host goes on. That is how NCCL works, and how DistributedDataParallel's buckets overlap with the backward
 pass, and FSDP2's all-gathers with the computation before.
@@ -65,11 +69,13 @@ _ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyD
 
 
 class _Lane(NamedTuple):
-    """Where a collective stands: its kind, its row in a timeline, and the queue that it waits in."""
+    """Where a collective stands: its kind, its row in a timeline, the queue that it is put in, and those that it waits
+    for."""
 
     kind: str
     row: str
     queue: str
+    after: tuple[str, ...]
 
 
 class Arrival:
@@ -193,9 +199,11 @@ def _refuse_shared_gpus(places: Sequence[tuple[int, int]]) -> None:
             )
 
 
-def _lane(group, kind: str, part: str = "") -> _Lane:
-    """part: of the group's queue, where work side by side needs several."""
-    return _Lane(kind, row_of(group, kind), f"queue {group.group_name}{part}")
+def _lane(group, kind: str) -> _Lane:
+    whole = f"queue {group.group_name}"
+    parts = {"send": f"{whole}, send", "recv": f"{whole}, recv"}
+    queue = parts.get(kind, whole)
+    return _Lane(kind, row_of(group, kind), queue, (whole, queue) if kind in parts else (whole, *parts.values()))
 
 
 def _begins(gpu: VirtualGPU, lane: _Lane, tensors: Iterable[torch.Tensor]) -> float:
@@ -203,7 +211,7 @@ def _begins(gpu: VirtualGPU, lane: _Lane, tensors: Iterable[torch.Tensor]) -> fl
     tensors is done."""
     clock = gpu.machine.clock
     now = clock.spend(clock.host.operator, gpu.slot)
-    begins = max(now, clock.ready(gpu.slot, gpu.stream), clock.ready(gpu.slot, lane.queue))
+    begins = max(now, clock.ready(gpu.slot, gpu.stream), *(clock.ready(gpu.slot, queue) for queue in lane.after))
     late = clock.tracks[gpu.slot].late
     for tensor in tensors if late else ():
         allocation = allocation_of(tensor)
@@ -253,12 +261,9 @@ def _message(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None, tag
 
 
 def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None):
-    """A message of a group in which this process is alone. The other side is ready when this one is.
-
-    Messages to and from different ranks travel side by side, as NCCL's do in a `batch_isend_irecv`.
-    """
-    settings, kind = gpu.machine.settings, "send" if sends else "recv"
-    lane, nbytes = _lane(group, kind, f", {kind} {peer}"), _bytes(tensors)
+    """A message of a group in which this process is alone. The other side is ready when this one is."""
+    settings = gpu.machine.settings
+    lane, nbytes = _lane(group, "send" if sends else "recv"), _bytes(tensors)
     began = _begins(gpu, lane, tensors)
     ranks = torch.distributed.get_process_group_ranks(group)
     other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next one is as good as others
