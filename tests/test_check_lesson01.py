@@ -1,6 +1,7 @@
 """Lesson 01's checks: the solutions pass, stubs and usual mistakes are told apart, nothing raises."""
 
 import copy
+import functools
 import linecache
 
 import GPUtil
@@ -35,11 +36,28 @@ def with_positions(x):
     return torch.cat([x, torch.arange(len(x), device=x.device, dtype=x.dtype)[:, None]], dim=1)
 
 
+def in_a_block(x):
+    with x.device:
+        return torch.hstack([x, torch.arange(len(x), dtype=x.dtype).unsqueeze(1)])
+
+
+def filled(x):
+    result = nn.functional.pad(x, (0, 1))
+    result[:, -1] = torch.arange(len(x))
+    return result
+
+
+def default_device_left(x):
+    torch.set_default_device(x.device)
+    return torch.cat([x, torch.arange(len(x), dtype=x.dtype)[:, None]], 1)
+
+
 def test_with_positions():
     assert check.with_positions(with_positions)
     assert check.with_positions(lambda x: torch.cat([x, x.new_tensor(range(len(x)))[:, None]], dim=1))
     assert check.with_positions(lambda x: torch.cat([x, torch.arange(len(x)).to(x).reshape(-1, 1)], 1))
     assert check.with_positions(lambda x: torch.column_stack([x, torch.arange(len(x)).to(x)]))
+    assert check.with_positions(in_a_block) and check.with_positions(filled)
     explains(
         check.with_positions,
         (lambda x: torch.cat([x, torch.arange(len(x))[:, None]], 1), "is on cpu, different from"),
@@ -50,14 +68,23 @@ def test_with_positions():
             lambda x: torch.cat([x, torch.arange(len(x), device=x.device)[:, None]], 1),
             "an x of torch.int32, the result",
         ),
-        (lambda x: torch.cat([x, torch.arange(5.0, device=x.device)[:, None]], 1), "Keep the dtype of x"),
+        (lambda x: torch.cat([x, torch.arange(float(len(x)), device=x.device)[:, None]], 1), "Keep the dtype of x"),
+        (
+            lambda x: torch.cat([x, torch.arange(5, device=x.device, dtype=x.dtype)[:, None]], 1),
+            "sizes of tensors must",
+        ),
+        (lambda x: with_positions(x.cpu()).to(x.device), "For an x on cuda:0, the function copies from there to cpu."),
+        (lambda x: with_positions(x.to("cuda:0")).to(x.device), "For an x on cpu, the function copies from there to"),
+        (lambda x: with_positions(x.detach()).requires_grad_(x.requires_grad), "No gradient reaches x"),
+        (lambda x: (with_positions(x) + with_positions(x.detach())) / 2, "The gradient that reaches x is wrong"),
+        (default_device_left, "leaves PyTorch's default device at cuda:0"),
         (lambda x: with_positions(x.detach()), "No gradient reaches x"),
         (torch.no_grad()(with_positions), "No gradient reaches x"),
         (lambda x: torch.tensor(with_positions(x).tolist()).to(x), "No gradient reaches x"),
-        (lambda x: with_positions(x.detach().add_(1) - 1), "No gradient reaches x"),
+        (lambda x: with_positions(x.detach().add_(1) - 1), "The function changed x itself."),
         (lambda x: with_positions(x).roll(1, 1), "The row numbers are in the first column."),
-        (lambda x: torch.cat([x, x.new_ones(len(x), 1).cumsum(0)], 1), "At [0, 3], yours is 1 and the right one is 0."),
-        (lambda x: x, "it should be (5, 4)"),
+        (lambda x: torch.cat([x, x.new_ones(len(x), 1).cumsum(0)], 1), "At [0, 1], yours is 1 and the right one is 0."),
+        (lambda x: x, "it should be (3, 2)"),
     )
 
 
@@ -143,7 +170,7 @@ def program(changes=None, **more):
         text = text.replace(old, new)
     file = f"<cell {hash(text)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # so that errors know their line
-    names = {"torch": torch, "nn": nn}
+    names = {"torch": torch, "nn": nn, "copy": copy}
     exec(compile(text, file, "exec"), names)  # noqa: S102
     return names["Net"], names["train"]
 
@@ -151,6 +178,14 @@ def program(changes=None, **more):
 def test_the_mended_training_is_right():
     assert check.mended(*program())
     assert check.mended(*program(**{"optimizer = torch": "model.to(device)\n    optimizer = torch"}))
+
+
+def trained_on(place, net, device, x, y):
+    """Trains on `place`, whatever `device` is, and moves the model in the end."""
+    _, train = program()
+    classes = train(net, place, x, y)
+    net.to(device)
+    return classes
 
 
 def test_each_mend_leads_to_the_next_error():
@@ -167,6 +202,8 @@ PARAMETER = "self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))"
 def test_other_mends():
     assert check.mended(*program({SCALE: PARAMETER.replace("]))", "]), requires_grad=False)")}))
     assert check.mended(*program({"torch.arange(4)": "x.new_tensor([0, 1, 2, 3])"}))
+    assert check.mended(*program({SCALE: "self.scale = nn.Buffer(torch.tensor([1.0, 2.0, 3.0]))"}))
+    assert check.mended(*program({".numpy()": ".numpy(force=True)", "y.cuda()": "y.to(x.device)"}))
     assert check.mended(*program({"    x.to(device)": "    x, model = x.to(device), model.to(device)"}))
     layers = "[nn.Linear(4, 8), nn.ReLU()]"
     buffer = 'self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]), persistent=False)'
@@ -183,9 +220,30 @@ def test_other_mends():
         (({SCALE: SCALE}, {"* self.scale": "* self.scale.to(x.device)"}), "state_dict does not contain `scale`"),
         (({SCALE: PARAMETER}, {}), "`scale` is a parameter that the optimizer trains"),
         (({SCALE: buffer}, {}), "so a checkpoint loses it"),
+        (({}, {"* self.scale": "* torch.tensor([1.0, 2.0, 3.0], device=x.device)"}), "does not use the `scale` of"),
+        (
+            ({SCALE: 'self.register_buffer("scale", torch.zeros(3))'}, {}),
+            "`scale` is [0.0, 0.0, 0.0], and it should be",
+        ),
+        (({}, {"masked_fill(": "masked_fill_("}), "Your code changes the caller's x."),
+        (
+            ({}, {"model.to(device)": "torch.set_default_device(device)\n    model.to(device)"}),
+            "default device at cuda:3",
+        ),
+        (
+            ({}, {"model.to(device)": "model = copy.deepcopy(model).to(device)"}),
+            "layers.0.weight is on cpu. Move the model",
+        ),
         (({}, {"lr=0.1": "lr=0.2"}), "differ from those of the CPU. Change only devices."),
         (({}, {"optimizer.step()": "1 / 0"}), "ZeroDivisionError"),
     )
+
+
+def test_training_elsewhere_is_told():
+    net, _ = program()
+    for place in ("cpu", "cuda:0"):
+        verdict = check.mended(net, functools.partial(trained_on, place))
+        assert told(verdict, f"With cuda:3 as device, the model computed on {place}. Move the model, x and y")
 
 
 def test_the_class_is_asked_for():
@@ -259,6 +317,50 @@ class HalfDetached(OnePerGPU):
         return (super().forward(x) + super().forward(x).detach()) / 2
 
 
+class AllOnOne(OnePerGPU):
+    def forward(self, x):
+        for layer in self.layers:
+            layer.to(self.gpus[0])
+        x = nn.Sequential(*self.layers)(x.to(self.gpus[0]))
+        for layer, gpu in zip(self.layers, self.gpus, strict=True):
+            layer.to(gpu)
+        return x
+
+
+class OverTheCPU(OnePerGPU):
+    def forward(self, x):
+        for layer, gpu in zip(self.layers, self.gpus, strict=True):
+            x = layer(x.cpu().to(gpu))
+        return x
+
+
+class OnTheCPU(OnePerGPU):
+    def forward(self, x):
+        x = x.cpu()
+        for layer in self.layers:
+            x = nn.functional.linear(x, layer.weight.cpu(), layer.bias.cpu())
+        return x
+
+
+class FourLayers(OnePerGPU):
+    def forward(self, x):
+        for i in range(4):
+            x = self.layers[i](x.to(self.gpus[i]))
+        return x
+
+
+class FromTheCPUOnly(OnePerGPU):
+    def forward(self, x):
+        return super().forward(x.pin_memory())
+
+
+class Zeroes(OnePerGPU):
+    def forward(self, x):
+        found = super().forward(x.clone())
+        x.zero_()
+        return found
+
+
 def test_one_per_gpu():
     assert check.one_per_gpu(OnePerGPU) and check.one_per_gpu(Returned) and check.one_per_gpu(Registered)
     explains(
@@ -269,6 +371,12 @@ def test_one_per_gpu():
         (Detached, "layer 0 got no gradient"),
         (Copied, "The module holds a copy of layer 0. Keep the layer itself"),
         (HalfDetached, "The gradient of layer 0 differs from that of the same layers on one device."),
+        (AllOnOne, "makes 13 copies between devices: cuda:2 to cuda:3"),
+        (OverTheCPU, "makes 7 copies between devices: cpu to cuda:3, cuda:3 to cpu, cpu to cuda:2"),
+        (OnTheCPU, "makes 8 copies"),
+        (FourLayers, "With 2 layers on cuda:1, cuda:2, your class stopped at `"),
+        (FromTheCPUOnly, "your class stopped at `"),
+        (Zeroes, "The module changes the batch that it is given."),
     )
 
 

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show, where, words
-from helpers.exercises.gpus import need_gpus
+from helpers.exercises.gpus import Copies, need_gpus
 from helpers.measure import format_bytes
 from helpers.parallel import launch
 
@@ -26,21 +26,33 @@ def _places() -> list[torch.device]:
 @exercise
 def with_positions(answer):
     """Exercise 1: `answer(x)` appends to each row its number, in the dtype and on the device of `x`."""
-    for dtype, place in itertools.product((torch.float32, torch.float64, torch.float16, torch.int32), _places()):
-        x = torch.linspace(-8, 8, 15).to(dtype).reshape(5, 3).to(place)
-        right = torch.cat([x, torch.arange(5.0).to(x)[:, None]], dim=1)
+    cases = itertools.product((torch.float32, torch.float64, torch.float16, torch.int32), _places())
+    for case, (dtype, place) in enumerate(cases):
+        rows, columns = 3 + case % 5, 1 + case % 3  # neither can be written as a constant
+        x = torch.linspace(-8, 8, rows * columns).to(dtype).reshape(rows, columns).to(place)
+        right = torch.cat([x, torch.arange(float(rows)).to(x)[:, None]], dim=1)
         x.requires_grad_(dtype.is_floating_point)
-        found = call(answer, x)
+        with Copies() as copies:
+            found = call(answer, x)
         swapped = isinstance(found, Tensor) and torch.equal(found.cpu(), right.roll(1, dims=1).cpu())
         require(not swapped, "The row numbers are in the first column. Append them as the last one.")
         compare.tensor(found, right)
         moved = f"For an x on {place}, the result is on {found.device}. Keep the device of x."
         require(found.device == place, moved)
         require(found.dtype == dtype, f"For an x of {dtype}, the result is {found.dtype}. Keep the dtype of x.")
+        kept = torch.equal(x.detach(), right[:, :-1])
+        require(kept, "The function changed x itself. Leave x as it is, and return a new tensor.")
+        away = [str(end) for start, end in copies.seen if start == place]
+        detour = f"For an x on {place}, the function copies from there to {' and '.join(away)}."
+        require(not away, detour, "That works, but it takes two copies where none is needed. Follow x with `x.device`.")
         graph = "No gradient reaches x. Does the function call `detach`, or copy the numbers of x into a new tensor?"
         require(found.requires_grad == x.requires_grad, graph)
-        kept = torch.equal(x.detach(), right[:, :3])
-        require(kept, "The function changed x itself. Leave x as it is, and return a new tensor.")
+        if x.requires_grad:
+            rising = torch.arange(1.0, right.numel() + 1).reshape(right.shape).to(x)
+            (gradient,) = torch.autograd.grad(found, x, rising, allow_unused=True)
+            require(gradient is not None, graph)
+            wrong = "The gradient that reaches x is wrong: each value of x should count once."
+            require(torch.equal(gradient, rising[:, :-1]), wrong, "Is there a `detach` on the way?")
     return "The values are right, and the result has the device and the dtype of x."
 
 
@@ -115,40 +127,60 @@ def mended(net_class, train):
     require(isinstance(net_class, type), named)
     x, y = torch.linspace(-2, 2, 24).sin().reshape(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     for place in reversed(_places()):
-        model = net_class()
-        start = {shape: weights.detach().clone() for shape, weights in _trained(model).items()}
+        model, given, ran_on = net_class(), x.clone(), set()
+        start = {shape: weights.detach().clone().cpu() for shape, weights in _trained(model).items()}
+        scale = _other_scale(model)
+        model.register_forward_hook(lambda module, inputs, output, ran_on=ran_on: ran_on.add(output.device))
         try:
-            found = call(train, model, place, x.clone(), y.clone())
+            found = call(train, model, place, given, y.clone())
         except (RuntimeError, TypeError) as error:
             said = words(error)
             raise NotYet(f"On {place} your code stopped{where(error)} with {said}", *_meaning(said)) from error
         missing = " and ".join(str(shape) for shape in _SHAPES if shape not in start)
         hidden = "A plain list hides a layer from `.to` and from the optimizer."
         require(not missing, f"`model.parameters()` lacks the parameters of shape {missing}.", hidden)
-        scale = dict(model.named_parameters()).get("scale")
         trained = "`scale` is a parameter that the optimizer trains. Register it as a buffer."
-        require(scale is None or not scale.requires_grad, trained)
+        require(not getattr(dict(model.named_parameters()).get("scale"), "requires_grad", False), trained)
         lost = "The model's state_dict does not contain `scale`, so a checkpoint loses it."
         require("scale" in model.state_dict(), lost)
-        compare.device(model, place)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            left = (
+                f"After `train(model, device, x, y)` with {place} as device, the model's {name} is on {tensor.device}."
+            )
+            require(tensor.device == place, left, "Move the model itself, not a copy.")
+        away = ran_on - {place}
+        detour = f"With {place} as device, the model computed on {', '.join(sorted(map(str, away)))}."
+        require(not away, detour, "Move the model, x and y to `device` before the first step.")
+        require(
+            torch.equal(given, x), "Your code changes the caller's x. `masked_fill` returns a new tensor, so keep it."
+        )
         array = isinstance(found, np.ndarray)
         require(array, f"`train` returned {show(found)}. Return the classes as a NumPy array.")
-        # The same three steps of SGD, written out for the CPU, end with the same weights and classes.
-        weights = [start[shape].cpu().requires_grad_() for shape in _SHAPES]
-        sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-        for _ in range(3):
-            sgd.zero_grad()
-            cross_entropy(_scores(weights, x), y).backward()
-            sgd.step()
-        ended = _trained(model)
-        for shape, right in zip(_SHAPES, weights, strict=True):
-            same = torch.allclose(ended[shape].detach().cpu(), right.detach(), rtol=1e-3, atol=1e-4)
+        ended = {shape: weights.detach().cpu() for shape, weights in _trained(model).items()}
+        weights, classes = _by_hand(start, x, y, scale)
+        if not _close(ended, weights):
+            unused = "`forward` does not use the `scale` of the state_dict, so a checkpoint cannot set it."
+            require(not _close(ended, _by_hand(start, x, y, SCALE)[0]), unused, "Multiply by `self.scale`.")
+            shape = next(shape for shape in _SHAPES if not _close({shape: ended[shape]}, weights))
             wrong = f"After training on {place}, the weights of shape {shape} differ from those of the CPU."
-            require(same, wrong, "Change only devices. The model, the loss, the learning rate and the steps are right.")
-        same = found.tolist() == _scores(weights, x).argmax(1).tolist()
-        require(same, f"On {place}, the classes are {show(found)}, and they differ from those on the CPU.")
+            raise NotYet(wrong, "Change only devices. The model, the loss, the learning rate and the steps are right.")
+        same = f"On {place}, the classes are {show(found)}, and they differ from those on the CPU."
+        require(found.tolist() == classes, same)
     right = "Building SGD before `.to` was not a mistake, because it has no state yet."
     return f"The weights and classes are the same on every device. {right}"
+
+
+SCALE = torch.tensor([1.0, 2.0, 3.0])
+
+
+def _other_scale(model: nn.Module) -> Tensor:
+    """Put other numbers into the model's `scale`, as a checkpoint would; the numbers that it has then."""
+    scale = model.state_dict().get("scale")
+    if scale is None:  # told later, after the errors to which this leads
+        return SCALE
+    shown = f"The model's `scale` is {show(scale.tolist())}, and it should be {SCALE.tolist()}."
+    require(scale.tolist() == SCALE.tolist(), shown)
+    return scale.copy_(SCALE.roll(1)).cpu().clone()
 
 
 def _trained(model: nn.Module) -> dict[tuple[int, ...], Tensor]:
@@ -156,21 +188,44 @@ def _trained(model: nn.Module) -> dict[tuple[int, ...], Tensor]:
     return {tuple(each.shape): each for each in model.parameters() if each.requires_grad}
 
 
-def _scores(weights: list[Tensor], x: Tensor) -> Tensor:
-    hidden = linear(x * torch.tensor([1.0, 1.0, 0.0, 1.0]), *weights[:2]).relu()
-    return linear(hidden, *weights[2:]) * torch.tensor([1.0, 2.0, 3.0])
+def _by_hand(start: Mapping, x: Tensor, y: Tensor, scale: Tensor) -> tuple[dict[tuple[int, ...], Tensor], list[int]]:
+    """The weights after the same three steps of SGD, written out for the CPU, and the classes of x."""
+
+    def scores():
+        hidden = linear(x * torch.tensor([1.0, 1.0, 0.0, 1.0]), *weights[:2]).relu()
+        return linear(hidden, *weights[2:]) * scale
+
+    weights = [start[shape].clone().requires_grad_() for shape in _SHAPES]
+    sgd = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for _ in range(3):
+        sgd.zero_grad()
+        cross_entropy(scores(), y).backward()
+        sgd.step()
+    return {shape: each.detach() for shape, each in zip(_SHAPES, weights, strict=True)}, scores().argmax(1).tolist()
+
+
+def _close(some: Mapping[tuple[int, ...], Tensor], right: Mapping[tuple[int, ...], Tensor]) -> bool:
+    return all(torch.allclose(some[shape], right[shape], rtol=1e-3, atol=1e-4) for shape in some)
 
 
 @exercise
 def one_per_gpu(answer):
     """Exercise 4: `answer(layers, gpus)` is a module with layer i on gpus[i]; a batch goes through all."""
-    gpus = need_gpus(2)[::-1]  # not in order: gpus must be read
+    all_gpus = need_gpus(2)
+    for gpus in (all_gpus[::-1], all_gpus[1:3]):  # not in order, and not always as many
+        try:
+            _one_per_gpu(answer, gpus)
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            case = f"With {len(gpus)} layers on {', '.join(map(str, gpus))}"
+            raise NotYet(f"{case}, your class stopped{where(error)} with {words(error)}") from error
+    count = len(all_gpus)
+    return f"{count} layers on {count} GPUs give the values and gradients of one device."
+
+
+def _one_per_gpu(answer: Callable, gpus: list[torch.device]) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in gpus]
-    x = torch.linspace(-1, 1, 8).reshape(2, 4)
     right = copy.deepcopy(nn.Sequential(*layers))
-    expected = right(x)
-    expected.sum().backward()
     model = answer(layers, gpus)
     require(isinstance(model, nn.Module), f"The class made {show(model)}. Write a subclass of nn.Module.")
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
@@ -182,15 +237,27 @@ def one_per_gpu(answer):
         require(id(layer.weight) in known, lacks)
         place = layer.weight.device
         require(place == gpu, f"Layer {i} is on {place}, and in this check gpus[{i}] is {gpu}.")
-    found = call(model, x)
-    compare.tensor(found, expected)
-    require(found.requires_grad, "The output has no graph. Is there a detach() or no_grad() on the way?")
-    found.sum().backward()
-    for i, (layer, same) in enumerate(zip(layers, right, strict=True)):
-        require(layer.weight.grad is not None, f"Layer {i} got no gradient. Is there a detach() behind it?")
-        wrong = f"The gradient of layer {i} differs from that of the same layers on one device."
-        require(torch.allclose(layer.weight.grad.cpu(), same.weight.grad, rtol=1e-3, atol=1e-5), wrong)
-    return f"{len(gpus)} layers on {len(gpus)} GPUs give the values and gradients of one device."
+    for place in (torch.device("cpu"), gpus[-1]):
+        given = torch.linspace(-1, 1, 8).reshape(2, 4)
+        x = given.clone().to(place)
+        with Copies() as copies:
+            found = call(model, x)
+        expected = right(given)
+        compare.tensor(found, expected)
+        kept = torch.equal(x.cpu(), given)
+        require(kept, "The module changes the batch that it is given. Leave it as it is.")
+        require(found.requires_grad, "The output has no graph. Is there a detach() or no_grad() on the way?")
+        found.sum().backward()
+        expected.sum().backward()
+        for i, (layer, same) in enumerate(zip(layers, right, strict=True)):
+            require(layer.weight.grad is not None, f"Layer {i} got no gradient. Is there a detach() behind it?")
+            wrong = f"The gradient of layer {i} differs from that of the same layers on one device."
+            for one, other in ((layer.weight, same.weight), (layer.bias, same.bias)):
+                require(torch.allclose(one.grad.cpu(), other.grad, rtol=1e-3, atol=1e-5), wrong)
+        most = len(gpus) + 1  # also back to where the batch was
+        paths = ", ".join(f"{start} to {end}" for start, end in copies.seen[:4])
+        many = f"With {len(gpus)} layers, `forward` makes {len(copies.seen)} copies between devices: {paths} ..."
+        require(len(copies.seen) <= most, many, "One copy for each layer is enough: its input, straight to its GPU.")
 
 
 @exercise
