@@ -132,13 +132,18 @@ def call(fn: object, *args, **kwargs) -> object:
     """`fn(*args, **kwargs)` of a learner's function; "Not yet" if it cannot be called or returns None or `...`."""
     if not callable(fn):
         raise NotYet(f"{show(fn)} cannot be called. Pass the function itself: its name without brackets.")
-    before = torch.get_default_device()
+    before = _default_device()
     result = given(fn(*args, **kwargs), fn)
-    left = torch.get_default_device()
+    left = _default_device()
     name = getattr(fn, "__name__", type(fn).__name__)
     later = f"`{name}` leaves PyTorch's default device at {left}, and all later cells would create their tensors there."
     require(left == before, later, "Use `device=`, or a block `with torch.device(...):`.")
     return result
+
+
+def _default_device() -> torch.device:
+    with torch._C.DisableTorchFunction():  # a check may watch the functions of PyTorch that an answer calls
+        return torch.get_default_device()
 
 
 def given(result: object, fn: object) -> object:
