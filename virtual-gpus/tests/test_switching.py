@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import pkgutil
 import threading
+import types
+import weakref
 
 import pytest
 import snapshots
@@ -364,3 +366,13 @@ def test_cuda_is_initialized_by_its_first_use():
         torch.cuda.init()
         assert torch.cuda.is_initialized()
     assert not torch.cuda._initialized
+
+
+def test_no_other_object_is_taken_for_a_patch():
+    """What stood in for PyTorch's functions is found by its id, which nothing else may have until all is put back."""
+    owner, stand_in = types.SimpleNamespace(double=lambda x: 2 * x), lambda x: x + x
+    number, alive = id(stand_in), weakref.ref(stand_in)
+    patches.table.put_in([(owner, "double", stand_in)])
+    del stand_in
+    originals = patches.table.take_out()
+    assert alive() is not None and originals[number] == (alive(), owner.double)

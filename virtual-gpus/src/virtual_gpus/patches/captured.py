@@ -27,10 +27,10 @@ def watch() -> None:
     torch.overrides.get_default_nowrap_functions()  # it keeps its first answer, with the getter of `Tensor.grad`
 
 
-def give_back(originals: dict[int, Any]) -> None:
+def give_back(originals: dict[int, tuple[Any, Any]]) -> None:
     """Put PyTorch's own functions into its modules that came since `watch`. Called after the patches are out.
 
-    originals: the id of each function, class or property that stood in for PyTorch's -> PyTorch's.
+    originals: the id of each function, class or property that stood in for PyTorch's -> it and PyTorch's.
     """
     modules = {name: sys.modules[name] for name in sys.modules.keys() - _before if name.startswith("torch.")}
     _before.clear()
@@ -44,7 +44,7 @@ def give_back(originals: dict[int, Any]) -> None:
 class _Walk:
     """Goes through what some modules hold: containers, their own functions and classes, and closures."""
 
-    def __init__(self, originals: dict[int, Any], modules: set[str]):
+    def __init__(self, originals: dict[int, tuple[Any, Any]], modules: set[str]):
         self._originals = originals
         self._modules = modules
         self._seen: set[int] = set()  # everything stays alive while its module is in sys.modules
@@ -52,7 +52,7 @@ class _Walk:
     def corrected(self, value: Any) -> Any:
         """`value`, or what belongs in its place. Whatever can be changed is corrected in place."""
         if id(value) in self._originals:
-            return self._originals[id(value)]
+            return self._originals[id(value)][1]
         kind = type(value)  # rather than isinstance, which asks the object, and some answer for others
         if kind is MethodWrapperType:  # Tensor.device.__get__
             owner = self.corrected(value.__self__)

@@ -60,8 +60,9 @@ def _tell_torchscript(original: object, replacement: object) -> None:
         _scripted.append((id(replacement), replacement))
 
 
-def take_out() -> dict[int, Any]:
-    """Put everything back, in the reverse order. Returns what stood in for what: id of the replacement -> original."""
+def take_out() -> dict[int, tuple[Any, Any]]:
+    """Put everything back, in the reverse order. Returns what stood in for what: id of the replacement -> it and the
+    original. An id is taken only as long as somebody holds its object."""
     while _scripted:
         torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
     originals = {}
@@ -74,7 +75,8 @@ def take_out() -> dict[int, Any]:
             delattr(owner, name)
             original = _static(owner, name, original)
         if callable(replacement) or isinstance(replacement, property):
-            originals[id(_function(replacement))] = _function(original)
+            stood_in = _function(replacement)
+            originals[id(stood_in)] = stood_in, _function(original)
     return originals
 
 
