@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
 
 import pytest
@@ -110,6 +111,26 @@ def test_a_killed_run_leaves_complete_snapshots_only(alone, monkeypatch, tmp_pat
     with pytest.raises(SystemExit, match=r"was saved by a run with .*'sequence': 128.* This run has .*'sequence': 64"):
         alone("--steps", 4, "--sequence", 64, *folder)
 
+    (file,) = (tmp_path / "step_00000004").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert alone("--steps", 4, "--max-steps", 1, *folder) == expected[2:3]  # from the snapshot before
+    shutil.rmtree(tmp_path / "step_00000003")
+    with pytest.raises(SystemExit, match=r"No snapshot in .* can be read. To begin anew, name another folder"):
+        alone("--steps", 4, *folder)
+
+
+def test_a_run_that_diverges_keeps_its_snapshots(alone, tmp_path):
+    with pytest.raises(SystemExit, match="In step 2, the norm of the gradients is nan. No snapshot is saved"):
+        alone("--learning-rate", "nan", "--save-every", 1, "--snapshots", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_tokens_of_another_type(alone, options, tmp_path):
+    tokens, expected = torch.tensor(list(options[1].read_bytes())), alone("--steps", 2)
+    for name in ("uint16", "int32"):
+        tokens.to(getattr(torch, name)).numpy().tofile(tmp_path / name)
+        assert alone("--steps", 2, "--data", tmp_path / name, "--token-type", name) == expected
+
 
 def test_bfloat16_is_close(alone, options):
     expected = alone("--steps", 3)
@@ -128,6 +149,10 @@ def test_bfloat16_is_close(alone, options):
         (["--tensor-parallel", 2], r"--tensor-parallel must divide the 1 processes"),
         (["--data", "/nowhere.txt"], r"/nowhere.txt is not a file with enough text for one batch"),
         (["--batch-size", 512], "is not a file with enough text"),
+        (["--batch-size", -16], "--batch-size is -16. It must be at least 1"),
+        (["--log-every", 0], "--log-every is 0. It must be at least 1"),
+        (["--micro-batch", 0], "--micro-batch is 0. It must be at least 1"),
+        (["--export", "/nowhere/llama.pt"], "--export /nowhere/llama.pt: name a file in a folder that exists"),
     ],
 )
 def test_errors(alone, arguments, words):

@@ -6,8 +6,8 @@
         --tensor-parallel 2 --recompute --learning-rate 3e-4 --steps 1000 --snapshots run --export llama.pt
 
 --tensor-parallel processes divide each layer, and all such groups share each batch and the sharded model. A token is a
-byte of the text. For other tokens, replace the tensor `text`. A run continues from its newest snapshot, also with
-another number of processes, if all machines share the disk. No process ever holds the whole model, except to export it.
+byte of the file, or a number of the type --token-type. A run continues from its newest snapshot, also with another
+number of processes, if all machines share the disk. No process ever holds the whole model, except to export it.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -35,6 +34,7 @@ RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RAN
 DEVICE = torch.device(f"cuda:{LOCAL_RANK}" if torch.cuda.is_available() else "cpu")
 PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165}  # TFLOP/s in bfloat16
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # no advice about the 2-D mesh
+PARTS = ("model_state_dict", "optim_state_dict")  # of a snapshot
 SIZES = {  # 1b and 8b: the sizes of Llama 3.2 1B and Llama 3.1 8B, but the output layer of 1b has weights of its own
     "tiny": {"vocabulary": 256, "width": 64, "layers": 2, "heads": 8, "kv_heads": 4, "hidden": 192},
     "1b": {"vocabulary": 128_256, "width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192},
@@ -53,12 +53,11 @@ class Attention(nn.Module):  # Several query heads share one key head and one va
         layers = (self.query, self.key, self.value)  # With tensor parallelism, each process has some of the heads.
         query, key, value = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in layers)
         query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def rotate(x, cosines, sines):
-    """Rotary positions: turn each pair of numbers by an angle that grows with the position, in float32."""
+def rotate(x, cosines, sines):  # Rotary positions: each pair of numbers turns by an angle that grows with the position.
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).type_as(x)
 
@@ -70,7 +69,7 @@ class FeedForward(nn.Module):  # SwiGLU
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -103,11 +102,10 @@ class Llama(nn.Module):  # tokens (N, T) -> logits (N, T, vocabulary)
         return self.output(self.norm(x))
 
 
-def plan():
-    """How tensor parallelism divides the layers. Between attention and feed-forward, each process has some tokens."""
+def plan():  # how tensor parallelism divides the layers; between them, each process has some tokens
     tokens, everything = Shard(1), Replicate()
     gather = {"input_layouts": (tokens, None, None), "desired_input_layouts": (everything, None, None)}
-    found = {
+    return {
         "embedding": parallel.RowwiseParallel(input_layouts=everything, output_layouts=tokens),
         "blocks.*.norm?": parallel.SequenceParallel(),
         "blocks.*.attention": parallel.PrepareModuleInput(**gather),
@@ -115,16 +113,14 @@ def plan():
         "norm": parallel.SequenceParallel(),
         # The logits stay divided by words, and `loss_parallel` computes the loss from its parts.
         "output": parallel.ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+        "blocks.*.attention.[qkv]*": parallel.ColwiseParallel(),  # query, key, value
+        "blocks.*.attention.out": parallel.RowwiseParallel(output_layouts=tokens),
+        "blocks.*.feed_forward.[gu]*": parallel.ColwiseParallel(),  # gate, up
+        "blocks.*.feed_forward.down": parallel.RowwiseParallel(output_layouts=tokens),
     }
-    for name in ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"):
-        found[f"blocks.*.{name}"] = parallel.ColwiseParallel()
-    for name in ("attention.out", "feed_forward.down"):
-        found[f"blocks.*.{name}"] = parallel.RowwiseParallel(output_layouts=tokens)
-    return found
 
 
-def build(args, mesh):
-    """The sharded model. Its weights do not depend on the number of processes."""
+def build(args, mesh):  # the sharded model, whose weights do not depend on the number of processes
     with torch.device("meta"):  # shapes only, so that no process ever holds the whole model
         model = Llama(**SIZES[args.size], recompute=args.recompute)
     if args.tensor_parallel > 1:
@@ -133,73 +129,73 @@ def build(args, mesh):
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["data"], mp_policy=policy)
     model.to_empty(device=DEVICE)  # memory for the shards, without values
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        values = torch.ones(parameter.shape, device=DEVICE)  # one parameter at a time, of which each keeps its shard
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        values = torch.ones(weight.shape, device=DEVICE)  # one parameter at a time, of which each keeps its shard
         if "norm" not in name:
             depth = 2 * len(model.blocks) if name.endswith(("out.weight", "down.weight")) else 1
             values.normal_(std=0.02 / math.sqrt(depth), generator=torch.Generator(DEVICE).manual_seed(number))
-        shard = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.detach().copy_(shard)
+        weight.detach().copy_(distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None))
     return model
 
 
 def batches(sequences, batch, steps, group, groups):
     """A group's sequences in each step. The order depends only on the epoch, so any step can be a run's first one."""
-    order = None
     for step in steps:
         epoch, place = divmod(step, sequences // batch)
-        if order is None or place == 0:
+        if place == 0 or step == steps[0]:
             order = torch.randperm(sequences, generator=torch.Generator().manual_seed(epoch))
         yield order[place * batch :][:batch].chunk(groups)[group].tolist()
 
 
-class Snapshots:  # folders step_00000100, step_00000200, ... of which the last two stay
+class Snapshots:  # folders step_00000100, step_00000200, ..., written while the training goes on; the last two stay
     def __init__(self, folder, job):
         self.folder, self.job, self.pending = folder, job, None
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.writers = dist.new_group(backend="gloo")  # their messages must not mix with those of the training
 
     def save(self, model, optimizer, step):
         self.finish()
-        write = dcp.async_save if DEVICE.type == "cuda" else dcp.save  # async_save only waits for a copy on the CPU
-        state = dict(zip(("model", "optimizer"), states.get_state_dict(model, optimizer), strict=True))
-        self.pending = step, write(state, checkpoint_id=self.folder / "temporary", process_group=self.writers)
+        state = dict(zip(PARTS, states.get_state_dict(model, optimizer), strict=True))
+        self.pending = step, dcp.async_save(state, checkpoint_id=self.folder / "temporary", process_group=self.writers)
 
-    def finish(self):
-        """Wait until the snapshot is complete, and then give it its name."""
+    def finish(self):  # Wait until the snapshot is complete, and then give it its name.
         if self.pending:
             step, writing = self.pending
-            if DEVICE.type == "cuda":
-                writing.result()
+            writing.result()
             if RANK == 0:
                 (self.folder / "temporary/job.json").write_text(json.dumps(self.job | {"step": step}))
+                shutil.rmtree(self.folder / f"step_{step:08}", ignore_errors=True)  # a damaged one
                 os.replace(self.folder / "temporary", self.folder / f"step_{step:08}")
                 for old in sorted(self.folder.glob("step_????????"))[:-2]:
                     shutil.rmtree(old)
             dist.barrier(self.writers)
-        self.pending = None
+            self.pending = None
 
-    def load(self, model, optimizer):
-        """Return the first step that is still to be done."""
-        if RANK == 0:
-            shutil.rmtree(self.folder / "temporary", ignore_errors=True)  # of a program that was killed
-        found = [max(self.folder.glob("step_????????"), default=None)]
-        dist.broadcast_object_list(found)  # All take the one that rank 0 has found.
-        if found[0] is None:
-            return 0
-        job = json.loads((found[0] / "job.json").read_text())
-        step = job.pop("step")
-        if job != self.job:
-            raise SystemExit(f"{found[0]} was saved by a run with {job}. This run has {self.job}.")
-        state = dict(zip(("model", "optimizer"), states.get_state_dict(model, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=found[0], process_group=self.writers)  # It uses pickle: load only what you trust.
-        states.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        return step
+    def load(self, model, optimizer):  # Return the steps done. If a snapshot cannot be read, take the one before it.
+        shutil.rmtree(self.folder / "temporary", ignore_errors=True)  # of a program that was killed
+        found = [sorted(self.folder.glob("step_????????"), reverse=True)]
+        dist.broadcast_object_list(found)  # All take those that rank 0 has found.
+        for folder in found[0]:
+            job = json.loads((folder / "job.json").read_text())
+            if job | self.job != job:
+                raise SystemExit(f"{folder} was saved by a run with {job}. This run has {self.job}.")
+            state = dict(zip(PARTS, states.get_state_dict(model, optimizer), strict=True))
+            try:
+                dcp.load(state, checkpoint_id=folder, process_group=self.writers)  # pickle: load only what you trust
+                states.set_state_dict(model, optimizer, **state)
+                return job["step"]
+            except dcp.api.CheckpointException as error:
+                print(f"rank {RANK} cannot read {folder}: {[*error.failures.values()][0][0]!r:.99}", flush=True)
+        if found[0]:
+            raise SystemExit(f"No snapshot in {self.folder} can be read. To begin anew, name another folder.")
+        return 0
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--data", type=Path, default=DATA, help="a file whose bytes are the tokens")
+    parser.add_argument("--data", type=Path, default=DATA, help="a file of tokens, one after the other")
+    parser.add_argument("--token-type", choices=("uint8", "uint16", "int32"), default="uint8", help="uint8: bytes")
     parser.add_argument("--sequence", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, on all GPUs together")
     parser.add_argument("--micro-batch", type=int, help="sequences that a process computes at once; default: its share")
@@ -219,6 +215,9 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
+    for name, value in vars(args).items():
+        if type(value) is int and value < 1 and name != "workers":
+            raise SystemExit(f"--{name.replace('_', '-')} is {value}. It must be at least 1.")
     if "RANK" not in os.environ:
         raise SystemExit(f"Start this program with torchrun: torchrun --standalone --nproc-per-node 2 {__file__}")
     ranks = int(os.environ["WORLD_SIZE"])
@@ -228,33 +227,33 @@ def main():
         raise SystemExit(f"--tensor-parallel must divide the {ranks} processes, --sequence, and the model's key heads.")
     if args.batch_size % (groups * micro_batch):
         raise SystemExit(f"--batch-size must be a multiple of {groups * micro_batch}: {groups} groups x {micro_batch}.")
-    if not args.data.is_file() or args.data.stat().st_size <= args.batch_size * args.sequence:
+    count = args.data.stat().st_size // getattr(torch, args.token_type).itemsize if args.data.is_file() else 0
+    if count <= args.batch_size * args.sequence:
         raise SystemExit(f"{args.data} is not a file with enough text for one batch.")
+    if RANK == 0 and args.export and (args.export.is_dir() or not args.export.parent.is_dir()):
+        raise SystemExit(f"--export {args.export}: name a file in a folder that exists.")
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
     mesh = dist.init_device_mesh(DEVICE.type, (groups, args.tensor_parallel), mesh_dim_names=("data", "tensor"))
-    group = mesh.get_local_rank("data")
     model = build(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    first, snapshots = 0, None
-    if args.snapshots:
-        job = {"size": args.size, "sequence": args.sequence, "batch_size": args.batch_size, "text": args.data.name}
-        snapshots = Snapshots(args.snapshots, job)
-        first = snapshots.load(model, optimizer)
+    job = {"size": args.size, "sequence": args.sequence, "batch_size": args.batch_size, "tokens": count}
+    snapshots = Snapshots(args.snapshots, job) if args.snapshots else None
+    first = snapshots.load(model, optimizer) if snapshots else 0
     last = min(args.steps, first + (args.max_steps or args.steps))
-    tokens = torch.from_file(str(args.data), size=args.data.stat().st_size, dtype=torch.uint8)  # mapped, not read
+    if first and RANK == 0:
+        print(f"continues after step {first} of {args.steps}", flush=True)
+    tokens = torch.from_file(str(args.data), size=count, dtype=getattr(torch, args.token_type))  # mapped, not read
     text = tokens.unfold(0, args.sequence + 1, args.sequence)  # each row begins with the last token of the one before
-    own = batches(len(text), args.batch_size, range(first, last), group, groups)
+    own = batches(len(text), args.batch_size, range(first, last), mesh.get_local_rank("data"), groups)
     loader = DataLoader(text, batch_sampler=own, num_workers=args.workers, pin_memory=DEVICE.type == "cuda")
-    # 2 operations per weight and token in the forward pass, 4 in the backward pass, and those of the attention.
     weights = sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel()
-    operations = 6 * weights + 12 * len(model.blocks) * model.embedding.embedding_dim * args.sequence
+    operations = 6 * weights + 12 * len(model.blocks) * model.embedding.embedding_dim * args.sequence  # of a token
     kind = torch.cuda.get_device_name() if DEVICE.type == "cuda" else ""
-    peak = next((PEAKS[name] for name in PEAKS if name in kind), None)
+    peak = next((1e12 * PEAKS[name] for name in PEAKS if name in kind), None)
     started, logged = time.perf_counter(), first
     for step, sequences in enumerate(loader, first + 1):
-        torch.manual_seed(step * groups + group)  # for dropout: differs in each step and group
         parts = sequences.to(DEVICE, non_blocking=True).long().split(micro_batch)
         total = torch.zeros((), device=DEVICE)
         for number, part in enumerate(parts, 1):
@@ -262,27 +261,28 @@ def main():
             model.set_requires_gradient_sync(number == len(parts))
             with parallel.loss_parallel():  # changes nothing without tensor parallelism
                 logits = model(part[:, :-1]).flatten(0, 1).float()
-                loss = F.cross_entropy(logits, part[:, 1:].flatten()) / len(parts)
+                loss = nn.functional.cross_entropy(logits, part[:, 1:].flatten()) / len(parts)
                 loss.backward()
             total += loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
         norm = nn.utils.get_total_norm(parameter.grad for parameter in model.parameters()).full_tensor()
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-        warm_up = min(1.0, step / (0.1 * args.steps))
-        decay = 0.55 + 0.45 * math.cos(math.pi * step / args.steps)  # half a cosine, down to a tenth
-        rate = optimizer.param_groups[0]["lr"] = args.learning_rate * warm_up * decay
+        rate = args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))  # a cosine, down to a tenth
+        rate = optimizer.param_groups[0]["lr"] = rate * min(1.0, step / (0.1 * args.steps))  # a warm-up
         optimizer.step()
         optimizer.zero_grad()
         if step % args.log_every == 0 or step == last:
             dist.all_reduce(total)  # Reading `total` and `norm` waits for the GPU, hence not in every step.
             speed = (step - logged) * args.batch_size * args.sequence / (time.perf_counter() - started)
             line = f"step {step} | loss {total.item() / ranks:.4f} | norm {norm.item():.3f} | lr {rate:.1e}"
-            line += f" | {speed:,.0f} tokens/s"
-            line += f" | MFU {speed * operations / (1e12 * ranks * peak):.1%}" if peak else ""
+            line += f" | {speed:,.0f} tokens/s" + (f" | MFU {speed * operations / peak / ranks:.1%}" if peak else "")
             line += f" | peak {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if kind else ""
             if RANK == 0:
                 print(line, flush=True)
             started, logged = time.perf_counter(), step
         if snapshots and (step % args.save_every == 0 or step == last):
+            if not norm.isfinite():
+                snapshots.finish()
+                raise SystemExit(f"In step {step}, the norm of the gradients is {norm.item()}. No snapshot is saved.")
             snapshots.save(model, optimizer, step)
     if snapshots:
         snapshots.finish()
