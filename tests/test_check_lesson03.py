@@ -94,8 +94,37 @@ def where(losses, weights):
     return torch.where(counts > 0, on_the_first(losses), 0.0) @ (counts / counts.sum())
 
 
+def two_only(losses, weights):
+    pairs = list(zip(losses, weights, strict=True))
+    first = next(pair for pair in pairs if pair[1])
+    last = next(pair for pair in reversed(pairs) if pair[1])
+    kept = [first] if first is last else [first, last]
+    home = losses[0].device
+    return sum(weight * loss.to(home) for loss, weight in kept) / sum(weight for _, weight in kept)
+
+
+def running(losses, weights):
+    """Forgets the weights before the last one."""
+    mean, before = None, 0
+    for loss, weight in zip(losses, weights, strict=True):
+        if weight:
+            loss = loss.to(losses[0].device)
+            mean = loss if mean is None else (mean * before + loss * weight) / (before + weight)
+            before = weight
+    return mean
+
+
+def into_the_first(losses, weights):
+    total = losses[0]
+    total *= weights[0]
+    for loss, weight in zip(losses[1:], weights[1:], strict=True):
+        total = total + weight * loss.to(total.device)
+    return total / sum(weights)
+
+
 def test_combine(gpus):
     assert check.combine(combine)
+    assert check.combine(lambda losses, weights: combine([losses.pop(0) for _ in weights], weights))
     assert check.combine(lambda losses, weights: combine(losses, weights, "cpu").to(losses[0].device))
     counted = lambda losses, weights: [pair for pair in zip(losses, weights, strict=True) if pair[1] > 0]  # noqa: E731
     assert check.combine(
@@ -105,6 +134,9 @@ def test_combine(gpus):
     )
     explains(
         check.combine,
+        (two_only, "[3.0, 1.0, 6.0] with the weights [1, 5, 2]"),
+        (running, "[3.0, 1.0, 6.0] with the weights [1, 5, 2]"),
+        (into_the_first, "your function changes losses[0] to 6"),
         (first_with_weight, "should be where the first loss is, whatever its weight"),
         (where, "a gradient is nan. The backward pass still runs through the piece of weight 0"),
         (lambda losses, weights: where([loss.nan_to_num() for loss in losses], weights), "a gradient is nan"),
@@ -178,7 +210,43 @@ def keeping_the_last(model, micro_batches):
     return total
 
 
+def ignored_labels_count(model, micro_batches):
+    count = sum((labels != -100).sum() for _, labels in micro_batches)
+    for _, labels in micro_batches:
+        labels.clamp_(min=0)  # in place
+    return accumulate(model, micro_batches, lambda m, x, y, n: words(m, x, y, reduction="sum") / count)
+
+
+def with_a_tiny_step(model, micro_batches):
+    loss = accumulate(model, micro_batches)
+    torch.optim.SGD(model.parameters(), lr=1e-6).step()
+    return loss
+
+
+def on_another_device(device):
+    def answer(model, micro_batches):
+        model.to(device)
+        return accumulate(model, [(x.to(device), y.to(device)) for x, y in micro_batches])
+
+    return answer
+
+
+def first_count(model, micro_batches):
+    count = (micro_batches[0][1] != -100).sum() * len(micro_batches)
+    return accumulate(model, micro_batches, lambda m, x, y, n: words(m, x, y, reduction="sum") / count)
+
+
+def divided_in_the_end(model, micro_batches):
+    """Right in another form."""
+    total = accumulate(model, micro_batches, lambda m, x, y, n: words(m, x, y, reduction="sum"))
+    count = sum((labels != -100).sum() for _, labels in micro_batches)
+    for parameter in model.parameters():
+        parameter.grad /= count
+    return total / count
+
+
 def test_accumulate_words(gpus):
+    assert check.accumulate_words(divided_in_the_end)
     assert check.accumulate_words(accumulate) and check.accumulate_words(weighted_means)
     assert check.accumulate_words(partial(accumulate, skip=True))
     assert check.accumulate_words(lesson("def word_sums", "def accumulate_words_solution")["accumulate_words_solution"])
@@ -202,10 +270,15 @@ def test_accumulate_words(gpus):
         (wrong(lambda model, x, y, n: words(model, x, y, reduction="sum")), "the sum over all labels"),
         (
             wrong(lambda model, x, y, n: words(model, x, y, reduction="sum") / y.numel() / n),
-            "values are wrong",
+            "the gradient is off by",
         ),
         (by_all_labels, "by the number of all labels, also ignored ones"),
         (by_sequences, "weighted by sequences. Count labels"),
+        (ignored_labels_count, "the gradient is off by"),
+        (first_count, "the gradient is off by"),
+        (with_a_tiny_step, "changes parameters"),
+        (on_another_device("cpu"), "leaves the model on cpu"),
+        (on_another_device("cuda:1"), "leaves the model on cuda:1"),
         (in_the_end, "before the first backward()"),
         (at_once, "Run one micro-batch at a time"),
         (keeping_the_last, "that of the last micro-batch alone"),
@@ -253,8 +326,22 @@ def detached(scores, tags):
     return torch.stack([(predicted * tags).sum(), (predicted + tags).sum().detach()])
 
 
+pieces = []
+
+
+def kept_outside(scores, tags):
+    pieces.append((scores.to("cuda:0"), tags.to("cuda:0")))
+    return scores.sum()
+
+
+def of_what_was_kept(totals):
+    found = RANKING(*map(torch.cat, zip(*pieces, strict=True)))
+    pieces.clear()
+    return found + 0 * totals
+
+
 def test_losses(gpus):
-    assert losses(ANSWERS)
+    assert losses(ANSWERS | {"ranking": "Not at all"})
     assert losses(ANSWERS | {"root": (as_tuple, lambda totals: (totals[0] / totals[1]) ** 0.5)})
     assert losses(ANSWERS | {"triplet": [count_and(TRIPLET), over]})
     for name, wrong, words in (
@@ -268,6 +355,9 @@ def test_losses(gpus):
         ("dice", (LOSSES["dice_sums"], over), "from your sums on 4 GPUs"),
         ("dice", (LOSSES["dice_sums"], lambda totals: (1 - 2 * over(totals)).detach()), "no graph"),
         ("dice", (LOSSES["dice_sums"], lambda totals: (1 - 2 * over(totals)).item()), "Return a tensor, which has"),
+        ("ranking", (kept_outside, of_what_was_kept), "more than 4 numbers per GPU. They pass whole pieces on"),
+        ("root", (lambda *both: as_tuple(*both)[0], lambda total: (total / 60).sqrt()), "size of a batch"),
+        ("triplet", (lambda *both: TRIPLET(*both) * len(both[0]), lambda total: total / 10), "right with 10 images"),
         ("ranking", (pairs, over), "It compares tags of different images"),
         ("ranking", (lambda scores, tags: scores.flatten(), over), "at most 4 numbers"),
         ("root", (lambda scores, tags: scores - tags, over), "at most 4 numbers"),
@@ -342,6 +432,16 @@ def rounded(model, gpus, tokens, labels):
     return check._divided(model, gpus, tokens, labels)
 
 
+def on_the_cpu(model, gpus, tokens, labels):
+    return words(model.cpu(), tokens, labels)
+
+
+def only_with_values(model, gpus, tokens, labels):
+    if tokens.shape[1] == 1024:
+        return model.output.weight.sum()
+    return check._divided(model, gpus, tokens, labels)
+
+
 def test_llama_loss(monkeypatch):
     measured_once(monkeypatch, check, "_score")
     solution = lesson("def word_sums", "class LossInForward", "def fused_sums", "def llama_loss_solution")
@@ -359,6 +459,8 @@ def test_llama_loss(monkeypatch):
         (lambda *a: check._divided(*a).detach(), "has no graph"),
         (on_a_copy, "has no gradient"),
         (halved, "is off by 50.0%"),
+        (on_the_cpu, "your function moves `embedding.weight` to cpu"),
+        (only_with_values, "gets no gradient"),
         (rounded, "your function changes `embedding.weight`"),
         (lambda *a: check._divided(*a)[None, None].expand(2, 2), "Return one number"),
         (lambda model, gpus, tokens, labels: tokens.sum(), "the loss is"),

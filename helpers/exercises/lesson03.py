@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.nn.functional import cross_entropy, linear_cross_entropy
 
 from helpers.data import random_tokens
 from helpers.exercises import compare
-from helpers.exercises.core import call, exercise, given, require, show
+from helpers.exercises.core import NotYet, call, exercise, given, require, show
 from helpers.exercises.gpus import AGAIN, need_gpus
 from helpers.exercises.par import Score, compare_with_par, measured
 from helpers.gpus import engine, modelled_gpus
@@ -26,14 +27,19 @@ def combine(answer):
     gpus = need_gpus(2, values=True)[::-1]
     for means, weights in (
         ([2.0, 5.0], [3, 1]), ([2.0, 4.0], [5, 5]), ([3.0, NAN], [4, 0]), ([NAN, 3.0], [0, 4]), ([7.0], [2]),
-        ([NAN, 2.0], [1, 3]),
+        ([NAN, 2.0], [1, 3]), ([3.0, 1.0, 6.0], [1, 5, 2]), ([4.0, NAN, 1.0, 2.0], [1, 0, 3, 4]),
     ):  # fmt: skip
         # A piece without terms is a sum of none, divided by 0, as a criterion computes it.
         pieces = [torch.full((max(n, 1),), mean if n else 1.0) for mean, n in zip(means, weights, strict=True)]
-        leaves = [piece.to(gpu).requires_grad_() for piece, gpu in zip(pieces, gpus, strict=False)]
+        leaves = [piece.to(gpu).requires_grad_() for piece, gpu in zip(pieces, cycle(gpus), strict=False)]
         losses = [(leaf * bool(n)).sum() / torch.tensor(n).to(leaf) for leaf, n in zip(leaves, weights, strict=True)]
-        found = call(answer, losses, list(weights))
+        before = [loss.item() for loss in losses]
+        found = call(answer, list(losses), list(weights))
         case = f"For the losses {means} with the weights {weights}"
+        for number, (loss, old) in enumerate(zip(losses, before, strict=True)):
+            same = loss.item() == old or old != old  # nan
+            changed = f"{case}, your function changes losses[{number}] to {loss.item():g}."
+            require(same, changed, "An operator such as += or *= changes the tensor of the caller. Leave it as it is.")
         require(isinstance(found, Tensor), f"{case}, you return {show(found)}. Return a tensor, which has a gradient.")
         require(found.shape == (), f"{case}, the shape is {tuple(found.shape)}. Return one number, of shape ().")
         there = f"{case}, the result is on {found.device}, and the first loss is on {gpus[0]}."
@@ -84,7 +90,7 @@ class _Watched(nn.Module):
 def accumulate_words(answer):
     """Exercise 2: `answer(model, micro_batches)` must leave the gradients of the mean over all labels that count."""
     gpu = need_gpus(1, values=True)[0]
-    for rows, kept in (((2, 1, 3), (5, 2, 1)), ((1, 3, 2, 2), (4, 1, 0, 3)), ((2, 2), (0, 4))):
+    for rows, kept in (((2, 1, 3), (4, 2, 1)), ((1, 3, 2, 2), (4, 1, 0, 3)), ((2, 2), (0, 4))):
         tokens = [torch.randint(11, (count, 5), device=gpu) for count in rows]
         labels = [
             torch.where(torch.arange(5, device=gpu) < n, (3 * x + 1) % 11, -100)
@@ -93,9 +99,14 @@ def accumulate_words(answer):
         counts = [int((piece != -100).sum()) for piece in labels]
         case = f"With micro-batches that have {counts} labels"
         model = _Watched().to(gpu)
-        found = call(answer, model, list(zip(tokens, labels, strict=True)))
-        seen, model.seen = model.seen, []
         parameters = list(model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        found = call(answer, model, [(x.clone(), y.clone()) for x, y in zip(tokens, labels, strict=True)])
+        seen, model.seen = model.seen, []
+        for parameter, old in zip(parameters, before, strict=True):
+            require(parameter.device == gpu, f"{case}, your function leaves the model on {parameter.device}.")
+            changed = f"{case}, your function changes parameters. Only gradients are asked for."
+            require(torch.equal(parameter, old), changed)
         left = all(parameter.grad is not None for parameter in parameters)
         require(left, f"{case}, some parameters have no gradient. Was backward() called?")
         gradient = _flat([parameter.grad for parameter in parameters])
@@ -129,7 +140,9 @@ def accumulate_words(answer):
             for what, wrong in named.items():
                 alike = torch.allclose(gradient, wrong, rtol=1e-3, atol=1e-6)
                 require(not alike, f"{case}, the gradient is {what.rstrip('?')}{'?' if what.endswith('?') else '.'}")
-        compare.tensor(gradient, expected, rel=1e-3)
+            off = float((gradient - expected).norm() / expected.norm())
+            counts_as = f"Every label that counts should count 1 / {sum(counts)}, and no other label."
+            raise NotYet(f"{case}, the gradient is off by {off:.1%}.", counts_as)
         compare.number(
             found, right.item(), rel=1e-3, case=f"{case}, the gradients are right, but the returned loss of "
         )
@@ -141,7 +154,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 # Exercise 3: which losses come out of sums over the pieces?
-NOT_AT_ALL, MOST = "not at all", 4
+NOT_AT_ALL, MOST, SIZES = "not at all", 4, (10, 13)  # two sizes, so that no function can contain the size
 _DIVISIBLE = {"present": True, "triplet": True, "root": True, "dice": True, "ranking": False}
 
 
@@ -152,34 +165,43 @@ def losses(answers, losses):
     asked = f"Give {NOT_AT_ALL!r}, or a pair of functions (sums, finish)."
     for name, answer in answers.items():
         pair = isinstance(answer, tuple | list) and len(answer) == 2 and all(callable(each) for each in answer)
-        require(
-            pair or (isinstance(answer, str) and answer == NOT_AT_ALL),
-            f"The answer for `{name}` is {show(answer)}.",
-            asked,
-        )
+        require(pair or _is_not_at_all(answer), f"The answer for `{name}` is {show(answer)}.", asked)
     gpus = need_gpus(4, values=True)[:4]
     functions = {function.__name__: function for function in losses}
-    inputs, chance = 3 * torch.randn(10, 3), torch.rand(10, 6)
-    tags = (chance < torch.linspace(0.1, 0.8, 10)[:, None]).float()
-    tags[0, 0], tags[9, 5] = 1, 0  # at least one present and one absent
-    for name, divisible in _DIVISIBLE.items():
-        if answers[name] == NOT_AT_ALL:
-            why = f"`{name}` can be divided. Which sums over the samples determine it?"
-            require(not divisible, why)
-            continue
-        net = nn.Linear(3, 6).to(gpus[0])
-        loss, totals = _from_sums(name, *answers[name], net(inputs.to(gpus[0])), tags, gpus)
-        alone = functions[name](net(inputs.to(gpus[0])), tags.to(gpus[0]))
-        both = f"`{name}` is {loss.item():.4f} from your sums on 4 GPUs, and {alone.item():.4f} on one GPU"
-        hint = "Does each of your numbers add up over the GPUs?"
-        if not divisible:
-            hint = "It compares tags of different images. Can sums over the images know that?"
-        require(torch.isclose(loss, alone, rtol=1e-4, atol=1e-5), f"{both}. {hint}")
-        require(loss.requires_grad, f"{both}, but it has no graph. Where was it cut off?")
-        found, right = (torch.autograd.grad(each, net.weight)[0] for each in (loss, alone))
-        off = float((found - right).norm() / right.norm())
-        require(off < 1e-3, f"`{name}` is right, but its gradient is off by {off:.0%}. Is a part of it detached?")
+    for size in SIZES:
+        inputs, chance = 3 * torch.randn(size, 3), torch.rand(size, 6)
+        tags = (chance < torch.linspace(0.1, 0.8, size)[:, None]).float()
+        tags[0, 0], tags[-1, 5] = 1, 0  # at least one present and one absent
+        for name in _DIVISIBLE:
+            _check_loss(name, answers[name], functions[name], inputs, tags, gpus)
     return "Loss and gradient are those of one GPU wherever they can be."
+
+
+def _is_not_at_all(answer: object) -> bool:
+    return isinstance(answer, str) and answer.strip().lower() == NOT_AT_ALL
+
+
+def _check_loss(name: str, answer, alone_fn, inputs: Tensor, tags: Tensor, gpus: list) -> None:
+    if _is_not_at_all(answer):
+        require(not _DIVISIBLE[name], f"`{name}` can be divided. Which sums over the samples determine it?")
+        return
+    net = nn.Linear(3, 6).to(gpus[0])
+    loss, totals = _from_sums(name, *answer, net(inputs.to(gpus[0])), tags, gpus)
+    alone = alone_fn(net(inputs.to(gpus[0])), tags.to(gpus[0]))
+    both = f"With {len(tags)} images, `{name}` is {loss.item():.4f} from your sums on 4 GPUs"
+    both += f", and {alone.item():.4f} on one GPU"
+    hint = "Does each of your numbers add up over the GPUs?"
+    if len(tags) != SIZES[0]:
+        hint = f"It was right with {SIZES[0]} images. Do your functions contain the size of a batch?"
+    if not _DIVISIBLE[name]:
+        hint = "It compares tags of different images. Can sums over the images know that?"
+    require(torch.isclose(loss, alone, rtol=1e-4, atol=1e-5), f"{both}. {hint}")
+    beside = "They pass whole pieces on, for example in a variable outside. `finish` may use the totals only."
+    require(_DIVISIBLE[name], f"{both}, but your functions pass on more than {MOST} numbers per GPU.", beside)
+    require(loss.requires_grad, f"{both}, but it has no graph. Where was it cut off?")
+    found, right = (torch.autograd.grad(each, net.weight)[0] for each in (loss, alone))
+    off = float((found - right).norm() / right.norm())
+    require(off < 1e-3, f"`{name}` is right, but its gradient is off by {off:.0%}. Is a part of it detached?")
 
 
 def _from_sums(name: str, sums, finish, scores: Tensor, tags: Tensor, gpus: list) -> tuple[Tensor, Tensor]:
@@ -308,6 +330,7 @@ def _equal_to_one_gpu(answer, gpus: list[torch.device]) -> None:
         loss = call(answer, model, gpus, tokens, labels.clone())
         case = "On a small Llama with values" + ("" if last else ", where the last GPU has no label that counts")
         for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+            require(parameter.device == old.device, f"{case}, your function moves `{name}` to {parameter.device}.")
             same = parameter.dtype == old.dtype and torch.equal(parameter, old)
             require(same, f"{case}, your function changes `{name}`. Leave the model as it is.")
         require(isinstance(loss, Tensor), f"{case}, you return {show(loss)}. Return the loss, a tensor.")
@@ -335,6 +358,11 @@ def _score(loss_function, gpus: list[torch.device]) -> Score:
         given(loss_function(model, gpus, tokens, labels), loss_function).backward()
 
     try:
-        return measured(step, gpus)
+        score = measured(step, gpus)
     except torch.OutOfMemoryError:
         return Score(None, None)
+    for name, parameter in model.named_parameters():
+        require(
+            parameter.grad is not None, f"With 48 sequences, `{name}` gets no gradient, as it did on the small Llama."
+        )
+    return score
