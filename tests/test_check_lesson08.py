@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
 from helpers.exercises import lesson08 as check
@@ -22,7 +23,7 @@ def two_gpus():
 
 
 def test_no_answer_makes_a_check_raise(two_gpus):
-    assert survives_strange_answers(check.held, check.sent, check.plan)
+    assert survives_strange_answers(check.held, check.sent, check.plan, check.job)
 
 
 def held(parameters, ranks, stage, kept=(4, 4, 8)):
@@ -39,6 +40,8 @@ def test_held():
         (lambda parameters, ranks, stage: 16 * parameters, "is what DDP holds"),
         (lambda parameters, ranks, stage: held(parameters, ranks, 3 * (stage > 0)), "That is stage 3"),
         (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 4, "a byte for each number"),
+        (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 2**30, "is in GiB"),
+        (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 1e9, "is in GB"),
     )
 
 
@@ -57,6 +60,7 @@ def test_sent():
         (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, 1), "What is repeated"),
         (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, 1) * m, "once in a step"),
         (lambda parameters, ranks, stage, m: sent(parameters, ranks, 0, m), "is what DDP sends"),
+        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / 2**30, "is in GiB"),
         (lambda parameters, ranks, stage, m: 1.0 + sent(parameters, ranks, stage, m), "nobody to send to"),
     )  # fmt: skip
 
@@ -67,38 +71,47 @@ COLUMNS = {"open": ColwiseParallel(), "content": ColwiseParallel()}
 def test_plan(two_gpus):
     assert check.plan({**COLUMNS, "close": RowwiseParallel()})
     assert check.plan({**COLUMNS, "close": RowwiseParallel(use_local_output=False)})
+    assert check.plan({"o*": ColwiseParallel(), "con*": ColwiseParallel(), "c[!o]*": RowwiseParallel()})
     whole = ColwiseParallel(output_layouts=Replicate())
     explains(
         check.plan,
         ([ColwiseParallel()], "is not a plan"),
         ({"first": ColwiseParallel()}, "has no layer 'first'"),
+        ({"close.weight": RowwiseParallel()}, "has no layer 'close.weight'"),
         ({"open": ColwiseParallel}, "with brackets"),
+        ({"*": ColwiseParallel(), "close": RowwiseParallel()}, "both match 'close'"),
         (COLUMNS, "has the whole weight of 'close'"),
+        ({**COLUMNS, "close": ColwiseParallel()}, "does not fit its weight"),
+        ({"*": RowwiseParallel()}, "does not fit its weight"),
+        ({"open": ColwiseParallel(), "content": RowwiseParallel(), "close": ColwiseParallel()}, "does not fit"),
+        ({**COLUMNS, "close": SequenceParallel()}, "has the whole weight of 'close'"),
         ({**COLUMNS, "close": RowwiseParallel(output_layouts=Shard(0))}, "not that of one GPU"),
         ({"open": whole, "content": whole, "close": RowwiseParallel(input_layouts=Replicate())}, "one is enough"),
     )
 
 
-def training(first=False, wrap=True, mean=True):
+def training(first=False, wrap=True, root=True, root_first=False, mean=True, number=True, ddp=False):
     """A solution, or one with a mistake."""
 
     def sharded(rank, tokens, log):
         torch.manual_seed(0)
         model = Llama(layers=2).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for block in model.blocks if wrap else []:
-            fully_shard(block)
-        fully_shard(model)
+        parts = [*(model.blocks if wrap else []), *([model] if root else [])]
+        for part in reversed(parts) if root_first else parts:
+            if not ddp:
+                fully_shard(part)
         if not first:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trained = DistributedDataParallel(model, device_ids=[rank]) if ddp else model
         mine = tokens.chunk(2)[rank].to("cuda")
         for _ in range(3):
-            loss = check.one_step(model, optimizer, mine)
+            loss = check.one_step(trained, optimizer, mine)
             if mean:
                 dist.all_reduce(loss, dist.ReduceOp.AVG)
             if rank == 0:
-                log(loss.item())
-        return model
+                log(loss.item() if number else loss)
+        return trained
 
     return sharded
 
@@ -109,6 +122,41 @@ def test_sharded(two_gpus):
         lambda wrong: check.sharded(wrong if callable(wrong) else training(**wrong)),
         ({"first": True}, "have not changed"),
         ({"wrap": False}, "0 of the 2 blocks"),
+        ({"root": False}, "Did you forget `fully_shard(model)`?"),
+        ({"root_first": True}, "before its blocks"),
         ({"mean": False}, "Log the mean over the ranks"),
+        ({"number": False}, "Log a number"),
+        ({"ddp": True}, "returned a DistributedDataParallel"),
         (lambda rank, tokens, log: None, "returned None"),
+    )
+
+
+def micro_batch(tensor, sequences, recomputing, keeping):
+    """About what rank 0 needs in reality, which takes seconds to find out. Lesson 08 runs the real one."""
+    per_block = 2.65 * sequences / tensor * 2**30
+    peak = 10 * 2**30 + (0.07 * recomputing + keeping) * per_block
+    return peak, sequences / tensor * (0.11 * recomputing + 0.085 * keeping + 0.05 * tensor**1.5)
+
+
+def test_job(monkeypatch):
+    monkeypatch.setattr(check, "_micro_batch", micro_batch)
+    good = {"tensor": 2, "sequences": 1, "recompute": 48}
+    assert check.job(good) and "reach par" in check.job(good).text
+    assert "beat par" in check.job(good | {"recompute": 40}).text
+    assert "over par" in check.job({"tensor": 8, "sequences": 4, "recompute": 80}).text
+    explains(
+        check.job,
+        ([2, 1, 48], "is not a dict"),
+        (good | {"tensors": 2}, "There is no choice 'tensors'"),
+        ({"tensor": 2, "sequences": 1}, "does not say recompute"),
+        (good | {"tensor": 3}, "1, 2, 4 or 8"),
+        (good | {"tensor": 16}, "1, 2, 4 or 8"),
+        (good | {"recompute": True}, "a number of blocks, 0 to 80"),
+        (good | {"recompute": 81}, "a number of blocks, 0 to 80"),
+        (good | {"recompute": 0.5}, "a number of blocks, 0 to 80"),
+        (good | {"sequences": 0}, "an integer from 1 on"),
+        (good | {"tensor": 1}, "256 groups with 1 each train on 256 sequences at once, and a step has only 128"),
+        (good | {"sequences": 2}, "a step has only 128"),
+        (good | {"tensor": 8, "sequences": 3}, "does not divide the 128"),
+        (good | {"recompute": 0}, "and 72 GiB are allowed"),
     )

@@ -1,22 +1,37 @@
-"""Checks of lesson 08, sharding. Two of them start ranks of their own."""
+"""Checks of lesson 08, sharding. Two of them start ranks of their own, and the last one runs one rank of 256."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatch
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, given, require, show
 from helpers.exercises.gpus import in_ranks, need_gpus, plain
-from helpers.models import Llama
+from helpers.exercises.par import Score, compare_with_par
+from helpers.gpus import one_rank_of, record_training
+from helpers.models import LLAMA_70B, Llama
+from helpers.parallel import RankError
 
 RANKS = 2  # of exercises 3 and 4
 _MODELS = ((8_030_261_248, 64), (1_000_000, 2), (70_553_706_496, 1024), (365_375_290, 1))  # parameters, ranks
@@ -37,6 +52,8 @@ def held(answer):
                 parameters * sum(kept): "is what DDP holds. In this stage, something is in shards.",
                 parameters * sum(kept) / ranks: "has everything in shards. That is stage 3.",
                 right / 4: "counts a byte for each number. A float32 takes four bytes.",
+                right / 2**30: "is in GiB. Return bytes.",
+                right / 1e9: "is in GB. Return bytes.",
             }
             case = f"In stage {stage}, with {parameters:,} parameters on {ranks} ranks, "
             compare.number(call(answer, parameters, ranks, stage), right, "bytes", 1e-3, mistakes, case)
@@ -64,6 +81,8 @@ def sent(answer):
                     times * each / 4: "counts a byte for each number. A float32 takes four bytes.",
                     once * each: "is right for one micro-batch. What is repeated for each of them?",
                     once * micro_batches * each: "repeats for each micro-batch what is done once in a step.",
+                    times * each / 2**30: "is in GiB. Return bytes.",
+                    times * each / 1e9: "is in GB. Return bytes.",
                 }
                 if stage == 3:
                     mistakes[2 * each] = "is what DDP sends. In this stage, more is sent."
@@ -82,23 +101,32 @@ class Gated(nn.Module):
         return self.close(self.open(x).sigmoid() * self.content(x))
 
 
-def _divide_in_rank(rank: int, plan: dict) -> tuple[dict, bool, int]:
-    """For each weight the local share, whether the output is one GPU's, and how many collectives ran."""
+def _divide_in_rank(rank: int, plan: dict) -> tuple[dict, bool, int, str]:
+    """For each weight the local share, whether the output is one GPU's, how many collectives ran, and an error."""
     torch.manual_seed(0)
     model, x = Gated().to("cuda"), torch.linspace(-1, 1, 8 * 16, device="cuda").view(8, 16)
     expected = model(x)
-    parallelize_module(model, init_device_mesh("cuda", (RANKS,)), plan)
+    try:
+        parallelize_module(model, init_device_mesh("cuda", (RANKS,)), plan)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return {}, False, 0, str(error).partition("\n")[0]
     shares = {}
-    for name in ("open", "content", "close"):
+    for name in _LAYERS:
         weight = getattr(model, name).weight
         shares[name] = weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
     if max(shares.values()) == 1:
-        return shares, False, 0  # the shapes may not fit
-    with CommDebugMode() as traffic:
-        found = model(x)
+        return shares, False, 0, ""  # the shapes may not fit
+    try:
+        with CommDebugMode() as traffic:
+            found = model(x)
+    except (RuntimeError, ValueError) as error:
+        return shares, False, 0, str(error).partition("\n")[0]
     found = found.full_tensor() if isinstance(found, DTensor) else found
     same = found.shape == expected.shape and torch.allclose(found, expected, atol=1e-4)
-    return shares, same, traffic.get_total_counts()
+    return shares, same, traffic.get_total_counts(), ""
+
+
+_LAYERS = ("open", "content", "close")
 
 
 @exercise
@@ -106,17 +134,23 @@ def plan(answer):
     """Exercise 3: `answer` is a plan of `parallelize_module` that divides `Gated` with one collective."""
     named = isinstance(answer, Mapping) and all(isinstance(name, str) for name in answer)
     require(named, f"{show(answer)} is not a plan. Give a dict from names of layers to styles.")
-    layers = ("open", "content", "close")
     for name, style in answer.items():
-        require(name in layers, f"The model has no layer {name!r}. Its layers are {', '.join(layers)}.")
+        known = any(fnmatch(layer, name) for layer in _LAYERS)
+        require(known, f"The model has no layer {name!r}. Its layers are {', '.join(_LAYERS)}.")
         kind = type(style).__name__ if not isinstance(style, type) else f"class {style.__name__}"
         why = "Give an object, with brackets, for example ColwiseParallel()."
         require(isinstance(style, ParallelStyle), f"The style of {name!r} is a {kind}.", why)
+    for layer in _LAYERS:
+        keys = [name for name in answer if fnmatch(layer, name)]
+        require(len(keys) < 2, f"{' and '.join(map(repr, keys))} both match {layer!r}.", "Give each layer one style.")
     need_gpus(RANKS, values=True)
-    shares, same, collectives = in_ranks(_divide_in_rank, dict(answer), RANKS, timeout=30)[0]
+    shares, same, collectives, error = in_ranks(_divide_in_rank, dict(answer), RANKS, timeout=30)[0]
     for name, share in shares.items():
         why = "Every rank should have half of it."
         require(share < 1, f"Each rank has the whole weight of {name!r}.", why)
+    what = f"A layer gets an input that does not fit its weight: {error}."
+    why = "ColwiseParallel leaves its output divided and expects a whole input, RowwiseParallel expects a divided one."
+    require(not error, what, f"{why} What does `close` get from `open` and `content`?")
     require(same, "The output is not that of one GPU.", "Which layer's columns belong to which layer's rows?")
     what = f"The forward pass calls {collectives} collectives, and one is enough."
     require(collectives <= 1, what, "What one layer leaves divided, the next one can take divided.")
@@ -160,6 +194,8 @@ def _train_in_rank(rank: int, answer) -> tuple:
     _taken.clear()
     logged: list = []
     model = answer(rank, sentences(), logged.append)
+    if isinstance(model, DistributedDataParallel):
+        return "DDP", [], [], -1, 1.0, {}
     if not isinstance(model, Llama):
         return plain(model), [], [], -1, 1.0, {}
     blocks = sum(isinstance(block, FSDPModule) for block in model.blocks)
@@ -170,7 +206,8 @@ def _train_in_rank(rank: int, answer) -> tuple:
         for name, each in model.named_parameters()
     }
     dist.barrier()
-    return None, [plain(loss) for loss in logged], list(_taken), blocks, share, full
+    words = [show(loss) if isinstance(loss, Tensor) else plain(loss) for loss in logged]
+    return None, words, list(_taken), blocks, share, full
 
 
 @exercise
@@ -179,12 +216,25 @@ def sharded(answer):
     need_gpus(RANKS, values=True)
     losses: list[float] = []
     expected = {name: each.detach().cpu() for name, each in alone(sentences(), losses.append).named_parameters()}
-    results = in_ranks(_train_in_rank, answer, RANKS, timeout=30)
+    all_wrapped = "Call fully_shard on each block, then on the model."
+    try:
+        results = in_ranks(_train_in_rank, answer, RANKS, timeout=30)
+    except RankError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            what = "Some parameters are DTensors and others are not, or one was used while it was not gathered."
+            raise NotYet(what, f"Did you forget `fully_shard(model)`? {all_wrapped}") from error
+        if "Invariant encountered" in str(error):
+            what = "The model was wrapped before its blocks, so that its root group has taken their parameters."
+            raise NotYet(what, all_wrapped) from error
+        raise
     for returned, _, _, blocks, *_ in results:
+        if returned == "DDP":
+            raise NotYet(
+                "It returned a DistributedDataParallel, which keeps the whole model on each rank.", all_wrapped
+            )
         if blocks < 0:
             raise NotYet(f"It returned {given(returned, answer)}. Return the model.")
     _, logged, taken, blocks, share, found = results[0]
-    all_wrapped = "Call fully_shard on each block, then on the model."
     require(share < 0.55, f"Rank 0 holds {share:.0%} of all parameters, and its shard is half.", all_wrapped)
     require(
         blocks == LAYERS, f"{blocks} of the {LAYERS} blocks are wrapped. The rest is gathered at once.", all_wrapped
@@ -202,7 +252,124 @@ def sharded(answer):
     what = f"Ranks 0 and 1 logged {counts[0]} and {counts[1]} losses."
     require(counts == [STEPS, 0], what, f"Rank 0 should log {STEPS}, one per step, and rank 1 none.")
     for number, (value, right) in enumerate(zip(logged, losses, strict=True)):
+        is_text = isinstance(value, str)
+        require(
+            not is_text, f"The loss of step {number} is {value}.", "Log a number: `.item()` turns a tensor into one."
+        )
         near = compare.as_number(value)
         what = f"The loss of step {number} is {near:.4f}, and it should be {right:.4f}."
         require(abs(near - right) < 1e-3 * right, what, "Log the mean over the ranks, not rank 0's loss or a sum.")
     return "The weights and the losses are those of one GPU, and each rank holds half."
+
+
+# ---- 5. par ----------------------------------------------------------------------------------------------------------
+
+GPUS, SEQUENCES, LENGTH, BLOCKS = 256, 128, 8192, LLAMA_70B["layers"]
+MOST = 72 * 2**30  # bytes at the peak
+NAIVE = {"tensor": 8, "sequences": 1, "recompute": 80}
+PAR = {"tensor": 2, "sequences": 1, "recompute": 48}
+
+
+class _PartlyRecomputing(Llama):
+    """The first `recompute` blocks keep only their inputs."""
+
+    def features(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if number < self.recompute else block(x)
+        return self.norm(x)
+
+
+def _plan() -> dict[str, ParallelStyle]:
+    """That of section 4."""
+    by_tokens, whole = Shard(1), Replicate()
+    styles: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=by_tokens),
+        "blocks.*.norm?": SequenceParallel(),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=by_tokens, use_local_output=False),
+    }
+    for part, first, last in (
+        ("attention", ("query", "key", "value"), "out"),
+        ("feed_forward", ("gate", "up"), "down"),
+    ):
+        inputs = PrepareModuleInput(input_layouts=by_tokens, desired_input_layouts=whole)
+        styles[f"blocks.*.{part}"] = inputs
+        styles |= {f"blocks.*.{part}.{name}": ColwiseParallel() for name in first}
+        styles[f"blocks.*.{part}.{last}"] = RowwiseParallel(output_layouts=by_tokens)
+    return styles
+
+
+class _Measured(NamedTuple):
+    peak: float
+    seconds: float
+
+
+@cache
+def _micro_batch(tensor: int, sequences: int, recomputing: int, keeping: int) -> _Measured:
+    """Peak and time of rank 0 for one micro-batch and the optimizer's step, of a model with so many blocks."""
+    groups = GPUS // tensor
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with one_rank_of(GPUS), record_training() as recorded:
+        mesh = init_device_mesh("cuda", (groups, tensor), mesh_dim_names=("data", "tensor"))
+        with torch.device("meta"):
+            model = _PartlyRecomputing(**(LLAMA_70B | {"layers": recomputing + keeping}))
+        model.recompute = recomputing
+        parallelize_module(model, mesh["tensor"], _plan())
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh["data"], mp_policy=precision)
+        model.to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.zeros(sequences, LENGTH, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            if groups * sequences == SEQUENCES:  # otherwise there are gradients of earlier micro-batches
+                optimizer.zero_grad()
+            with loss_parallel():
+                cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+            optimizer.step()
+    report = recorded.report()
+    return _Measured(report.peak_bytes, report.step_seconds)
+
+
+def score(tensor: int, sequences: int, recompute: int) -> Score:
+    """Of all blocks and a whole step, extrapolated: each block of a kind adds the same memory and the same time."""
+    few, recomputing, keeping = (_micro_batch(tensor, sequences, *blocks) for blocks in ((2, 2), (4, 2), (2, 4)))
+    peak, seconds = (
+        start + (more - start) / 2 * (recompute - 2) + (most - start) / 2 * (BLOCKS - recompute - 2)
+        for start, more, most in zip(few, recomputing, keeping, strict=True)
+    )
+    return Score(int(peak), seconds * SEQUENCES / (GPUS // tensor * sequences))
+
+
+@exercise
+def job(answer):
+    """Exercise 5: `answer` is a dict with the arguments of `score`. It must fit, and its time is compared with par."""
+    require(isinstance(answer, Mapping), f"{show(answer)} is not a dict. Give one like {NAIVE}.")
+    unknown = [show(key) for key in answer if key not in NAIVE]
+    require(not unknown, f"There is no choice {', '.join(unknown)}.", f"The choices are {', '.join(NAIVE)}.")
+    missing = [key for key in NAIVE if key not in answer]
+    require(not missing, f"The plan does not say {', '.join(missing)}.")
+    possible = {"tensor": (1, 2, 4, 8), "sequences": range(1, SEQUENCES + 1), "recompute": range(BLOCKS + 1)}
+    said = {
+        "tensor": "1, 2, 4 or 8",
+        "sequences": "an integer from 1 on",
+        "recompute": f"a number of blocks, 0 to {BLOCKS}",
+    }
+    for key, value in answer.items():
+        known = type(value) is int and value in possible[key]
+        require(known, f"The plan says {show(value)} for {key}.", f"It should be {said[key]}.")
+    groups = GPUS // answer["tensor"]
+    together = groups * answer["sequences"]
+    what = f"{groups} groups with {answer['sequences']} each train on {together} sequences at once,"
+    why = f"and a step has only {SEQUENCES}. Let more GPUs divide each layer, or give a group fewer sequences."
+    require(together <= SEQUENCES, what, why)
+    require(SEQUENCES % together == 0, what, f"which does not divide the {SEQUENCES} of a step.")
+    left = dist.is_initialized()
+    require(not left, "A process group of an earlier cell is still open. Run `dist.destroy_process_group()` first.")
+    yours = score(**answer)
+    what = f"The peak is {yours.peak / 2**30:.1f} GiB, and {MOST / 2**30:.0f} GiB are allowed."
+    why = "Recompute more blocks, divide each layer among more GPUs, or train on fewer sequences at once."
+    require(yours.peak <= MOST, what, why)
+    par = Score(None, score(**PAR).seconds)  # only the time counts
+    text = compare_with_par("08 70 billion on 256", naive=score(**NAIVE), par=par, you=yours, unit_note="modelled")
+    return f"{text} That is {SEQUENCES * LENGTH / yours.seconds:,.0f} tokens per second."

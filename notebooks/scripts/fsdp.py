@@ -118,7 +118,7 @@ def main():
     test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, **loading)
 
     torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
-    model = Net()  # on the CPU: the whole network may be too large for one GPU
+    model = Net()  # on the CPU, as it may be too large for a GPU. train_llama.py never builds a whole model.
     for part in (model.features, model.classifier, model):
         fully_shard(part, mesh=mesh)  # replaces the parameters by shards, so make the optimizer afterwards
     optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)

@@ -121,7 +121,7 @@ def main():
     test_loader = DataLoader(test_data, batch_size, sampler=test_sampler, **loading)
 
     torch.manual_seed(0)  # All processes need the same weights, since each keeps a shard of its own copy.
-    model = Net()  # on the CPU: the whole network may be too large for one GPU
+    model = Net()  # on the CPU, as it may be too large for a GPU. train_llama.py never builds a whole model.
     plan = {"1": ColwiseParallel(), "3": RowwiseParallel(use_local_output=False)}  # keys: positions in nn.Sequential
     parallelize_module(model.classifier, mesh["tensor"], plan)
     for part in (model.features, model.classifier, model):
