@@ -156,14 +156,11 @@ def test_no_section_is_lost():
 
 
 MOST_MINUTES, NEAR, MOST_WORDS = {"00": 30}, 0.10, 600
-TOO_LONG = ("05",)  # not rebuilt yet; the test fails when one of them is short enough, and it leaves the list
 
 
 @lesson_by_lesson
-def test_the_stated_minutes_are_those_of_a_reader(path, request):
+def test_the_stated_minutes_are_those_of_a_reader(path):
     """Without the exercises, the reading list and what goes further, which has 600 words at most."""
-    if path.name.startswith(TOO_LONG):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="more than 50 minutes by the count"))
     notebook = json.loads(path.read_text(encoding="utf-8"))
     minutes = sum(run_all.minutes(notebook).values())
     stated = int(re.search(r"\*\*Time\*\*:? (?:about )?(\d+) minutes", source(notebook["cells"][0]))[1])
