@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,11 +43,15 @@ def even(batch, gpus):
     return [size for size in (batch // gpus + (i < batch % gpus) for i in range(gpus)) if size]
 
 
+TABLE = {pair: sizes(*pair) for pair in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7))}
+
+
 def test_piece_sizes():
     assert check.piece_sizes(sizes)
     assert check.piece_sizes(
         lambda batch, gpus: [len(range(batch)[i : i + -(-batch // gpus)]) for i in range(0, batch, -(-batch // gpus))]
     )
+    assert check.piece_sizes(lambda batch, gpus: list(np.array(sizes(batch, gpus))))
     with virtual_gpus(8) as gpus:
         for batch in (1, 9, 34):
             assert sizes(batch, 8) == [len(each) for each in scatter(torch.zeros(batch, 1), gpus)]
@@ -69,6 +74,8 @@ def test_piece_sizes():
             "is [1, 3, 3, 3]. DataParallel makes all pieces of the same size, except the last",
         ),
         (lambda batch, gpus: tuple(sizes(batch, gpus)), "Return a list"),
+        (lambda batch, gpus: [True] * batch, "Return a list of integers"),
+        (lambda batch, gpus: TABLE[batch, gpus], "KeyError"),
     )
 
 
@@ -113,12 +120,24 @@ def with_while(state):
     return state
 
 
+def without_dot(state):
+    if not all(key.startswith("module") for key in state):
+        return state
+    return {key.split(".", 1)[1]: value for key, value in state.items()}
+
+
+def by_first_names(state):
+    if len({key.split(".")[0] for key in state}) > 1:
+        return state
+    return {key.split(".", 1)[1]: value for key, value in state.items()}
+
+
 def test_without_prefix(four):
     for right in (without_prefix, pytorchs_own, by_slices):
         assert check.without_prefix(right)
 
 
-def test_without_prefix_explains():
+def test_without_prefix_explains(four):
     explains(
         check.without_prefix,
         (lambda state: state, "['module.0.weight', 'module.0.bias', 'module.1.weight', 'module.1.bias']"),
@@ -134,7 +153,14 @@ def test_without_prefix_explains():
         (lambda state: {key.lstrip("module."): value for key, value in state.items()}, "The keys of a "),
         (in_place, "Your function changes the state dict that it is given"),
         (popped, "Your function changes the state dict"),
-        (zeroed, "0 times"),
+        (zeroed, "Your function changes the state dict"),
+        (without_dot, "The keys of a plain net, ['modules_.weight', 'modules_.bias'], became ['weight', 'bias']"),
+        (by_first_names, "The keys of a plain net, ['modules_.weight', 'modules_.bias'], became ['weight', 'bias']"),
+        (lambda state: {key: v.double() for key, v in without_prefix(state).items()}, "became torch.float64 on cuda:0"),
+        (
+            lambda state: {key: v.cpu() for key, v in without_prefix(state).items()},
+            "on cuda:0 and became torch.float32",
+        ),
         (lambda state: list(state), "Return a state dict"),
         (lambda state: {}, "became []"),
     )
@@ -241,11 +267,35 @@ def there_and_back(a, b, send):
     return not torch.equal(send(send(sent.to(a), b), a).cpu(), sent)
 
 
+def by_a_second_way(a, b, send):
+    sent = torch.randn(100, device=a)
+    return not torch.equal(send(sent, b), sent.to(b))
+
+
+def by_the_way_back(a, b, send):
+    sent = torch.randn(100, device=a)
+    return not torch.equal(send(sent, b).to(a), sent)
+
+
+def on_the_target(a, b, send):
+    sent = torch.randn(100)
+    return not torch.equal(send(sent.to(a), b), sent.to(b))
+
+
 def test_damaged(four):
     assert check.damaged(lambda gpus, send: ways(gpus, send, one_way))
     assert check.damaged(lambda gpus, send: [[a.index, b.index] for a, b in ways(gpus, send, one_way)])
+    assert check.damaged(lambda gpus, send: set(ways(gpus, send, one_way)))
+    assert check.damaged(lambda gpus, send: ways(gpus, send, on_the_target))
     explains(
         check.damaged,
+        (lambda gpus, send: ways(gpus, send, by_a_second_way), "You copy from cuda:0 to cuda:1 without `send`"),
+        (lambda gpus, send: ways(gpus, send, by_the_way_back), "You copy from cuda:1 to cuda:0 without `send`"),
+        (lambda gpus, send: [(b, a) for a, b in ways(gpus, send, one_way)], "Your pairs are the wrong way round"),
+        (
+            lambda gpus, send: ways(gpus, send, lambda a, b, send: arrives("cpu", b, send, torch.ones(9))),
+            "You send a tensor that is on the CPU",
+        ),
         (
             lambda gpus, send: ways(gpus, send, there_and_back),
             "arrive without damage on 1 of the 2 pairs in your list. Each direction is a pair of its own",
@@ -255,7 +305,7 @@ def test_damaged(four):
             lambda gpus, send: ways(gpus, send, lambda *way: not arrives(*way, torch.zeros(9))),
             "1 of 1 damaged pairs are missing from your list. Test both directions between every two GPUs",
         ),
-        (lambda gpus, send: ways(gpus, torch.Tensor.to, one_way), "with `send`"),
+        (lambda gpus, send: ways(gpus, torch.Tensor.to, one_way), "without `send`, over a link that may be broken"),
         (lambda gpus, send: ways(gpus[:2], send, one_way), "1 of 1 damaged pairs"),
         (
             lambda gpus, send: [(a, b) for a, b in ways(gpus, send, one_way) if a.index < b.index],

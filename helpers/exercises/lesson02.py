@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Mapping
+from functools import partial
+from numbers import Integral
 from random import Random
 
 import torch
@@ -12,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from helpers.data import random_tokens
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.exercises.gpus import AGAIN, need_gpus
+from helpers.exercises.gpus import AGAIN, Copies, need_gpus
 from helpers.measure import GiB, MiB, format_bytes
 from helpers.models import LLAMA_1B, Llama
 
@@ -27,12 +29,14 @@ class _WithoutPyTorch(TorchFunctionMode):
 @exercise
 def piece_sizes(answer):
     """Exercise 1: `answer(batch, gpus)` must list how many samples each GPU gets, as torch.nn.parallel.scatter cuts."""
-    for batch, gpus in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7)):
+    draw = Random()
+    drawn = [(draw.randrange(1, 200), draw.randrange(2, 17)) for _ in range(5)]
+    for batch, gpus in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7), *drawn):
         right = [len(piece) for piece in torch.zeros(batch).chunk(gpus)]
         with _WithoutPyTorch():
             found = call(answer, batch, gpus)
         said = f"piece_sizes({batch}, {gpus}) is {show(found)}."
-        integers = isinstance(found, list) and all(type(size) is int for size in found)
+        integers = isinstance(found, list) and all(isinstance(size, Integral) and size is not True for size in found)
         require(integers, said, "Return a list of integers.")
         require(sum(found) == batch, said, f"These are {sum(found)} samples, and the batch has {batch}.")
         require(0 not in found, said, "A GPU that gets no samples has no entry in the list.")
@@ -47,21 +51,31 @@ def without_prefix(answer):
     """Exercise 2: `answer(state_dict)` must give the state dict with the keys of the net that is not wrapped."""
     nested = nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.ModuleDict({"module": nn.Linear(2, 1)})})
     only = nn.ModuleDict({"module": nn.Linear(2, 2)})  # its own keys look like those of a wrapped net
-    for net in (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nested, only):
+    similar = nn.ModuleDict({"modules_": nn.Linear(2, 2)})
+    for net in (nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(_place()), nested, similar, only):
         right = {key: value.clone() for key, value in net.state_dict().items()}
         cases = {"wrapped": nn.DataParallel(net).state_dict()} | ({} if net is only else {"plain": net.state_dict()})
         for kind, given in cases.items():
             keys = list(given)
             found = call(answer, given)
+            unchanged = list(given) == keys and all(map(torch.equal, net.state_dict().values(), right.values()))
+            changed = "Your function changes the state dict that it is given, and its owner may still need it."
+            require(unchanged, changed, "Return a new dict.")
             require(isinstance(found, Mapping), f"{show(found)} is not a dict. Return a state dict.")
             became = f"The keys of a {kind} net, {keys}, became {list(found)}."
             why = "Remove only what DataParallel has added, once. A net may have a layer that is called `module`."
             require(set(found) == set(right), became, why)
             for key, value in right.items():
                 compare.tensor(found[key], value)
-            changed = "Your function changes the state dict that it is given, and its owner may still need it."
-            require(list(given) == keys, changed, "Return a new dict.")
+                was, became = (f"{each.dtype} on {each.device}" for each in (value, found[key]))
+                require(was == became, f"The value of `{key}` was {was} and became {became}. Change only the keys.")
     return "`load_state_dict` takes it, and a layer that is itself called `module` keeps its name."
+
+
+def _place() -> torch.device:
+    """A GPU if there is one that keeps values."""
+    values = torch.cuda.device_count() and torch.zeros((), device="cuda:0").item() == 0
+    return torch.device("cuda:0" if values else "cpu")
 
 
 @exercise
@@ -178,20 +192,32 @@ def damaged(answer):
     """Exercise 5: `answer(gpus, send)` must list the ways (source, target) on which `send` copies wrong numbers."""
     gpus = need_gpus(4, values=True)[:4]
     for broken in (set(), {(1, 2)}, {(0, 3), (3, 0), (2, 1)}):
-
-        def send(tensor: Tensor, device: torch.device, broken=broken) -> Tensor:
-            there = tensor.to(device)
-            return torch.zeros_like(there) if (tensor.device.index, there.device.index) in broken else there
-
-        found = call(answer, gpus, send)
-        require(isinstance(found, list), f"{show(found)} is not a list. Return a list of pairs (source, target).")
+        with Copies() as copies:
+            found = call(answer, gpus, partial(_send, broken, copies))
+        some = isinstance(found, list | tuple | set)
+        require(some, f"{show(found)} is not a list. Return a list of pairs (source, target).")
         pairs = {_pair(each) for each in found}
+        across = [f"{start} to {end}" for start, end in copies.seen if start.type == end.type]
+        around = f"You copy from {across[0]} without `send`, over a link that may be broken, too." if across else ""
+        require(not across, around, "Use `send`, and compare on the CPU.")
+        require(not pairs or {pair[::-1] for pair in pairs} != broken or pairs == broken, _TURNED)
         unharmed = f"Copies arrive without damage on {len(pairs - broken)} of the {len(pairs)} pairs in your list."
         require(pairs <= broken, unharmed, "Each direction is a pair of its own. Test it without the way back.")
         missing = f"{len(broken - pairs)} of {len(broken)} damaged pairs are missing from your list."
         tested = "Test both directions between every two GPUs, with `send`, and with numbers other than zero."
         require(broken <= pairs, missing, tested)
     return "The list has every damaged pair, and no other."
+
+
+_TURNED = "Your pairs are the wrong way round. The first of a pair is the GPU on which the tensor was before."
+
+
+def _send(broken: set[tuple[int, int]], copies: Copies, tensor: Tensor, device: torch.device) -> Tensor:
+    require(tensor.is_cuda, "You send a tensor that is on the CPU, which tests no link between GPUs.", "Move it first.")
+    own = len(copies.seen)
+    there = tensor.to(device)
+    del copies.seen[own:]  # this copy is the one that is asked for
+    return torch.zeros_like(there) if (tensor.device.index, there.device.index) in broken else there
 
 
 def _pair(found: object) -> tuple[int, int]:
