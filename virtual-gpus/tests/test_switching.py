@@ -2,10 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import importlib
 import multiprocessing
 import os
 import pkgutil
+import sys
 import threading
 import types
 import weakref
@@ -376,3 +378,28 @@ def test_no_other_object_is_taken_for_a_patch():
     del stand_in
     originals = patches.table.take_out()
     assert alive() is not None and originals[number] == (alive(), owner.double)
+
+
+def test_a_finalizer_may_import_while_gpus_go_on(monkeypatch):
+    """The garbage collector comes at any line."""
+
+    class Garbage:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            monkeypatch.setitem(sys.modules, f"imported_late_{id(self)}", types.ModuleType("imported_late"))
+            if enabled:
+                Garbage()  # the next collection finds something too
+
+    enabled, thresholds = [True], gc.get_threshold()
+    patches.table.modules_of.cache_clear()
+    gc.set_threshold(50, 1, 1)
+    try:
+        Garbage()
+        assert torch.cuda in patches.table.modules_of("torch.cuda")
+    finally:
+        enabled.clear()
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert any(name.startswith("imported_late_") for name in sys.modules)

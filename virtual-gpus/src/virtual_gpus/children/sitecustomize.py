@@ -35,7 +35,7 @@ def _import_package():
 def _switch_on(torch):
     # While the package itself imports torch, the program switches GPUs on, or multiprocessing does, which begins with
     # unpickling a name in `patches`.
-    ours = [module for name, module in list(sys.modules.items()) if name.startswith("virtual_gpus.")]
+    ours = [module for name, module in sys.modules.copy().items() if name.startswith("virtual_gpus.")]
     if not any(getattr(module.__spec__, "_initializing", False) for module in ours):
         _import_package()
         from virtual_gpus.switch import start_inherited

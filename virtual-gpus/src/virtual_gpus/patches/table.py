@@ -103,6 +103,10 @@ def in_package(package: str, *functions: Any) -> list[Patch]:
 
 @functools.cache
 def modules_of(package: str) -> list[ModuleType]:
-    """The package and its modules, as far as they are imported. `cache_clear` makes the next call look again."""
-    below = f"{package}."
-    return [m for n, m in list(sys.modules.items()) if n.startswith(package) and m and f"{n}.".startswith(below)]
+    """The package and its modules, as far as they are imported. `cache_clear` makes the next call look again.
+
+    Through a copy, which Python makes in one piece: a list of pairs calls the garbage collector, and what a finalizer
+    then imports ends in "dictionary changed size during iteration".
+    """
+    below, there = f"{package}.", sys.modules.copy()
+    return [m for n, m in there.items() if n.startswith(package) and m and f"{n}.".startswith(below)]
