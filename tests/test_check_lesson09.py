@@ -1,7 +1,9 @@
 """The checks of lesson 09: solutions pass, typical mistakes are explained, nothing raises; and its helpers."""
 
+import io
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,15 +25,31 @@ def test_no_answer_makes_a_check_raise():
     assert survives_strange_answers(lambda answer: check.snapshots(answer, answer))
 
 
-def guilty(reports):
-    for test in (
-        lambda report: report["error"] and "Connection" not in report["error"] and "Timed" not in report["error"],
-        lambda report: report["exit_code"] == -9 and not report["waits_in"],
-        lambda report: not report["error"] and not report["waits_in"],
-    ):
+def own(report):
+    return report["error"] and "Connection" not in report["error"] and "Timed" not in report["error"]
+
+
+def killed(report):
+    return report["exit_code"] == -9 and not report["waits_in"]
+
+
+def silent(report):
+    return not report["error"] and not report["waits_in"]
+
+
+def first_of(reports, *tests):
+    """The first rank that passes the first test, else the second, and so on; the last two are added."""
+    for test in (*tests, killed, silent):
         for rank, report in enumerate(reports):
             if test(report):
                 return rank
+
+
+def guilty(reports):
+    return first_of(reports, own)
+
+
+LISTED = ("IndexError", "OutOfMemory", "shapes", "ValueError")  # what check.REPORTS shows
 
 
 def first(reports, found):
@@ -41,6 +59,8 @@ def first(reports, found):
 def test_guilty():
     assert check.guilty(guilty)
     assert check.guilty(lambda reports: torch.tensor(guilty(reports)))
+    assert check.guilty(lambda reports: first_of(reports, lambda report: report["error"] and not report["waits_in"]))
+    assert check.guilty(lambda reports: first_of(reports, lambda report: own(report) and "peer" not in report["error"]))
     explains(
         check.guilty,
         (lambda reports: 0, "another rank did not answer"),
@@ -54,6 +74,12 @@ def test_guilty():
         (lambda reports: first(reports, lambda report: "Runtime" not in report["error"] and not report["waits_in"]),
          "Which rank has an error of its own?"),
         (lambda reports: guilty(sorted(reports, key=lambda report: report["exit_code"] != -9)), "you name rank"),
+        (lambda reports: first_of(reports, lambda report: any(word in report["error"] for word in LISTED)),
+         "After a crash with \"KeyError: 'labels'\", your function returns None"),
+        (lambda reports: first_of(reports, own, silent), "may just have been computing. Which exit code"),
+        (lambda reports: first_of(reports, own, lambda report: report["exit_code"] == -9), "waited for no other"),
+        (lambda reports: first_of(reports, lambda report: own(report) or "Timed" in report["error"]),
+         "none was killed"),
     )  # fmt: skip
 
 
@@ -64,12 +90,20 @@ def save(folder, step, state):
         old.unlink()
 
 
-def load(folder):
-    for path in sorted(folder.glob("step_*.pt"), reverse=True):
+def load(folder, errors=Exception):
+    return newest(sorted(folder.glob("step_*.pt")), errors)
+
+
+def newest(paths, errors=Exception):
+    for path in reversed(paths):
         try:
             return torch.load(path, weights_only=True)
-        except (RuntimeError, OSError):
+        except errors:
             pass
+
+
+def by_time(folder):
+    return sorted(folder.glob("*.pt"), key=os.path.getmtime)
 
 
 def load_newest(folder):
@@ -83,17 +117,86 @@ def save_in_place(folder, step, state):
         old.unlink()
 
 
-def save_under_a_similar_name(folder, step, state):
-    torch.save(state, folder / "unfinished.tmp.pt")
-    os.replace(folder / "unfinished.tmp.pt", folder / f"step_{step:09}.pt")
-    for old in sorted(folder.glob("step_*.pt"))[:-2]:
-        old.unlink()
+def saves(write):
+    """A function `save` that writes and renames with `write(state, temporary, final)` and keeps the two newest."""
+
+    def save(folder, step, state):
+        write(state, folder / "unfinished.tmp", folder / f"step_{step:09}.pt")
+        for old in sorted(folder.glob("step_*.pt"))[:-2]:
+            old.unlink()
+
+    return save
 
 
-def delete_first(folder, step, state):
-    for old in sorted(folder.glob("step_*.pt"))[:-1]:
+def under_a_similar_name(state, temporary, final):
+    torch.save(state, temporary.with_suffix(".tmp.pt"))
+    temporary.with_suffix(".tmp.pt").rename(final)
+
+
+def through_a_buffer(state, temporary, final):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    temporary.write_bytes(buffer.getvalue())
+    shutil.move(temporary, final)
+
+
+def buffer_in_place(state, temporary, final):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    final.write_bytes(buffer.getvalue())
+
+
+def copied(state, temporary, final):
+    torch.save(state, temporary)
+    shutil.copy(temporary, final)
+    temporary.unlink()
+
+
+def synced(state, temporary, final):
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+        os.fsync(file.fileno())
+    temporary.replace(final)
+
+
+def own_name(state, temporary, final):
+    with tempfile.NamedTemporaryFile(dir=final.parent, suffix=".tmp", delete=False) as file:
+        torch.save(state, file)
+    os.replace(file.name, final)
+
+
+def elsewhere(state, temporary, final):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(state, f"{folder}/unfinished")
+        shutil.move(f"{folder}/unfinished", final)
+
+
+def delete_first(state, temporary, final):
+    torch.save(state, temporary)
+    for old in sorted(final.parent.glob("step_*.pt"))[:-1]:
         old.unlink()
-    save(folder, step, state)
+    os.replace(temporary, final)
+
+
+def save_folders(folder, step, state):
+    temporary = folder / "unfinished"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    torch.save(state, temporary / "state.pt")
+    temporary.rename(folder / f"step_{step:09}")
+    for old in sorted(folder.glob("step_*"))[:-2]:
+        shutil.rmtree(old)
+
+
+def load_folders(folder):
+    return newest([path / "state.pt" for path in sorted(folder.glob("step_*"))])
+
+
+def save_by_time(folder, step, state):
+    torch.save(state, folder / "unfinished.tmp")
+    os.replace(folder / "unfinished.tmp", folder / f"{step}.pt")
+    for old in by_time(folder)[:-2]:
+        old.unlink()
 
 
 def without_zeros(folder, step, state):
@@ -118,12 +221,24 @@ def load_one_file(folder):
 
 def test_snapshots():
     assert check.snapshots(save, load)
-    told(check.snapshots(save_in_place, load), "left half of it in ['step_000000015.pt']", "another ending")
-    told(check.snapshots(save_under_a_similar_name, load), "left half of it in ['unfinished.tmp.pt']")
+    for write in (under_a_similar_name, through_a_buffer, synced, own_name):
+        assert check.snapshots(saves(write), load), write
+    assert check.snapshots(save_folders, load_folders)
+    assert check.snapshots(save_by_time, lambda folder: newest(by_time(folder)))
+    told(check.snapshots(save_in_place, load), "reads what it left, ['step_000000015.pt']", "another ending")
+    told(check.snapshots(saves(under_a_similar_name), lambda folder: newest(by_time(folder))), "unfinished.tmp.pt")
+    told(check.snapshots(saves(buffer_in_place), load), "does not rename a file", "can be interrupted")
+    told(check.snapshots(saves(copied), load), "does not rename a file")
+    told(check.snapshots(saves(elsewhere), load), "is in another folder", "another disk")
     told(check.snapshots(save, load_newest), "cut in half", "RuntimeError")
-    told(check.snapshots(save_in_place, load_newest), "left half of it in")
+    told(check.snapshots(save, lambda folder: load(folder, RuntimeError)), "is empty", "EOFError")
+    errors = (RuntimeError, OSError, EOFError)
+    told(check.snapshots(save, lambda folder: load(folder, errors)), "begins with zeros", "UnpicklingError")
+    told(check.snapshots(save_in_place, load_newest), "reads what it left")
     told(check.snapshots(one_file, load_one_file), "last.pt was damaged or lost", "rename")
-    told(check.snapshots(delete_first, load), "was damaged or lost")
+    told(
+        check.snapshots(saves(delete_first), load), "just before it renamed", "was damaged or lost", "only then delete"
+    )
     told(check.snapshots(without_zeros, load), "returns the state of step")
     told(check.snapshots(keep_all, load), "Keep the two newest")
     told(check.snapshots(save, lambda folder: {}), "It should return None")
@@ -137,6 +252,7 @@ def interval(save_seconds, machine_days, machines):
 
 def test_interval():
     assert check.interval(interval)
+    assert check.interval(lambda cost, days, machines: round(interval(cost, days, machines)))
     explains(
         check.interval,
         (lambda cost, days, machines: 60 * interval(cost, days, machines), "is in seconds"),
@@ -144,6 +260,9 @@ def test_interval():
         (lambda cost, days, machines: interval(cost, days, 1), "interval of a single machine"),
         (lambda cost, days, machines: interval(cost, days, 1 / machines), "More machines fail more often"),
         (lambda cost, days, machines: math.sqrt(2 * cost * days * 1440 / machines), "mixes seconds and minutes"),
+        (lambda cost, days, machines: interval(cost, days, machines) - cost / 60, "leaves out the time of saving"),
+        (lambda cost, days, machines: interval(cost, days, machines) ** 2, "without the root"),
+        (lambda cost, days, machines: interval(cost, days / 24, machines), "takes a day for an hour"),
     )
 
 
@@ -161,6 +280,11 @@ def test_arguments(capsys):
     assert check.arguments(static)
     others = ["--nnodes=2:2", "--nproc-per-node=gpu", "--max-restarts=3"]
     assert check.arguments(lambda node: [*others, *C10D, "train.py"])
+    assert check.arguments(
+        lambda node: (*SIZE[:1], "--nproc_per_node=auto", *SIZE[2:], *C10D[:-1], "node-1", "train.py")
+    )
+    point = ["--rdzv-backend=static", "--rdzv-endpoint=node-1:29400"]
+    assert check.arguments(lambda node: [*SIZE, *point, "--node-rank", str(int(node[-1]) - 1), "train.py"])
     explains(
         check.arguments,
         (lambda node: "--nnodes 2 train.py", "is not a list of strings"),
@@ -177,6 +301,9 @@ def test_arguments(capsys):
         (lambda node: ["torchrun", *SIZE, *C10D, "train.py"], "begins with 'torchrun'"),
         (lambda node: static("node-1"), "It should be 1"),
         (lambda node: static(node, master_addr=node), "meet at node-2:29400"),
+        (lambda node: [f"--rdzv-endpoint={node}:29400", *static(node)], "--rdzv-endpoint is node-2:29400"),
+        (lambda node: [*SIZE, *C10D, "-m", "train.py"], "asks for a module"),
+        (lambda node: [*SIZE, *C10D, "--no-python", "train.py"], "without Python"),
         (lambda node: [*SIZE, *C10D, "drill.py"], "not 'train.py'"),
     )
 
