@@ -55,6 +55,7 @@ def test_tree():
         (lambda ranks: [[(0, ranks)]], "Send once to each rank, 0 to 1,"),
         (lambda ranks: [(0, 1)], "a step is a list of pairs"),
         (lambda ranks: 2, "2 is not a list"),
+        (lambda ranks: [[(source + 0.4, target) for source, target in step] for step in tree(ranks)], "an integer"),
     )
 
 
@@ -97,6 +98,28 @@ def of_means(losses):
     return mean.item() / 4
 
 
+def asking_twice(rank, count, losses):
+    numbers = dealt(rank, count)
+    return by_sums(losses(numbers)[: len(losses(numbers))])
+
+
+def with_a_constant(rank, count, losses):
+    losses(dealt(rank, count))
+    return {10: 3.85, 3: 3.5 / 3}[count]
+
+
+def ending_the_group(rank, count, losses):
+    mean = by_sums(losses(dealt(rank, count)))
+    if count == check.COUNTS[-1]:
+        dist.destroy_process_group()
+    return mean
+
+
+def forming_a_group(rank, count, losses):
+    dist.init_process_group("nccl")
+    return by_sums(losses(dealt(rank, count)))
+
+
 def validation(numbers=dealt, mean=by_sums):
     return lambda rank, count, losses: mean(losses(numbers(rank, count)))
 
@@ -119,6 +142,16 @@ def test_validate(four):
         ({"numbers": lambda rank, count: range(rank, count - count % 4, 4)}, "no rank looks at the samples [8, 9]"),
         ({"numbers": lambda rank, count: range(count)}, "one rank looks at 10 samples"),
         ({"numbers": lambda rank, count: range(rank, count + 4, 4)}, "IndexError"),
+    )
+
+
+def test_validate_explains_what_is_not_in_the_losses(four):
+    explains(
+        check.validate,
+        (asking_twice, "a rank asks for the losses of a sample twice"),
+        (with_a_constant, "too small"),
+        (ending_the_group, "Leave out `destroy_process_group`"),
+        (forming_a_group, "Leave out `init_process_group`"),
     )
 
 
@@ -160,7 +193,9 @@ def test_factor():
 
 
 def loop(
-    set_epoch=True,
+    set_epoch=lambda epoch: epoch,
+    workers=0,
+    end=lambda: None,
     through_ddp=True,
     logs=lambda rank: rank == 0,
     sampled=True,
@@ -180,14 +215,15 @@ def loop(
         sampler = DistributedSampler(samples, shuffle=shuffle) if sampled else None
         for epoch in range(3):
             if set_epoch and sampled:
-                sampler.set_epoch(epoch)
-            for x, y in DataLoader(samples, batch_size=batch, sampler=sampler):
+                sampler.set_epoch(set_epoch(epoch))
+            for x, y in DataLoader(samples, batch_size=batch, sampler=sampler, num_workers=workers):
                 sgd.zero_grad()
                 loss = mse_loss((net if through_ddp else net.module)(x.to(device(rank))), y.to(device(rank)))
                 loss.backward()
                 sgd.step()
             if logs(rank):
                 log(f"epoch {epoch}")
+        end()
         return net.module
 
     return train
@@ -236,7 +272,10 @@ def test_the_exercise_s_samples():
 def test_ranked_explains(two_gpus):
     explains(
         lambda wrong: check.ranked(loop(**wrong)),
-        ({"set_epoch": False}, "Every epoch has the same order. How does the sampler know"),
+        ({"set_epoch": lambda epoch: epoch % 2}, "Two epochs have the same order"),
+        ({"workers": 1}, "as in a DataLoader with num_workers=0"),
+        ({"end": dist.destroy_process_group}, "Leave out `destroy_process_group`"),
+        ({"set_epoch": None}, "Every epoch has the same order. How does the sampler know"),
         ({"shuffle": False}, "in the order in which they are stored. Shuffle them"),
         ({"through_ddp": False}, "Their gradients were never averaged"),
         ({"logs": lambda rank: True}, "Ranks 0 and 1 logged 3 and 3 lines. Rank 0 should log one line per epoch"),

@@ -1,7 +1,9 @@
 """Checks of lesson 04, distributed data parallel. Two of them start ranks of their own."""
 
 import math
+import re
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -27,7 +29,8 @@ def tree(answer):
             what = f"With {ranks} ranks, step {number} is {show(step)}."
             try:
                 pairs = [(int(source), int(target)) for source, target in step]
-            except (TypeError, ValueError) as error:
+                require(pairs == [(source, target) for source, target in step], what, "A rank is an integer.")
+            except (TypeError, ValueError, RuntimeError) as error:
                 raise NotYet(what, "A step is a list of pairs (source, target).") from error
             sources, targets = {source for source, _ in pairs}, {target for _, target in pairs}
             can_send = sources <= have and len(sources) == len(pairs)
@@ -53,6 +56,14 @@ RAISED = {
     "_OnTheCPU": (ON_THE_CPU, "Create the tensor with device=... of the losses."),
     "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
     "Duplicate GPU": ("Both ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
+    "process group twice": (
+        "The ranks have a process group already.",
+        "Leave out `init_process_group`, which `launch` has called for you.",
+    ),
+    "process group has not been initialized": (
+        "Your function ends the process group.",
+        "Leave out `destroy_process_group`, because the ranks go on after your function.",
+    ),
 }
 
 
@@ -64,7 +75,10 @@ def _ranks(work: Callable, answer, ranks: int, timeout: float) -> list:
         for words, (what, why) in RAISED.items():
             if words in str(error):
                 raise NotYet(what, why) from error
-        raise
+        what, _, traces = str(error).partition("\n\nIn rank ")
+        lines = re.findall(r'File "Cell .+\n +(.+)', traces)  # the learner's line instead of the whole traceback
+        at = f" at `{lines[-1]}`" if lines else ""
+        raise NotYet(f"Your code stopped{at}: {' '.join(what.split())[:300].rstrip('.')}.") from error
 
 
 def _only_gpus(name: str):
@@ -85,15 +99,15 @@ def _only_gpus(name: str):
 VALIDATION_RANKS, COUNTS = 4, (10, 3)
 
 
-def _losses(count: int) -> Tensor:
-    return 1 + torch.arange(count) ** 2 / 10
+def _losses(count: int, factor: float) -> Tensor:
+    return factor * (1 + torch.arange(count) ** 2 / 10)
 
 
-def _validate_in_rank(rank: int, answer) -> list[tuple]:
+def _validate_in_rank(rank: int, answer, factor: float) -> list[tuple]:
     """For each count: what the learner's function returned in this rank, and which samples it asked for."""
     found = []
     for count in COUNTS:
-        values, asked = _losses(count).to(rank), []
+        values, asked = _losses(count, factor).to(rank), []
 
         def losses(numbers, values=values, asked=asked) -> Tensor:
             asked += [int(number) for number in numbers]
@@ -101,6 +115,7 @@ def _validate_in_rank(rank: int, answer) -> list[tuple]:
 
         with _only_gpus("all_reduce"), _only_gpus("reduce"), _only_gpus("all_gather"), _only_gpus("broadcast"):
             found.append((plain(answer(rank, count, losses)), asked))
+            dist.get_rank()  # raises if the answer has ended the process group
     return found
 
 
@@ -108,7 +123,8 @@ def _validate_in_rank(rank: int, answer) -> list[tuple]:
 def validate(answer):
     """Exercise 2: `answer(rank, count, losses)` gives each of four ranks the mean loss of all samples, asked once."""
     need_gpus(VALIDATION_RANKS, values=True)
-    found = _ranks(_validate_in_rank, answer, VALIDATION_RANKS, timeout=20)
+    factor = 1 + torch.rand(()).item()  # so that no function can contain the means
+    found = _ranks(partial(_validate_in_rank, factor=factor), answer, VALIDATION_RANKS, timeout=20)
     for place, count in enumerate(COUNTS):
         values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
         for value in values:
@@ -117,7 +133,7 @@ def validate(answer):
         _check_shares(asked, count, what)
         lost = any(isinstance(value, float) and math.isnan(value) for value in values)
         require(not lost, f"{what} the results are {show(values)}. The mean of no samples is nan.")
-        losses = _losses(count)
+        losses = _losses(count, factor)
         right, means = losses.mean().item(), [losses[numbers].mean().item() for numbers in asked if numbers]
         counts = " + ".join(str(len(numbers)) for numbers in asked)
         mistakes = {mean: "is the mean of one rank's samples. The samples of the others are missing." for mean in means}
@@ -133,6 +149,10 @@ def _check_shares(asked: tuple[list[int], ...], count: int, what: str) -> None:
     together, most = sum(asked, []), max(map(len, asked))
     missing = sorted(set(range(count)) - set(together))
     require(not missing, f"{what} no rank looks at the samples {missing}. Count every sample.")
+    again = any(len(set(numbers)) < len(numbers) for numbers in asked)
+    require(
+        not again, f"{what} a rank asks for the losses of a sample twice.", "Call `losses` once and keep the result."
+    )
     shared = most <= -(-count // VALIDATION_RANKS)
     require(shared, f"{what} one rank looks at {most} samples. The ranks should share the work.")
     twice = sorted({number for number in together if together.count(number) > 1})
@@ -248,11 +268,14 @@ def _check_samples(asked: tuple[list[int], ...]) -> None:
     shared = all(len(numbers) == EPOCHS * size for numbers in asked)
     shared = shared and all(sorted(sum(parts, [])) == list(range(SAMPLES)) for parts in epochs)
     what = f"Ranks 0 and 1 took {len(asked[0])} and {len(asked[1])} samples."
+    hidden = "The check sees `samples[number]` in the ranks themselves, as in a DataLoader with num_workers=0."
+    require(any(asked), "The check saw neither rank take a sample.", hidden)
     require(shared, what, f"In each of {EPOCHS} epochs, half of the {SAMPLES} samples should go to each rank.")
     stored = epochs[0][0] == sorted(epochs[0][0])
     require(not stored, "The samples come in the order in which they are stored. Shuffle them, as `alone` does.")
-    differ = epochs[0] != epochs[1] != epochs[2]
-    require(differ, "Every epoch has the same order. How does the sampler know which epoch it is?")
+    orders = len({str(parts) for parts in epochs})
+    same = "Every epoch has" if orders == 1 else "Two epochs have"
+    require(orders == EPOCHS, f"{same} the same order. How does the sampler know which epoch it is?")
 
 
 def _on_one_device(asked: tuple[list[int], ...], each: int, seed: int = 0) -> Tensor:
