@@ -1,5 +1,6 @@
 """The checks of lesson 06: solutions pass, the broken loops are told what they keep, nothing raises."""
 
+import contextlib
 import re
 import traceback
 
@@ -79,6 +80,49 @@ def switches_gradients_off(net, batches):
     return sum(loss_of(net, x, y).item() for x, y in batches) / len(batches)
 
 
+def computed_by_hand_on_the_cpu(net, x):
+    """The outputs of `net`, with no module called."""
+    weights = [parameter.detach().cpu().requires_grad_() for parameter in net.parameters()]
+    for number in range(0, len(weights), 2):
+        x = nn.functional.linear(x if number == 0 else x.relu(), *weights[number : number + 2])
+    return x, weights
+
+
+def by_hand(net, batches):
+    with torch.no_grad():
+        losses = [cross_entropy(computed_by_hand_on_the_cpu(net, x)[0], y).item() for x, y in batches]
+    return sum(losses) / len(losses)
+
+
+def all_at_once(net, batches):
+    return validate(net, [[torch.cat(each) for each in zip(*batches, strict=True)]])
+
+
+def afterwards(answer, damage):
+    """`answer`, but `damage(net, batches)` follows."""
+
+    def function(net, batches):
+        result = answer(net, batches)
+        with torch.no_grad():
+            damage(net, batches)
+        return result
+
+    return function
+
+
+def doubles_a_weight(net, batches):
+    net[0].weight.mul_(2)
+
+
+DAMAGE = (
+    (doubles_a_weight, "changes the weights of the model"),
+    (lambda net, batches: batches[0][0].zero_(), "changes the images and labels that it gets"),
+    (lambda net, batches: batches.pop(), "changes the images and labels that it gets"),
+    (lambda net, batches: net.requires_grad_(False), "its parameters need requires_grad=True"),
+    (lambda net, batches: net.eval(), "leaves the model in evaluation mode"),
+)
+
+
 def mean_of_losses(net, batches):
     return sum(loss_of(net, x, y) for x, y in batches) / len(batches)
 
@@ -97,8 +141,10 @@ def test_validation_loss_explains():
         (without_gradients, "its parameters need requires_grad=True"),
         (keeps_outside, "your function leaves behind 2.0 MiB, and 1.0 MiB are allowed"),
         (switches_gradients_off, "leaves gradients switched off for the whole program"),
-        (lambda net, batches: validate(net.eval(), batches), "leaves the model in evaluation mode"),
+        (by_hand, "The model did not run"),
+        (all_at_once, "The model ran on 3072 images at once"),
         (lambda net, batches: 2.302585, "2.30259"),
+        *((afterwards(validate, damage), words) for damage, words in DAMAGE),
     )
     assert torch.is_grad_enabled()
     kept.clear()
@@ -144,11 +190,14 @@ def test_features():
         (lambda out: out[:, :5].clone(), "the shape is"),
         (lambda out: out[:, :4].clone().requires_grad_(), "still refer to a graph"),
         (lambda out: out[:, :4].half(), "The features are torch.float16, which rounds them"),
+        (lambda out: out[:, :4].double(), "The features are torch.float64, which is not what the model returns"),
         (lambda out: out[:, :4].half().float(), "values are wrong"),
         (lambda out: out[:, :4].contiguous().detach().cpu().cuda() + 1e-3, "yours is"),
         (lambda out: torch.narrow(out, 1, 0, 4), "Which larger tensors stay alive with them?"),
         (lambda out: out[:, 4:8].clone(), "values are wrong"),
     )
+    right = lambda net, batches: features(net, batches, lambda out: out[:, :4].clone())  # noqa: E731
+    explains(check.features, *((afterwards(right, damage), words) for damage, words in DAMAGE[:3]))
     rounded = check.features(lambda net, batches: features(net, batches, lambda out: out[:, :4].half().float())).text
     yours, right = re.search(r"yours is (\S+) and the right one is (\S+)\.", rounded).groups()
     assert yours != right
@@ -231,6 +280,34 @@ def halve_whatever_happens(kind):
     return answer
 
 
+def passes_on_another_error(step, batch):
+    """Right: what is no lack of memory ends the search, too."""
+    while True:
+        try:
+            step(batch)
+            return batch
+        except torch.OutOfMemoryError:
+            pass
+        except RuntimeError as error:
+            raise ValueError("The step is broken.") from error
+        batch //= 2
+
+
+def always_400_200_100(step, batch):
+    for size in (400, 200):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            step(size)
+    step(100)
+    return 100
+
+
+def divides(step, batch):
+    with contextlib.suppress(torch.OutOfMemoryError):
+        step(batch)
+        return batch
+    return divides(step, batch / 2)
+
+
 def halve_by_the_words(step, batch):
     """Right in another form, as before OutOfMemoryError existed."""
     while True:
@@ -243,8 +320,10 @@ def halve_by_the_words(step, batch):
         batch //= 2
 
 
-def test_halve_until_it_fits():
-    for right in (halve, halve_with_cleared_frames, halve_with_a_flag, halve_by_the_words):
+def test_halve_until_it_fits(monkeypatch):
+    monkeypatch.setattr(check.random, "randint", lambda low, high: 3 if high < 9 else 333)  # 333, 166, 83, 41
+    assert told(check.halve_until_it_fits(divides), "half of the one before, rounded down")
+    for right in (halve, halve_with_cleared_frames, halve_with_a_flag, halve_by_the_words, passes_on_another_error):
         assert check.halve_until_it_fits(right)
     still = "A batch of 100 fits on an empty GPU. What still refers to the tensors of the steps that failed?"
     explains(
@@ -254,6 +333,7 @@ def test_halve_until_it_fits():
         (lambda step, batch: 100, "Return the batch that ran"),
         (lambda step, batch: halve(step, batch // 4), "Each try should be half of the one before"),
         (lambda step, batch: step(batch), "OutOfMemoryError"),
+        (always_400_200_100, "Your code stopped at `step(100)` with OutOfMemoryError"),
         (retries_once_inside, "When step(200) began"),
         (halve_whatever_happens(Exception), 'RuntimeError("The labels have the wrong shape."), your function hid it'),
         (halve_whatever_happens(RuntimeError), "Catch only torch.OutOfMemoryError"),
@@ -312,6 +392,47 @@ def all_of_x_at_once(net, x, y, pieces):
     return accumulate(net, x.cuda(), y.cuda(), pieces)
 
 
+def all_by_hand(net, x, y, pieces):
+    outputs, weights = computed_by_hand_on_the_cpu(net, x)
+    loss = cross_entropy(outputs, y)
+    loss.backward()
+    for parameter, weight in zip(net.parameters(), weights, strict=True):
+        parameter.grad = weight.grad.to(parameter.device)
+    return loss.item()
+
+
+def with_autograd_grad(net, x, y, pieces):
+    """Right in another form: a second copy of the gradients exists for a moment."""
+    mean, parameters = 0, list(net.parameters())
+    for part, target in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+        loss = loss_of(net, part, target, reduction="sum") / len(x)
+        mean += loss.item()
+        for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+    return mean
+
+
+def copies_all_pieces(net, x, y, pieces):
+    parts = [(part.cuda(), target) for part, target in zip(x.chunk(pieces), y.chunk(pieces), strict=True)]
+    losses = []
+    for part, target in parts:
+        loss = loss_of(net, part, target, reduction="sum") / len(x)
+        loss.backward()
+        losses.append(loss.item())
+    return sum(losses)
+
+
+def returns_the_graph(net, x, y, pieces):
+    accumulate(net, x, y, pieces)
+    return loss_of(net, x, y)
+
+
+def off_afterwards(net, x, y, pieces):
+    mean = accumulate(net, x, y, pieces)
+    torch.set_grad_enabled(False)
+    return mean
+
+
 def checkpointed(net, x, y, pieces):
     parts = zip(x.chunk(pieces), y.chunk(pieces), strict=True)
     losses = [
@@ -338,6 +459,7 @@ def keeps_names(net, x, y, pieces):
 def test_accumulate():
     assert check.accumulate(accumulate)
     assert check.accumulate(keeps_names)
+    assert check.accumulate(with_autograd_grad)
     assert check.accumulate(checkpointed)  # the pieces stay on the CPU until they are computed again
     assert check.accumulate(weighted(lambda samples, all_samples, pieces: samples / all_samples))
     explains(
@@ -350,9 +472,21 @@ def test_accumulate():
         (lambda *job: 4 * accumulate(*job), "The loss of "),
         (on_the_cpu_at_once, "The model ran on cpu"),
         (stays_on_the_cpu, "The device is cpu"),
-        (all_of_x_at_once, "moves all of x, 3.1 MiB, to the GPU at once"),
+        (all_of_x_at_once, "moves all of x, 6.3 MiB, to the GPU at once"),
+        (all_by_hand, "The model did not run. Call it with each piece"),
+        (copies_all_pieces, "More than one piece is on the GPU at the same time: its samples"),
+        (returns_the_graph, "still refers to a graph. Return a number"),
+        (off_afterwards, "leaves gradients switched off"),
         (lambda net, x, y, pieces: accumulate(net, x, y, 1), "moves all of x"),
+        *((damaged_accumulate(damage), words) for damage, words in DAMAGE if "pop" not in damage.__code__.co_names),
     )
+
+
+def damaged_accumulate(damage):
+    def answer(net, x, y, pieces):
+        return afterwards(lambda net, batches: accumulate(net, *batches[0], pieces), damage)(net, [(x, y)])
+
+    return answer
 
 
 def drift(net, batches, decay=0.9, graph=False, rate=0.1):
@@ -403,7 +537,7 @@ def net():
 
 def right():
     size = sum(p.numel() for p in net().parameters()) * 4 / 2**20
-    activations = 500 * (2048 + 10 + 10) * 4 / 2**20
+    activations = 500 * (2048 + 10) * 4 / 2**20
     data = {"parameters": size, "gradients": size, "optimizer": 2 * size, "activations": activations}
     return data | {"workspaces": 32, "context": 128}  # of an H200, and of a virtual card of 1 GiB
 
@@ -444,6 +578,7 @@ def test_budget_explains():
         ({"context": 1.0, "optimizer": 1.0}, "context 0.01"),
         ({name: right()[name] * 1.048576 for name in ("parameters", "optimizer")}, "would be right in MB"),
         ({name: size * 1.048576 for name, size in right().items()}, "1 MiB is 1,048,576 bytes"),
+        ({"parameters": right()["parameters"] * 2**20}, "parameters would be right in bytes. 1 MiB is 1,048,576 bytes"),
         ({"gradients": "much"}, "is text"),
         ({"gradients": ...}, "still contains `...`"),
     )
@@ -531,6 +666,29 @@ def only_small_models(net, batches):
         step_of()(net, batches)
 
 
+def is_large(net):
+    return net.output.weight.is_cuda
+
+
+def on_two_tokens(net, batches):
+    step_of()(net, [tokens[:, :3] for tokens in batches] if is_large(net) else batches)
+
+
+def on_half_the_batch(net, batches):
+    step_of(in_chunks, recompute=True)(net, [tokens[:8] for tokens in batches] if is_large(net) else batches)
+
+
+def looks_at_the_rest(net, batches):
+    if is_large(net):
+        with torch.no_grad():
+            in_chunks(net, batches[0])
+    on_two_tokens(net, batches)
+
+
+def in_another_dtype(net, batches):
+    step_of(in_chunks, recompute=True)(net.half() if is_large(net) else net, batches)
+
+
 def switched_off(net, batches):
     step_of()(net, batches)
     torch.set_grad_enabled(False)
@@ -553,6 +711,7 @@ def test_train(rtx):
         verdict = check.train(right)
         assert verdict and "Naive: out of memory." in verdict.text
     assert "par in memory" in verdict.text
+    assert check.train(steps_in_backward)  # again: the first has left nothing on the GPU
 
 
 def test_train_explains(rtx):
@@ -571,6 +730,10 @@ def test_train_explains(rtx):
         (lambda net, batches: net.requires_grad_(False), "The weights have not changed"),
         (on_the_host, "ran on cpu"),
         (only_small_models, "Run all of them on cuda:0"),
+        (on_two_tokens, "the large model was trained on 64 of 65,536 tokens"),
+        (on_half_the_batch, "trained on 32,768 of 65,536 tokens. Train it on whole batches"),
+        (looks_at_the_rest, "trained on 64 of 65,536 tokens"),
+        (in_another_dtype, "The weights are torch.float16 now"),
         (switched_off, "leaves gradients switched off"),
         (lambda net: None, "TypeError"),
         (3, "cannot be called"),

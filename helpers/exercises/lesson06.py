@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -17,7 +18,7 @@ from helpers.exercises.par import Score, compare_with_par, measured
 from helpers.measure import GiB, MiB
 from helpers.models import LLAMA_1B, Llama
 
-WIDTH, BATCH = 1024, 256
+WIDTH, BATCH = 512, 512
 SLACK = 1.0 * MiB  # for losses, counters and the rounding of the allocator
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -30,9 +31,9 @@ def _gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _net(gpu: torch.device, outputs: int = 10, inputs: int = 64) -> nn.Sequential:
+def _net(gpu: torch.device, outputs: int = 10, inputs: int = 64, width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs)]
+    layers = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs)]
     return nn.Sequential(*layers).to(gpu)
 
 
@@ -65,6 +66,25 @@ def _with_gradients_afterwards(run: Callable[[], object]) -> object:
     return result
 
 
+def _untouched(net: nn.Module, batches: Batches) -> Callable[[], None]:
+    """A function that refuses changes since this call: of the weights, of the model's modes, and of the batches."""
+    given = [tensor.clone() for pair in batches for tensor in pair]
+    weights = [parameter.detach().cpu().clone() for parameter in net.parameters()]
+
+    def require_it() -> None:
+        now = [tensor for pair in batches for tensor in pair]
+        same = len(now) == len(given) and all(map(torch.equal, now, given))
+        require(same, "Your function changes the images and labels that it gets.", "Later code still needs them.")
+        same = all(map(torch.equal, (parameter.detach().cpu() for parameter in net.parameters()), weights))
+        require(same, "Your function changes the weights of the model.", "Leave the model as it is.")
+        trainable = all(parameter.requires_grad for parameter in net.parameters())
+        require(trainable, "The model has changed: its parameters need requires_grad=True for training.")
+        what = "Your function leaves the model in evaluation mode, where dropout and batch normalization do not train."
+        require(all(module.training for module in net.modules()), what, "Call `model.train()` at the end.")
+
+    return require_it
+
+
 def _require_small(peak: float, most: float, left: float, kept: float, why: str) -> None:
     """At most `most` bytes more at the peak, and at most `kept` afterwards."""
     for does, found, allowed in (("takes", peak, most), ("leaves behind", left, kept)):
@@ -85,21 +105,24 @@ def validation_loss(answer):
 
     right = validate(batches)  # first: PyTorch before 2.15 keeps cuBLAS's workspace from then on
     _, one, _ = _measured(lambda: validate(batches[:2]))
-    outputs = []  # for each batch the device, and whether there is a graph
-    net[-1].register_forward_hook(lambda module, inputs, output: outputs.append((output.device, output.requires_grad)))
+    outputs = []  # of each forward pass
+    net[-1].register_forward_hook(
+        lambda module, inputs, output: outputs.append((output.device, output.requires_grad, len(output)))
+    )
+    untouched = _untouched(net, batches)
     result, peak, left = _measured(lambda: call(answer, net, batches))
     require(not isinstance(result, Tensor), "The answer is a tensor, which may keep a graph. Return a number.")
     compare.number(result, right, rel=1e-4, mistakes={right * len(batches): "is the sum. Divide it by the batches."})
-    for device, _ in outputs:
+    require(len(outputs) > 0, f"The model did not run. Call it with each batch, on {gpu}.")
+    for device, _, samples in outputs:
         require(device == gpu, f"The model ran on {device}. Run it on {gpu}.")
+        require(samples <= BATCH, f"The model ran on {samples} images at once. Take one batch after the other.")
     why = f"A batch without a graph takes {one / MiB:.1f} MiB. What still refers to tensors of earlier batches?"
     _require_small(peak, one + SLACK, left, SLACK, why)
-    graphs = any(graph for _, graph in outputs)
+    graphs = any(graph for _, graph, _ in outputs)
     require(not graphs, "Each batch still builds a graph, and frees it afterwards. A validation needs no graph.")
-    kept = all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
-    require(kept, "The model has changed: its parameters need requires_grad=True for training, and no gradients.")
-    what = "Your function leaves the model in evaluation mode, where dropout and batch normalization do not train."
-    require(all(module.training for module in net.modules()), what, "Call `model.train()` at the end.")
+    untouched()
+    require(all(each.grad is None for each in net.parameters()), "Your function leaves gradients in the model.")
     return f"The peak is {peak / MiB:.1f} MiB, that of a single batch without a graph."
 
 
@@ -111,14 +134,17 @@ def features(answer):
     with torch.no_grad():
         right = torch.cat([net(x.to(gpu))[:, :4].clone() for x, _ in batches])
         _, one, _ = _measured(lambda: net(batches[0][0].to(gpu)))
+    untouched = _untouched(net, batches)
     result, peak, left = _measured(lambda: call(answer, net, batches))
     kind = result.dtype if isinstance(result, Tensor) else right.dtype
-    require(kind == right.dtype, f"The features are {kind}, which rounds them. Keep {right.dtype}.")
+    what = "rounds them" if kind.itemsize < right.dtype.itemsize else "is not what the model returns"
+    require(kind == right.dtype, f"The features are {kind}, which {what}. Keep {right.dtype}.")
     compare.tensor(result, right)
     compare.device(result, gpu)
     require(not result.requires_grad, "The features still refer to a graph. Nothing will be trained with them.")
     why = f"The results themselves take {right.nbytes / MiB:.2f} MiB. Which larger tensors stay alive with them?"
     _require_small(peak, one + BATCH * WIDTH * 4 + 2 * right.nbytes + SLACK, left, right.nbytes + SLACK, why)
+    untouched()
     return f"{right.nbytes / MiB:.2f} MiB stay, and the peak is {peak / MiB:.1f} MiB."
 
 
@@ -126,6 +152,15 @@ def features(answer):
 def halve_until_it_fits(answer):
     """Exercise 2: `answer(step, batch)` gives the largest of batch, batch // 2, ... that fits, with all memory back."""
     gpu = _gpu()
+    _require_search(answer, gpu, [400, 200, 100])
+    start, halvings = random.randint(150, 999), random.randint(1, 4)
+    _require_search(answer, gpu, [start >> times for times in range(halvings + 1)])
+    _require_passed_on(answer)
+    return "Each try began on an empty GPU."
+
+
+def _require_search(answer: Callable, gpu: torch.device, expected: list[int]) -> None:
+    """`answer` must try the batches `expected`, of which only the last fits, and leave nothing behind."""
     torch.cuda.empty_cache()
     room = torch.cuda.mem_get_info(gpu)[0]
     empty = torch.cuda.memory_allocated()
@@ -135,21 +170,21 @@ def halve_until_it_fits(answer):
         tried.append(batch)
         found.append(torch.cuda.memory_allocated() - empty)
         pieces = []  # a variable of its own, which an error keeps
-        for share in (0.05, 0.003 * batch, 0.003 * batch, 0.003 * batch) if batch else ():
-            pieces.append(torch.empty(int(share * room), dtype=torch.uint8, device=gpu))
+        share = 0.3 * batch / expected[-1]
+        for each in (0.05, share, share, share) if batch else ():
+            pieces.append(torch.empty(int(each * room), dtype=torch.uint8, device=gpu))
 
-    result, peak, left = _measured(lambda: call(answer, step, 400))
+    result, peak, left = _measured(lambda: call(answer, step, expected[0]))
     what = f"Your function tried {', '.join(map(str, tried[:6]))} and returned {show(result)}."
     require(result in tried, what, "Return the batch that ran.")
-    require(tried[:3] == [400, 200, 100], what, "Each try should be half of the one before.")
+    halves = f"It began with a batch of {expected[0]}. Each try should be half of the one before, rounded down."
+    require(tried[: len(expected)] == expected, what, halves)
     why = "What still refers to the tensors of the steps that failed?"
-    require(result == 100, what, f"A batch of 100 fits on an empty GPU. {why}")
+    require(result == expected[-1], what, f"A batch of {expected[-1]} fits on an empty GPU. {why}")
     for batch, size in zip(tried, found, strict=True):
         full = f"When step({batch}) began, {size / MiB:,.0f} MiB of a step that failed were still on the GPU."
         require(size <= SLACK, full, "Inside `except`, the error keeps them. Retry after that block.")
     _require_small(peak, room, left, SLACK, why)
-    _require_passed_on(answer)
-    return "Each try began on an empty GPU."
 
 
 def _require_passed_on(answer: Callable) -> None:
@@ -164,9 +199,10 @@ def _require_passed_on(answer: Callable) -> None:
 
     try:
         answer(broken, 400)
-    except RuntimeError as error:
-        if text in str(error):
-            return
+    except Exception as error:  # noqa: BLE001 - the same error, or another that was raised because of it
+        if text not in f"{error} {error.__context__}":
+            raise
+        return
     what = f'When step(400) raised RuntimeError("{text}"), your function hid it.'
     raise NotYet(what, "Catch only torch.OutOfMemoryError: a smaller batch cures no other error.")
 
@@ -174,12 +210,18 @@ def _require_passed_on(answer: Callable) -> None:
 @exercise
 def accumulate(answer):
     """Exercise 3: `answer(net, x, y, pieces)` leaves the batch's gradients, with one piece on the GPU at a time."""
-    gpu, pieces = _gpu(), 4
-    net, (x, y) = _net(gpu, inputs=WIDTH), _batches(1, 803, WIDTH)[0]
-    few, labels = x[:10].to(gpu), y[:10].to(gpu)  # in pieces of 3, 3, 3 and 1
+    gpu, pieces, width = _gpu(), 4, 256
+    net, (x, y) = _net(gpu, inputs=width, width=width), _batches(1, 6403, width)[0]
+    small = x[:10].clone(), y[:10].clone()  # in pieces of 3, 3, 3 and 1
+    few, labels = (each.to(gpu) for each in small)
     loss = cross_entropy(net(few), labels).item()
-    compare.number(call(answer, net, few.cpu(), labels.cpu(), pieces), loss, rel=1e-4, case="The loss of ")
+    untouched = _untouched(net, [small])
+    result = _with_gradients_afterwards(lambda: call(answer, net, *small, pieces))
+    compare.number(result, loss, rel=1e-4, case="The loss of ")
+    graph = isinstance(result, Tensor) and result.requires_grad
+    require(not graph, "The loss that your function returns still refers to a graph. Return a number.")
     compare.device(net, gpu)
+    untouched()
     compare.accumulated(net, list(zip(few.chunk(pieces), labels.chunk(pieces), strict=True)))
     net.zero_grad()
     _, own, _ = _measured(lambda: _accumulate(net, x, y, pieces))
@@ -188,16 +230,20 @@ def accumulate(answer):
     hook = net[0].register_forward_hook(
         lambda module, inputs, output: ran.append((output.device, inputs[0].untyped_storage().nbytes()))
     )
+    untouched = _untouched(net, [(x, y)])
     _, peak, left = _measured(lambda: call(answer, net, x, y, pieces))
     hook.remove()
+    require(len(ran) > 0, f"The model did not run. Call it with each piece, on {gpu}.")
     for device, size in ran:
         require(device == gpu, f"The model ran on {device}. Run it on {gpu}, piece by piece.")
         on_gpu = f"Your function moves all of x, {size / MiB:.1f} MiB, to the GPU at once."
         require(size < x.nbytes, on_gpu, "Move each piece when it is its turn.")
     part = x.nbytes / pieces  # a name may still refer to the piece before
-    why = "The graphs of all pieces exist at the same time. Which call frees the graph of a piece?"
-    size = sum(parameter.nbytes for parameter in net.parameters())
-    _require_small(peak, own + part + SLACK, left, size + 2 * part + SLACK, why)
+    why = "More than one piece is on the GPU at the same time: its samples, or its graph."
+    why += " Which call frees the graph of a piece?"
+    size = sum(parameter.nbytes for parameter in net.parameters())  # of a second copy of the gradients
+    _require_small(peak, own + part + size + SLACK, left, size + 2 * part + SLACK, why)
+    untouched()
     return f"The peak is {peak / MiB:.1f} MiB, that of one piece of {pieces}."
 
 
@@ -211,7 +257,7 @@ def _accumulate(net: nn.Module, x: Tensor, y: Tensor, pieces: int) -> None:
 def train_with_drift(answer):
     """Going further, B: `answer(net, batches)` trains and returns averages, in memory that does not grow."""
     gpu = _gpu()
-    batches, reference, net = _batches(6, 64), _net(gpu), _net(gpu)
+    batches, reference, net = _batches(8, 64), _net(gpu), _net(gpu)
     right, own_peak, own_left = _measured(lambda: _drift(reference, batches, gpu))
     result, peak, left = _measured(lambda: call(answer, net, batches))
     require(isinstance(result, list | tuple), f"{show(result)} is not a list. Return a list of averages.")
@@ -267,8 +313,11 @@ def budget(make_net: Callable[[], nn.Module], batch: Tensor, answer: Mapping[str
     ratios = {name: guesses[name] * MiB / max(parts[name], 1) for name in PARTS}
     wrong = [name for name in PARTS if abs(ratios[name] - 1) > OFF]
     if wrong:
-        in_mb = all(abs(ratios[name] * 10**6 / MiB - 1) < 0.01 for name in wrong)
-        require(not in_mb, f"The figures for {', '.join(wrong)} would be right in MB. 1 MiB is {MiB:,} bytes.")
+        for unit, size in compare.UNITS.items():
+            in_unit = all(abs(ratios[name] * size / MiB - 1) < 0.01 for name in wrong)
+            require(
+                not in_unit, f"The figures for {', '.join(wrong)} would be right in {unit}. 1 MiB is {MiB:,} bytes."
+            )
         what = ", ".join(f"{name} {ratios[name]:.2f}" for name in wrong)
         why = f"Begin with the {wrong[0]}. {PARTS[wrong[0]]}"
         raise NotYet(f"Your figures, divided by the measured ones: {what}. 1 would be right.", why)
@@ -370,15 +419,26 @@ def _score(train: Callable, gpu: torch.device) -> Score:
     backwards = Counter()  # for each parameter how often it got a gradient
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: backwards.update([id(parameter)]))
-    ran = set()
+    ran, seen = set(), Counter()
     for block in net.blocks:
         block.register_forward_hook(lambda module, inputs, output: ran.add(output.device))
+    net.embedding.register_forward_hook(
+        lambda module, inputs, output: seen.update(tokens=inputs[0].numel() if torch.is_grad_enabled() else 0)
+    )
     try:
         score = measured(lambda: train(net, batches), gpu, steps=1)
     except torch.OutOfMemoryError:
         return Score(None, None)
+    finally:
+        for parameter in net.parameters():  # a hook that refers to its parameter is a cycle that gc does not see
+            parameter._post_accumulate_grad_hooks.clear()
     require(ran == {gpu}, f"The blocks ran on {', '.join(map(str, ran)) or 'no GPU'}. Run all of them on {gpu}.")
     compare.device(net, gpu)
+    every = STEPS * SEQUENCES * LENGTH
+    short = f"In {STEPS} steps, the large model was trained on {seen['tokens']:,} of {every:,} tokens."
+    require(seen["tokens"] >= every, short, "Train it on whole batches.")
+    kinds = {parameter.dtype for parameter in net.parameters()}
+    require(kinds == {torch.bfloat16}, f"The weights are {', '.join(map(str, kinds))} now. Keep torch.bfloat16.")
     fewest = min(backwards[id(parameter)] for parameter in net.parameters())
     require(fewest >= STEPS, f"In {STEPS} steps, some weights of the large model got a gradient {fewest} times.")
     return Score(score.peak, score.seconds / STEPS)
