@@ -1,5 +1,7 @@
 """The checks of lesson 04: solutions pass, typical mistakes are explained, nothing raises."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,6 +44,11 @@ def from_far_to_near(ranks):
     return tuple(steps)
 
 
+def rounded(ranks):
+    steps = range(round(math.log2(ranks)))
+    return [[(rank, rank + 2**step) for rank in range(2**step) if rank + 2**step < ranks] for step in steps]
+
+
 def test_tree():
     assert check.tree(tree)
     assert check.tree(from_far_to_near)
@@ -55,6 +62,8 @@ def test_tree():
         (lambda ranks: [[(0, ranks)]], "Send once to each rank, 0 to 1,"),
         (lambda ranks: [(0, 1)], "a step is a list of pairs"),
         (lambda ranks: 2, "2 is not a list"),
+        (rounded, "With 5 ranks, 1 still wait"),
+        (lambda ranks: tree(ranks) or [[]], "With ranks=1 you return 1 steps, and 0 are enough"),
         (lambda ranks: [[(source + 0.4, target) for source, target in step] for step in tree(ranks)], "an integer"),
     )
 

@@ -21,7 +21,7 @@ from helpers.parallel import RankError, launch
 @exercise
 def tree(answer):
     """Exercise 1: `answer(ranks)` lists steps, each a list of (source, target), that bring rank 0's tensor to all."""
-    for ranks in (2, 4, 3, 8, 1, 13, 64):
+    for ranks in (2, 4, 3, 8, 1, 5, 13, 64):
         steps = call(answer, ranks)
         require(isinstance(steps, list | tuple), f"{show(steps)} is not a list. Return a list of steps.")
         have = {0}
@@ -41,7 +41,7 @@ def tree(answer):
         missing = ranks - len(have)
         require(not missing, f"With {ranks} ranks, {missing} still wait for the tensor after {len(steps)} steps.")
         fewest = (ranks - 1).bit_length()
-        what = f"With {ranks} ranks you take {len(steps)} steps, and {fewest} are enough."
+        what = f"With ranks={ranks} you return {len(steps)} steps, and {fewest} are enough."
         require(len(steps) == fewest, what, "How many ranks could send in each step?")
     return "64 ranks have the tensor after 6 steps. Sending to one after the other would take 63."
 
@@ -274,8 +274,9 @@ def _check_samples(asked: tuple[list[int], ...]) -> None:
     stored = epochs[0][0] == sorted(epochs[0][0])
     require(not stored, "The samples come in the order in which they are stored. Shuffle them, as `alone` does.")
     orders = len({str(parts) for parts in epochs})
-    same = "Every epoch has" if orders == 1 else "Two epochs have"
-    require(orders == EPOCHS, f"{same} the same order. How does the sampler know which epoch it is?")
+    why = "How does the sampler know which epoch it is?"
+    require(orders > 1, "Every epoch has the same order.", why)
+    require(orders == EPOCHS, "Two epochs have the same order.", why)
 
 
 def _on_one_device(asked: tuple[list[int], ...], each: int, seed: int = 0) -> Tensor:
