@@ -1,23 +1,27 @@
 """Checks of lesson 10, frameworks. They compare what was trained with plain loops and import no framework."""
 
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
 
 SAMPLES, BATCH = 64, 8  # of exercises 1 and 2: eight batches
+CHECKED = 23  # the seed of the checks' samples, so that no net of the lesson passes; each mistake has other weights
 CLIP = 8.0  # the largest norm: some of their gradients are longer, and some are not
 
 
-def samples() -> TensorDataset:
-    """What exercises 1 and 2 train on: 64 pairs, x of shape (4,) and y of shape (1,)."""
-    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+def samples(seed: int = 0) -> TensorDataset:
+    """64 pairs, x of shape (4,) and y of shape (1,). The checks train on others than the lesson."""
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, x @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]))
 
 
@@ -32,20 +36,26 @@ def _train(
     divide: bool = True,
     clip: float = 0.0,
     clip_each: bool = False,
+    by_value: bool = False,
+    zero: str = "after the update",
 ) -> Tensor:
     """The weights after one epoch of a plain loop, with the learning rate 0.1 * factor(step)."""
+    clip_gradients = clip_grad_value_ if by_value else clip_grad_norm_
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(sgd, factor)
-    for number, (x, y) in enumerate(DataLoader(samples(), BATCH), 1):
+    for number, (x, y) in enumerate(DataLoader(samples(CHECKED), BATCH), 1):
+        if zero == "before each batch":
+            sgd.zero_grad()
         loss = mse_loss(net(x), y) / (accumulate if divide else 1)
         loss.backward()
         if clip and (clip_each or number % accumulate == 0):
-            clip_grad_norm_(net.parameters(), clip)
+            clip_gradients(net.parameters(), clip)
         if number % accumulate == 0:
             sgd.step()
-            sgd.zero_grad()
+            if zero == "after the update":
+                sgd.zero_grad()
             schedule.step()
     return parameters_to_vector(net.parameters()).detach()
 
@@ -73,10 +83,13 @@ def _explain(found: Tensor, right: Tensor, mistakes: Mapping[str, Tensor]) -> No
 @exercise
 def converted(answer):
     """Exercise 1: `answer(samples)` must train with Lightning as the plain loop does, and return the module."""
-    module = call(answer, samples())
+    module = call(answer, samples(CHECKED))
     kinds = [kind.__name__ for kind in type(module).__mro__]
     require("LightningModule" in kinds, f"It returned {show(module)}. Return the LightningModule.")
-    steps, batches = module.trainer.global_step, SAMPLES // BATCH  # Lightning raises an error where it has no Trainer
+    try:
+        steps, batches = module.trainer.global_step, SAMPLES // BATCH
+    except RuntimeError as error:
+        raise NotYet("No Trainer has trained the module.", "Call `fit` of an L.Trainer with it.") from error
     what = f"Lightning has taken {steps} steps, and the plain loop takes {batches}."
     require(steps == batches, what, "Use the same batch size, and one epoch.")
     mistakes = {
@@ -86,9 +99,19 @@ def converted(answer):
         "The gradients are not clipped. That is an argument of the Trainer.": _train(rate),
         "The gradients are not clipped, and the learning rate stays at its first value.": _train(_first_rate),
         "The gradients are not clipped, and the learning rate has no warm-up.": _train(),
+        "Each number of the gradient is clipped. Clip the norm of all of them together.": _train(
+            rate, clip=CLIP, by_value=True
+        ),
+        "The scheduler takes two steps per batch. Lightning already calls it.": _train(
+            lambda step: rate(2 * step), clip=CLIP
+        ),
     }
     _explain(_weights(module), _train(rate, clip=CLIP), mistakes)
     return "Lightning ends with the weights of the plain loop, with its warm-up and its clipping."
+
+
+def _refuse(*args, **kwargs):
+    raise NotYet("`back` calls Lightning's Trainer. Write the loop without Lightning.")
 
 
 def _first_rate(step: int) -> float:
@@ -99,7 +122,9 @@ def _first_rate(step: int) -> float:
 def back(answer):
     """Exercise 2: `answer(samples)` must train as Lightning does, which accumulates two batches and clips, and return
     the net."""
-    net = call(answer, samples())
+    trainer = getattr(sys.modules.get("lightning"), "Trainer", None)
+    with mock.patch.object(trainer, "fit", _refuse) if trainer else nullcontext():
+        net = call(answer, samples(CHECKED))
     require(isinstance(net, nn.Module), f"It returned {show(net)}. Return the net.")
     kinds = [kind.__name__ for kind in type(net).__mro__]
     require("LightningModule" not in kinds, "It returned a LightningModule. Write the loop without Lightning.")
@@ -112,6 +137,16 @@ def back(answer):
         ),
         "The gradients are not clipped.": _train(accumulate=2),
         "The optimizer takes a step after each batch. The Trainer accumulates two.": _train(clip=CLIP),
+        "Each number of the gradient is clipped. Clip the norm of all of them together.": _train(
+            accumulate=2, clip=CLIP, by_value=True
+        ),
+        "The gradients are divided after the clipping. Divide each loss, before backward().": _train(
+            lambda step: 0.5, accumulate=2, divide=False, clip=CLIP
+        ),
+        "The first of two batches has no effect: its gradients are set to zero before the update.": _train(
+            accumulate=2, clip=CLIP, zero="before each batch"
+        ),
+        "The gradients are never set to zero after an update.": _train(accumulate=2, clip=CLIP, zero="never"),
     }
     _explain(_weights(net), _train(accumulate=2, clip=CLIP), mistakes)
     return "The plain loop ends with Lightning's weights."

@@ -47,11 +47,14 @@ def parse_arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2, help="epochs in total, including those before a restart")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
-    parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps, and save nothing")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
     parser.add_argument("--checkpoint", type=Path, help="the file to save after each epoch and to continue from")
     parser.add_argument("--workers", type=int, default=2, help="processes that load images, for each GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (args.data / "FashionMNIST/raw").is_dir():
+        parser.error(f"{args.data} contains no folder FashionMNIST/raw. Give --data the folder that does.")
+    return args
 
 
 @torch.no_grad()
@@ -71,8 +74,12 @@ def save_checkpoint(path, model, optimizer, epoch):
     """Write a temporary file and then rename it, so that a program that is killed leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, temporary)
-    os.replace(temporary, path)
+    try:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when the disk is full
+        temporary.unlink(missing_ok=True)
+        raise SystemExit(f"Could not save {path}. Is there space, and may you write there? {error}") from error
 
 
 def main():
@@ -81,9 +88,10 @@ def main():
     train_data = FashionMNIST(args.data, train=True, transform=ToTensor())
     test_data = FashionMNIST(args.data, train=False, transform=ToTensor())
     sampler = RandomSampler(train_data, generator=torch.Generator())
+    loading = {"num_workers": args.workers, "pin_memory": torch.cuda.is_available()}  # faster copies to a GPU
     # drop_last: all steps have the same number of images, so that every image counts the same.
-    train_loader = DataLoader(train_data, args.batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
-    test_loader = DataLoader(test_data, args.batch_size, num_workers=args.workers)
+    train_loader = DataLoader(train_data, args.batch_size, sampler=sampler, drop_last=True, **loading)
+    test_loader = DataLoader(test_data, args.batch_size, **loading)
 
     torch.manual_seed(0)
     model = Net()
@@ -120,7 +128,9 @@ def main():
         report = f"epoch {epoch} | loss {train_loss:.3f} | test loss {test_loss:.3f} | accuracy {accuracy:.1%}"
         ACCELERATOR.print(report, flush=True)
         if step == args.max_steps:
-            break  # without a checkpoint, which is for complete epochs
+            if args.checkpoint:
+                ACCELERATOR.print("No checkpoint: --max-steps ended the program within an epoch.")
+            break
         if args.checkpoint and ACCELERATOR.is_main_process:
             save_checkpoint(args.checkpoint, ACCELERATOR.unwrap_model(model), optimizer, epoch)
 

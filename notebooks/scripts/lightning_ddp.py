@@ -78,12 +78,15 @@ def parse_arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2, help="epochs in total, including those before a restart")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, on all GPUs together")
-    parser.add_argument("--max-steps", type=int, help="stop after this many steps, to try the program")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps, and save nothing")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that contains FashionMNIST/raw")
     parser.add_argument("--checkpoint", type=Path, help="the folder to save in after each epoch and to continue from")
     parser.add_argument("--workers", type=int, default=2, help="processes that load images, for each GPU")
     parser.add_argument("--devices", type=int, default=1, help="GPUs, or processes on a machine that has no GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not (args.data / "FashionMNIST/raw").is_dir():
+        parser.error(f"{args.data} contains no folder FashionMNIST/raw. Give --data the folder that does.")
+    return args
 
 
 def main():
@@ -104,9 +107,11 @@ def main():
     callbacks = [Report()]
     checkpoint = None
     if args.checkpoint:
-        callbacks.append(ModelCheckpoint(args.checkpoint, "last", enable_version_counter=False))
         saved = args.checkpoint / "last.ckpt"
         checkpoint = saved if saved.exists() else None
+    saves = args.checkpoint is not None and args.max_steps is None  # only complete epochs
+    if saves:
+        callbacks.append(ModelCheckpoint(args.checkpoint, "last", enable_version_counter=False))
     trainer = L.Trainer(
         accelerator="auto",
         devices=args.devices,
@@ -118,7 +123,7 @@ def main():
         num_sanity_val_steps=0,
         callbacks=callbacks,
         logger=False,
-        enable_checkpointing=bool(args.checkpoint),
+        enable_checkpointing=saves,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
