@@ -117,6 +117,19 @@ def with_a_constant(rank, count, losses):
     return {10: 3.85, 3: 3.5 / 3}[count]
 
 
+def not_waiting(rank, count, losses):
+    total = losses(dealt(rank, count)).sum()
+    dist.all_reduce(total, async_op=True)
+    return total / count
+
+
+def waiting(rank, count, losses):
+    """Right in another form."""
+    total = losses(dealt(rank, count)).sum()
+    dist.all_reduce(total, async_op=True).wait()
+    return total / count
+
+
 def ending_the_group(rank, count, losses):
     mean = by_sums(losses(dealt(rank, count)))
     if count == check.COUNTS[-1]:
@@ -135,7 +148,7 @@ def validation(numbers=dealt, mean=by_sums):
 
 def test_validate(four):
     assert check.validate(validation())
-    assert check.validate(validation(mean=gathered))
+    assert check.validate(validation(mean=gathered)) and check.validate(waiting)
     assert check.validate(validation(in_blocks, lambda losses: torch.tensor([by_sums(losses)])))
     explains(
         lambda wrong: check.validate(validation(**wrong)),
@@ -157,6 +170,7 @@ def test_validate(four):
 def test_validate_explains_what_is_not_in_the_losses(four):
     explains(
         check.validate,
+        (not_waiting, "with async_op=True is not awaited"),
         (asking_twice, "a rank asks for the losses of a sample twice"),
         (with_a_constant, "too small"),
         (ending_the_group, "Leave out `destroy_process_group`"),

@@ -56,6 +56,10 @@ RAISED = {
     "_OnTheCPU": (ON_THE_CPU, "Create the tensor with device=... of the losses."),
     "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
     "Duplicate GPU": ("Both ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
+    "_NotAwaited": (
+        "A collective with async_op=True is not awaited, so that its result can be incomplete on a real GPU.",
+        "Call wait() on what it returns before you use the result.",
+    ),
     "process group twice": (
         "The ranks have a process group already.",
         "Leave out `init_process_group`, which `launch` has called for you.",
@@ -81,6 +85,21 @@ def _ranks(work: Callable, answer, ranks: int, timeout: float) -> list:
         raise NotYet(f"Your code stopped{at}: {' '.join(what.split())[:300].rstrip('.')}.") from error
 
 
+class _Pending:
+    """What a collective with async_op=True returns. Counts those for which nobody waits."""
+
+    count = 0
+
+    def __init__(self, work):
+        self.work = work
+        _Pending.count += 1
+
+    def __getattr__(self, name: str):
+        if name in ("wait", "get_future"):
+            _Pending.count -= 1
+        return getattr(self.work, name)
+
+
 def _only_gpus(name: str):
     """Replaces `dist.<name>` so that it refuses tensors on the CPU with every backend."""
     original = getattr(dist, name)
@@ -90,7 +109,8 @@ def _only_gpus(name: str):
             for tensor in each if isinstance(each, list | tuple) else [each]:
                 if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                     raise _OnTheCPU(f"_OnTheCPU: dist.{name} got a tensor on the CPU")
-        return original(*args, **named)
+        work = original(*args, **named)
+        return _Pending(work) if named.get("async_op") else work
 
     return mock.patch.object(dist, name, collective)
 
@@ -116,6 +136,8 @@ def _validate_in_rank(rank: int, answer, factor: float) -> list[tuple]:
         with _only_gpus("all_reduce"), _only_gpus("reduce"), _only_gpus("all_gather"), _only_gpus("broadcast"):
             found.append((plain(answer(rank, count, losses)), asked))
             dist.get_rank()  # raises if the answer has ended the process group
+            if _Pending.count > 0:
+                raise RuntimeError("_NotAwaited")
     return found
 
 
