@@ -80,6 +80,11 @@ def test_mistakes_in_reading_a_log_are_explained():
         (lambda seconds: (8, 0.3), "the share of 0.3 is more than twice the right value"),
         (lambda seconds: (7, 0.3), "should be one of 1, 2, 4, 8, 16, 32, 64"),
         (lambda seconds: (8, "a"), "is text"),
+        (lambda seconds: (judge(seconds)[0], 100 * judge(seconds)[1]), "2 is in percent"),
+        (lambda seconds: (judge(seconds)[0], round(judge(seconds)[1], 3)), "is rounded. Return all of its digits"),
+        (lambda seconds: (judge(seconds)[0], 2 * seconds[2] / seconds[1] - 1), "fits T(1) and T(2)"),
+        (lambda seconds: (*judge(seconds), seconds.clear())[:2], "changes the log that it gets"),
+        (lambda seconds: judge(seconds)[::-1], "The first number should be one of 1, 2, 4"),
     )
 
 
@@ -101,6 +106,11 @@ def test_mistakes_in_the_budget_are_explained():
         (lambda p, k, t, s, n: 2 * p * (3 + k + t) + n * s, "Only the larger is there at the peak"),
         (lambda p, k, t, s, n: 2 * p * (2 + k) + n * s, "lacks the optimizer's step"),
         (lambda p, k, t, s, n: 2 * p * (2 + k) + max(n * s + 2 * p, 2 * p * (1 + t)), "adds the gradients"),
+        (lambda p, k, t, s, n: ddp_bytes(p, 0, t, s, n), "lacks the states of the optimizer"),
+        (lambda p, k, t, s, n: 4 * p + max(n * s, 2 * p * (1 + t + k)), "counts the states only in the optimizer's"),
+        (lambda p, k, t, s, n: 2 * p * (2 + k) + max(n * s, 2 * p * t), "lacks the gradients in the optimizer's step"),
+        (lambda p, k, t, s, n: ddp_bytes(p, k, t, s, n) / 2**30, "17.8075 bytes is in GiB. Return bytes"),
+        (lambda p, k, t, s, n: ddp_bytes(p, k, t, s, n) / 1e9, "is in GB. Return bytes"),
         (lambda p, k, t, s, n: 17.8 * 2**30, "is too large"),
         (lambda p, k, t, s, n: "17.8 GiB", "is text"),
     )
@@ -228,6 +238,10 @@ def test_a_change_that_does_not_help_is_measured():
         ({"B": {"shares": (2048, 6144)}}, "it is in a collective most of the time"),
         ({"B": {"shares": (1024, 1024)}}, "Job B cannot run with shares=(1024, 1024)"),
         ({"B": {"micro_batches": 2}}, f"{one_of}shares, fused"),
+        ({"B": {"shares": 4096}}, "Job B cannot run with shares=4096"),
+        ({"B": {"shares": (4096,)}}, "Job B cannot run with shares=(4096,)"),
+        ({"B": {"shares": "4096"}}, "Job B cannot run with shares='4096'"),
+        ({"A": {"micro_batches": 1024}}, "Job A cannot run with micro_batches=1024"),
         ({"C": {"micro_batches": 2}}, "another GPU of its process works most of the time"),
         ({"C": {"micro_batches": 64}}, "A step takes"),
         ({"C": {"micro_batches": 2.0}}, "Job C cannot run with micro_batches=2.0"),

@@ -3,6 +3,7 @@
 import random
 from contextlib import nullcontext
 from functools import cache
+from math import isclose
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -35,9 +36,10 @@ _LOGS = (  # {GPUs: seconds}
 
 
 def _new_log() -> dict[int, float]:
-    """A log that no answer knows: Amdahl's law up to some number of GPUs, and hardly any gain beyond it."""
-    one, share, until = random.uniform(0.2, 9), random.uniform(0.01, 0.12), random.choice((2, 4, 8))
+    """A log that no answer knows: about Amdahl's law up to some number of GPUs, and hardly any gain beyond it."""
+    one, share, until = random.uniform(0.2, 9), random.uniform(0.01, 0.12), random.choice((4, 8))
     seconds = {n: one * (share + (1 - share) / n) for n in (1, 2, 4, 8) if n <= until}
+    seconds[2] *= random.uniform(1.02, 1.06)  # as measured times are
     return seconds | {2 * until: seconds[until] / random.uniform(0.6, 1.3)}
 
 
@@ -45,11 +47,13 @@ def _new_log() -> dict[int, float]:
 def judge(answer):
     """Exercise 1: `answer(seconds)`, of {GPUs: seconds}: up to how many GPUs doubling pays, and Amdahl's share."""
     for seconds in (*_LOGS, _new_log(), _new_log()):
-        found = call(answer, dict(seconds))
+        given = dict(seconds)
+        found = call(answer, given)
         log = ", ".join(f"{n}: {each:.3g} s" for n, each in seconds.items())
         what = f"For {log}, `judge` returned {show(found)}."
         pair = isinstance(found, tuple | list) and len(found) == 2
         require(pair, what, "Return two numbers, (gpus, share).")
+        require(given == seconds, "`judge` changes the log that it gets.", "Later code still needs it.")
         gpus, share = found
         require(gpus in list(seconds), what, f"The first number should be one of {', '.join(map(str, seconds))}.")
         gains = {n: seconds[n // 2] / seconds[n] for n in seconds if n > 1}
@@ -58,13 +62,18 @@ def judge(answer):
             require(gain >= PAYS or n > gpus, what, why)
             require(gain < PAYS or n != 2 * gpus, what, why)
         one, many = seconds[1], seconds[gpus]
+        right = (many / one - 1 / gpus) / (1 - 1 / gpus)
         mistakes = {
+            round(right, 4): "is rounded. Return all of its digits.",
+            round(right, 3): "is rounded. Return all of its digits.",
+            round(right, 2): "is rounded. Return all of its digits.",
+            2 * seconds[2] / one - 1: f"fits T(1) and T(2). Use T(1) and T({gpus}).",
+            100 * right: "is in percent. Return the share itself, between 0 and 1.",
             _amdahl(seconds): f"fits the whole log, but doubling does not pay in all of it. Use T(1) and T({gpus}).",
             many / one: "is T(gpus) / T(1). A part of that time is parallel work.",
             many / one - 1 / gpus: "subtracts 1/gpus for all of the work. The serial work is not divided by gpus.",
             one / many / gpus: "is the efficiency.",
         }
-        right = (many / one - 1 / gpus) / (1 - 1 / gpus)
         compare.number(share, right, rel=1e-5, mistakes=mistakes, case=f"For {log}, the share of ")
     return "Doubling pays until the links change, and up to there Amdahl's law holds."
 
@@ -97,10 +106,12 @@ JOBS = {
     ),
 }  # fmt: skip
 _POSSIBLE = {
-    "micro_batches": lambda count: type(count) is int and 1 <= count <= 1024,
+    "micro_batches": lambda count: type(count) is int and 1 <= count <= 128,
     "fused": lambda fused: type(fused) is bool,
     "average_on": lambda gpu: type(gpu) is int and gpu in (0, 1),
-    "shares": lambda each: [type(share) for share in each] == [int, int] and sum(each) == 8192 and min(each) > 0,
+    "shares": lambda each: (
+        type(each) in (tuple, list) and [*map(type, each)] == [int, int] and sum(each) == 8192 and min(each) > 0
+    ),
 }
 
 
@@ -253,32 +264,76 @@ def _budgets():
         yield parameters, random.choice((0, 1, 2)), temporaries, random.uniform(0.1, 5) * 2**30, sequences
 
 
+def _ddp_bytes(parameters, states, temporaries, each, sequences):
+    weights = 2 * parameters
+    return weights * (2 + states) + max(sequences * each, weights * (1 + temporaries))
+
+
+# Wrong answers, in the arguments of `_ddp_bytes`, and what to say of one that is equal to it for all jobs.
+_WRONG_BYTES = (
+    (lambda p, k, t, e, n: _ddp_bytes(2 * p, k, t, e, n), "counts four bytes for a number. A bfloat16 has two."),
+    (lambda p, k, t, e, n: _ddp_bytes(p / 2, k, t, e, n), "counts one byte for a number. A bfloat16 has two."),
+    (
+        lambda p, k, t, e, n: _ddp_bytes(p, k, t, e, n) - 2 * p,
+        "lacks the buckets or the parameters. Both are there during the whole step.",
+    ),
+    (
+        lambda p, k, t, e, n: _ddp_bytes(p, k, t, e, 1),
+        "counts one sequence. All sequences of the GPU are there at once.",
+    ),
+    (lambda p, k, t, e, n: _ddp_bytes(p, 2, t, e, n), "counts two states. There are as many as `states` says."),
+    (lambda p, k, t, e, n: _ddp_bytes(p, 0, t, e, n), "lacks the states of the optimizer."),
+    (
+        lambda p, k, t, e, n: 4 * p + max(n * e, 2 * p * (1 + t + k)),
+        "counts the states only in the optimizer's step. They are there during the whole step.",
+    ),
+    (lambda p, k, t, e, n: _ddp_bytes(p, k, 0, e, n), "lacks the temporary tensors of the optimizer's step."),
+    (
+        lambda p, k, t, e, n: 2 * p * (2 + k) + max(n * e, 2 * p * t),
+        "lacks the gradients in the optimizer's step.",
+    ),
+    (
+        lambda p, k, t, e, n: _ddp_bytes(p, k, 1, e, n),
+        "counts temporary tensors that this optimizer does not make.",
+    ),
+    (
+        lambda p, k, t, e, n: 2 * p * (2 + k) + max(n * e + 2 * p, 2 * p * (1 + t)),
+        "adds the gradients to the activations. They are never complete at the same time.",
+    ),
+    (
+        lambda p, k, t, e, n: 2 * p * (3 + k + t) + n * e,
+        "adds activations and gradients. Only the larger is there at the peak.",
+    ),
+    (
+        lambda p, k, t, e, n: 2 * p * (2 + k) + n * e,
+        "lacks the optimizer's step, in which the gradients are complete.",
+    ),
+    (lambda p, k, t, e, n: _ddp_bytes(p, k, t, e, n) / 2**30, "is in GiB. Return bytes."),
+    (lambda p, k, t, e, n: _ddp_bytes(p, k, t, e, n) / 2**20, "is in MiB. Return bytes."),
+    (lambda p, k, t, e, n: _ddp_bytes(p, k, t, e, n) / 1e9, "is in GB. Return bytes."),
+)
+
+
 @exercise
 def fits(answer):
     """Exercise 3: `answer(parameters, states, temporaries, per_sequence, sequences)`: DDP's bytes in bf16, to 1 %."""
-    for parameters, states, temporaries, each, sequences in _budgets():
-        weights, batch = 2 * parameters, each * sequences
-        kept, update = weights * (2 + states), weights * (1 + temporaries)
-        right = kept + max(batch, update)
-        mistakes = {
-            2 * weights * (2 + states) + max(batch, 2 * update): "counts four bytes for a number. A bfloat16 has two.",
-            weights / 2 * (2 + states) + max(batch, update / 2): "counts one byte for a number. A bfloat16 has two.",
-            right - weights: "lacks the buckets or the parameters. Both are there during the whole step.",
-            kept + max(each, update): "counts one sequence. All sequences of the GPU are there at once.",
-            4 * weights + max(batch, update): "counts two states. There are as many as `states` says.",
-            kept + max(batch, weights): "lacks the temporary tensors of the optimizer's step.",
-            kept + max(batch + weights, update): "adds the gradients to the activations. They are never complete at "
-            "the same time.",
-            kept + batch + update: "adds activations and gradients. Only the larger is there at the peak.",
-            kept + max(batch, update + weights): "counts temporary tensors that this optimizer does not make.",
-            kept + batch: "lacks the optimizer's step, in which the gradients are complete.",
-        }
-        job = (
+    jobs = list(_budgets())
+    found = [call(answer, *job) for job in jobs]
+    for (parameters, states, temporaries, each, sequences), value in zip(jobs, found, strict=True):
+        told = (
             f"With {parameters:,} parameters, {states} states, temporaries {temporaries} and {sequences} sequences of "
+            f"{each / 2**30:.2f} GiB, "
         )
-        found = call(answer, parameters, states, temporaries, each, sequences)
-        compare.number(found, right, "bytes", 0.01, mistakes, f"{job}{each / 2**30:.2f} GiB, ")
+        args = parameters, states, temporaries, each, sequences
+        mistakes = {wrong(*args): words for wrong, words in _WRONG_BYTES if _explains_all(wrong, jobs, found)}
+        compare.number(value, _ddp_bytes(*args), "bytes", 0.01, mistakes, told)
     return "With 2 sequences of 4.3 GiB this is section 2's 17.8 GiB, and with half a sequence section 3's 13.8 GiB."
+
+
+def _explains_all(wrong, jobs, found) -> bool:
+    """Whether each of the numbers `found` is what `wrong` makes of its job: one that fits a single job says little."""
+    expected = [wrong(*job) for job in jobs]
+    return all(isclose(compare.as_number(a), b, rel_tol=0.005) for a, b in zip(found, expected, strict=True))
 
 
 # ---- 4. a deadline and a price list ----------------------------------------------------------------------------------
