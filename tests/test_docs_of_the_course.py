@@ -24,7 +24,8 @@ NO_TERMS = """
 shift+enter, in total, assign, for pytorch, 512 bytes, follow the data, 4.7 times, 6 gb more, within, tuple, dropout,
 afterwards, per rank, never reaches 2, 24 times, 4 and 5, on its machine, one adapter per gpu, rank 0 of eight,
 every forward pass gathers, to the byte, half file, pci express, autocast to bfloat16, sums over ranks,
-gpu 0 works alone, as a weighted mean, two sums, test images, contrastive loss, never retry inside except
+gpu 0 works alone, as a weighted mean, two sums, test images, contrastive loss, never retry inside except,
+wrap every block
 """
 
 
