@@ -3,10 +3,9 @@
     python notebooks/slides.py slides.html           # all lessons
     python notebooks/slides.py slides.html 02 03     # those whose names begin so
 
-A lesson begins with its title and its goals. Each picture follows under the heading of its section, with the text that
-explains it. If the section asks for a prediction, the question comes on a slide of its own before the picture. The
-take-aways come last. The arrow keys, the space bar and Page Up and Page Down turn the slides. The browser's "Print"
-makes a PDF of them.
+A lesson begins with its title and its goals. Each prediction has a slide, and each picture follows under the heading of
+its section, with the text that explains it. The take-aways come last. The arrow keys, the space bar and Page Up and
+Page Down turn the slides. The browser's "Print" makes a PDF of them.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from nbconvert.filters.markdown import markdown2html
 from run_all import FOLDER, is_solution, lessons
 
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
+SHOWN = ("image/png", "text/html")
 WORDS = 60  # of explanation below a picture
 # Sentences about what only the notebook shows.
 LEFT_OUT = re.compile(r"next cell|notebook|printed line|table above|this section|builds the panel|^\||:$")
@@ -71,8 +71,8 @@ document.addEventListener("keydown", event => {
 
 def slides(lesson):
     """The slides of a lesson as pieces of HTML, without their ends."""
-    found, title, section, question, before = [], "", "", "", ""
-    ran = unexplained = False
+    found, title, section, before = [], "", "", ""
+    unexplained = False
     for kind, content in [*parts(lesson), ("heading", "## ")]:
         if kind == "text" and content.startswith("- ") and section in ("You will be able to", "Take-aways"):
             found.append(slide(title, section, markdown2html(content)))
@@ -80,21 +80,17 @@ def slides(lesson):
             found[-1] += markdown2html(shortened(before) if "picture" in shortened(before) else explanation)
             unexplained = False
         elif kind == "text":
-            before, question = content, "" if ran else question  # after a cell, the text answers the question
-        elif kind == "question":
-            question, ran = content, False
-        elif kind == "code":
-            ran = True
+            before = content
         else:
             if unexplained:  # no text follows, so that before the picture has to do
                 found[-1] += markdown2html(shortened(before))
             if unexplained := kind == "picture":
-                found += [slide(title, section, markdown2html(question), "question")] if question else []
                 found.append(slide(title, section, content))
+            elif kind == "question":
+                found.append(slide(title, section, markdown2html(content), "question"))
             else:
                 section = content.lstrip("# ")
                 title, before = title or section, ""
-            question = ""
     return found
 
 
@@ -106,17 +102,19 @@ def slide(title, section, content, kind=""):
 
 
 def parts(lesson):
-    """The parts of a lesson in order: pairs of "heading", "text", "question", "code" or "picture" and its content."""
+    """The parts of a lesson in order: pairs of "heading", "text", "question" or "picture" and its content."""
     for cell in lesson["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             yield from parts_of_text(source)
         elif not is_solution(cell):
-            yield "code", source
             for output in cell["outputs"]:
-                if data := output.get("data", {}).get("image/png"):
+                data = {kind: "".join(content) for kind, content in output.get("data", {}).items() if kind in SHOWN}
+                if "image/png" in data:
                     alt = output["metadata"].get("image/png", {}).get("alt", "")
-                    yield "picture", picture(alt, "image/png", "".join(data))
+                    yield "picture", picture(alt, "image/png", data["image/png"])
+                elif data.get("text/html", "").startswith("<img "):  # an animation
+                    yield "picture", re.sub(' style="[^"]*"', "", data["text/html"])
 
 
 def parts_of_text(source):

@@ -64,7 +64,8 @@ def test_one_learner(copy, monkeypatch, capsys, tmp_path):
         "  not solved yet  2. What a rank sends",
         "  not begun       3. A plan",
         "  not begun       4. Shard it",
-        "1 of 4 exercises are solved.",
+        "  not begun       5. Par: 70 billion parameters on 256 H100s",
+        "1 of 5 exercises are solved.",
     ]
 
 
@@ -94,7 +95,7 @@ def test_many_learners(copy, monkeypatch, capsys, tmp_path):
     (tmp_path / "ana" / ".ipynb_checkpoints" / "08_sharding.ipynb").write_text("{}")
     assert report(monkeypatch, capsys, tmp_path).splitlines() == [
         "                04  08  all",
-        "exercises        4   4    8",
+        "exercises        4   5    9",
         "ana              0   2    2",
         "ben              -   0    0",
         "cleo       damaged   0    0",
