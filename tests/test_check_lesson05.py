@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
 from helpers.exercises import lesson05 as check
@@ -66,7 +67,7 @@ def test_best_cuts():
     explains(
         check.best_cuts,
         (lambda times, stages: [len(times) * k // stages for k in range(1, stages)], "is possible"),
-        (lambda times, stages: best_cuts([1] * len(times), stages), "The slowest stage then takes 9, and 8 is"),
+        (lambda times, stages: best_cuts([1] * len(times), stages), "[5, 9]. The slowest stage then takes 9, and 8"),
         (cuts_by(lambda each: max(each) - min(each)), "12, and 11 is possible. The times of your stages differ as"),
         (cuts_by(lambda each: -min(each)), "is possible"),
         (lambda times, stages: best_cuts(times, stages)[::-1], "is [2, 1]. Return a list of 2 increasing integers"),
@@ -99,19 +100,22 @@ def test_fewest():
     waits = lambda stages, share: (stages - 1) * (1 / share - 1)  # noqa: E731
     for wrong in (strictly_less, lambda stages, share: max(1, math.ceil(stages * (1 / share - 1)))):
         verdict = check.fewest(wrong)
-        assert told(verdict, "fewest(4, 0.5) is 4. With one micro-batch less, the bubble is 0.500 of the step, and 0.5")
+        assert told(verdict, "fewest(4, 0.5) is 4. With one micro-batch less, the bubble is 0.5 of the step, and 0.5")
         assert "rounding" not in verdict.text
     explains(
         check.fewest,
-        (lambda stages, share: max(1, round(waits(stages, share))), "fewest(4, 0.29) is 7. The bubble is then 0.300"),
+        (lambda stages, share: max(1, round(waits(stages, share))), "fewest(4, 0.29) is 7. The bubble is then 0.3 of"),
         (lambda stages, share: max(1, int(waits(stages, share))), "fewest(4, 0.29) is 7"),
         (lambda stages, share: max(1, int(waits(stages, share)) + 1), "fewest(4, 0.5) is 4"),
         (lambda stages, share: 3, "fewest(2, 0.5) is 3"),
         (lambda stages, share: str(fewest(stages, share)), "is text"),
-        (lambda stages, share: fewest(stages, share) + 1, "With one micro-batch less, the bubble is 0.500 of the step"),
+        (lambda stages, share: fewest(stages, share) + 1, "With one micro-batch less, the bubble is 0.5 of the step"),
         (lambda stages, share: max(1, math.ceil((stages - 1) * (1 - share) / share)), "fewest(4, 0.2) is 13. With one"),
         (lambda stages, share: max(1, math.ceil((stages - 1) * (1 - share) / share)), "floating-point rounding"),
         (lambda stages, share: max(1, math.ceil((stages - 1) * (1 / share - 1))), "fewest(64, 0.6) is 43. With one"),
+        (lambda stages, share: max(1, math.ceil((stages - 1) / share) - stages + 1), "fewest(22, 0.35) is 40. With"),
+        (lambda stages, share: max(1, int(-(-(stages - 1) * (1 - share) // share))), "floating-point rounding"),
+        (lambda stages, share: fewest(stages, share + 1e-4), "The bubble is then 0.05008 of the step, which is more"),
         (lambda stages, share: max(1, fewest(stages, share) - 1), "which is more than 0.5"),
         (lambda stages, share: math.ceil(stages / share), "With one micro-batch less"),
         (lambda stages, share: (stages - 1) * (1 / share - 1) + 0.5, "an integer of at least 1"),
@@ -168,6 +172,7 @@ def test_frugal():
         (lambda stages, m: [[*order, ("B", 0)] for order in frugal(stages, m)], whole),
         (lambda stages, m: [[*order, ("X", 0)] for order in frugal(stages, m)], whole),
         (lambda stages, m: [order[::-1] for order in frugal(stages, m)], 'never ends: "F" comes first.'),
+        (lambda stages, m: [[(kind, n + 0.5) for kind, n in each] for each in frugal(stages, m)], "An order is a list"),
         (lambda stages, m: [[*order, ("F", m)] for order in frugal(stages, m)], "There is no such micro-batch"),
         (lambda stages, m: frugal(stages, m)[0], "An order is a list of pairs"),
     )
@@ -370,8 +375,26 @@ def of_a_copy(net, images, labels, size):
     return in_parts(right)(copy.deepcopy(net), images, labels, size)
 
 
+def keeps_all_graphs(net, images, labels, size):
+    losses = []
+    for x, y in zip(images.split(size), labels.split(size), strict=True):
+        losses.append(cross_entropy(net(x), y) * len(y) / len(labels))
+        losses[-1].backward(retain_graph=True)
+    return sum(losses).item()
+
+
+def loss_of_all_layers(net, images, labels, size):
+    """The whole batch goes through the layers one by one, which a hook on the model would not see."""
+    in_parts(right)(net, images, labels, size)
+    return cross_entropy(net[2](net[1](net[0](images))), labels).item()
+
+
 def test_backward_in_parts():
     assert check.backward_in_parts(in_parts(right))
+    assert check.backward_in_parts(lambda net, *rest: in_parts(right)(net.forward, *rest))
+    assert check.backward_in_parts(
+        lambda net, *rest: in_parts(right)(lambda x: checkpoint(net, x, use_reentrant=False), *rest)
+    )
     assert check.backward_in_parts(and_back)
     assert check.backward_in_parts(by_sums)
     explains(
@@ -387,6 +410,8 @@ def test_backward_in_parts():
         (drops_the_last, "called with [16, 16, 16] images. Pass each image through the model once"),
         (one_backward_at_the_end, "4 forward passes ran without a backward pass"),
         (without_backward, "4 forward passes ran without a backward pass"),
+        (keeps_all_graphs, "graphs of earlier micro-batches are in memory during a forward pass"),
+        (loss_of_all_layers, "called with [16, 16, 16, 2, 50] images"),
         (lambda net, images, labels, size: 0.0, "was called with [] images"),
         (stays_in_eval, "leaves the model in evaluation mode"),
         (switches_gradients_off, "leaves gradients switched off"),
