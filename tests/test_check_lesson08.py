@@ -1,10 +1,11 @@
 """The checks of lesson 08: solutions pass, typical mistakes are explained, nothing raises."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
@@ -42,6 +43,11 @@ def test_held():
         (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 4, "a byte for each number"),
         (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 2**30, "is in GiB"),
         (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 1e9, "is in GB"),
+        (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 2**20, "is in MiB"),
+        (lambda parameters, ranks, stage: held(parameters, ranks, stage) * ranks, "is what all ranks hold together"),
+        (lambda parameters, ranks, stage: held(parameters, ranks, min(3, stage + 1)), "is what ZeRO-2 holds"),
+        (lambda parameters, ranks, stage: held(parameters, ranks, min(1, stage)), "is what ZeRO-1 holds"),
+        (lambda parameters, ranks, stage: held(parameters, ranks, stage) + 4 * parameters * (stage == 0), "buckets"),
     )
 
 
@@ -61,6 +67,11 @@ def test_sent():
         (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, 1) * m, "once in a step"),
         (lambda parameters, ranks, stage, m: sent(parameters, ranks, 0, m), "is what DDP sends"),
         (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / 2**30, "is in GiB"),
+        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / 1e6, "is in MB"),
+        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) * ranks, "all ranks send together"),
+        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / (2 - (stage > 0)), "one half"),
+        (lambda *job: sent(*job) if job[2] < 3 else sent(*job) * (2 + 1 / job[3]) / 3, "reduces the gradients only"),
+        (lambda *job: sent(*job) if job[2] < 3 or job[3] == 1 else sent(*job) * 2 / 3, "gathers only once"),
         (lambda parameters, ranks, stage, m: 1.0 + sent(parameters, ranks, stage, m), "nobody to send to"),
     )  # fmt: skip
 
@@ -71,6 +82,8 @@ COLUMNS = {"open": ColwiseParallel(), "content": ColwiseParallel()}
 def test_plan(two_gpus):
     assert check.plan({**COLUMNS, "close": RowwiseParallel()})
     assert check.plan({**COLUMNS, "close": RowwiseParallel(use_local_output=False)})
+    divided = ColwiseParallel(use_local_output=False)
+    assert check.plan({"open": divided, "content": divided, "close": RowwiseParallel()})
     assert check.plan({"o*": ColwiseParallel(), "con*": ColwiseParallel(), "c[!o]*": RowwiseParallel()})
     whole = ColwiseParallel(output_layouts=Replicate())
     explains(
@@ -85,49 +98,67 @@ def test_plan(two_gpus):
         ({"*": RowwiseParallel()}, "does not fit its weight"),
         ({"open": ColwiseParallel(), "content": RowwiseParallel(), "close": ColwiseParallel()}, "does not fit"),
         ({**COLUMNS, "close": SequenceParallel()}, "has the whole weight of 'close'"),
-        ({**COLUMNS, "close": RowwiseParallel(output_layouts=Shard(0))}, "not that of one GPU"),
+        ({**COLUMNS, "close": RowwiseParallel(output_layouts=Shard(0))}, "the shape (4, 16), and one GPU (8, 16)"),
+        ({**COLUMNS, "close": RowwiseParallel(output_layouts=Shard(0), use_local_output=False)}, "the shape (4, 16)"),
+        (
+            {**COLUMNS, "close": RowwiseParallel(output_layouts=Partial(), use_local_output=False)},
+            "not that of one GPU",
+        ),
         ({"open": whole, "content": whole, "close": RowwiseParallel(input_layouts=Replicate())}, "one is enough"),
     )
 
 
-def training(first=False, wrap=True, root=True, root_first=False, mean=True, number=True, ddp=False, shown=None):
-    """A solution, or one with a mistake. shown: losses that the lesson prints."""
+def training(
+    first=False, parts=lambda model: [*model.blocks, model], outer=None, step=check.one_step, mean=True,
+    log_as=torch.Tensor.item, shown=None, **shape,
+):  # fmt: skip
+    """A solution, or one with a mistake. outer: a class around the model. shown: losses that the lesson prints."""
 
     def sharded(rank, tokens, log):
         torch.manual_seed(0)
-        model = Llama(layers=2).to("cuda")
+        model = Llama(**shape).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        parts = [*(model.blocks if wrap else []), *([model] if root else [])]
-        for part in reversed(parts) if root_first else parts:
-            if not ddp:
-                fully_shard(part)
+        for part in parts(model):
+            fully_shard(part)
         if not first:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        trained = DistributedDataParallel(model, device_ids=[rank]) if ddp else model
+        trained = outer(model) if outer else model
         mine = tokens.chunk(2)[rank].to("cuda")
-        for step in range(3):
-            loss = check.one_step(trained, optimizer, mine)
+        for number in range(3):
+            loss = step(trained, optimizer, mine)
             if mean:
                 dist.all_reduce(loss, dist.ReduceOp.AVG)
             if rank == 0:
-                log(shown[step] if shown else loss.item() if number else loss)
+                log(shown[number] if shown else log_as(loss))
         return trained
 
     return sharded
 
 
+def own_step(model, optimizer, tokens):
+    return tokens.new_zeros((), dtype=torch.float32)
+
+
 def test_sharded(two_gpus):
     assert check.sharded(training())
+    assert check.sharded(training(log_as=lambda loss: np.float64(loss.item())))
     explains(
         lambda wrong: check.sharded(wrong if callable(wrong) else training(**wrong)),
         ({"first": True}, "have not changed"),
-        ({"wrap": False}, "0 of the 2 blocks"),
-        ({"root": False}, "Did you forget `fully_shard(model)`?"),
-        ({"root_first": True}, "before its blocks"),
+        ({"parts": lambda model: [model]}, "0 of the 2 blocks"),
+        ({"parts": lambda model: [*model.blocks]}, "Did you forget `fully_shard(model)`?"),
+        ({"parts": lambda model: [model, *model.blocks]}, "before its blocks"),
+        ({"parts": lambda model: [list(model.blocks), model]}, "wrapped in one call"),
+        ({"parts": lambda model: [model.blocks, model]}, "has no forward pass"),
+        ({"layers": 3}, "other shapes than in `alone`"),
+        ({"width": 128}, "other shapes than in `alone`"),
+        ({"step": own_step}, "did not call `check.one_step`"),
         ({"mean": False}, "Log the mean over the ranks"),
-        ({"number": False}, "Log a number"),
+        ({"log_as": torch.Tensor.detach}, "Log a number"),
+        ({"log_as": lambda loss: f"{loss:.3f}"}, "Log a number"),
         ({"shown": (6.382, 5.149, 3.990)}, "The loss of step 0 is 6.3820"),
-        ({"ddp": True}, "returned a DistributedDataParallel"),
+        ({"parts": lambda model: [], "outer": DistributedDataParallel}, "returned a DistributedDataParallel"),
+        ({"parts": lambda model: [], "outer": FullyShardedDataParallel}, "is the class of FSDP1"),
         (lambda rank, tokens, log: None, "returned None"),
     )
 
@@ -143,6 +174,7 @@ def test_job(monkeypatch):
     monkeypatch.setattr(check, "_micro_batch", micro_batch)
     good = {"tensor": 2, "sequences": 1, "recompute": 48}
     assert check.job(good) and "reach par" in check.job(good).text
+    assert "reach par" in check.job({key: np.int64(value) for key, value in good.items()}).text
     assert "beat par" in check.job(good | {"recompute": 40}).text
     assert "over par" in check.job({"tensor": 8, "sequences": 4, "recompute": 80}).text
     explains(
@@ -152,10 +184,11 @@ def test_job(monkeypatch):
         ({"tensor": 2, "sequences": 1}, "does not say recompute"),
         (good | {"tensor": 3}, "1, 2, 4 or 8"),
         (good | {"tensor": 16}, "1, 2, 4 or 8"),
-        (good | {"recompute": True}, "a number of blocks, 0 to 80"),
-        (good | {"recompute": 81}, "a number of blocks, 0 to 80"),
-        (good | {"recompute": 0.5}, "a number of blocks, 0 to 80"),
-        (good | {"sequences": 0}, "an integer from 1 on"),
+        (good | {"recompute": True}, "an integer from 0 to 80"),
+        (good | {"recompute": 81}, "an integer from 0 to 80"),
+        (good | {"recompute": 0.5}, "an integer from 0 to 80"),
+        (good | {"sequences": 0}, "an integer from 1 to 128"),
+        (good | {"sequences": 200}, "an integer from 1 to 128"),
         (good | {"tensor": 1}, "256 groups with 1 each train on 256 sequences at once, and a step has only 128"),
         (good | {"sequences": 2}, "a step has only 128"),
         (good | {"tensor": 8, "sequences": 3}, "does not divide the 128"),

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import cache
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -37,23 +38,34 @@ RANKS = 2  # of exercises 3 and 4
 _MODELS = ((8_030_261_248, 64), (1_000_000, 2), (70_553_706_496, 1024), (365_375_290, 1))  # parameters, ranks
 
 
+def _shares(ranks: int, stage: int) -> list[float]:
+    """Bytes of each parameter that a rank holds: the parameter, its gradient and Adam's states."""
+    return [count / ranks if place >= 3 - stage else count for place, count in enumerate((4, 4, 8))]
+
+
+def _in_other_units(size: float) -> dict[float, str]:
+    return {size / unit: f"is in {name}. Return bytes." for name, unit in compare.UNITS.items() if unit > 1}
+
+
 @exercise
 def held(answer):
     """Exercise 1: `answer(parameters, ranks, stage)` gives the bytes that a rank holds, stage 0 for DDP."""
     for parameters, ranks in _MODELS:
         for stage in (1, 2, 3, 0):  # under DDP, two mistakes give the same number
-            kept = [4, 4, 8]  # bytes per parameter: parameters, gradients, states
-            shards = [count / ranks if place >= 3 - stage else count for place, count in enumerate(kept)]
+            kept, shards = _shares(ranks, 0), _shares(ranks, stage)
             right = parameters * sum(shards)
             mistakes = {
+                right * ranks: "is what all ranks hold together. Return what one of them holds.",
+                parameters * (sum(shards) + 4): "counts buckets. Leave them out.",
                 parameters
                 * (sum(shards) - shards[2] / 2): "counts one number of Adam for each parameter. It keeps two.",
                 parameters * (sum(shards) - shards[1]): "lacks the gradients.",
+                parameters * sum(_shares(ranks, 1)): "is what ZeRO-1 holds.",
+                parameters * sum(_shares(ranks, 2)): "is what ZeRO-2 holds.",
                 parameters * sum(kept): "is what DDP holds. In this stage, something is in shards.",
                 parameters * sum(kept) / ranks: "has everything in shards. That is stage 3.",
                 right / 4: "counts a byte for each number. A float32 takes four bytes.",
-                right / 2**30: "is in GiB. Return bytes.",
-                right / 1e9: "is in GB. Return bytes.",
+                **_in_other_units(right),
             }
             case = f"In stage {stage}, with {parameters:,} parameters on {ranks} ranks, "
             compare.number(call(answer, parameters, ranks, stage), right, "bytes", 1e-3, mistakes, case)
@@ -68,23 +80,26 @@ def sent(answer):
             for stage in range(4):
                 times = {0: 2, 1: 2, 2: micro_batches + 1, 3: 3 * micro_batches}[stage]
                 each = 4 * parameters * (ranks - 1) / ranks
-                case = (
-                    f"In stage {stage}, with {parameters:,} parameters, {ranks} ranks, {micro_batches} micro-batches, "
-                )
+                batches = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+                case = f"In stage {stage}, with {parameters:,} parameters, {ranks} ranks and {batches}, "
                 value = compare.as_number(call(answer, parameters, ranks, stage, micro_batches))
                 if ranks == 1:
                     require(value == 0, f"{case}{value:,.0f} bytes are sent. A single rank has nobody to send to.")
                     continue
                 once = {1: 2, 2: 2, 3: 3}.get(stage, 2)
                 mistakes = {
+                    times * each * ranks: "is what all ranks send together. Return what one of them sends.",
                     times * 4 * parameters: "lacks the factor (n - 1) / n. A rank keeps its own piece.",
                     times * each / 4: "counts a byte for each number. A float32 takes four bytes.",
                     once * each: "is right for one micro-batch. What is repeated for each of them?",
                     once * micro_batches * each: "repeats for each micro-batch what is done once in a step.",
-                    times * each / 2**30: "is in GiB. Return bytes.",
-                    times * each / 1e9: "is in GB. Return bytes.",
+                    **_in_other_units(times * each),
                 }
+                if stage == 0:
+                    mistakes[each] = "is one half of an all-reduce. Which is the other one?"
                 if stage == 3:
+                    mistakes[(2 * micro_batches + 1) * each] = "reduces the gradients only once in a step."
+                    mistakes[2 * micro_batches * each] = "gathers only once for each micro-batch."
                     mistakes[2 * each] = "is what DDP sends. In this stage, more is sent."
                 compare.number(value, times * each, "bytes", 1e-3, mistakes, case)
     return "Accumulating gradients costs DDP and ZeRO-1 nothing, and makes ZeRO-3 send everything again."
@@ -101,29 +116,33 @@ class Gated(nn.Module):
         return self.close(self.open(x).sigmoid() * self.content(x))
 
 
-def _divide_in_rank(rank: int, plan: dict) -> tuple[dict, bool, int, str]:
-    """For each weight the local share, whether the output is one GPU's, how many collectives ran, and an error."""
+def _divide_in_rank(rank: int, plan: dict) -> tuple[dict, str, int, str]:
+    """For each weight the local share, what is wrong with the output, how many collectives ran, and an error."""
     torch.manual_seed(0)
     model, x = Gated().to("cuda"), torch.linspace(-1, 1, 8 * 16, device="cuda").view(8, 16)
     expected = model(x)
     try:
         parallelize_module(model, init_device_mesh("cuda", (RANKS,)), plan)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return {}, False, 0, str(error).partition("\n")[0]
+        return {}, "", 0, str(error).partition("\n")[0].rstrip(".!")
     shares = {}
     for name in _LAYERS:
         weight = getattr(model, name).weight
         shares[name] = weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
     if max(shares.values()) == 1:
-        return shares, False, 0, ""  # the shapes may not fit
+        return shares, "", 0, ""  # the shapes may not fit
     try:
         with CommDebugMode() as traffic:
             found = model(x)
     except (RuntimeError, ValueError) as error:
-        return shares, False, 0, str(error).partition("\n")[0]
-    found = found.full_tensor() if isinstance(found, DTensor) else found
-    same = found.shape == expected.shape and torch.allclose(found, expected, atol=1e-4)
-    return shares, same, traffic.get_total_counts(), ""
+        return shares, "", 0, str(error).partition("\n")[0].rstrip(".!")
+    found = found.to_local() if isinstance(found, DTensor) else found  # what this rank has
+    fault = ""
+    if found.shape != expected.shape:
+        fault = f"A rank returns outputs of the shape {tuple(found.shape)}, and one GPU {tuple(expected.shape)}."
+    elif not torch.allclose(found, expected, atol=1e-4):
+        fault = "The output is not that of one GPU."
+    return shares, fault, traffic.get_total_counts(), ""
 
 
 _LAYERS = ("open", "content", "close")
@@ -144,14 +163,15 @@ def plan(answer):
         keys = [name for name in answer if fnmatch(layer, name)]
         require(len(keys) < 2, f"{' and '.join(map(repr, keys))} both match {layer!r}.", "Give each layer one style.")
     need_gpus(RANKS, values=True)
-    shares, same, collectives, error = in_ranks(_divide_in_rank, dict(answer), RANKS, timeout=30)[0]
+    shares, fault, collectives, error = in_ranks(_divide_in_rank, dict(answer), RANKS, timeout=30)[0]
     for name, share in shares.items():
         why = "Every rank should have half of it."
         require(share < 1, f"Each rank has the whole weight of {name!r}.", why)
     what = f"A layer gets an input that does not fit its weight: {error}."
     why = "ColwiseParallel leaves its output divided and expects a whole input, RowwiseParallel expects a divided one."
     require(not error, what, f"{why} What does `close` get from `open` and `content`?")
-    require(same, "The output is not that of one GPU.", "Which layer's columns belong to which layer's rows?")
+    why = "Which layer's columns belong to which layer's rows, and is the sum complete on each rank?"
+    require(not fault, fault, why)
     what = f"The forward pass calls {collectives} collectives, and one is enough."
     require(collectives <= 1, what, "What one layer leaves divided, the next one can take divided.")
     return "Two layers by columns, one by rows, and one collective."
@@ -189,25 +209,25 @@ def alone(tokens: Tensor, log) -> nn.Module:
 
 
 def _train_in_rank(rank: int, answer) -> tuple:
-    """The learner's function: logged losses, sentences of each step, wrapped blocks, share of parameters, weights."""
+    """The learner's function: logged losses, sentences of each step, groups of blocks, share of parameters, weights."""
     torch.manual_seed(1000 + rank)  # so that a missing torch.manual_seed(0) shows
     _taken.clear()
     logged: list = []
     model = answer(rank, sentences(SEED), logged.append)
-    if isinstance(model, DistributedDataParallel):
-        return "DDP", [], [], -1, 1.0, {}
+    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
+        return type(model).__name__, [], [], None, 1.0, {}
     if not isinstance(model, Llama):
-        return plain(model), [], [], -1, 1.0, {}
-    blocks = sum(isinstance(block, FSDPModule) for block in model.blocks)
+        return plain(model), [], [], None, 1.0, {}
+    blocks = [id(fully_shard.state(block)) for block in model.blocks if isinstance(block, FSDPModule)]
     parts = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
     share = sum(part.numel() for part in parts) / sum(each.numel() for each in model.parameters())
     full = {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().cpu()
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().cpu().float()
         for name, each in model.named_parameters()
     }
     dist.barrier()
-    words = [show(loss) if isinstance(loss, Tensor) else plain(loss) for loss in logged]
-    return None, words, list(_taken), blocks, share, full
+    losses = [float(loss) if isinstance(loss, Real) else show(loss) for loss in logged]
+    return None, losses, list(_taken), blocks, share, full
 
 
 @exercise
@@ -226,36 +246,45 @@ def sharded(answer):
         if "Invariant encountered" in str(error):
             what = "The model was wrapped before its blocks, so that its root group has taken their parameters."
             raise NotYet(what, all_wrapped) from error
+        if "does not support containers" in str(error):
+            what = "`fully_shard` got a list of modules, which has no forward pass of its own."
+            raise NotYet(what, all_wrapped) from error
         raise
+    others = {
+        "DistributedDataParallel": "keeps the whole model on each rank.",
+        "FullyShardedDataParallel": "is the class of FSDP1. `fully_shard` changes the model itself.",
+    }
     for returned, _, _, blocks, *_ in results:
-        if returned == "DDP":
-            raise NotYet(
-                "It returned a DistributedDataParallel, which keeps the whole model on each rank.", all_wrapped
-            )
-        if blocks < 0:
+        if returned in others:
+            raise NotYet(f"It returned a {returned}, which {others[returned]}", all_wrapped)
+        if blocks is None:
             raise NotYet(f"It returned {given(returned, answer)}. Return the model.")
     _, logged, taken, blocks, share, found = results[0]
+    shapes = {name: each.shape for name, each in found.items()}
+    right_shapes = {name: each.shape for name, each in expected.items()}
+    require(shapes == right_shapes, "The parameters have other shapes than in `alone`.", "Use the model of `alone`.")
     require(share < 0.55, f"Rank 0 holds {share:.0%} of all parameters, and its shard is half.", all_wrapped)
-    require(
-        blocks == LAYERS, f"{blocks} of the {LAYERS} blocks are wrapped. The rest is gathered at once.", all_wrapped
-    )
+    what = f"{len(blocks)} of the {LAYERS} blocks are wrapped. The rest is gathered at once."
+    require(len(blocks) == LAYERS, what, all_wrapped)
+    what = "The blocks were wrapped in one call, so they are gathered at once."
+    require(len(set(blocks)) == LAYERS, what, "Call fully_shard once for each block.")
+    require(len(taken) > 0, "Rank 0 did not call `check.one_step`.", "Use it for each step, as `alone` does.")
     half = [len(sentences(SEED)) // RANKS] * STEPS
-    require(taken == half, f"Rank 0 trained on {taken} sentences.", f"In each step, its share is {half[0]} of 8.")
+    what = f"In its steps, rank 0 trained on {taken} sentences."
+    require(taken == half, what, f"It should take {STEPS} steps, each with {half[0]} of the 8 sentences.")
     torch.manual_seed(0)
     start = dict(Llama(layers=LAYERS).named_parameters())
     if all(torch.equal(found[name], start[name]) for name in found):
         raise NotYet("The weights have not changed.", "Which parameters does the optimizer have, old or new ones?")
     same = all(torch.allclose(found[name], expected[name], atol=1e-3) for name in expected)
-    why = "Compare the seed, the learning rate and the sentences of each rank with those of `alone`. Use `tokens`."
+    why = "Compare seed, optimizer, number format and the sentences of each rank with those of `alone`. Use `tokens`."
     require(same, "The weights are not those of one GPU.", why)
     counts = [len(each[1]) for each in results]
     what = f"Ranks 0 and 1 logged {counts[0]} and {counts[1]} losses."
     require(counts == [STEPS, 0], what, f"Rank 0 should log {STEPS}, one per step, and rank 1 none.")
     for number, (value, right) in enumerate(zip(logged, losses, strict=True)):
-        is_text = isinstance(value, str)
-        require(
-            not is_text, f"The loss of step {number} is {value}.", "Log a number: `.item()` turns a tensor into one."
-        )
+        why = "Log a number: `.item()` turns a tensor into one."
+        require(not isinstance(value, str), f"The loss of step {number} is {value}.", why)
         near = compare.as_number(value)
         what = f"The loss of step {number} is {near:.4f}, and it should be {right:.4f}."
         require(abs(near - right) < 1e-3 * right, what, "Log the mean over the ranks, not rank 0's loss or a sum.")
@@ -352,12 +381,13 @@ def job(answer):
     possible = {"tensor": (1, 2, 4, 8), "sequences": range(1, SEQUENCES + 1), "recompute": range(BLOCKS + 1)}
     said = {
         "tensor": "1, 2, 4 or 8",
-        "sequences": "an integer from 1 on",
-        "recompute": f"a number of blocks, 0 to {BLOCKS}",
+        "sequences": f"an integer from 1 to {SEQUENCES}",
+        "recompute": f"an integer from 0 to {BLOCKS}",
     }
     for key, value in answer.items():
-        known = type(value) is int and value in possible[key]
+        known = isinstance(value, Integral) and not isinstance(value, bool) and value in possible[key]
         require(known, f"The plan says {show(value)} for {key}.", f"It should be {said[key]}.")
+    answer = {key: int(value) for key, value in answer.items()}
     groups = GPUS // answer["tensor"]
     together = groups * answer["sequences"]
     what = f"{groups} groups with {answer['sequences']} each train on {together} sequences at once,"
