@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -69,8 +70,9 @@ def test_losses_do_not_depend_on_the_processes_and_not_on_a_restart(alone, optio
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_00000006", "step_00000007"]
 
     second = ["--tensor-parallel", 2, "--recompute", "--workers", 0]
-    with torchrun("--standalone", "--nproc-per-node", 4, *options, *second, log=tmp_path / "log") as job:
-        output = job.wait()
+    forked = [sys.executable, "-m", "tests.forked_ranks", 4, free_port(), *options, *second]
+    to = {"cwd": SCRIPTS.parents[1], "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": 300}
+    output = subprocess.run(list(map(str, forked)), text=True, **to).stdout
     assert steps(output) == expected[STOP:], output
     assert "suboptimal" not in output
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_00000007", "step_00000012"]
