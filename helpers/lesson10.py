@@ -23,9 +23,8 @@ def quiet() -> None:
     # it is imported. The ranks of `launch` inherit the answer, although they are programs.
     if hasattr(sys, "ps1"):
         del sys.ps1
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TF_CPP_MIN_LOG_LEVEL="3")
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     os.environ.update(TRANSFORMERS_VERBOSITY="error", ACCELERATE_LOG_LEVEL="ERROR")
-    os.environ["KERAS_HOME"] = os.devnull  # Keras would write its settings into the home folder, and goes on without
     logging.disable(logging.INFO)
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("ignore", "Was asked to gather along dimension 0")  # lesson 03 explains it
