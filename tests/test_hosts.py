@@ -55,7 +55,7 @@ dist.TCPStore = Store
 
 @pytest.mark.outside  # torchrun and two ranks import PyTorch
 def test_the_users_own_torchrun_without_libuv(tmp_path):
-    """With the options that lesson 04 gives, and not with those for other systems."""
+    """With the options that the page about setting up gives for Windows, and not with those for other systems."""
     program = tmp_path / "program.py"
     program.write_text(
         REFUSING_LIBUV + "import torch\ndist.init_process_group('gloo')\n"
@@ -63,9 +63,9 @@ def test_the_users_own_torchrun_without_libuv(tmp_path):
     )
     torchrun = [sys.executable, "-c", REFUSING_LIBUV + "from torch.distributed.run import main; main(sys.argv[1:])"]
     environment = os.environ | {"USE_LIBUV": "0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    lesson = Path(__file__, "../../notebooks/04_distributed_data_parallel.ipynb").resolve().read_text(encoding="utf-8")
+    page = Path(__file__).resolve().parents[1] / "docs" / "setup.md"
     meeting = "--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint meeting-1"
-    assert meeting in lesson
+    assert meeting in page.read_text(encoding="utf-8")
     ended = {}
     for options in (meeting, "--standalone"):
         command = [*torchrun, "--nproc-per-node", "2", *options.split(), program]
