@@ -11,7 +11,6 @@
     exercises   The checks of the exercises, a module for each lesson.
     lesson04    The peak memory of the article's BERT under any of PyTorch's wrappers.
     lesson05    The panel of lesson 05.
-    lesson10    Programs and losses of lesson 10, without importing the frameworks.
     doctor      Says whether this machine can run the lessons: `python -m helpers.doctor`.
 
 Importing has no side effect; `use_gpus` switches GPUs on.

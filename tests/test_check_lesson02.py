@@ -57,7 +57,11 @@ def test_piece_sizes():
             assert sizes(batch, 8) == [len(each) for each in scatter(torch.zeros(batch, 1), gpus)]
     explains(
         check.piece_sizes,
-        (lambda batch, gpus: [batch // gpus] * gpus, "is [0, 0, 0, 0]. These are 0 samples, and the batch has 3."),
+        (lambda batch, gpus: [batch // gpus] * gpus, "is [2, 2, 2, 2]. These are 8 samples, and the batch has 10."),
+        (
+            lambda batch, gpus: [batch // gpus] * (gpus - 1) + [batch - batch // gpus * (gpus - 1)],
+            "piece_sizes(10, 4) is [2, 2, 2, 4]. DataParallel makes all pieces of the same size, except the last",
+        ),
         (lambda batch, gpus: [batch / gpus] * gpus, "Return a list of integers"),
         (lambda batch, gpus: [len(each) for each in torch.zeros(batch).chunk(gpus)], "You call PyTorch's `zeros`"),
         (
@@ -161,6 +165,8 @@ def test_without_prefix_explains(four):
             lambda state: {key: v.cpu() for key, v in without_prefix(state).items()},
             "on cuda:0 and became torch.float32",
         ),
+        (lambda state: {key: v.half() for key, v in without_prefix(state).items()}, "became torch.float16 on cuda:0"),
+        (lambda state: {key: v.tolist() for key, v in without_prefix(state).items()}, "and became a list. Change only"),
         (lambda state: list(state), "Return a state dict"),
         (lambda state: {}, "became []"),
     )
@@ -277,6 +283,25 @@ def by_the_way_back(a, b, send):
     return not torch.equal(send(sent, b).to(a), sent)
 
 
+def by_copy_(a, b, send):
+    sent = torch.randn(100, device=a)
+    there = torch.empty_like(sent, device=b)
+    return not torch.equal(there.copy_(sent), send(sent, b))
+
+
+def of_zeros(a, b, send):
+    sent = torch.randn(100, device=a)
+    before = sent.cpu()
+    return not torch.equal(send(sent.zero_(), b).cpu(), before)
+
+
+def into_like(a, b, send):
+    sent = torch.randn(100, device=a)
+    received = torch.empty_like(sent, device=b)
+    received.copy_(send(sent, b))
+    return received.tolist() != sent.tolist()
+
+
 def on_the_target(a, b, send):
     sent = torch.randn(100)
     return not torch.equal(send(sent.to(a), b), sent.to(b))
@@ -286,10 +311,13 @@ def test_damaged(four):
     assert check.damaged(lambda gpus, send: ways(gpus, send, one_way))
     assert check.damaged(lambda gpus, send: [[a.index, b.index] for a, b in ways(gpus, send, one_way)])
     assert check.damaged(lambda gpus, send: set(ways(gpus, send, one_way)))
+    assert check.damaged(lambda gpus, send: frozenset(ways(gpus, send, into_like)))
     assert check.damaged(lambda gpus, send: ways(gpus, send, on_the_target))
     explains(
         check.damaged,
         (lambda gpus, send: ways(gpus, send, by_a_second_way), "You copy from cuda:0 to cuda:1 without `send`"),
+        (lambda gpus, send: ways(gpus, send, by_copy_), "You copy from cuda:0 to cuda:1 without `send`"),
+        (lambda gpus, send: ways(gpus, send, of_zeros), "12 pairs in your list. Compare what arrived with"),
         (lambda gpus, send: ways(gpus, send, by_the_way_back), "You copy from cuda:1 to cuda:0 without `send`"),
         (lambda gpus, send: [(b, a) for a, b in ways(gpus, send, one_way)], "Your pairs are the wrong way round"),
         (

@@ -1,6 +1,7 @@
 """The checks of lesson 04: solutions pass, typical mistakes are explained, nothing raises."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from virtual_gpus import virtual_gpus
 
 from helpers.exercises import lesson04 as check
@@ -130,6 +131,16 @@ def waiting(rank, count, losses):
     return total / count
 
 
+def reducing(rank, count, losses):
+    total = losses(dealt(rank, count)).sum()
+    dist.reduce(total, 0)
+    return total / count
+
+
+def on_gpu_0(rank, count, losses):
+    return by_sums(losses(dealt(rank, count)).to("cuda:0"))
+
+
 def ending_the_group(rank, count, losses):
     mean = by_sums(losses(dealt(rank, count)))
     if count == check.COUNTS[-1]:
@@ -147,7 +158,7 @@ def validation(numbers=dealt, mean=by_sums):
 
 
 def test_validate(four):
-    assert check.validate(validation())
+    assert check.validate(validation(lambda rank, count: iter(dealt(rank, count))))
     assert check.validate(validation(mean=gathered)) and check.validate(waiting)
     assert check.validate(validation(in_blocks, lambda losses: torch.tensor([by_sums(losses)])))
     explains(
@@ -173,6 +184,8 @@ def test_validate_explains_what_is_not_in_the_losses(four):
         (not_waiting, "with async_op=True is not awaited"),
         (asking_twice, "a rank asks for the losses of a sample twice"),
         (with_a_constant, "too small"),
+        (reducing, "only rank 0 has the mean of all samples. `dist.reduce` gives one rank"),
+        (on_gpu_0, "Several ranks use the same GPU. LOCAL_RANK chooses"),
         (ending_the_group, "Leave out `destroy_process_group`"),
         (forming_a_group, "Leave out `init_process_group`"),
     )
@@ -221,8 +234,7 @@ def loop(
     end=lambda: None,
     through_ddp=True,
     logs=lambda rank: rank == 0,
-    sampled=True,
-    shuffle=True,
+    sampler_of=DistributedSampler,
     seed=0,
     rate=0.1,
     batch=4,
@@ -235,9 +247,9 @@ def loop(
             torch.manual_seed(seed + rank)  # DDP takes rank 0's
         net = DistributedDataParallel(nn.Linear(4, 1).to(device(rank)))
         sgd = torch.optim.SGD(net.parameters(), rate)
-        sampler = DistributedSampler(samples, shuffle=shuffle) if sampled else None
+        sampler = sampler_of(samples)
         for epoch in range(3):
-            if set_epoch and sampled:
+            if set_epoch:
                 sampler.set_epoch(set_epoch(epoch))
             for x, y in DataLoader(samples, batch_size=batch, sampler=sampler, num_workers=workers):
                 sgd.zero_grad()
@@ -250,6 +262,10 @@ def loop(
         return net.module
 
     return train
+
+
+def own_half(samples):
+    return SubsetRandomSampler(range(dist.get_rank(), len(samples), 2))
 
 
 @pytest.fixture
@@ -267,7 +283,7 @@ def test_ranked(two_gpus):
 
 
 def dealt_by_hand(rank, samples, log):
-    """Right in another form: no sampler, no DataLoader, and the inner net is returned."""
+    """Right in another form: no sampler, no DataLoader, and the inner net is returned, on the CPU."""
     torch.manual_seed(0)
     net = nn.Linear(4, 1).to(rank)
     ddp, sgd = DistributedDataParallel(net, device_ids=[rank]), torch.optim.SGD(net.parameters(), 0.1)
@@ -280,7 +296,7 @@ def dealt_by_hand(rank, samples, log):
             sgd.step()
         if rank == 0:
             log(epoch)
-    return net
+    return net.cpu()
 
 
 def test_ranked_dealt_by_hand(two_gpus):
@@ -296,15 +312,23 @@ def test_ranked_explains(two_gpus):
     explains(
         lambda wrong: check.ranked(loop(**wrong)),
         ({"set_epoch": lambda epoch: epoch % 2}, "Two epochs have the same order"),
+        ({"set_epoch": lambda epoch: epoch + dist.get_rank()}, "samples go to both ranks. The ranks divide one order"),
+        ({"sampler_of": own_half, "set_epoch": None}, "Rank 0 takes the same half of the samples in every epoch"),
         ({"workers": 1}, "as in a DataLoader with num_workers=0"),
         ({"end": dist.destroy_process_group}, "Leave out `destroy_process_group`"),
         ({"set_epoch": None}, "Every epoch has the same order. How does the sampler know"),
-        ({"shuffle": False}, "in the order in which they are stored. Shuffle them"),
+        (
+            {"sampler_of": partial(DistributedSampler, shuffle=False)},
+            "in the order in which they are stored. Shuffle them",
+        ),
         ({"through_ddp": False}, "Their gradients were never averaged"),
         ({"logs": lambda rank: True}, "Ranks 0 and 1 logged 3 and 3 lines. Rank 0 should log one line per epoch"),
         ({"logs": lambda rank: False}, "Ranks 0 and 1 logged 0 and 0 lines"),
         ({"batch": 8}, "A step takes 8 samples on each rank, 16 together, and 8 in `alone`"),
-        ({"sampled": False}, "Ranks 0 and 1 took 96 and 96 samples. In each of 3 epochs, half of the 32"),
+        (
+            {"sampler_of": lambda samples: None, "set_epoch": None},
+            "Ranks 0 and 1 took 96 and 96 samples. In each of 3 epochs, half of the 32",
+        ),
         ({"seed": None}, "starts from random weights"),
         ({"device": lambda rank: "cuda:0"}, "LOCAL_RANK"),  # what one gets by copying `alone`
         ({"device": lambda rank: f"cuda:{1 - rank}"}, "Rank 0 put its tensors on"),

@@ -1,5 +1,7 @@
 """The checks of lesson 10: solutions pass, typical mistakes are explained, nothing raises."""
 
+from itertools import islice
+
 import pytest
 import run_all
 import torch
@@ -16,7 +18,7 @@ needs_frameworks = pytest.mark.skipif(bool(LACKS), reason=LACKS)
 
 
 def test_no_answer_makes_a_check_raise():
-    assert survives_strange_answers(check.converted, check.back, check.images_per_step)
+    assert survives_strange_answers(check.converted, check.back, check.images_per_step, check.continuing)
 
 
 def loop(
@@ -137,3 +139,146 @@ def test_back_is_what_lightning_computes():
     told(check.back(lambda samples: lightning_job()(samples).net), "calls Lightning's Trainer")
     net = loop()(check.samples())
     torch.testing.assert_close(parameters_to_vector(module.parameters()), parameters_to_vector(net.parameters()))
+
+
+class Continuing(DataLoader):
+    """The solution of exercise 4, in pieces that the answers below replace."""
+
+    done = skip = 0
+
+    def __iter__(self):
+        skip, self.skip = self.skip, 0
+        for number, batch in enumerate(super().__iter__(), start=1):
+            self.done = number
+            if number > skip:
+                yield batch
+
+    def state_dict(self):
+        return {"done": self.done % len(self)}
+
+    def load_state_dict(self, state):
+        self.skip = state["done"]
+
+
+class Islice(Continuing):
+    """Another right answer."""
+
+    def __iter__(self):
+        self.done, self.skip = self.skip, 0
+        for batch in islice(super(Continuing, self).__iter__(), self.done, None):
+            self.done += 1
+            yield batch
+
+
+class BeginsTheNextEpoch(Continuing):
+    """A position after the last batch that is kept as it is, and understood when it is read."""
+
+    def state_dict(self):
+        return self.done
+
+    def load_state_dict(self, state):
+        self.skip = 0 if state >= len(self) else state
+
+
+class Iterator(Continuing):
+    """Without a generator: it counts in an iterator of its own, and skips as soon as the loop begins."""
+
+    def __iter__(self):
+        batches = super(Continuing, self).__iter__()
+        self.done, self.skip = self.skip, 0
+        list(islice(batches, self.done))
+        return map(self.count, batches)
+
+    def count(self, batch):
+        self.done += 1
+        return batch
+
+
+def loader(**methods):
+    """The solution with other methods."""
+    return type("Continuing", (Continuing,), methods)
+
+
+def never(self):
+    yield from DataLoader.__iter__(self)
+
+
+def counts_after_the_yield(self):
+    skip, self.skip = self.skip, 0
+    for number, batch in enumerate(DataLoader.__iter__(self)):
+        if number >= skip:
+            yield batch
+        self.done = number + 1
+
+
+def counts_from_zero(self):
+    skip, self.skip, self.done = self.skip, 0, 0
+    for batch in islice(DataLoader.__iter__(self), skip, None):
+        self.done += 1
+        yield batch
+
+
+def never_counts_anew(self):
+    skip, self.skip = self.skip, 0
+    for batch in islice(DataLoader.__iter__(self), skip, None):
+        self.done += 1
+        yield batch
+
+
+def skips_always(self):
+    for number, batch in enumerate(DataLoader.__iter__(self), start=1):
+        self.done = number
+        if number > self.skip:
+            yield batch
+
+
+def skips_what_is_done(self):
+    for number, batch in enumerate(DataLoader.__iter__(self), start=1):
+        if number > self.done:
+            self.done = number
+            yield batch
+
+
+def skips_one_more(self):
+    skip, self.skip = self.skip, 0
+    for number, batch in enumerate(DataLoader.__iter__(self)):
+        self.done = number + 1
+        if not skip or number > skip:
+            yield batch
+
+
+def sequential(self):
+    skip, self.skip = self.skip, 0
+    for number in range(skip, 6):
+        self.done = number + 1
+        yield [self.dataset.tensors[0][2 * number : 2 * number + 2]]
+
+
+def test_continuing():
+    for right in (Continuing, Islice, BeginsTheNextEpoch, Iterator):
+        for _ in range(3):  # how many batches are done is drawn anew
+            assert check.continuing(right), right
+    explains(
+        check.continuing,
+        (loader(state_dict=lambda self: ...), "still returns `...`"),
+        (loader(state_dict=lambda self: None), "returned None"),
+        (loader(state_dict=lambda self: {"done": Continuing}), "cannot be read with weights_only=True"),
+        (DataLoader, "has no method `state_dict`"),
+        (loader(load_state_dict=None), "has no method `load_state_dict`"),
+        (Continuing([1, 2]), "is not a class that inherits from DataLoader"),
+        (list, "is not a class that inherits from DataLoader"),
+        (loader(load_state_dict=lambda self, state: None), "It begins anew. Does"),
+        (loader(__iter__=never), "does `__iter__` skip"),
+        (loader(__iter__=counts_after_the_yield), "count before it"),
+        (loader(__iter__=counts_from_zero), "count the batches that were skipped"),
+        (loader(__iter__=never_counts_anew), "When a loader that has continued is saved again"),
+        (loader(__iter__=skips_always), "In the epoch after the one that was resumed"),
+        (loader(__iter__=skips_what_is_done), "it begins with batch 0"),
+        (loader(__iter__=skips_one_more), "It leaves one out"),
+        (loader(__iter__=sequential), "Keep the sampler's order"),
+        (loader(state_dict=lambda self: {"done": 3 if self.done else 0}), "the loader should begin with batch"),
+        (loader(state_dict=lambda self: {"done": self.done}), "Once the last batch of an epoch is done"),
+        (loader(__len__=lambda self: 6 - self.skip), "`len` changes after a restart"),
+        (loader(__len__=lambda self: 12), "is 12. Leave it alone"),
+        (loader(__init__=lambda self, data, batch_size: None), "TypeError"),
+    )

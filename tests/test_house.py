@@ -1,7 +1,9 @@
 """What holds for the whole project: pins, settings, the commands of the README, which way imports run."""
 
 import ast
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -59,6 +61,18 @@ def test_the_readme_gives_the_commands_and_ci_runs_the_same():
     assert TEST_COMMAND in readme and LAB_COMMAND in readme
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert all(any(line.strip().endswith(command) for line in ci) for command in TEST_COMMAND.split(" && "))
+
+
+def test_the_readme_s_first_try_needs_pytorch_alone_and_prints_what_the_readme_shows(tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"```text\n(PYTHONPATH=.*?)\n\n(.*?)```", readme, re.DOTALL).groups()
+    for package in ("helpers", "torchvision", "matplotlib"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not everybody has it')")
+    path, *words = shlex.split(command.replace("\\\n", ""))
+    assert words[:1] == ["python3"] and "=" in path
+    environment = os.environ | {"PYTHONPATH": f"{path.partition('=')[2]}{os.pathsep}{tmp_path}"}
+    ran = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert shown in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_ci_and_binder_use_the_same_commands():

@@ -406,8 +406,7 @@ def test_learners_copies_are_the_lessons_without_outputs_and_solutions(workshop,
     assert [source(cell) for cell in copied] == [source(cell) for cell in stored if source(cell) not in solutions]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in copied if "outputs" in cell)
     key = (workshop / "answer_key.md").read_text(encoding="utf-8")
-    enough = len(solutions) > 2 or not path.stem[0].isdigit()  # the appendix has no exercises
-    assert enough and all(f"```python\n{solution}\n```" in key for solution in solutions)
+    assert len(solutions) > 2 and all(f"```python\n{solution}\n```" in key for solution in solutions)
 
 
 def test_the_answer_key_names_lesson_and_exercise_and_has_what_is_printed(lesson):

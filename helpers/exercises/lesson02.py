@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from helpers.data import random_tokens
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.exercises.gpus import AGAIN, Copies, need_gpus
+from helpers.exercises.gpus import AGAIN, need_gpus
 from helpers.measure import GiB, MiB, format_bytes
 from helpers.models import LLAMA_1B, Llama
 
@@ -31,7 +31,7 @@ def piece_sizes(answer):
     """Exercise 1: `answer(batch, gpus)` must list how many samples each GPU gets, as torch.nn.parallel.scatter cuts."""
     draw = Random()
     drawn = [(draw.randrange(1, 200), draw.randrange(2, 17)) for _ in range(5)]
-    for batch, gpus in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7), *drawn):
+    for batch, gpus in ((64, 4), (10, 4), (3, 4), (9, 4), (34, 8), (1, 2), (100, 7), *drawn):
         right = [len(piece) for piece in torch.zeros(batch).chunk(gpus)]
         with _WithoutPyTorch():
             found = call(answer, batch, gpus)
@@ -66,10 +66,14 @@ def without_prefix(answer):
             why = "Remove only what DataParallel has added, once. A net may have a layer that is called `module`."
             require(set(found) == set(right), became, why)
             for key, value in right.items():
-                compare.tensor(found[key], value)
-                was, became = (f"{each.dtype} on {each.device}" for each in (value, found[key]))
+                was, became = (_kind(each) for each in (value, found[key]))
                 require(was == became, f"The value of `{key}` was {was} and became {became}. Change only the keys.")
+                compare.tensor(found[key], value)
     return "`load_state_dict` takes it, and a layer that is itself called `module` keeps its name."
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _place() -> torch.device:
@@ -192,17 +196,20 @@ def damaged(answer):
     """Exercise 5: `answer(gpus, send)` must list the ways (source, target) on which `send` copies wrong numbers."""
     gpus = need_gpus(4, values=True)[:4]
     for broken in (set(), {(1, 2)}, {(0, 3), (3, 0), (2, 1)}):
-        with Copies() as copies:
-            found = call(answer, gpus, partial(_send, broken, copies))
-        some = isinstance(found, list | tuple | set)
+        with _Links() as links:
+            found = call(answer, gpus, partial(_send, broken, links))
+        some = isinstance(found, list | tuple | set | frozenset)
         require(some, f"{show(found)} is not a list. Return a list of pairs (source, target).")
         pairs = {_pair(each) for each in found}
-        across = [f"{start} to {end}" for start, end in copies.seen if start.type == end.type]
-        around = f"You copy from {across[0]} without `send`, over a link that may be broken, too." if across else ""
-        require(not across, around, "Use `send`, and compare on the CPU.")
+        around = (
+            f"You copy from {links.used[0]} without `send`, over a link that may be broken, too." if links.used else ""
+        )
+        require(not links.used, around, "Use `send`, and compare on the CPU.")
         require(not pairs or {pair[::-1] for pair in pairs} != broken or pairs == broken, _TURNED)
         unharmed = f"Copies arrive without damage on {len(pairs - broken)} of the {len(pairs)} pairs in your list."
-        require(pairs <= broken, unharmed, "Each direction is a pair of its own. Test it without the way back.")
+        back = "Each direction is a pair of its own. Test it without the way back."
+        other = any(pair[::-1] in broken for pair in pairs - broken)
+        require(pairs <= broken, unharmed, back if other else "Compare what arrived with what was sent.")
         missing = f"{len(broken - pairs)} of {len(broken)} damaged pairs are missing from your list."
         tested = "Test both directions between every two GPUs, with `send`, and with numbers other than zero."
         require(broken <= pairs, missing, tested)
@@ -212,11 +219,26 @@ def damaged(answer):
 _TURNED = "Your pairs are the wrong way round. The first of a pair is the GPU on which the tensor was before."
 
 
-def _send(broken: set[tuple[int, int]], copies: Copies, tensor: Tensor, device: torch.device) -> Tensor:
+class _Links(TorchFunctionMode):
+    """`used` names the two GPUs of each copy between GPUs in the block, by `.to`, `.cuda` or `copy_`."""
+
+    def __init__(self):
+        super().__init__()
+        self.used: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_cuda and not function.__name__.endswith("_like"):
+            given = [each.device for each in args if isinstance(each, Tensor) and each.is_cuda]
+            self.used += [f"{device} to {result.device}" for device in given if device != result.device]
+        return result
+
+
+def _send(broken: set[tuple[int, int]], links: _Links, tensor: Tensor, device: torch.device) -> Tensor:
     require(tensor.is_cuda, "You send a tensor that is on the CPU, which tests no link between GPUs.", "Move it first.")
-    own = len(copies.seen)
+    own = len(links.used)
     there = tensor.to(device)
-    del copies.seen[own:]  # this copy is the one that is asked for
+    del links.used[own:]  # this copy is the one that is asked for
     return torch.zeros_like(there) if (tensor.device.index, there.device.index) in broken else there
 
 

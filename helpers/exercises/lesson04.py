@@ -55,7 +55,7 @@ ON_THE_CPU = "A collective got a tensor on the CPU. NCCL takes only tensors on G
 RAISED = {
     "_OnTheCPU": (ON_THE_CPU, "Create the tensor with device=... of the losses."),
     "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
-    "Duplicate GPU": ("Both ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
+    "Duplicate GPU": ("Several ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
     "_NotAwaited": (
         "A collective with async_op=True is not awaited, so that its result can be incomplete on a real GPU.",
         "Call wait() on what it returns before you use the result.",
@@ -130,8 +130,9 @@ def _validate_in_rank(rank: int, answer, factor: float) -> list[tuple]:
         values, asked = _losses(count, factor).to(rank), []
 
         def losses(numbers, values=values, asked=asked) -> Tensor:
-            asked += [int(number) for number in numbers]
-            return values[[int(number) for number in numbers]]
+            numbers = [int(number) for number in numbers]
+            asked += numbers
+            return values[numbers]
 
         with _only_gpus("all_reduce"), _only_gpus("reduce"), _only_gpus("all_gather"), _only_gpus("broadcast"):
             found.append((plain(answer(rank, count, losses)), asked))
@@ -161,6 +162,9 @@ def validate(answer):
         mistakes = {mean: "is the mean of one rank's samples. The samples of the others are missing." for mean in means}
         mistakes[sum(means) / len(means)] = f"is the mean of the ranks' means, but the ranks have {counts} samples."
         mistakes[right * count] = "is the sum of the losses. Return their mean."
+        close = [math.isclose(compare.as_number(value), right, rel_tol=1e-4) for value in values]
+        why = "`dist.reduce` gives one rank the sum, and `dist.all_reduce` gives it to all."
+        require(sum(close) != 1, f"{what} only rank {close.index(max(close))} has the mean of all samples.", why)
         for rank, value in enumerate(values):
             compare.number(value, right, rel=1e-4, mistakes=mistakes, case=f"{what} rank {rank}'s result of ")
     return "Each sample counts once, and all ranks have the same mean, even a rank without samples."
@@ -287,11 +291,14 @@ def ranked(answer):
 def _check_samples(asked: tuple[list[int], ...]) -> None:
     size = SAMPLES // RANKS
     epochs = [[numbers[first : first + size] for numbers in asked] for first in range(0, EPOCHS * size, size)]
-    shared = all(len(numbers) == EPOCHS * size for numbers in asked)
-    shared = shared and all(sorted(sum(parts, [])) == list(range(SAMPLES)) for parts in epochs)
+    taken = all(len(numbers) == EPOCHS * size for numbers in asked)
+    shared = taken and all(sorted(sum(parts, [])) == list(range(SAMPLES)) for parts in epochs)
+    twice = max(len(set(first) & set(second)) for first, second in epochs)
     what = f"Ranks 0 and 1 took {len(asked[0])} and {len(asked[1])} samples."
     hidden = "The check sees `samples[number]` in the ranks themselves, as in a DataLoader with num_workers=0."
     require(any(asked), "The check saw neither rank take a sample.", hidden)
+    why = "The ranks divide one order of the samples, which must be the same on both."
+    require(not taken or not twice, f"In an epoch, {twice} samples go to both ranks.", why)
     require(shared, what, f"In each of {EPOCHS} epochs, half of the {SAMPLES} samples should go to each rank.")
     stored = epochs[0][0] == sorted(epochs[0][0])
     require(not stored, "The samples come in the order in which they are stored. Shuffle them, as `alone` does.")
@@ -299,6 +306,9 @@ def _check_samples(asked: tuple[list[int], ...]) -> None:
     why = "How does the sampler know which epoch it is?"
     require(orders > 1, "Every epoch has the same order.", why)
     require(orders == EPOCHS, "Two epochs have the same order.", why)
+    halves = {frozenset(parts[0]) for parts in epochs}
+    why = "A rank should see all samples in the course of the epochs. Draw one order for all ranks, and then divide it."
+    require(len(halves) > 1, "Rank 0 takes the same half of the samples in every epoch.", why)
 
 
 def _on_one_device(asked: tuple[list[int], ...], each: int, seed: int = 0) -> Tensor:

@@ -1,15 +1,18 @@
 """Checks of lesson 10, frameworks. They compare what was trained with plain loops and import no framework."""
 
+import io
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from helpers.exercises import compare
 from helpers.exercises.core import NotYet, call, exercise, require, show
@@ -183,3 +186,98 @@ def images_per_step(answer):
     for name, right in IMAGES.items():
         compare.number(answer[name], right, "images", 1e-6, _HINTS[name], f'For "{name}", ')
     return "Only one of the six programs takes 16 images per step, the number that all of them name."
+
+
+@exercise
+def continuing(answer):
+    """Exercise 4: `answer` must be a class of DataLoader that says where it is, and continues there."""
+    require(
+        isinstance(answer, type) and issubclass(answer, DataLoader),
+        f"{show(answer)} is not a class that inherits from DataLoader. Pass the class itself.",
+    )
+    data = TensorDataset(torch.randperm(2 * _BATCHES))
+    sampler = DistributedSampler(data, num_replicas=1, rank=0)  # as Lightning does it: in each epoch another order
+
+    def loader() -> DataLoader:
+        return answer(data, batch_size=2, sampler=sampler, drop_last=True)
+
+    def right(epoch: int) -> list:
+        sampler.set_epoch(epoch)
+        return _taken(DataLoader(data, batch_size=2, sampler=sampler))
+
+    def resumed(state: object) -> DataLoader:
+        new = loader()
+        new.load_state_dict(state)  # type: ignore[attr-defined]
+        return new
+
+    done = int(torch.randint(2, 4, ()))
+    first, first_epoch = loader(), right(0)
+    running = iter(first)
+    list(islice(running, done))
+    state = _state(first)
+    _continues(_taken(loader()), first_epoch, 0, "Without a checkpoint")
+    require(len(loader()) == _BATCHES, f"`len` of a loader with {_BATCHES} batches is {len(loader())}. Leave it alone.")
+    _continues(_taken(resumed(state)), first_epoch, done, f"After {done} batches and a restart")
+    require(
+        len(resumed(state)) == _BATCHES, "`len` changes after a restart. It is the number of batches of a whole epoch."
+    )
+    again = resumed(state)
+    running = iter(again)
+    next(running)
+    state = _state(again)
+    _continues(_taken(resumed(state)), first_epoch, done + 1, "When a loader that has continued is saved again")
+    list(running)
+    second_epoch = right(1)
+    _continues(_taken(again), second_epoch, 0, "In the epoch after the one that was resumed")
+    _continues(_taken(resumed(_state(again))), second_epoch, 0, "Once the last batch of an epoch is done")
+    running = iter(again)
+    list(islice(running, done))
+    _continues(_taken(resumed(_state(again))), second_epoch, done, f"After {done} batches of the second epoch")
+    _continues(_taken(again), second_epoch, 0, "In a new loop over a loader that was not resumed")
+    return "The loader continues where it was, and later epochs are complete."
+
+
+_BATCHES = 6
+
+
+def _taken(loader: DataLoader) -> list:
+    """The batches of a loop that takes as many as `len` says and does not ask for more, as Lightning's does."""
+    return [batch[0].tolist() for batch in islice(iter(loader), _BATCHES)]
+
+
+def _state(loader: DataLoader) -> object:
+    """What `state_dict` returns, as it is after it was in a checkpoint."""
+    name = type(loader).__name__
+    for method in ("state_dict", "load_state_dict"):
+        require(callable(getattr(loader, method, None)), f"`{name}` has no method `{method}`. Lightning asks for both.")
+    state = call(loader.state_dict)  # type: ignore[attr-defined]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    try:
+        return torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = f"`state_dict` returned {show(state)}, which cannot be read with weights_only=True."
+        raise NotYet(what, "Return a dictionary of numbers.") from error
+
+
+def _continues(found: list, epoch: list, done: int, when: str) -> None:
+    """End with "Not yet" unless the batches are those of the epoch after the first `done`."""
+    if found == epoch[done:]:
+        return
+    what = f"{when}, the loader should begin with batch {done} of 0 to {_BATCHES - 1}"
+    if not found:
+        raise NotYet(f"{what}, and it gives no batch.", "Is the number of batches that are done still the old one?")
+    if found[0] not in epoch:
+        raise NotYet(f"{what}, and it gives {found[0]}, which is no batch of this epoch.", "Keep the sampler's order.")
+    begin = epoch.index(found[0])
+    if begin != done:
+        why = {
+            0: "It begins anew. Does `load_state_dict` keep the number, and does `__iter__` skip as many batches?",
+            1: "After a restart, count the batches that were skipped, too.",
+            done + 1: "It leaves one out.",
+            done - 1: "One comes twice. Code after `yield` runs when the next batch is asked for: count before it.",
+        }
+        otherwise = "Skip only once, and count each batch."
+        raise NotYet(f"{what}, and it begins with batch {begin}.", why.get(begin, otherwise))
+    raise NotYet(f"{what}, and it does so, but later batches are missing or come twice: it gives {len(found)}.")

@@ -13,10 +13,13 @@ left of a step is the loop itself.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -26,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from virtual_gpus import virtual_gpus
 
-from helpers.lesson10 import quiet
 from helpers.parallel import launch
 
 BATCH, WARM_UP = 32, 5  # images per rank, steps that are not timed
@@ -209,7 +211,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="how often each is timed (default 8)")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each (default 60)")
     options = parser.parse_args()
-    quiet()
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", ACCELERATE_LOG_LEVEL="ERROR")
+    logging.disable(logging.INFO)
+    warnings.filterwarnings("ignore", module="lightning")
     import accelerate
     import lightning
     import transformers
