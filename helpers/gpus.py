@@ -3,7 +3,7 @@
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
     data_sheet("TITAN Xp").memory                 # bytes; the data sheets need no GPU
 
-This is the only module of the course that imports `virtual_gpus`. Other modules import from here.
+Only this module and `helpers.parallel.launching` import `virtual_gpus`. Other modules import from here.
 """
 
 import os
@@ -144,30 +144,6 @@ def _names(devices: list[torch.device]) -> str:
 def is_virtual() -> bool:
     """Return True if virtual GPUs are active."""
     return engine.active_machine() is not None
-
-
-def renew_gpus() -> None:
-    """Empty the virtual GPUs of a new process, because a new process has no memory on real GPUs either.
-
-    A forked process inherits its parent's virtual GPUs with all tensors. Those tensors are on the CPU afterwards.
-    """
-    engine.renew_inherited()
-
-
-def inheritable_gpus() -> dict | None:
-    """What another process needs to have the same virtual GPUs. It can be pickled. None if there are none."""
-    machine = engine.active_machine()
-    return None if machine is None else machine.settings.arguments()
-
-
-def inherit_gpus(settings: dict) -> engine.virtual_gpus | None:
-    """Switch on the virtual GPUs that `inheritable_gpus` described in another process. Returns None if some are on."""
-    if is_virtual():
-        return None
-    gpus = engine.virtual_gpus(**settings)
-    gpus.start()
-    engine.active_machine().look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
-    return gpus
 
 
 def modelled_timeline(memory: bool = False):

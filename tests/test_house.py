@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
-DOORS = {"helpers/gpus.py"}  # through which the helpers reach the virtual GPUs
+DOORS = {"helpers/gpus.py", "helpers/parallel/launching.py"}  # through which the helpers reach the virtual GPUs
 PIN = re.compile(r"([a-z0-9-]+)==[\w.]+( ; [^@/]+)?")
 
 

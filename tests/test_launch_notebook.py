@@ -12,7 +12,7 @@ CELLS = {
         import os, sys, time
         import torch, torch.distributed as dist
         from helpers import use_gpus
-        from helpers.parallel.launching import launch
+        from helpers.parallel import launch
         gpus = use_gpus(2, memory="1 GiB")
         (torch.ones(3, device="cuda:1", requires_grad=True) * 2).sum().backward()""",
     "works": """
@@ -107,7 +107,7 @@ def test_an_error_names_the_cells(outputs):
 
 
 def test_the_button_interrupts(outputs):
-    assert outputs["interrupted"]["error"] == "KeyboardInterrupt: launch was interrupted, and its 2 ranks were ended."
+    assert outputs["interrupted"]["error"] == "KeyboardInterrupt: The 2 ranks were interrupted and ended."
     assert "[rank 0] begun\n[rank 1] begun\n" in outputs["interrupted"]["stdout"]
 
 

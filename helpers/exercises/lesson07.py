@@ -19,7 +19,7 @@ from helpers.exercises.core import NotYet, call, exercise, require, show
 from helpers.gpus import engine, modelled_gpus, record_training
 from helpers.measure.timeline import Timeline, TimeUse, record_timeline, time_use
 from helpers.models import LLAMA_1B, Llama
-from helpers.parallel.launching import launch
+from helpers.parallel import launch
 from helpers.parallel.pipeline import Pipeline, one_f_one_b
 from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
 

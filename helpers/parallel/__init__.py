@@ -1,6 +1,6 @@
 """Training on several GPUs: `launch`, the parallel loss, the pipeline."""
 
-from helpers.parallel.launching import RankError, launch
+from helpers.parallel.launching import RankError, interface, launch
 from helpers.parallel.loss import (
     DataParallelCriterion,
     DataParallelModel,

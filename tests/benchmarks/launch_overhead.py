@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from benchmarks.step_cost import show
 
-from helpers.parallel.launching import launch
+from helpers.parallel import launch
 
 
 def empty(rank) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 # Several test processes on few cores: one thread each, and the same last digits on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +48,17 @@ def small_program():
     gc.unfreeze()
     assert snapshots.active_machine() is None, "a test of this module has left virtual GPUs on"
     assert snapshots.stayed() == []
+
+
+@pytest.fixture
+def ctrl_c_interrupts():
+    """SIGINT raises KeyboardInterrupt, also where a shell without job control started pytest in the background.
+
+    Such a program ignores SIGINT, and so does everything that it starts.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from virtual_gpus import virtual_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "a_small_virtual_gpu.md").read_text(encoding="utf-8")
@@ -62,3 +63,15 @@ def test_every_file_that_a_page_names_is_there(page):
     folders = ROOT, (ROOT / page).parent, ROOT / "src" / "virtual_gpus", ROOT / "src" / "virtual_gpus" / "ops"
     assert {name for name in named if not any((folder / name).exists() for folder in folders)} == set()
     assert len(named) > (1 if page == "docs/accuracy.md" else 2)
+
+
+def test_the_example_of_several_ranks_passes():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "run_ranks" in code]
+    names = {}
+    exec(example, names)
+    with virtual_gpus(4):
+        tests = [value for name, value in names.items() if name.startswith("test_")]
+        assert len(tests) == 2
+        for test in tests:
+            test()

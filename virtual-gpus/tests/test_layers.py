@@ -29,6 +29,7 @@ LAYERS = [
     "timeline",
     "patches",
     "switch",
+    "testing",
     "virtual_gpus",  # the package's own __init__: the public names
     "__main__",
     "children",  # run by other processes, see processes/children.py

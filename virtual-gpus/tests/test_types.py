@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-PUBLIC = ["__init__.py", "__main__.py", "switch.py", "settings.py", "gpus.py", "memory_model.py", "timeline"]
+PUBLIC = ["__init__.py", "__main__.py", "switch.py", "settings.py", "gpus.py", "memory_model.py", "timeline",
+          "testing"]  # fmt: skip
 
 RIGHT = """\
 import torch
 from virtual_gpus import NotModelled, active_machine, record_timeline, virtual_gpus
 from virtual_gpus.memory_model import round_size
+from virtual_gpus.testing import RankError, run_ranks
 
 
 @virtual_gpus(2, memory="1 GiB")
@@ -28,9 +30,20 @@ with virtual_gpus(4, kind="A100", shapes_only=True) as gpus:
     seconds: float = timeline.seconds + timeline.busy_seconds(0)
 machine = active_machine()
 bytes_taken: int = round_size(1000)
+
+
+def rank_plus(rank: int, number: float) -> float:
+    return rank + number
+
+
+try:
+    sums: list[float] = run_ranks(rank_plus, ranks=2, args=(0.5,), timeout=None)
+except RankError as error:
+    text: str = str(error)
 """
 WRONG = ["on_two('three')", "virtual_gpus('four')", "virtual_gpus(2, shapes_only=3)", "virtual_gpus(2, colour='red')",
-         "round_size('1 KiB') + 1", "timeline.seconds.upper()", "gpus.count_all()"]  # fmt: skip
+         "round_size('1 KiB') + 1", "timeline.seconds.upper()", "gpus.count_all()", "run_ranks(rank_plus, ranks='two')",
+         "sums[0].upper()"]  # fmt: skip
 
 
 def check(*paths, preset="default"):

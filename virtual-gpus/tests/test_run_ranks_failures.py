@@ -1,8 +1,9 @@
-"""launch: ranks that raise, die, hang; Ctrl-C; what is refused. No process is left by any of them."""
+"""run_ranks: ranks that raise, die, hang; Ctrl-C; what is refused. No process is left by any of them."""
 
 import ctypes
 import multiprocessing.process
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -17,16 +18,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_launch import leaves_nothing  # noqa: F401  (a fixture for every test here too)
+from test_run_ranks import leaves_nothing  # noqa: F401  (a fixture for every test here too)
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
-
-from helpers.parallel import launching
-from helpers.parallel.launching import RankError, launch
-from helpers.parallel.launching import errors as launch_errors
-from helpers.parallel.launching.errors import Failure, _without_middle, run_error
-from helpers.parallel.launching.processes import start_method
-from tests.programs import until
+from virtual_gpus.testing import RankError, run, run_ranks
+from virtual_gpus.testing.failures import Failure, _short, _without_middle, run_error
+from waiting import until
 
 LIMIT_S = 4  # for ranks that should hang: a busy machine may need a second until they do
 
@@ -34,7 +31,7 @@ LIMIT_S = 4  # for ranks that should hang: a busy machine may need a second unti
 @pytest.fixture
 def all_fail_by_themselves(monkeypatch):
     """Nobody ends ranks that fail or return by themselves, however long one of them waits for a core."""
-    monkeypatch.setattr("helpers.parallel.launching._GRACE_S", 60)
+    monkeypatch.setattr("virtual_gpus.testing.run._GRACE_S", 60)
 
 
 def wait_for_the_end(pid):
@@ -58,7 +55,7 @@ def write_whole(path, text):
 def fails(fn, *args, **options):
     """The error of a run."""
     with pytest.raises(RankError) as caught:
-        launch(fn, *args, **{"ranks": 3, "show": False, "timeout": 20, **options})
+        run_ranks(fn, args=args, **{"ranks": 3, "show": False, "timeout": 20, **options})
     return caught.value
 
 
@@ -166,7 +163,7 @@ def messages_on_gpus(rank):
 
 def test_messages_and_objects_travel_between_gpus(capsys):
     with virtual_gpus(2, memory="1 GiB"):
-        assert launch(messages_on_gpus, ranks=2) == [([0, 1], [2.0, 2.0])] * 2
+        assert run_ranks(messages_on_gpus, ranks=2) == [([0, 1], [2.0, 2.0])] * 2
     assert capsys.readouterr().out == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
 
 
@@ -184,6 +181,12 @@ def test_on_gpus_the_guilty_rank_is_named_and_one_that_left_too():
         assert str(fails(raises, ranks=2)).startswith("Rank 1 of 2 raised ValueError: no such thing\n")
         text = str(fails(leaves, ranks=2))
     assert text.startswith("Rank 0 of 2 raised RuntimeError: ") and "Rank 1 had returned by then" in text
+
+
+def test_the_error_can_be_pickled():
+    """As concurrent.futures and pytest-xdist do it."""
+    error = fails(one_raises)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def leaves_early(rank):
@@ -236,9 +239,9 @@ def test_lost_connections_are_told_from_other_errors(error, kind):
 
 def test_short_names_of_files(monkeypatch):
     monkeypatch.setattr(sys, "path", ["/a/lib", "/a/lib/site-packages", "/a"])
-    assert launch_errors._short("/a/lib/site-packages/torch/x.py", {}) == "torch/x.py"
-    assert launch_errors._short("/b/x.py", {}) == "/b/x.py"
-    assert launch_errors._short("/tmp/7.py", {"/tmp/7.py": "Cell In[3]"}) == "Cell In[3]"
+    assert _short("/a/lib/site-packages/torch/x.py", {}) == "torch/x.py"
+    assert _short("/b/x.py", {}) == "/b/x.py"
+    assert _short("/tmp/7.py", {"/tmp/7.py": "Cell In[3]"}) == "Cell In[3]"
 
 
 # ---- a rank dies ---------------------------------------------------------------------------------------------
@@ -293,7 +296,7 @@ def test_the_ranks_die_with_their_parent(tmp_path):
     program = f"""
         import os, time
         from pathlib import Path
-        from helpers.parallel.launching import launch
+        from virtual_gpus.testing import run_ranks
 
         def work(rank):
             path = Path({str(tmp_path)!r}) / f"{{rank}}.pid"
@@ -301,7 +304,7 @@ def test_the_ranks_die_with_their_parent(tmp_path):
             path.with_suffix(".part").rename(path)
             time.sleep(100)
 
-        launch(work, ranks=2)
+        run_ranks(work, ranks=2)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.DEVNULL)
     files = [tmp_path / f"{rank}.pid" for rank in range(2)]
@@ -331,7 +334,7 @@ def hangs(rank):
 
 def test_ranks_that_hang_say_where():
     with pytest.raises(TimeoutError) as caught:
-        launch(hangs, ranks=4, timeout=LIMIT_S + 0.5, show=False)
+        run_ranks(hangs, ranks=4, timeout=LIMIT_S + 0.5, show=False)
     text = str(caught.value)
     parts = text.split("\n\n")
     assert parts[0] == "The 4 ranks were not done within the time limit of 4.5 s (timeout=4.5)."
@@ -341,7 +344,7 @@ def test_ranks_that_hang_say_where():
         parts[2].startswith("Ranks 1, 3 had reached:\n  File") and "in hangs\n    threading.Event().wait()" in parts[2]
     )
     assert parts[3] == "Rank 2 had returned."
-    assert "launch" not in text.replace("test_launch_failures", "")
+    assert "testing" not in text and "run_ranks" not in text.replace("test_run_ranks_failures", "")
 
 
 def test_a_long_way_through_pytorch_is_cut():
@@ -357,19 +360,21 @@ def test_a_long_way_through_pytorch_is_cut():
 
 def test_ranks_that_do_not_start_have_a_limit_and_an_error_of_their_own(monkeypatch):
     """The time limit of the function has not begun."""
-    monkeypatch.setattr(launching, "_START_S", LIMIT_S / 2)
+    monkeypatch.setattr(run, "_START_S", LIMIT_S / 2)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **named: os.environ["RANK"] == "1" or time.sleep(100))
     with pytest.raises(TimeoutError) as caught:
-        launch(lambda rank: None, ranks=2, timeout=0.01, show=False)
+        run_ranks(lambda rank: None, ranks=2, timeout=0.01, show=False)
     parts = str(caught.value).split("\n\n")
-    assert parts[0].startswith("The 2 ranks did not start within 2 s. The time limit of launch (timeout=0.01) begins")
+    assert parts[0].startswith(
+        "The 2 ranks did not start within 2 s. The time limit of the function (timeout=0.01) begins"
+    )
     assert parts[1].startswith("Rank 0 had reached:\n") and parts[2] == "Rank 1 had not started the function."
 
 
 def test_the_time_limit_counts_from_the_moment_at_which_all_are_connected(monkeypatch):
     begin = dist.init_process_group
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **named: (time.sleep(1), begin(*args, **named)))
-    assert launch(lambda rank: time.sleep(0.2), ranks=1, timeout=0.9, show=False) == [None]
+    assert run_ranks(lambda rank: time.sleep(0.2), ranks=1, timeout=0.9, show=False) == [None]
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------------------
@@ -392,10 +397,10 @@ def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
     thread = threading.Thread(target=interrupt)
     thread.start()
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match=r"^launch was interrupted, and its 2 ranks were ended\.$") as caught:
-        launch(work, ranks=2)
+    with pytest.raises(KeyboardInterrupt, match=r"^The 2 ranks were interrupted and ended\.$") as caught:
+        run_ranks(work, ranks=2)
     thread.join()
-    assert [entry.name for entry in caught.traceback][1:] == ["launch"]  # and not what it was waiting in
+    assert [entry.name for entry in caught.traceback][1:] == ["run_ranks"]  # and not what it was waiting in
     assert signal.getsignal(signal.SIGINT) is handler
     for path in pids:
         wait_for_the_end(int(path.read_text()))
@@ -412,7 +417,7 @@ def test_ctrl_c_while_the_ranks_are_started(monkeypatch):
     begin = multiprocessing.process.BaseProcess.start
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
     with pytest.raises(KeyboardInterrupt):
-        launch(lambda rank: time.sleep(100), ranks=2, show=False)
+        run_ranks(lambda rank: time.sleep(100), ranks=2, show=False)
 
 
 def test_if_not_all_can_be_started_none_is_left(monkeypatch):
@@ -427,7 +432,7 @@ def test_if_not_all_can_be_started_none_is_left(monkeypatch):
     begin = multiprocessing.process.BaseProcess.start
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
     with pytest.raises(OSError, match="no more processes"):
-        launch(lambda rank: time.sleep(100), ranks=2, show=False)
+        run_ranks(lambda rank: time.sleep(100), ranks=2, show=False)
     assert len(started) == 1 and not started[0].is_alive()
 
 
@@ -449,19 +454,19 @@ def nothing(rank):
 )
 def test_bad_options(options, error, text):
     with pytest.raises(error, match=text):
-        launch(nothing, **{"ranks": 2, **options})
+        run_ranks(nothing, **{"ranks": 2, **options})
 
 
 def test_more_ranks_than_gpus():
     with (
         virtual_gpus(2),
-        pytest.raises(ValueError, match=r"3 ranks need 3 GPUs.*sees 2.*Duplicate.*use_gpus\(3\).*gpus=False"),
+        pytest.raises(ValueError, match=r"3 ranks need 3 GPUs.*sees 2.*Duplicate.*3 GPUs.*gpus=False"),
     ):
-        launch(nothing, ranks=3)
+        run_ranks(nothing, ranks=3)
 
 
-def test_launch_inside_a_rank():
-    error = fails(lambda rank: launch(nothing, ranks=2), ranks=1)
+def test_a_rank_cannot_start_ranks():
+    error = fails(lambda rank: run_ranks(nothing, ranks=2), ranks=1)
     assert "raised RuntimeError: This process is already a rank" in str(error)
 
 
@@ -476,7 +481,7 @@ def test_fork_while_autograd_has_threads():
     thread.start()
     named.wait()
     try:
-        assert start_method() == "forkserver"
+        assert run.start_method() == "forkserver"
     finally:
         done.set()
         thread.join()

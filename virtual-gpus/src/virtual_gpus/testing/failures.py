@@ -1,4 +1,4 @@
-"""The errors of ranks: what a rank writes down when it fails, and the error of the whole run."""
+"""What a rank writes down when it fails, and the error of the whole run, which names the rank that was first."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from helpers.gpus import ENGINE_FOLDER
-
 _MOST_OF_TORCH = 3  # frames of PyTorch in a row that are shown when time runs out
-_LAUNCH_FOLDER = str(Path(__file__).resolve().parent) + os.sep
+_TESTING = str(Path(__file__).resolve().parent) + os.sep
+_ENGINE = str(Path(__file__).resolve().parents[1]) + os.sep
 # How gloo and the system say that another rank is gone. NCCL and the store have error classes of their own.
 _LOST = re.compile(r"Connection (was )?(closed|reset|refused)|Broken pipe|Socket closed|Timed out waiting")
 
 
 class RankError(RuntimeError):
-    """A rank raised an error or died."""
+    """A rank raised an error or died. The text names the rank that was first, and has its traceback."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Failure:
 
     @classmethod
     def of_error(cls, error: BaseException, rank: int, labels: dict[str, str]) -> Failure:
-        """From an exception, in the rank. `labels`: the names of the notebook's cells."""
+        """From an exception, in the rank. labels: the names of a notebook's cells, by their file names."""
         lines = "".join(traceback.format_exception_only(error)).strip().split("\n")
         line = lines[0].rstrip()
         is_misuse = isinstance(error, dist.DistBackendError) and "ncclInvalidUsage" in str(error)
@@ -72,21 +71,20 @@ class Failure:
     def of_time_limit(cls, frame: FrameType, rank: int, labels: dict[str, str]) -> Failure:
         """From the stack of a rank that is not done at the time limit."""
         stack = traceback.extract_stack(frame)
-        begin = max(number for number, part in enumerate(stack) if part.filename.startswith(_LAUNCH_FOLDER)) + 1
-        del stack[:begin]
+        del stack[: 1 + max(number for number, part in enumerate(stack) if part.filename.startswith(_TESTING))]
         _shorten(stack, labels)
         where = "had reached:\n" + _without_middle(stack).rstrip() if stack else "had not started the function."
         return cls(rank, "late", where, "", time.monotonic())
 
 
 def run_error(failures: Sequence[Failure], ranks: int, finished: Sequence[int], limit: str) -> Exception:
-    """The error of a run. `finished`: the ranks that returned. `limit`: what is said if time ran out."""
+    """The error of a run. finished: the ranks that returned. limit: what is said if time ran out."""
     errors = [failure for failure in failures if failure.kind == "error"]
     errors = errors or [failure for failure in failures if failure.kind == "lost"]
     return _rank_error(errors, ranks, finished) if errors else _time_limit(failures, ranks, finished, limit)
 
 
-def _rank_error(errors: list[Failure], ranks: int, finished: Sequence[int]) -> RankError:
+def _rank_error(errors: Sequence[Failure], ranks: int, finished: Sequence[int]) -> RankError:
     """Tells the earliest error, and every rank that had the same."""
     first = min(errors, key=lambda failure: failure.when)
     same = sorted((failure for failure in errors if failure.what == first.what), key=lambda failure: failure.rank)
@@ -119,7 +117,8 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _traceback(error: BaseException, labels: dict[str, str]) -> str:
     """Python's own text, from the rank's function on, with short file names."""
-    told = part = traceback.TracebackException.from_exception(error)
+    told = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = told
     while part is not None:
         _shorten(part.stack, labels)
         part = part.__cause__ or part.__context__
@@ -127,15 +126,15 @@ def _traceback(error: BaseException, labels: dict[str, str]) -> str:
 
 
 def _shorten(stack: traceback.StackSummary, labels: dict[str, str]) -> None:
-    """Leaves out the frames of the launcher and of virtual GPUs, because errors on real GPUs do not have them."""
-    stack[:] = [frame for frame in stack if not frame.filename.startswith((_LAUNCH_FOLDER, ENGINE_FOLDER))]
+    """Leaves out the frames of this package, because errors on real GPUs do not have them."""
+    stack[:] = [frame for frame in stack if not frame.filename.startswith(_ENGINE)]
     for frame in stack:
         frame.filename = _short(frame.filename, labels)
 
 
 def _without_middle(stack: traceback.StackSummary) -> str:
     """Python's own text. Of a long way through PyTorch, only the last two frames: where it waits is what matters."""
-    lines = []
+    lines: list[str] = []
     for in_torch, group in itertools.groupby(stack, lambda frame: frame.filename.startswith("torch" + os.sep)):
         frames = list(group)
         if in_torch and len(frames) > _MOST_OF_TORCH:

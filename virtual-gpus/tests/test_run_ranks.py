@@ -1,6 +1,7 @@
-"""launch: results, environment, output, with virtual GPUs and without."""
+"""run_ranks: results, environment, output, with virtual GPUs and without."""
 
 import os
+import socket
 import sys
 import threading
 
@@ -10,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
-
-from helpers.measure import read_memory
-from helpers.parallel.launching import launch
-from tests.programs import held_port
+from virtual_gpus.testing import run_ranks
 
 
 def children():
@@ -59,7 +57,7 @@ def surroundings(rank, word="", number=0):
 
 def test_every_rank_returns_and_is_in_the_group(capsys):
     torch.manual_seed(7)
-    answers = launch(surroundings, "word", 3, ranks=3)
+    answers = run_ranks(surroundings, ranks=3, args=("word", 3))
     for rank, answer in enumerate(answers):
         port = answer.pop("port")
         assert port > 0 and answer == {
@@ -74,15 +72,15 @@ def test_every_rank_returns_and_is_in_the_group(capsys):
 
 def test_one_rank_a_closure_and_no_line():
     seen = {"here": 5}
-    assert launch(lambda rank: seen["here"] + rank, ranks=1, show=False) == [5]
-    assert launch(range, 3, ranks=2, show=False, timeout=None) == [range(0, 3), range(1, 3)]
+    assert run_ranks(lambda rank: seen["here"] + rank, ranks=1, show=False) == [5]
+    assert run_ranks(range, ranks=2, args=[3], show=False, timeout=None) == [range(0, 3), range(1, 3)]
 
 
 def test_a_port_that_is_taken_does_not_matter(monkeypatch):
-    with held_port(answers=True) as port:
-        monkeypatch.setenv("MASTER_PORT", str(port))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
         monkeypatch.setenv("WORLD_SIZE", "7")
-        first, second = (launch(surroundings, ranks=2, show=False) for _ in range(2))
+        first, second = (run_ranks(surroundings, ranks=2, show=False) for _ in range(2))
     assert {answer["sum"] for answer in first + second} == {3.0}
     assert str(first[0]["port"]) != os.environ["MASTER_PORT"]
 
@@ -100,7 +98,7 @@ def test_after_backward_in_the_parent_on_several_threads():
     try:
         x = torch.ones(700, 700, requires_grad=True)
         ((x @ x) + x).sum().backward()
-        assert launch(step, ranks=2, show=False) == [601.0, 1201.0]
+        assert run_ranks(step, ranks=2, show=False) == [601.0, 1201.0]
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -110,7 +108,7 @@ def test_from_a_thread_and_from_two_at_once():
     answers = {}
 
     def work(name):
-        answers[name] = launch(lambda rank: (name, rank, step(rank)), ranks=2, show=False)
+        answers[name] = run_ranks(lambda rank: (name, rank, step(rank)), ranks=2, show=False)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -130,7 +128,7 @@ def test_many_collectives_and_then_the_end():
             x /= 3
         return x[0].item()
 
-    assert launch(work, ranks=3, show=False) == [1.0, 1.0, 1.0]
+    assert run_ranks(work, ranks=3, show=False) == [1.0, 1.0, 1.0]
 
 
 def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch):
@@ -138,8 +136,8 @@ def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch)
         dist.destroy_process_group()
         threading.Thread(target=threading.Event().wait).start()
 
-    monkeypatch.setattr("helpers.parallel.launching._LEAVE_S", 0.2)
-    assert launch(work, ranks=2, show=False) == [None, None]
+    monkeypatch.setattr("virtual_gpus.testing.run._LEAVE_S", 0.2)
+    assert run_ranks(work, ranks=2, show=False) == [None, None]
 
 
 # ---- virtual GPUs --------------------------------------------------------------------------------------------
@@ -151,7 +149,7 @@ def on_gpu(rank):
         net(torch.ones(2, 100, device=f"cuda:{rank}")).sum().backward()
     allocated = [torch.cuda.memory_allocated(i) for i in range(2)]
     weight = net.module.weight
-    return weight.grad, torch.cuda.current_device(), allocated, read_memory(), dist.get_backend()
+    return weight.grad, torch.cuda.current_device(), allocated, dist.get_backend()
 
 
 @pytest.mark.usefixtures("workspaces_given_back")
@@ -160,28 +158,27 @@ def test_virtual_gpus(capsys):
         big = torch.ones(1 << 20, device="cuda:1", requires_grad=True)
         big.sum().backward()
         mine = torch.cuda.memory_allocated(1)
-        answers = launch(on_gpu, ranks=2)
+        answers = run_ranks(on_gpu, ranks=2)
         assert torch.cuda.memory_allocated(1) == mine and str(big.device) == "cuda:1"
     said = capsys.readouterr().out
     assert said == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
-    for rank, (grad, current, allocated, readings, backend) in enumerate(answers):
+    for rank, (grad, current, allocated, backend) in enumerate(answers):
         assert str(grad.device) == "cpu" and grad[0, 0].item() == 4.0
         assert current == rank and backend == "nccl"
         assert allocated[1 - rank] == 0 and 80_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
-        assert readings[rank].allocated == allocated[rank]
 
 
 def test_the_parents_gpu_tensors_are_on_the_cpu_in_a_rank():
     with virtual_gpus(2):
         x = torch.ones(3, device="cuda:1")
-        answers = launch(lambda rank: (str(x.device), str(x.to("cuda").device)), ranks=2, show=False)
+        answers = run_ranks(lambda rank: (str(x.device), str(x.to("cuda").device)), ranks=2, show=False)
         assert answers == [("cpu", "cuda:0"), ("cpu", "cuda:1")]
         assert (x + 1).device == torch.device("cuda:1")
 
 
 def test_shapes_only():
     with virtual_gpus(2, shapes_only=True):
-        answers = launch(lambda rank: torch.ones(1 << 30, device="cuda").nbytes, ranks=2, show=False)
+        answers = run_ranks(lambda rank: torch.ones(1 << 30, device="cuda").nbytes, ranks=2, show=False)
     assert answers == [4 << 30, 4 << 30]
 
 
@@ -195,7 +192,7 @@ def test_a_rank_shares_the_gpu_with_its_parent():
         mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
         context = 2**31 - torch.cuda.mem_get_info(gpu)[0] - 2**28
         assert context > 0 and mine.is_cuda
-        ((own, (free, total)),) = launch(seen_by_a_rank, ranks=1, show=False)
+        ((own, (free, total)),) = run_ranks(seen_by_a_rank, ranks=1, show=False)
         assert (own, total) == (0, 2**31)
         assert free == total - 2**28 - 2 * context
         assert torch.cuda.mem_get_info(gpu)[0] == total - 2**28 - context  # the rank is gone
@@ -203,7 +200,7 @@ def test_a_rank_shares_the_gpu_with_its_parent():
 
 def test_on_the_cpu_although_there_are_gpus(capsys):
     with virtual_gpus(2):
-        answers = launch(surroundings, ranks=3, gpus=False)
+        answers = run_ranks(surroundings, ranks=3, gpus=False)
     assert [answer["sum"] for answer in answers] == [6.0] * 3
     assert capsys.readouterr().out == "3 ranks on the CPU, backend gloo\n"
 
@@ -223,7 +220,7 @@ def talk(rank):
 
 
 def test_lines_come_in_rank_order(capsys):
-    launch(talk, ranks=2)
+    run_ranks(talk, ranks=2)
     said = capsys.readouterr()
     assert said.out.split("\n") == [
         "2 ranks on the CPU, backend gloo",
@@ -256,6 +253,6 @@ def test_rank_0_can_be_watched_while_it_runs(tmp_path, monkeypatch):
 
     watcher = Watcher()
     monkeypatch.setattr(sys, "stdout", watcher)
-    launch(work, ranks=2)
+    run_ranks(work, ranks=2)
     seen.unlink()
     assert watcher.text.splitlines()[1:] == [f"[rank {rank}] {word}" for rank in (0, 1) for word in ("first", "second")]

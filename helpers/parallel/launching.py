@@ -1,0 +1,39 @@
+"""Runs a function on several ranks, one process each, from a notebook cell.
+
+    def train(rank):
+        model = DistributedDataParallel(Net().to("cuda"))
+        ...
+        return loss
+
+    losses = launch(train, ranks=4)        # [rank 0's loss, rank 1's, ...]
+
+The package of the virtual GPUs starts the processes, on real GPUs too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from virtual_gpus.testing import RankError, run_ranks
+from virtual_gpus.testing.child import leave_the_parent, print_into
+from virtual_gpus.testing.network import free_port, has_libuv, interface
+
+__all__ = ["RankError", "free_port", "has_libuv", "interface", "launch", "leave_the_parent", "print_into"]
+
+
+def launch(
+    fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: float | None = 60, show: bool = True
+) -> list:
+    """Call `fn(rank, *args)` in `ranks` processes that form a process group. Return their results, rank 0's first.
+
+    gpus: True uses one GPU per rank, or the CPU if there is no GPU. False uses the CPU. timeout: the time limit in
+    seconds, from the moment at which all ranks are connected. show: print what the ranks print, with their numbers.
+
+    In each rank, torch.distributed is ready, and the environment is that of torchrun. Results are pickled, and tensors
+    arrive on the CPU. Draw figures in the parent, because a rank has no notebook to show them in. On macOS, on Windows
+    and with real GPUs, each launch takes seconds. `virtual_gpus.testing.run_ranks` says more.
+
+    Raises RankError if a rank raises an error or dies, with the rank that was first and its traceback. Raises
+    TimeoutError after `timeout`, with the line at which each rank was. No rank is left in either case.
+    """
+    __tracebackhide__ = True  # IPython shows the line of the cell
+    return run_ranks(fn, ranks, args, gpus=gpus, timeout=timeout, show=show)

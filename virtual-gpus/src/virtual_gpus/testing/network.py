@@ -1,0 +1,31 @@
+"""The network of one machine: the address, the interface and the store through which its ranks talk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+HOST = "127.0.0.1"
+# The interface of that address, as gloo calls it: on macOS and Windows by libuv's names (gloo/transport/uv/device.cc).
+_LOOPBACK = {"darwin": "lo0", "win32": "Loopback Pseudo-Interface 1"}
+
+
+def interface() -> dict[str, str]:
+    """Return the environment variable that keeps gloo on this machine, or nothing if the user has set it.
+
+    Without it, gloo looks up the name of the host, which fails or takes seconds on many laptops.
+    """
+    return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": _LOOPBACK.get(sys.platform, "lo")}
+
+
+def has_libuv() -> bool:
+    """Whether a TCPStore may use libuv, as torch/distributed/rendezvous.py decides it. PyTorch for Windows cannot."""
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
+
+
+def free_port() -> int:
+    """Return a port of this machine that no program uses at the moment."""
+    with socket.create_server((HOST, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

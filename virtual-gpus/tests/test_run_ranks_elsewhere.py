@@ -1,0 +1,179 @@
+"""run_ranks as it works on other systems: ranks that are not forked, no libuv, no fcntl, other names."""
+
+import importlib
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_run_ranks import children
+from virtual_gpus import virtual_gpus
+from virtual_gpus.patches import process_groups
+from virtual_gpus.processes import shared_memory
+from virtual_gpus.testing import RankError, network, run, run_ranks
+
+
+@pytest.fixture
+def none_is_left():
+    before = set(children())
+    yield
+    assert set(children()) <= before
+
+
+# ---- spawned ranks are used again ------------------------------------------------------------------------------------
+
+
+def job():
+    """A function that tells what a rank sees. It travels by value, so that ranks need not import this module."""
+
+    class Net(torch.nn.Module):  # cannot be imported either
+        def forward(self, x):
+            return 3 * x
+
+    def seen(rank, module):
+        total = Net()(torch.ones(10, device="cuda") + rank).sum()
+        dist.all_reduce(total)
+        torch.set_num_threads(7)
+        print("said by", rank)
+        free, capacity = torch.cuda.mem_get_info(rank)
+        return {
+            "process": os.getpid(),
+            "total": total,
+            "taken": capacity - free - torch.cuda.memory_reserved(rank),
+            "module": __import__(module).number,
+            "folder": os.getcwd(),
+            "environment": {name: os.environ.get(name) for name in ("RANK", "SAID")},
+            "net": Net(),
+        }
+
+    return seen
+
+
+@pytest.mark.usefixtures("none_is_left")
+def test_a_spawned_rank_has_the_surroundings_of_its_parent(tmp_path, monkeypatch, capsys):
+    """Its GPU, its folder, its modules and its variables."""
+    (tmp_path / "changing.py").write_text("number = 5")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAID", "now")
+    with virtual_gpus(1, memory="1 GiB") as (gpu,):
+        mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
+        (answer,) = run_ranks(job(), ranks=1, args=["changing"], start="spawn")
+        assert answer["taken"] == 2 * 2**30 // 8 + mine.nbytes  # a context of each process, and the parent's tensor
+    assert answer["process"] != os.getpid()
+    assert (answer["total"], answer["module"]) == (torch.tensor(30.0), 5)
+    assert (answer["folder"], answer["environment"]) == (str(tmp_path), {"RANK": "0", "SAID": "now"})
+    assert type(answer["net"]).__name__ == "Net"
+    assert capsys.readouterr().out == "1 rank on 1 virtual GPU, backend gloo in place of nccl\n[rank 0] said by 0\n"
+
+
+@pytest.mark.outside  # a process imports PyTorch
+@pytest.mark.usefixtures("none_is_left")
+def test_a_spawned_rank_that_raises():
+    with pytest.raises(RankError, match=r"ZeroDivisionError(.|\n)*, in <lambda>\n"):
+        run_ranks(lambda rank: rank / 0, ranks=1, start="spawn", show=False)
+
+
+def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'virtual-gpus\[testing\]'"):
+        run_ranks(summed, ranks=1, start="spawn")
+
+
+# ---- forked from a server --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.outside  # starts a server, which then lives as long as the tests
+@pytest.mark.usefixtures("none_is_left")
+def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
+    """Each is a new process that shares its GPU with the parent. A launch with another variable spawns."""
+    (tmp_path / "changing.py").write_text("number = 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for _ in range(2):
+        with virtual_gpus(2, memory="1 GiB"):
+            found.append(run_ranks(job(), ranks=2, args=["changing"], start="forkserver", show=False))
+    assert len({answer["process"] for answers in found for answer in answers}) == 4
+    assert all(answer["taken"] == 2**30 // 8 for answers in found for answer in answers)
+    monkeypatch.setenv("SAID", "now")
+    with virtual_gpus(1):
+        (answer,) = run_ranks(job(), ranks=1, args=["changing"], start="forkserver", show=False)
+    assert answer["environment"]["SAID"] == "now"
+
+
+# ---- what other systems lack or name otherwise -----------------------------------------------------------------------
+
+
+class StoreOfWindows(dist.TCPStore):
+    """A store as in PyTorch for Windows, which is built without libuv."""
+
+    def __init__(self, *args, use_libuv=True, **named):
+        if use_libuv:
+            raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
+        super().__init__(*args, use_libuv=False, **named)
+
+
+@pytest.fixture
+def no_libuv(monkeypatch):
+    monkeypatch.setenv("USE_LIBUV", "0")
+    for module in ("torch.distributed", "torch.distributed.rendezvous",
+                   "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+                   "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"):  # fmt: skip
+        monkeypatch.setattr(importlib.import_module(module), "TCPStore", StoreOfWindows)
+
+
+def summed(rank):
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return total.item(), os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_ranks_meet_without_libuv():
+    assert run_ranks(summed, ranks=2, show=False, gpus=False) == [(3.0, "lo")] * 2
+
+
+def remove_as_on_windows(path, remove=os.remove):
+    """Windows does not remove a file that a process has open. The name of such a file ends with the process."""
+    process = str(path).rpartition("-")[2]
+    for file in Path("/proc", process, "fd").glob("*") if process.isdigit() else ():
+        with suppress(FileNotFoundError):
+            if os.readlink(file) == str(path):
+                raise PermissionError(path)
+    remove(path)
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_virtual_gpus_without_fcntl_and_proc(monkeypatch, tmp_path):
+    """Ranks see what their parent holds, and files of processes that have ended do not count."""
+    monkeypatch.setattr(shared_memory, "fcntl", None)
+    monkeypatch.setattr(os, "remove", remove_as_on_windows)
+    monkeypatch.setattr(process_groups, "Path", lambda path: tmp_path / "missing")
+    monkeypatch.setattr(run, "Path", lambda path: tmp_path / "missing" if "/proc" in str(path) else Path(path))
+    with virtual_gpus(2, memory="1 GiB") as gpus:
+        mine = [torch.zeros(2**28, dtype=torch.uint8, device=gpu) for gpu in gpus]
+        for _ in range(2):  # the ranks of the first launch have ended
+            found = run_ranks(lambda rank: torch.cuda.mem_get_info(rank), ranks=2, show=False)
+            assert [total - free for free, total in found] == [2 * 2**30 // 8 + mine[0].nbytes] * 2
+
+
+@pytest.mark.parametrize(
+    ("system", "name"), [("linux", "lo"), ("darwin", "lo0"), ("win32", "Loopback Pseudo-Interface 1")]
+)
+def test_the_loopback_interface_has_other_names_elsewhere(system, name, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
+    assert network.interface() == {"GLOO_SOCKET_IFNAME": name}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert network.interface() == {}
+
+
+def test_libuv_is_not_asked_for_on_windows(monkeypatch):
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    assert network.has_libuv() == (sys.platform != "win32")
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert not network.has_libuv()
+    monkeypatch.setenv("USE_LIBUV", "1")
+    assert network.has_libuv()
