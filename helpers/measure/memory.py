@@ -5,11 +5,6 @@ PyTorch's caching allocator keeps freed memory for the next tensor, so three fig
     allocated     bytes that live tensors hold now                      torch.cuda.memory_allocated
     reserved      bytes that PyTorch took from the driver and keeps     torch.cuda.memory_reserved
     driver used   bytes in use on the GPU: reserved memory, the CUDA context, and other programs (GPUtil)
-
-Usage:  print(read_memory())                 print a table of the memory in use now
-        peak_memory(step)                    run step() and return a table of its peaks
-        peak_memory(step, catch=True)        the same for a step that may run out of memory
-        with measure_memory() as readings:   the same for a block of code
 """
 
 import gc
@@ -23,8 +18,6 @@ import torch
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusals import read_refusal
 from helpers.measure.sizes import MiB
-
-_open: list[dict[int, tuple[int, int]]] = []  # for each open `measure_memory`: peaks before resets by others
 
 
 def read_memory(devices=None) -> Readings:
@@ -41,9 +34,6 @@ def reset_peaks(devices=None) -> None:
     """Reset the peaks of `devices` (None means all GPUs) to the memory in use now. Raises what `read_memory` raises."""
     indices = gpu_indices(devices)
     torch.cuda.init()  # PyTorch cannot reset peaks before CUDA is initialized
-    for before in _open:
-        for index in before.keys() & indices:
-            before[index] = _highest(before, index)
     for index in indices:
         torch.cuda.reset_peak_memory_stats(index)
 
@@ -56,14 +46,12 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
     how much was requested and how much was in use. The peaks of the other GPUs cover what ran until then. The error is
     passed on, as is any other error. With `catch=True`, the program continues after the block instead.
 
-    You may nest blocks, and each has its own peaks. Memory that PyTorch has already cached counts as reserved. To start
-    without it, call `torch.cuda.empty_cache()` first. Raises what `read_memory` raises.
+    Memory that PyTorch has already cached counts as reserved. To start without it, call `torch.cuda.empty_cache()`
+    first. Raises what `read_memory` raises.
     """
     gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
     reset_peaks(indices)
-    before = dict.fromkeys(indices, (0, 0))
-    _open.append(before)
     readings, refusal, said = Readings(), None, ""
     try:
         yield readings
@@ -75,20 +63,14 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
             raise
         error.__traceback__ = None  # its frames form a reference cycle, which only gc frees
     finally:
-        _open[:] = [each for each in _open if each is not before]
         found = read_memory(indices)
-        for reading in found:
-            allocated, reserved = _highest(before, reading.index)
-            refused = refusal if refusal and refusal.gpu == reading.index else None
-            readings.append(replace(reading, peak_allocated=allocated, peak_reserved=reserved, refused=refused))
+        for each in found:
+            readings.append(replace(each, refused=refusal) if refusal and refusal.gpu == each.index else each)
         readings.note = " ".join(filter(None, [said, found.note]))
 
 
 def peak_memory(fn: Callable[[], object], devices=None, catch: bool = False) -> Readings:
-    """Run `fn()` and return the readings afterwards. The peaks are those of this run. Errors of `fn` are passed on.
-
-    With `catch=True`, a run that ends with torch.OutOfMemoryError also returns readings (see `measure_memory`).
-    """
+    """Run `fn()` and return the readings of `measure_memory`."""
     with measure_memory(devices, catch) as readings:
         fn()
     return readings
@@ -105,10 +87,7 @@ def gpu_indices(devices=None) -> list[int]:
     if devices is None:
         return list(range(count))
     single = isinstance(devices, (int, str, torch.device))
-    found = [_index(device, count) for device in ([devices] if single else devices)]
-    if not found:
-        raise ValueError("The list of devices is empty. Pass devices such as ['cuda:0'], or None for all GPUs.")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(_index(device, count) for device in ([devices] if single else devices)))
 
 
 def _index(device: int | str | torch.device, count: int) -> int:
@@ -136,13 +115,6 @@ def _read_one(index: int, gpu) -> Reading:
         driver_used=_bytes(gpu and gpu.memoryUsed),
         driver_total=_bytes(gpu and gpu.memoryTotal),
     )
-
-
-def _highest(before: dict[int, tuple[int, int]], index: int) -> tuple[int, int]:
-    """Return the peaks of allocated and reserved bytes on a GPU, including those before the last reset."""
-    allocated, reserved = before[index]
-    now = torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index)
-    return max(allocated, now[0]), max(reserved, now[1])
 
 
 def _driver_view(indices: list[int]) -> tuple[dict, str]:
