@@ -27,7 +27,7 @@ def read_memory(devices=None) -> Readings:
     """
     indices = gpu_indices(devices)
     driver, note = _driver_view(indices)
-    return Readings((_read_one(index, driver[index]) for index in indices), note)
+    return Readings((_read_one(index, driver.get(index)) for index in indices), note)
 
 
 def reset_peaks(devices=None) -> None:
@@ -46,8 +46,7 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
     how much was requested and how much was in use. The peaks of the other GPUs cover what ran until then. The error is
     passed on, as is any other error. With `catch=True`, the program continues after the block instead.
 
-    Memory that PyTorch has already cached counts as reserved. To start without it, call `torch.cuda.empty_cache()`
-    first. Raises what `read_memory` raises.
+    Memory that PyTorch has already cached counts as reserved. Raises what `read_memory` raises.
     """
     gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
@@ -80,25 +79,17 @@ def gpu_indices(devices=None) -> list[int]:
     """Return the indices of `devices`, which are as in `read_memory`. Raises what `read_memory` raises."""
     count = torch.cuda.device_count()
     if count == 0:
-        raise RuntimeError(
-            "There is no GPU to read, neither a real one nor a virtual one. "
-            "Call use_gpus first: `from helpers import use_gpus; gpus = use_gpus(4)`."
-        )
-    if devices is None:
-        return list(range(count))
-    single = isinstance(devices, (int, str, torch.device))
-    return list(dict.fromkeys(_index(device, count) for device in ([devices] if single else devices)))
-
-
-def _index(device: int | str | torch.device, count: int) -> int:
-    if not isinstance(device, int):
-        device = torch.device(device)
+        raise RuntimeError("There is no GPU, neither a real one nor a virtual one. Call use_gpus first: use_gpus(4).")
+    devices = range(count) if devices is None else devices
+    found = []
+    for device in [devices] if isinstance(devices, (int, str, torch.device)) else devices:
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
-        device = torch.cuda.current_device() if device.index is None else device.index
-    if not 0 <= device < count:
-        raise ValueError(f"There is no cuda:{device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
-    return device
+        found.append(torch.cuda.current_device() if device.index is None else device.index)
+        if found[-1] >= count:
+            raise ValueError(f"There is no {device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
+    return list(dict.fromkeys(found))
 
 
 def _read_one(index: int, gpu) -> Reading:
@@ -118,29 +109,26 @@ def _read_one(index: int, gpu) -> Reading:
 
 
 def _driver_view(indices: list[int]) -> tuple[dict, str]:
-    """Return GPUtil's object for each of PyTorch's GPUs (None if it lists none), and a note if the numbering differs.
+    """Return GPUtil's object for each of PyTorch's GPUs, and a note if the numbering differs or figures are missing.
 
     nvidia-smi, and therefore GPUtil, lists every GPU of the machine. PyTorch sees only the GPUs in
     CUDA_VISIBLE_DEVICES, in the order given there. The GPUs are therefore matched by UUID.
     """
-    missing = dict.fromkeys(indices)
     try:
         import GPUtil  # here, because GPUtil 1.4.0 needs setuptools to be imported on Python 3.12 and later
 
         listed = {_uuid(gpu.uuid): gpu for gpu in GPUtil.getGPUs()}
     except Exception as error:  # GPUtil parses nvidia-smi's text, on which PyTorch's figures do not depend
-        return missing, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
+        return {}, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
     if not listed:
-        return missing, "The driver's figures are missing: GPUtil found no nvidia-smi."
+        return {}, "The driver's figures are missing: GPUtil found no nvidia-smi."
     found = {index: listed.get(_uuid(torch.cuda.get_device_properties(index).uuid)) for index in indices}
     seen = torch.cuda.device_count()
     if len(listed) == seen and all(gpu and gpu.id == index for index, gpu in found.items()):
         return found, ""
-    theirs = {
-        index: f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for index, gpu in found.items()
-    }
-    names = ", ".join(f"cuda:{index} is {name}" for index, name in theirs.items())
-    return found, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {names} (matched by UUID)."
+    names = (f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for gpu in found.values())
+    matched = ", ".join(f"cuda:{index} is {name}" for index, name in zip(found, names, strict=True))
+    return found, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {matched} (matched by UUID)."
 
 
 def _uuid(uuid) -> str:

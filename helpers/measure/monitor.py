@@ -12,9 +12,10 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from helpers.gpus import PeakLog, block_address, kind_of, owned, replay
@@ -22,6 +23,7 @@ from helpers.measure.memory import gpu_indices
 from helpers.measure.sizes import format_bytes
 
 MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
+place_of = itemgetter("filename", "name")  # of a frame in a snapshot
 
 
 class MemoryMonitor:
@@ -43,8 +45,7 @@ class MemoryMonitor:
             undo.enter_context(memory_history())
             self._before = torch.cuda.memory._snapshot()
             self._first = {index: _events(index) for index in indices}
-            # By GPU and event: (address, kind) of the blocks whose kind a tensor in them tells.
-            self._marks = {index: defaultdict(list) for index in indices}
+            self._marks = defaultdict(list)  # by GPU and event: (address, kind) of blocks with parameters and the like
             for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
                 undo.callback(register(lambda optimizer, *_: self._mark([optimizer])).remove)
             self._mark(None)
@@ -73,10 +74,9 @@ class MemoryMonitor:
 
     def _mark(self, things: list | None) -> None:
         """Note what kinds of tensors there are now. things: see `blocks_by_kind`."""
-        events = {index: _events(index) - first for index, first in self._first.items()}
+        now = {gpu: _events(gpu) - first for gpu, first in self._first.items()}
         for gpu, address, kind in blocks_by_kind(things):
-            if gpu in events:
-                self._marks[gpu][events[gpu]].append((address, kind))
+            self._marks[gpu, now.get(gpu)].append((address, kind))
 
     def _play(self, gpu: int, trace: list[dict]) -> None:
         """Replay the history of one GPU."""
@@ -84,15 +84,15 @@ class MemoryMonitor:
         blocks = [block for segment in segments for block in segment["blocks"]]
         log = PeakLog((each["address"], each["size"]) for each in blocks if each["state"] == "active_allocated")
         states, curve = replay(trace, segments), []
-        for entry, state in zip([None, *trace], states, strict=True):  # the first state is that before all entries
-            if entry is not None and entry["action"] not in ("alloc", "free_requested"):
+        for entry, state in zip([{"action": "begin"}, *trace], states, strict=True):
+            if entry["action"] not in ("begin", "alloc", "free_requested"):
                 continue
             curve.append(state.allocated)
-            if entry is not None and entry["action"] == "alloc":
-                log.allocated(entry["addr"], curve[-1] - curve[-2], kind_of_frames(entry.get("frames", [])))
-            elif entry is not None:
+            if entry["action"] == "alloc":
+                log.allocated(entry["addr"], curve[-1] - curve[-2], kind_of(map(place_of, entry.get("frames", []))))
+            elif entry["action"] == "free_requested":
                 log.freed(entry["addr"], curve[-2] - curve[-1])
-            for address, kind in self._marks[gpu][len(curve) - 1]:
+            for address, kind in self._marks[gpu, len(curve) - 1]:
                 log.mark(kind, address)
         log.fold()
         self.allocated[gpu], self._peaks[gpu] = curve, log
@@ -118,32 +118,18 @@ def memory_history() -> Iterator[None]:
             torch.cuda.memory._record_memory_history(None)
 
 
-def kind_of_frames(frames: list[dict]) -> str:
-    """Return the kind of a block from the stack of its allocation in a snapshot."""
-    return kind_of((frame["filename"], frame["name"]) for frame in frames)
-
-
 def blocks_by_kind(things: list | None = None) -> Iterator[tuple[int, int | None, str]]:
     """Yield (GPU, address, kind) for each block that contains a parameter, a gradient, or optimizer state.
 
     things: the parameters and optimizers to ask. None means all that Python knows.
     """
     for kind, tensor in owned(objects_of(nn.Parameter, Optimizer) if things is None else things):
-        if is_on_gpu(tensor):
+        if tensor.is_cuda and tensor.layout is torch.strided:
             yield tensor.get_device(), block_address(tensor), kind
 
 
 def objects_of(*kinds: type) -> list:
-    """Return the objects of these classes that Python's gc knows. A notebook has half a million, so one pass serves all
-    classes. It tests `type(object)`, because `object.__class__` may be overridden."""
+    """Return the objects of these classes that Python's gc knows, by `type`, as `__class__` may be overridden."""
     objects = gc.get_objects()
     wanted = {each for each in set(map(type, objects)) if issubclass(each, kinds)}
     return [each for each in objects if type(each) in wanted]
-
-
-def is_on_gpu(tensor: Tensor) -> bool:
-    """Return whether `tensor` has memory of its own on a GPU."""
-    try:
-        return tensor.layout is torch.strided and tensor.get_device() >= 0
-    except RuntimeError:  # a tensor without storage, for example of functorch
-        return False

@@ -1,12 +1,8 @@
 """Explains why a GPU ran out of memory: which request failed, what was there, and what would have helped.
 
-    with explain_oom() as why:
-        train()
-    print(why)
-
-Real and virtual GPUs are explained in the same way. The allocator knows the blocks, Python's gc knows the tensors, and
-both know the block's address. The line that made a block is known if PyTorch's memory history has the stack of the
-allocation: in the block of code, or from `torch.cuda.memory._record_memory_history()` on.
+The allocator knows the blocks, Python's gc knows the tensors, and both know the block's address. The line that made a
+block is known if PyTorch's memory history has the stack of the allocation: in the block of code, or from
+`torch.cuda.memory._record_memory_history()` on.
 """
 
 import linecache
@@ -17,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from helpers.gpus import KINDS, block_address
-from helpers.measure.monitor import blocks_by_kind, is_on_gpu, kind_of_frames, memory_history, objects_of
+from helpers.gpus import KINDS, block_address, kind_of
+from helpers.measure.monitor import blocks_by_kind, memory_history, objects_of, place_of
 from helpers.measure.refusals import Refusal, read_refusal
 from helpers.measure.sizes import format_bytes
 
@@ -33,30 +28,22 @@ _WIDTH = 110  # characters per line of a notebook's output
 _MOST_ROWS = 5
 
 
-class Block(NamedTuple):
-    """A block in use, of `size` bytes. `look` is what equal blocks have in common, as text: shape, kind and line."""
-
-    size: int
-    kind: str
-    look: str
-
-
-def live_blocks(gpu: int) -> list[Block]:
-    """Return all blocks in use on GPU number `gpu`."""
+def live_blocks(gpu: int) -> list[tuple[int, str, str]]:
+    """Return (bytes, kind, shape and kind and line as text) of each block in use on GPU number `gpu`."""
     kinds = {address: kind for each, address, kind in blocks_by_kind() if each == gpu}
-    known = objects_of(Tensor)
+    known = [tensor for tensor in objects_of(Tensor) if tensor.device == torch.device("cuda", gpu)]
     known += [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None]
-    tensors = {block_address(each): each for each in reversed(known) if is_on_gpu(each) and each.get_device() == gpu}
+    tensors = {block_address(tensor): tensor for tensor in reversed(known) if tensor.layout is torch.strided}
     found = []
     for segment in torch.cuda.memory_snapshot(include_traces=False):
         for block in segment["blocks"] if segment["device"] == gpu else ():
             if block["state"].startswith("active"):
                 frames, tensor = block.get("frames", []), tensors.get(block["address"])
-                made = kind_of_frames(frames) if frames or tensor is None else "other"
+                made = kind_of(map(place_of, frames)) if frames or tensor is None else "other"
                 kind, what = kinds.get(block["address"], made), "held by autograd or a library"
                 if tensor is not None:
                     what = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-                found.append(Block(block["size"], kind, f"{what}, {kind}: {origin(frames)}"))
+                found.append((block["size"], kind, f"{what}, {kind}: {origin(frames)}"))
     return found
 
 
@@ -79,17 +66,14 @@ def origin(frames: list[dict]) -> str:
 class Explanation:
     """The memory of a GPU when it ran out, in bytes. It is false if memory did not run out. Print it.
 
-    outside   memory in use outside PyTorch's allocator: the CUDA context, libraries, other programs
-    said      the text that is printed if there is nothing to explain
-
-    The blocks are read shortly after the failure. The failed operation has freed its own blocks by then.
+    outside: memory in use outside PyTorch's allocator. said: the text that is printed if there is nothing to explain.
     """
 
     refused: Refusal | None = None
     capacity: int = 0
     reserved: int = 0
     outside: int = 0
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[tuple[int, str, str]] = field(default_factory=list)
     said: str = "The block has not ended yet."
 
     def __bool__(self) -> bool:
@@ -98,9 +82,9 @@ class Explanation:
     def by_kind(self) -> dict[str, int]:
         """Bytes per kind: the existing kinds of `KINDS`, then memory that is gone, cached, used by others, or free."""
         found, refused = Counter(), self.refused
-        for block in self.blocks:
-            found[block.kind] += block.size
-        gone = max(0, refused.allocated - found.total())
+        for size, kind, _ in self.blocks:
+            found[kind] += size
+        gone = refused.allocated - found.total()  # the failed operation has freed its own blocks since the failure
         if gone > 0.01 * refused.allocated:  # the figures of PyTorch's error text are rounded
             found["inside the failed operation"] = gone
         found["cached by PyTorch"] = max(0, self.reserved - found.total())
@@ -112,17 +96,17 @@ class Explanation:
         """(bytes saved, what to do) pairs, largest first. Advice that saves less than 2 % is left out."""
         kinds, refused = self.by_kind(), self.refused
         graph, cached = kinds.get("activations", 0), kinds.get("cached by PyTorch", 0)
-        half = format_bytes(graph // 2)
+        checkpoint = "Put torch.utils.checkpoint around the model's blocks, or use autocast to bfloat16: half of "
         found = [
             (graph, "For validation: torch.inference_mode(), which keeps nothing for backward."),
-            (graph // 2, f"Halve the batch and accumulate the gradients of both halves: activations take {half} less."),
-            (graph // 2, "Put torch.utils.checkpoint around the model's blocks, or use autocast to bfloat16: "
-             f"half of {format_bytes(graph)} or more."),
-        ]  # fmt: skip
+            (graph // 2, "Halve the batch and accumulate the gradients of both halves: half of the activations."),
+            (graph // 2, f"{checkpoint}{format_bytes(graph)} or more."),
+        ]
         if refused.requested > self.capacity - self.outside:
-            text = "Nothing: this one request is larger than the whole GPU. Make that tensor smaller."
-            found.append((refused.requested, text))
-        if cached + refused.room >= refused.requested:
+            found.append(
+                (refused.requested, "Make that tensor smaller: this one request is larger than the whole GPU.")
+            )
+        if cached >= refused.over:
             text = f"{format_bytes(cached)} are cached, but in several gaps. One gap of that size would be enough. "
             found.append((cached, text + "Set expandable_segments:True, or create the large tensors first."))
         return sorted((each for each in found if each[0] > 0.02 * refused.allocated), key=lambda each: -each[0])
@@ -131,14 +115,14 @@ class Explanation:
         if not self:
             return self.said
         sizes = defaultdict(list)
-        for block in self.blocks:
-            sizes[block.look].append(block.size)
+        for size, _, text in self.blocks:
+            sizes[text].append(size)
         groups = sorted(sizes.items(), key=lambda group: (-sum(group[1]), group[0]))
         lines = [f"{self.refused}.", "", "what is there"]
         lines += [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
         lines += ["", "the largest, and the line that made them"]
-        for look, each in groups[:_MOST_ROWS]:
-            lines.append(f"  {format_bytes(sum(each)):>9}  {f'{len(each)} x ' if len(each) > 1 else ''}{look}")
+        for text, each in groups[:_MOST_ROWS]:
+            lines.append(f"  {format_bytes(sum(each)):>9}  {f'{len(each)} x ' if len(each) > 1 else ''}{text}")
         others = [size for _, each in groups[_MOST_ROWS:] for size in each]
         lines += [f"  {format_bytes(sum(others)):>9}  in {len(others)} others"] if others else []
         lines += ["", "what would have helped"]

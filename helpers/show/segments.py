@@ -27,8 +27,9 @@ def draw_segments(gpu=0, title: str | None = None) -> Axes:
     style = bar_style(0) | {"linewidth": 0.6}
     for row, segment in enumerate(segments):
         ax.barh(row, segment["total_size"] / unit, 0.8, edgecolor="0.3", linewidth=1, zorder=3, fill=False)
-        for block in filter(_in_use, segment["blocks"]):
-            ax.barh(row, block["size"] / unit, 0.8, left=(block["address"] - segment["address"]) / unit, **style)
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                ax.barh(row, block["size"] / unit, 0.8, left=(block["address"] - segment["address"]) / unit, **style)
     ax.set_yticks(range(len(segments)), [f"segment {row}" for row in range(1, len(segments) + 1)], fontsize=8)
     ax.set_ylim(len(segments) - 0.4, -0.6)
     ax.set_xlabel(f"place in the segment, in {unit_name}")
@@ -44,8 +45,8 @@ def describe_segments(gpu=0) -> str:
     """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
     segments = _segments(gpu)
     blocks = [block for segment in segments for block in segment["blocks"]]
-    used = [block["size"] for block in blocks if _in_use(block)]
-    free = [block["size"] for block in blocks if not _in_use(block)]
+    used = [block["size"] for block in blocks if block["state"] != "inactive"]
+    free = [block["size"] for block in blocks if block["state"] == "inactive"]
     reserved = format_bytes(sum(segment["total_size"] for segment in segments))
     said = f"{_count(segments, 'segment')}, {reserved} reserved: {format_bytes(sum(used))} used in "
     said += _count(used, "block")
@@ -58,10 +59,6 @@ def _segments(gpu) -> list[dict]:
     index = read_memory(gpu)[0].index
     found = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
     return sorted((each for each in found if each["device"] == index), key=lambda each: -each["total_size"])
-
-
-def _in_use(block: dict) -> bool:
-    return block["state"].startswith("active")  # another stream may still use one that is "active_pending_free"
 
 
 def _count(items: list, word: str) -> str:
