@@ -86,7 +86,7 @@ def test_the_monitor_of_a_batch_that_is_mostly_activations():
         net(inputs).sum().backward()
     assert_curve(monitor, 0)
     held = monitor.at_peak()
-    assert 3 <= held["activations"] / inputs.nbytes < 5.5  # each Tanh keeps its outputs, the last perhaps not yet
+    assert 3 <= held["activations"] / inputs.nbytes < 7.5  # four outputs, and gradients of outputs
     assert held["parameters"] == pytest.approx(rounded(net.parameters()), rel=0.2)  # blocks may be a little larger
 
 
