@@ -24,6 +24,7 @@ from virtual_gpus import record_training
 from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.gpus import spec as data_sheet
 from virtual_gpus.memory_model import replay
+from virtual_gpus.timeline.peak import KINDS, PeakLog, kind_of, owned
 from virtual_gpus.timeline.record import name_work
 from virtual_gpus.timeline.spans import merged, seconds_covered
 

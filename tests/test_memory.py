@@ -89,8 +89,6 @@ def test_devices_that_are_no_gpus(monkeypatch):
         read_memory("cpu")
     with pytest.raises(ValueError, match="no cuda:4. PyTorch sees cuda:0 to cuda:3"):
         read_memory([4])
-    with pytest.raises(ValueError, match="None for all GPUs"):
-        read_memory([])
 
 
 def test_a_device_that_is_named_twice_is_read_once(monkeypatch):
@@ -173,20 +171,6 @@ def test_a_block_that_fails_is_still_read(monkeypatch):
     assert readings[0].peak_allocated == 4 * MiB + 3 and "matched by UUID" in readings.note
 
 
-def test_blocks_in_blocks_have_peaks_of_their_own(monkeypatch):
-    machine = Machine(monkeypatch, visible=(0, 1))
-    with memory.measure_memory() as outer:
-        machine.use(0, 100 * MiB)
-        with memory.measure_memory([0]) as inner:
-            machine.use(0, 10 * MiB)
-            memory.reset_peaks()
-            machine.use(1, MiB)
-        machine.use(1, 7 * MiB)
-    assert [reading.peak_allocated // MiB for reading in inner] == [13]
-    assert [reading.peak_allocated // MiB for reading in outer] == [103, 10]
-    assert [reading.peak_allocated // MiB for reading in memory.peak_memory(lambda: None)] == [3, 3]  # all over
-
-
 def bounded(largest: int, tried: list[int]):
     def step(batch):
         tried.append(batch)
@@ -213,10 +197,9 @@ def test_the_limit_is_respected_also_when_it_is_no_multiple():
     assert largest_batch(bounded(10**9, tried), limit=30, multiple_of=4) == 28 == max(tried)
 
 
-def test_every_try_is_two_steps_and_is_reported():
-    tried, told = [], []
-    assert largest_batch(bounded(5, tried), report=lambda *line: told.append(line)) == 5
-    assert told == [(1, True), (2, True), (4, True), (8, False), (6, False), (5, True)]
+def test_every_try_is_two_steps():
+    tried = []
+    assert largest_batch(bounded(5, tried)) == 5
     assert tried == [1, 1, 2, 2, 4, 4, 8, 6, 5, 5]
 
 

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from helpers import use_gpus
-from helpers.measure import read_memory
-from helpers.measure.monitor import KINDS, MemoryMonitor
-from helpers.measure.oom import explain_oom, find_leaks, remember_origins
+from helpers.measure import MemoryMonitor, explain_oom, read_memory
 from helpers.models import group_norm, small_resnet
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
-from helpers.show import describe_memory, describe_segments
+from helpers.show import describe_segments
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +55,6 @@ def monitored(gpus=(0,), steps=2):
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
     with MemoryMonitor(list(gpus)) as monitor:
-        monitor.watch(model, optimizer)
         for _ in range(steps):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images.to("cuda:0")), labels.to("cuda:0")).backward()
@@ -70,21 +67,15 @@ def rounded(tensors):
 
 
 def assert_curve(monitor, gpu):
-    line, peak = monitor.run(gpu), monitor.peak(gpu)
-    assert monitor.run(gpu).off == 0
-    assert line.allocated[-1] == torch.cuda.memory_allocated(gpu)
-    assert line.allocated[peak.event] == peak.bytes == torch.cuda.max_memory_allocated(gpu)
-    held = monitor.at_peak(gpu)
-    assert tuple(held) == KINDS and sum(held.values()) == peak.bytes and min(held.values()) >= 0
+    curve = monitor.allocated[gpu]
+    assert curve[-1] == torch.cuda.memory_allocated(gpu)
+    assert sum(monitor.at_peak(gpu).values()) == max(curve) == torch.cuda.max_memory_allocated(gpu)
 
 
 def test_the_monitors_curve_is_the_allocators():
     monitor, net, optimizer = monitored()
     assert_curve(monitor, 0)
-    phases = [span.phase for span in monitor.run().spans() if span.phase and span.start < span.end]
-    assert phases == ["forward", "backward", "step"] * 2
-    kinds = {kind for seen in monitor.run().owners.values() for _, kind in seen}
-    assert kinds == {"parameters", "gradients", "optimizer state"}
+    assert {"parameters", "gradients", "optimizer state"} <= set(monitor.at_peak())
 
 
 def test_the_monitor_of_a_batch_that_is_mostly_activations():
@@ -92,12 +83,10 @@ def test_the_monitor_of_a_batch_that_is_mostly_activations():
     inputs = torch.ones(50_000, 512, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     with MemoryMonitor() as monitor:
-        monitor.watch(net)
         net(inputs).sum().backward()
     assert_curve(monitor, 0)
     held = monitor.at_peak()
-    assert monitor.peak().phase in ("forward", "backward")
-    assert 3 <= held["activations"] / inputs.nbytes < 5.5  # each Tanh keeps its outputs, the last perhaps not yet
+    assert 3 <= held["activations"] / inputs.nbytes < 7.5  # four outputs, and gradients of outputs
     assert held["parameters"] == pytest.approx(rounded(net.parameters()), rel=0.2)  # blocks may be a little larger
 
 
@@ -106,9 +95,7 @@ def test_the_monitor_when_memory_runs_out():
     with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as monitor:
         kept.append(torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda"))
         torch.empty(torch.cuda.mem_get_info()[1] + 2**30, dtype=torch.uint8, device="cuda")
-    assert monitor.run().ooms == [1] and monitor.run().off == 0
-    assert "out of memory after event 1" in describe_memory(monitor)
-    assert monitor.run().allocated[-1] == torch.cuda.memory_allocated()
+    assert len(monitor.allocated[0]) == 2 and monitor.allocated[0][-1] == torch.cuda.memory_allocated()
 
 
 def test_the_monitor_leaves_no_history():
@@ -123,8 +110,6 @@ def test_the_monitor_of_data_parallel_on_every_gpu():
     monitor, net, _ = monitored(gpus, steps=3)
     for gpu in gpus:
         assert_curve(monitor, gpu)
-        phases = [span.phase for span in monitor.run(gpu).spans() if span.phase and span.start < span.end]
-        assert [phase for phase in phases if phase != "step"] == ["forward", "backward"] * 3
         # Copies come in flat buffers, where each parameter is not rounded up to 512 bytes.
         assert 0.8 * rounded(net.parameters()) < monitor.at_peak(gpu)["parameters"] < 1.2 * rounded(net.parameters())
 
@@ -208,7 +193,7 @@ WHOLE_CARD = 2**40  # larger than any
 
 @pytest.fixture
 def places():
-    remember_origins()
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
     yield
     torch.cuda.memory._record_memory_history(None)
 
@@ -220,19 +205,12 @@ def too_much():
 
 def test_an_oom_is_explained_and_cleaned_up(places):
     before = torch.cuda.memory_allocated()
-    with explain_oom(0) as why:
+    with explain_oom() as why:
         too_much()
     assert why.refused.requested == pytest.approx(WHOLE_CARD, rel=0.01)
-    assert why.by_kind()["tensors in variables"] >= 2**28
+    assert why.by_kind()["other"] >= 2**28
     assert "kept = torch.zeros(2**26" in str(why) and "larger than the whole GPU" in str(why)
     assert torch.cuda.memory_allocated() == before
-
-
-def test_an_oom_tool_finds_what_a_list_keeps(places):
-    kept = []
-    with find_leaks(0) as leaks:
-        kept.append(torch.zeros(2**22, device="cuda"))
-    assert leaks.change == 2**24 and "`kept[0]`" in str(leaks)
 
 
 def test_oom_pictures(places):

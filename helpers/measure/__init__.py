@@ -3,7 +3,7 @@
 from helpers.measure.batch_size import largest_batch
 from helpers.measure.memory import measure_memory, peak_memory, read_memory, reset_peaks
 from helpers.measure.monitor import MemoryMonitor
-from helpers.measure.oom import explain_memory, explain_oom, find_leaks, forget_error, remember_origins
+from helpers.measure.oom import explain_oom
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusals import Refusal
 from helpers.measure.sizes import GiB, MiB, format_bytes, unit_of

@@ -5,11 +5,6 @@ PyTorch's caching allocator keeps freed memory for the next tensor, so three fig
     allocated     bytes that live tensors hold now                      torch.cuda.memory_allocated
     reserved      bytes that PyTorch took from the driver and keeps     torch.cuda.memory_reserved
     driver used   bytes in use on the GPU: reserved memory, the CUDA context, and other programs (GPUtil)
-
-Usage:  print(read_memory())                 print a table of the memory in use now
-        peak_memory(step)                    run step() and return a table of its peaks
-        peak_memory(step, catch=True)        the same for a step that may run out of memory
-        with measure_memory() as readings:   the same for a block of code
 """
 
 import gc
@@ -24,8 +19,6 @@ from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusals import read_refusal
 from helpers.measure.sizes import MiB
 
-_open: list[dict[int, tuple[int, int]]] = []  # for each open `measure_memory`: peaks before resets by others
-
 
 def read_memory(devices=None) -> Readings:
     """Read the memory of `devices` (a device, an index, or a list of them; None means all visible GPUs).
@@ -34,16 +27,13 @@ def read_memory(devices=None) -> Readings:
     """
     indices = gpu_indices(devices)
     driver, note = _driver_view(indices)
-    return Readings((_read_one(index, driver[index]) for index in indices), note)
+    return Readings((_read_one(index, driver.get(index)) for index in indices), note)
 
 
 def reset_peaks(devices=None) -> None:
     """Reset the peaks of `devices` (None means all GPUs) to the memory in use now. Raises what `read_memory` raises."""
     indices = gpu_indices(devices)
     torch.cuda.init()  # PyTorch cannot reset peaks before CUDA is initialized
-    for before in _open:
-        for index in before.keys() & indices:
-            before[index] = _highest(before, index)
     for index in indices:
         torch.cuda.reset_peak_memory_stats(index)
 
@@ -56,14 +46,11 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
     how much was requested and how much was in use. The peaks of the other GPUs cover what ran until then. The error is
     passed on, as is any other error. With `catch=True`, the program continues after the block instead.
 
-    You may nest blocks, and each has its own peaks. Memory that PyTorch has already cached counts as reserved. To start
-    without it, call `torch.cuda.empty_cache()` first. Raises what `read_memory` raises.
+    Memory that PyTorch has already cached counts as reserved. Raises what `read_memory` raises.
     """
     gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
     reset_peaks(indices)
-    before = dict.fromkeys(indices, (0, 0))
-    _open.append(before)
     readings, refusal, said = Readings(), None, ""
     try:
         yield readings
@@ -75,20 +62,14 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
             raise
         error.__traceback__ = None  # its frames form a reference cycle, which only gc frees
     finally:
-        _open[:] = [each for each in _open if each is not before]
         found = read_memory(indices)
-        for reading in found:
-            allocated, reserved = _highest(before, reading.index)
-            refused = refusal if refusal and refusal.gpu == reading.index else None
-            readings.append(replace(reading, peak_allocated=allocated, peak_reserved=reserved, refused=refused))
+        for each in found:
+            readings.append(replace(each, refused=refusal) if refusal and refusal.gpu == each.index else each)
         readings.note = " ".join(filter(None, [said, found.note]))
 
 
 def peak_memory(fn: Callable[[], object], devices=None, catch: bool = False) -> Readings:
-    """Run `fn()` and return the readings afterwards. The peaks are those of this run. Errors of `fn` are passed on.
-
-    With `catch=True`, a run that ends with torch.OutOfMemoryError also returns readings (see `measure_memory`).
-    """
+    """Run `fn()` and return the readings of `measure_memory`."""
     with measure_memory(devices, catch) as readings:
         fn()
     return readings
@@ -98,28 +79,17 @@ def gpu_indices(devices=None) -> list[int]:
     """Return the indices of `devices`, which are as in `read_memory`. Raises what `read_memory` raises."""
     count = torch.cuda.device_count()
     if count == 0:
-        raise RuntimeError(
-            "There is no GPU to read, neither a real one nor a virtual one. "
-            "Call use_gpus first: `from helpers import use_gpus; gpus = use_gpus(4)`."
-        )
-    if devices is None:
-        return list(range(count))
-    single = isinstance(devices, (int, str, torch.device))
-    found = [_index(device, count) for device in ([devices] if single else devices)]
-    if not found:
-        raise ValueError("The list of devices is empty. Pass devices such as ['cuda:0'], or None for all GPUs.")
-    return list(dict.fromkeys(found))
-
-
-def _index(device: int | str | torch.device, count: int) -> int:
-    if not isinstance(device, int):
-        device = torch.device(device)
+        raise RuntimeError("There is no GPU, neither a real one nor a virtual one. Call use_gpus first: use_gpus(4).")
+    devices = range(count) if devices is None else devices
+    found = []
+    for device in [devices] if isinstance(devices, (int, str, torch.device)) else devices:
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
-        device = torch.cuda.current_device() if device.index is None else device.index
-    if not 0 <= device < count:
-        raise ValueError(f"There is no cuda:{device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
-    return device
+        found.append(torch.cuda.current_device() if device.index is None else device.index)
+        if found[-1] >= count:
+            raise ValueError(f"There is no {device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
+    return list(dict.fromkeys(found))
 
 
 def _read_one(index: int, gpu) -> Reading:
@@ -138,37 +108,27 @@ def _read_one(index: int, gpu) -> Reading:
     )
 
 
-def _highest(before: dict[int, tuple[int, int]], index: int) -> tuple[int, int]:
-    """Return the peaks of allocated and reserved bytes on a GPU, including those before the last reset."""
-    allocated, reserved = before[index]
-    now = torch.cuda.max_memory_allocated(index), torch.cuda.max_memory_reserved(index)
-    return max(allocated, now[0]), max(reserved, now[1])
-
-
 def _driver_view(indices: list[int]) -> tuple[dict, str]:
-    """Return GPUtil's object for each of PyTorch's GPUs (None if it lists none), and a note if the numbering differs.
+    """Return GPUtil's object for each of PyTorch's GPUs, and a note if the numbering differs or figures are missing.
 
     nvidia-smi, and therefore GPUtil, lists every GPU of the machine. PyTorch sees only the GPUs in
     CUDA_VISIBLE_DEVICES, in the order given there. The GPUs are therefore matched by UUID.
     """
-    missing = dict.fromkeys(indices)
     try:
         import GPUtil  # here, because GPUtil 1.4.0 needs setuptools to be imported on Python 3.12 and later
 
         listed = {_uuid(gpu.uuid): gpu for gpu in GPUtil.getGPUs()}
     except Exception as error:  # GPUtil parses nvidia-smi's text, on which PyTorch's figures do not depend
-        return missing, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
+        return {}, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
     if not listed:
-        return missing, "The driver's figures are missing: GPUtil found no nvidia-smi."
+        return {}, "The driver's figures are missing: GPUtil found no nvidia-smi."
     found = {index: listed.get(_uuid(torch.cuda.get_device_properties(index).uuid)) for index in indices}
     seen = torch.cuda.device_count()
     if len(listed) == seen and all(gpu and gpu.id == index for index, gpu in found.items()):
         return found, ""
-    theirs = {
-        index: f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for index, gpu in found.items()
-    }
-    names = ", ".join(f"cuda:{index} is {name}" for index, name in theirs.items())
-    return found, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {names} (matched by UUID)."
+    names = (f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for gpu in found.values())
+    matched = ", ".join(f"cuda:{index} is {name}" for index, name in zip(found, names, strict=True))
+    return found, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {matched} (matched by UUID)."
 
 
 def _uuid(uuid) -> str:

@@ -19,8 +19,7 @@ _COLUMNS = {
 class Reading:
     """The memory of one GPU at one moment. Every size is in bytes.
 
-    driver_used, driver_total: None if GPUtil does not list this GPU.
-    refused: the failed request, if this GPU ran out of memory and thereby ended the measured run, otherwise None.
+    driver_used, driver_total: None if GPUtil does not list this GPU. refused: the request that ended the measured run.
     """
 
     index: int
@@ -40,10 +39,7 @@ class Reading:
 
 
 class Readings(UserList):
-    """A list of `Reading` that is displayed as a table.
-
-    note: sentences about what the figures do not show, for example that the driver's figures are missing.
-    """
+    """A list of `Reading` that is displayed as a table. note: sentences about what the figures do not show."""
 
     def __init__(self, readings: Iterable[Reading] = (), note: str = ""):
         super().__init__(readings)

@@ -1,11 +1,7 @@
 """Reads the figures of PyTorch's out-of-memory error, in bytes.
 
 torch.OutOfMemoryError contains its figures only as text, which is the same on real and on virtual GPUs
-(c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15). They are rounded to two decimals of PyTorch's unit:
-
-    CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 11.91 GiB of which 1.25 GiB is
-    free. [...] Of the allocated memory 9.20 GiB is allocated by PyTorch, and 900.00 MiB is reserved by PyTorch but
-    unallocated.
+(c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15). They are rounded to two decimals of PyTorch's unit.
 """
 
 import re
@@ -30,7 +26,6 @@ _FIGURES = {
 class Refusal:
     """The request that failed on GPU number `gpu`, and the memory that was in use at that time. Sizes are in bytes.
 
-    requested: the segment that PyTorch requested from the driver, which is a tensor's size rounded up to 2 or 20 MiB.
     allowed: how much torch.cuda.set_per_process_memory_fraction lets this process reserve, or None without a limit.
     """
 
@@ -48,22 +43,17 @@ class Refusal:
         return self.allowed is not None and self.allowed - self.reserved < self.free
 
     @property
-    def room(self) -> int:
-        """The bytes that PyTorch could still have reserved."""
-        return max(0, self.allowed - self.reserved) if self.limited else self.free
-
-    @property
     def over(self) -> int:
-        """The bytes by which `requested` exceeds `room`. The requests that would have followed are not known."""
-        return max(0, self.requested - self.room)
+        """The bytes by which `requested` exceeds what PyTorch could still reserve. Further requests are not known."""
+        return max(0, self.requested - (max(0, self.allowed - self.reserved) if self.limited else self.free))
 
     def __str__(self) -> str:
-        limit = f"the {format_bytes(self.allowed)} that this process may reserve" if self.limited else ""
+        limit = f"its {format_bytes(self.capacity)}"
+        limit = f"the {format_bytes(self.allowed)} that this process may reserve" if self.limited else limit
+        over = f", which is {format_bytes(self.over)} too much" if self.over else ""
+        held = f"{format_bytes(self.allocated)} allocated and {format_bytes(self.reserved)} reserved"
         return (
-            f"GPU {self.gpu} ran out of {limit or f'its {format_bytes(self.capacity)}'}: with "
-            f"{format_bytes(self.allocated)} allocated and {format_bytes(self.reserved)} reserved it was asked for "
-            f"{format_bytes(self.requested)} more"
-            + (f", which is {format_bytes(self.over)} too much" if self.over else "")
+            f"GPU {self.gpu} ran out of {limit}: with {held} it was asked for {format_bytes(self.requested)} more{over}"
         )
 
 
@@ -75,10 +65,8 @@ def read_refusal(error: BaseException) -> Refusal | None:
     _, found, text = str(error).rpartition(_BEGINNING)
     text = found + text
     gpu = re.search(r"GPU (\d+) has a total capacity", text)
-    sizes = {}
-    for name, pattern in _FIGURES.items():
-        match = re.search(pattern, text)
-        sizes[name] = round(float(match[1]) * _UNITS[match[2]]) if match else None
+    matches = {name: re.search(pattern, text) for name, pattern in _FIGURES.items()}
+    sizes = {name: round(float(each[1]) * _UNITS[each[2]]) if each else None for name, each in matches.items()}
     unallocated, allowed = sizes.pop("unallocated"), sizes.pop("allowed")
     if not found or gpu is None or unallocated is None or None in sizes.values():
         return None

@@ -1,7 +1,6 @@
 """Shows measurements as pictures, text, and panels with controls.
 
 bars       memory per GPU, for one situation (`memory_bars`) or several (`compare_bars`); `describe` gives the text
-curves     the memory of a run that a MemoryMonitor recorded (`plot_memory`)
 timelines  what each GPU did, and when
 segments   how PyTorch's allocator divides the memory of a GPU
 programs   the differences between two programs of notebooks/scripts
@@ -15,7 +14,6 @@ Every picture has a text alternative. Colour-blind readers can tell the colours 
 
 from helpers.show.animate import animate
 from helpers.show.bars import compare_bars, memory_bars
-from helpers.show.curves import describe_memory, plot_memory
 from helpers.show.explore import explore
 from helpers.show.live import live_memory
 from helpers.show.panel import Panel, control

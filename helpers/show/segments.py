@@ -5,61 +5,60 @@ piece that is large enough. With many small gaps, memory can run out although en
 """
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from helpers.measure import format_bytes, read_memory, unit_of
-from helpers.measure.oom.blocks import KINDS, in_use, live_blocks, segments_of
 from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
-
-MOST_ROWS = 24
 
 
 def draw_segments(gpu=0, title: str | None = None) -> Axes:
-    """Draw one row per segment of a GPU, the largest first. Blocks in use are coloured by kind, and gaps are white.
+    """Draw one row per segment of a GPU, the largest first. Blocks in use are coloured, and gaps are white.
 
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
     axes. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
-    index = read_memory(gpu)[0].index
-    segments = segments_of(index)
+    segments = _segments(gpu)
     if not segments:
         raise ValueError("PyTorch has not reserved any memory on this GPU, so there is no segment to draw.")
-    kinds = {block.address: block.kind for block in live_blocks(index)}
-    shown = sorted(segments, key=lambda segment: -segment["total_size"])[:MOST_ROWS]
-    styles = {kind: bar_style(place, place) | {"linewidth": 0.6} for place, kind in enumerate(KINDS)}
-    _, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(shown)), layout="constrained")
-    unit, unit_name = unit_of(shown[0]["total_size"])
-    for row, segment in enumerate(shown):
+    _, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(segments)), layout="constrained")
+    unit, unit_name = unit_of(segments[0]["total_size"])
+    style = bar_style(0) | {"linewidth": 0.6}
+    for row, segment in enumerate(segments):
         ax.barh(row, segment["total_size"] / unit, 0.8, edgecolor="0.3", linewidth=1, zorder=3, fill=False)
         for block in segment["blocks"]:
-            if kind := kinds.get(block["address"]):
-                start = (block["address"] - segment["address"]) / unit
-                ax.barh(row, block["size"] / unit, 0.8, left=start, **styles[kind])
-    ax.set_yticks(range(len(shown)), [f"segment {row}" for row in range(1, len(shown) + 1)], fontsize=8)
-    ax.set_ylim(len(shown) - 0.4, -0.6)
-    more = f" (the largest {len(shown)} of {len(segments)} segments)" if len(shown) < len(segments) else ""
-    ax.set_xlabel(f"place in the segment, in {unit_name}{more}")
+            if block["state"] != "inactive":
+                ax.barh(row, block["size"] / unit, 0.8, left=(block["address"] - segment["address"]) / unit, **style)
+    ax.set_yticks(range(len(segments)), [f"segment {row}" for row in range(1, len(segments) + 1)], fontsize=8)
+    ax.set_ylim(len(segments) - 0.4, -0.6)
+    ax.set_xlabel(f"place in the segment, in {unit_name}")
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(title or "", loc="left", fontsize=11)
-    handles = [Patch(**style, label=kind) for kind, style in styles.items() if kind in kinds.values()]
-    legend_below(ax.figure, [*handles, Patch(facecolor="white", edgecolor="0.3", label="free, kept by PyTorch")])
+    free = Patch(facecolor="white", edgecolor="0.3", label="free, kept by PyTorch")
+    legend_below(ax.figure, [Patch(**style, label="in use"), free])
     set_alt_text(ax.figure, title, describe_segments(gpu))
     return ax
 
 
 def describe_segments(gpu=0) -> str:
     """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
-    segments = segments_of(read_memory(gpu)[0].index)
+    segments = _segments(gpu)
     blocks = [block for segment in segments for block in segment["blocks"]]
-    used = [block["size"] for block in blocks if in_use(block)]
-    free = [block["size"] for block in blocks if not in_use(block)]
+    used = [block["size"] for block in blocks if block["state"] != "inactive"]
+    free = [block["size"] for block in blocks if block["state"] == "inactive"]
     reserved = format_bytes(sum(segment["total_size"] for segment in segments))
     said = f"{_count(segments, 'segment')}, {reserved} reserved: {format_bytes(sum(used))} used in "
     said += _count(used, "block")
     if not free:
         return f"{said}, no gaps."
     return f"{said}, {format_bytes(sum(free))} free in {_count(free, 'piece')}, the largest {format_bytes(max(free))}."
+
+
+def _segments(gpu) -> list[dict]:
+    index = read_memory(gpu)[0].index
+    found = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
+    return sorted((each for each in found if each["device"] == index), key=lambda each: -each["total_size"])
 
 
 def _count(items: list, word: str) -> str:

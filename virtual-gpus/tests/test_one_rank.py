@@ -169,7 +169,7 @@ def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
         report = recorded.report(tokens=16 * ranks)
         assert report.peak_bytes == sum(report.by_kind.values()) == torch.cuda.max_memory_allocated()
     assert report.by_kind["parameters"] == 8 * layer * 4 // ranks
-    assert report.by_kind["optimizer states"] == 2 * 8 * layer * 4 // ranks + 8 * 512  # and a step counter each
+    assert report.by_kind["optimizer state"] == 2 * 8 * layer * 4 // ranks + 8 * 512  # and a step counter each
     assert report.by_kind["gathered layers"] >= 4 * layer * 4
     assert (report.rank, report.world_size, report.parameters) == (3, ranks, 8 * layer)
     assert 0 < report.exposed_seconds <= report.communication_seconds <= report.step_seconds

@@ -1,23 +1,26 @@
-"""What fills a GPU at its peak: every block by kind, from a log of allocations that is replayed once per step.
+"""What fills a GPU, by kind, now or at its peak: the one classifier of the engine, and of tools on PyTorch's history.
 
-Which tensors are parameters, gradients and optimizer states, the optimizer says at its step. For all other blocks it
-counts which function of PyTorch asked for them: the innermost one of `_KINDS` on the stack of the allocation.
+A block that contains a parameter, its gradient or an optimizer's state is of that kind (`owned` lists these tensors).
+For all other blocks it counts which function of PyTorch asked for them: the innermost one of `_KINDS` on the stack of
+the allocation (`kind_of`). A snapshot of `torch.cuda.memory` has these stacks on real GPUs too. `PeakLog` replays
+allocations and frees, wherever they come from. `AllocatorLog` takes them from a virtual GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable
-from types import CodeType, FrameType
+from collections.abc import Iterable, Iterator
+from types import FrameType
 
 import torch
 
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import ScratchBlock, allocation_of, is_wrapper, parts_of
 
-PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, GATHERED, BUFFERS, OTHER = "activations", "gathered layers", "communication buffers", "other"
-KINDS = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, GATHERED, BUFFERS, OTHER)
+KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, BUFFERS, OTHER)
 
 # (end of a file's name, functions or None for all of them, kind), the first that fits.
 _KINDS = (
@@ -29,40 +32,67 @@ _KINDS = (
     ("fsdp/_runtime_utils.py", None, BUFFERS),
     ("virtual_gpus/patches/distributed.py", None, BUFFERS),
     ("nn/parallel/distributed.py", ("__init__", "_sync_module_states"), BUFFERS),
+    ("torch/nn/parallel/replicate.py", None, PARAMETERS),
     ("torch/distributed/_functional_collectives.py", None, BUFFERS),
     ("torch/distributed/distributed_c10d.py", None, BUFFERS),
     ("torch/nn/modules/module.py", ("_apply", "to_empty"), PARAMETERS),
     ("torch/nn/modules/module.py", ("_call_impl",), ACTIVATIONS),
+    ("torch/nn/functional.py", None, ACTIVATIONS),
     ("torch/autograd/graph.py", ("_engine_run_backward",), ACTIVATIONS),
     ("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), OTHER),
 )
-_kind_of_code: dict[CodeType, str | None] = {}
+
+
+@functools.cache
+def _kind_of_function(file: str, function: str) -> str | None:
+    """The kind of what a function allocates; None if that says nothing, and its caller is to be asked."""
+    name = file.replace("\\", "/")
+    for end, functions, kind in _KINDS:
+        if name.endswith(end) and (functions is None or function in functions):
+            return kind
+    return PARAMETERS if "/torch/nn/modules/" in name and function == "__init__" else None
+
+
+def kind_of(frames: Iterable[tuple[str, str]]) -> str:
+    """The kind of a block from the stack of its allocation: (file, function), innermost first.
+
+    No frame at all means the backward pass: on a real GPU it runs in threads of C++, where there is no Python.
+    """
+    kind: str | None = ACTIVATIONS
+    for file, function in frames:
+        kind = _kind_of_function(file, function)
+        if kind is not None:
+            return kind
+    return kind or OTHER
+
+
+def owned(things: Iterable[torch.Tensor | torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(kind, tensor) for the tensors of parameters and optimizers: the parameters, their gradients, the state."""
+    for thing in things:
+        if isinstance(thing, torch.optim.Optimizer):
+            yield from owned(parameter for group in thing.param_groups for parameter in group["params"])
+            values = (value for state in thing.state.values() for value in state.values())
+            yield from ((STATE, value) for value in values if isinstance(value, torch.Tensor))
+        else:
+            yield PARAMETERS, thing
+            if thing.grad is not None:
+                yield GRADIENTS, thing.grad
 
 
 class PeakLog:
-    """The allocations of one GPU from now on, and what was in use at the highest moment so far.
+    """Allocations and frees of one GPU, and what was in use at the highest moment so far.
 
-    peak: bytes at that moment, as `torch.cuda.max_memory_allocated` counts them. by_kind: the same, bytes per kind.
+    live: (address, bytes) of the blocks that are in use at the beginning.
+    peak: bytes at the highest moment. by_kind: the same, bytes per kind. Both are up to date after `fold`.
     """
 
-    def __init__(self, gpu: VirtualGPU):
-        self._gpu, self._allocator = gpu, gpu.allocator
+    def __init__(self, live: Iterable[tuple[int, int]]):
         self.peak, self.by_kind = 0, dict.fromkeys(KINDS, 0)
         self._serial_at: dict[int, int] = {}  # address -> number of the allocation that is there now
-        self._live: dict[int, int] = {}  # number -> bytes, of those at the beginning of the log
         self._kinds: dict[int, str] = {}  # number -> kind, of all that are in `_live` or in `_log`
         self._log: list[tuple[int, int]] = []  # (number, bytes): allocated, or freed if the bytes are negative
         self._serial = 0
-        with self._allocator.exclusive():
-            for address, block in self._allocator.live_blocks.items():
-                self._live[self._number(address, OTHER)] = block.size
-            self._allocator.observers.append(self._hear)
-
-    def stop(self) -> None:
-        """Listen no more."""
-        self.fold()
-        with self._allocator.exclusive():
-            self._allocator.observers.remove(self._hear)
+        self._live = {self._number(address, OTHER): size for address, size in live}  # number -> bytes
 
     def _number(self, address: int, kind: str) -> int:
         self._serial += 1
@@ -70,42 +100,23 @@ class PeakLog:
         self._kinds[self._serial] = kind
         return self._serial
 
-    def _hear(self, event: str, address: int, size: int) -> None:
-        if event == "alloc":
-            self._log.append((self._number(address, self._kind_now(address)), size))
-        elif event in ("free", "free_requested") and address in self._serial_at:
+    def allocated(self, address: int, size: int, kind: str) -> None:
+        """Note an allocation of `size` bytes."""
+        self._log.append((self._number(address, kind), size))
+
+    def freed(self, address: int, size: int) -> None:
+        """Note that a block of `size` bytes was freed. A block that nobody allocated here is ignored."""
+        if address in self._serial_at:
             self._log.append((self._serial_at.pop(address), -size))
 
-    def _kind_now(self, address: int) -> str:
-        owner = self._allocator.live_blocks[address].owner
-        if owner is not None and isinstance(owner(), ScratchBlock):
-            return OTHER  # workspaces
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            kind = _kind_of(frame.f_code)
-            if kind is not None:
-                if kind is BUFFERS and frame.f_code.co_name == "foreach_reduce":
-                    self.mark(GRADIENTS, frame.f_locals.get("unsharded_grads") or ())
-                return kind
-            frame = frame.f_back
-        return ACTIVATIONS if torch.is_grad_enabled() else OTHER
-
-    def mark(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Say of what kind the blocks of `tensors` are."""
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            for part in parts_of(tensor) if is_wrapper(type(tensor)) else (tensor,):
-                allocation = allocation_of(part)
-                if allocation is not None and allocation.gpu is self._gpu and allocation.block is not None:
-                    serial = self._serial_at.get(allocation.block.address)
-                    if serial is not None:
-                        self._kinds[serial] = kind
+    def mark(self, kind: str, address: int) -> None:
+        """Say of what kind the block is that is in use at `address` now."""
+        if address in self._serial_at:
+            self._kinds[self._serial_at[address]] = kind
 
     def fold(self) -> None:
         """Replay the log, keep what was in use at its highest moment if that is a new peak, and begin a new log."""
-        with self._allocator.exclusive():
-            log, self._log = self._log, list[tuple[int, int]]()
+        log, self._log = self._log, list[tuple[int, int]]()
         used = highest = sum(self._live.values())
         place = 0
         for number, (_, size) in enumerate(log, 1):
@@ -131,18 +142,49 @@ def _apply(log: Iterable[tuple[int, int]], live: dict[int, int]) -> None:
             del live[serial]
 
 
-def _kind_of(code: CodeType) -> str | None:
-    """The kind of what a function allocates; None if that says nothing, and its caller is to be asked."""
-    try:
-        return _kind_of_code[code]
-    except KeyError:
-        name = code.co_filename.replace("\\", "/")
-        kind = None
-        for file, functions, found in _KINDS:
-            if name.endswith(file) and (functions is None or code.co_name in functions):
-                kind = found
-                break
-        if kind is None and "/torch/nn/modules/" in name and code.co_name == "__init__":
-            kind = PARAMETERS
-        _kind_of_code[code] = kind
-        return kind
+class AllocatorLog(PeakLog):
+    """The log of a virtual GPU from now on. Its peak is as `torch.cuda.max_memory_allocated` counts it."""
+
+    def __init__(self, gpu: VirtualGPU):
+        self._gpu, self._allocator = gpu, gpu.allocator
+        with self._allocator.exclusive():
+            super().__init__((address, block.size) for address, block in self._allocator.live_blocks.items())
+            self._allocator.observers.append(self._hear)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        with self._allocator.exclusive():
+            self._allocator.observers.remove(self._hear)
+            self.fold()
+
+    def mark_owned(self, things: Iterable[torch.Tensor | torch.optim.Optimizer]) -> None:
+        """Say of what kind the blocks of parameters and optimizers are."""
+        for kind, tensor in owned(things):
+            self._mark_tensor(kind, tensor)
+
+    def _mark_tensor(self, kind: str, tensor: torch.Tensor) -> None:
+        for part in parts_of(tensor) if is_wrapper(type(tensor)) else (tensor,):
+            allocation = allocation_of(part)
+            if allocation is not None and allocation.gpu is self._gpu and allocation.block is not None:
+                self.mark(kind, allocation.block.address)
+
+    def _hear(self, event: str, address: int, size: int) -> None:
+        if event == "alloc":
+            self.allocated(address, size, self._kind_now(address))
+        elif event in ("free", "free_requested"):
+            self.freed(address, size)
+
+    def _kind_now(self, address: int) -> str:
+        owner = self._allocator.live_blocks[address].owner
+        if owner is not None and isinstance(owner(), ScratchBlock):
+            return OTHER  # workspaces
+        return kind_of(self._stack())
+
+    def _stack(self) -> Iterator[tuple[str, str]]:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "foreach_reduce":  # it still has the whole gradients, no optimizer sees them
+                for gradient in frame.f_locals.get("unsharded_grads") or ():
+                    self._mark_tensor(GRADIENTS, gradient)
+            yield frame.f_code.co_filename, frame.f_code.co_name
+            frame = frame.f_back

@@ -8,7 +8,7 @@
         print(recorded.report(tokens=64 * 8192))
 
 A step ends when the optimizer's `step` does. The report has the memory of all steps and of what was before them, and
-the time of the last step, which should not be the first: that one makes optimizer states and workspaces.
+the time of the last step, which should not be the first: that one makes the optimizer's state and workspaces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from virtual_gpus.clock.clock import Span
 from virtual_gpus.gpus import format_bytes
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.timeline.communication import ALL, communication
-from virtual_gpus.timeline.peak import GRADIENTS, PARAMETERS, STATES, PeakLog
+from virtual_gpus.timeline.peak import AllocatorLog
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TrainingRecorder:
 
     def __init__(self, machine: VirtualMachine, gpu: VirtualGPU):
         self._machine, self._gpu = machine, gpu
-        self._memory: PeakLog | None = None
+        self._memory: AllocatorLog | None = None
         self._hooks: list[RemovableHandle] = []
         self._spans: list[Span] = []  # of the step that runs
         self._last: list[Span] = []  # of the last step that ended
@@ -128,7 +128,7 @@ class TrainingRecorder:
     def __enter__(self) -> TrainingRecorder:
         if self._memory is not None:
             raise RuntimeError("This recorder has already been used. Make a new one with record_training().")
-        self._memory = PeakLog(self._gpu)
+        self._memory = AllocatorLog(self._gpu)
         self._machine.clock.timelines.append(self)
         self._hooks = [register_optimizer_step_pre_hook(self._before_step),
                        register_optimizer_step_post_hook(self._after_step)]  # fmt: skip
@@ -152,20 +152,19 @@ class TrainingRecorder:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         assert self._memory is not None
-        self._memory.mark(PARAMETERS, parameters)
-        self._memory.mark(GRADIENTS, (p.grad for p in parameters))
+        self._memory.mark_owned([optimizer])
         if self._optimizer is None:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is optimizer:
             self._parameters = sum(p.numel() for p in parameters)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        states = (value for state in optimizer.state.values() for value in state.values())
         assert self._memory is not None
-        self._memory.mark(STATES, (value for value in states if isinstance(value, torch.Tensor)))
+        self._memory.mark_owned([optimizer])
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
-        self._memory.fold()
+        with self._gpu.allocator.exclusive():
+            self._memory.fold()
         self._last, self._spans = self._spans, list[Span]()
         clock = self._machine.clock
         self._ends = (*self._ends[-1:], max(clock.now, clock.done(self._gpu.slot)))

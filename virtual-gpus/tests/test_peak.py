@@ -1,0 +1,63 @@
+"""What fills a GPU, by kind: the classifier, on live allocations and on PyTorch's public history."""
+
+import pytest
+import torch
+from torch import nn
+from virtual_gpus import record_training, virtual_gpus
+from virtual_gpus.timeline.peak import ACTIVATIONS, OTHER, PARAMETERS, PeakLog, kind_of
+
+TORCH = "/site-packages/torch"
+
+
+@pytest.mark.parametrize(
+    ("frames", "kind"),
+    [
+        ([], ACTIVATIONS),  # a thread of C++: autograd's
+        ([("train.py", "train")], OTHER),
+        ([(f"{TORCH}/nn/modules/module.py", "_call_impl"), ("train.py", "train")], ACTIVATIONS),
+        ([("C:\\torch\\nn\\modules\\module.py", "_apply")], PARAMETERS),
+        ([(f"{TORCH}/nn/modules/linear.py", "__init__")], PARAMETERS),
+        # the innermost one that says something counts
+        ([(f"{TORCH}/nn/parallel/replicate.py", "replicate"), (f"{TORCH}/nn/modules/module.py", "_call_impl")],
+         PARAMETERS),
+    ],
+)  # fmt: skip
+def test_the_stack_of_an_allocation_says_its_kind(frames, kind):
+    assert kind_of(frames) == kind
+
+
+def test_a_log_finds_the_highest_moment_and_follows_addresses_that_are_used_again():
+    log = PeakLog([(1, 100)])
+    log.allocated(2, 50, ACTIVATIONS)
+    log.freed(2, 50)
+    log.allocated(2, 70, OTHER)  # another block in the same place
+    log.mark(PARAMETERS, 1)
+    log.freed(9, 5)  # nobody knows it
+    log.fold()
+    assert log.peak == 170 == log.by_kind[PARAMETERS] + log.by_kind[OTHER] and log.by_kind[PARAMETERS] == 100
+    log.freed(2, 70)
+    log.fold()
+    assert log.peak == 170
+
+
+def test_the_history_gives_the_kinds_that_the_recorder_finds():
+    """A snapshot's stacks, without the engine's own frames, against the stacks of the live allocations."""
+    with virtual_gpus(1, memory="1 GiB", shapes_only=True):
+        net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).cuda()
+        adam = torch.optim.Adam(net.parameters(), fused=True)
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
+        with record_training() as recorded:
+            x = torch.empty(4096, 512, device="cuda")
+            loss = nn.functional.mse_loss(net(x), torch.empty(4096, 512, device="cuda"))
+            held = {ACTIVATIONS: 0, OTHER: 0}
+            for segment in torch.cuda.memory._snapshot()["segments"]:
+                for block in segment["blocks"]:
+                    if block["state"] == "active_allocated" and block["frames"]:  # the parameters are older
+                        held[kind_of((f["filename"], f["name"]) for f in block["frames"])] += block["size"]
+            loss.backward()
+            adam.step()
+        report = recorded.report()
+    kinds = report.by_kind
+    assert kinds["parameters"] == 2 * (512 * 512 + 512) * 4
+    assert held == {ACTIVATIONS: held[ACTIVATIONS], OTHER: 2 * 4096 * 512 * 4}  # the input and the targets
+    assert kinds[ACTIVATIONS] >= held[ACTIVATIONS] > 2 * 4096 * 512 * 4 and kinds[OTHER] >= held[OTHER]
