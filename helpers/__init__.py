@@ -8,10 +8,8 @@
     parallel    Several ranks or GPUs at one job: `launch`, the parallel loss, pipelines.
     measure     What GPUs hold and do: memory, the largest batch, timelines, reports of out-of-memory errors.
     show        Pictures, words and panels of what was measured.
-    exercises   The checks of the exercises, a module for each lesson.
     lesson04    The peak memory of the article's BERT under any of PyTorch's wrappers.
     lesson05    The panel of lesson 05.
-    doctor      Says whether this machine can run the lessons: `python -m helpers.doctor`.
 
 Importing has no side effect; `use_gpus` switches GPUs on.
 """

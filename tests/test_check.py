@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import compare, core, scores
-from helpers.exercises.core import NotYet, call, exercise, require, show
 from helpers.measure import GiB, MiB
+from notebooks.checks import compare, core, scores
+from notebooks.checks.core import NotYet, call, exercise, require, show
 from tests.check_answers import raises, survives_strange_answers
 
 CPU, GPU_1 = torch.device("cpu"), torch.device("cuda", 1)
@@ -69,7 +69,7 @@ def notebook(monkeypatch, tmp_path):
 
 def test_a_notebook_shows_a_box_and_counts_what_is_solved(notebook, monkeypatch):
     first = exercise(lambda answer: require(answer == 42, "<41> is small.") or "Right.")
-    lesson = ModuleType("helpers.exercises.lesson99")
+    lesson = ModuleType("notebooks.checks.lesson99")
     lesson.first, lesson.second = first, exercise(lambda answer: "Right.")
     for name in ("first", "second"):
         getattr(lesson, name).__wrapped__.__module__ = lesson.__name__

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson00 as check
+from notebooks.checks import lesson00 as check
 from tests.check_answers import explains, survives_strange_answers, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson01 as check
+from notebooks.checks import lesson01 as check
 from tests.check_answers import STRANGE, explains, survives_strange_answers, told
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import scatter
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson02 as check
+from notebooks.checks import lesson02 as check
 from tests.check_answers import explains, measured_once, survives_strange_answers, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson03 as check
-from helpers.exercises.par import Score
+from notebooks.checks import lesson03 as check
+from notebooks.checks.par import Score
 from tests.check_answers import explains, measured_once, survives_strange_answers, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program", "small_jobs")

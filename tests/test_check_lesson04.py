@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson04 as check
+from notebooks.checks import lesson04 as check
 from tests.check_answers import STRANGE_RESULTS, Hostile, explains, survives_strange_answers, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

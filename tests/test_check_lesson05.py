@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson05 as check
 from helpers.parallel import bubble, gpipe, one_f_one_b
+from notebooks.checks import lesson05 as check
 from tests.check_answers import explains, survives_strange_answers, told
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, linear_cross_entropy
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson06 as check
+from notebooks.checks import lesson06 as check
 from tests.check_answers import STRANGE_RESULTS, explains, survives_strange_answers, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson07 as check
-from helpers.exercises import scores
 from helpers.measure.timeline import time_use
+from notebooks.checks import lesson07 as check
+from notebooks.checks import scores
 from tests.check_answers import explains, survives_strange_answers, told
 
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import lesson08 as check
 from helpers.models import Llama
+from notebooks.checks import lesson08 as check
 from tests.check_answers import explains, survives_strange_answers
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

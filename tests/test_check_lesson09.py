@@ -14,8 +14,8 @@ import time
 import pytest
 import torch
 
-from helpers.exercises import lesson09 as check
 from helpers.parallel.hosts import TORCHRUN, run_hosts
+from notebooks.checks import lesson09 as check
 from tests.check_answers import explains, survives_strange_answers, told
 from tests.programs import SCRIPTS, descendants
 

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 from torch.utils.data import DataLoader
 
-from helpers.exercises import lesson10 as check
+from notebooks.checks import lesson10 as check
 from tests.check_answers import explains, survives_strange_answers, told
 
 LACKS = run_all.missing(run_all.FOLDER / "10_frameworks.ipynb")

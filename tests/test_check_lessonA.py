@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.exercises import lessonA as check
+from notebooks.checks import lessonA as check
 from tests.check_answers import explains, survives_strange_answers, told
 
 

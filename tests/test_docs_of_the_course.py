@@ -219,7 +219,7 @@ def test_the_quoted_sentences_are_those_of_the_checks():
     lessons = re.findall(r"^## (\d\d) .*?\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     assert len(lessons) > 8
     for number, tables in lessons:
-        tree = ast.parse((ROOT / "helpers" / "exercises" / f"lesson{number}.py").read_text(encoding="utf-8"))
+        tree = ast.parse((ROOT / "notebooks" / "checks" / f"lesson{number}.py").read_text(encoding="utf-8"))
         constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         sentences = " ".join(value for value in constants if isinstance(value, str))
         quoted = re.findall(r"(?<!\*)\*([^*|]+)\*(?!\*)", tables)

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from helpers import gpus as devices
-from helpers.doctor import __main__ as doctor
-from helpers.doctor import checks, lab
+from notebooks.doctor import __main__ as doctor
+from notebooks.doctor import checks, lab
 from tests.programs import ROOT
 
 
@@ -61,7 +61,7 @@ def test_no_pytorch_is_a_finding():
 import sys
 from unittest import mock
 sys.modules["torch"] = sys.modules["torchvision"] = None
-from helpers.doctor import __main__, checks
+from notebooks.doctor import __main__, checks
 checks.ALL = (checks.pytorch, checks.packages, checks.gpus, checks.ranks)
 sys.exit(__main__.main())
 """
@@ -222,5 +222,5 @@ def test_warnings_do_not_fail_and_problems_do(monkeypatch, capsys):
 
 @pytest.mark.outside  # starts a JupyterLab, about ten seconds
 def test_the_doctor_on_this_machine():
-    run = subprocess.run([sys.executable, "-m", "helpers.doctor"], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", "notebooks.doctor"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and "ran a cell over a websocket" in run.stdout, run

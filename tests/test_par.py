@@ -7,9 +7,9 @@ import pytest
 import torch
 from virtual_gpus import virtual_gpus
 
-from helpers.exercises import scores
-from helpers.exercises.par import Score, compare_with_par, measured
 from helpers.measure import GiB
+from notebooks.checks import scores
+from notebooks.checks.par import Score, compare_with_par, measured
 from tests.pictures import alt_text
 
 NAIVE, PAR = Score(14 * GiB, 0.0601), Score(10 * GiB, 0.040)

@@ -1,4 +1,4 @@
-"""`python -m helpers.exercises --report`: which exercises are solved in learners' copies."""
+"""`python -m notebooks.checks --report`: which exercises are solved in learners' copies."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import sys
 import pytest
 import run_all
 
-from helpers.exercises import __main__ as progress
+from notebooks.checks import __main__ as progress
 
 STUB = "Not yet: `held` still returns `...`. Replace the dots with your answer.\n"
 

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from helpers.exercises import compare
-from helpers.exercises.core import call, exercise, require, show
-from helpers.exercises.gpus import Copies, need_gpus
 from helpers.measure import GiB
+from notebooks.checks import compare
+from notebooks.checks.core import call, exercise, require, show
+from notebooks.checks.gpus import Copies, need_gpus
 
 BATCH = 14  # images in the exercise on pieces; lesson 02 asks for 10
 GPUS = 4

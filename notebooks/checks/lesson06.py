@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear_cross_entropy
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.exercises.gpus import AGAIN, need_gpus
-from helpers.exercises.par import Score, compare_with_par, measured
 from helpers.measure import GiB, MiB
 from helpers.models import LLAMA_1B, Llama
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, require, show
+from notebooks.checks.gpus import AGAIN, need_gpus
+from notebooks.checks.par import Score, compare_with_par, measured
 
 WIDTH, BATCH = 512, 512
 SLACK = 1.0 * MiB  # for losses, counters and the rounding of the allocator

@@ -1,8 +1,8 @@
 """Progress: which exercises are solved, from the saved outputs of the checks. Nothing is run.
 
-    python -m helpers.exercises --report             # the lessons of this course, if you work in them
-    python -m helpers.exercises --report workshop    # a learner's copies
-    python -m helpers.exercises --report handed_in   # a folder with a folder for each learner: a table
+    python -m notebooks.checks --report             # the lessons of this course, if you work in them
+    python -m notebooks.checks --report workshop    # a learner's copies
+    python -m notebooks.checks --report handed_in   # a folder with a folder for each learner: a table
 
 "solved" means that the checks of an exercise printed "Correct" when they were last run. "not begun" means that they
 printed nothing, or that the answer still consists of dots. All else is "not solved yet". Save the notebooks first.
@@ -17,7 +17,7 @@ from pathlib import Path
 LESSONS = Path(__file__).resolve().parents[2] / "notebooks"
 CHECK = re.compile(r"^check\.(\w+)\(", re.MULTILINE)
 VERDICT = re.compile(r"^(Correct|Not yet): (.*)", re.MULTILINE)
-STUB = "Replace the dots with your answer."  # as helpers.exercises.core says it
+STUB = "Replace the dots with your answer."  # as notebooks.checks.core says it
 
 Cells = list[dict]  # as nbformat describes them: {"cell_type": "code", "source": ..., "outputs": [...]}
 
@@ -124,7 +124,7 @@ def table(copies: dict[str, list[Path]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m helpers.exercises", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m notebooks.checks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--report", metavar="FOLDER", nargs="?", const=LESSONS, type=Path, required=True)
     try:

@@ -1,4 +1,4 @@
-"""`python -m helpers.doctor`: run all checks, print what they found, and a line to send in."""
+"""`python -m notebooks.doctor`: run all checks, print what they found, and a line to send in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import platform
 import sys
 import textwrap
 
-from helpers.doctor import checks
-from helpers.doctor.checks import Finding
+from notebooks.doctor import checks
+from notebooks.doctor.checks import Finding
 
 SYMBOLS = {"ok": "✓", "warning": "!", "problem": "✗"}
 INDENT = 11 * " "

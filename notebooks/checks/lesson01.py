@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, require, show, where, words
-from helpers.exercises.gpus import Copies, need_gpus
 from helpers.measure import format_bytes
 from helpers.parallel import launch
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, require, show, where, words
+from notebooks.checks.gpus import Copies, need_gpus
 
 
 def _places() -> list[torch.device]:

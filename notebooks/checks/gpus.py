@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from helpers.exercises.core import NotYet, require, show
 from helpers.parallel import RankError, launch
+from notebooks.checks.core import NotYet, require, show
 
 AGAIN = "Run the cell with use_gpus above again."
 

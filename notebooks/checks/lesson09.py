@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.distributed.run import get_args_parser
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, require, show
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, require, show
 
 # Exercise 1: for each failure what each rank left behind (exit code, error, where it waits), the rank that failed
 # first, and a hint.

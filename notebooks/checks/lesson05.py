@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.exercises.gpus import AGAIN, need_gpus
-from helpers.exercises.par import Score, compare_with_par, measured
 from helpers.measure import GiB, MiB
 from helpers.parallel.pipeline import Task, bubble, gpipe, most_kept, one_f_one_b, simulate
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, require, show
+from notebooks.checks.gpus import AGAIN, need_gpus
+from notebooks.checks.par import Score, compare_with_par, measured
 
 # ---- exercise 1 -----------------------------------------------------------------------------------------------------
 

@@ -14,14 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.exercises import compare, scores
-from helpers.exercises.core import NotYet, call, exercise, require, show
 from helpers.gpus import engine, modelled_gpus, record_training
 from helpers.measure.timeline import Timeline, TimeUse, record_timeline, time_use
 from helpers.models import LLAMA_1B, Llama
 from helpers.parallel import launch
 from helpers.parallel.pipeline import Pipeline, one_f_one_b
 from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
+from notebooks.checks import compare, scores
+from notebooks.checks.core import NotYet, call, exercise, require, show
 
 # ---- 1. a scaling log ------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, require, show
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, require, show
 
 SAMPLES, BATCH = 64, 8  # of exercises 1 and 2: eight batches
 CHECKED = 23  # the seed of the checks' samples, so that no net of the lesson passes; each mistake has other weights

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from helpers.data import random_tokens
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, require, show
-from helpers.exercises.gpus import AGAIN, need_gpus
 from helpers.measure import GiB, MiB, format_bytes
 from helpers.models import LLAMA_1B, Llama
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, require, show
+from notebooks.checks.gpus import AGAIN, need_gpus
 
 VOCABULARY = LLAMA_1B["vocabulary"]
 

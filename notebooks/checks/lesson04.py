@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, given, require, show
-from helpers.exercises.gpus import in_ranks, need_gpus, plain
 from helpers.parallel import RankError, launch
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, given, require, show
+from notebooks.checks.gpus import in_ranks, need_gpus, plain
 
 
 @exercise

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from helpers.exercises import scores
+import helpers
 from helpers.gpus import ENGINE_FOLDER
+from notebooks.checks import scores
 
 # Two colours that can be told apart without red and green, and be read on white and on black; the words differ too.
 _BOX = (
@@ -182,8 +183,9 @@ def words(error: BaseException) -> str:
 
 
 def where(error: BaseException) -> str:
-    """Such as " at `x + y`": the learner's line, the last on the way that is neither installed nor of this package."""
-    others = (str(Path(__file__).parents[1]), ENGINE_FOLDER, sysconfig.get_path("stdlib"))
+    """Such as " at `x + y`": the learner's line, the last on the way that is neither installed nor the course's."""
+    course = (str(Path(__file__).parent), str(Path(helpers.__file__).parent))
+    others = (*course, ENGINE_FOLDER, sysconfig.get_path("stdlib"))
     on_the_way = [(frame.filename, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
     if _in_a_thread(error):
         on_the_way += re.findall(r'  File "(.+)", line \d+, in .+\n    (.+)\n', str(error))

@@ -1,6 +1,6 @@
 """Checks of the exercises: they print "Correct: ..." or "Not yet: ...", and never raise.
 
-    from helpers.exercises import lesson02 as check
+    from notebooks.checks import lesson02 as check
     check.damaged(answer)        # prints the verdict
 
 A module per lesson holds the lesson's checks. Each is a function under `core.exercise` that calls `require(condition,

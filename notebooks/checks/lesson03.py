@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear_cross_entropy
 
 from helpers.data import random_tokens
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, given, require, show
-from helpers.exercises.gpus import AGAIN, need_gpus
-from helpers.exercises.par import Score, compare_with_par, measured
 from helpers.gpus import engine, modelled_gpus
 from helpers.measure import MiB, format_bytes
 from helpers.measure.batch_size import fits
 from helpers.models import LLAMA_1B, Llama
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, given, require, show
+from notebooks.checks.gpus import AGAIN, need_gpus
+from notebooks.checks.par import Score, compare_with_par, measured
 
 NAN = float("nan")
 

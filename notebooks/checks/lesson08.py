@@ -26,13 +26,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, given, require, show
-from helpers.exercises.gpus import in_ranks, need_gpus, plain
-from helpers.exercises.par import Score, compare_with_par
 from helpers.gpus import one_rank_of, record_training
 from helpers.models import LLAMA_70B, Llama
 from helpers.parallel import RankError
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, given, require, show
+from notebooks.checks.gpus import in_ranks, need_gpus, plain
+from notebooks.checks.par import Score, compare_with_par
 
 RANKS = 2  # of exercises 3 and 4
 _MODELS = ((8_030_261_248, 64), (1_000_000, 2), (70_553_706_496, 1024), (365_375_290, 1))  # parameters, ranks

@@ -6,11 +6,11 @@ from functools import cache
 import torch
 from torch.nn.functional import cross_entropy
 
-from helpers.exercises import compare
-from helpers.exercises.core import NotYet, call, exercise, require, show
 from helpers.gpus import modelled_gpus
 from helpers.measure import GiB, MiB
 from helpers.models import LLAMA_1B, Llama
+from notebooks.checks import compare
+from notebooks.checks.core import NotYet, call, exercise, require, show
 
 # ---- 1. which GPU was it? --------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ TORCHRUN_PORT = 29500
 # Lesson 10 needs more.
 PACKAGES = ("numpy", "torchvision", "matplotlib", "cloudpickle", "ipykernel", "ipywidgets", "GPUtil")
 INSTALL = (
-    "Use the Python of the course: `python3 -m uv run python -m helpers.doctor`, or "
-    "`.venv/bin/python -m helpers.doctor`. To install what is missing, run "
+    "Use the Python of the course: `python3 -m uv run python -m notebooks.doctor`, or "
+    "`.venv/bin/python -m notebooks.doctor`. To install what is missing, run "
     "`python -m pip install -e ./virtual-gpus -e .` with that Python. docs/setup.md has the commands for other systems."
 )
 
@@ -182,7 +182,7 @@ def ports() -> Finding:
 def jupyter() -> Finding:
     if error := import_error("jupyterlab") or import_error("websocket"):
         return Finding(f"JupyterLab was not tried. {error} Colab does not need it.", "no lab", "warning", INSTALL)
-    from helpers.doctor.lab import LabError, run_in_a_kernel
+    from notebooks.doctor.lab import LabError, run_in_a_kernel
 
     start = time.perf_counter()
     try:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-from helpers.exercises.core import NotYet, require, show
 from helpers.measure import GiB, MiB
+from notebooks.checks.core import NotYet, require, show
 
 UNITS = {"bytes": 1, "MiB": MiB, "GiB": GiB, "MB": 10**6, "GB": 10**9}
 

@@ -3,7 +3,7 @@
     you = measured(lambda: learners_step(model, batch))
     return compare_with_par("03 the loss", naive=measured(naive_step), par=measured(par_step), you=you)
 
-The learner's best answer to each puzzle is kept by `helpers.exercises.scores`.
+The learner's best answer to each puzzle is kept by `notebooks.checks.scores`.
 """
 
 import gc
@@ -17,11 +17,11 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
-from helpers.exercises import scores
 from helpers.gpus import is_virtual, modelled_timeline
 from helpers.measure import format_bytes
 from helpers.measure.memory import gpu_indices, reset_peaks
 from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
+from notebooks.checks import scores
 
 OUT = "out of memory"
 _EQUAL = 0.005  # a smaller difference, as a share of par, is none
