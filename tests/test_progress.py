@@ -1,5 +1,6 @@
 """`python -m notebooks.checks --report`: which exercises are solved in learners' copies."""
 
+import csv
 import json
 import re
 import sys
@@ -35,6 +36,12 @@ def report(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["progress", "--report", *map(str, arguments)])
     progress.main()
     return capsys.readouterr().out
+
+
+def again(path, name):
+    """The same file under another name."""
+    (path.parent / name).write_bytes(path.read_bytes())
+    return path
 
 
 def test_every_exercise_of_every_lesson_is_found():
@@ -89,6 +96,7 @@ def test_many_learners(copy, monkeypatch, capsys, tmp_path):
     copy("ben", "08", held="Not yet: 3 is.\n", sent="Not yet: 3 is.\n")
     copy("cleo", "08", sent="Not yet: 3 is.\n")
     copy("cleo", "04").write_text('{"cells": [')
+    (tmp_path / "dora").mkdir()
     (tmp_path / "ana" / ".ipynb_checkpoints").mkdir()
     (tmp_path / "ana" / ".ipynb_checkpoints" / "08_sharding.ipynb").write_text("{}")
     assert report(monkeypatch, capsys, tmp_path).splitlines() == [
@@ -97,11 +105,39 @@ def test_many_learners(copy, monkeypatch, capsys, tmp_path):
         "ana              0   2    2",
         "ben              -   0    0",
         "cleo       damaged   0    0",
+        "dora             -   -    0",
+        "",
+        "No lesson was found in: dora",
         "",
         "Learners who began an exercise and have not solved it yet:",
         "   2  08, 2. What a rank sends",
         "   1  04, 1. A broadcast in few steps",
         "   1  08, 1. What a rank holds",
+    ]
+
+
+def test_copies_of_a_lesson_count_together(copy, monkeypatch, capsys, tmp_path):
+    again(copy("", "08", held="Correct: A 64th.\n"), "08_sharding-Copy1.ipynb")
+    copy("", "08", sent="Correct: Twice.\n", held="Not yet: 3 is.\n").rename(tmp_path / "08_sharding (2).ipynb")
+    printed = report(monkeypatch, capsys, tmp_path)
+    assert printed.startswith("08_sharding\n") and printed.endswith("2 of 5 exercises are solved.\n")
+
+
+def test_a_score_sheet(copy, monkeypatch, capsys, tmp_path):
+    copy("ana", "08", held="Correct: A 64th.\n")
+    copy("ben", "08").write_text('{"cells": [')
+    (tmp_path / "dora").mkdir()
+    report(monkeypatch, capsys, tmp_path, "--csv", tmp_path / "scores.csv")
+    with (tmp_path / "scores.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {key: rows[0][key] for key in ("learner", "exercise", "points")} == {
+        "learner": "ana",
+        "exercise": "1. What a rank holds",
+        "points": "1",
+    }
+    states = [(row["learner"], row["state"]) for row in rows]
+    assert states[1:5] == [("ana", "not begun")] * 4 and states[5:] == [("ben", "damaged")] * 5 + [
+        ("dora", "no lesson found")
     ]
 
 
