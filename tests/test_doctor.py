@@ -47,27 +47,40 @@ def test_versions(monkeypatch):
 def test_packages(monkeypatch, tmp_path):
     assert says(checks.packages(), "ok")
     monkeypatch.setitem(sys.modules, "GPUtil", None)
-    assert says(checks.packages(), "problem", "GPUtil", "pip install")
+    assert says(checks.packages(), "problem", "GPUtil")
     # torchvision says this where it was built for another PyTorch.
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    assert says(checks.packages(), "problem", "torchvision (RuntimeError", "nms does not exist", "pip install")
+    assert says(checks.packages(), "problem", "torchvision (RuntimeError", "nms does not exist", "same package index")
 
 
-def test_no_pytorch_is_a_finding():
-    """In a program of its own, to which `import helpers` must not bring PyTorch."""
-    code = """
+def test_the_advice_is_for_the_python_that_runs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "GPUtil", None)
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert says(checks.packages(), "problem", "`python3 -m uv sync --reinstall-package gputil`")
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    assert says(checks.packages(), "problem", "GPUtil", "pip install -e")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "advice"),
+    [("/usr", "pip install -e ./virtual-gpus -e ."), (str(ROOT / ".venv"), "uv sync --reinstall-package torch`")],
+)
+def test_no_pytorch_is_a_finding(prefix, advice):
+    """In a program of its own, to which nothing must bring PyTorch. What follows from one cause is said once."""
+    code = f"""
 import sys
 from unittest import mock
 sys.modules["torch"] = sys.modules["torchvision"] = None
+sys.prefix = {prefix!r}
 from notebooks.doctor import __main__, checks
 checks.ALL = (checks.pytorch, checks.packages, checks.gpus, checks.ranks)
 sys.exit(__main__.main())
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and run.stdout.count("problem  ") == 4, run
-    assert " ".join(run.stdout.split()).count("pip install -e ./virtual-gpus -e .") == 1
+    assert " ".join(run.stdout.split()).count(advice) == 1
     assert run.stdout.count("Do the same as above.") == 3
     assert run.stdout.splitlines()[-1].endswith("no torch | no torchvision | no GPUs | no launch")
 

@@ -55,7 +55,7 @@ def python() -> Finding:
 
 def pytorch() -> Finding:
     if error := import_error("torch"):
-        return Finding(f"PyTorch cannot be imported. {error}", "no torch", "problem", INSTALL)
+        return Finding(f"PyTorch cannot be imported. {error}", "no torch", "problem", repair("torch"))
     version = importlib.import_module("torch").__version__
     found, short, number = f"This is PyTorch {version}.", f"torch {version}", tuple(map(int, version.split(".")[:2]))
     if number < (2, 11):
@@ -73,8 +73,21 @@ def packages() -> Finding:
             name if f"No module named '{name}'" in error else f"{name} ({error})" for name, error in errors.items()
         )
         found, short = f"These packages cannot be imported: {', '.join(words)}.", f"no {', '.join(errors)}"
-        return Finding(found, short, "problem", INSTALL)
+        advice = repair(*errors)
+        if "torchvision::" in errors.get("torchvision", ""):  # PyTorch's words for compiled parts that do not fit
+            advice += " This torchvision was built for another PyTorch: both must come from the same package index."
+        return Finding(found, short, "problem", advice)
     return Finding("The other packages can be imported.", "packages")
+
+
+def repair(*names: str) -> str:
+    """What to do about packages that are missing or damaged. Without PyTorch, nothing else can be judged."""
+    if Path(sys.prefix) != COURSE / ".venv":
+        return INSTALL
+    names = ("torch",) if import_error("torch") else names
+    # `uv run` takes a damaged package for an installed one.
+    again = " ".join(f"--reinstall-package {name.lower()}" for name in names)
+    return f"Run `python3 -m uv sync {again}` in the course's folder."
 
 
 def import_error(name: str) -> str:
@@ -203,7 +216,7 @@ def jupyter() -> Finding:
 def gpus() -> Finding:
     """What `use_gpus(4)` takes, as a lesson calls it. The GPUs stay on for the check of the ranks."""
     if error := import_error("torch") or import_error("virtual_gpus"):
-        return Finding(f"GPUs were not tried. {error}", "no GPUs", "problem", INSTALL)
+        return Finding(f"GPUs were not tried. {error}", "no GPUs", "problem", repair("virtual-gpus"))
     import torch
 
     from helpers.gpus import is_virtual, use_gpus
@@ -228,7 +241,8 @@ def gpus() -> Finding:
 def ranks() -> Finding:
     """Two processes that communicate, started as lesson 04 starts them."""
     if error := import_error("torch") or import_error("virtual_gpus"):
-        return Finding(f"Starting two processes was not tried. {error}", "no launch", "problem", INSTALL)
+        found = f"Starting two processes was not tried. {error}"
+        return Finding(found, "no launch", "problem", repair("virtual-gpus"))
     from helpers.parallel import launch
 
     start, printed = time.perf_counter(), io.StringIO()
