@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy
 from torchvision.models import resnet50
 from virtual_gpus import virtual_gpus
 
-from helpers.lesson05 import explore_pipeline
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
 from helpers.models import PyramidNet, bert_small, group_norm, small_resnet
@@ -24,6 +23,7 @@ from helpers.parallel.pipeline import (
     simulate,
     split,
 )
+from helpers.show.schedule import explore_pipeline
 
 SCHEDULES = [gpipe, one_f_one_b]
 

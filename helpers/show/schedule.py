@@ -1,4 +1,4 @@
-"""The panel of lesson 05, with sliders for a pipeline, the picture of its schedule, and the time of a step.
+"""A panel with sliders for a pipeline, the picture of its schedule, and the time of a step.
 
 Times are in units of one stage's forward pass of the whole batch. One GPU therefore needs 3 * stages for a step.
 """
