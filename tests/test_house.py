@@ -1,6 +1,7 @@
 """What holds for the whole project: pins, settings, the commands of the README, which way imports run."""
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
 DOORS = {"helpers/gpus.py", "helpers/parallel/launching.py"}  # through which the helpers reach the virtual GPUs
+CPU_BUILD = "--torch-backend=cpu -e ./virtual-gpus -e ."
 PIN = re.compile(r"([a-z0-9-]+)==[\w.]+( ; [^@/]+)?")
 
 
@@ -85,7 +87,18 @@ def test_ci_and_binder_use_the_same_commands():
     known = SpecifierSet(settings()["project"]["requires-python"])
     assert all(version in known for version in [*pythons, binder])
     post_build = (ROOT / ".binder" / "postBuild").read_text(encoding="utf-8").rstrip()
-    assert post_build.endswith("--torch-backend=cpu -e ./virtual-gpus -e .")
+    assert post_build.endswith(CPU_BUILD)
+
+
+def test_containers_install_what_binder_installs():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    docker = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    known = SpecifierSet(settings()["project"]["requires-python"])
+    assert container["postCreateCommand"].endswith(CPU_BUILD) and f"{CPU_BUILD}\n" in docker
+    for image in (container["image"], re.search("^FROM (.*)$", docker, re.MULTILINE)[1]):
+        assert image.removeprefix("python:").removesuffix("-slim") in known
+    for name, value in container["containerEnv"].items():
+        assert f"{name}={value}" in docker
 
 
 def test_colab_gets_what_lessons_need_and_is_told_which_pytorch(monkeypatch):
