@@ -28,8 +28,13 @@ def series_style(place: int) -> dict:
 
 
 OVER = bar_style(_ALARM, _ALARM)
-ASKED = OVER | {"facecolor": "white", "edgecolor": COLOURS[_ALARM], "linewidth": 1}
-TAKEN = {"facecolor": "0.75", "hatch": "||||", "edgecolor": "white", "linewidth": 0}
+FRAME = {"facecolor": "white", "edgecolor": "0.4", "linewidth": 1}  # the capacity of a GPU
+# The memory of a GPU, each figure inside the one before: lighter outside, darker inside, and two of three have a hatch.
+MEMORY = {
+    "driver": {"facecolor": "0.87", "hatch": "....", "edgecolor": "0.6", "linewidth": 1},
+    "reserved": bar_style(5, 1),
+    "allocated": bar_style(0),
+}
 
 
 def legend_below(figure: Figure, handles: Sequence[Artist]) -> None:
