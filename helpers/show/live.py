@@ -32,11 +32,11 @@ DARK, LIGHT = COLOURS[0], COLOURS[5]
 class LivePanel:
     """The panel of `live_memory`. After the block, `readings` has the peaks, and `words` describes them if shown."""
 
-    def __init__(self, gpus, every: float):
+    def __init__(self, every: float):
         if not every > 0:
             raise ValueError(f"every={every}, but the number of seconds between two updates must be positive.")
         self.readings, self.words = Readings(), ""
-        self._gpus, self._every, self._line = gpus, every, ""
+        self._every, self._line = every, ""
         self._picture = self._display = None
         self._ended = threading.Event()
 
@@ -66,7 +66,7 @@ class LivePanel:
                 self._look()
 
     def _look(self) -> None:
-        self._picture.value = _now(read_memory(self._gpus), self._line)
+        self._picture.value = _now(read_memory(), self._line)
 
     def _close(self) -> None:
         """Show the peaks as an image and as text. The notebook's file keeps both, and they need no kernel."""
@@ -81,19 +81,19 @@ class LivePanel:
 
 
 @contextmanager
-def live_memory(gpus=None, every: float = 0.5) -> Iterator[LivePanel]:
-    """Show the memory of `gpus` (a device, an index, or a list of them; None for all) while the block runs.
+def live_memory(every: float = 0.5) -> Iterator[LivePanel]:
+    """Show the memory of all GPUs while the block runs: what the driver counts, reserved and allocated.
 
     every: seconds between two updates. Peaks are reset at the start, as with `measure_memory`. The panel ends with the
     block, even if the block fails or is interrupted. Outside a notebook, nothing is shown or read. Raises ValueError if
     `every` is not positive. When the panel is shown, it also raises what `read_memory` raises.
     """
-    panel = LivePanel(gpus, every)
+    panel = LivePanel(every)
     if not _in_a_notebook():
         yield panel
         return
     try:
-        with measure_memory(gpus) as panel.readings, panel._showing():
+        with measure_memory() as panel.readings, panel._showing():
             yield panel
     finally:
         if panel.readings and panel._display is not None:
@@ -136,9 +136,9 @@ def _row(reading: Reading, length: int) -> str:
     striped = f"repeating-linear-gradient(135deg, {LIGHT} 0 4px, white 4px 6px)"
     bars = ""
     for size, inset, fill in (
-        (reading.driver_used or 0, 0, "#dedede"), (reading.reserved, 3, striped), (reading.allocated, 6, DARK)
+        (reading.driver_used or 0, 0, "#dedede"), (reading.reserved, 4, striped), (reading.allocated, 8, DARK)
     ):  # fmt: skip
         place = f"left: 0; top: {inset}px; bottom: {inset}px; width: {min(100, 100 * size / length):.2f}%"
         bars += f'<div style="position: absolute; {place}; background: {fill}"></div>'
-    frame = "position: relative; height: 20px; border: 1px solid #666; box-sizing: border-box"
+    frame = "position: relative; height: 26px; border: 1px solid #666; box-sizing: border-box"
     return f'<div style="padding-top: 14px">{_figures(reading)}</div><div style="{frame}">{bars}</div>'
