@@ -140,29 +140,29 @@ def peaks_of(**values) -> list[int]:
 def test_the_explorer_begins_at_the_defaults_and_says_what_a_run_takes():
     panel = explorer()
     assert panel.chosen == {"batch": 64, "width": 1024, "wrap": "two GPUs"}
-    name, peaks = panel.words.splitlines()
+    name, peaks, other = panel.words.splitlines()
     assert name.startswith("batch 64, width 1,024, wrap two GPUs; 2 x NVIDIA H200, ")
     sizes = [f"{size / MiB:.1f} MiB" for size in peaks_of(batch=64, width=1024)]
-    assert peaks.startswith(f"The job runs: GPU 0 peaked at {sizes[0]} (allocated) of 1.75 GiB")
-    assert f"the other GPU peaked at {sizes[1]}." in peaks
+    assert peaks.startswith(f"The job runs: GPU 0 peaked at {sizes[0]} allocated and ")
+    assert peaks.endswith("reserved of 1.75 GiB.") and other.startswith(f"GPU 1 peaked at {sizes[1]} allocated and ")
 
 
 def test_the_explorer_follows_its_controls():
     panel = explorer()
     panel.controls["wrap"].value, panel.controls["width"].value = "one GPU", 4096
     assert panel.words != panel.at(width=1024)
-    assert "the other GPU peaked at 0.00 MiB" in panel.words
+    assert "GPU 1 peaked at 0.00 MiB" in panel.words
 
 
 def test_a_job_that_runs_out_of_memory_says_where_and_what_it_would_need():
     panel = explorer()
     before = size_of(panel._png)
     panel.controls["batch"].value = 2**20
-    _, stopped, needed = panel.words.splitlines()
+    _, stopped, needed, _ = panel.words.splitlines()
     said = r"Out of memory: GPU 0 ran out of its 2\.00 GiB: with .* allocated and .* reserved it was asked for .* more"
     assert re.match(said, stopped)
     need = format_bytes(peaks_of(batch=2**20)[0])
-    assert f"GPU 0 would need {need} (peak allocated)" in needed and size_of(panel._png) == before
+    assert f"GPU 0 would need {need} allocated" in needed and size_of(panel._png) == before
 
 
 def test_enough_memory_in_pieces_that_are_too_small():
@@ -256,10 +256,10 @@ def height(page: str) -> int:
 def test_it_changes_while_the_block_runs(page, gpus):
     with live_memory(every=0.005) as panel:
         x = torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
-        wait_until(lambda: "GPU 1: 1.00 GiB, peak 1.00 GiB" in panel._picture.value)
+        wait_until(lambda: "GPU 1: 1.00 GiB allocated, peak 1.00 GiB" in panel._picture.value)
         first = height(panel._picture.value)
         del x
-        wait_until(lambda: "GPU 1: 0.00 MiB, peak 1.00 GiB" in panel._picture.value)
+        wait_until(lambda: "GPU 1: 0.00 MiB allocated, peak 1.00 GiB" in panel._picture.value)
         assert height(panel._picture.value) == first
     assert len(page) == 1 and len(page[0].bundles) == 2  # one picture that changes, and what remains
     assert height(panel._picture.value) == page[0].image["height"] == first
@@ -274,18 +274,12 @@ def test_what_remains_are_the_peaks(page, gpus, capsys):
         remains.append(page[-1].bundles[-1])
         assert [reading.peak_allocated for reading in panel.readings] == [0, GIB]
         assert capsys.readouterr().out == panel.words + "\n"
-        assert panel.words.startswith("GPU 1 peaked at 1.00 GiB (allocated) of 2.00 GiB")
+        assert "GPU 1 peaked at 1.00 GiB allocated and 1.00 GiB reserved; the driver counts" in panel.words
         torch.cuda.empty_cache()
     assert remains[0] == remains[1]  # however often the thread had looked
     assert set(remains[0]) == {"image/png"}  # a panel would be gone from the page with its kernel
     assert page[0].image == size_of(b64decode(remains[0]["image/png"])) | {"alt": panel.words}
     assert all("text/plain" not in bundle for each in page for bundle in each.bundles)
-
-
-def test_some_gpus_only(page, gpus):
-    with live_memory("cuda:1") as panel:
-        pass
-    assert [reading.index for reading in panel.readings] == [1]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
@@ -311,7 +305,7 @@ def test_a_look_that_fails_ends_neither_the_panel_nor_the_training(page, gpus, m
             broken.setattr(live, "read_memory", fail)
             wait_until(lambda: len(failed) > 1)
         torch.empty(1000, device="cuda")
-        wait_until(lambda: "GPU 0: 0.00 MiB, peak <0.01 MiB" in panel._picture.value)
+        wait_until(lambda: "GPU 0: 0.00 MiB allocated, peak &lt;0.01 MiB" in panel._picture.value)
     assert panel.readings[0].peak_allocated == 4096
 
 
@@ -336,8 +330,6 @@ def test_bad_arguments_of_the_live_panel(page):
         pass
     with pytest.raises(RuntimeError, match="no GPU"), live_memory():
         pass
-    with virtual_gpus(1), pytest.raises(ValueError, match="no cuda:7"), live_memory(7):
-        pass
     assert page == []
 
 
@@ -353,13 +345,14 @@ def test_the_scale_of_the_bars_is_said_and_seldom_changes(reserved, frame):
 
 
 def test_the_rest_is_said():
-    page = live._now(Readings([Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 4 * GIB, 4 * GIB)]), "")
-    assert "1.00 GiB, peak 2.00 GiB, reserved 4.00 GiB of 16.0 GiB" in page
-    assert f'<progress value="{GIB}" max="{16 * GIB}"' in page
+    page = live._now(Readings([Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 4 * GIB, 4 * GIB, 5 * GIB, 16 * GIB)]), "")
+    said = "GPU 0: 1.00 GiB allocated, peak 2.00 GiB, 4.00 GiB reserved, driver 5.00 GiB, of 16.0 GiB"
+    assert page.count(said) == 2  # one of them is for screen readers
+    assert re.findall(r"width: ([\d.]+)%", page) == ["31.25", "25.00", "6.25"]  # each bar on the one before
 
 
 def test_the_live_panel_takes_a_small_part_of_a_processor(gpus):
-    panel = LivePanel(None, every=0.5)
+    panel = LivePanel(every=0.5)
     panel._picture = type("Picture", (), {})()
     panel._look()
     start = time.process_time()
@@ -384,6 +377,6 @@ def test_a_stored_notebook_has_pictures_and_words_that_a_second_run_repeats():
     cells = [cell.outputs for cell in run_all.tidy(notebook).cells]
     (explored,), (shown, said) = cells[1], cells[2]
     assert set(explored.data) == {"image/png", "text/plain"} and "GPU 1 peaked" in explored.data["text/plain"]
-    assert set(shown.data) == {"image/png"} and said.text.startswith("GPU 1 peaked")
+    assert set(shown.data) == {"image/png"} and "GPU 1 peaked" in said.text
     assert cells[3][0].data == explored.data and [each.get("data") for each in cells[4]] == [shown.data, None]
     assert cells[4][1].text == said.text

@@ -64,7 +64,7 @@ def _run_and_look(job: Callable, name: str, gpus: int, kind: str, memory: int | 
     if refusal:
         readings, _ = _run(job, gpus, kind, _PLENTY)
     on = f"{gpus} x {readings[0].name}"
-    readings = Readings(replace(reading, capacity=room) for reading in readings)
+    readings = Readings(replace(reading, capacity=room, driver_used=None) for reading in readings)  # PyTorch's alone
     lines = [f"{name}; {on}, {format_bytes(room)} each for PyTorch."]
     if refusal:
         lines += [f"Out of memory: {refusal}.", f"With more memory: {describe(readings)}"]

@@ -23,17 +23,20 @@ from IPython.display import display
 from helpers.measure import MiB, Reading, Readings, format_bytes, measure_memory, read_memory
 from helpers.show.bars import empty_figure, memory_bars
 from helpers.show.panel import image, png, size_of, view
+from helpers.show.style import COLOURS
 from helpers.show.words import describe
+
+DARK, LIGHT = COLOURS[0], COLOURS[5]
 
 
 class LivePanel:
     """The panel of `live_memory`. After the block, `readings` has the peaks, and `words` describes them if shown."""
 
-    def __init__(self, gpus, every: float):
+    def __init__(self, every: float):
         if not every > 0:
             raise ValueError(f"every={every}, but the number of seconds between two updates must be positive.")
         self.readings, self.words = Readings(), ""
-        self._gpus, self._every, self._line = gpus, every, ""
+        self._every, self._line = every, ""
         self._picture = self._display = None
         self._ended = threading.Event()
 
@@ -63,7 +66,7 @@ class LivePanel:
                 self._look()
 
     def _look(self) -> None:
-        self._picture.value = _now(read_memory(self._gpus), self._line)
+        self._picture.value = _now(read_memory(), self._line)
 
     def _close(self) -> None:
         """Show the peaks as an image and as text. The notebook's file keeps both, and they need no kernel."""
@@ -78,19 +81,19 @@ class LivePanel:
 
 
 @contextmanager
-def live_memory(gpus=None, every: float = 0.5) -> Iterator[LivePanel]:
-    """Show the memory of `gpus` (a device, an index, or a list of them; None for all) while the block runs.
+def live_memory(every: float = 0.5) -> Iterator[LivePanel]:
+    """Show the memory of all GPUs while the block runs: what the driver counts, reserved and allocated.
 
     every: seconds between two updates. Peaks are reset at the start, as with `measure_memory`. The panel ends with the
     block, even if the block fails or is interrupted. Outside a notebook, nothing is shown or read. Raises ValueError if
     `every` is not positive. When the panel is shown, it also raises what `read_memory` raises.
     """
-    panel = LivePanel(gpus, every)
+    panel = LivePanel(every)
     if not _in_a_notebook():
         yield panel
         return
     try:
-        with measure_memory(gpus) as panel.readings, panel._showing():
+        with measure_memory() as panel.readings, panel._showing():
             yield panel
     finally:
         if panel.readings and panel._display is not None:
@@ -102,27 +105,40 @@ def _in_a_notebook() -> bool:
 
 
 def _now(readings: Readings, line: str) -> str:
-    """Return HTML with the allocated memory as bars and the rest as text. Matplotlib would need a fifth of a second.
+    """Return HTML with the figures of this moment and their bars. Matplotlib would need a fifth of a second.
 
     `line`: the last line that training logged. The height is that of the picture of the peaks. The frame is as long as
     the capacity, or as a power of two if all GPUs hold little, so that the scale rarely changes while memory grows.
     """
-    capacity, most = (max(getattr(each, name) for each in readings) for name in ("capacity", "peak_reserved"))
+    capacity = max(reading.capacity for reading in readings)
+    most = max(max(reading.driver_used or 0, reading.peak_reserved) for reading in readings)
     length = capacity if 8 * most >= capacity else max(1 << (most - 1).bit_length(), MiB)
     rows = "".join(_row(reading, length) for reading in readings)
+    said = "; ".join(map(_figures, readings))
     return (
-        f'<div role="img" aria-label="{escape(describe(readings, "allocated"))}" style="width: 700px; '
+        f'<div role="img" aria-label="{said}" style="width: 700px; '
         f'height: {120 + 62 * len(readings)}px; line-height: 20px; font-size: 13px; overflow: hidden">'
-        f"<b>{escape((line or 'Memory now')[:96])}</b><br>"
-        f"the bars: what is allocated; frame: {format_bytes(length)}{rows}</div>"
+        f"<b>{escape((line or 'Memory now')[:96])}</b><br>light: driver (GPUtil), striped: reserved, dark: allocated; "
+        f"frame: {format_bytes(length)}{rows}</div>"
+    )
+
+
+def _figures(reading: Reading) -> str:
+    peak = format_bytes(reading.peak_allocated)
+    driver = "" if reading.driver_used is None else f", driver {format_bytes(reading.driver_used)}"
+    return escape(
+        f"GPU {reading.index}: {format_bytes(reading.allocated)} allocated, peak {peak}, "
+        f"{format_bytes(reading.reserved)} reserved{driver}, of {format_bytes(reading.capacity)}"
     )
 
 
 def _row(reading: Reading, length: int) -> str:
-    said = (
-        f"GPU {reading.index}: {format_bytes(reading.allocated)}, peak {format_bytes(reading.peak_allocated)}, "
-        f"reserved {format_bytes(reading.reserved)} of {format_bytes(reading.capacity)}"
-    )
-    style = "display: block; width: 100%; height: 20px"
-    bar = f'<progress value="{reading.allocated}" max="{length}" style="{style}"></progress>'
-    return f'<div style="padding-top: 14px">{said}</div>{bar}'
+    striped = f"repeating-linear-gradient(135deg, {LIGHT} 0 4px, white 4px 6px)"
+    bars = ""
+    for size, inset, fill in (
+        (reading.driver_used or 0, 0, "#dedede"), (reading.reserved, 4, striped), (reading.allocated, 8, DARK)
+    ):  # fmt: skip
+        place = f"left: 0; top: {inset}px; bottom: {inset}px; width: {min(100, 100 * size / length):.2f}%"
+        bars += f'<div style="position: absolute; {place}; background: {fill}"></div>'
+    frame = "position: relative; height: 26px; border: 1px solid #666; box-sizing: border-box"
+    return f'<div style="padding-top: 14px">{_figures(reading)}</div><div style="{frame}">{bars}</div>'

@@ -10,9 +10,9 @@ from matplotlib.patches import Patch
 
 from helpers.gpus import merged, seconds_covered
 from helpers.measure.timeline import KINDS, Timeline, describe_timeline
-from helpers.show.style import WIDTH, series_style, set_alt_text
+from helpers.show.style import WIDTH, WORK, bar_style, set_alt_text
 
-LOOKS = {kind: series_style(place) for place, kind in enumerate(KINDS)}
+LOOKS = {kind: bar_style(WORK[kind], WORK[kind]) for kind in KINDS}
 # The strip of the copies is too narrow for a hatch. An edge makes copies visible that are shorter than a pixel.
 LOOKS["copy"] |= {"hatch": "", "edgecolor": LOOKS["copy"]["facecolor"], "linewidth": 1.2}
 _GAP = 0.002  # of the width; kernels with a smaller gap between them are drawn as one bar

@@ -1,76 +1,34 @@
 """Describes memory readings as text, for readers who cannot see the picture."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from helpers.measure import Reading, Readings, format_bytes
 
-FIELDS = ("peak_allocated", "peak_reserved", "allocated", "reserved", "driver_used")
 
+def describe(readings: Readings | Mapping[str, Readings]) -> str:
+    """Describe each GPU's peaks of allocated and reserved memory and what the driver counts, equal GPUs in one line.
 
-def describe(readings: Readings | Mapping[str, Readings], field: str = "peak_allocated") -> str:
-    """Describe each situation: the fullest GPU, the others, the ratio between them, and what does not fit.
-
-    `field` is the figure to describe, as in `compare_bars`. Raises ValueError for an unknown field.
+    readings: of one situation, or of several by name. A GPU that ran out of memory has the request that failed.
     """
     if isinstance(readings, Mapping):
-        return "\n".join(f"{name}: {describe(each, field)}" for name, each in readings.items())
-    check_field(readings, field)
-    if not readings:
-        return "No readings yet."
-    if any(reading.refused for reading in readings):
-        return _stopped(readings, field)
-    full = max(readings, key=lambda reading: getattr(reading, field))
-    most, edge = getattr(full, field), full.edge(field)
-    size, over = f"{format_bytes(most)} ({word(field)})", format_bytes(most - edge)
-    held = f"{format_bytes(most)} {_kind(field)}"
-    holds, hold = ("peaked at", "peaked at") if field.startswith("peak_") else ("holds", "hold")
-    others = [getattr(reading, field) for reading in readings if reading is not full]
-    if others and {format_bytes(value) for value in others} == {format_bytes(most)}:
-        if most > edge:
-            return f"All {len(readings)} GPUs would need {size} each: {over} over their {format_bytes(edge)}."
-        return f"All {len(readings)} GPUs {hold} {held} of {format_bytes(edge)} each."
-    if most > edge:
-        rest = f"; {_others(others, 'needs', 'need')}" if others else ""
-        return f"GPU {full.index} would need {size}: {over} over its {format_bytes(edge)}{rest}."
-    times = f"{most / min(others):.1f}" if others and min(others) else "1.0"
-    more = f", {times} times as much as the emptiest" if times != "1.0" else ""
-    rest = f"; {_others(others, holds, hold)}" if others else ""
-    return f"GPU {full.index} {holds} {held} of {format_bytes(edge)}{more}{rest}."
+        return "\n".join(f"{name}: {line}" for name, each in readings.items() for line in describe(each).splitlines())
+    lines: dict[str, list[str]] = {}
+    for reading in readings:
+        lines.setdefault(_figures(reading), []).append(str(reading.index))
+    return "\n".join(f"{_names(gpus)} {figures}." for figures, gpus in lines.items()) or "No readings yet."
 
 
-def check_field(readings: Sequence[Reading], field: str) -> None:
-    """Raise ValueError if `field` is not in `FIELDS`, or if one of the readings has no value for it."""
-    if field not in FIELDS:
-        raise ValueError(f"There is no field {field!r}. Choose one of {', '.join(FIELDS)}.")
-    unknown = [reading.index for reading in readings if getattr(reading, field) is None]
-    if unknown:
-        raise ValueError(
-            f"GPU {unknown[0]} has no {word(field)}, because GPUtil has no figure. Pass field='peak_reserved' instead."
-        )
+def _figures(reading: Reading) -> str:
+    if reading.refused:
+        return str(reading.refused).removeprefix(f"GPU {reading.index} ")
+    capacity = format_bytes(reading.capacity)
+    peaks = f"{format_bytes(reading.peak_allocated)} allocated and {format_bytes(reading.peak_reserved)} reserved"
+    if reading.peak_allocated > reading.capacity:
+        return f"would need {peaks}, {format_bytes(reading.peak_allocated - reading.capacity)} more than its {capacity}"
+    if reading.driver_used is None:
+        return f"peaked at {peaks} of {capacity}"
+    return f"peaked at {peaks}; the driver counts {format_bytes(reading.driver_used)} of {capacity}"
 
 
-def word(field: str) -> str:
-    """Return a field's name for sentences and axis labels."""
-    return field.replace("_", " ")
-
-
-def _others(values: Sequence[int], singular: str, plural: str, measure: str = "") -> str:
-    low, high = format_bytes(min(values)), format_bytes(max(values))
-    span = (low if low == high else f"{low} to {high}") + measure
-    if len(values) == 1:
-        return f"the other GPU {singular} {span}"
-    return f"the other {len(values)} GPUs {plural} {span} each"
-
-
-def _stopped(readings: Sequence[Reading], field: str) -> str:
-    said = " ".join(f"{reading.refused}." for reading in readings if reading.refused) + " The run stopped there"
-    rest = [getattr(reading, field) for reading in readings if not reading.refused]
-    if not rest:
-        return f"{said}."
-    held = "peaked at" if field.startswith("peak_") else "held"
-    return f"{said}; until then {_others(rest, held, held, f' {_kind(field)}')}."
-
-
-def _kind(field: str) -> str:
-    """Return the kind of memory without "peak", for sentences whose verb already says it."""
-    return f"({word(field.removeprefix('peak_'))})"
+def _names(gpus: list[str]) -> str:
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]} each"

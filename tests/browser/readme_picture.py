@@ -44,7 +44,7 @@ def shown(picture: Path = PICTURE) -> dict[str, list[str]]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, jupyterlab(Path(folder)) as lab:
-        lab.page.set_viewport_size({"width": 1366, "height": 900})
+        lab.page.set_viewport_size({"width": 1366, "height": 1230})
         lab.open("00_start_here")
         lab.run_all(timeout=600)
         heading = lab.page.locator(".jp-Notebook h2", has_text=HEADING).first

@@ -14,7 +14,7 @@ from virtual_gpus.driver.view import GPUView
 from virtual_gpus.processes import children
 
 NAMES = ("VIRTUAL_GPUS_CHILDREN", "VIRTUAL_GPUS_PYTHON", "PYTHONPATH", "PATH")
-GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 3 << 20, (8, 0), [], None),
+GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 3 << 20, (8, 0), [], 0.0),
         GPUView(1, "NVIDIA B", "GPU-1", 9 << 20, (9, 0), [(7, 2 << 20)], 0.5)]  # fmt: skip
 
 
@@ -102,6 +102,23 @@ print(sitecustomize.SEEN, "torch" in sys.modules, type(pynvml.nvmlLib).__name__,
         assert run(sys.executable, "-c", ask, env=other).split()[:3] == ["True", "False", "NoneType"]
 
 
+def test_gputil_reads_the_program_nvidia_smi_as_it_reads_that_of_this_process():
+    GPUtil = pytest.importorskip("GPUtil")
+    ask = """
+import GPUtil, json
+found = [{name: str(value) for name, value in vars(gpu).items()} for gpu in GPUtil.getGPUs()]
+print(json.dumps([found, GPUtil.getAvailable(order="memory", limit=2)]))
+"""
+    with virtual_gpus(2, children=True):
+        x = torch.ones(10, device="cuda")
+        found, available = json.loads(run(sys.executable, "-c", ask))
+        here = [{name: str(value) for name, value in vars(gpu).items()} for gpu in GPUtil.getGPUs()]
+        assert x.is_cuda
+    assert available == [1, 0]  # a GPU whose load is nan is never available
+    assert [gpu.pop("load") for gpu in found] == ["0.0", "0.0"] and [gpu.pop("load") for gpu in here]
+    assert found == here
+
+
 def smi(monkeypatch, capsys, *arguments, gpus=GPUS):
     monkeypatch.setattr(nvidia_smi, "from_environment", lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["nvidia-smi", *arguments])
@@ -118,7 +135,7 @@ def test_nvidia_smi_answers_as_the_real_one(monkeypatch, capsys):
     fields = "--query-gpu=index, memory.used,utilization.gpu,temperature.gpu"
     assert smi(monkeypatch, capsys, fields, "--format=csv").out.splitlines() == [
         "index, memory.used [MiB], utilization.gpu [%], temperature.gpu",
-        "0, 0 MiB, [N/A], [N/A]",
+        "0, 0 MiB, 0 %, [N/A]",
         "1, 2 MiB, 50 %, [N/A]",
     ]
     one = smi(monkeypatch, capsys, "-i", "1", "--query-gpu=count,uuid,compute_cap", "--format=csv,noheader,nounits")

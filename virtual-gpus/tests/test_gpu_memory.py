@@ -1,6 +1,7 @@
 """Memory figures of virtual GPUs through torch.cuda and GPUtil."""
 
 import gc
+import math
 
 import GPUtil
 import pytest
@@ -117,6 +118,18 @@ def test_the_driver_sees_reserved_memory_and_the_context():
     assert GPUtil.getGPUs()[1].memoryUsed == second.memoryUsed  # del gives back to the cache only
     torch.cuda.empty_cache()
     assert GPUtil.getGPUs()[1].memoryUsed == context
+
+
+def test_every_field_of_gputil_is_read_from_what_nvidia_smi_prints():
+    x = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda:1")
+    gpu = GPUtil.getGPUs()[1]
+    assert (gpu.id, gpu.name, gpu.driver) == (1, torch.cuda.get_device_name(1), "virtual")
+    assert gpu.uuid == f"GPU-{torch.cuda.get_device_properties(1).uuid}"
+    assert gpu.memoryUtil == gpu.memoryUsed / gpu.memoryTotal and 0 <= gpu.load <= 1
+    assert gpu.memoryUsed == int(gpu.memoryUsed) and gpu.memoryTotal == int(gpu.memoryTotal)  # MiB without decimals
+    assert (gpu.display_mode, gpu.display_active) == ("Disabled", "Disabled")
+    assert gpu.serial == "[N/A]" and math.isnan(gpu.temperature)  # as for a real GPU that has no such figure
+    del x
 
 
 def test_gputil_functions(capsys):

@@ -19,8 +19,8 @@ _NONE = "[N/A]"
 _Field = tuple[Callable[[GPUView], object], str]  # how to read it, and its unit
 
 
-def _load(gpu: GPUView) -> object:
-    return _NONE if gpu.load is None else round(100 * gpu.load)
+def _load(gpu: GPUView) -> int:
+    return round(100 * gpu.load)
 
 
 _FIELDS: dict[str, _Field] = {
@@ -114,8 +114,8 @@ def table(gpus: list[GPUView]) -> Iterator[str]:
     yield f"| {'GPU':<4}{'Name':<33}{'Memory-Usage':>24}  {'GPU-Util':>12}  |"
     yield rule
     for gpu in gpus:
-        memory, load = f"{gpu.used >> 20}MiB / {gpu.memory >> 20}MiB", _load(gpu)
-        yield f"| {gpu.slot:<4}{gpu.name:<33}{memory:>24}  {f'{load}%' if load != _NONE else 'N/A':>12}  |"
+        memory, load = f"{gpu.used >> 20}MiB / {gpu.memory >> 20}MiB", f"{_load(gpu)}%"
+        yield f"| {gpu.slot:<4}{gpu.name:<33}{memory:>24}  {load:>12}  |"
     yield rule
     yield f"| {'Processes: GPU':<22}{'PID':>12}{'GPU Memory':>24}{'':<19}|"
     found = [(gpu.slot, *process) for gpu in gpus for process in gpu.processes]

@@ -104,8 +104,6 @@ def _memory(gpu: GPUView, pointer) -> int:
 
 
 def _utilization(gpu: GPUView, pointer) -> int:
-    if gpu.load is None:
-        return _NOT_SUPPORTED
     pointer._obj.gpu = pointer._obj.memory = round(100 * gpu.load)
     return _SUCCESS
 

@@ -16,7 +16,7 @@ class GPUView(NamedTuple):
     """One GPU, hidden ones too. Sizes are bytes.
 
     slot: its number in the machine. processes: (process id, bytes) of those that use it. load: the fraction of the last
-    modelled second in which it ran kernels; None where that is not known, because another process has the clock.
+    modelled second in which it ran kernels.
     """
 
     slot: int
@@ -25,7 +25,7 @@ class GPUView(NamedTuple):
     memory: int
     capability: tuple[int, int]
     processes: list[tuple[int, int]]
-    load: float | None
+    load: float
 
     @property
     def used(self) -> int:
@@ -41,7 +41,7 @@ class GPUView(NamedTuple):
 def from_environment() -> list[GPUView] | None:
     """The GPUs that this process inherits, see `processes.children`. None if there are none.
 
-    Another process has the clock, so the load is not known here.
+    The process that has the clock usually waits for this one, so the load is 0.
     """
     try:
         facts = json.loads(os.environ.get(VARIABLE, "null"))
@@ -52,6 +52,6 @@ def from_environment() -> list[GPUView] | None:
     count = len(facts["gpus"])
     held = held_by_processes(os.environ.get(FOLDER), facts["machine"], count)
     return [
-        GPUView(slot, name, uuid, memory, (major, minor), [(p, used[slot]) for p, used in held if used[slot]], None)
+        GPUView(slot, name, uuid, memory, (major, minor), [(p, used[slot]) for p, used in held if used[slot]], 0.0)
         for slot, (name, uuid, memory, (major, minor)) in enumerate(facts["gpus"])
     ]

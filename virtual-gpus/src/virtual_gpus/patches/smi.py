@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
+from virtual_gpus.driver.nvidia_smi import query_gpus
 from virtual_gpus.driver.nvml import Library
-from virtual_gpus.driver.view import DRIVER, GPUView
+from virtual_gpus.driver.view import GPUView
 from virtual_gpus.machine import VirtualGPU, active
-
-_MIB = 1 << 20
 
 
 def look() -> list[GPUView]:
@@ -26,39 +26,25 @@ def _view(gpu: VirtualGPU) -> GPUView:
     return GPUView(gpu.slot, gpu.spec.name, gpu.uuid, gpu.memory, gpu.spec.capability, processes, gpu.machine.load(gpu))
 
 
-def getGPUs():
-    """One GPUtil.GPU per GPU of the machine. Memory in MiB."""
-    return [_as_gputil(gpu) for gpu in look()]
+class _NvidiaSmi:
+    """What GPUtil starts in place of the program nvidia-smi. GPUtil itself reads the answer."""
 
+    def __init__(self, command: Sequence[str], **_):
+        _, query, form = command
+        self._names, self._form = (option.partition("=")[2].split(",") for option in (query, form))
 
-def _as_gputil(gpu: GPUView):
-    from GPUtil import GPU
-
-    total, used = gpu.memory / _MIB, gpu.used / _MIB
-    return GPU(
-        ID=gpu.slot,
-        uuid=gpu.uuid,
-        load=gpu.load,
-        memoryTotal=total,
-        memoryUsed=used,
-        memoryFree=total - used,
-        driver=DRIVER,
-        gpu_name=gpu.name,
-        serial="0",
-        display_mode="Disabled",
-        display_active="Disabled",
-        temp_gpu=float("nan"),
-    )
+    def communicate(self) -> tuple[bytes, None]:
+        lines = query_gpus(look(), self._names, self._form)
+        return "".join(line + os.linesep for line in lines).encode(), None
 
 
 def _of_gputil():
-    """Both names: `GPUtil.getGPUs`, and the one that GPUtil's own functions call. No rows without GPUtil."""
+    """No rows without GPUtil."""
     try:
-        import GPUtil
-        import GPUtil.GPUtil as inner
+        import GPUtil.GPUtil as module
     except ImportError:  # GPUtil 1.4.0 needs setuptools from Python 3.12 on
         return []
-    return [(GPUtil, "getGPUs", getGPUs), (inner, "getGPUs", getGPUs)]
+    return [(module, "Popen", _NvidiaSmi)]
 
 
 def _of_pynvml():
