@@ -150,5 +150,5 @@ def test_importing_helpers_switches_nothing_on():
     code = "import pkgutil, importlib, helpers\n"
     code += "names = [m.name for m in pkgutil.walk_packages(helpers.__path__, 'helpers.')]"
     code += "\n[importlib.import_module(name) for name in names]\nfrom virtual_gpus import active_machine"
-    code += "\nassert len(names) > 20 and active_machine() is None"
+    code += "\nassert len(names) > 15 and active_machine() is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -178,7 +178,9 @@ class AllocatorLog(PeakLog):
         owner = self._allocator.live_blocks[address].owner
         if owner is not None and isinstance(owner(), ScratchBlock):
             return OTHER  # workspaces
-        return kind_of(self._stack())
+        kind = kind_of(self._stack())
+        # What a program computes outside modules, such as logits.float(), autograd keeps. A history does not tell.
+        return ACTIVATIONS if kind == OTHER and torch.is_grad_enabled() else kind
 
     def _stack(self) -> Iterator[tuple[str, str]]:
         frame: FrameType | None = sys._getframe(1)
