@@ -111,9 +111,10 @@ def as_one(function: Callable[..., Any], *args: Any) -> Any:
 def _is_lent(args: tuple) -> bool:
     """True if C++ holds the first of `args` and Python does only in this tuple, which the dispatcher made.
 
-    C++ keeps one reference to the Python object of a tensor that it holds, however often it holds it, and tells by that
-    whether Python holds it too (c10/util/intrusive_ptr.h). What Python counts on the way depends on its version, and is
-    in both terms alike. No caller may have a name for the tensor itself.
+    C++ keeps one reference to the Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a
+    gradient as its own if that reference is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h).
+    How many more references Python counts on the way depends on its version: both terms have them. Callers may have no
+    name for the tensor itself.
     """
     return bool(args) and _references(args) - _references(_FRESH) == 1
 
