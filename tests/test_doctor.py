@@ -35,10 +35,10 @@ def says(finding, mark, *words):
 
 def test_versions(monkeypatch):
     assert says(checks.python(), "ok", platform.python_version())
-    for version in ((3, 10, 4), (3, 14, 0)):
+    for version in ((3, 10, 4), (3, 16, 0)):
         with monkeypatch.context() as patch:
             patch.setattr(checks, "sys", SimpleNamespace(version_info=version))
-            assert says(checks.python(), "problem", "3.11 to 3.13")
+            assert says(checks.python(), "problem", "3.11 to 3.15")
     for version, mark in {"2.10.1": "problem", "2.11.0+cpu": "ok", "2.15.1": "ok", "2.16.0.dev2": "warning"}.items():
         monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=version))
         assert says(checks.pytorch(), mark, version)

@@ -47,9 +47,9 @@ class Finding(NamedTuple):
 
 def python() -> Finding:
     found, short = f"This is Python {platform.python_version()}.", f"Python {platform.python_version()}"
-    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+    if (3, 11) <= sys.version_info[:2] <= (3, 15):
         return Finding(found, short)
-    advice = "The lessons need 3.11 to 3.13. uv brings one: `python3 -m uv run --python 3.13 jupyter lab notebooks`."
+    advice = "The lessons need 3.11 to 3.15. uv brings one: `python3 -m uv run --python 3.13 jupyter lab notebooks`."
     return Finding(found, short, "problem", advice)
 
 

@@ -83,6 +83,7 @@ class Operator:
         "is_composite",
         "is_index",
         "is_ordinary",
+        "is_sum",
         "is_view",
         "kernel",
         "kernels",
@@ -104,6 +105,7 @@ class Operator:
         self.kernel = func  # what computes
         self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema
         self.takes_first, self.takes_by_name = None, True  # tensors: among so many arguments first; among named ones
+        self.is_sum = False
         if isinstance(func, torch._ops.HigherOrderOperator):
             self.kernels, self.is_composite = func.py_kernels, True
             return
@@ -112,6 +114,7 @@ class Operator:
         self.name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         self.base = self.name.partition(".")[0]
         self.names = [a.name for a in arguments]
+        self.is_sum = self.base == "add"
         self.positions = {name: position for position, name in enumerate(self.names)}
         self._defaults = {}
         self.has_device = "device" in self.names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,24 +16,28 @@ from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.storages import place_all, put, scratch
 from virtual_gpus.threads import this_thread
 
+_FRESH = (object(),)  # a tuple whose element nobody else holds
+
 
 class OpCall:
     """Made once per operator, in `__torch_dispatch__`; everything that handles the operator is given this object.
 
     func, op: the ATen overload and its facts. kernel: what computes it. args, kwargs: as the dispatcher passed them,
     later as the kernel gets them. tensors: all that were among them as they were passed. gpu: where it runs, once that
-    is known; else None.
+    is known; else None. is_lent: True if a sum of a backward pass got its first tensor from C++ and no Python object
+    holds that tensor. It is asked first of all, while the dispatcher's tuple alone has it.
 
     A recipe (see `ops`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("args", "func", "gpu", "kernel", "kwargs", "op", "tensors")
+    __slots__ = ("args", "func", "gpu", "is_lent", "kernel", "kwargs", "op", "tensors")
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.op = op = operator(func)
         self.kernel = op.kernel
         self.gpu: VirtualGPU | None = None
+        self.is_lent = op.is_sum and this_thread.in_backward and _is_lent(args)
         self.tensors = found = []
         for value in args[: op.takes_first]:  # as `_collect` does, without its call: this runs for every operator
             if isinstance(value, torch.Tensor):
@@ -101,6 +106,22 @@ def as_one(function: Callable[..., Any], *args: Any) -> Any:
     """
     capture = this_thread.capture
     return function(*args) if capture is None else capture.node(function, *args)
+
+
+def _is_lent(args: tuple) -> bool:
+    """True if C++ holds the first of `args` and Python does only in this tuple, which the dispatcher made.
+
+    C++ keeps one reference to the Python object of a tensor that it holds (c10/util/intrusive_ptr.h). It takes a
+    gradient as its own if that reference is the only one (is_tensor_stealable in torch/csrc/autograd/variable.h).
+    How many more references Python counts on the way depends on its version: both terms have them. Callers may have no
+    name for the tensor itself.
+    """
+    return bool(args) and _references(args) - _references(_FRESH) == 1
+
+
+def _references(args: tuple) -> int:
+    """How many hold the first of `args`, this tuple included, and the reference that the question itself takes."""
+    return sys.getrefcount(args[0])
 
 
 def _collect(values: Iterable, found: list[torch.Tensor]) -> None:

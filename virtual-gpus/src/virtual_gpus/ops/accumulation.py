@@ -8,17 +8,14 @@ term over, so that memory is as without a mode.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.threads import this_thread
 
-# While the engine holds a gradient alone and `_engine_adds` looks at it: references to its storage and to the tensor in
-# C++, and to the tensor's Python object (the lists and tuples of the dispatch mode among them).
-_ALONE = (2, 4, 5)
+# What C++ counts while the engine holds a gradient alone: references to its storage and to the tensor.
+_ALONE = (2, 4)
 _ENGINE = ("autograd/graph.py", "autograd\\graph.py")
 
 
@@ -26,19 +23,18 @@ def add(call: OpCall):
     """`a + b`; in place where C++ would."""
     args = call.args
     if len(call.tensors) == len(args) == 2 and not call.kwargs:
-        if _engine_adds(*args) if this_thread.in_backward else args[1].dim() == 1 and _linear_adds(call, args[0]):
+        if _engine_adds(call, *args) if this_thread.in_backward else args[1].dim() == 1 and _linear_adds(call, args[0]):
             return call.run_in_place(args[0])
     return call.run()
 
 
-def _engine_adds(first, second) -> bool:
+def _engine_adds(call: OpCall, first, second) -> bool:
     """True if the engine itself adds two gradients, and nobody else holds the first one."""
-    if first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
+    if not call.is_lent or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
         return False
     if not calling_frame().f_code.co_filename.endswith(_ENGINE):
         return False
-    storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
-    counts = storage, first._use_count(), sys.getrefcount(first)
+    counts = torch._C._storage_Use_Count(first.untyped_storage()._cdata), first._use_count()
     return counts == _ALONE and torch.ops.aten.is_non_overlapping_and_dense(first)
 
 

@@ -1,0 +1,244 @@
+"""Where two paths join, autograd adds gradients in place under the conditions of C++, and so do virtual GPUs.
+
+PyTorch decides on the CPU as it does on a GPU. Each case runs there without virtual GPUs, where the profiler tells
+`add_` from `add`, and then on a virtual GPU.
+"""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from virtual_gpus import virtual_gpus
+from virtual_gpus.dispatch import mode
+from virtual_gpus.ops import accumulation
+
+kept = []
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Keeping(Doubled):
+    @staticmethod
+    def backward(ctx, gradient):
+        kept.append(gradient * 2)
+        return kept[-1]
+
+
+class Passing(Doubled):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def gradient_of(outputs, *args):
+    return lambda: torch.autograd.grad(outputs, *args)
+
+
+def joined(*branches, hook=lambda node: None):
+    """A case: the gradients of these branches meet at one tensor. hook: called with the node of each branch."""
+
+    def case(x):
+        hidden = x * 1
+        results = [branch(hidden) for branch in branches]
+        for result in results:
+            hook(result.grad_fn)
+        return gradient_of(sum((result * 2).sum() for result in results), x)
+
+    return case
+
+
+def shared(first, second):
+    """The gradient of a sum goes to both terms, which have other paths too."""
+
+    def case(x):
+        one, two = x * 2, x * 3
+        parts = [lambda: ((one + two) * 2).sum(), lambda: (one * 3).sum() + (two * 5).sum()]
+        return gradient_of(parts[first]() + parts[second](), x)
+
+    return case
+
+
+def held_by_the_caller(x):
+    hidden = x * 1
+    kept.append(torch.ones_like(hidden))
+    return gradient_of([hidden, hidden, hidden * 2], x, kept * 3)
+
+
+def held_by_the_call(x):
+    hidden = x * 1
+    return lambda: torch.autograd.grad([hidden, hidden * 2], x, [torch.ones_like(hidden), torch.ones_like(hidden)])
+
+
+def kept_as_grad(x):
+    hidden = x * 1
+    hidden.retain_grad()
+    return (hidden * 2 + hidden * 3).sum().backward
+
+
+def of_tensors_on_the_way(x):
+    hidden = x * 1
+    other = hidden * 2
+    return gradient_of((other * 3 + hidden * 4 + other * 5).sum(), (x, hidden, other))
+
+
+def to_a_leaf(x):
+    (x * 2 + x * 3).sum().backward()
+    return (x * 2 + x * 3 + x * 4).sum().backward
+
+
+def with_a_graph(x):
+    hidden = x * 1
+    return lambda: torch.autograd.grad((hidden * 2 + hidden * 3).sum(), x, create_graph=True)
+
+
+def of_a_gradient(x):
+    hidden = x * x
+    (gradient,) = torch.autograd.grad((hidden * 2 + hidden * hidden).sum(), x, create_graph=True)
+    return gradient_of(gradient.sum(), x)
+
+
+def recomputed(use_reentrant):
+    def case(x):
+        hidden = x * 1
+        steps = [checkpoint(torch.sin, hidden, use_reentrant=use_reentrant) for _ in range(3)]
+        return (steps[0] * 2 + steps[1] * 3 + steps[2]).sum().backward
+
+    return case
+
+
+def of_a_network(x):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(x.shape[-1], 2, 16, dropout=0.0, device=x.device)
+    return layer(layer(x[None]) + x).sum().backward
+
+
+def times(number):
+    return lambda x: x * number
+
+
+def keep(node):
+    node.register_hook(lambda inputs, outputs: kept.append(inputs))
+
+
+CASES = {
+    "two paths": joined(times(3), times(4)),
+    "three paths": joined(times(3), times(4), times(5)),
+    "products": joined(lambda x: x @ torch.ones_like(x), times(3)),
+    "a view of a gradient": joined(lambda x: x.t().contiguous().t(), times(3)),
+    "expanded from one number": joined(times(3), torch.sum),
+    "expanded from one number, last": joined(torch.sum, times(3)),
+    "part of a tensor": joined(lambda x: x[:4] * 2, lambda x: x[4:]),
+    "part of a tensor and all": joined(lambda x: x[0] * 2, times(3)),
+    "seen by a hook": joined(times(3), times(4), hook=lambda node: node.register_hook(lambda *gradients: None)),
+    "kept by a hook": joined(times(3), times(4), hook=keep),
+    "kept by the first hook": joined(times(3), Keeping.apply),
+    "kept by the last hook": joined(Keeping.apply, times(3)),
+    "made in Python": joined(Doubled.apply, Doubled.apply),
+    "made in Python, and kept": joined(Keeping.apply, Keeping.apply),
+    "passed on in Python": joined(Passing.apply, Passing.apply),
+    "passed on in Python, once": joined(Passing.apply, times(3)),
+    "held by two paths": shared(0, 1),
+    "held by two paths, later": shared(1, 0),
+    "held by the caller": held_by_the_caller,
+    "held by the call": held_by_the_call,
+    "kept as .grad": kept_as_grad,
+    "of tensors on the way": of_tensors_on_the_way,
+    "to a leaf": to_a_leaf,
+    "with a graph": with_a_graph,
+    "of a gradient": of_a_gradient,
+    "checkpoints": recomputed(use_reentrant=True),
+    "checkpoints, not reentrant": recomputed(use_reentrant=False),
+    "network": of_a_network,
+}
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    kept.clear()
+
+
+def sums_on_the_cpu(case) -> list[str]:
+    """How the engine itself adds gradients without virtual GPUs, in order: "add_" or "add"."""
+    backward = case(torch.ones(8, 8, requires_grad=True))
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        backward()
+    sums = [event for event in profile.function_events if event.name in ("aten::add", "aten::add_")]
+    parents = [event.cpu_parent and event.cpu_parent.name for event in sums]
+    return [
+        event.name.removeprefix("aten::")
+        for event, parent in zip(sums, parents, strict=True)
+        if parent and parent.startswith("autograd::engine::evaluate_function")
+    ]
+
+
+def sums_on_a_gpu(case, monkeypatch) -> list[str]:
+    found, decide = [], accumulation._engine_adds
+
+    def noted(*args):
+        in_place = decide(*args)
+        found.append("add_" if in_place else "add")
+        return in_place
+
+    with virtual_gpus(1) as (gpu,), monkeypatch.context() as patch:
+        backward = case(torch.ones(8, 8, device=gpu, requires_grad=True))
+        patch.setattr(accumulation, "_engine_adds", noted)
+        backward()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_added_as_without_virtual_gpus(name, monkeypatch):
+    expected = sums_on_the_cpu(CASES[name])
+    kept.clear()
+    assert expected and sums_on_a_gpu(CASES[name], monkeypatch) == expected
+
+
+def names_in_run(monkeypatch):
+    """As if `run`, on the way to the recipe, had some more local variables."""
+    run = mode.run
+
+    def with_names(call, machine):
+        first, found = call.tensors[:1], [*call.tensors, *call.args]
+        result = run(call, machine)
+        del first, found
+        return result
+
+    monkeypatch.setattr(mode, "run", with_names)
+
+
+def debugger(monkeypatch):
+    """It reads all local variables at every line; Python 3.11 and 3.12 keep what it has read beside the frame."""
+
+    def trace(frame, event, value):
+        dict(frame.f_locals)
+        return trace
+
+    sys.settrace(trace)
+
+
+@pytest.mark.parametrize("way", [names_in_run, debugger])
+@pytest.mark.parametrize("name", ["three paths", "kept by a hook", "made in Python, and kept", "checkpoints"])
+def test_names_of_the_engine_do_not_count(name, way, monkeypatch):
+    expected = sums_on_the_cpu(CASES[name])
+    kept.clear()
+    before = sys.gettrace()
+    try:
+        way(monkeypatch)
+        assert sums_on_a_gpu(CASES[name], monkeypatch) == expected
+    finally:
+        sys.settrace(before)
