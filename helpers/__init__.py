@@ -1,7 +1,7 @@
 """Helpers of the multi-GPU course. The map:
 
-    gpus        `use_gpus` gives real GPUs where there are enough of them, and virtual ones otherwise. Only this module
-                and `parallel.launching` import the engine.
+    gpus        `use_gpus` gives real GPUs where there are enough of them, and virtual ones otherwise. Only this module,
+                `parallel.launching` and `parallel.hosts` import the engine.
     data        The images and texts to train on, and random batches.
     models      The networks of the lessons.
     train       One training loop, on one GPU or with DataParallel.

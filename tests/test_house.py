@@ -19,7 +19,12 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
-DOORS = {"helpers/gpus.py", "helpers/parallel/launching.py"}  # through which the helpers reach the virtual GPUs
+# Through which the helpers reach the virtual GPUs.
+DOORS = {
+    "helpers/gpus.py",
+    "helpers/parallel/hosts.py",
+    "helpers/parallel/launching.py",
+}
 CPU_BUILD = "--torch-backend=cpu -e ./virtual-gpus -e ."
 PIN = re.compile(r"([a-z0-9-]+)==[\w.]+( ; [^@/]+)?")
 

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from virtual_gpus.testing import RankError, run_ranks
-from virtual_gpus.testing.child import leave_the_parent, print_into
-from virtual_gpus.testing.network import free_port, has_libuv, interface
+from virtual_gpus.testing.network import interface
 
-__all__ = ["RankError", "free_port", "has_libuv", "interface", "launch", "leave_the_parent", "print_into"]
+__all__ = ["RankError", "interface", "launch"]
 
 
 def launch(

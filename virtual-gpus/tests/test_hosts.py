@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-from helpers.parallel.hosts import TORCHRUN, run_hosts
+from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 
 
 class StoreOfWindows(dist.TCPStore):
