@@ -1,27 +1,25 @@
 """Schedules, stages, the pipeline, its panel and the sketch of a matrix that is cut."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torchvision.models import resnet50
 from virtual_gpus import virtual_gpus
 
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
-from helpers.models import PyramidNet, bert_small, group_norm, small_resnet
+from helpers.models import group_norm, small_resnet
 from helpers.parallel.pipeline import (
     Pipeline,
     Task,
     bubble,
     gpipe,
-    layers_of,
     most_kept,
     one_f_one_b,
     simulate,
-    split,
 )
 from helpers.show.schedule import explore_pipeline
 
@@ -111,42 +109,12 @@ def alone():
     return loss.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_a_split_net_is_the_same_net(alone, count):
-    x, y = batch()
-    with virtual_gpus(4) as gpus:
-        whole = net()
-        parts = split(layers_of(whole), gpus[:count])
-        outputs = parts(x)
-        loss = cross_entropy(outputs, y.to(outputs.device))
-        loss.backward()
-        assert outputs.device == gpus[count - 1]
-        assert sorted({str(p.device) for p in whole.parameters()}) == [f"cuda:{i}" for i in range(count)]
-        torch.testing.assert_close(loss.detach().cpu(), alone[0])
-        torch.testing.assert_close(gradients(whole), alone[1], atol=1e-5, rtol=1e-4)
-
-
-def test_the_layers_are_the_net():
-    tokens, images = torch.randint(0, 2000, (3, 32)), torch.randn(3, 3, 8, 8)
-    for model, inputs in ((bert_small(dropout=0.0), tokens), (PyramidNet(8, 12), images)):
-        assert torch.equal(nn.Sequential(*layers_of(model))(inputs), model(inputs))
-        assert {id(p) for layer in layers_of(model) for p in layer.parameters()} == {id(p) for p in model.parameters()}
-
-
-def test_the_tutorials_cut_of_resnet50_lies_behind_its_second_stage():
-    model = resnet50(weights=None)
-    assert layers_of(model)[11] is model.layer3[0]
-
-
-def test_bad_cuts_and_unknown_nets_are_refused():
-    layers = [nn.Linear(2, 2) for _ in range(4)]
-    for cuts in ([2, 3], [], [0], [4], [5]):
-        with pytest.raises(ValueError, match="4 layers cannot be cut at .* between 1 and 3"):
-            split(layers, ["cpu", "cpu"], cuts)
-    with pytest.raises(ValueError, match="cannot be cut"):
-        split(layers, ["cpu"] * 5)
-    with pytest.raises(TypeError, match="layers_of supports ResNet, Bert and PyramidNet, not Linear"):
-        layers_of(nn.Linear(2, 2))
+def parts_of(whole, count):
+    """The layers of a ResNet in `count` parts."""
+    layers = [*whole.children()]
+    layers.insert(-1, nn.Flatten())
+    cuts = [round(len(layers) * part / count) for part in range(count + 1)]
+    return [nn.Sequential(*layers[start:end]) for start, end in pairwise(cuts)]
 
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
@@ -161,7 +129,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(alone, schedule, count,
     x, y = batch()
     with virtual_gpus(count) as gpus:
         whole = net()
-        stages = [stage.part for stage in split(layers_of(whole), ["cpu"] * count)]
+        stages = parts_of(whole, count)
         pipeline = Pipeline(stages, gpus, schedule)
         loss = pipeline.step(x, y, cross_entropy, micro_batches)
         assert loss.device == gpus[-1]
@@ -174,7 +142,7 @@ def test_gradients_add_up_over_steps(alone):
     x, y = batch()
     with virtual_gpus(2) as gpus:
         whole = net()
-        pipeline = Pipeline([part.part for part in split(layers_of(whole), ["cpu"] * 2)], gpus, one_f_one_b)
+        pipeline = Pipeline(parts_of(whole, 2), gpus, one_f_one_b)
         for _ in range(2):
             pipeline.step(x, y, cross_entropy, 5)
         torch.testing.assert_close(gradients(whole), 2 * alone[1], atol=1e-5, rtol=1e-4)
@@ -203,7 +171,7 @@ def test_any_order_that_can_be_done_gives_the_same(alone):
     with virtual_gpus(2) as gpus:
         for _ in range(5):
             whole = net()
-            pipeline = Pipeline([part.part for part in split(layers_of(whole), ["cpu"] * 2)], gpus, shuffled)
+            pipeline = Pipeline(parts_of(whole, 2), gpus, shuffled)
             pipeline.step(x, y, cross_entropy, 3)
             torch.testing.assert_close(gradients(whole), alone[1], atol=1e-5, rtol=1e-4)
 

@@ -13,8 +13,6 @@ from helpers.parallel.pipeline import (
     Pipeline,
     bubble,
     gpipe,
-    layers_of,
     one_f_one_b,
     simulate,
-    split,
 )

@@ -1,6 +1,5 @@
-"""Models that are cut into stages on several GPUs, and pipelines of micro-batches through the stages.
+"""Pipelines of micro-batches through the stages of a model, which are on several GPUs.
 
-    net = split(layers_of(resnet18()), gpus)        # nn.Sequential: each part on a GPU, with a copy between them
     pipeline = Pipeline([part_0, part_1], gpus, schedule=one_f_one_b)
     loss = pipeline.step(images, labels, nn.CrossEntropyLoss(), micro_batches=8)      # gradients of the whole batch
     optimizer.step()
@@ -23,74 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from helpers.gpus import name_work
-
-# ---- stages ---------------------------------------------------------------------------------------------------------
-
-
-class OnGPU(nn.Module):
-    """A part of a model on one GPU. It copies its input there, and autograd copies the gradient back."""
-
-    def __init__(self, part: nn.Module, gpu: torch.device | str | int):
-        super().__init__()
-        self.part = part.to(gpu)
-        self.gpu = gpu
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(x.to(self.gpu))
-
-
-def split(layers: Sequence[nn.Module], gpus: Sequence, cuts: Sequence[int] | None = None) -> nn.Sequential:
-    """Move the layers, in order, to the GPUs. The input can be on any device, and the output is on the last GPU.
-
-    cuts: the numbers of the layers at which the second, third, ... part begins. By default, all parts have about the
-    same number of layers. Raises ValueError if a part has no layers.
-    """
-    layers = list(layers)
-    if cuts is None:
-        cuts = [round(len(layers) * part / len(gpus)) for part in range(1, len(gpus))]
-    edges = [0, *cuts, len(layers)]
-    if len(edges) != len(gpus) + 1 or any(start >= end for start, end in zip(edges, edges[1:], strict=False)):
-        raise ValueError(
-            f"{len(layers)} layers cannot be cut at {list(cuts)} for {len(gpus)} GPUs. Pass {len(gpus) - 1} increasing "
-            f"numbers between 1 and {len(layers) - 1}, so that each GPU gets a layer."
-        )
-    parts = [nn.Sequential(*layers[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
-    return nn.Sequential(*[OnGPU(part, gpu) for part, gpu in zip(parts, gpus, strict=True)])
-
-
-def layers_of(net: nn.Module) -> list[nn.Module]:
-    """Return the layers of a ResNet, `Bert` or `PyramidNet`. Called in order, they compute the same as the model.
-
-    They are the model's own layers, not copies. Raises TypeError for other models.
-    """
-    # Imported here, because torchvision takes as long to import as PyTorch, and every spawned rank would wait for it.
-    from torchvision.models import ResNet
-
-    from helpers.models import Bert, PyramidNet
-
-    if isinstance(net, ResNet):
-        blocks = [block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage]
-        return [net.conv1, net.bn1, net.relu, net.maxpool, *blocks, net.avgpool, nn.Flatten(), net.fc]
-    if isinstance(net, Bert):
-        return [_Embedding(net), *net.blocks, net.norm, net.head]
-    if isinstance(net, PyramidNet):
-        return [net.stem, *net.blocks, net.head]
-    raise TypeError(
-        f"layers_of supports ResNet, Bert and PyramidNet, not {type(net).__name__}. List the layers of this model "
-        "yourself."
-    )
-
-
-class _Embedding(nn.Module):
-    """The part of a `Bert` before its blocks."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.token, self.place, self.dropout = net.token, net.place, net.dropout
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.dropout(self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device)))
-
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
