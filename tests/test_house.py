@@ -72,7 +72,7 @@ def test_the_readme_gives_the_commands_and_ci_runs_the_same():
 
 def test_the_readme_s_first_try_needs_pytorch_alone_and_prints_what_the_readme_shows(tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    command, shown = re.search(r"```text\n(PYTHONPATH=.*?)\n\n(.*?)```", readme, re.DOTALL).groups()
+    command, shown = re.search(r"```sh\n(PYTHONPATH=.*?)```.*?```text\n(.*?)```", readme, re.DOTALL).groups()
     for package in ("helpers", "torchvision", "matplotlib"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('not everybody has it')")
     path, *words = shlex.split(command.replace("\\\n", ""))

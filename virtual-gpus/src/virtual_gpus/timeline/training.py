@@ -70,7 +70,8 @@ class TrainingReport:
         return self.exposed_seconds / self.step_seconds
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "parameters of the model", f"{self.parameters:,}"
+        if self.parameters:  # an optimizer has taken a step
+            yield "parameters of the model", f"{self.parameters:,}"
         yield "peak", f"{format_bytes(self.peak_bytes)} of {format_bytes(self.capacity)}"
         for kind, size in self.by_kind.items():
             if size:
