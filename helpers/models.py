@@ -121,8 +121,8 @@ class PyramidNet(nn.Module):
 def pyramidnet_article() -> PyramidNet:
     """The article's PyramidNet for 10 classes, with exactly 24,253,410 parameters.
 
-    The article gives alpha = 270, which means 5 more channels in each of 3 x 18 blocks. Its number of parameters,
-    however, is that of 3 x 17 blocks (depth 104), whose width grows from 16 to 271 and not to 286.
+    It is that of the author's code (github.com/dnddnjs/pytorch-multigpu). There, alpha = 270 and 18 blocks set the 5
+    channels that each block adds, but each of the 3 stages has only 17 blocks: depth 104, from 16 to 271 channels.
     """
     return PyramidNet(depth=104, alpha=255)
 

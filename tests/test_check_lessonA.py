@@ -81,6 +81,11 @@ def test_outside():
     )  # fmt: skip
 
 
+def test_the_unit_stands_once_before_what_explains_a_mistake():
+    for wrong in (lambda b, a, r: 1e3 * right(b, a, r), lambda b, a, r: b - a, lambda b, a, r: right(b, a, 1 - r)):
+        assert " s s " not in check.outside(explained(wrong)).text
+
+
 VERDICTS = {"A": "holds", "B": "does not hold", "C": "holds", "D": "open"}
 
 

@@ -90,11 +90,11 @@ def outside(answer):
             require(abs(value) < 1e-9, f"{case}{value:.4g} s is wrong.", "Our own times have this ratio already.")
             continue
         mistakes = {
-            1e3 * right: "s is in milliseconds. Return seconds.",
-            before - after: "s is what the change saves.",
-            ratio * before - after: "s is still to be divided: the time outside is in both steps.",
-            (before - after) / (1 - ratio): "s is the whole step before the change. Return the part outside.",
-            ((1 - ratio) * before - after) / ratio: "s takes the ratio for what is saved. It is after / before.",
+            1e3 * right: "is in milliseconds. Return seconds.",
+            before - after: "is what the change saves.",
+            ratio * before - after: "is still to be divided: the time outside is in both steps.",
+            (before - after) / (1 - ratio): "is the whole step before the change. Return the part outside.",
+            ((1 - ratio) * before - after) / ratio: "takes the ratio for what is saved. It is after / before.",
         }
         compare.number(found, right, "s", rel=1e-4, mistakes=mistakes, case=case)
     return "A published speedup that is smaller than ours may hide a time that our runs do not have."
