@@ -1,8 +1,11 @@
 """The checks of lesson 04: solutions pass, typical mistakes are explained, nothing raises."""
 
 import math
+import os
+from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson04 as check
+from notebooks.checks.gpus import plain
 from tests.check_answers import STRANGE_RESULTS, Hostile, explains, survives_strange_answers, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -45,6 +49,11 @@ def from_far_to_near(ranks):
     return tuple(steps)
 
 
+def zipped(ranks):
+    """Steps that can be read once."""
+    return [zip(*zip(*step, strict=True), strict=True) for step in tree(ranks)]
+
+
 def rounded(ranks):
     steps = range(round(math.log2(ranks)))
     return [[(rank, rank + 2**step) for rank in range(2**step) if rank + 2**step < ranks] for step in steps]
@@ -52,19 +61,23 @@ def rounded(ranks):
 
 def test_tree():
     assert check.tree(tree)
-    assert check.tree(from_far_to_near)
+    assert check.tree(from_far_to_near) and check.tree(zipped)
     explains(
         check.tree,
-        (lambda ranks: [[(0, rank)] for rank in range(1, ranks)], "3 steps, and 2 are enough. How many ranks"),
+        (
+            lambda ranks: [[(0, rank)] for rank in range(1, ranks)],
+            "number of steps is 3, and the smallest possible is 2. How many ranks",
+        ),
         (lambda ranks: [[(0, rank) for rank in range(1, ranks)]], "can send once in a step"),
         (lambda ranks: [[(rank, rank + 1) for rank in range(ranks - 1)]], "if it had the tensor before the step"),
-        (lambda ranks: tree(ranks)[:-1], "With 2 ranks, 1 still wait"),
+        (lambda ranks: tree(ranks)[:-1], "With ranks=2, 1 rank still waits"),
+        (lambda ranks: tree(min(ranks, 2)), "With ranks=4, 2 ranks still wait"),
         (lambda ranks: [*tree(ranks), [(0, 1)]], "that does not have the tensor yet"),
         (lambda ranks: [[(0, ranks)]], "Send once to each rank, 0 to 1,"),
         (lambda ranks: [(0, 1)], "a step is a list of pairs"),
         (lambda ranks: 2, "2 is not a list"),
-        (rounded, "With 5 ranks, 1 still wait"),
-        (lambda ranks: tree(ranks) or [[]], "With ranks=1 you return 1 steps, and 0 are enough"),
+        (rounded, "With ranks=5, 1 rank still waits"),
+        (lambda ranks: tree(ranks) or [[]], "With ranks=1, your number of steps is 1, and the smallest possible is 0"),
         (lambda ranks: [[(source + 0.4, target) for source, target in step] for step in tree(ranks)], "an integer"),
     )
 
@@ -131,6 +144,28 @@ def waiting(rank, count, losses):
     return total / count
 
 
+def of_different_lengths(rank, count, losses):
+    mine = losses(dealt(rank, count))
+    dist.all_reduce(mine)
+    return mine.sum() / count
+
+
+def gathering_different_lengths(rank, count, losses):
+    mine = losses(dealt(rank, count))
+    found = [torch.empty_like(mine) for _ in range(4)]
+    dist.all_gather(found, mine)
+    return torch.cat(found).mean()
+
+
+def different_collectives(rank, count, losses):
+    total = losses(dealt(rank, count)).sum()
+    if rank == 0:
+        dist.all_reduce(total)
+    else:
+        dist.broadcast(total, 0)
+    return total / count
+
+
 def reducing(rank, count, losses):
     total = losses(dealt(rank, count)).sum()
     dist.reduce(total, 0)
@@ -157,10 +192,19 @@ def validation(numbers=dealt, mean=by_sums):
     return lambda rank, count, losses: mean(losses(numbers(rank, count)))
 
 
+def test_plain():
+    """Numbers of NumPy arrive as numbers, and only what is not a number as words."""
+    numbers = (2, 2.0, np.float32(2), np.array(2.0), np.array([2]), torch.tensor([[2.0]]), Fraction(2))
+    assert all(plain(each) == 2 for each in numbers)
+    assert plain(np.bool_(True)) is True and plain(...) is ... and plain(None) is None
+    assert plain("2") == "'2'" and plain([2.0]) == "[2.0]" and plain(np.zeros(2)) == "array([0., 0.])"
+
+
 def test_validate(four):
     assert check.validate(validation(lambda rank, count: iter(dealt(rank, count))))
     assert check.validate(validation(mean=gathered)) and check.validate(waiting)
     assert check.validate(validation(in_blocks, lambda losses: torch.tensor([by_sums(losses)])))
+    assert check.validate(validation(mean=lambda losses: np.float64(by_sums(losses))))
     explains(
         lambda wrong: check.validate(validation(**wrong)),
         ({"mean": on_the_cpu}, "got a tensor on the CPU. NCCL takes only tensors on GPUs"),
@@ -170,7 +214,7 @@ def test_validate(four):
         ({"mean": lambda losses: (by_sums(losses), None)[dist.get_rank() > 1]}, "returned None"),
         ({"mean": lambda losses: (by_sums(losses), 2.0)[dist.get_rank() > 1]}, "rank 2's result of 2 is"),
         ({"mean": lambda losses: by_sums(losses) / 4}, "less than half the right value"),
-        ({"mean": lambda losses: [by_sums(losses)]}, "write a number"),
+        ({"mean": lambda losses: [by_sums(losses)]}, "], which is not a number. Return a number"),
         ({"numbers": filled_up}, "the samples [0, 1] are looked at twice. DistributedSampler does this"),
         ({"numbers": lambda rank, count: range(rank, count - count % 4, 4)}, "no rank looks at the samples [8, 9]"),
         ({"numbers": lambda rank, count: range(count)}, "one rank looks at 10 samples"),
@@ -182,6 +226,9 @@ def test_validate_explains_what_is_not_in_the_losses(four):
     explains(
         check.validate,
         (not_waiting, "with async_op=True is not awaited"),
+        (of_different_lengths, "one collective with tensors of different shapes"),
+        (gathering_different_lengths, "one collective with tensors of different shapes"),
+        (different_collectives, "The ranks call different collectives"),
         (asking_twice, "a rank asks for the losses of a sample twice"),
         (with_a_constant, "too small"),
         (reducing, "only rank 0 has the mean of all samples. `dist.reduce` gives one rank"),
@@ -206,7 +253,7 @@ def test_a_rank_without_samples_must_not_return_early(four):
     def returns_early(losses):
         return by_sums(losses) if len(losses) else 0.0
 
-    why = "Every rank must take part in every collective, even a rank without samples."
+    why = "Every rank, even one without samples, must take part in every collective."
     assert told(check.validate(validation(mean=returns_early)), why)
 
 
@@ -225,6 +272,37 @@ def test_factor():
         (lambda counts, rank: 4 * counts[rank] / sum(counts), "DDP divides by the number of ranks, here 2"),
         (lambda counts, rank: max(counts[rank], 1) * len(counts) / sum(counts), "has no labels"),
         (lambda counts, rank: "1", "is text"),
+    )
+
+
+def local_device():
+    """As the lesson writes it."""
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def counted_together(device):
+    """A factor that needs no `counts` of other ranks."""
+
+    def factor(counts, rank):
+        together = torch.tensor(counts[rank], device=device())
+        dist.all_reduce(together)
+        return counts[rank] * dist.get_world_size() / together
+
+    return factor
+
+
+def test_factor_in_ranks(four):
+    assert check.factor(lambda counts, rank: counts[rank] * int(os.environ["WORLD_SIZE"]) / sum(counts))
+    assert check.factor(lambda counts, rank: np.float64(counts[local_device().index] * len(counts) / sum(counts)))
+    assert check.factor(counted_together(local_device))
+    explains(
+        check.factor,
+        (counted_together(lambda: "cpu"), "A collective got a tensor on the CPU"),
+        (lambda counts, rank: dist.barrier() if dist.get_rank() else 1.0, "take part in every collective."),
+        (lambda counts, rank: [dist.get_rank()], "returned [0], which is not a number"),
+        (lambda counts, rank: None if dist.get_rank() else None, "returned None"),
+        (lambda counts, rank: counts[dist.get_rank() + 1], "Your code stopped: Rank 3 of 4 raised IndexError"),
+        (lambda counts, rank: {}["rank"], "KeyError: 'rank'"),
     )
 
 
@@ -316,6 +394,7 @@ def test_ranked_explains(two_gpus):
         ({"sampler_of": own_half, "set_epoch": None}, "Rank 0 takes the same half of the samples in every epoch"),
         ({"workers": 1}, "as in a DataLoader with num_workers=0"),
         ({"end": dist.destroy_process_group}, "Leave out `destroy_process_group`"),
+        ({"end": lambda: dist.get_rank() or dist.barrier()}, "Every rank must take part in every collective."),
         ({"set_epoch": None}, "Every epoch has the same order. How does the sampler know"),
         (
             {"sampler_of": partial(DistributedSampler, shuffle=False)},

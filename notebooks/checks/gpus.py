@@ -1,7 +1,9 @@
 """What an exercise asks of the GPUs: how many, with or without values, how large. Else "Not yet", and what to run."""
 
 from collections.abc import Callable
+from numbers import Number
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -40,19 +42,19 @@ class Copies(TorchFunctionMode):
         return result
 
 
-def in_ranks(work: Callable, answer: object, ranks: int, timeout: float) -> list:
+def in_ranks(work: Callable, answer: object, ranks: int, timeout: float, who: str = "Every rank") -> list:
     """What `work(rank, answer)` returned in each rank."""
     try:
         return launch(work, answer, ranks=ranks, show=False, timeout=timeout)
     except (RankError, TimeoutError) as error:
         if isinstance(error, RankError) and "had returned by then" not in str(error):
             raise
-        why = "Every rank must take part in every collective, even a rank without samples."
+        why = f"{who} must take part in every collective."
         raise NotYet("Some ranks waited for a rank that had returned or did something else.", why) from error
 
 
 def plain(value: object) -> object:
     """What can go from a rank to its parent: a number, what marks a stub, and of all else its words."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor | np.ndarray | np.generic) and value.shape.count(1) == len(value.shape):
         value = value.item()
-    return value if value is None or value is ... or type(value) in (int, float) else show(value)
+    return value if value is None or value is ... or isinstance(value, Number) else show(value)

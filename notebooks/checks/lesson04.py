@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from unittest import mock
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from helpers.parallel import RankError, launch
+from helpers.parallel import RankError
 from notebooks.checks import compare
 from notebooks.checks.core import NotYet, call, exercise, given, require, show
 from notebooks.checks.gpus import in_ranks, need_gpus, plain
@@ -26,7 +26,8 @@ def tree(answer):
         require(isinstance(steps, list | tuple), f"{show(steps)} is not a list. Return a list of steps.")
         have = {0}
         for number, step in enumerate(steps, 1):
-            what = f"With {ranks} ranks, step {number} is {show(step)}."
+            step = list(step) if isinstance(step, Iterator) else step  # such as zip, which can be read once
+            what = f"With ranks={ranks}, step {number} is {show(step)}."
             try:
                 pairs = [(int(source), int(target)) for source, target in step]
                 require(pairs == [(source, target) for source, target in step], what, "A rank is an integer.")
@@ -39,9 +40,10 @@ def tree(answer):
             require(in_need, what, f"Send once to each rank, 0 to {ranks - 1}, that does not have the tensor yet.")
             have |= targets
         missing = ranks - len(have)
-        require(not missing, f"With {ranks} ranks, {missing} still wait for the tensor after {len(steps)} steps.")
+        wait = "1 rank still waits" if missing == 1 else f"{missing} ranks still wait"
+        require(not missing, f"With ranks={ranks}, {wait} for the tensor after your last step.")
         fewest = (ranks - 1).bit_length()
-        what = f"With ranks={ranks} you return {len(steps)} steps, and {fewest} are enough."
+        what = f"With ranks={ranks}, your number of steps is {len(steps)}, and the smallest possible is {fewest}."
         require(len(steps) == fewest, what, "How many ranks could send in each step?")
     return "64 ranks have the tensor after 6 steps. Sending to one after the other would take 63."
 
@@ -56,6 +58,10 @@ RAISED = {
     "_OnTheCPU": (ON_THE_CPU, "Create the tensor with device=... of the losses."),
     "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
     "Duplicate GPU": ("Several ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
+    "_Mismatch": (
+        "The ranks call different collectives, or one collective with tensors of different shapes.",
+        "Every rank must call the same collective, with a tensor of the same shape.",
+    ),
     "_NotAwaited": (
         "A collective with async_op=True is not awaited, so that its result can be incomplete on a real GPU.",
         "Call wait() on what it returns before you use the result.",
@@ -71,10 +77,10 @@ RAISED = {
 }
 
 
-def _ranks(work: Callable, answer, ranks: int, timeout: float) -> list:
+def _ranks(work: Callable, answer, ranks: int, **options) -> list:
     """As `in_ranks`, with a plain sentence for a tensor or a net on the wrong device."""
     try:
-        return in_ranks(work, answer, ranks, timeout)
+        return in_ranks(work, answer, ranks, **options)
     except RankError as error:
         for words, (what, why) in RAISED.items():
             if words in str(error):
@@ -101,14 +107,21 @@ class _Pending:
 
 
 def _only_gpus(name: str):
-    """Replaces `dist.<name>` so that it refuses tensors on the CPU with every backend."""
+    """Replaces `dist.<name>` so that it refuses tensors on the CPU, and of other shapes than those of other ranks."""
     original = getattr(dist, name)
 
     def collective(*args, **named):
+        called = [name]
         for each in (*args, *named.values()):
             for tensor in each if isinstance(each, list | tuple) else [each]:
-                if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
-                    raise _OnTheCPU(f"_OnTheCPU: dist.{name} got a tensor on the CPU")
+                if isinstance(tensor, Tensor):
+                    called.append(str(tensor.shape))
+                    if tensor.device.type == "cpu":
+                        raise _OnTheCPU(f"_OnTheCPU: dist.{name} got a tensor on the CPU")
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, called)
+        if any(each != called for each in of_ranks):
+            raise RuntimeError("_Mismatch")
         work = original(*args, **named)
         return _Pending(work) if named.get("async_op") else work
 
@@ -147,11 +160,12 @@ def validate(answer):
     """Exercise 2: `answer(rank, count, losses)` gives each of four ranks the mean loss of all samples, asked once."""
     need_gpus(VALIDATION_RANKS, values=True)
     factor = 1 + torch.rand(()).item()  # so that no function can contain the means
-    found = _ranks(partial(_validate_in_rank, factor=factor), answer, VALIDATION_RANKS, timeout=20)
+    work, who = partial(_validate_in_rank, factor=factor), "Every rank, even one without samples,"
+    found = _ranks(work, answer, VALIDATION_RANKS, timeout=20, who=who)
     for place, count in enumerate(COUNTS):
         values, asked = zip(*(of_rank[place] for of_rank in found), strict=True)
         for value in values:
-            given(value, answer)
+            _not_text(given(value, answer))
         what = f"With {count} samples on {VALIDATION_RANKS} ranks,"
         _check_shares(asked, count, what)
         lost = any(isinstance(value, float) and math.isnan(value) for value in values)
@@ -186,18 +200,30 @@ def _check_shares(asked: tuple[list[int], ...], count: int, what: str) -> None:
     require(not twice, f"{what} the samples {twice} are looked at twice.", why)
 
 
+def _not_text(value: object) -> object:
+    """`value`, which `plain` gave; "Not yet" if it is the words of something that is not a number."""
+    require(not isinstance(value, str), f"Your function returned {value}, which is not a number. Return a number.")
+    return value
+
+
 def _factor_in_rank(rank: int, answer, counts: list[int]):
     return plain(answer(list(counts), rank))
 
 
+# What an answer raises outside ranks if it asks for the process group or for torchrun's environment.
+ASKS_FOR_RANKS = ("process group has not been initialized", "'RANK'", "'LOCAL_RANK'", "'WORLD_SIZE'")
+
+
 def _factors(answer, counts: list[int]) -> list[float]:
-    """The factors of all ranks. An answer that asks for the process group runs in ranks."""
+    """The factors of all ranks. An answer that asks for the process group or the environment runs in ranks."""
     try:
-        values = [call(answer, list(counts), rank) for rank in range(len(counts))]
+        return [compare.as_number(call(answer, list(counts), rank)) for rank in range(len(counts))]
     except Exception as error:
-        if "process group has not been initialized" not in str(error):
+        if not any(words in str(error) for words in ASKS_FOR_RANKS):
             raise
-        values = launch(_factor_in_rank, answer, counts, ranks=len(counts), show=False)
+    # Not above, or the traceback of a rank would begin with this error.
+    values = _ranks(partial(_factor_in_rank, counts=counts), answer, len(counts), timeout=20)
+    values = [_not_text(given(value, answer)) for value in values]
     return [compare.as_number(value) for value in values]
 
 
