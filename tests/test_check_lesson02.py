@@ -43,6 +43,7 @@ def even(batch, gpus):
     return [size for size in (batch // gpus + (i < batch % gpus) for i in range(gpus)) if size]
 
 
+TENSOR = torch.zeros(200)
 TABLE = {pair: sizes(*pair) for pair in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7))}
 
 
@@ -64,6 +65,11 @@ def test_piece_sizes():
         ),
         (lambda batch, gpus: [batch / gpus] * gpus, "Return a list of integers"),
         (lambda batch, gpus: [len(each) for each in torch.zeros(batch).chunk(gpus)], "You call PyTorch's `zeros`"),
+        (
+            lambda batch, gpus: [len(TENSOR[:batch])],
+            "You use a tensor of PyTorch. Compute the sizes",
+        ),
+        (lambda batch, gpus: [len(TENSOR + batch)], "You call PyTorch's `add`"),
         (
             lambda batch, gpus: even(batch, gpus),
             "piece_sizes(10, 4) is [3, 3, 2, 2]. DataParallel makes all pieces of the same size",
@@ -151,8 +157,15 @@ def test_without_prefix_explains(four):
         ),
         (lambda state: {key.removeprefix("module."): value for key, value in state.items()}, "The keys of a plain net"),
         (lambda state: {key.rpartition(".")[2]: value for key, value in state.items()}, "became ['weight', 'bias']"),
-        (lambda state: {key: value * 0 for key, value in without_prefix(state).items()}, "0 times"),
-        (lambda state: {key: value + 1 for key, value in without_prefix(state).items()}, "values are wrong"),
+        (lambda state: {key: value * 0 for key, value in without_prefix(state).items()}, "has other numbers"),
+        (
+            lambda state: {key: value + 1 for key, value in without_prefix(state).items()},
+            "`0.weight` has other numbers",
+        ),
+        (
+            lambda state: {key: value.flatten() for key, value in without_prefix(state).items()},
+            "or another shape, than",
+        ),
         (with_while, "['module.module.weight', 'module.module.bias'], became ['weight', 'bias']. Remove only what"),
         (lambda state: {key.lstrip("module."): value for key, value in state.items()}, "The keys of a "),
         (in_place, "Your function changes the state dict that it is given"),
@@ -172,11 +185,11 @@ def test_without_prefix_explains(four):
     )
 
 
-def recipe(batch, vocabulary, logits=3, share=4, states=2, copies=2, size=2, both=max, gathered=1.0):
+def recipe(batch, vocabulary, logits=3, share=4, states=2, copies=2, size=2, both=max, gathered=1.0, activations=1.43):
     """The solution of exercise 3 and, by the arguments, the mistakes that are made."""
     parameters = size * (973_146_112 + vocabulary * 2048) / 2**30
     outputs = gathered * size * batch * 1024 * vocabulary / 2**30
-    moments = 1.43 * batch / share + logits * outputs, copies * parameters + 10 / 1024
+    moments = activations * batch / share + logits * outputs, copies * parameters + 10 / 1024
     return (1 + states) * parameters + both(moments)
 
 
@@ -188,7 +201,7 @@ def wrong(**mistake):
 def measured(monkeypatch):
     """Two cases, which are measured once for all answers."""
     measured_once(monkeypatch, check, "_peak")
-    monkeypatch.setattr(check, "_cases", lambda: [(12, 102_400), (4, 32_768)])
+    monkeypatch.setattr(check, "_cases", lambda: [(12, 110_592), (4, 8_192)])
 
 
 def test_peak(rtx, measured):
@@ -198,24 +211,31 @@ def test_peak(rtx, measured):
     explains(
         check.peak,
         (wrong(logits=1), "has one tensor of the outputs' size"),
-        (wrong(logits=2), "With 12 sequences and 102,400 tokens, 15.5873 GiB"),
+        (wrong(logits=2), "With 12 sequences and 110,592 tokens, "),
         (wrong(logits=2), "has two tensors of the outputs' size"),
         (wrong(logits=4), "has four tensors"),
+        (wrong(activations=0), "leaves out the activations of GPU 0's own piece"),
+        (wrong(states=3), "has one part of the parameters' size too many. Gradients count at one moment only"),
+        (lambda *case: recipe(*case, states=3, copies=1), "has one part of the parameters' size too many"),
+        (
+            lambda *case: recipe(*case, states=3, both=lambda moments: moments[0]),
+            "has one part of the parameters' size",
+        ),
         (wrong(share=1), "has the activations of all sequences"),
-        (wrong(states=1), "counts one number per parameter for AdamW"),
+        (wrong(states=1), "lacks one part of the parameters' size: the parameters, or one of AdamW's two states"),
         (wrong(states=0), "leaves out AdamW's state"),
         (wrong(states=-1), "leaves out the parameters and AdamW's state"),
         (wrong(size=4), "counts 4 bytes per number"),
         (wrong(both=sum), "is the sum of the two moments"),
         (wrong(both=min), "is the other one of the two moments"),
-        (wrong(both=lambda moments: moments[0]), "With 4 sequences and 32,768 tokens, "),
+        (wrong(both=lambda moments: moments[0]), "is the other one of the two moments"),
         (wrong(both=lambda moments: moments[1]), "is the other one of the two moments"),
         (wrong(copies=1), "has the gradients once"),
         (wrong(gathered=0.25), "has only GPU 0's own piece of the outputs"),
         (lambda batch, vocabulary: recipe(batch, vocabulary) * 1024, "would be right in MiB"),
         (lambda batch, vocabulary: recipe(batch, vocabulary) * 2**30, "would be right in bytes"),
         (lambda batch, vocabulary: recipe(batch, vocabulary) * 2**30 / 1e9, "would be right in GB"),
-        (lambda batch, vocabulary: 19.98, "is too large"),
+        (lambda batch, vocabulary: 20.2, "is too large"),
         (lambda batch: 19.98, "TypeError"),
     )
     assert torch.cuda.memory_allocated(0) == 0

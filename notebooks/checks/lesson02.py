@@ -23,7 +23,9 @@ VOCABULARY = LLAMA_1B["vocabulary"]
 
 class _WithoutPyTorch(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        raise NotYet(f"You call PyTorch's `{function.__name__}`. Compute the sizes from the two numbers alone.")
+        name = function.__name__
+        used = "use a tensor of PyTorch" if name.startswith("__") else f"call PyTorch's `{name}`"
+        raise NotYet(f"You {used}. Compute the sizes from the two numbers alone.")
 
 
 @exercise
@@ -68,7 +70,8 @@ def without_prefix(answer):
             for key, value in right.items():
                 was, became = (_kind(each) for each in (value, found[key]))
                 require(was == became, f"The value of `{key}` was {was} and became {became}. Change only the keys.")
-                compare.tensor(found[key], value)
+                other = f"The value of `{key}` has other numbers, or another shape, than before."
+                require(torch.equal(found[key], value), other, "Change only the keys.")
     return "`load_state_dict` takes it, and a layer that is itself called `module` keeps its name."
 
 
@@ -96,9 +99,12 @@ def peak(answer):
 
 
 def _cases() -> list[tuple[int, int]]:
-    """A batch and a vocabulary with which the loss makes the peak, and others with which the gradients make it."""
+    """A batch and a vocabulary with which the loss makes the peak, and others with which the gradients make it.
+
+    In these ranges, different mistakes give different numbers.
+    """
     draw = Random()
-    return [(12, 1024 * draw.randrange(90, 126)), (4, 1024 * draw.randrange(16, 40))]
+    return [(12, 1024 * draw.randrange(106, 126)), (4, 1024 * draw.randrange(4, 11))]
 
 
 def _wrong_peaks(batch: int, vocabulary: int) -> dict[float, str]:
@@ -106,7 +112,7 @@ def _wrong_peaks(batch: int, vocabulary: int) -> dict[float, str]:
     parameters = 2 * (973_146_112 + 2048 * vocabulary)
     outputs = 2 * batch * 1024 * vocabulary
     piece = 1.43 * GiB * batch / 4
-    loss, end = piece + 3 * outputs, 2 * parameters
+    loss, end = piece + 3 * outputs, 2 * parameters + 10 * MiB
     right = max(loss, end)
     both = "is the other one of the two moments. Take the larger one."
     thrice = "has {} of the outputs' size. How many does GPU 0 hold when the loss goes backward?"
@@ -114,10 +120,14 @@ def _wrong_peaks(batch: int, vocabulary: int) -> dict[float, str]:
         3 * parameters + min(loss, end): both,
         3 * parameters + loss + end: "is the sum of the two moments. They are not at the same time: take the larger.",
         parameters + right: "leaves out AdamW's state.",
-        2 * parameters + right: "counts one number per parameter for AdamW, which keeps two.",
+        4 * parameters + right: "has one part of the parameters' size too many. Gradients count at one moment only.",
+        3 * parameters + max(3 * outputs, end): "leaves out the activations of GPU 0's own piece.",
         6 * parameters + max(piece + 6 * outputs, 2 * end): "counts 4 bytes per number. bfloat16 has 2.",
         right: "leaves out the parameters and AdamW's state, which are always there.",
     }
+    if loss > end:  # else the gradients could be what is missing
+        lacks = "lacks one part of the parameters' size: the parameters, or one of AdamW's two states."
+        wrong[2 * parameters + right] = lacks
     for count, name in ((1, "one tensor"), (2, "two tensors"), (4, "four tensors")):
         wrong[3 * parameters + max(piece + count * outputs, end)] = thrice.format(name)
     wrong[3 * parameters + max(piece + 3 * outputs / 4, end)] = (
