@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import numpy as np
 import pytest
 import run_all
 import torch
@@ -56,11 +57,13 @@ def test_back():
         (loop(accumulate=1, divide=1, zero=1), "takes a step after each batch"),
         (loop(how=clip_grad_value_), "Clip the norm of all of them"),
         (loop(divide=1, rate=0.05), "divided after the clipping"),
+        (loop(clip=4.0), "clipped to 4"),
+        (loop(clip=1.0), "clipping and number of steps"),
         (loop(zero=1), "The first of two batches has no effect"),
         (loop(zero=None), "never set to zero"),
-        (lambda samples: left, "Compare the seed"),
-        (loop(seed=1), "Compare the seed"),
-        (loop(rate=0.2), "the learning rate"),
+        (lambda samples: left, "Compare seed, order"),
+        (loop(seed=1), "Compare seed, order"),
+        (loop(rate=0.2), "learning rate"),
         (lambda samples: nn.Linear(3, 1), "It has 4 parameters"),
         (lambda samples: 3, "It returned 3. Return the net"),
     )
@@ -116,6 +119,7 @@ def lightning_job(warm_up=check.rate, interval="step", batch=8, **options):
 @needs_frameworks
 def test_converted():
     assert check.converted(lightning_job())
+    assert check.converted(lightning_job(precision="64-true"))
     left = lightning_job()(check.samples())
     explains(
         check.converted,
@@ -126,8 +130,10 @@ def test_converted():
         (lightning_job(interval="epoch", gradient_clip_val=None), "not clipped, and the learning rate stays"),
         (lightning_job(batch=16), "Lightning has taken 4 steps, and the plain loop takes 8"),
         (lightning_job(gradient_clip_algorithm="value"), "Clip the norm of all of them"),
+        (lightning_job(gradient_clip_val=1.0), "clips the gradients to 1, and the plain loop clips them to 8"),
+        (lightning_job(precision="bf16-mixed"), "precision is bf16-mixed"),
         (lightning_job(warm_up=lambda step: check.rate(2 * step)), "takes two steps per batch"),
-        (lambda samples: left, "Compare the seed"),
+        (lambda samples: left, "Compare seed, order"),
         (lambda samples: type(left)(), "No Trainer has trained the module"),
         (loop(), "Return the LightningModule"),
     )
@@ -174,10 +180,10 @@ class BeginsTheNextEpoch(Continuing):
     """A position after the last batch that is kept as it is, and understood when it is read."""
 
     def state_dict(self):
-        return self.done
+        return {"done": self.done, "loader": "the first"}
 
     def load_state_dict(self, state):
-        self.skip = 0 if state >= len(self) else state
+        self.skip = 0 if state["done"] >= len(self) else state["done"]
 
 
 class Iterator(Continuing):
@@ -225,6 +231,21 @@ def never_counts_anew(self):
         yield batch
 
 
+def counts_on(self):
+    """The count of a loop that ended early stays for the next one."""
+    if self.skip:
+        self.done = self.skip
+    yield from never_counts_anew(self)
+
+
+def forgets_at_the_end(self):
+    for number, batch in enumerate(DataLoader.__iter__(self), start=1):
+        self.done = number
+        if number > self.skip:
+            yield batch
+    self.skip = 0
+
+
 def skips_always(self):
     for number, batch in enumerate(DataLoader.__iter__(self), start=1):
         self.done = number
@@ -254,6 +275,14 @@ def sequential(self):
         yield [self.dataset.tensors[0][2 * number : 2 * number + 2]]
 
 
+def samples_done(self):
+    return {"done": self.done % len(self) * self.batch_size}
+
+
+def skip_samples(self, state):
+    self.skip = state["done"] // self.batch_size
+
+
 def test_continuing():
     for right in (Continuing, Islice, BeginsTheNextEpoch, Iterator):
         for _ in range(3):  # how many batches are done is drawn anew
@@ -263,6 +292,12 @@ def test_continuing():
         (loader(state_dict=lambda self: ...), "still returns `...`"),
         (loader(state_dict=lambda self: None), "returned None"),
         (loader(state_dict=lambda self: {"done": Continuing}), "cannot be read with weights_only=True"),
+        (loader(state_dict=lambda self: {"done": np.int64(self.done % 6)}), "`int(...)` makes one"),
+        (loader(state_dict=lambda self: self.done % 6), "Return a dictionary"),
+        (loader(state_dict=lambda self: [self.done % 6]), "Return a dictionary"),
+        (loader(state_dict=samples_done, load_state_dict=skip_samples), "Count batches, not samples"),
+        (loader(__iter__=counts_on), "After a loop that ended early"),
+        (loader(__iter__=forgets_at_the_end), "In the epoch after the one that was resumed"),
         (DataLoader, "has no method `state_dict`"),
         (loader(load_state_dict=None), "has no method `load_state_dict`"),
         (Continuing([1, 2]), "is not a class that inherits from DataLoader"),

@@ -64,12 +64,12 @@ def _train(
 
 
 def _weights(net: nn.Module) -> Tensor:
-    found = parameters_to_vector(net.parameters()).detach().cpu()
+    found = parameters_to_vector(net.parameters()).detach().cpu().float()
     require(len(found) == 5, f"It has {len(found)} parameters, and `nn.Linear(4, 1)` has 5.")
     return found
 
 
-def _explain(found: Tensor, right: Tensor, mistakes: Mapping[str, Tensor]) -> None:
+def _explain(found: Tensor, right: Tensor, mistakes: Mapping[str, Tensor], otherwise: str = "") -> None:
     """End with "Not yet" unless the weights are right, and name the mistake that gives the same weights."""
     if torch.allclose(found, right, atol=1e-5):
         return
@@ -79,7 +79,7 @@ def _explain(found: Tensor, right: Tensor, mistakes: Mapping[str, Tensor]) -> No
     away = (found - right).abs().max()
     raise NotYet(
         f"The weights differ from those of the given code by up to {away:.3g}.",
-        "Compare the seed, the order of the samples, the learning rate, the loss and the number of steps.",
+        otherwise or "Compare seed, order of the samples, learning rate, loss, clipping and number of steps.",
     )
 
 
@@ -109,7 +109,13 @@ def converted(answer):
             lambda step: rate(2 * step), clip=CLIP
         ),
     }
-    _explain(_weights(module), _train(rate, clip=CLIP), mistakes)
+    otherwise = ""
+    clip, precision = module.trainer.gradient_clip_val, module.trainer.precision
+    if clip not in (None, CLIP):
+        otherwise = f"The Trainer clips the gradients to {clip:g}, and the plain loop clips them to {CLIP:g}."
+    if precision not in ("32-true", "64-true"):
+        otherwise = f"The Trainer's precision is {precision}, and the plain loop computes in float32."
+    _explain(_weights(module), _train(rate, clip=CLIP), mistakes, otherwise)
     return "Lightning ends with the weights of the plain loop, with its warm-up and its clipping."
 
 
@@ -143,7 +149,8 @@ def back(answer):
         "Each number of the gradient is clipped. Clip the norm of all of them together.": _train(
             accumulate=2, clip=CLIP, by_value=True
         ),
-        "The gradients are divided after the clipping. Divide each loss, before backward().": _train(
+        "The gradients are clipped to 4, or divided after the clipping. "
+        "Divide each loss before backward(), and clip to 8.": _train(
             lambda step: 0.5, accumulate=2, divide=False, clip=CLIP
         ),
         "The first of two batches has no effect: its gradients are set to zero before the update.": _train(
@@ -195,15 +202,15 @@ def continuing(answer):
         isinstance(answer, type) and issubclass(answer, DataLoader),
         f"{show(answer)} is not a class that inherits from DataLoader. Pass the class itself.",
     )
-    data = TensorDataset(torch.randperm(2 * _BATCHES))
+    data = TensorDataset(torch.randperm(_SIZE * _BATCHES))
     sampler = DistributedSampler(data, num_replicas=1, rank=0)  # as Lightning does it: in each epoch another order
 
     def loader() -> DataLoader:
-        return answer(data, batch_size=2, sampler=sampler, drop_last=True)
+        return answer(data, batch_size=_SIZE, sampler=sampler, drop_last=True)
 
     def right(epoch: int) -> list:
         sampler.set_epoch(epoch)
-        return _taken(DataLoader(data, batch_size=2, sampler=sampler))
+        return _taken(DataLoader(data, batch_size=_SIZE, sampler=sampler))
 
     def resumed(state: object) -> DataLoader:
         new = loader()
@@ -214,7 +221,7 @@ def continuing(answer):
     first, first_epoch = loader(), right(0)
     running = iter(first)
     list(islice(running, done))
-    state = _state(first)
+    state = saved = _state(first)
     _continues(_taken(loader()), first_epoch, 0, "Without a checkpoint")
     require(len(loader()) == _BATCHES, f"`len` of a loader with {_BATCHES} batches is {len(loader())}. Leave it alone.")
     _continues(_taken(resumed(state)), first_epoch, done, f"After {done} batches and a restart")
@@ -226,7 +233,7 @@ def continuing(answer):
     next(running)
     state = _state(again)
     _continues(_taken(resumed(state)), first_epoch, done + 1, "When a loader that has continued is saved again")
-    list(running)
+    list(islice(running, _BATCHES - done - 1))  # not to the end of the generator: Lightning stops after `len` batches
     second_epoch = right(1)
     _continues(_taken(again), second_epoch, 0, "In the epoch after the one that was resumed")
     _continues(_taken(resumed(_state(again))), second_epoch, 0, "Once the last batch of an epoch is done")
@@ -234,10 +241,18 @@ def continuing(answer):
     list(islice(running, done))
     _continues(_taken(resumed(_state(again))), second_epoch, done, f"After {done} batches of the second epoch")
     _continues(_taken(again), second_epoch, 0, "In a new loop over a loader that was not resumed")
+    list(islice(iter(again), done))  # a loop that ends with `break`
+    running = iter(again)
+    next(running)
+    when = "After a loop that ended early, and one batch of the next loop over the same loader"
+    _continues(_taken(resumed(_state(again))), second_epoch, 1, when)
+    what = f"After {done} batches of {_SIZE} samples, `state_dict` returned {show(saved)}. No value is {done}."
+    says = any(show(value) in (f"{done}", f"tensor({done})") for value in saved.values())
+    require(says, what, "Count batches, not samples.")
     return "The loader continues where it was, and later epochs are complete."
 
 
-_BATCHES = 6
+_BATCHES, _SIZE = 6, 2
 
 
 def _taken(loader: DataLoader) -> list:
@@ -245,12 +260,13 @@ def _taken(loader: DataLoader) -> list:
     return [batch[0].tolist() for batch in islice(iter(loader), _BATCHES)]
 
 
-def _state(loader: DataLoader) -> object:
+def _state(loader: DataLoader) -> dict:
     """What `state_dict` returns, as it is after it was in a checkpoint."""
     name = type(loader).__name__
     for method in ("state_dict", "load_state_dict"):
         require(callable(getattr(loader, method, None)), f"`{name}` has no method `{method}`. Lightning asks for both.")
     state = call(loader.state_dict)  # type: ignore[attr-defined]
+    require(isinstance(state, dict), f"`state_dict` returned {show(state)}. Return a dictionary.")
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -258,7 +274,8 @@ def _state(loader: DataLoader) -> object:
         return torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
         what = f"`state_dict` returned {show(state)}, which cannot be read with weights_only=True."
-        raise NotYet(what, "Return a dictionary of numbers.") from error
+        numbers = "Return a dictionary of Python's own numbers. `int(...)` makes one of a number of NumPy."
+        raise NotYet(what, numbers) from error
 
 
 def _continues(found: list, epoch: list, done: int, when: str) -> None:
@@ -278,6 +295,6 @@ def _continues(found: list, epoch: list, done: int, when: str) -> None:
             done + 1: "It leaves one out.",
             done - 1: "One comes twice. Code after `yield` runs when the next batch is asked for: count before it.",
         }
-        otherwise = "Skip only once, and count each batch."
+        otherwise = "Skip only once, count each batch, and count anew in each loop."
         raise NotYet(f"{what}, and it begins with batch {begin}.", why.get(begin, otherwise))
     raise NotYet(f"{what}, and it does so, but later batches are missing or come twice: it gives {len(found)}.")
