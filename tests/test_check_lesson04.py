@@ -66,18 +66,19 @@ def test_tree():
         check.tree,
         (
             lambda ranks: [[(0, rank)] for rank in range(1, ranks)],
-            "number of steps is 3, and the smallest possible is 2. How many ranks",
+            "you return 3 steps, and 2 are enough. How many ranks",
         ),
         (lambda ranks: [[(0, rank) for rank in range(1, ranks)]], "can send once in a step"),
         (lambda ranks: [[(rank, rank + 1) for rank in range(ranks - 1)]], "if it had the tensor before the step"),
         (lambda ranks: tree(ranks)[:-1], "With ranks=2, 1 rank still waits"),
+        (lambda ranks: [[(0, 1)], []], "you return 2 steps, and 1 is enough"),
         (lambda ranks: tree(min(ranks, 2)), "With ranks=4, 2 ranks still wait"),
         (lambda ranks: [*tree(ranks), [(0, 1)]], "that does not have the tensor yet"),
         (lambda ranks: [[(0, ranks)]], "Send once to each rank, 0 to 1,"),
         (lambda ranks: [(0, 1)], "a step is a list of pairs"),
         (lambda ranks: 2, "2 is not a list"),
         (rounded, "With ranks=5, 1 rank still waits"),
-        (lambda ranks: tree(ranks) or [[]], "With ranks=1, your number of steps is 1, and the smallest possible is 0"),
+        (lambda ranks: tree(ranks) or [[]], "With ranks=1 no other rank waits"),
         (lambda ranks: [[(source + 0.4, target) for source, target in step] for step in tree(ranks)], "an integer"),
     )
 

@@ -24,6 +24,8 @@ def tree(answer):
     for ranks in (2, 4, 3, 8, 1, 5, 13, 64):
         steps = call(answer, ranks)
         require(isinstance(steps, list | tuple), f"{show(steps)} is not a list. Return a list of steps.")
+        nobody = "With ranks=1 no other rank waits for the tensor. Return an empty list."
+        require(ranks > 1 or not steps, nobody)
         have = {0}
         for number, step in enumerate(steps, 1):
             step = list(step) if isinstance(step, Iterator) else step  # such as zip, which can be read once
@@ -43,7 +45,8 @@ def tree(answer):
         wait = "1 rank still waits" if missing == 1 else f"{missing} ranks still wait"
         require(not missing, f"With ranks={ranks}, {wait} for the tensor after your last step.")
         fewest = (ranks - 1).bit_length()
-        what = f"With ranks={ranks}, your number of steps is {len(steps)}, and the smallest possible is {fewest}."
+        enough = "1 is enough." if fewest == 1 else f"{fewest} are enough."
+        what = f"With ranks={ranks} you return {len(steps)} steps, and {enough}"
         require(len(steps) == fewest, what, "How many ranks could send in each step?")
     return "64 ranks have the tensor after 6 steps. Sending to one after the other would take 63."
 
