@@ -149,6 +149,6 @@ def main() -> None:
     else:
         print("\n".join(table(gpus)))
         return
-    print(_NOTICE, file=sys.stderr)
+    sys.stderr.write(f"{_NOTICE}\n")  # in one go: ranks that ask at once do not mix their lines
     for line in lines:
         print(line)
