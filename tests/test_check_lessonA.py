@@ -26,6 +26,8 @@ def test_could_be():
     explains(
         check.could_be,
         (within(0.5), "rounded to whole percent"),
+        (within(0.9), "rounded to whole percent"),
+        (within(1.1), "cannot come from this GPU"),
         (within(1.5), "cannot come from this GPU"),
         (within(2), "cannot come from this GPU"),
         (lambda *_: ["T4"], "is not among the names"),
