@@ -172,7 +172,10 @@ def test_show_is_one_short_line():
     assert len(show(list(range(1000)))) == 80
 
 
-@pytest.mark.parametrize("right", [100, 100.4, torch.tensor([100.0], requires_grad=True), torch.tensor(99.5).numpy()])
+@pytest.mark.parametrize(
+    "right",
+    [100, 100.4, torch.tensor([100.0], requires_grad=True), torch.tensor(99.5).numpy(), torch.tensor([100.0]).numpy()],
+)
 def test_numbers_within_tolerance_pass(right):
     assert said(compare.number, right, 100) == ""
 

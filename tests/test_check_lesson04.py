@@ -227,8 +227,8 @@ def test_validate_explains_what_is_not_in_the_losses(four):
     explains(
         check.validate,
         (not_waiting, "with async_op=True is not awaited"),
-        (of_different_lengths, "one collective with tensors of different shapes"),
-        (gathering_different_lengths, "one collective with tensors of different shapes"),
+        (of_different_lengths, "one collective with tensors of different sizes"),
+        (gathering_different_lengths, "one collective with tensors of different sizes"),
         (different_collectives, "The ranks call different collectives"),
         (asking_twice, "a rank asks for the losses of a sample twice"),
         (with_a_constant, "too small"),

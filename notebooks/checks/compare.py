@@ -18,7 +18,9 @@ UNITS = {"bytes": 1, "MiB": MiB, "GiB": GiB, "MB": 10**6, "GB": 10**9}
 
 
 def as_number(answer: object) -> float:
-    """`answer` as a float; a tensor of one element counts as a number, text and truth values do not."""
+    """`answer` as a float; a tensor or array of one element counts as a number, text and truth values do not."""
+    if type(answer).__module__ == "numpy" and answer.size == 1:
+        answer = answer.item()
     if isinstance(answer, str):
         raise NotYet(f"{show(answer)} is text. Write a number, without quotes and without a unit.")
     if isinstance(answer, bool):

@@ -62,8 +62,8 @@ RAISED = {
     "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
     "Duplicate GPU": ("Several ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
     "_Mismatch": (
-        "The ranks call different collectives, or one collective with tensors of different shapes.",
-        "Every rank must call the same collective, with a tensor of the same shape.",
+        "The ranks call different collectives, or one collective with tensors of different sizes, or without one.",
+        "Every rank must call the same collective, with a tensor of the same size.",
     ),
     "_NotAwaited": (
         "A collective with async_op=True is not awaited, so that its result can be incomplete on a real GPU.",
@@ -110,7 +110,7 @@ class _Pending:
 
 
 def _only_gpus(name: str):
-    """Replaces `dist.<name>` so that it refuses tensors on the CPU, and of other shapes than those of other ranks."""
+    """Replaces `dist.<name>` so that it refuses tensors on the CPU, and of other sizes than those of other ranks."""
     original = getattr(dist, name)
 
     def collective(*args, **named):
@@ -118,7 +118,7 @@ def _only_gpus(name: str):
         for each in (*args, *named.values()):
             for tensor in each if isinstance(each, list | tuple) else [each]:
                 if isinstance(tensor, Tensor):
-                    called.append(str(tensor.shape))
+                    called.append(str(tensor.numel()))
                     if tensor.device.type == "cpu":
                         raise _OnTheCPU(f"_OnTheCPU: dist.{name} got a tensor on the CPU")
         of_ranks = [None] * dist.get_world_size()
