@@ -186,6 +186,16 @@ class BeginsTheNextEpoch(Continuing):
         self.skip = 0 if state["done"] >= len(self) else state["done"]
 
 
+class Nested(Continuing):
+    """A position in a dictionary within the state, as a float."""
+
+    def state_dict(self):
+        return {"loader": {"done": float(self.done % len(self))}}
+
+    def load_state_dict(self, state):
+        self.skip = state["loader"]["done"]
+
+
 class Iterator(Continuing):
     """Without a generator: it counts in an iterator of its own, and skips as soon as the loop begins."""
 
@@ -284,7 +294,7 @@ def skip_samples(self, state):
 
 
 def test_continuing():
-    for right in (Continuing, Islice, BeginsTheNextEpoch, Iterator):
+    for right in (Continuing, Islice, BeginsTheNextEpoch, Nested, Iterator):
         for _ in range(3):  # how many batches are done is drawn anew
             assert check.continuing(right), right
     explains(

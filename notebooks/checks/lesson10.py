@@ -247,8 +247,9 @@ def continuing(answer):
     when = "After a loop that ended early, and one batch of the next loop over the same loader"
     _continues(_taken(resumed(_state(again))), second_epoch, 1, when)
     what = f"After {done} batches of {_SIZE} samples, `state_dict` returned {show(saved)}. No value is {done}."
-    says = any(show(value) in (f"{done}", f"tensor({done})") for value in saved.values())
-    require(says, what, "Count batches, not samples.")
+    shown = {show(value) for value in saved.values()}
+    samples = {f"{done * _SIZE}", f"tensor({done * _SIZE})"} & shown and not {f"{done}", f"tensor({done})"} & shown
+    require(not samples, what, "Count batches, not samples.")
     return "The loader continues where it was, and later epochs are complete."
 
 

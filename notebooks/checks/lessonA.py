@@ -59,7 +59,7 @@ def could_be(answer):
                 verdict = "can" if possible else "cannot"
                 rounded = "Both figures are rounded to whole percent, so each of them can be half a point off."
                 raise NotYet(what, why, f"The printed shares {verdict} come from this GPU.", rounded)
-    return "Arithmetic finds the GPU behind a wrong name: a T4 fits the article's figures, and a K80 does not."
+    return "Arithmetic finds the GPU behind a wrong name: a T4 fits the article's rise, and a K80 does not."
 
 
 # ---- 2. what would explain it? ---------------------------------------------------------------------------------------
