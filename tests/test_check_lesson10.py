@@ -190,7 +190,7 @@ class Nested(Continuing):
     """A position in a dictionary within the state, as a float."""
 
     def state_dict(self):
-        return {"loader": {"done": float(self.done % len(self))}}
+        return {"loader": {"done": float(self.done % len(self))}, "of": len(self)}
 
     def load_state_dict(self, state):
         self.skip = state["loader"]["done"]
@@ -280,7 +280,7 @@ def skips_one_more(self):
 
 def sequential(self):
     skip, self.skip = self.skip, 0
-    for number in range(skip, 6):
+    for number in range(skip, 7):
         self.done = number + 1
         yield [self.dataset.tensors[0][2 * number : 2 * number + 2]]
 
@@ -302,9 +302,9 @@ def test_continuing():
         (loader(state_dict=lambda self: ...), "still returns `...`"),
         (loader(state_dict=lambda self: None), "returned None"),
         (loader(state_dict=lambda self: {"done": Continuing}), "cannot be read with weights_only=True"),
-        (loader(state_dict=lambda self: {"done": np.int64(self.done % 6)}), "`int(...)` makes one"),
-        (loader(state_dict=lambda self: self.done % 6), "Return a dictionary"),
-        (loader(state_dict=lambda self: [self.done % 6]), "Return a dictionary"),
+        (loader(state_dict=lambda self: {"done": np.int64(self.done % 7)}), "`int(...)` makes one"),
+        (loader(state_dict=lambda self: self.done % 7), "Return a dictionary"),
+        (loader(state_dict=lambda self: [self.done % 7]), "Return a dictionary"),
         (loader(state_dict=samples_done, load_state_dict=skip_samples), "Count batches, not samples"),
         (loader(__iter__=counts_on), "After a loop that ended early"),
         (loader(__iter__=forgets_at_the_end), "In the epoch after the one that was resumed"),
@@ -323,7 +323,7 @@ def test_continuing():
         (loader(__iter__=sequential), "Keep the sampler's order"),
         (loader(state_dict=lambda self: {"done": 3 if self.done else 0}), "the loader should begin with batch"),
         (loader(state_dict=lambda self: {"done": self.done}), "Once the last batch of an epoch is done"),
-        (loader(__len__=lambda self: 6 - self.skip), "`len` changes after a restart"),
+        (loader(__len__=lambda self: 7 - self.skip), "`len` changes after a restart"),
         (loader(__len__=lambda self: 12), "is 12. Leave it alone"),
         (loader(__init__=lambda self, data, batch_size: None), "TypeError"),
     )

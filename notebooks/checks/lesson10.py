@@ -253,7 +253,7 @@ def continuing(answer):
     return "The loader continues where it was, and later epochs are complete."
 
 
-_BATCHES, _SIZE = 6, 2
+_BATCHES, _SIZE = 7, 2
 
 
 def _taken(loader: DataLoader) -> list:
