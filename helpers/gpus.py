@@ -3,7 +3,7 @@
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
     data_sheet("TITAN Xp").memory                 # bytes; the data sheets need no GPU
 
-Only this module and `helpers.parallel.launching` import `virtual_gpus`. Other modules import from here.
+Only this module and two of `helpers.parallel` (launching, hosts) import `virtual_gpus`. Others import from here.
 """
 
 import os

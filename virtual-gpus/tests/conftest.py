@@ -1,6 +1,7 @@
 """Fixtures for the tests. The package and its benchmarks stand alone: no test imports anything of the course."""
 
 import gc
+import importlib
 import os
 import signal
 
@@ -77,3 +78,21 @@ def titans():
 
     with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
         yield gpus
+
+
+@pytest.fixture
+def no_libuv(monkeypatch):
+    """Stores in this process are as in PyTorch for Windows, which is built without libuv."""
+    import torch.distributed as dist
+
+    class Store(dist.TCPStore):
+        def __init__(self, *args, use_libuv=True, **named):
+            if use_libuv:
+                raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
+            super().__init__(*args, use_libuv=False, **named)
+
+    monkeypatch.setenv("USE_LIBUV", "0")
+    for module in ("torch.distributed", "torch.distributed.rendezvous",
+                   "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+                   "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"):  # fmt: skip
+        monkeypatch.setattr(importlib.import_module(module), "TCPStore", Store)

@@ -1,6 +1,5 @@
 """run_ranks as it works on other systems: ranks that are not forked, no libuv, no fcntl, other names."""
 
-import importlib
 import os
 import sys
 from contextlib import suppress
@@ -105,24 +104,6 @@ def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
 
 
 # ---- what other systems lack or name otherwise -----------------------------------------------------------------------
-
-
-class StoreOfWindows(dist.TCPStore):
-    """A store as in PyTorch for Windows, which is built without libuv."""
-
-    def __init__(self, *args, use_libuv=True, **named):
-        if use_libuv:
-            raise RuntimeError("use_libuv was requested but PyTorch was built without libuv support")
-        super().__init__(*args, use_libuv=False, **named)
-
-
-@pytest.fixture
-def no_libuv(monkeypatch):
-    monkeypatch.setenv("USE_LIBUV", "0")
-    for module in ("torch.distributed", "torch.distributed.rendezvous",
-                   "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-                   "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"):  # fmt: skip
-        monkeypatch.setattr(importlib.import_module(module), "TCPStore", StoreOfWindows)
 
 
 def summed(rank):
