@@ -299,3 +299,21 @@ def test_a_tensor_parallel_block_in_two_ranks(sequence):
     with virtual_gpus(2, kind="H100", shapes_only=True, rank=0, world_size=2):
         found.append(step_of_a_block(0, 2, sequence))
     assert found[0] == found[1] == found[2]
+
+
+def free_results(rank, ranks: int):
+    """Bytes that are left after collectives whose tensors were let go at once."""
+    left = 0
+    for _ in range(100):
+        tensor = torch.zeros(1000, device="cuda")
+        functional.wait_tensor(OPS.all_reduce(tensor, "sum", "0"))
+        dist.all_gather_into_tensor(torch.empty(1000 * ranks, device="cuda"), tensor, async_op=True).wait()
+        del tensor
+        left = max(left, torch.cuda.memory_allocated())
+    return left
+
+
+def test_what_a_collective_used_is_free_when_the_program_lets_it_go():
+    """gloo's threads keep its tensors a little longer: memory would depend on how busy the machine is."""
+    with virtual_gpus(2):
+        assert in_ranks(free_results, 2, count=2) == [0, 0]

@@ -17,9 +17,10 @@ pass, and FSDP2's all-gathers with the computation before.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from virtual_gpus.dispatch.groups import (
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper
+from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import below, this_thread
 
 _KINDS = {
@@ -335,19 +337,83 @@ def _group_of(call: OpCall):
     return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
 
 
-def carried(call: OpCall) -> tuple:
-    """The arguments of a collective of GPU tensors, with the group that gloo has for them (`groups.carrier`)."""
-    group = _group_of(call)
-    if group not in carriers:
-        return call.args
-    other = carriers[group]
-    args = list(call.args)
-    for i, value in enumerate(args):
-        if is_boxed(value, "ProcessGroup"):
-            args[i] = other.boxed()
-        elif call.op.names[i] == "group_name":
-            args[i] = other.group_name
-    return tuple(args)
+def carry_out(call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[Any], None]) -> Any:
+    """Have gloo carry out a collective or a message of GPU tensors, and put it on the clock. Returns its result.
+
+    gpus: those of the tensors of its first list. place: gives results their blocks on the GPU.
+
+    A thread of gloo's keeps the tensors of a collective until it comes to let them go, which may be after the program
+    did so and measured its memory. So gloo gets the bytes of the program's tensors and not their storages, and what it
+    makes is copied. The collective is over when this returns. That delays nobody: all ranks have come by then
+    (`_exchange`), and how long a collective takes on GPUs is for the clock to say.
+    """
+    if call.op.base not in _KINDS or type(_group_of(call)) is not torch.distributed.ProcessGroup:
+        result = _issue(call)
+        place(result)
+        record_collective(call, gpus, result)
+        return result
+    sent = _issue(call, _same_bytes)
+    makes_tensors = call.func.namespace != "c10d" and not call.op.written
+    try:
+        result = None if makes_tensors else valueless.collective(call)
+        if makes_tensors:
+            with below(), torch.no_grad():
+                result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)
+            place(result)
+        record_collective(call, gpus, result)
+        with below(), torch.no_grad():
+            _await(sent, result if makes_tensors else None)
+    except BaseException:
+        _on_their_way.append((sent, call.args, call.kwargs))  # gloo may still write
+        raise
+    if not makes_tensors:
+        place(None)  # the new storages of a sparse tensor
+    return result
+
+
+def _issue(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Run the operator in the group that gloo has for it (`carrier`), with a stand-in for each of its tensors."""
+    group, given = _group_of(call), (call.args, call.kwargs)  # `wait_tensor` has no group
+    other = None if group is None else carriers.get(group)
+
+    def argument(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and stand_in is not None:
+            return type(value)([argument(name, part) for part in value])
+        if isinstance(value, torch.Tensor) and stand_in is not None:
+            return stand_in(value)
+        if other is not None and is_boxed(value, "ProcessGroup"):
+            return other.boxed()
+        return other.group_name if other is not None and name == "group_name" else value
+
+    try:
+        with below(), torch.no_grad():
+            call.args = tuple([argument(name, value) for name, value in zip(call.op.names, call.args, strict=False)])
+            call.kwargs = {name: argument(name, value) for name, value in call.kwargs.items()}
+        return call.compute()
+    finally:
+        call.args, call.kwargs = given
+
+
+def _same_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same bytes in a storage of its own, which does not keep them."""
+    storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+    if not storage:  # none, or without a byte
+        return tensor
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    other = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return empty.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _await(sent: Any, result: Any) -> None:
+    """Wait for what gloo was given, really, and copy the tensors that it made into `result`."""
+    parts = sent if isinstance(sent, (list, tuple)) else [sent]
+    for i, part in enumerate(parts):
+        if is_boxed(part, "Work"):
+            torch.distributed.Work.unbox(part).wait()
+        elif result is not None:
+            arrived = torch.ops._c10d_functional.wait_tensor(part)
+            (result if isinstance(result, list) else [result])[i].copy_(arrived)
 
 
 def _tensors(values) -> list[torch.Tensor]:

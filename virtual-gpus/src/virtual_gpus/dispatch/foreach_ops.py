@@ -13,7 +13,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch import alone
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.collectives import carried, record_collective, unawaited
+from virtual_gpus.dispatch.collectives import carry_out, record_collective, unawaited
 from virtual_gpus.dispatch.timing import record_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
@@ -51,10 +51,7 @@ def _collective(call: OpCall, first: Sequence[torch.Tensor], gpus: Sequence[Virt
     elif alone.answers(call):
         result = alone.collective(call)
     else:
-        given, call.args = call.args, carried(call)
-        result = call.compute()
-        _place(first, gpus, result)
-        call.args = given
+        return carry_out(call, gpus, lambda result: _place(first, gpus, result))
     record_collective(call, gpus, result)
     return result
 

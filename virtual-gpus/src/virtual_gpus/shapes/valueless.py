@@ -107,8 +107,9 @@ def collective(call: OpCall):
     if call.func.namespace != "c10d":
         return _functional(call)
     written = call.args[0]
+    tensors = list(written) if isinstance(written, (list, tuple)) else [written]
     future = torch.futures.Future()
-    future.set_result(list(written) if isinstance(written, (list, tuple)) else [written])
+    future.set_result(list(tensors[0]) if tensors and isinstance(tensors[0], (list, tuple)) else tensors)
     work, results = _create_work_from_future(future).boxed(), len(call.func._schema.returns)
     return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
 
