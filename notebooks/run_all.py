@@ -4,6 +4,8 @@
     python notebooks/run_all.py 01 02            # those whose names begin so
     python notebooks/run_all.py --check          # store nothing; fail if a lesson would change
     python notebooks/run_all.py --learners workshop     # copies for learners in ./workshop; runs nothing
+    python notebooks/run_all.py --learners workshop --plan "half a day"   # with no more than a plan of the guide has
+    python notebooks/run_all.py --restore workshop 04   # a new copy of lesson 04 there; the learner's own is kept, too
     python notebooks/run_all.py --outline               # print all headings; runs nothing
     python notebooks/run_all.py --minutes               # print a reader's minutes for each section; runs nothing
 
@@ -13,10 +15,12 @@ answer_key.md beside them.
 """
 
 import argparse
+import ast
 import difflib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -44,6 +48,7 @@ METADATA = {
 KEPT_CELL_METADATA = ("tags", "jupyter")
 # Packages outside requirements.txt, by the beginning of the lesson's name: the group `frameworks` of pyproject.toml.
 NEEDS = {"10": ("lightning", "accelerate", "transformers")}
+LEFT_OUT = "left-out"  # the tag of code that a plan leaves out, and later code needs
 WIDGET_TYPES = ("application/vnd.jupyter.widget-view+json", "application/vnd.jupyter.widget-state+json")
 # Matplotlib writes its version and address into each PNG, which would change with every release.
 KERNEL_ARGUMENTS = ["--InlineBackend.print_figure_kwargs={'bbox_inches': 'tight', 'metadata': {'Software': None}}"]
@@ -89,13 +94,13 @@ def client_of(notebook, **options):
     return NotebookClient(notebook, km=manager, coalesce_streams=True, startup_timeout=180, **options)
 
 
-def run(notebook):
-    """Execute `notebook` in place, from the lessons' folder."""
+def run(notebook, arguments=KERNEL_ARGUMENTS):
+    """Execute `notebook` in place, from the lessons' folder. arguments: those of the kernel."""
     client = client_of(
         notebook,
         timeout=CELL_TIMEOUT_S,
         resources={"metadata": {"path": str(FOLDER)}},
-        extra_arguments=KERNEL_ARGUMENTS,
+        extra_arguments=arguments,
         record_timing=False,
         store_widget_state=False,
     )
@@ -125,7 +130,9 @@ def _fold(notebook):
             predicted = "**Prediction" in cell.source
             continue
         folds = {
-            "source_hidden": is_solution(cell) or cell.source.startswith("# Panel:"),
+            "source_hidden": is_solution(cell)
+            or cell.source.startswith("# Panel:")
+            or LEFT_OUT in cell.metadata.get("tags", ()),
             "outputs_hidden": is_solution(cell) or (predicted and bool(cell.outputs)),
         }
         folds = {key: True for key, folded in folds.items() if folded}
@@ -225,14 +232,14 @@ UNCOUNTED = ("Exercises", "Going further", "Where to read on")  # parts of a les
 WORDS_PER_MINUTE, LINES_PER_MINUTE, MINUTES_PER_PREDICTION = 150, 10, 1.5
 
 
-def sections(notebook):
+def sections(notebook, heading="##? "):
     """The cells of each section by its title. A cell of text is cut where a section begins in it."""
     found, section = {}, ""
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         markdown = cell["cell_type"] == "markdown"
-        for part in filter(None, re.split(r"^(?=##? )", source, flags=re.MULTILINE)) if markdown else [source]:
-            if markdown and re.match("##? ", part):
+        for part in filter(None, re.split(f"^(?={heading})", source, flags=re.MULTILINE)) if markdown else [source]:
+            if markdown and re.match(heading, part):
                 section = part.partition("\n")[0].lstrip("# ")
             found.setdefault(section, []).append(cell | {"source": part})
     return found
@@ -283,6 +290,123 @@ def learners_copy(notebook, solutions=False):
     return copy
 
 
+def plan(name):
+    """What a plan of the guide for instructors takes of the lessons: {"02": ({1, 2, 6}, {1})}, sections and exercises.
+
+    name: the beginning of the plan's title. None in the place of sections means all. Raises SystemExit for other names.
+    """
+    guide = (FOLDER.parent / "docs" / "teaching" / "README.md").read_text(encoding="utf-8")
+    plans = dict(re.findall(r"^### ([^\n]+): \d+ minutes\n(.*?)(?=^##)", guide, re.MULTILINE | re.DOTALL))
+    table = next((table for title, table in plans.items() if title.lower().startswith(name.lower())), None)
+    if table is None:
+        raise SystemExit(f"There is no plan {name!r}. The plans are: {'; '.join(plans)}.")
+    taken = {}
+    for lesson, kind, which in re.findall(
+        r"^\| \[(\w+)\]\(.*?\), (all|section|exercise)s? ([^|]*)", table, re.MULTILINE
+    ):
+        numbers = set()
+        for first, last in re.findall(r"(\d+)(?: to (\d+))?", which):
+            numbers |= set(range(int(first), int(last or first) + 1))
+        chosen, exercises = taken.get(lesson, (set(), set()))
+        if kind == "exercise":
+            exercises = exercises | numbers
+        else:
+            chosen = None if kind == "all" else chosen | numbers
+        taken[lesson] = chosen, exercises
+    return taken
+
+
+def cut(notebook, chosen, exercises):
+    """The notebook with these sections (None: all) and exercises, by their numbers, and without "Going further".
+
+    Of what is left out, the cells stay, folded, whose names later cells need.
+    """
+    parts = []
+    for title, cells in sections(notebook).items():
+        for name, part in sections({"cells": cells}, "#{2,3} ").items() if title == "Exercises" else [(title, cells)]:
+            numbers = exercises if title == "Exercises" else chosen
+            number = re.match(r"\d+(?=\. )", name)
+            wanted = number is None or numbers is None or int(number[0]) in numbers
+            parts.append((name, part, wanted and name != "Going further" and (name != "Exercises" or bool(exercises))))
+    made, folded, titles, needed = [], [], [], set()
+    for name, part, wanted in reversed(parts):
+        if wanted:
+            made += _not_today(titles, folded)
+            folded, titles = [], []
+        elif name[:1].isdigit():
+            titles.insert(0, name)
+        for cell in reversed(part):
+            bound, used = names_in(cell)
+            if wanted or bound & needed:
+                needed = needed - bound | used
+                (made if wanted else folded).append(cell)
+    return notebook | {"cells": made[::-1]}
+
+
+def _not_today(titles, cells):
+    """What stands in the place of parts that are left out, in reversed order."""
+    if not titles:
+        return []
+    hint = " Run the folded cells all the same, because later ones use their names." if cells else ""
+    folded = [
+        cell | {"metadata": cell["metadata"] | {"tags": [*cell["metadata"].get("tags", []), LEFT_OUT]}}
+        for cell in cells
+    ]
+    return [*folded, nbformat.v4.new_markdown_cell(f"*Not today: {'; '.join(titles)}.{hint}*")]
+
+
+def names_in(cell):
+    """The names that a cell gives a value, and those that it takes from the cells before: two sets."""
+    code = "" if cell["cell_type"] == "markdown" else re.sub(r"^\s*[%!].*", "", cell["source"], flags=re.MULTILINE)
+    names = _Names()
+    names.visit(ast.parse(code))
+    return names.bound, names.used | (names.later - names.bound)
+
+
+class _Names(ast.NodeVisitor):
+    """Names in the order in which Python meets them. What functions use counts when the cell has ended."""
+
+    def __init__(self):
+        self.bound, self.used, self.later = set(), set(), set()
+
+    def visit_Name(self, node):
+        if isinstance(node.ctx, ast.Store):
+            self.bound.add(node.id)
+        elif node.id not in self.bound:
+            self.used.add(node.id)
+
+    def visit_Assign(self, node):
+        for part in (node.value, *node.targets):
+            self.visit(part)
+
+    def visit_AugAssign(self, node):
+        self.used |= {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)} - self.bound
+        self.visit(node.value)
+
+    def visit_For(self, node):
+        for part in (node.iter, node.target, *node.body, *node.orelse):
+            self.visit(part)
+
+    def visit_alias(self, node):
+        self.bound.add(node.asname or node.name.partition(".")[0])
+
+    def visit_scope(self, node):
+        """A function, a class or a comprehension: what it binds stays inside."""
+        inner = _Names()
+        inner.bound = {argument.arg for argument in ast.walk(node) if isinstance(argument, ast.arg)}
+        for part in (*getattr(node, "generators", ()), *ast.iter_child_nodes(node)):
+            inner.visit(part)
+        found = inner.used | (inner.later - inner.bound)
+        if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            self.later |= found
+            self.bound |= {node.name} if hasattr(node, "name") else set()
+        else:
+            self.used |= found - self.bound
+
+    visit_FunctionDef = visit_ClassDef = visit_Lambda = visit_scope
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_scope
+
+
 def answers(notebook):
     """The notebook's solutions in Markdown: each under the headings of its lesson and exercise, with what it prints."""
     parts, exercise = [], ""
@@ -299,8 +423,11 @@ def answers(notebook):
     return "\n\n".join(parts) + "\n"
 
 
-def write_learners_copies(folder, paths):
-    """Write the copies, the answer key, and the programs and pictures that the lessons use, into a new `folder`."""
+def write_learners_copies(folder, paths, taken=None):
+    """Write the copies, the answer key, and the programs and pictures that the lessons use, into a new `folder`.
+
+    taken: what a `plan` takes of the lessons. Without it, the copies have everything.
+    """
     folder = Path(folder).resolve()
     if folder.parent != FOLDER.parent:
         raise SystemExit(
@@ -313,23 +440,52 @@ def write_learners_copies(folder, paths):
         made = Path(unfinished) / folder.name
         for needed in ("scripts", "images"):
             shutil.copytree(FOLDER / needed, made / needed, ignore=shutil.ignore_patterns("__pycache__"))
-        stored = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        for path, notebook in zip(paths, stored, strict=True):
-            store(made / path.name, written(learners_copy(notebook)))
-        (made / "answer_key.md").write_text("\n".join(map(answers, stored)), encoding="utf-8")
+        chosen = {}
+        for path in paths:
+            number, notebook = path.name.partition("_")[0], json.loads(path.read_text(encoding="utf-8"))
+            if taken is None:
+                chosen[path.name] = notebook
+            elif number in taken:
+                chosen[path.name] = cut(notebook, *taken[number])
+        for name, notebook in chosen.items():
+            store(made / name, written(learners_copy(notebook)))
+        (made / "answer_key.md").write_text("\n".join(map(answers, chosen.values())), encoding="utf-8")
         os.replace(made, folder)
+
+
+def restore(folder, paths):
+    """Write new copies of lessons into a learner's `folder`. The learner's own stay there as Copy1, Copy2, …"""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise SystemExit(f"There is no folder {folder}. Make one with --learners {folder}.")
+    for path in paths:
+        own = folder / path.name
+        if own.exists():
+            number = next(n for n in itertools.count(1) if not (folder / f"{path.stem}-Copy{n}.ipynb").exists())
+            print(f"{own} is now {own.rename(folder / f'{path.stem}-Copy{number}.ipynb').name}.")
+        store(own, written(learners_copy(json.loads(path.read_text(encoding="utf-8")))))
 
 
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="store nothing; fail if a lesson would change")
     parser.add_argument("--learners", metavar="FOLDER", help="write copies without outputs and solutions; run nothing")
+    parser.add_argument("--plan", help="with --learners: only what this plan of docs/teaching/README.md has")
+    parser.add_argument("--restore", metavar="FOLDER", help="write new copies of the named lessons; keep the old ones")
     parser.add_argument("--outline", action="store_true", help="print all headings; run nothing")
     parser.add_argument("--minutes", action="store_true", help="print the minutes of each section; run nothing")
     parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if options.plan and not options.learners:
+        parser.error("--plan needs --learners FOLDER")
     if options.learners:
-        write_learners_copies(options.learners, lessons(options.names))
+        taken = plan(options.plan) if options.plan else None
+        write_learners_copies(options.learners, lessons(options.names), taken)
+        return 0
+    if options.restore:
+        if not options.names:
+            parser.error("Name the lessons to restore, for example: --restore workshop 04")
+        restore(options.restore, lessons(options.names))
         return 0
     if options.outline:
         for path in lessons(options.names):

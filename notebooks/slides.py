@@ -2,6 +2,7 @@
 
     python notebooks/slides.py slides.html           # all lessons
     python notebooks/slides.py slides.html 02 03     # those whose names begin so
+    python notebooks/slides.py slides.html --svg     # runs the lessons, for pictures that are sharp on a projector
 
 A lesson begins with its title and its goals. Each prediction has a slide, and each picture follows under the heading of
 its section, with the text that explains it. The take-aways come last. The arrow keys, the space bar and Page Up and
@@ -11,17 +12,17 @@ Page Down turn the slides. The browser's "Print" makes a PDF of them.
 import argparse
 import base64
 import html
-import json
 import mimetypes
 import re
 from pathlib import Path
 from string import Template
 
+import nbformat
 from nbconvert.filters.markdown import markdown2html
-from run_all import FOLDER, is_solution, lessons
+from run_all import FOLDER, is_solution, lessons, missing, run
 
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
-SHOWN = ("image/png", "text/html")
+SHOWN = ("image/svg+xml", "image/png", "text/html")
 WORDS = 60  # of explanation below a picture
 # Sentences about what only the notebook shows.
 LEFT_OUT = re.compile(r"next cell|notebook|printed line|table above|this section|builds the panel|^\||:$")
@@ -110,8 +111,11 @@ def parts(lesson):
         elif not is_solution(cell):
             for output in cell["outputs"]:
                 data = {kind: "".join(content) for kind, content in output.get("data", {}).items() if kind in SHOWN}
-                if "image/png" in data:
-                    alt = output["metadata"].get("image/png", {}).get("alt", "")
+                alt = output.get("metadata", {}).get("image/png", {}).get("alt", "")
+                if "image/svg+xml" in data:
+                    content = base64.b64encode(data["image/svg+xml"].encode()).decode()
+                    yield "picture", picture(alt, "image/svg+xml", content)
+                elif "image/png" in data:
                     yield "picture", picture(alt, "image/png", data["image/png"])
                 elif data.get("text/html", "").startswith("<img "):  # an animation
                     yield "picture", re.sub(' style="[^"]*"', "", data["text/html"])
@@ -155,10 +159,17 @@ def shortened(text):
     return " ".join(kept)
 
 
-def page(names=()):
-    """The whole page with the slides of these lessons, and their number."""
+def page(names=(), svg=False):
+    """The whole page with the slides of these lessons, and their number. svg: run the lessons for vector graphics."""
     chosen = [path for path in lessons(names) if names or path.name[0].isdigit()]  # the appendix only when it is named
-    made = [slide for path in chosen for slide in slides(json.loads(path.read_text(encoding="utf-8")))]
+    notebooks = [nbformat.v4.reads(path.read_text(encoding="utf-8")) for path in chosen]
+    if svg:
+        for path, notebook in zip(chosen, notebooks, strict=True):
+            if lacks := missing(path):
+                print(f"{path.stem}: with the stored pictures. {lacks}")
+            else:
+                run(notebook, ["--InlineBackend.figure_formats={'svg'}"])
+    made = [slide for notebook in notebooks for slide in slides(notebook)]
     titles = re.findall("<h1>(.+?)</h1>", "".join(made))
     links = "".join(f'<li><a href="#{title[:2]}">{title}</a></li>' for title in titles)
     made = [re.sub("(?=><h1>(..))", r' id="\1"', slide) for slide in made]  # what the links lead to
@@ -170,8 +181,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the HTML file to write")
     parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
-    options = parser.parse_args()
-    text, count = page(options.names)
+    parser.add_argument(
+        "--svg", action="store_true", help="run the lessons, and draw their pictures as vector graphics"
+    )
+    options = parser.parse_intermixed_args()
+    text, count = page(options.names, options.svg)
     options.file.write_text(text, encoding="utf-8", newline="\n")
     print(f"{count} slides in {options.file}")
 

@@ -4,6 +4,7 @@
     python -m notebooks.checks --report workshop    # a learner's copies
     python -m notebooks.checks --report handed_in   # a folder with a folder for each learner: a table
     python -m notebooks.checks --report handed_in --csv scores.csv     # and a score sheet, a row for each exercise
+    python -m notebooks.checks --report handed_in F    # only the lessons whose names begin so
 
 "solved" means that the checks of an exercise printed "Correct" when they were last run. "not begun" means that they
 printed nothing, or that the answer still consists of dots. All else is "not solved yet". Save the notebooks first.
@@ -82,14 +83,18 @@ def _text(output: dict) -> str:
     return "".join(output.get("text") or output.get("data", {}).get("text/plain", "")) + "\n"
 
 
-def learners(folder: Path) -> dict[str, Files]:
+def learners(folder: Path, begin: tuple[str, ...] = ()) -> dict[str, Files]:
     """The lessons of each learner, by the name of the learner's folder. Raises ValueError if there are none.
+
+    begin: how the names of the lessons begin; all of them without it.
 
     A folder directly in `folder` that has no lesson in it is listed, too, because somebody may have handed in nothing.
     """
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder}.")
-    names = {path.name for path in LESSONS.glob("*.ipynb")}
+    names = {path.name for path in LESSONS.glob("*.ipynb") if path.name.startswith(begin or "")}
+    if not names:
+        raise ValueError(f"No lesson begins with {' or '.join(begin)}.")
     found: dict[str, Files] = {}
     for path in sorted(folder.rglob("*.ipynb")):
         name = COPY.sub("", path.stem) + path.suffix
@@ -173,10 +178,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m notebooks.checks", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--report", metavar="FOLDER", nargs="?", const=LESSONS, type=Path, required=True)
+    parser.add_argument("names", nargs="*", help="lessons, by the beginning of their names")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="also write a score sheet")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     try:
-        everybody = learners(options.report)
+        everybody = learners(options.report, tuple(options.names))
         print(report(everybody["."]) if list(everybody) == ["."] else table(everybody))
         if options.csv:
             write_scores(everybody, options.csv)

@@ -92,9 +92,7 @@ What is not modelled, and what differs:
   timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
 - `torch.distributed.fsdp.fully_shard` and `torch.distributed.tensor.parallel` work. Their memory follows PyTorch's
   sources and their time a model of the links. Neither was compared with a real GPU, but with figures that others have
-  published (docs/accuracy.md): memory was 6 to 7 % too small, and speed 8 to 32 % too high. Gloo's thread may hold a
-  collective's buffer slightly too long. In some runs of real processes the peak is therefore too high by one gathered
-  layer.
+  published (docs/accuracy.md): memory was 6 to 7 % too small, and speed 8 to 32 % too high.
 - One rank of many (`rank=` and `world_size=`): the other ranks do not exist, so numbers are not those of the job.
   Objects that another rank would send are refused, and so is torch.distributed.checkpoint.
 - With torch.distributed.autograd, a process whose part of a backward pass another process started runs it in threads of
@@ -106,7 +104,8 @@ What is not modelled, and what differs:
 - A thread that was running before the GPUs were switched on sees them from the first time it names a GPU. Threads of a
   ThreadPoolExecutor or an event loop see them for each call. If the GPUs are stopped in a different thread from the one
   that started them, an idle dispatch mode stays active in the starting thread until it starts and stops GPUs again.
-- `torch.use_deterministic_algorithms` refuses no operator, because the kernels of the CPU are deterministic.
+- `torch.use_deterministic_algorithms(True)` refuses the operators that CUDA refuses, as far as
+  `virtual_gpus.ops.refusals` lists them. Their results here are the same in every run, with and without it.
 - `nn.TransformerEncoder` packs padded samples into nested tensors, as on CUDA. They take no modelled time.
 - When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If
   other virtual GPUs are on, the first computation with such a tensor warns. It raises an error in an operator with a

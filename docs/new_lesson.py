@@ -1,0 +1,155 @@
+"""Make the files of a new lesson, which run, and its rows in the tables: then replace the words.
+
+    python docs/new_lesson.py 12 "Slow steps" "find out why a step is slow"
+
+The number begins the names of the files: a notebook, the checks of its exercises and their test. What cannot be made is
+printed at the end.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CELLS = [
+    """# {number} {title}
+
+Two to four sentences: what goes wrong without this, and what the lesson does about it.""",
+    """## You will be able to
+
+- {goal}
+
+**Time** {minutes} minutes, not counting exercises. **Before** lesson 00.""",
+    """import torch
+
+from helpers.gpus import use_gpus
+
+gpus = use_gpus(4, memory="16 GiB")""",
+    """## 1. The first idea
+
+Why it matters, in two sentences. Then a question whose answer follows from the text above.
+
+**Prediction.** How many GPUs does this machine have?""",
+    'print(torch.cuda.device_count(), "GPUs")',
+    """What the cell showed, and why.
+
+## Take-aways
+
+- One line for each section.
+
+## Exercises
+
+### 1. Count the GPUs
+
+Replace the dots. Then run the check.""",
+    """from notebooks.checks import lesson{number} as check
+
+count = ...""",
+    "check.count(count)",
+    """# Solution
+count_solution = torch.cuda.device_count()
+
+check.count(count_solution)""",
+    """## Where to read on
+
+- What the next lesson does with this.""",
+]
+CHECKS = '''"""Checks of lesson {number}: the number of GPUs."""
+
+import torch
+
+from notebooks.checks import compare
+from notebooks.checks.core import exercise
+
+
+@exercise
+def count(answer):
+    """Exercise 1: the number of GPUs."""
+    compare.number(answer, torch.cuda.device_count())
+    return "PyTorch sees all of them."
+'''
+TESTS = '''"""The checks of lesson {number}: right and wrong answers of each exercise."""
+
+import pytest
+from virtual_gpus import virtual_gpus
+
+from notebooks.checks import lesson{number} as check
+from tests.check_answers import Answers, answers_test
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with virtual_gpus(4) as devices:
+        yield devices
+
+
+TABLE = {{
+    "count": Answers(check.count, right=[4], wrong=[(3, "3")]),
+}}
+test_answers = answers_test(TABLE)
+'''
+LEFT = """Now write the lesson. CONTRIBUTING.md says how. These lists still lack it:
+- the terms that it introduces: docs/glossary.md
+- the plans of the guide for instructors: docs/teaching/README.md
+- CHANGELOG.md
+After each change: python notebooks/run_all.py {number} && python notebooks/run_all.py --outline > tests/outline.md"""
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", help="two digits, or a letter for an appendix")
+    parser.add_argument("title", help="without a number")
+    parser.add_argument("goal", help='what stands in the tables under "you learn to"')
+    options = parser.parse_args(arguments)
+    number, title = options.number, options.title.strip()
+    if not re.fullmatch(r"\d\d|[A-Z]", number):
+        parser.error(f"{number!r} is not a number of a lesson. Write two digits, such as 12, or a letter.")
+    if taken := next((ROOT / "notebooks").glob(f"{number}_*.ipynb"), None):
+        parser.error(f"There is a lesson {number} already: {taken.name}.")
+    name = f"{number}_{re.sub(r'[^a-z0-9]+', '_', title.lower()).strip('_')}.ipynb"
+    words = {"number": number, "title": title, "goal": options.goal, "minutes": 3}
+    cells = [new_markdown_cell(text.format(**words)) if text.startswith(("#", "What the")) and "# Solution" not in text
+             else new_code_cell(text.format(**words)) for text in CELLS]  # fmt: skip
+    create(ROOT / "notebooks" / name, nbformat.writes(new_notebook(cells=cells)))
+    create(ROOT / "notebooks" / "checks" / f"lesson{number}.py", CHECKS.format(**words))
+    create(ROOT / "tests" / f"test_check_lesson{number}.py", TESTS.format(**words))
+    for page, folder in (("README.md", "notebooks"), ("docs/index.md", "../notebooks")):
+        add_row(ROOT / page, f"| {number} | [{title}]({folder}/{name}) | 3 | {options.goal} |")
+    run_all = [sys.executable, ROOT / "notebooks" / "run_all.py"]
+    subprocess.run([*run_all, number], check=True)
+    outline = subprocess.run([*run_all, "--outline"], check=True, capture_output=True, text=True, encoding="utf-8")
+    replace(ROOT / "tests" / "outline.md", outline.stdout)
+    print(LEFT.format(number=number))
+
+
+def create(path, text):
+    with path.open("x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+    print(path.relative_to(ROOT))
+
+
+def add_row(path, row):
+    """Put a row into a page's table of lessons, before the appendix if it is no appendix itself."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [i for i, line in enumerate(lines) if re.match(r"\| (\d\d|[A-Z]) \| \[", line)]
+    after = [i for i in rows if lines[i] > row]  # digits come before letters
+    lines.insert(after[0] if after else rows[-1] + 1, f"{row}\n")
+    replace(path, "".join(lines))
+    print(path.relative_to(ROOT))
+
+
+def replace(path, text):
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(unfinished, path)
+
+
+if __name__ == "__main__":
+    main()
