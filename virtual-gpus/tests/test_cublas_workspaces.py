@@ -119,13 +119,8 @@ TAKERS = {
     "bmm": (lambda a, v, b: torch.bmm(b, b), CUBLAS),
     "baddbmm": (lambda a, v, b: torch.baddbmm(b, b, b), CUBLAS),
     "mv": (lambda a, v, b: torch.mv(a, v), CUBLAS),
-    "addmv": (lambda a, v, b: torch.addmv(v, a, v), CUBLAS),
     "dot": (lambda a, v, b: torch.dot(v, v), CUBLAS),
-    "einsum": (lambda a, v, b: torch.einsum("bij,bjk->bik", b, b), CUBLAS),
-    "in place": (lambda a, v, b: a.addmm_(a, a), CUBLAS),
-    "out": (lambda a, v, b: torch.mm(a, a, out=torch.empty_like(a)), CUBLAS),
     "linear": (lambda a, v, b: nn.functional.linear(a, a, v), CUBLAS + LT),
-    "linear in 3 dimensions": (lambda a, v, b: nn.functional.linear(b, a, v), CUBLAS + LT),
     "linear without a bias": (lambda a, v, b: nn.functional.linear(b, a), CUBLAS),
     "a row as bias": (lambda a, v, b: torch.addmm(v[None], a, a), CUBLAS + LT),
     "a matrix as bias": (lambda a, v, b: torch.addmm(a, a, a), CUBLAS),
@@ -139,7 +134,6 @@ TAKERS = {
     "triangular": (lambda a, v, b: torch.linalg.solve_triangular(a + torch.eye(4).cuda(), a, upper=True), CUBLAS),
     "no columns": (lambda a, v, b: a @ a[:, :0], 0),
     "nothing to add": (lambda a, v, b: a[:, :0] @ a[:0], 0),
-    "elementwise": (lambda a, v, b: a * a, 0),
     "convolution": (lambda a, v, b: nn.functional.conv1d(b, b[:, :, :1]), 0),
 }
 

@@ -104,6 +104,7 @@ def more_cases(device) -> dict[str, tuple]:
         "sum, dtype": (torch.sum, (square,), {"dtype": torch.float32}),
         "power of a number": (torch.pow, (2.0, square), {}),
         "cross entropy": (F.cross_entropy, (square, torch.zeros(4, dtype=torch.long, device=device)), {}),
+        "bce with logits": (F.binary_cross_entropy_with_logits, (square, square), {}),
         "layer norm": (F.layer_norm, (square, (4,), t(4), t(4)), {}),
         "batch norm": (F.batch_norm, (image, t(2), t(2), t(2), t(2), True), {}),
         "bilinear form": (F.bilinear, (square, square, t(3, 4, 4)), {}),
@@ -301,30 +302,24 @@ def test_replicas_start_as_new_threads_do(gpus):
 def test_custom_functions(gpus):
     seen = []
 
-    def square(ctx, x):
-        seen.append((x.dtype, torch.is_autocast_enabled("cuda")))
-        ctx.save_for_backward(x)
-        return x @ x
-
-    class Cast(torch.autograd.Function):
-        forward = staticmethod(torch.amp.custom_fwd(square, device_type="cuda", cast_inputs=torch.float32))
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda")
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x @ x
 
         @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
         def backward(ctx, gradient):
-            seen.append((gradient.dtype, torch.is_autocast_enabled("cuda")))
-            return gradient @ ctx.saved_tensors[0]
+            seen.append((gradient @ ctx.saved_tensors[0]).dtype)
+            return gradient
 
-    class Keep(Cast):
-        forward = staticmethod(torch.amp.custom_fwd(square, device_type="cuda"))
-
-    x = torch.ones(2, 2, device="cuda").half().requires_grad_()
+    x = torch.ones(2, 2, device="cuda", requires_grad=True)
     with region():
-        y, z = Cast.apply(x), Keep.apply(x)
-    assert y.dtype == torch.float32 and z.dtype == torch.bfloat16
-    (y.sum() + z.sum()).backward()
-    assert seen[:2] == [(torch.float32, False), (torch.float16, True)]
-    assert sorted(seen[2:], key=str) == [(torch.bfloat16, True), (torch.float32, False)]
+        y = Square.apply(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and seen == [torch.bfloat16]
 
 
 def test_cpu_autocast_beside(gpus):
@@ -346,10 +341,7 @@ def test_gpus_that_go_off_within_a_region():
         assert (x @ x).dtype == torch.float32
     with virtual_gpus(1):
         assert product() == torch.float32
-        with region():
-            assert product() == torch.bfloat16
-            with virtual_gpus(1):
-                assert product() == torch.bfloat16
+        with region(), virtual_gpus(1):
             assert product() == torch.bfloat16
 
 
@@ -532,23 +524,6 @@ def test_grad_scaler_finds_overflow_on_any_gpu(gpus):
         scaler.unscale_(optimizer)
 
 
-def test_grad_scaler_takes_three_blocks_of_512_bytes(gpus):
-    weight = torch.ones(128, device="cuda", requires_grad=True)
-    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cuda")
-    loss = weight.sum()
-    held = counter()
-    scaled = scaler.scale(loss)
-    assert held() == 3 * 512  # the scale, the growth tracker, the scaled loss
-    scaled.backward()
-    del scaled
-    assert held() == 3 * 512  # the gradient
-    scaler.unscale_(optimizer)
-    assert held() == 4 * 512  # found_inf
-    scaler.step(optimizer)
-    scaler.update()
-    assert held() == 3 * 512
-
-
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
 def test_shapes_only_counts_as_no_overflow(options):
     results = []
@@ -571,9 +546,3 @@ def test_shapes_only_counts_as_no_overflow(options):
             scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
             assert scaler.get_scale() == 2.0
     assert results[0] == results[1]
-
-
-def test_a_scaler_that_is_off_does_nothing(gpus):
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
-    x = torch.ones(2, device="cuda")
-    assert scaler.scale(x) is x and scaler.get_scale() == 1.0 and scaler.state_dict() == {}

@@ -293,18 +293,6 @@ def test_a_weight_that_left_the_buffer(gpus):
         same(net(x)[0], before)
 
 
-def test_data_parallel(gpus):
-    def step(device):
-        torch.manual_seed(0)
-        net = nn.LSTM(5, 6, 2, batch_first=True).to(device)
-        x = draw(6, 4, 5).to(device)
-        out, _ = (nn.DataParallel(net) if device != "cpu" else net)(x)
-        out.square().sum().backward()
-        return [out, *(p.grad for p in net.parameters())]
-
-    same(step("cuda:0"), step("cpu"))
-
-
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
