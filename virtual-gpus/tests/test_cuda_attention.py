@@ -134,12 +134,10 @@ def test_second_derivatives_exist_for_the_plain_formula_only(dtype):
 
 def test_function_transforms_take_the_operator_apart():
     with virtual_gpus(1):
-        query, key, value = (part.detach() for part in parts((3, 2, 4, 8)))
-        mapped = torch.vmap(lambda q, k, v: F.scaled_dot_product_attention(q[None], k[None], v[None])[0])
-        torch.testing.assert_close(mapped(query, key, value), F.scaled_dot_product_attention(query, key, value))
-        gradient = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, key, value).square().sum())(query)
-        query.requires_grad_()
-        F.scaled_dot_product_attention(query, key, value).square().sum().backward()
+        query, key, value = parts((3, 2, 4, 8))
+        attend = lambda q: F.scaled_dot_product_attention(q, key.detach(), value.detach()).square().sum()  # noqa: E731
+        gradient = torch.func.grad(attend)(query.detach())
+        attend(query).backward()
         torch.testing.assert_close(gradient, query.grad)
 
 
@@ -388,14 +386,6 @@ def test_saved_tensors_on_the_cpu_come_back(shapes_only):
         leaves = parts((2, 4, 16, 8))
         F.scaled_dot_product_attention(*leaves, dropout_p=0.5).sum().backward()
         assert leaves[0].grad.device == torch.device("cuda", 0)
-
-
-def test_math_in_half_precision_keeps_its_scores_in_float():
-    with virtual_gpus(1, shapes_only=True), sdpa_kernel(SDPBackend.MATH):
-        leaves = parts((2, 4, 128, 64), dtype=BF16)
-        _, stayed, peak = bytes_of(lambda: F.scaled_dot_product_attention(*leaves))
-        scores = 2 * 4 * 128 * 128 * 4
-        assert stayed > scores and peak > 2 * scores
 
 
 @with_and_without_numbers

@@ -198,23 +198,6 @@ def test_fused_needs_floating_point_parameters_of_a_gpu(gpus):
         torch.optim.Adam([turn], fused=True).step()
 
 
-def test_complex_parameters(gpus):
-    def run(place, **options):
-        p = nn.Parameter(torch.complex(torch.arange(3.0), torch.ones(3)).to(place))
-        optimizer = torch.optim.Adam([p], lr=0.1, **options)
-        for _ in range(3):
-            optimizer.zero_grad()
-            (p.abs() ** 2).sum().backward()
-            optimizer.step()
-        return p
-
-    expected = run("cpu", foreach=False)
-    for foreach in (False, True):
-        found = run(gpus[2], foreach=foreach)
-        assert found.device == found.grad.device == gpus[2]
-        torch.testing.assert_close(found.detach().cpu(), expected.detach())
-
-
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs(gpus, search):
     def run(place):
