@@ -207,6 +207,7 @@ def test_batch_norm_of_channels_that_lie_together_takes_partial_sums(gpu):
     norm, x = nn.BatchNorm1d(1024, device=gpu), torch.zeros(4096, 1024, device=gpu)
     sizes = sizes_of(lambda: norm(x))
     assert sum(sizes[-2:]) == 262_656 and sizes[-1] == 512
+    assert len(sizes_of(lambda: norm(x[:6]))) == len(sizes) - 2  # few rows: one block of threads
     out = norm(x.requires_grad_())
     assert sizes_of(lambda: torch.autograd.grad(out, x, torch.zeros_like(out)))[-1] == 512
 
