@@ -1,5 +1,6 @@
 """Activation checkpointing and activations kept in the computer's memory: what a GPU holds, when, and the numbers."""
 
+import copy
 import functools
 import gc
 
@@ -8,30 +9,44 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils import checkpoint as ckpt
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
-WIDTH, ROWS, BLOCKS = 256, 1024, 6
-ONE = WIDTH * ROWS * 4  # bytes of one activation: 1 MiB
+WIDTH, ROWS, BLOCKS = 64, 256, 6
+ONE = WIDTH * ROWS * 4  # bytes of one activation
+
+
+def to_the_end(block, x):
+    with ckpt.set_checkpoint_early_stop(False):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+def keep_products():
+    return ckpt.create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
 FORMS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
+}
+VARIANTS = FORMS | {
+    "to the end": to_the_end,
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=keep_products),
+    "plain": None,
 }
 both = pytest.mark.parametrize("form", FORMS)
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 
 
-class Block(nn.Sequential):
-    """Saves four activations for backward: the input, two before and after tanh (one each), dropout's mask aside."""
-
-    def __init__(self, p: float = 0.0):
-        parts = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Dropout(p))
-        super().__init__(*parts)
-
-
-def network(p: float = 0.0) -> nn.ModuleList:
+def network() -> nn.ModuleList:
+    """Each block saves what tanh and sigmoid return, and dropout's mask; the linear layers' inputs are saved before."""
     torch.manual_seed(0)
-    return nn.ModuleList(Block(p) for _ in range(BLOCKS)).to("cuda")
+    parts = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Dropout(0.5)
+    return nn.ModuleList(copy.deepcopy(nn.Sequential(*parts)) for _ in range(BLOCKS)).to("cuda")
+
+
+def data() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
 
 
 def forward(net, x, run=None):
@@ -40,24 +55,24 @@ def forward(net, x, run=None):
     return x
 
 
-def train(run=None, p: float = 0.0, steps: int = 2, autocast=None):
+def train(run=None, steps: int = 2, autocast=False, shapes_only=False):
     """(losses, gradients, [allocated after forward, peak of the step] per step) of a few steps."""
-    net = network(p)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator("cpu").manual_seed(1)).to("cuda").requires_grad_()
-    losses, memory = [], []
-    torch.cuda.manual_seed_all(3)
-    for _ in range(steps):
-        torch.cuda.reset_peak_memory_stats()
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bool(autocast)):
-            loss = forward(net, x, run).float().square().mean()
-        memory.append(torch.cuda.memory_allocated())
-        loss.backward()
-        memory.append(torch.cuda.max_memory_allocated())
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.grad for p in net.parameters()], memory
+    with virtual_gpus(1, shapes_only=shapes_only):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        x, losses, memory = data(), [], []
+        torch.cuda.manual_seed_all(3)
+        for _ in range(steps):
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+                loss = forward(net, x, run).float().square().mean()
+            memory.append(torch.cuda.memory_allocated())
+            loss.backward()
+            memory.append(torch.cuda.max_memory_allocated())
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, [p.grad.tolist() for p in net.parameters()] if not shapes_only else None, memory
 
 
 @pytest.fixture(autouse=True)
@@ -66,29 +81,15 @@ def kept_workspaces(monkeypatch):
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
 
 
-def same(one, other) -> bool:
-    return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(one, other, strict=True))
+# ---- the numbers, and the memory of the same steps ------------------------------------------------------------------
 
 
-# ---- the numbers ---------------------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("p", [0.0, 0.5], ids=["", "dropout"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-def test_same_losses_and_gradients_as_without(form, p, autocast):
-    with virtual_gpus(1):
-        losses, gradients, _ = train(None, p, autocast=autocast)
-        again = train(FORMS[form], p, autocast=autocast)
-        assert again[0] == losses and same(again[1], gradients)
-
-
-@both
-def test_without_the_random_state_dropout_differs(form):
-    with virtual_gpus(1):
-        kept = train(FORMS[form], 0.5, steps=1)[1]
-        other = train(functools.partial(FORMS[form], preserve_rng_state=False), 0.5, steps=1)[1]
-        assert not same(kept, other)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_numbers_of_plain_training_and_the_memory_of_shapes(variant, autocast):
+    losses, gradients, memory = train(VARIANTS[variant], autocast=autocast)
+    assert (losses, gradients) == train(autocast=autocast)[:2]
+    assert memory == train(VARIANTS[variant], autocast=autocast, shapes_only=True)[2]
 
 
 @both
@@ -110,16 +111,6 @@ def test_the_random_state_of_every_gpu_comes_back(form):
         assert all(torch.equal(torch.cuda.get_rng_state(i), s) for i, s in enumerate(before))
 
 
-def test_checkpoint_sequential():
-    with virtual_gpus(1):
-        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
-        net = nn.Sequential(*network())
-        (expected,) = torch.autograd.grad(net(x).sum(), x)
-        assert torch.equal(
-            torch.autograd.grad(checkpoint_sequential(net, 3, x, use_reentrant=False).sum(), x)[0], expected
-        )
-
-
 def test_a_recomputation_that_differs_is_an_error():
     calls = []
 
@@ -138,8 +129,7 @@ def test_a_recomputation_that_differs_is_an_error():
 
 
 @both
-@with_and_without_numbers
-def test_activations_are_gone_between(form, shapes_only):
+def test_activations_are_gone_between(form):
     def step(run=None):
         """Bytes held after forward, and the peak of backward."""
         y = forward(net, x, run)
@@ -150,12 +140,10 @@ def test_activations_are_gone_between(form, shapes_only):
         gc.collect()  # in some versions of PyTorch the frames of a recomputation make a cycle
         return held, torch.cuda.max_memory_allocated() - start
 
-    with virtual_gpus(1, shapes_only=shapes_only):
-        net, x = network(), torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
-        start = 0
+    with virtual_gpus(1):
+        net, x, start = network().eval(), data(), 0
         step(FORMS[form])  # pays for gradients and workspaces
         start = torch.cuda.memory_allocated()
-        # Each block saves tanh's and sigmoid's outputs; a linear layer's input is the output of what came before it.
         # Recomputing holds the outputs of all blocks, and both activations of one block.
         plain, plain_peak = step()
         held, peak = step(FORMS[form])
@@ -165,57 +153,10 @@ def test_activations_are_gone_between(form, shapes_only):
         assert torch.cuda.memory_allocated() == start
 
 
-VARIANTS = {
-    "plain": None,
-    "reentrant": FORMS["reentrant"],
-    "non-reentrant": FORMS["non-reentrant"],
-    "to the end": lambda block, x: _to_the_end(block, x),
-    "selective": lambda block, x: checkpoint(block, x, use_reentrant=False, context_fn=_keep_products),
-}
-
-
-def _to_the_end(block, x):
-    with ckpt.set_checkpoint_early_stop(False):
-        return checkpoint(block, x, use_reentrant=False)
-
-
-def _keep_products():
-    return ckpt.create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-def test_same_memory_with_shapes_only(variant, autocast):
-    results = []
-    for shapes_only in (False, True):
-        with virtual_gpus(1, shapes_only=shapes_only):
-            results.append(train(VARIANTS[variant], 0.1, autocast=autocast)[2])
-    assert results[0] == results[1]
-
-
 def test_selective_checkpointing_keeps_what_it_was_told_to():
-    with virtual_gpus(1):
-        plain, selective, full = (train(VARIANTS[v])[2] for v in ("plain", "selective", "non-reentrant"))
-        assert full[2] < selective[2] and selective[2] - full[2] >= (2 * BLOCKS - 1) * ONE
-        assert same(train(VARIANTS["selective"])[1], train()[1])
-        assert full[3] < plain[3]
-
-
-def test_early_stop_recomputes_no_more_than_is_needed():
-    seen = []
-
-    def block(x):
-        y = x.exp()  # saves its result
-        seen.append(torch.cuda.memory_allocated())
-        return y + 1
-
-    with virtual_gpus(1):
-        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
-        checkpoint(block, x, use_reentrant=False).sum().backward()
-        assert len(seen) == 1  # it stopped at exp
-        with ckpt.set_checkpoint_early_stop(False):
-            checkpoint(block, x, use_reentrant=False).sum().backward()
-        assert len(seen) == 3
+    plain, selective, full = (train(VARIANTS[v])[2] for v in ("plain", "selective", "non-reentrant"))
+    assert full[2] < selective[2] and selective[2] - full[2] >= (2 * BLOCKS - 1) * ONE
+    assert full[3] < plain[3]
 
 
 # ---- activations in the computer's memory ----------------------------------------------------------------------------
@@ -225,12 +166,18 @@ def test_early_stop_recomputes_no_more_than_is_needed():
 @pytest.mark.parametrize("pin", [False, True], ids=["pageable", "pinned"])
 def test_save_on_cpu_holds_no_activation(shapes_only, pin):
     with virtual_gpus(1, shapes_only=shapes_only):
-        net, x = network(), torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+        net, x, packed = network().eval(), data(), []
         (expected,) = torch.autograd.grad(forward(net, x).sum(), x)
         start = torch.cuda.memory_allocated()
-        with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+        context = torch.autograd.graph.save_on_cpu(pin_memory=pin)
+        pack = context.pack_hook
+        context.pack_hook = lambda t: packed.append(pack(t)) or packed[-1]
+        with context:
             y = forward(net, x)
         assert torch.cuda.memory_allocated() - start == ONE  # the output alone
+        for device, kept in packed:
+            assert device == torch.device("cuda", 0)
+            assert shapes_only or (kept.device.type == "cpu" and kept.is_pinned() == pin)
         (gradient,) = torch.autograd.grad(y.sum(), x)
         assert gradient.device == torch.device("cuda", 0) and (shapes_only or torch.equal(gradient, expected))
 
@@ -243,39 +190,3 @@ def test_save_on_cpu_takes_whole_numbers_too(shapes_only):
             loss = F.cross_entropy(table(torch.arange(3, device="cuda:1")), torch.tensor([0, 1, 2]).to("cuda:1"))
         loss.backward()
         assert table.weight.grad.device == torch.device("cuda", 1)
-
-
-def test_save_on_cpu_pins():
-    packed = []
-
-    class Watched(torch.autograd.graph.save_on_cpu):
-        def __init__(self):
-            super().__init__(pin_memory=True)
-            pack = self.pack_hook
-            self.pack_hook = lambda t: packed.append(pack(t)) or packed[-1]
-
-    with virtual_gpus(1):
-        x = torch.randn(3, device="cuda", requires_grad=True)
-        with Watched():
-            y = x.exp()
-        device, kept = packed[0]
-        assert device == torch.device("cuda", 0) and kept.is_pinned() and kept.device.type == "cpu"
-        y.sum().backward()
-        assert torch.equal(x.grad, y)
-
-
-@with_and_without_numbers
-def test_hooks_of_ones_own(shapes_only):
-    """Kept in half precision: half the memory."""
-    with virtual_gpus(1, shapes_only=shapes_only):
-        x = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
-        start = torch.cuda.memory_allocated()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
-            y = x.exp().sum()
-        assert torch.cuda.memory_allocated() - start == ONE // 2 + 512
-        y.backward()
-        assert x.grad.dtype == torch.float32 and x.grad.is_cuda
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            with pytest.raises(RuntimeError, match="not here"):
-                with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                    pass

@@ -1,7 +1,11 @@
-"""Convolutions on virtual GPUs take the memory that cuDNN took on an H200 (torch 2.11, cuDNN 9.19)."""
+"""Convolutions on virtual GPUs take the memory that cuDNN took on an H200 (torch 2.11, cuDNN 9.19).
+
+Whole layers stand beside other operators in test_cuda_operators.py.
+"""
 
 import pytest
 import torch
+from benchmarks.reference import measure
 from torch import nn
 from torch.nn import functional as F
 from virtual_gpus import virtual_gpus
@@ -9,78 +13,7 @@ from virtual_gpus.machine import active
 from virtual_gpus.ops.conv import workspaces as workspaces
 
 MIB = 1 << 20
-BF16 = torch.bfloat16
-
-# Allocated bytes on the H200, in two rounds: after forward, its peak, after backward, its peak, after `del out`.
-MEASURED = {
-    "3x3, 64 channels at 32x32": (
-        lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), (128, 64, 32, 32), torch.float32,
-        [67256320, 134513152, 100958208, 203835392, 67403776], [100958208, 168215040, 100958208, 237537280, 67403776]),
-    "3x3, 128 channels at 16x16": (
-        lambda: nn.Conv2d(128, 128, 3, padding=1), (128, 128, 16, 16), torch.float32,
-        [34144768, 72483840, 51512320, 110692864, 34735104], [51512320, 89851392, 51512320, 128060416, 34735104]),
-    "1x1, 256 to 512 channels": (
-        lambda: nn.Conv2d(256, 512, 1), (128, 256, 8, 8), torch.float32,
-        [25692160, 34605568, 34607104, 84938752, 17829888], [34607104, 43520512, 34607104, 93853696, 17829888]),
-    "7x7, the first layer, strided": (
-        lambda: nn.Conv2d(3, 64, 7, 2, 3, bias=False), (64, 3, 64, 64), torch.float32,
-        [21009408, 41980928, 24193024, 67185664, 6367232], [24193024, 44153856, 24193024, 69320704, 6367232]),
-    "3x3, strided": (
-        lambda: nn.Conv2d(64, 128, 3, 2, 1), (64, 64, 32, 32), torch.float32,
-        [25461248, 42533888, 42533888, 80644608, 34145280], [42533888, 59606528, 42533888, 97717248, 34145280]),
-    "depthwise": (
-        lambda: nn.Conv2d(128, 128, 3, padding=1, groups=128), (64, 128, 16, 16), torch.float32,
-        [16782336, 16782336, 25176064, 33565184, 16787456], [25176064, 25176064, 25176064, 41958912, 16787456]),
-    "bfloat16": (
-        lambda: nn.Conv2d(64, 64, 3, padding=1, bias=False), (128, 64, 32, 32), BF16,
-        [33628160, 67256832, 50479104, 102908928, 33701888], [50479104, 84107776, 50479104, 119759872, 33701888]),
-    "transposed": (
-        lambda: nn.ConvTranspose2d(64, 32, 2, 2), (32, 64, 16, 16), torch.float32,
-        [6324736, 12649472, 8455168, 21038592, 4260864], [8455168, 14779904, 8455168, 22317568, 4260864]),
-}  # fmt: skip
-# The kernel that cuDNN picks for this forward takes 4 MiB of its own, which the model does not know.
-ALLOWED = {"3x3, 128 channels at 16x16": 0.04}
-
-# Requests in the trace of a real ResNet-18 step (64 images of 32x32) that the rules explain to 512 bytes, a block:
-# step, channels, filters, image side, kernel side, stride, bytes.
-TRACED = [
-    ("forward", 3, 64, 32, 7, 2, 5018384),
-    ("forward", 64, 64, 8, 3, 1, 1196048),
-    ("forward", 128, 128, 4, 3, 1, 1114128),
-    ("forward", 128, 256, 4, 3, 2, 1703952),
-    ("forward", 128, 256, 4, 1, 2, 786448),
-    ("forward", 256, 256, 2, 3, 1, 2884015),
-    ("forward", 256, 512, 2, 3, 2, 4980752),
-    ("forward", 256, 512, 2, 1, 2, 262160),
-    ("forward", 512, 512, 1, 3, 1, 9437200),
-    ("data_gradient", 64, 64, 8, 3, 1, 2244624),
-    ("data_gradient", 64, 128, 8, 1, 2, 0),
-    ("data_gradient", 128, 128, 4, 3, 1, 1638416),
-    ("data_gradient", 128, 256, 4, 1, 2, 0),
-    ("data_gradient", 128, 256, 4, 3, 2, 1966096),
-    ("data_gradient", 256, 256, 2, 3, 1, 0),
-    ("data_gradient", 256, 512, 2, 1, 2, 262291),
-    ("data_gradient", 256, 512, 2, 3, 2, 4980883),
-    ("data_gradient", 512, 512, 1, 3, 1, 12058959),
-    ("weight_gradient", 64, 64, 8, 3, 1, 5308416),
-    ("weight_gradient", 64, 128, 8, 1, 2, 1704431),
-    ("weight_gradient", 128, 256, 4, 3, 2, 1966096),
-    ("weight_gradient", 256, 256, 2, 3, 1, 14155776),
-    ("weight_gradient", 256, 512, 2, 1, 2, 262160),
-    ("weight_gradient", 256, 512, 2, 3, 2, 9216),
-    ("weight_gradient", 512, 512, 1, 3, 1, 18432),
-]
-
-# The other seven: here the rules do not know cuDNN's choice. Small layers; bytes may be off by this much at most.
-MISSED = [
-    ("forward", 64, 128, 8, 3, 2, 1867792),
-    ("forward", 64, 128, 8, 1, 2, 0),
-    ("data_gradient", 64, 128, 8, 3, 2, 0),
-    ("weight_gradient", 3, 64, 32, 7, 2, 5945488),
-    ("weight_gradient", 64, 128, 8, 3, 2, 2163439),
-    ("weight_gradient", 128, 128, 4, 3, 1, 2818192),
-    ("weight_gradient", 128, 256, 4, 1, 2, 256),
-]
+TRACED = measure.load("convolution_workspaces.json")
 
 
 def shape(channels, filters, side, kernel, stride, **changes):
@@ -100,52 +33,18 @@ def peak_of(work):
     return result, torch.cuda.max_memory_allocated() - before
 
 
-def rounds(make, size, dtype):
-    """Two rounds of the operator as on the H200, as rows like those of MEASURED."""
-    torch.manual_seed(0)
-    layer = make().to(device="cuda", dtype=dtype)
-    x = torch.randn(*size, device="cuda", dtype=dtype, requires_grad=True)
-    rows = []
-    for _ in range(2):
-        torch.cuda.reset_peak_memory_stats()
-        out = layer(x)
-        row = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
-        torch.cuda.reset_peak_memory_stats()
-        out.float().sum().backward()
-        row += [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
-        del out
-        rows.append([*row, torch.cuda.memory_allocated()])
-    return rows
-
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_memory_is_that_of_an_h200(name):
-    make, size, dtype, *measured = MEASURED[name]
-    with virtual_gpus(1, kind="H200", shapes_only=True):
-        modelled = rounds(make, size, dtype)
-    for real, virtual in zip(measured, modelled, strict=True):
-        worst = max(abs(a - b) for a, b in zip(real, virtual, strict=True)) / max(real)
-        assert worst <= ALLOWED.get(name, 0.03), (real, virtual)
-
-
-LAYER = "step, channels, filters, side, kernel, stride, nbytes"
-
-
 def blocks(nbytes):
     """As many blocks of 512 bytes as the allocator hands out."""
     return -(-nbytes // 512)
 
 
-@pytest.mark.parametrize(LAYER, TRACED)
-def test_workspaces_of_a_traced_step(step, channels, filters, side, kernel, stride, nbytes):
-    modelled = getattr(workspaces, step)(shape(channels, filters, side, kernel, stride))
-    assert blocks(modelled) == blocks(nbytes)
-
-
-@pytest.mark.parametrize(LAYER, MISSED)
-def test_what_the_rules_miss_is_small(step, channels, filters, side, kernel, stride, nbytes):
-    modelled = getattr(workspaces, step)(shape(channels, filters, side, kernel, stride))
-    assert abs(modelled - nbytes) < 2 * MIB
+@pytest.mark.parametrize("kind", ["explained", "missed"])
+def test_workspaces_of_a_traced_step(kind):
+    """Where the rules do not know cuDNN's choice, the layers are small, and so is what they miss."""
+    for step, *facts, nbytes in TRACED[kind]:
+        modelled = getattr(workspaces, step)(shape(*facts))
+        near = blocks(modelled) == blocks(nbytes) if kind == "explained" else abs(modelled - nbytes) < 2 * MIB
+        assert near, (step, facts, modelled, nbytes)
 
 
 def test_large_filters_are_not_copied_for_the_input_s_gradient():
@@ -250,15 +149,13 @@ def step(make, size, device, layout=torch.contiguous_format, expanded=True):
     return [out, x.grad, *(p.grad for p in layer.parameters())]
 
 
-def memory_events(make, size, shapes_only, **options):
-    """Every allocation and free of one step, as (what, bytes)."""
+def events_and_results(make, size, shapes_only, **options):
+    """Every allocation and free of one step, as (what, bytes), and its results."""
     events = []
     with virtual_gpus(1, kind="H200", shapes_only=shapes_only):
         active().gpus[0].allocator.observers.append(lambda what, address, nbytes: events.append((what, nbytes)))
         results = step(make, size, "cuda", **options)
-        layouts = [result.stride() for result in results]
-        del results
-    return events, layouts
+        return events, [result.detach().cpu() for result in results], [result.stride() for result in results]
 
 
 def all_layouts(size):
@@ -266,36 +163,17 @@ def all_layouts(size):
     return [torch.contiguous_format, *([last[len(size)]] if len(size) in last else [])]
 
 
-CASES = [(name, layout) for name, (_, size) in LAYERS.items() for layout in all_layouts(size)]
-
-
-@pytest.mark.parametrize("name, layout", CASES)
-def test_shapes_only_allocates_as_real_numbers_do(name, layout):
-    make, size = LAYERS[name]
+@pytest.mark.parametrize("name, layout", [(name, f) for name, (_, size) in LAYERS.items() for f in all_layouts(size)])
+def test_numbers_are_the_cpus_and_shapes_allocate_as_they_do(name, layout):
     for expanded in (True, False):
         options = {"layout": layout, "expanded": expanded}
-        assert memory_events(make, size, True, **options) == memory_events(make, size, False, **options)
-
-
-@pytest.mark.parametrize("name, layout", CASES)
-def test_results_are_those_of_the_cpu(name, layout):
-    make, size = LAYERS[name]
-    wanted = step(make, size, "cpu", layout)
-    with virtual_gpus(1, kind="H200"):
-        got = [result.detach().cpu() for result in step(make, size, "cuda", layout)]
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b.detach())
-
-
-def test_channels_last_in_gives_channels_last_out():
-    last = torch.channels_last
-    for shapes_only in (True, False):
-        with virtual_gpus(1, kind="H200", shapes_only=shapes_only):
-            layer = nn.Conv2d(8, 16, 3).to("cuda")
-            x = torch.randn(2, 8, 6, 6, device="cuda").to(memory_format=last).requires_grad_()
-            out = layer(x)
-            out.sum().backward()
-            assert all(t.is_contiguous(memory_format=last) for t in (out, x.grad))
+        events, found, strides = events_and_results(*LAYERS[name], False, **options)
+        wanted = step(*LAYERS[name], "cpu", **options)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b.detach())
+        assert all(t.is_contiguous(memory_format=layout) for t in found[:2])  # the output, the input's gradient
+        events_of_shapes, _, strides_of_shapes = events_and_results(*LAYERS[name], True, **options)
+        assert events_of_shapes == events and strides_of_shapes == strides
 
 
 def test_filters_of_the_other_layout_are_copied_first():

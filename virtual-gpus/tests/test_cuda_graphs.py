@@ -1,5 +1,7 @@
 """CUDA graphs: a replay does what eager steps do, on the same storages; the rules are those of a capture on CUDA."""
 
+import collections
+import functools
 import gc
 
 import pytest
@@ -44,24 +46,17 @@ class Recurrent(nn.Module):
         return self.out(self.rnn(x)[0])
 
 
-def perceptron():
-    return nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.3), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 4))
-
-
-def convolution():
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
-
-
-def transformer():
+def network():
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.1)
-    return nn.Sequential(nn.RMSNorm(8), layer, nn.Linear(8, 4))
+    convolution = nn.Sequential(nn.Conv1d(5, 5, 3, padding=1), nn.BatchNorm1d(5), nn.ReLU())
+    return nn.Sequential(nn.RMSNorm(8), convolution, layer, nn.Linear(8, 4))
 
 
-def train(make, shape, optimizer, autocast: bool, graphed: bool):
+def train(make, optimizer, autocast: bool, graphed: bool):
     """Four steps after a warm-up, as in the examples of PyTorch's notes: losses, parameters and buffers."""
     torch.manual_seed(0)
     net = make().cuda()
-    stepper, batches = optimizer(net.parameters()), [torch.randn(shape, device="cuda") for _ in range(4)]
+    stepper, batches = optimizer(net.parameters()), [torch.randn(2, 5, 8, device="cuda") for _ in range(4)]
     x = batches[0].clone()
 
     def step():
@@ -92,43 +87,32 @@ def train(make, shape, optimizer, autocast: bool, graphed: bool):
     return losses, [tensor.tolist() for tensor in net.state_dict().values()]
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.01, capturable=True)
-
-
-def fused(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, fused=True, capturable=True)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+adam = functools.partial(torch.optim.Adam, lr=0.01, capturable=True)
+fused = functools.partial(torch.optim.AdamW, lr=0.01, fused=True, capturable=True)
 
 
 @pytest.mark.parametrize(
-    ("make", "shape", "optimizer", "autocast"),
-    [(perceptron, (6, 8), adam, False), (perceptron, (6, 8), fused, True), (convolution, (3, 2, 6, 6), sgd, True),
-     (transformer, (2, 5, 8), sgd, False), (Recurrent, (2, 5, 8), sgd, True)],
-)  # fmt: skip
-def test_a_whole_training_step_equals_eager_steps(make, shape, optimizer, autocast):
-    assert train(make, shape, optimizer, autocast, True) == train(make, shape, optimizer, autocast, False)
+    ("make", "optimizer", "autocast"), [(network, adam, False), (network, fused, True), (Recurrent, sgd, True)]
+)
+def test_a_whole_training_step_equals_eager_steps(make, optimizer, autocast):
+    assert train(make, optimizer, autocast, True) == train(make, optimizer, autocast, False)
 
 
 def test_graphed_callables_equal_their_modules():
     def run(graphed):
         torch.manual_seed(3)
-        first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)).cuda()
-        others = [nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.2)).cuda() for _ in "ab"]
-        parameters = [p for net in (first, *others) for p in net.parameters()]
-        stepper, losses = torch.optim.SGD(parameters, lr=0.1), []
+        nets = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)).cuda() for _ in range(3)]
+        stepper, losses = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1), []
         if graphed:
             x, h = torch.randn(6, 8, device="cuda"), torch.randn(6, 8, device="cuda", requires_grad=True)
-            first, *others = torch.cuda.make_graphed_callables((first, *others), ((x,), (h,), (h,)))
+            nets = torch.cuda.make_graphed_callables(tuple(nets), ((x,), (h,), (h,)))
+        first, *others = nets
         torch.manual_seed(11)
         for _ in range(4):
-            x, y = torch.randn(6, 8, device="cuda"), torch.randn(6, 4, device="cuda")
             stepper.zero_grad(set_to_none=True)
-            h = first(x)
-            loss = nn.functional.mse_loss(others[h.sum().item() > 0](h), y)
+            h = first(torch.randn(6, 8, device="cuda"))
+            loss = others[h.sum().item() > 0](h).square().mean()
             loss.backward()
             stepper.step()
             losses.append(loss.item())
@@ -174,9 +158,9 @@ def test_each_replay_draws_new_numbers_of_the_generator():
         replayed.append((x.tolist(), y.tolist()))
     torch.cuda.manual_seed(5)
     own.manual_seed(7)
-    eager = [(torch.rand(3, device="cuda").tolist(), torch.randn(3, device="cuda", generator=own).tolist())
-             for _ in range(3)]  # fmt: skip
-    assert replayed == eager and len({str(pair) for pair in replayed}) == 3
+    for pair in replayed:
+        assert pair == (torch.rand(3, device="cuda").tolist(), torch.randn(3, device="cuda", generator=own).tolist())
+    assert len({str(pair) for pair in replayed}) == 3
 
 
 def test_numbers_on_the_cpu_count_as_they_were_and_pinned_memory_as_it_is():
@@ -241,25 +225,31 @@ def _new_segment():
         torch.empty(1 << 24, device="cuda")
 
 
-def _event():
+def _event(x):
     event = torch.cuda.Event()
     event.record()
     event.query()
 
 
+def _wait_for_a_stream(x):
+    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+
+
 FORBIDDEN = {
-    "item": lambda x: x.sum().item(),
-    "truth": lambda x: bool(x[0]),
-    "sizes": lambda x: x.nonzero(),
-    "mask": lambda x: x[x > 0],
-    "list": lambda x: x.tolist(),
-    "print": lambda x: str(x),
-    "synchronize": lambda x: torch.cuda.synchronize(),
-    "stream": lambda x: torch.cuda.current_stream().synchronize(),
-    "blocking copy from pinned": lambda x: x.copy_(torch.ones(4).pin_memory()),
-    "memory of another stream": lambda x: _new_segment(),
-    "empty_cache": lambda x: torch.cuda.empty_cache(),
-    "a graph in a graph": lambda x: captured(lambda: x + 1),
+    "item": (lambda x: x.sum().item(), UNSUPPORTED),
+    "truth": (lambda x: bool(x[0]), UNSUPPORTED),
+    "sizes": (lambda x: x.nonzero(), UNSUPPORTED),
+    "mask": (lambda x: x[x > 0], UNSUPPORTED),
+    "list": (lambda x: x.tolist(), UNSUPPORTED),
+    "print": (lambda x: str(x), UNSUPPORTED),
+    "synchronize": (lambda x: torch.cuda.synchronize(), UNSUPPORTED),
+    "stream": (lambda x: torch.cuda.current_stream().synchronize(), UNSUPPORTED),
+    "blocking copy from pinned": (lambda x: x.copy_(torch.ones(4).pin_memory()), UNSUPPORTED),
+    "memory of another stream": (lambda x: _new_segment(), UNSUPPORTED),
+    "empty_cache": (lambda x: torch.cuda.empty_cache(), UNSUPPORTED),
+    "a graph in a graph": (lambda x: captured(lambda: x + 1), UNSUPPORTED),
+    "an event of the capture": (_event, "not permitted on an event last recorded in a capturing stream"),
+    "a stream outside": (_wait_for_a_stream, "dependency created on uncaptured work"),
 }
 
 
@@ -267,12 +257,12 @@ FORBIDDEN = {
 def test_what_would_wait_or_allocate_is_refused_and_ends_the_capture(name):
     x = torch.ones(4, device="cuda")
     with pytest.raises(torch.AcceleratorError, match=INVALIDATED) as error:
-        captured(lambda: (x.add_(1), FORBIDDEN[name](x)))
+        captured(lambda: (x.add_(1), FORBIDDEN[name][0](x)))
     causes, found = [], error.value
     while found is not None:
-        causes.append(str(found).splitlines()[0])
+        causes.append(str(found))
         found = found.__context__
-    assert UNSUPPORTED in causes
+    assert any(FORBIDDEN[name][1] in cause for cause in causes)
     assert x.tolist() == [1, 1, 1, 1] and not torch.cuda.is_current_stream_capturing()
 
 
@@ -292,16 +282,6 @@ def test_what_pytorch_itself_refuses_leaves_the_capture_valid(name):
     x = torch.ones(4, device="cuda")
     with pytest.raises((RuntimeError, ZeroDivisionError), match=words):
         captured(lambda: (x.add_(1), act(x)))
-
-
-def test_events_and_streams_outside_the_capture():
-    with pytest.raises(torch.AcceleratorError, match=INVALIDATED) as error:
-        captured(_event)
-    assert "operation not permitted on an event last recorded in a capturing stream" in str(error.value.__context__)
-    side = torch.cuda.Stream()
-    with pytest.raises(torch.AcceleratorError, match=INVALIDATED) as error:
-        captured(lambda: torch.cuda.current_stream().wait_stream(side))
-    assert "dependency created on uncaptured work" in str(error.value.__context__)
 
 
 def test_the_error_mode_says_which_threads_are_bound():
@@ -335,10 +315,9 @@ def test_the_graph_s_own_errors():
 
 def pools():
     """Bytes by the id of the pool that reserves them."""
-    found = {}
+    found = collections.Counter()
     for segment in torch.cuda.memory_snapshot():
-        id = tuple(segment["segment_pool_id"])
-        found[id] = found.get(id, 0) + segment["total_size"]
+        found[tuple(segment["segment_pool_id"])] += segment["total_size"]
     return found
 
 

@@ -1,17 +1,17 @@
 """What single CUDA kernels take beyond their results, against figures from an H200 and PyTorch's sources."""
 
-from __future__ import annotations
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.reference import compare, measure
+from benchmarks.reference.operators import OPERATORS
 from torch import nn
 from virtual_gpus import virtual_gpus
-from virtual_gpus.gpus import spec
 from virtual_gpus.machine import active
 from virtual_gpus.ops.blas import copied_bytes
 
-H200 = spec("H200")
 MIB = 1 << 20
 
 
@@ -47,35 +47,59 @@ def sizes_of(work) -> list[int]:
     return made
 
 
+# ---- measured ------------------------------------------------------------------------------------------------------
+
+# What these files' operators are off at the most, as a part of the larger peak. The rules miss some of cuDNN's choices.
+OFF = {name: 0.0 for name in OPERATORS if name.startswith(("linear_", "conv", "lstm_", "gru_", "rnn_", "sdpa_"))} | {
+    "conv3_64_32": 1e-5,
+    "conv3_128_16": 0.038,
+    "conv1_256_8": 0.0062,
+    "conv3_s2": 0.0017,
+    "conv_transpose": 0.0074,
+    "rnn_tanh": 0.012,
+}
+
+
+@functools.cache
+def modelled() -> dict[str, dict]:
+    """In the H200's order on one virtual GPU: what cuDNN keeps of an LSTM with dropout shifts later blocks."""
+    builds = {name: OPERATORS[name] for name in OFF}
+    return measure.on_virtual_gpu(lambda: measure.operators_in_order(builds), "2.11")
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_memory_is_the_h200s(name):
+    measured, found = measure.load("operator_memory.json")[name], modelled()[name]
+    assert found["inputs"] == measured["inputs"]
+    assert compare.worst(compare.operator_errors(measured, found)) <= OFF[name]
+
+
 # ---- reductions ----------------------------------------------------------------------------------------------------
 
 
 def test_bias_gradients_take_partial_sums(gpu):
     gradient = torch.ones(2048, 384, device=gpu)
-    sizes = sizes_of(lambda: gradient.sum(0))
-    assert sizes == [1536, 6_291_456, 512]
+    assert sizes_of(lambda: gradient.sum(0)) == [1536, 6_291_456, 512]
 
 
-@pytest.mark.parametrize(
-    "reduce",
-    [
-        lambda x: x.mean((0, 2)),
-        lambda x: x.max(),
-        lambda x: x.amax(0),
-        lambda x: x.argmax(),
-        lambda x: x.var(1),
-        lambda x: x.norm(),
-        lambda x: x.sum(-1, keepdim=True),
-        lambda x: x.long().sum(0),
-        lambda x: x.bool().any(),
-        lambda x: x.transpose(0, 2).sum(1),
-        lambda x: x.double().std(),
-    ],
-)
-def test_reductions_give_the_same_numbers(reduce):
+REDUCTIONS = [
+    lambda x: x.mean((0, 2)),
+    lambda x: x.argmax(),
+    lambda x: x.amax(0),
+    lambda x: x.norm(),
+    lambda x: x.sum(-1, keepdim=True),
+    lambda x: x.long().sum(0),
+    lambda x: x.bool().any(),
+    lambda x: x.transpose(0, 2).sum(1),
+    lambda x: x.double().std(),
+]
+
+
+def test_reductions_give_the_same_numbers():
     x = torch.randn(64, 96, 80)
     with virtual_gpus(1):
-        assert torch.equal(reduce(x.cuda()).cpu(), reduce(x))
+        for reduce in REDUCTIONS:
+            assert torch.equal(reduce(x.cuda()).cpu(), reduce(x))
 
 
 # ---- matrices ------------------------------------------------------------------------------------------------------
@@ -157,32 +181,7 @@ def test_the_gradient_of_indexing_is_written_in_place(gpu):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_indexing_with_repeats_gives_the_same_gradient():
-    x, i = torch.randn(50, 8), torch.randint(0, 50, (400,))
-    found = []
-    for device in ("cpu", "cuda"):
-        with virtual_gpus(1):
-            leaf = x.detach().to(device, copy=True).requires_grad_()
-            (leaf[i.to(device)] * 2).sum().backward()
-            found.append(leaf.grad.cpu())
-    assert torch.equal(*found)
-
-
 # ---- normalization -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-def test_rms_norm_is_one_kernel_with_the_same_numbers(weighted):
-    x, weight, gradient = torch.randn(32, 64), torch.randn(64) if weighted else None, torch.randn(32, 64)
-    found = []
-    for device in ("cpu", "cuda"):
-        with virtual_gpus(1):
-            leaves = [t.to(device, copy=True).requires_grad_() for t in (x, weight) if t is not None]
-            out = F.rms_norm(leaves[0], (64,), *leaves[1:])
-            out.backward(gradient.to(device))
-            found.append([t.detach().cpu() for t in (out, *(leaf.grad for leaf in leaves))])
-    for cpu, virtual in zip(*found, strict=True):
-        assert torch.equal(cpu, virtual)
 
 
 def test_rms_norm_keeps_one_number_per_row(gpu):
@@ -208,6 +207,9 @@ def test_batch_norm_of_channels_that_lie_together_takes_partial_sums(gpu):
     norm, x = nn.BatchNorm1d(1024, device=gpu), torch.zeros(4096, 1024, device=gpu)
     sizes = sizes_of(lambda: norm(x))
     assert sum(sizes[-2:]) == 262_656 and sizes[-1] == 512
+    assert len(sizes_of(lambda: norm(x[:6]))) == len(sizes) - 2  # few rows: one block of threads
+    out = norm(x.requires_grad_())
+    assert sizes_of(lambda: torch.autograd.grad(out, x, torch.zeros_like(out)))[-1] == 512
 
 
 def test_packed_copies_of_expanded_gradients(gpu):
@@ -267,20 +269,6 @@ def test_gradients_that_meet_are_added_in_place_unless_held(gpu, held):
     assert len(whole) == (5 if held else 4)
 
 
-def test_gradients_that_meet_are_the_cpus():
-    found = []
-    for device in ("cpu", "cuda"):
-        with virtual_gpus(1):
-            torch.manual_seed(0)
-            weight, x = torch.randn(8, 8).to(device), torch.randn(4, 8).to(device).requires_grad_()
-            out = residual(residual(x, weight).relu(), weight)
-            (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-            (second,) = torch.autograd.grad(first.sum(), x)
-            found.append((first.detach().cpu(), second.cpu()))
-    for cpu, virtual in zip(*found, strict=True):
-        assert torch.equal(cpu, virtual)
-
-
 def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
     """For a 3-dimensional input that is not packed, `linear` is a product and then a sum."""
     layer = nn.Linear(64, 512, device=gpu)
@@ -292,3 +280,29 @@ def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
         product = x @ layer.weight.t()
         assert sizes_of(lambda: product + layer.bias).count(whole) == 1
         assert sizes_of(lambda: product + layer.bias).count(whole) == 1
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+FUNCTIONS = {
+    "indexed": lambda x, weight: x[torch.arange(400, device=x.device) % 7] * 2,
+    "joined": lambda x, weight: residual(residual(x, weight).relu(), weight).square(),
+    "rms_norm": lambda x, weight: F.rms_norm(x, (8,)),
+    "rms_norm with a weight": lambda x, weight: F.rms_norm(x, (8,), weight[0]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_are_the_cpus(name):
+    found = []
+    for device in ("cpu", "cuda"):
+        with virtual_gpus(1):
+            torch.manual_seed(0)
+            x, weight = (torch.randn(size, 8).to(device).requires_grad_() for size in (50, 8))
+            out = FUNCTIONS[name](x, weight)
+            first = torch.autograd.grad(out.sum(), (x, weight), create_graph=True, allow_unused=True)
+            second = torch.autograd.grad(first[0].square().sum(), x) if name == "joined" else ()
+            found.append([t.detach().cpu() for t in (out, *first, *second) if t is not None])
+    for cpu, virtual in zip(*found, strict=True):
+        assert torch.equal(cpu, virtual)
