@@ -225,8 +225,8 @@ def test_keywords_also_with_fewer_samples_than_gpus(monkeypatch):
         with monkeypatch.context() as patch, machine(gpus, patch):
             model, x = DataParallelModel(WithMask(net()).to(first(gpus))), numbers(samples, 6)
             for options in ({"mask": None, "scale": 2.0}, {"mask": numbers(samples, 1)}):
-                outputs = model(x=x, **options)
-                torch.testing.assert_close(torch.cat([o.cpu() for o in outputs]), WithMask(net())(x, **options))
+                for outputs in (model(x, **options), model(x=x, **options)):
+                    torch.testing.assert_close(torch.cat([o.cpu() for o in outputs]), WithMask(net())(x, **options))
 
 
 def test_outputs_stay_on_the_chosen_gpus(four):

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import html
 import io
 import os
 import re
@@ -149,6 +150,7 @@ def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_pa
     with virtual_gpus(2):
         for epoch, name in enumerate(relay, 1):
             expected = run("one_gpu", "--epochs", epoch, "--checkpoint", "alone.pt")
+            assert close(run(name, "--epochs", 1), continued[:1] or expected), name
             continued += run(name, "--epochs", epoch, "--checkpoint", "run/last.pt")
             assert len(continued) == epoch and close(continued[-1:], expected), name
             same_state(tmp_path / "run" / "last.pt", tmp_path / "alone.pt")
@@ -347,7 +349,7 @@ def test_a_dry_run_of_the_slurm_files(tmp_path, file, count, words):
     "job, code, words",
     [
         ("#SBATCH -N 2\n#SBATCH --gres=gpu:4\nsrun torchrun --nproc-per-node $SLURM_GPUS_ON_NODE x.py", 0, "node-2:"),
-        ("#SBATCH -N2 --gres=gpu:a100:4\nsrun torchrun -n $SLURM_GPUS_ON_NODE x.py", 0, "torchrun -n 4 x.py"),
+        ("#SBATCH -N2 --gres=gpu:a100:4\nsrun torchrun -n $SLURM_GPUS_ON_NODE x.py", 0, "node-2:\n    torchrun -n 4"),
         ("#SBATCH --nodes 3\nsrun --nodes=1 --label -w node-3 python x.py", 0, "node-3:\n    python x.py"),
         ("#SBATCH -N 2\nsrun bash -c 'torchrun --node-rank $SLURM_NODEID x.py'", 0, "torchrun --node-rank 1 x.py"),
         ("#SBATCH -N 2\n#SBATCH --ntasks-per-node=2\nsrun ./train.sh", 0, "node-2:\n    ./train.sh\n    ./train.sh"),
@@ -414,3 +416,4 @@ def test_neighbours_are_short_and_differ_in_few_lines():
         whole = (SCRIPTS / f"{other}.py").read_text(encoding="utf-8").splitlines()
         assert len(whole) <= 180 and whole[0] not in repr(shown)
         assert 0 < len([line for line in shown.lines[2:] if line.startswith("+")]) <= lines, (one, other)
+        assert html.unescape(re.sub("<[^>]*>", "", shown._repr_html_())) == f"{shown}\n"  # as GitHub shows it
