@@ -11,12 +11,12 @@ from virtual_gpus import virtual_gpus
 
 from helpers.gpus import name_work
 from helpers.measure.timeline import Timeline, Work, record_timeline
-from helpers.parallel.pipeline import Pipeline, gpipe, one_f_one_b
 from helpers.show import animate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.fixture(scope="module")
 def data_parallel():
     """A step on four GPUs; its timeline, and the peak of each GPU in bytes."""
     with virtual_gpus(4, shapes_only=True):
@@ -34,8 +34,8 @@ def texts(animation):
     return [each.text for each in ElementTree.fromstring(animation.svg).iter(f"{SVG}text")]
 
 
-def test_it_says_and_shows_what_each_gpu_did_held_and_sent():
-    timeline, peaks = data_parallel()
+def test_it_says_and_shows_what_each_gpu_did_held_and_sent(data_parallel):
+    timeline, peaks = data_parallel
     for gpu, peak in enumerate(peaks):
         assert max(size for _, size in timeline.memory[gpu]) == peak
         assert timeline.memory[gpu] == sorted(timeline.memory[gpu], key=lambda point: point[0])
@@ -48,23 +48,24 @@ def test_it_says_and_shows_what_each_gpu_did_held_and_sent():
     assert tree.get("role") == "img" and tree.find(f"{SVG}title").text == tree.get("aria-label") == "A <step>"
     assert tree.find(f"{SVG}desc").text == words
     assert len(animation.svg) < 100_000
+    both = animate({"one": timeline, "two": timeline}, title="Twice")
+    assert {"one", "two"} <= set(texts(both)) and str(both).count("9 × copy") == 2
 
 
-def test_it_is_an_image_without_script_that_stands_still_if_asked_and_has_the_same_bytes_again():
-    animation = animate(data_parallel()[0], title="A step")
+def test_it_is_an_image_without_script_that_has_the_same_bytes_again(data_parallel):
+    animation = animate(data_parallel[0], title="A step")
     bundle = animation._repr_mimebundle_()
     inside = re.search(r'src="data:image/svg\+xml;base64,([^"]+)" alt="A step', bundle["text/html"]).group(1)
     assert base64.b64decode(inside).decode() == animation.svg
     assert bundle["text/plain"] == str(animation)
     assert "script" not in animation.svg and 'href="http' not in animation.svg
-    assert animation.svg == animate(data_parallel()[0], title="A step").svg
-    assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", animation.svg)) <= set(
-        re.findall(r' id="([\w-]+)"', animation.svg)
-    )
+    assert animation.svg == animate(data_parallel[0], title="A step").svg
+    named = set(re.findall(r' id="([\w-]+)"', animation.svg))
+    assert set(re.findall(r"(?:url\(|href=\")#([\w-]+)", animation.svg)) <= named
 
 
-def test_parts_are_visible_at_their_time_and_the_still_picture_is_one_of_its_moments():
-    svg = animate(data_parallel()[0], title="A step").svg
+def test_parts_are_visible_at_their_time_and_the_still_picture_is_one_of_its_moments(data_parallel):
+    svg = animate(data_parallel[0], title="A step").svg
     style = ElementTree.fromstring(svg).find(f"{SVG}style").text
     still = float(re.search(r"svg{--t:([\d.]+)", style)[1])
     assert 0 < still < 1
@@ -77,29 +78,12 @@ def test_parts_are_visible_at_their_time_and_the_still_picture_is_one_of_its_mom
     assert all(before[1] == after[0] for before, after in zip(spans, spans[1:], strict=False))
 
 
-def test_two_schedules_below_each_other_have_the_numbers_of_their_micro_batches():
-    timelines = {}
-    with virtual_gpus(4, shapes_only=True) as gpus:
-        for name, schedule in {"GPipe": gpipe, "1F1B": one_f_one_b}.items():
-            pipeline = Pipeline([nn.Linear(2048, 2048) for _ in gpus], gpus, schedule)
-            batch = torch.empty(8 * 4096, 2048, device=gpus[0]), torch.empty(8 * 4096, 2048, device=gpus[3])
-            with record_timeline(memory=True) as timelines[name]:
-                pipeline.step(*batch, nn.MSELoss(), 8)
-    animation = animate(timelines, title="Pipelines")
-    assert {"GPipe", "1F1B", *"01234567"} <= set(texts(animation))
-    assert str(animation).count("48 × copy") == 2
-    assert len(animation.svg) < 150_000
-
-
-def rank(gpu):
-    """Of a ring in which each of two GPUs sends once, receives, and adds."""
-    spans = [(0, 1, "collective", "send Pa"), (1, 2, "collective", "recv Pa"), (2, 2.5, "forward", "add_")]
-    return Timeline(2.5e-3, [Work(gpu, 1e-3 * start, 1e-3 * end, *rest) for start, end, *rest in spans])
-
-
 def test_ranks_are_joined_and_what_each_sends_goes_to_the_next():
-    animation = animate([rank(0), rank(1)], title="Ring")
-    assert {"GPU 0", "GPU 1", "compute", "a"} <= set(texts(animation))
+    """A ring in which each of two GPUs sends once, receives, and adds."""
+    spans = [(0, 1, "collective", "send Pa"), (1, 2, "collective", "recv Pa"), (2, 2.5, "forward", "add_ F3")]
+    work = [[Work(gpu, 1e-3 * start, 1e-3 * end, *rest) for start, end, *rest in spans] for gpu in range(2)]
+    animation = animate([Timeline(2.5e-3, each) for each in work], title="Ring")
+    assert {"GPU 0", "GPU 1", "compute", "a", "3"} <= set(texts(animation))
     assert "what travels: 2 × send" in str(animation) and animation.svg.count('href="#block-send"') == 2
 
 
@@ -117,17 +101,13 @@ def test_a_sentence_stands_while_its_work_goes_on():
     assert "what travels: 2 × all-gather, 2 × reduce-scatter" in str(animation)
 
 
-def test_nothing_to_draw_is_said():
+def test_nothing_to_draw_is_said_and_work_is_named_in_timelines_only():
     with pytest.raises(ValueError, match="nothing to animate"):
         animate(Timeline(1.0), title="Nothing")
-
-
-def test_work_is_named_in_timelines_only():
     with virtual_gpus(1), record_timeline() as timeline:
         with name_work("F3"):
             torch.ones(2, device="cuda") + 1
         torch.ones(2, device="cuda")
-    assert [work.name.endswith(" F3") for work in timeline.work][-1] is False
-    assert any(work.name == "add F3" for work in timeline.work)
+    assert any(work.name == "add F3" for work in timeline.work) and not timeline.work[-1].name.endswith(" F3")
     with name_work("F1"):  # no GPUs
         pass

@@ -15,42 +15,23 @@ from helpers import data
 def test_every_checksum_is_right_and_in_the_readme():
     sums = [line.split() for line in (data.DATA / "SHA256SUMS").read_text().splitlines()]
     readme = re.findall(r"\| `(\S+)` \| `([0-9a-f]{64})` \|", (data.DATA / "README.md").read_text(encoding="utf-8"))
-    assert readme == [(file, checksum) for checksum, file in sums]
-    assert len(sums) == 5
-    for _, file in sums:
-        assert data.bundled(file).is_file()
+    assert readme == [(file, checksum) for checksum, file in sums] and len(sums) == 5
+    assert sum(data.bundled(file).stat().st_size for _, file in sums) < 5e6
 
 
-def test_the_bundled_files_are_small():
-    images = sum(path.stat().st_size for path in (data.DATA / "FashionMNIST").rglob("*") if path.is_file())
-    assert images < 4e6 and (data.DATA / data.NOVEL).stat().st_size < 1e6
-
-
-@pytest.fixture
-def own_data(tmp_path, monkeypatch):
-    """A copy of data/ that a test may damage."""
+def test_a_changed_byte_a_missing_file_and_a_missing_folder_are_noticed(tmp_path, monkeypatch):
     copy = tmp_path / "data"
     shutil.copytree(data.DATA, copy)
     monkeypatch.setattr(data, "DATA", copy)
-    return copy
-
-
-def test_one_changed_byte_is_noticed(own_data):
-    path = own_data / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
+    path = copy / "FashionMNIST" / "raw" / "train-images-idx3-ubyte"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(data.DamagedData, match="The checksum of .*train-images-idx3-ubyte is wrong.*git checkout data"):
         data.fashion_mnist()
-
-
-def test_a_missing_file_is_named(own_data):
-    (own_data / data.NOVEL).unlink()
+    (copy / data.NOVEL).unlink()
     with pytest.raises(data.DamagedData, match="pride_and_prejudice.txt.* missing.*git checkout data"):
         data.masked_words(32, 100)
-
-
-def test_helpers_that_were_installed_without_the_course_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "DATA", tmp_path / "site-packages" / "data")
     with pytest.raises(data.DamagedData, match="There is no folder .*pip install -e ."):
         data.fashion_mnist()
@@ -67,53 +48,44 @@ def test_fashion_mnist_is_balanced_and_normalised(train, per_class):
     assert abs(images.mean()) < 0.02 and abs(images.std() - 1) < 0.02
 
 
-def test_fashion_mnist_holds_the_pixels_that_torchvision_reads():
+def test_fashion_mnist_holds_the_pixels_that_torchvision_reads_also_for_colour_networks():
     raw = datasets.FashionMNIST(data.DATA, train=False)
     images, labels = data.fashion_mnist(train=False, channels=1, size=28).tensors
     assert torch.equal((images[:, 0] * 0.354 + 0.289).mul(255).round().byte(), raw.data)
     assert torch.equal(labels, raw.targets)
-
-
-def test_fashion_mnist_in_the_form_for_colour_networks():
-    dataset = data.fashion_mnist(train=False, count=7)
+    dataset = data.fashion_mnist(train=False, count=100)
     image, label = dataset[0]
-    assert len(dataset) == 7 and image.shape == (3, 32, 32)
-    assert torch.equal(image[0], image[2])
+    assert len(dataset) == 100 and image.shape == (3, 32, 32) and torch.equal(image[0], image[2])
     assert dataset.classes[label] in datasets.FashionMNIST.classes
-
-
-def test_the_first_images_mix_the_classes():
-    assert data.fashion_mnist(count=100).tensors[1].bincount(minlength=10).min() > 0
+    assert dataset.tensors[1].bincount(minlength=10).min() > 0  # the first images mix the classes
 
 
 @pytest.mark.parametrize("wrong", [{"channels": 2}, {"size": 0}, {"count": 0}, {"count": 4001}])
-def test_fashion_mnist_refuses_what_it_cannot_give(wrong):
+def test_what_there_is_not_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         data.fashion_mnist(**wrong)
+    with pytest.raises(ValueError, match="length must be at least 3"):
+        data.masked_words(2, 100)
+    with pytest.raises(ValueError, match="vocabulary_size must exceed 5"):
+        data.masked_words(64, 5)
 
 
 # --- text ------------------------------------------------------------------------------------------------
 
 
-def original(vocabulary_size):
-    """The sequences before words were hidden."""
-    inputs, labels = data.masked_words(64, vocabulary_size).tensors
-    return torch.where(labels == data.IGNORED, inputs, labels)
-
-
 def test_masked_words_are_the_novel_between_cls_and_sep():
-    sequences = original(8000)
-    assert (sequences[:, 0] == data.CLS).all() and (sequences[:, -1] == data.SEP).all()
-    ids = sequences[:, 1:-1].flatten().tolist()
+    # The sequences before words were hidden.
+    large, small = (
+        torch.where(labels == data.IGNORED, inputs, labels)
+        for inputs, labels in (data.masked_words(64, size).tensors for size in (8000, 100))
+    )
+    assert (large[:, 0] == data.CLS).all() and (large[:, -1] == data.SEP).all()
+    ids = large[:, 1:-1].flatten().tolist()
     assert len(ids) > 120_000 and min(ids) == 5  # no special token, and the most frequent word
     said = "pride and prejudice by jane austen chapter 1 it is a truth universally acknowledged , that a single man"
     pairs = set(zip(said.split(), ids, strict=False))
     assert len(pairs) == len(set(said.split())) == len({number for _, number in pairs})
-
-
-def test_a_small_vocabulary_keeps_the_frequent_words():
-    small, large = original(100), original(8000)
-    known = small != data.UNK
+    known = small != data.UNK  # a small vocabulary keeps the frequent words
     assert torch.equal(small[known], large[known]) and small.max() == 99 and large[~known].min() == 100
 
 
@@ -130,23 +102,9 @@ def test_masked_words_have_berts_shares():
     assert share(words == data.MASK) == pytest.approx(0.8, abs=0.01)
     assert share(words == labels[picked]) == pytest.approx(0.1, abs=0.01)
     assert words[words != data.MASK].min() > data.MASK  # random words are never special tokens
-
-
-def test_masked_words_are_the_same_in_every_call():
-    first, same = (data.masked_words(64, 100).tensors[0] for _ in range(2))
-    assert torch.equal(first, same)
-
-
-def test_every_row_has_something_to_guess():
-    _, labels = data.masked_words(3, 100).tensors
+    assert torch.equal(inputs, data.masked_words(64, 8000).tensors[0])  # the same in every call
+    _, labels = data.masked_words(3, 100).tensors  # every row has something to guess
     assert ((labels != data.IGNORED) == torch.tensor([False, True, False])).all()
-
-
-def test_masked_words_refuse_what_has_no_word():
-    with pytest.raises(ValueError, match="length must be at least 3"):
-        data.masked_words(2, 100)
-    with pytest.raises(ValueError, match="vocabulary_size must exceed 5"):
-        data.masked_words(64, 5)
 
 
 # --- random batches and loading --------------------------------------------------------------------------

@@ -3,10 +3,7 @@
 What needs the group `frameworks` is skipped where its packages are missing, and runs at the end of .ci/run.
 """
 
-import contextlib
 import importlib.util
-import io
-import re
 import runpy
 import sys
 
@@ -21,6 +18,7 @@ from virtual_gpus import virtual_gpus
 
 from helpers.parallel import launch
 from tests.programs import SCRIPTS, Program, torchrun, write_images
+from tests.test_programs_to_take_home import close, execute, lines
 
 # 6 steps per epoch. The test images can be shared evenly by two processes: Lightning would repeat one of 17.
 TRAIN, TEST, BATCH, EPOCHS = 50, 16, 8, 2
@@ -40,26 +38,7 @@ def options(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(options):
     """What one_gpu.py prints."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(sys, "argv", ["one_gpu.py", *map(str, options), "--workers", "0"])
-        runpy.run_path(str(SCRIPTS / "one_gpu.py"), run_name="__main__")
-    return numbers(printed.getvalue())
-
-
-def numbers(printed):
-    """The epoch, the losses and the accuracy of each line."""
-    found = [line for line in printed.splitlines() if line.startswith("epoch")]
-    return np.array([[float(number) for number in re.findall(r"[\d.]+", line)] for line in found])
-
-
-def agree(printed, expected):
-    """Whether the lines are equal, except for the last digit of a loss."""
-    found = numbers(printed)
-    return found.shape == expected.shape and np.allclose(found, expected, rtol=0, atol=0.0011)
-
-
-def first_epoch(options):
-    return [1 if option == EPOCHS else option for option in options]
+    return execute("one_gpu", *options, "--workers", 0)
 
 
 @needs_frameworks
@@ -69,10 +48,10 @@ def test_lightning_prints_what_one_gpu_prints_and_continues(options, expected, t
     with Program([*program, *options, "--max-steps", 2], tmp_path / "log") as started:
         assert "epoch 0" in started.wait()
     assert not (tmp_path / "run").exists()  # it saves complete epochs only
-    with Program([*program, *first_epoch(options)], tmp_path / "log") as started:
-        assert agree(started.wait(), expected[:1])
+    with Program([*program, *options, "--epochs", 1], tmp_path / "log") as started:
+        assert close(lines(started.wait()), expected[:1])
     with Program([*program, *options], tmp_path / "log") as started:
-        assert agree(started.wait(), expected[1:])
+        assert close(lines(started.wait()), expected[1:])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.ckpt"]
 
 
@@ -80,10 +59,10 @@ def test_lightning_prints_what_one_gpu_prints_and_continues(options, expected, t
 def test_accelerate_prints_what_one_gpu_prints_and_continues(options, expected, tmp_path):
     program = [*VIRTUAL, SCRIPTS / "accelerate_ddp.py", "--workers", "0", "--checkpoint", tmp_path / "last.pt"]
     launcher = ["--standalone", "--nproc-per-node", "2"]
-    with torchrun(*launcher, *program, *first_epoch(options), log=tmp_path / "log") as started:
-        assert agree(started.wait(), expected[:1])
+    with torchrun(*launcher, *program, *options, "--epochs", 1, log=tmp_path / "log") as started:
+        assert close(lines(started.wait()), expected[:1])
     with torchrun(*launcher, *program, *options, log=tmp_path / "log") as started:
-        assert agree(started.wait(), expected[1:])
+        assert close(lines(started.wait()), expected[1:])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs `uv run --group tensorflow`")
@@ -96,7 +75,7 @@ def test_tensorflow_computes_the_same_from_the_same_start(options, expected, tmp
     np.savez(tmp_path / "start.npz", orders=orders, **weights)
     program = [sys.executable, SCRIPTS / "mirrored_strategy.py", "--devices", "2", *options]
     with Program([*program, "--start", tmp_path / "start.npz"], tmp_path / "log") as started:
-        assert agree(started.wait(), expected)
+        assert close(lines(started.wait()), expected)
 
 
 def deepspeed_and_ddp(rank, stage, clipping):

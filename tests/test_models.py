@@ -14,20 +14,13 @@ def seeded():
     torch.manual_seed(0)
 
 
-def widths(net):
-    return [block.conv2.out_channels for block in net.blocks]
-
-
 def test_article_pyramidnet_has_the_article_s_parameters():
     net = models.pyramidnet_article()
     assert parameter_count(net) == 24_253_410
-    assert widths(net) == list(range(21, 272, 5)) and len(net.blocks) == 3 * 17
-    strides = [block.stride for block in net.blocks]
-    assert [number for number, stride in enumerate(strides) if stride == 2] == [17, 34]
-
-
-def test_pyramidnet_widths_are_rounded_and_end_at_16_plus_alpha():
-    assert widths(models.PyramidNet(depth=14, alpha=20)) == [19, 23, 26, 29, 33, 36]
+    assert [block.conv2.out_channels for block in net.blocks] == list(range(21, 272, 5)) and len(net.blocks) == 3 * 17
+    assert [number for number, block in enumerate(net.blocks) if block.stride == 2] == [17, 34]
+    rounded = models.PyramidNet(depth=14, alpha=20).blocks
+    assert [block.conv2.out_channels for block in rounded] == [19, 23, 26, 29, 33, 36]
 
 
 @pytest.mark.parametrize("size", [32, 27])
@@ -45,12 +38,6 @@ def test_pyramid_shortcut_is_a_pooled_input_with_channels_of_zeros():
     assert not y[:, 3:].any()
 
 
-@pytest.mark.parametrize("depth", [9, 2])
-def test_pyramidnet_refuses_a_depth_that_does_not_make_three_equal_stages(depth):
-    with pytest.raises(ValueError, match=r"6 n \+ 2"):
-        models.PyramidNet(depth=depth, alpha=10)
-
-
 def test_group_norm_treats_each_sample_alone_and_batch_norm_does_not():
     x = torch.randn(4, 3, 32, 32)
     for norm, alone in ((models.group_norm, True), (nn.BatchNorm2d, False)):
@@ -61,8 +48,8 @@ def test_group_norm_treats_each_sample_alone_and_batch_norm_does_not():
 
 def test_bert_shapes_and_sizes():
     net = models.bert_small(vocabulary=50, length=8)
-    assert net(torch.randint(0, 50, (3, 8))).shape == (3, 8, 50)
-    assert net(torch.randint(0, 50, (3, 5))).shape == (3, 5, 50)
+    for length in (8, 5):
+        assert net(torch.randint(0, 50, (3, length))).shape == (3, length, 50)
     article = models.bert_article()
     assert (article.token.num_embeddings, article.token.embedding_dim) == (30_000, 256)
     assert article.place.num_embeddings == 163 and len(article.blocks) == 8
@@ -70,20 +57,26 @@ def test_bert_shapes_and_sizes():
     # 2 embeddings, 8 blocks of 12 h^2 + 13 h, the last norm, the head with its bias
     h, v = 256, 30_000
     assert parameter_count(article) == v * h + 163 * h + 8 * (12 * h * h + 13 * h) + 2 * h + v * h + v
+    article.head.weight = article.token.weight
+    assert parameter_count(article) == v * h + 163 * h + 8 * (12 * h * h + 13 * h) + 2 * h + v
 
 
-def test_bert_says_what_is_wrong_with_its_sizes():
+def test_wrong_sizes_are_named():
     with pytest.raises(ValueError, match="A sample has 9 tokens, but the model has 8 positions"):
         models.bert_small(vocabulary=50, length=8)(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="multiple of heads"):
         models.Bert(50, hidden=10, layers=1, heads=4, length=8)
+    for depth in (9, 2):
+        with pytest.raises(ValueError, match=r"6 n \+ 2"):
+            models.PyramidNet(depth=depth, alpha=10)
 
 
-def test_fused_and_written_out_attention_are_equal_forward_and_backward():
-    nets = [models.Bert(40, 16, 2, 4, 9, dropout=0.0, fused=fused) for fused in (False, True)]
+def test_fused_and_written_out_attention_are_equal_forward_and_backward_and_drop_in_training_only():
+    nets = [models.Bert(40, 16, 2, 4, 9, dropout=0.5, fused=fused) for fused in (False, True)]
     nets[1].load_state_dict(nets[0].state_dict())
     tokens = torch.randint(0, 40, (3, 9))
-    outputs = [net(tokens) for net in nets]
+    assert not any(torch.equal(net(tokens), net(tokens)) for net in nets)
+    outputs = [net.eval()(tokens) for net in nets]
     torch.testing.assert_close(*outputs, atol=1e-6, rtol=1e-5)
     for output in outputs:
         output.square().sum().backward()
@@ -94,30 +87,12 @@ def test_fused_and_written_out_attention_are_equal_forward_and_backward():
 def test_one_bert_block_equals_pytorch_s_own_layer():
     block = models.BertBlock(16, 4, dropout=0.0, fused=False)
     layer = nn.TransformerEncoderLayer(16, 4, 64, 0.0, "gelu", batch_first=True, norm_first=True)
-    pairs = {
-        block.query_key_value.weight: layer.self_attn.in_proj_weight,
-        block.query_key_value.bias: layer.self_attn.in_proj_bias,
-        block.project.weight: layer.self_attn.out_proj.weight,
-        block.project.bias: layer.self_attn.out_proj.bias,
-        block.up.weight: layer.linear1.weight,
-        block.up.bias: layer.linear1.bias,
-        block.down.weight: layer.linear2.weight,
-        block.down.bias: layer.linear2.bias,
-    }
+    block.project, block.up, block.down = layer.self_attn.out_proj, layer.linear1, layer.linear2
     with torch.no_grad():
-        for mine, theirs in pairs.items():
-            mine.copy_(theirs)
+        block.query_key_value.weight.copy_(layer.self_attn.in_proj_weight)
+        block.query_key_value.bias.copy_(layer.self_attn.in_proj_bias)
     x = torch.randn(2, 7, 16)
     torch.testing.assert_close(block(x), layer(x), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_bert_dropout_acts_in_training_only(fused):
-    net = models.Bert(40, 16, 1, 2, 9, dropout=0.5, fused=fused)
-    tokens = torch.randint(0, 40, (2, 9))
-    assert not torch.equal(net(tokens), net(tokens))
-    net.eval()
-    assert torch.equal(net(tokens), net(tokens))
 
 
 @pytest.mark.parametrize(
@@ -136,15 +111,7 @@ def test_full_size_nets_run_on_one_gpu_that_is_not_the_current_one(build, inputs
         assert output.device == torch.device("cuda:1") and output.shape[0] == 2
 
 
-def test_parameter_count_counts_tied_weights_once():
-    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    assert parameter_count(net) == 32
-    net[1].weight = net[0].weight
-    assert parameter_count(net) == 16
-
-
 def test_relu_net_keeps_the_size_of_numbers_and_ends_in_a_linear_layer():
-    torch.manual_seed(0)
     net = models.relu_net([196, 512, 512, 10])
     assert [type(part) for part in net] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
     assert net(torch.randn(3, 1, 14, 14)).shape == (3, 10)

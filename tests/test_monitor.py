@@ -1,5 +1,8 @@
 """MemoryMonitor: its curve is the allocator's to the byte, its kinds add up, and it leaves nothing behind."""
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,47 +50,34 @@ PARAMETERS = rounded(net().parameters())
 
 @pytest.mark.parametrize("shapes_only", [False, True])
 @pytest.mark.parametrize("gpus", [1, 3])
-def test_the_peak_is_the_allocators_to_the_byte(gpus, shapes_only):
+def test_the_peak_is_the_allocators_to_the_byte_and_gradients_and_state_are_counted_when_they_are_there(
+    gpus, shapes_only
+):
     with virtual_gpus(gpus, shapes_only=shapes_only):
-        monitor = recorded(gpus)
+        first, monitor = recorded(gpus, batch=8, steps=1).at_peak(), recorded(gpus, batch=8)
         for gpu in range(gpus):
             most = max(monitor.allocated[gpu])
             assert most == sum(monitor.at_peak(gpu).values()) == torch.cuda.max_memory_allocated(gpu)
+            # The copies of DataParallel are parameters, too.
+            assert monitor.at_peak(gpu)["parameters"] == pytest.approx(PARAMETERS, rel=0.2)
+            assert ("optimizer state" in monitor.at_peak(gpu)) == (gpu == 0)
         assert str(monitor).startswith("GPU 0 peaked at ") and str(monitor).count("\n") == gpus - 1
+    held = monitor.at_peak()
+    assert "optimizer state" not in first and held["optimizer state"] == pytest.approx(2 * PARAMETERS, rel=0.2)
+    if gpus == 1:  # the peak is in the backward pass
+        assert 0 < held["gradients"] <= 1.2 * PARAMETERS
 
 
-def test_what_the_allocator_did_not_split_counts_as_it_does():
-    sizes = (3, 512, MiB - 1, MiB + 1, 9 * MiB + 5, 10 * MiB, 700_000, 19 * MiB + 3)
-    with virtual_gpus(1):
-        before = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
-        del before[::2]
-        with MemoryMonitor() as monitor:
-            for size in sizes + sizes[::-1]:
-                before.append(torch.empty(size + 100, dtype=torch.uint8, device="cuda"))
-                before.pop(len(before) // 3)
-                if size == MiB + 1:
-                    before.clear()
-                    torch.cuda.empty_cache()
-        assert monitor.allocated[0][-1] == torch.cuda.memory_allocated()
-
-
-def test_a_large_batch_is_held_by_activations():
+@pytest.mark.parametrize("save", [False, True])
+def test_a_large_batch_is_held_by_activations_also_those_that_a_checkpoint_computes_again(save):
     with virtual_gpus(1, shapes_only=True):
         model, inputs = net().to("cuda"), torch.ones(50_000, 512, device="cuda")
         with MemoryMonitor() as monitor:
-            F.cross_entropy(model(inputs), torch.zeros(50_000, dtype=torch.long, device="cuda")).backward()
+            outputs = checkpoint(model, inputs, use_reentrant=False) if save else model(inputs)
+            F.cross_entropy(outputs, torch.zeros(50_000, dtype=torch.long, device="cuda")).backward()
         held = monitor.at_peak()
     assert held["parameters"] == pytest.approx(PARAMETERS, rel=0.2) and held["other"] >= inputs.nbytes
     assert 3 <= held["activations"] / inputs.nbytes < 5
-
-
-def test_gradients_and_state_are_counted_when_they_are_there():
-    with virtual_gpus(1, shapes_only=True):
-        first, second = recorded(batch=8, steps=1).at_peak(), recorded(batch=8, steps=2).at_peak()
-    for held in (first, second):  # the peak is in the backward pass, with cuBLAS's workspace
-        assert held["parameters"] == pytest.approx(PARAMETERS, rel=0.2)
-    assert "optimizer state" not in first and second["optimizer state"] == pytest.approx(2 * PARAMETERS, rel=0.2)
-    assert 0 < second["gradients"] <= 1.2 * PARAMETERS
 
 
 def test_gradients_that_zero_grad_let_go_are_not_counted():
@@ -100,20 +90,6 @@ def test_gradients_that_zero_grad_let_go_are_not_counted():
             sgd.zero_grad()
             outputs = model(torch.empty(50_000, 512, device="cuda"))
         assert "gradients" not in monitor.at_peak() and outputs.is_cuda
-
-
-def test_copies_of_data_parallel_are_parameters():
-    with virtual_gpus(2, shapes_only=True):
-        held = recorded(2).at_peak(1)
-    assert held["parameters"] == pytest.approx(PARAMETERS, rel=0.2) and "optimizer state" not in held
-
-
-def test_what_a_checkpoint_computes_again_is_activations():
-    with virtual_gpus(1, shapes_only=True):
-        model = net().to("cuda")
-        with MemoryMonitor() as monitor:
-            checkpoint(model, torch.empty(50_000, 512, device="cuda"), use_reentrant=False).sum().backward()
-    assert monitor.at_peak()["activations"] > 3 * 50_000 * 512 * 4
 
 
 def test_nothing_is_left_behind():
@@ -161,3 +137,98 @@ def test_expandable_segments_that_were_there_before_are_split_wherever_it_may_be
         with MemoryMonitor() as monitor:
             kept = torch.empty(20 * MiB - 4096, dtype=torch.uint8, device="cuda")
         assert max(monitor.allocated[0]) == torch.cuda.memory_allocated() == kept.nbytes
+
+
+# ---- random programs ------------------------------------------------------------------------------------------------
+
+
+class Saved(nn.Sequential):
+    """Recomputed in the backward pass."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Program:
+    """What a notebook may do in a monitor's block, in an order that `seed` picks."""
+
+    def __init__(self, seed: int, gpus: int):
+        self.numbers, self.gpus = random.Random(seed), gpus
+        self.jobs, self.kept = [], []
+        self.begin()
+        steps = [self.train] * 3 + [self.begin, self.forget, self.forward, self.evaluate, self.take, self.give]
+        steps += [self.run_out, self.accumulate, self.in_a_thread, torch.cuda.empty_cache]
+        for step in self.numbers.choices(steps, k=self.numbers.randint(4, 14)):
+            self.model, self.optimizer, self.width = self.numbers.choice(self.jobs)
+            step()
+
+    def chance(self, probability: float) -> bool:
+        return self.numbers.random() < probability
+
+    def begin(self) -> None:
+        """A model and an optimizer, made in the run."""
+        width = self.numbers.choice([64, 128, 300, 512])
+        block = Saved if self.chance(0.4) else nn.Sequential
+        block = block(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+        net = nn.Sequential(nn.Linear(width, width), nn.ReLU(), block, nn.BatchNorm1d(width)).to("cuda:0")
+        kind = self.numbers.choice([torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+        optimizer = kind(net.parameters(), lr=0.1)
+        model = nn.DataParallel(net, list(range(self.gpus))) if self.gpus > 1 and self.chance(0.5) else net
+        self.jobs.append((model, optimizer, width))
+
+    def forget(self) -> None:
+        self.jobs = self.jobs[-1:]
+
+    def batch(self) -> torch.Tensor:
+        return torch.randn(self.numbers.choice([8, 9, 64, 1000]), self.width, device="cuda:0")
+
+    def train(self) -> None:
+        self.optimizer.zero_grad(set_to_none=self.chance(0.6))
+        self.model(self.batch()).square().mean().backward()
+        self.optimizer.step()
+
+    def forward(self) -> None:
+        self.kept.append(self.model(self.batch()))
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.model(self.batch())
+
+    def accumulate(self) -> None:
+        for _ in range(2):
+            self.model(self.batch()).sum().backward()
+
+    def take(self) -> None:
+        device = f"cuda:{self.numbers.randrange(self.gpus)}"
+        self.kept.append(torch.empty(self.numbers.randint(1, 9 * MiB), dtype=torch.uint8, device=device))
+
+    def give(self) -> None:
+        self.kept = self.kept[1:]
+
+    def run_out(self) -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**40, dtype=torch.uint8, device="cuda:0")
+
+    def in_a_thread(self) -> None:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(self.accumulate).result()
+
+
+@pytest.mark.parametrize("options", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_peak_of_any_program_is_the_allocators_and_its_kinds_add_up(seed, options, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
+    numbers = random.Random(f"before {seed}")
+    gpus = numbers.choice([1, 1, 2, 3])
+    with virtual_gpus(gpus, shapes_only=True, memory="8 GiB"):
+        held = [torch.empty(numbers.randint(1, 5 * MiB), dtype=torch.uint8, device="cuda") for _ in range(4)]
+        del held[1::2]  # leaves holes
+        with MemoryMonitor() as monitor:
+            for gpu in range(gpus):
+                torch.cuda.reset_peak_memory_stats(gpu)
+            program = Program(seed, gpus)
+        assert held and program.jobs
+        for gpu in range(gpus):
+            found = monitor.at_peak(gpu)
+            assert sum(found.values()) == max(monitor.allocated[gpu]) == torch.cuda.max_memory_allocated(gpu)
+            assert monitor.allocated[gpu][-1] == torch.cuda.memory_allocated(gpu)

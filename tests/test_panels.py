@@ -2,31 +2,18 @@
 
 import re
 import threading
-import time
 from base64 import b64decode
 
 import pytest
-import run_all
 import torch
 from matplotlib.figure import Figure
-from nbformat.v4 import new_code_cell, new_notebook
 from torch import nn
 from virtual_gpus import active_machine, virtual_gpus
 
-from helpers.measure import MiB, Reading, Readings, format_bytes
+from helpers.measure import GiB, MiB, Reading, Readings, format_bytes
 from helpers.show import explore, live, live_memory
-from helpers.show.live import LivePanel
 from helpers.show.panel import Panel, control, size_of, view
-
-GIB = 2**30
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
+from tests.programs import until
 
 # ---- what panels share ----------------------------------------------------------------------------------------------
 
@@ -37,17 +24,14 @@ def square(side, shape):
     return f"{shape} of {side} & {side}", Figure(figsize=(2, side / 10))
 
 
-def squares():
+@pytest.fixture
+def panel():
     return Panel(square, {"side": control("side", (10, 50), 12), "shape": control("shape", ["square"])})
 
 
-def test_a_panel_follows_its_controls_and_says_what_cannot_be():
-    panel = squares()
+def test_a_panel_follows_its_controls_and_says_what_cannot_be(panel):
     assert repr(panel) == panel.words == "square of 12 & 12" and "12 &amp; 12" in panel._said.value
     assert 'alt="square of 12 &amp; 12"' in panel._picture.value
-    # ipywidgets 7 has no _repr_mimebundle_, from which this would come otherwise.
-    shown = view(panel._panel).items()
-    assert panel._panel._repr_mimebundle_().items() >= shown <= panel._repr_mimebundle_()[0].items()
     panel.controls["side"].value = 13
     assert panel.words == "Not possible: no <13>" and "&lt;13&gt;" in panel._said.value
     assert panel._picture.layout.visibility == "hidden" and "image/png" not in panel._repr_mimebundle_()[0]
@@ -72,12 +56,16 @@ def test_the_last_picture_is_grey_while_the_panel_computes_and_a_missing_cell_is
     assert panel.words.endswith("is not defined. Run the cells above this one, and then this one again.")
 
 
-def test_a_notebook_gets_panel_picture_and_words():
-    bundle, metadata = squares()._repr_mimebundle_()
+def test_a_notebook_gets_panel_picture_and_words(panel):
+    bundle, metadata = panel._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    # ipywidgets 7 has no _repr_mimebundle_, from which this would come otherwise.
+    assert panel._panel._repr_mimebundle_().items() >= view(panel._panel).items() <= bundle.items()
     assert metadata == {"image/png": {"alt": bundle["text/plain"]}}
     assert size_of(b64decode(bundle["image/png"])) == {"width": 280, "height": 168}
-    assert bundle["image/png"] == squares()._repr_mimebundle_()[0]["image/png"]  # the same bytes each time
+    panel.controls["side"].value = 13
+    panel.controls["side"].value = 12
+    assert panel._repr_mimebundle_()[0]["image/png"] == bundle["image/png"]  # the same bytes each time
 
 
 def test_controls():
@@ -109,11 +97,8 @@ def test_a_slow_panel_shows_a_sign_and_computes_each_answer_once():
 # ---- the explorer ---------------------------------------------------------------------------------------------------
 
 
-def plain(net):
-    return net
-
-
 def two_steps(batch=64, width=1024, wrap=nn.DataParallel):
+    torch.rand(1)  # of the generator that the explorer must leave as it was
     net = wrap(nn.Linear(width, width, device="cuda:0"))
     adam = torch.optim.Adam(net.parameters())
     for _ in range(2):
@@ -122,69 +107,51 @@ def two_steps(batch=64, width=1024, wrap=nn.DataParallel):
         adam.step()
 
 
-WAYS = {"one GPU": plain, "two GPUs": nn.DataParallel}
+def explorer():
+    options = {"batch": (64, 2**20, 64), "width": [1024, 4096]}
+    wrap = {"one GPU": lambda net: net, "two GPUs": nn.DataParallel}
+    return explore(two_steps, **options, wrap=wrap, gpus=2, memory="2 GiB")
 
 
-def explorer(**machine):
-    options = {"batch": (64, 2**20, 64), "width": [1024, 4096], "wrap": WAYS}
-    return explore(two_steps, **options, **{"gpus": 2, "memory": "2 GiB"} | machine)
-
-
-def peaks_of(**values) -> list[int]:
+def peaks_of(batch) -> list[str]:
     """Of a run by hand, of the second step: the first has no more."""
     with virtual_gpus(2, memory="1000 GiB", shapes_only=True):
-        two_steps(**values)
-        return [torch.cuda.max_memory_allocated(gpu) for gpu in range(2)]
+        two_steps(batch)
+        return [format_bytes(torch.cuda.max_memory_allocated(gpu)) for gpu in range(2)]
 
 
-def test_the_explorer_begins_at_the_defaults_and_says_what_a_run_takes():
-    panel = explorer()
+def test_the_explorer_says_what_a_run_takes_or_where_it_runs_out_of_memory():
+    panel, size = explorer(), peaks_of(64)
     assert panel.chosen == {"batch": 64, "width": 1024, "wrap": "two GPUs"}
-    name, peaks, other = panel.words.splitlines()
+    name, first, second = panel.words.splitlines()
     assert name.startswith("batch 64, width 1,024, wrap two GPUs; 2 x NVIDIA H200, ")
-    sizes = [f"{size / MiB:.1f} MiB" for size in peaks_of(batch=64, width=1024)]
-    assert peaks.startswith(f"The job runs: GPU 0 peaked at {sizes[0]} allocated and ")
-    assert peaks.endswith("reserved of 1.75 GiB.") and other.startswith(f"GPU 1 peaked at {sizes[1]} allocated and ")
-
-
-def test_the_explorer_follows_its_controls():
-    panel = explorer()
+    assert first.startswith(f"The job runs: GPU 0 peaked at {size[0]} allocated and ")
+    assert first.endswith("reserved of 1.75 GiB.") and second.startswith(f"GPU 1 peaked at {size[1]} allocated and ")
     panel.controls["wrap"].value, panel.controls["width"].value = "one GPU", 4096
-    assert panel.words != panel.at(width=1024)
-    assert "GPU 1 peaked at 0.00 MiB" in panel.words
-
-
-def test_a_job_that_runs_out_of_memory_says_where_and_what_it_would_need():
-    panel = explorer()
-    before = size_of(panel._png)
-    panel.controls["batch"].value = 2**20
-    _, stopped, needed, _ = panel.words.splitlines()
+    assert panel.words != panel.at(width=1024) and "GPU 1 peaked at 0.00 MiB" in panel.words
+    height = size_of(panel._png)
+    _, stopped, needed, _ = panel.at(batch=2**20, width=1024, wrap="two GPUs").splitlines()
     said = r"Out of memory: GPU 0 ran out of its 2\.00 GiB: with .* allocated and .* reserved it was asked for .* more"
-    assert re.match(said, stopped)
-    need = format_bytes(peaks_of(batch=2**20)[0])
-    assert f"GPU 0 would need {need} allocated" in needed and size_of(panel._png) == before
+    assert re.match(said, stopped) and f"GPU 0 would need {peaks_of(2**20)[0]} allocated" in needed
+    panel.controls["batch"].value = 2**20
+    assert size_of(panel._png) == height and "Out of memory" in panel.words
 
 
-def test_enough_memory_in_pieces_that_are_too_small():
+def test_memory_in_pieces_that_are_too_small_and_an_error_of_the_job():
     def in_pairs(size=8):  # two share a segment, of which one is freed
         kept = [torch.empty(size * MiB, dtype=torch.uint8, device="cuda") for _ in range(16)]
         del kept[::2]
+        if size > 8:
+            torch.empty(1)[2]  # the line
         torch.empty(40 * MiB, dtype=torch.uint8, device="cuda")
 
-    needed = explore(in_pairs, size=(8, 9), memory="200 MiB").words.splitlines()[-1]
+    panel = explore(in_pairs, size=(8, 9), memory="200 MiB")
+    assert panel.words.startswith("size 8; 1 x NVIDIA H200")
+    needed = panel.words.splitlines()[-1]
     assert needed.startswith("With more memory: GPU 0 peaked at 128 MiB")
     assert needed.endswith("too small (fragmentation).")
-
-
-def test_an_error_of_the_job_is_told_with_its_line():
-    def job(width=3):
-        net = nn.Linear(3, 3)
-        net(torch.empty(1, width))  # the line
-
-    panel = explore(job, width=(1, 4))
-    assert panel.words.startswith("width 3; 1 x NVIDIA H200")
-    panel.controls["width"].value = 4
-    assert re.match(r"Not possible: RuntimeError in line \d+, net\(torch.empty\(1, width\)\).*: mat1 and", panel.words)
+    panel.controls["size"].value = 9
+    assert re.match(r"Not possible: IndexError in line \d+, torch.empty\(1\)\[2\].*: index 2 is out", panel.words)
 
 
 def test_the_explorer_leaves_gpus_and_random_numbers_as_they_are():
@@ -199,19 +166,13 @@ def test_the_explorer_leaves_gpus_and_random_numbers_as_they_are():
     assert active_machine() is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ({"heads": (1, 2)}, TypeError, "heads"),
-        ({"batch": (1, 32)}, ValueError, "batch=64 is none of the options"),
-        ({"batch": (1, 64), "kind": "GTX"}, ValueError, "GTX"),
-        ({"batch": (1, 64), "gpus": 0}, ValueError, "0"),
-        ({"batch": (1, 64), "memory": "much"}, ValueError, "much"),
-    ],
-)
-def test_bad_arguments_of_the_explorer(arguments, error, said):
-    with pytest.raises(error, match=said):
-        explore(two_steps, **arguments)
+def test_bad_arguments_of_the_explorer():
+    with pytest.raises(TypeError, match="heads"):
+        explore(two_steps, heads=(1, 2))
+    with pytest.raises(ValueError, match="batch=64 is none of the options"):
+        explore(two_steps, batch=(1, 32))
+    with pytest.raises(ValueError, match="GTX"):
+        explore(two_steps, batch=(1, 64), kind="GTX")
 
 
 # ---- the live panel -------------------------------------------------------------------------------------------------
@@ -249,36 +210,27 @@ def gpus():
         yield devices
 
 
-def height(page: str) -> int:
-    return int(re.search(r"height: (\d+)px|aspect-ratio: \d+ / (\d+)", page)[0].rpartition(" ")[2].removesuffix("px"))
-
-
-def test_it_changes_while_the_block_runs(page, gpus):
-    with live_memory(every=0.005) as panel:
-        x = torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
-        wait_until(lambda: "GPU 1: 1.00 GiB allocated, peak 1.00 GiB" in panel._picture.value)
-        first = height(panel._picture.value)
-        del x
-        wait_until(lambda: "GPU 1: 0.00 MiB allocated, peak 1.00 GiB" in panel._picture.value)
-        assert height(panel._picture.value) == first
-    assert len(page) == 1 and len(page[0].bundles) == 2  # one picture that changes, and what remains
-    assert height(panel._picture.value) == page[0].image["height"] == first
-
-
-def test_what_remains_are_the_peaks(page, gpus, capsys):
+def test_it_changes_while_the_block_runs_and_the_peaks_remain(page, gpus, capsys):
     remains = []
     for _ in range(2):
         with live_memory(every=0.005) as panel:
-            torch.empty(GIB, dtype=torch.uint8, device="cuda:1")
-            time.sleep(0.02)
+            panel.log("epoch 0 | loss < 2.1")
+            x = torch.empty(GiB, dtype=torch.uint8, device="cuda:1")
+            until(lambda panel=panel: "GPU 1: 1.00 GiB allocated, peak 1.00 GiB" in panel._picture.value)
+            del x
+            until(lambda panel=panel: "GPU 1: 0.00 MiB allocated, peak 1.00 GiB" in panel._picture.value)
+            height = int(re.search(r"height: (\d+)px", panel._picture.value)[1])
+            assert "epoch 0 | loss &lt; 2.1" in panel._picture.value
+        assert len(page[-1].bundles) == 2  # one picture that changes, and what remains
         remains.append(page[-1].bundles[-1])
-        assert [reading.peak_allocated for reading in panel.readings] == [0, GIB]
-        assert capsys.readouterr().out == panel.words + "\n"
+        assert [reading.peak_allocated for reading in panel.readings] == [0, GiB]
+        assert capsys.readouterr().out == f"epoch 0 | loss < 2.1\n{panel.words}\n"
         assert "GPU 1 peaked at 1.00 GiB allocated and 1.00 GiB reserved; the driver counts" in panel.words
         torch.cuda.empty_cache()
     assert remains[0] == remains[1]  # however often the thread had looked
     assert set(remains[0]) == {"image/png"}  # a panel would be gone from the page with its kernel
     assert page[0].image == size_of(b64decode(remains[0]["image/png"])) | {"alt": panel.words}
+    assert page[0].image["height"] == height and f"/ {height}" in panel._picture.value
     assert all("text/plain" not in bundle for each in page for bundle in each.bundles)
 
 
@@ -287,7 +239,7 @@ def test_an_error_in_the_block_ends_it_and_passes_through(page, gpus, error):
     with pytest.raises(error), live_memory(every=0.005) as panel:
         x = torch.empty(1000, device="cuda")
         if error is torch.OutOfMemoryError:
-            torch.empty(3 * GIB, dtype=torch.uint8, device="cuda")
+            torch.empty(3 * GiB, dtype=torch.uint8, device="cuda")
         raise error
     assert panel.readings[0].peak_allocated == 4096 == x.nbytes + 96
     assert "image/png" in page[0].bundles[-1]
@@ -303,9 +255,9 @@ def test_a_look_that_fails_ends_neither_the_panel_nor_the_training(page, gpus, m
     with live_memory(every=0.005) as panel:
         with monkeypatch.context() as broken:
             broken.setattr(live, "read_memory", fail)
-            wait_until(lambda: len(failed) > 1)
+            until(lambda: len(failed) > 1)
         torch.empty(1000, device="cuda")
-        wait_until(lambda: "GPU 0: 0.00 MiB allocated, peak &lt;0.01 MiB" in panel._picture.value)
+        until(lambda: "GPU 0: 0.00 MiB allocated, peak &lt;0.01 MiB" in panel._picture.value)
     assert panel.readings[0].peak_allocated == 4096
 
 
@@ -318,13 +270,6 @@ def test_left_out(gpus, capsys):
     assert capsys.readouterr().out == "epoch 0\n" and panel.words == "" and not panel.readings
 
 
-def test_a_trainer_s_lines_appear_on_it(page, gpus, capsys):
-    with live_memory(every=0.005) as panel:
-        panel.log("epoch 0 | loss < 2.1")
-        wait_until(lambda: "epoch 0 | loss &lt; 2.1" in panel._picture.value)
-    assert capsys.readouterr().out.startswith("epoch 0 | loss < 2.1\n")
-
-
 def test_bad_arguments_of_the_live_panel(page):
     with pytest.raises(ValueError, match="every=0"), live_memory(every=0):
         pass
@@ -333,50 +278,13 @@ def test_bad_arguments_of_the_live_panel(page):
     assert page == []
 
 
-@pytest.mark.parametrize(
-    ("reserved", "frame"),
-    [(MiB, "1.00 MiB"), (100 * MiB, "128 MiB"), (128 * MiB, "128 MiB"), (0, "1.00 MiB"), (129 * MiB, "256 MiB"),
-     (2 * GIB, "16.0 GiB")],
-)  # fmt: skip
-def test_the_scale_of_the_bars_is_said_and_seldom_changes(reserved, frame):
+def test_the_scale_and_the_figures_of_the_bars_are_said():
     """A learner reads off how long a frame is: a power of two, or the capacity."""
-    page = live._now(Readings([Reading(0, "GPU", 16 * GIB, 0, 0, reserved, reserved)]), "")
-    assert f"frame: {frame}" in page
-
-
-def test_the_rest_is_said():
-    page = live._now(Readings([Reading(0, "GPU", 16 * GIB, GIB, 2 * GIB, 4 * GIB, 4 * GIB, 5 * GIB, 16 * GIB)]), "")
+    frames = {0: "1.00 MiB", 128 * MiB: "128 MiB", 129 * MiB: "256 MiB", 2 * GiB: "16.0 GiB"}
+    for reserved, frame in frames.items():
+        page = live._now(Readings([Reading(0, "GPU", 16 * GiB, 0, 0, reserved, reserved)]), "")
+        assert f"frame: {frame}" in page
+    page = live._now(Readings([Reading(0, "GPU", 16 * GiB, GiB, 2 * GiB, 4 * GiB, 4 * GiB, 5 * GiB, 16 * GiB)]), "")
     said = "GPU 0: 1.00 GiB allocated, peak 2.00 GiB, 4.00 GiB reserved, driver 5.00 GiB, of 16.0 GiB"
     assert page.count(said) == 2  # one of them is for screen readers
     assert re.findall(r"width: ([\d.]+)%", page) == ["31.25", "25.00", "6.25"]  # each bar on the one before
-
-
-def test_the_live_panel_takes_a_small_part_of_a_processor(gpus):
-    panel = LivePanel(every=0.5)
-    panel._picture = type("Picture", (), {})()
-    panel._look()
-    start = time.process_time()
-    for _ in range(5):
-        panel._look()
-    assert (time.process_time() - start) / 5 / 0.5 < 0.2
-
-
-# ---- in a kernel ----------------------------------------------------------------------------------------------------
-
-CELLS = (
-    "from helpers import use_gpus\nfrom helpers.show import explore, live_memory\nimport torch\n"
-    "_ = use_gpus(2, memory='16 GiB')\ndef job(size=100):\n    torch.ones(size, 1000, device='cuda:1')",
-    "panel = explore(job, size=(100, 900), gpus=2)\npanel",
-    "with live_memory(every=0.01):\n    for _ in range(20):\n        torch.ones(1000, 1000, device='cuda:1').sum()",
-)
-
-
-def test_a_stored_notebook_has_pictures_and_words_that_a_second_run_repeats():
-    notebook = new_notebook(cells=[new_code_cell(source) for source in (*CELLS, *CELLS[1:])])
-    run_all.run(notebook)
-    cells = [cell.outputs for cell in run_all.tidy(notebook).cells]
-    (explored,), (shown, said) = cells[1], cells[2]
-    assert set(explored.data) == {"image/png", "text/plain"} and "GPU 1 peaked" in explored.data["text/plain"]
-    assert set(shown.data) == {"image/png"} and "GPU 1 peaked" in said.text
-    assert cells[3][0].data == explored.data and [each.get("data") for each in cells[4]] == [shown.data, None]
-    assert cells[4][1].text == said.text

@@ -45,8 +45,6 @@ def test_the_last_step_is_measured_on_the_fullest_gpu(shapes_only):
 @pytest.mark.parametrize(
     ("you", "words"),
     [
-        (Score(9 * GiB, 0.030), "You: 30.0 ms (modelled), 9.00 GiB. Par: 40.0 ms, 10.0 GiB. Naive: 60.1 ms, 14.0 GiB. "
-                                "You beat par in memory and time."),
         (Score(9 * GiB, 1.25), "You: 1.25 s (modelled), 9.00 GiB. Par: 40.0 ms, 10.0 GiB. Naive: 60.1 ms, 14.0 GiB. "
                                "You beat par in memory. You are over par in time."),
         (PAR, "You: 40.0 ms (modelled), 10.0 GiB. Par: 40.0 ms, 10.0 GiB. Naive: 60.1 ms, 14.0 GiB. "
@@ -75,9 +73,7 @@ def test_the_best_answer_is_kept_and_told_when_a_later_one_is_worse(monkeypatch)
     assert json.loads((scores.FOLDER / "par.json").read_text())["03 loss"] == [8 * GiB, 0.030]
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[1]", '{"03 loss": "fast"}', '{"03 loss": [1, 2, 3]}', '{"03 loss": ["a", null]}']
-)
+@pytest.mark.parametrize("content", ["{", "[1]", '{"03 loss": [1, 2, 3]}', '{"03 loss": ["a", null]}'])
 def test_a_damaged_file_is_no_best(content):
     scores.FOLDER.mkdir()
     (scores.FOLDER / "par.json").write_text(content)

@@ -1,6 +1,5 @@
 """Schedules, stages, the pipeline, its panel and the sketch of a matrix that is cut."""
 
-import random
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,6 @@ from virtual_gpus import virtual_gpus
 
 from helpers.measure import peak_memory
 from helpers.measure.timeline import record_timeline
-from helpers.models import group_norm, small_resnet
 from helpers.parallel.pipeline import (
     Pipeline,
     Task,
@@ -23,62 +21,35 @@ from helpers.parallel.pipeline import (
 )
 from helpers.show.schedule import explore_pipeline
 
-SCHEDULES = [gpipe, one_f_one_b]
-
-
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 
-def idle_share(slots):
-    """The share of the time in which a stage is idle, the mean over stages."""
-    stages, end = 1 + max(slot.stage for slot in slots), max(slot.end for slot in slots)
-    return 1 - sum(slot.end - slot.start for slot in slots) / (stages * end)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 def test_every_stage_does_every_task_once_and_the_bubble_is_the_formulas(schedule):
-    for stages, micro_batches in [(1, 1), (1, 5), (4, 1), (4, 2), (2, 8), (4, 8), (8, 3), (5, 20)]:
+    for stages, micro_batches in [(1, 5), (4, 1), (4, 2), (4, 8), (8, 3)]:
         orders = schedule(stages, micro_batches)
         every = {Task(kind, number) for kind in "FB" for number in range(micro_batches)}
         assert len(orders) == stages
         assert all(set(order) == every and len(order) == len(every) for order in orders)
-        for times in ((1, 2), (1, 1), (3, 1)):
-            assert idle_share(simulate(orders, *times)) == pytest.approx(bubble(stages, micro_batches))
+        for times in ((1, 2), (3, 1)):
+            slots = simulate(orders, *times)
+            busy = sum(slot.end - slot.start for slot in slots) / stages
+            assert 1 - busy / max(slot.end for slot in slots) == pytest.approx(bubble(stages, micro_batches))
 
 
-def test_what_each_stage_keeps():
+def test_what_each_stage_keeps_and_1f1b_of_four_stages_as_the_papers_draw_it():
     assert [most_kept(order) for order in gpipe(4, 8)] == [8, 8, 8, 8]
     assert [most_kept(order) for order in one_f_one_b(4, 8)] == [4, 3, 2, 1]
     assert [most_kept(order) for order in one_f_one_b(4, 2)] == [2, 2, 2, 1]
-
-
-def test_1f1b_of_four_stages_as_the_papers_draw_it():
     said = [" ".join(task.kind + str(task.micro_batch) for task in order) for order in one_f_one_b(4, 5)]
     assert said[0] == "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4" and said[3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
 
 
-def test_tasks_begin_when_what_they_need_is_done():
-    for orders in (gpipe(3, 4), one_f_one_b(3, 4)):
-        slots = simulate(orders)
-        ends = {(slot.stage, slot.task): slot.end for slot in slots}
-        for slot in slots:
-            kind, number = slot.task
-            if kind == "F" and slot.stage:
-                assert slot.start >= ends[slot.stage - 1, Task("F", number)]
-            if kind == "B":
-                needed = (slot.stage + 1, Task("B", number)) if slot.stage < 2 else (2, Task("F", number))
-                assert slot.start >= ends[needed]
-        assert [slot.start for slot in slots] == sorted(slot.start for slot in slots)
-
-
-def test_orders_that_never_end_are_refused():
-    with pytest.raises(ValueError, match="never end.*stage 0 before B0, stage 1 before F1"):
-        simulate([[("F", 0), ("B", 0), ("F", 1), ("B", 1)], [("F", 1), ("F", 0), ("B", 0), ("B", 1)]])
-
-
-def test_plain_pairs_are_tasks():
+def test_orders_of_plain_pairs_and_orders_that_never_end():
     pairs = [[tuple(task) for task in order] for order in one_f_one_b(2, 3)]
     assert simulate(pairs) == simulate(one_f_one_b(2, 3)) and most_kept(pairs[0]) == 2
+    with pytest.raises(ValueError, match="never end.*stage 0 before B0, stage 1 before F1"):
+        simulate([[("F", 0), ("B", 0), ("F", 1), ("B", 1)], [("F", 1), ("F", 0), ("B", 0), ("B", 1)]])
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -88,33 +59,36 @@ def gradients(net):
     return torch.cat([parameter.grad.flatten().cpu() for parameter in net.parameters()])
 
 
-def batch(samples=10, size=16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 3, size, size, generator=generator), torch.randint(
-        0, 10, (samples,), generator=generator
-    )
+def batch():
+    """Ten samples: 4 or 3 micro-batches of them are uneven."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(10, 6, generator=generator), torch.arange(10) % 4
 
 
-def net():
+def layers():
     torch.manual_seed(0)
-    return small_resnet(norm=group_norm)
+    return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
+
+
+def stages_of(parts, count):
+    cuts = [round(len(parts) * part / count) for part in range(count + 1)]
+    return [nn.Sequential(*parts[start:end]) for start, end in pairwise(cuts)]
+
+
+def gpipe_from_the_first(stages, micro_batches):
+    """Another order that can be done: GPipe, with the backward passes in the order of the forward passes."""
+    return [
+        sorted(order, key=lambda task: (task.kind == "B", task.micro_batch)) for order in gpipe(stages, micro_batches)
+    ]
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Loss and gradients of `net` on one device."""
-    x, y = batch()
-    loss = cross_entropy((model := net())(x), y)
+    """Loss and gradients on one device."""
+    net = nn.Sequential(*layers())
+    loss = cross_entropy(net(batch()[0]), batch()[1])
     loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def parts_of(whole, count):
-    """The layers of a ResNet in `count` parts."""
-    layers = [*whole.children()]
-    layers.insert(-1, nn.Flatten())
-    cuts = [round(len(layers) * part / count) for part in range(count + 1)]
-    return [nn.Sequential(*layers[start:end]) for start, end in pairwise(cuts)]
+    return loss.detach(), gradients(net)
 
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
@@ -122,58 +96,18 @@ def parts_of(whole, count):
 
 @pytest.mark.parametrize(
     ("schedule", "count", "micro_batches"),
-    [(gpipe, 1, 3), (one_f_one_b, 2, 1), (gpipe, 2, 4), (one_f_one_b, 4, 10), (gpipe, 4, 3), (one_f_one_b, 4, 3)],
+    [(gpipe, 1, 3), (one_f_one_b, 2, 1), (one_f_one_b, 4, 10), (gpipe, 4, 3), (gpipe_from_the_first, 2, 4)],
 )
 def test_loss_and_gradients_are_those_of_the_whole_batch(alone, schedule, count, micro_batches):
-    """Ten samples: 4 or 3 micro-batches of them are uneven."""
-    x, y = batch()
     with virtual_gpus(count) as gpus:
-        whole = net()
-        stages = parts_of(whole, count)
-        pipeline = Pipeline(stages, gpus, schedule)
-        loss = pipeline.step(x, y, cross_entropy, micro_batches)
-        assert loss.device == gpus[-1]
-        torch.testing.assert_close(loss.cpu(), alone[0])
-        torch.testing.assert_close(gradients(whole), alone[1], atol=1e-5, rtol=1e-4)
-        assert {id(p) for p in pipeline.parameters()} == {id(p) for p in whole.parameters()}
-
-
-def test_gradients_add_up_over_steps(alone):
-    x, y = batch()
-    with virtual_gpus(2) as gpus:
-        whole = net()
-        pipeline = Pipeline(parts_of(whole, 2), gpus, one_f_one_b)
-        for _ in range(2):
-            pipeline.step(x, y, cross_entropy, 5)
-        torch.testing.assert_close(gradients(whole), 2 * alone[1], atol=1e-5, rtol=1e-4)
-
-
-def test_any_order_that_can_be_done_gives_the_same(alone):
-    """Property: a random order of each stage, as long as the stages do not wait for each other for ever."""
-    x, y = batch()
-    source = random.Random(0)
-
-    def shuffled(stages, micro_batches):
-        while True:
-            orders = []
-            for _ in range(stages):
-                order = [Task("F", number) for number in source.sample(range(micro_batches), micro_batches)]
-                for number in source.sample(range(micro_batches), micro_batches):
-                    after = order.index(Task("F", number)) + 1
-                    order.insert(source.randint(after, len(order)), Task("B", number))
-                orders.append(order)
-            try:
-                simulate(orders)
-            except ValueError:
-                continue
-            return orders
-
-    with virtual_gpus(2) as gpus:
-        for _ in range(5):
-            whole = net()
-            pipeline = Pipeline(parts_of(whole, 2), gpus, shuffled)
-            pipeline.step(x, y, cross_entropy, 3)
-            torch.testing.assert_close(gradients(whole), alone[1], atol=1e-5, rtol=1e-4)
+        parts = layers()
+        pipeline = Pipeline(stages_of(parts, count), gpus, schedule)
+        for steps in (1, 2):  # gradients add up
+            loss = pipeline.step(*batch(), cross_entropy, micro_batches)
+            assert loss.device == gpus[-1]
+            torch.testing.assert_close(loss.cpu(), alone[0])
+            torch.testing.assert_close(gradients(nn.Sequential(*parts)), steps * alone[1], atol=1e-5, rtol=1e-4)
+        assert {*pipeline.parameters()} == {*nn.Sequential(*parts).parameters()}
 
 
 def test_a_pipeline_that_cannot_be_is_refused():
@@ -186,13 +120,12 @@ def test_a_pipeline_that_cannot_be_is_refused():
                 pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), micro_batches)
 
 
-@pytest.mark.parametrize(("count", "micro_batches"), [(2, 4), (4, 8)])
-def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count, micro_batches):
+def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count=4, micro_batches=8):
     """GPipe, arXiv 1811.06965, section 2.3. Tolerance: 0.03 of the step, for copies and losses."""
     peaks = {}
-    for schedule in SCHEDULES:
+    for schedule in (gpipe, one_f_one_b):
         with virtual_gpus(count, shapes_only=True) as gpus:
-            stages = [nn.Sequential(*[nn.Linear(4096, 4096, False, gpu) for _ in range(6)]) for gpu in gpus]
+            stages = [nn.Sequential(*[nn.Linear(4096, 4096, False, gpu) for _ in range(3)]) for gpu in gpus]
             pipeline = Pipeline(stages, gpus, schedule)
             x, y = torch.empty(8192 * micro_batches, 4096, device=gpus[0]), torch.empty(8192 * micro_batches)
 
@@ -228,10 +161,6 @@ def test_the_best_number_of_micro_batches_lies_in_the_middle_where_each_costs_so
     assert "shortest with 48 or more micro-batches" in explore_pipeline(extra=0).words
     words = explore_pipeline(stages=4, extra=2).words
     assert int(words.split("shortest with ")[1].split()[0]) in range(10, 20)
-
-
-def test_the_picture_is_the_same_each_time():
-    assert explore_pipeline()._picture.value == explore_pipeline()._picture.value
 
 
 @pytest.mark.parametrize("wrong", [{"stages": 0}, {"micro_batches": 0}, {"schedule": "GPype"}, {"extra": -1}])

@@ -7,6 +7,8 @@ from itertools import combinations
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
+from IPython.core.formatters import DisplayFormatter
+from IPython.core.pylabtools import print_figure
 from matplotlib.colors import to_hex
 
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal
@@ -40,12 +42,8 @@ MOVED = readings(12, 9, 2.4, 2.4, capacity_gib=24, context_gib=0.5)
 LONG = "BERT of eight layers at batch 200 under nn.DataParallel on four GPUs, with outputs gathered on GPU 0"
 PICTURES = {
     "four GPUs": lambda: memory_bars(BERT, title="DataParallel"),
-    "no driver": lambda: memory_bars(readings(9, 2)),
-    "tiny": lambda: memory_bars(readings(0.05, 0.01, context_gib=0.1)),
-    "empty": lambda: memory_bars(readings(0, 0)),
-    "full": lambda: memory_bars(readings(15.2, 15.2, context_gib=0.04)),
+    "tiny, no driver": lambda: memory_bars(readings(0.05, 0)),
     "sixteen GPUs": lambda: memory_bars(readings(*range(16)), title="sixteen"),
-    "two situations": lambda: compare_bars({"DataParallel": BERT, "output_device=1": MOVED}, title="Moved"),
     "many situations": lambda: compare_bars({f"{i} {LONG[:60]}": BERT for i in range(5)}, title=LONG),
     "one and four": lambda: compare_bars({"one": readings(9.2), "four": readings(8, 8, 8, 8, capacity_gib=12)}),
     "over, one GPU": lambda: memory_bars(readings(13, capacity_gib=11.8), title=LONG),
@@ -86,11 +84,10 @@ def test_every_text_is_inside_the_picture_and_none_on_another(picture):
         assert all(boxes[text].x0 >= right for text in ax.texts)
 
 
-@pytest.mark.parametrize("picture", ["four GPUs", "two situations"])
-def test_the_same_picture_has_the_same_bytes(picture):
+def test_the_same_picture_has_the_same_bytes():
     def png():
         stored = io.BytesIO()
-        PICTURES[picture]().savefig(stored, format="png")
+        PICTURES["four GPUs"]().savefig(stored, format="png")
         return stored.getvalue()
 
     first = png()
@@ -107,10 +104,6 @@ def pieces(figure) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def figures(figure) -> list[str]:
-    return [text.get_text() for ax in figure.axes for text in ax.texts]
-
-
 def test_three_bars_for_each_gpu_lie_inside_one_another():
     figure = memory_bars(BERT, title="BERT")
     assert pieces(figure) == {
@@ -119,8 +112,8 @@ def test_three_bars_for_each_gpu_lie_inside_one_another():
         "peak allocated": [(0, 16.1), *[(0, 2.4)] * 3],
         "capacity": [(0, 24)] * 4,
     }
-    assert figures(figure)[0] == "17.4 GiB driver\n16.9 GiB reserved\n16.1 GiB allocated"
     (ax,) = figure.axes
+    assert ax.texts[0].get_text() == "17.4 GiB driver\n16.9 GiB reserved\n16.1 GiB allocated"
     frame, driver, reserved, allocated = ax.patches[:4]
     heights = [bar.get_height() for bar in (frame, driver, reserved, allocated)]
     assert heights == sorted(heights, reverse=True) and len(set(heights)) == 4
@@ -129,22 +122,17 @@ def test_three_bars_for_each_gpu_lie_inside_one_another():
     assert [label.get_text() for label in ax.get_yticklabels()][1] == "GPU 1\nof 24.0 GiB"
     assert ax.get_xlabel() == "memory in GiB" and ax.get_xlim()[1] >= 24
     assert figure.legends[0].get_title().get_text() == "BERT"
+    empty = empty_figure(4)
+    assert memory_bars(BERT, "BERT", empty) is empty and plt.get_fignums() == [figure.number]
+    assert tuple(empty.get_size_inches()) == tuple(figure.get_size_inches())
 
 
-def test_without_gputil_there_are_two_bars():
-    assert "driver (GPUtil)" not in pieces(memory_bars(readings(9, 2)))
-    assert figures(memory_bars(readings(9))) == ["9.45 GiB reserved\n9.00 GiB allocated"]
-
-
-def test_small_peaks_are_enlarged_and_the_axis_says_so():
-    (ax,) = memory_bars(readings(0.05)).axes
+def test_without_gputil_there_are_two_bars_and_small_peaks_are_enlarged_and_the_axis_says_so():
+    figure = memory_bars(readings(0.05))
+    (ax,) = figure.axes
+    assert "driver (GPUtil)" not in pieces(figure)
+    assert [text.get_text() for text in ax.texts] == ["53.8 MiB reserved\n51.2 MiB allocated"]
     assert ax.get_xlabel() == "memory in MiB (the axis ends before the capacity)" and ax.get_xlim()[1] < 200
-
-
-def test_a_picture_is_drawn_into_a_figure_that_pyplot_does_not_know():
-    figure = empty_figure(4)
-    assert memory_bars(BERT, "DataParallel", figure) is figure and plt.get_fignums() == []
-    assert tuple(figure.get_size_inches()) == tuple(memory_bars(BERT).get_size_inches())
 
 
 def test_situations_have_the_same_scale():
@@ -154,17 +142,14 @@ def test_situations_have_the_same_scale():
     assert pieces(figure)["peak allocated"][::4] == [(0, 16.1), (0, 12)]
 
 
-def test_what_is_over_the_capacity_is_drawn_apart():
-    figure = memory_bars(readings(13, 3, capacity_gib=12))
-    assert pieces(figure)["over the capacity"] == [(12, 13.65), (12, 13)]
+def test_what_is_over_the_capacity_is_drawn_apart_and_what_cannot_be_drawn_is_refused():
+    assert pieces(memory_bars(readings(13, 3, capacity_gib=12)))["over the capacity"] == [(12, 13.65), (12, 13)]
     assert "over the capacity" not in pieces(memory_bars(readings(12 / 1.05, capacity_gib=12)))
-
-
-@pytest.mark.parametrize("draw", [lambda: memory_bars(Readings()), lambda: compare_bars({"a": Readings()})])
-def test_what_cannot_be_drawn_is_refused_before_a_figure_is_made(draw):
-    with pytest.raises(ValueError, match="no readings to draw"):
-        draw()
-    assert plt.get_fignums() == []
+    plt.close("all")
+    for draw, nothing in ((memory_bars, Readings()), (compare_bars, {"a": Readings()})):
+        with pytest.raises(ValueError, match="no readings to draw"):
+            draw(nothing)
+    assert plt.get_fignums() == []  # refused before a figure is made
 
 
 RAN_OUT = Readings([replace(readings(10)[0], refused=Refusal(0, 3 * GiB, 16 * GiB, GiB, 10 * GiB, 11 * GiB))])
@@ -191,21 +176,16 @@ def test_a_picture_in_words(given, words):
     assert describe(given) == words
 
 
-def alternative(figure) -> str:
-    """What IPython stores beside the PNG of a figure."""
-    from IPython.core.formatters import DisplayFormatter
-    from IPython.core.pylabtools import print_figure
-
-    formatter = DisplayFormatter()
-    formatter.formatters["image/png"].for_type(type(figure), lambda figure: print_figure(figure, base64=True))
-    formatter.formatters["image/png"].enabled = formatter.mimebundle_formatter.enabled = True
-    data, metadata = formatter.format(figure)
-    assert data["image/png"] and data["text/plain"].startswith("<Figure size")
-    return metadata["image/png"]["alt"]
-
-
 def test_a_picture_carries_its_words_into_the_notebook():
-    figure = memory_bars(BERT, title="BERT")
-    assert alternative(figure) == alt_text(figure.axes[0]) == f"BERT\n{describe(BERT)}"
+    """As IPython stores them, beside the PNG of a figure."""
+    formatter = DisplayFormatter()
+    formatter.formatters["image/png"].for_type(plt.Figure, lambda figure: print_figure(figure, base64=True))
+    formatter.formatters["image/png"].enabled = formatter.mimebundle_formatter.enabled = True
     both = {"one": BERT, "two": MOVED}
-    assert alternative(compare_bars(both)) == describe(both)
+    for figure, words in (
+        (memory_bars(BERT, title="BERT"), f"BERT\n{describe(BERT)}"),
+        (compare_bars(both), describe(both)),
+    ):
+        data, metadata = formatter.format(figure)
+        assert metadata["image/png"]["alt"] == alt_text(figure.axes[0]) == words
+        assert data["image/png"] and data["text/plain"].startswith("<Figure size")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from helpers import use_gpus
+from helpers.gpus import is_virtual
 from helpers.measure import MemoryMonitor, explain_oom, read_memory
 from helpers.models import group_norm, small_resnet
 from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
@@ -23,16 +24,12 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def real(monkeypatch):
+def real(monkeypatch, capsys):
     monkeypatch.setenv("GPUS", "auto")
     assert use_gpus(1) == [torch.device("cuda", 0)]
+    assert capsys.readouterr().out.startswith("1 real GPU (") or is_virtual()
     gc.collect()  # what another test left behind must not be freed in the middle of this one
     torch.cuda.empty_cache()
-
-
-def test_use_gpus_says_that_they_are_real(capsys):
-    use_gpus(1)
-    assert capsys.readouterr().out.startswith("1 real GPU (")
 
 
 def test_readings_see_the_card():
@@ -62,8 +59,8 @@ def monitored(gpus=(0,), steps=2):
     return monitor, net, optimizer
 
 
-def rounded(tensors):
-    return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors if tensor.is_cuda)
+def size_of(net):
+    return sum(-(-parameter.nbytes // 512) * 512 for parameter in net.parameters())
 
 
 def assert_curve(monitor, gpu):
@@ -76,6 +73,7 @@ def test_the_monitors_curve_is_the_allocators():
     monitor, net, optimizer = monitored()
     assert_curve(monitor, 0)
     assert {"parameters", "gradients", "optimizer state"} <= set(monitor.at_peak())
+    assert not torch._C._cuda_isHistoryEnabled()
 
 
 def test_the_monitor_of_a_batch_that_is_mostly_activations():
@@ -87,7 +85,7 @@ def test_the_monitor_of_a_batch_that_is_mostly_activations():
     assert_curve(monitor, 0)
     held = monitor.at_peak()
     assert 3 <= held["activations"] / inputs.nbytes < 7.5  # four outputs, and gradients of outputs
-    assert held["parameters"] == pytest.approx(rounded(net.parameters()), rel=0.2)  # blocks may be a little larger
+    assert held["parameters"] == pytest.approx(size_of(net), rel=0.2)  # blocks may be a little larger
 
 
 def test_the_monitor_when_memory_runs_out():
@@ -98,11 +96,6 @@ def test_the_monitor_when_memory_runs_out():
     assert len(monitor.allocated[0]) == 2 and monitor.allocated[0][-1] == torch.cuda.memory_allocated()
 
 
-def test_the_monitor_leaves_no_history():
-    monitored(steps=1)
-    assert not torch._C._cuda_isHistoryEnabled()
-
-
 @pytest.mark.gpu(2)
 def test_the_monitor_of_data_parallel_on_every_gpu():
     """Replicas run in threads of their own, and so do the GPUs' backward passes."""
@@ -111,7 +104,7 @@ def test_the_monitor_of_data_parallel_on_every_gpu():
     for gpu in gpus:
         assert_curve(monitor, gpu)
         # Copies come in flat buffers, where each parameter is not rounded up to 512 bytes.
-        assert 0.8 * rounded(net.parameters()) < monitor.at_peak(gpu)["parameters"] < 1.2 * rounded(net.parameters())
+        assert 0.8 * size_of(net) < monitor.at_peak(gpu)["parameters"] < 1.2 * size_of(net)
 
 
 # ---- the parallel loss ---------------------------------------------------------------------------------------------
@@ -131,43 +124,33 @@ def uneven_batch():
     return torch.randn(samples, 20, generator=generator), labels
 
 
-def _parallel(net, criterion):
+def parallel(net, criterion):
     model, loss = DataParallelModel(net), DataParallelCriterion(criterion)
     return lambda inputs, labels: loss(model(inputs), labels)
 
 
-def _in_forward(net, criterion, wrap=nn.DataParallel):
+def in_forward(net, criterion, wrap=nn.DataParallel):
     model = wrap(LossInForward(net, criterion))
     return lambda inputs, labels: total(model(inputs, labels))
 
 
-FORMS = {
-    "parallel loss": _parallel,
-    "loss in forward": _in_forward,
-    "loss in forward, DataParallelModel": functools.partial(_in_forward, wrap=DataParallelModel),
-}
+FORMS = [parallel, in_forward, functools.partial(in_forward, wrap=DataParallelModel)]
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS, ids=["parallel", "in forward", "in forward, DataParallelModel"])
 def test_the_parallel_loss_equals_one_gpus(form, reduction):
     criterion = nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 1.0, 3.0], device="cuda:0"), reduction=reduction)
     net, (inputs, labels) = small_net(), uneven_batch()
     alone = copy.deepcopy(net)
     expected = criterion(alone(inputs.to("cuda:0")), labels.to("cuda:0"))
-    got = FORMS[form](net, criterion)(inputs, labels)
+    got = form(net, criterion)(inputs, labels)
     assert got.device == torch.device("cuda:0")
     expected.backward(), got.backward()
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(net.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.gpu(2)
-def test_the_parallel_models_outputs_stay_on_their_gpus():
-    outputs = DataParallelModel(small_net())(uneven_batch()[0])
-    assert [output.device.index for output in outputs] == list(range(torch.cuda.device_count()))
 
 
 @pytest.mark.gpu(2)
@@ -180,6 +163,7 @@ def test_the_parallel_models_gpus_compute_in_autocasts_dtype(dtype):
         outputs = DataParallelModel(net)(inputs)
         loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, labels)
         gathered = nn.DataParallel(net)(inputs)
+    assert [output.device.index for output in outputs] == list(range(torch.cuda.device_count()))
     assert {output.dtype for output in outputs} == {dtype} and loss.dtype == torch.float32
     assert gathered.dtype == torch.float16  # whatever was asked for: if this fails, PyTorch has mended it
     loss.backward()

@@ -31,7 +31,8 @@ def of(seconds, *work, modelled=True):
     return timeline
 
 
-def recorded():
+@pytest.fixture(scope="module")
+def two_gpus():
     with virtual_gpus(2, shapes_only=True):
         nets = [nn.Linear(4096, 4096).to(gpu) for gpu in range(2)]
         sgd = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1)
@@ -39,12 +40,7 @@ def recorded():
             x = torch.empty(8192, 4096, device="cuda:0")
             nets[1](nets[0](x).to(1)).sum().backward()
             sgd.step()
-    return timeline
-
-
-@pytest.fixture(scope="module")
-def two_gpus():
-    return recorded()
+    return pickle.loads(pickle.dumps(timeline))
 
 
 def test_a_modelled_timeline(two_gpus):
@@ -54,11 +50,13 @@ def test_a_modelled_timeline(two_gpus):
     assert 0 < two_gpus.busy_seconds(0) < two_gpus.seconds
     assert two_gpus.utilisation(0) + two_gpus.utilisation(1) < 1.01  # they take turns
     assert describe_timeline(two_gpus).startswith("modelled ")
-
-
-def test_it_can_be_pickled(two_gpus):
-    again = pickle.loads(pickle.dumps(two_gpus))
-    assert again.work == two_gpus.work and again.seconds == two_gpus.seconds
+    for gpu in (0, 1):
+        used = time_use(two_gpus, gpu)
+        assert sum(used) == pytest.approx(two_gpus.seconds)
+        assert used.computing == pytest.approx(two_gpus.busy_seconds(gpu))
+        assert used.others > 0.3 * two_gpus.seconds and 0 < used.copying < 0.1 * two_gpus.seconds
+    with pytest.raises(ValueError, match=r"GPU 2 did nothing in this timeline. The GPUs that did are \[0, 1\]"):
+        time_use(two_gpus, 2)
 
 
 def test_the_picture(two_gpus):
@@ -87,49 +85,32 @@ def test_bars_look_like_their_keys_and_a_short_copy_is_seen(two_gpus):
     assert face == edge and keys["copy"].get_linewidth() >= 1
 
 
-def corners(timeline, kind_at):
-    """(left, right, height) of the bars of the first axes, in ms and rows, by their place among the kinds drawn."""
-    bars = timeline_bars(timeline).axes[0].collections[kind_at]
-    found = [path.vertices for path in bars.get_paths()]
-    return [tuple(round(float(x), 3) for x in (*np.ptp(v, axis=0), v[:, 0].min())) for v in found]
-
-
 def test_a_bar_is_as_high_as_the_share_of_its_time_in_which_kernels_run():
     often = [(0, tick / 1e4, tick / 1e4 + 2.5e-5, "forward") for tick in range(1000)]  # a quarter of 0.1 s
-    timeline = of(1.0, *often, (0, 0.5, 0.9, "forward"))
-    (low, whole) = corners(timeline, 1)
-    assert low[:2] == (99.925, pytest.approx(0.18, abs=1e-3)) and whole == (400, 0.72, 500)
+    bars = timeline_bars(of(1.0, *often, (0, 0.5, 0.9, "forward"))).axes[0].collections[1].get_paths()
+    (wide, low), (whole, high) = (np.ptp(bar.vertices, axis=0) for bar in bars)
+    assert (wide, low) == (pytest.approx(99.925), pytest.approx(0.18, abs=1e-3))  # ms and rows
+    assert (whole, high) == (pytest.approx(400), pytest.approx(0.72)) and bars[1].vertices[0, 0] == pytest.approx(500)
 
 
 def test_kernels_lie_in_front_of_the_collective_that_runs_meanwhile():
     figure = timeline_bars(of(1.0, (0, 0.2, 0.5, "backward"), (0, 0.1, 0.9, "collective")))
-    drawn = [look(bar)[0] for bar in figure.axes[0].collections if bar.get_paths()]
-    keys = {key.get_label(): look(key)[0] for key in figure.legends[0].get_patches()}
-    assert drawn == [keys["collective"], keys["backward"]]
+    keys = {key.get_label(): look(key) for key in figure.legends[0].get_patches()}
+    assert [look(bar) for bar in figure.axes[0].collections if bar.get_paths()] == [
+        keys["collective"],
+        keys["backward"],
+    ]
 
 
-def test_nothing_to_draw_is_refused():
-    for nothing in ({}, Timeline(), {"a": Timeline()}):
+def test_nothing_to_draw_or_to_record_is_refused_and_errors_in_the_block_pass_through():
+    for nothing in ({}, {"a": Timeline()}):
         with pytest.raises(ValueError, match="nothing to draw"):
             timeline_bars(nothing)
-
-
-def test_an_error_in_the_block_passes_through():
     with virtual_gpus(1), pytest.raises(KeyError), record_timeline():
         raise KeyError("mine")
-
-
-def test_without_gpus_it_is_refused():
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="no GPU whose work could be recorded"), record_timeline():
             pass
-
-
-def test_work_at_the_same_time_counts_once_and_copies_do_not():
-    timeline = Timeline()
-    timeline.seconds = 10.0
-    timeline.work = [Work(0, 0, 4, "forward", ""), Work(0, 2, 6, "collective", ""), Work(0, 7, 9, "copy", "")]
-    assert timeline.busy_seconds(0) == 6 and timeline.utilisation(0) == 0.6 and timeline.utilisation(1) == 0
 
 
 def test_what_overlaps_or_touches_is_one_and_counts_once():
@@ -143,26 +124,13 @@ def test_what_overlaps_or_touches_is_one_and_counts_once():
 
 
 def test_each_moment_counts_once_at_the_first_that_holds():
-    timeline = of(
-        20.0,
-        (0, 1, 4, "forward"),
-        (0, 3, 7, "collective"),
-        (0, 6, 9, "copy"),
-        (1, 8, 12, "forward"),
-        (1, 14, 15, "copy"),
-    )
+    first = [(0, 1, 4, "forward"), (0, 3, 7, "collective"), (0, 6, 9, "copy")]
+    timeline = of(20.0, *first, (1, 8, 12, "forward"), (1, 14, 15, "copy"))
     used = time_use(timeline, 0)
     assert used == (3, 3, 2, 4, 8) and used.waiting == 17  # 1 to 4; to 7; to 9; to 12 and 14 to 15; the rest
     assert time_use(timeline, 1) == (4, 0, 1, 7, 8)
     assert sum(used) == sum(time_use(timeline, 1)) == timeline.seconds
-
-
-def test_a_gpu_that_waits_for_another_and_for_copies(two_gpus):
-    for gpu in (0, 1):
-        used = time_use(two_gpus, gpu)
-        assert sum(used) == pytest.approx(two_gpus.seconds)
-        assert used.computing == pytest.approx(two_gpus.busy_seconds(gpu))
-        assert used.others > 0.3 * two_gpus.seconds and 0 < used.copying < 0.1 * two_gpus.seconds
+    assert timeline.busy_seconds(0) == 6 and timeline.utilisation(0) == 0.3 and timeline.utilisation(2) == 0
 
 
 def test_a_gpu_that_waits_for_the_host():
@@ -182,16 +150,7 @@ def test_a_table_of_what_each_gpu_does():
         "a cuda:1        10.0        6.0        0.0        0.0        4.0        0.0",
     ]
     assert describe_time_use(of(1.0, (3, 0, 1, "step"), modelled=False)).startswith("measured ms")
-
-
-def test_a_gpu_that_did_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"GPU 2 did nothing in this timeline. The GPUs that did are \[0\]"):
-        time_use(of(1.0, (0, 0, 1, "step")), 2)
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(1.1324, "1,132 ms"), (0.0123456, "12.3 ms"), (2e-5, "0.02 ms")])
-def test_times_in_words(seconds, said):
-    assert format_time(seconds) == said
+    assert [*map(format_time, (1.1324, 0.0123456, 2e-5))] == ["1,132 ms", "12.3 ms", "0.02 ms"]
 
 
 # ---- torch.profiler's trace -----------------------------------------------------------------------------------------

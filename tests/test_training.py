@@ -1,37 +1,59 @@
-"""The training loop on one device: what it counts, prints and refuses."""
+"""The training loop: what it counts, prints and refuses; on several GPUs the same numbers, and memory in its place."""
 
+import gc
+import math
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from virtual_gpus import virtual_gpus
 
-from helpers.train import Trainer
+from helpers.models import PyramidNet, group_norm, small_resnet
+from helpers.train import DataParallelTrainer, Trainer
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 LOSS = nn.CrossEntropyLoss()
+FORMS = {"cpu": Trainer, "cuda:2": Trainer, "cuda:0-3": DataParallelTrainer, "cuda:1,3": DataParallelTrainer}
+GPUS = {"cuda:0-3": [torch.device("cuda", gpu) for gpu in range(4)], "cuda:1,3": ["cuda:1", "cuda:3"]}
 
 
-def images(samples=20, batch_size=8, **options):
+def images(samples=26, **options):
+    """Batches of 8, 8, 8 and 2: the last one has fewer samples than there are GPUs."""
     make = torch.Generator().manual_seed(1)
-    x, y = torch.randn(samples, 12, generator=make), torch.randint(0, 3, (samples,), generator=make)
-    return DataLoader(TensorDataset(x, y), batch_size, **options)
+    x, y = torch.randn(samples, 3, 16, 16, generator=make), torch.randint(0, 5, (samples,), generator=make)
+    return DataLoader(TensorDataset(x, y), 8, **options)
 
 
 def mlp():
+    return nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+def resnet():
+    """Without BatchNorm: a net with it is meant to differ when a batch is cut into pieces."""
+    return small_resnet(5, norm=group_norm)
+
+
+def build(name="cpu", make=mlp, optimizer=torch.optim.SGD, lr=0.01, loader=None):
+    """A trainer, by what its log line calls it."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
+    model = make()
+    loader = images() if loader is None else loader
+    runner = FORMS[name](model, optimizer(model.parameters(), lr=lr), LOSS, loader, GPUS.get(name, name))
+    assert runner.name == name
+    return runner
 
 
-def trainer(model=None, loader=None, lr=0.1):
-    model = model or mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return Trainer(model, optimizer, LOSS, images() if loader is None else loader, "cpu")
+# ---- the loop -------------------------------------------------------------------------------------------------------
 
 
 def test_one_epoch_equals_the_loop_written_by_hand():
-    model, by_hand = mlp(), mlp()
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
+    runner = build()
+    torch.manual_seed(0)
+    by_hand = mlp()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.01)
     losses = right = 0.0
     for x, y in images():
         logits = by_hand(x)
@@ -41,20 +63,19 @@ def test_one_epoch_equals_the_loop_written_by_hand():
         optimizer.step()
         losses += loss.item() * len(y)
         right += (logits.argmax(1) == y).sum().item()
-    runner = trainer(model)
     runner.train(1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_hand.parameters(), strict=True))
-    assert runner.history == [pytest.approx((losses / 20, right / 20), rel=1e-6)]
+    assert all(torch.equal(a, b) for a, b in zip(runner.model.parameters(), by_hand.parameters(), strict=True))
+    assert runner.history == [pytest.approx((losses / 26, right / 26), rel=1e-6)]
 
 
 def test_a_line_for_each_epoch(capsys):
-    runner = trainer(lr=2.5e-5)
+    runner = build(lr=2.5e-5)
     runner.train(1)
     runner.optimizer.param_groups[0]["lr"] = 0.001
     runner.train(2)
     rates = ["2.5e-05", "0.0010", "0.0010"]
     assert capsys.readouterr().out.splitlines() == [
-        f"[cpu] epoch {epoch} | batch 8 | steps 3 | lr {rate} | loss {loss:.3f} | accuracy {100 * accuracy:.2f} %"
+        f"[cpu] epoch {epoch} | batch 8 | steps 4 | lr {rate} | loss {loss:.3f} | accuracy {100 * accuracy:.2f} %"
         for epoch, (rate, (loss, accuracy)) in enumerate(zip(rates, runner.history, strict=True))
     ]
 
@@ -64,26 +85,86 @@ def test_the_outputs_are_gone_when_backward_runs():
 
     class Watched(nn.Linear):
         def forward(self, x):
-            y = super().forward(x)
+            y = super().forward(x.flatten(1))
             outputs.append(weakref.ref(y))
             self.bias.register_hook(lambda grad: alive.append(outputs[-1]() is not None))
             return y
 
-    trainer(Watched(12, 3), images(samples=8)).train(1)
+    build(make=lambda: Watched(768, 5), loader=images(samples=8)).train(1)
     assert alive == [False]
 
 
-def test_a_loader_without_a_batch():
+def test_what_cannot_be_trained_is_refused():
     for empty in (images(samples=5, drop_last=True), []):
         with pytest.raises(ValueError, match="The loader gave no batch"):
-            trainer(loader=empty).train(1)
-
-
-def test_a_loss_that_is_no_mean():
+            build(loader=empty).train(1)
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match='reduction="mean", not "sum"'):
-        Trainer(model := mlp(), torch.optim.SGD(model.parameters()), nn.CrossEntropyLoss(reduction="sum"), [], "cpu")
-
-
-def test_an_optimizer_of_another_model():
+        Trainer(model, sgd, nn.CrossEntropyLoss(reduction="sum"), [], "cpu")
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
-        Trainer(mlp(), torch.optim.SGD(mlp().parameters()), LOSS, [], "cpu")
+        Trainer(mlp(), sgd, LOSS, [], "cpu")
+
+
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "cuda:0-3"])
+def test_losses_accuracies_and_weights_equal_the_cpu_s(four, name):
+    expected, runner = build("cpu", resnet), build(name, resnet)
+    runner.train(2), expected.train(2)
+    for (loss, accuracy), (right, share) in zip(runner.history, expected.history, strict=True):
+        assert loss == pytest.approx(right, abs=1e-5) and accuracy == share
+    for one, other in zip(runner.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-4)
+
+
+def test_batch_norm_is_why_equality_is_not_asked_of_every_net(four):
+    runners = [build(name, lambda: PyramidNet(8, 12, classes=5)) for name in ("cpu", "cuda:2", "cuda:0-3")]
+    for runner in runners:
+        runner.train(1)
+    cpu, one, several = (runner.history[0][0] for runner in runners)
+    assert one == pytest.approx(cpu, abs=1e-5) and abs(several - cpu) > 1e-3
+
+
+def test_the_trainer_moves_model_and_optimizer(four):
+    runner = build("cuda:1,3", optimizer=torch.optim.Adam)
+    runner.train(1)
+    assert {parameter.device for parameter in runner.model.parameters()} == {four[1]}
+    assert {state["exp_avg"].device for state in runner.optimizer.state.values()} == {four[1]}
+
+
+def test_inputs_never_lie_on_the_first_gpu_as_a_whole(four):
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            seen.append((x.device.index, len(x), torch.cuda.memory_allocated(0)))
+            return super().forward(x)
+
+    x, y = torch.randn(8, 2**18), torch.zeros(8, dtype=torch.long)
+    build("cuda:0-3", lambda: Watched(2**18, 2), loader=DataLoader(TensorDataset(x, y), 8)).train(1)
+    assert [(gpu, samples) for gpu, samples, _ in seen] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    # 2 MiB of weights and 2 samples of 1 MiB; the whole batch would be 8 MiB.
+    assert max(allocated for _, _, allocated in seen) < 6 * 2**20
+
+
+def test_memory_does_not_grow_from_epoch_to_epoch_and_goes_back(four):
+    start = [torch.cuda.memory_allocated(gpu) for gpu in four]
+    runner = build("cuda:0-3", optimizer=torch.optim.Adam)
+    seen = []
+    for _ in range(3):
+        runner.train(1)
+        seen.append([torch.cuda.memory_allocated(gpu) for gpu in four])
+    assert seen[0] == seen[1] == seen[2] != start
+    del runner
+    gc.collect()
+    assert [torch.cuda.memory_allocated(gpu) for gpu in four] == start
+
+
+def test_shapes_only_runs_the_loop_without_values():
+    with virtual_gpus(4, shapes_only=True):
+        runner = build("cuda:0-3")
+        runner.train(1)
+        assert math.isnan(runner.history[0][0])
+        assert torch.cuda.max_memory_allocated(0) > torch.cuda.max_memory_allocated(1) > 0
