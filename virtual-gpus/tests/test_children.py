@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from ranks import HANGS_S
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.__main__ import parse
 from virtual_gpus.driver import nvidia_smi
@@ -23,7 +24,7 @@ def environment():
 
 
 def run(*command, **kwargs):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, **kwargs)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -62,6 +63,7 @@ def test_a_spawned_process_is_not_switched_on_twice():
 
 def test_nobody_inherits_who_was_not_asked_for(monkeypatch):
     before = environment()
+    children.withdraw({"gpus": []})  # which nobody offered
     with virtual_gpus(2):
         assert environment() == before
         with virtual_gpus(3, children=True):
@@ -156,9 +158,3 @@ def test_nvidia_smi_refuses_what_it_does_not_know(arguments, code, monkeypatch, 
     with pytest.raises(SystemExit) as error:
         smi(monkeypatch, capsys, gpus=None)
     assert error.value.code == 9
-
-
-def test_facts_that_nobody_offered_are_not_withdrawn():
-    before = environment()
-    children.withdraw({"gpus": []})
-    assert environment() == before
