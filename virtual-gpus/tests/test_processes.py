@@ -247,9 +247,10 @@ def ddp(rank):
     found, there = [], torch.device("cuda", rank)
     for default in defaults(there):
         torch.cuda.reset_peak_memory_stats()
-        net, batch = network().to(rank), [part.chunk(2)[rank].to(rank) for part in data()]
+        net, parts = network(), [part.chunk(2)[rank] for part in data()]
         with default:
-            net = DistributedDataParallel(net, device_ids=[rank], bucket_cap_mb=0.001)
+            batch = [part.to(rank) for part in parts]
+            net = DistributedDataParallel(net.to(rank), device_ids=[rank], bucket_cap_mb=0.001)
             losses = training(net, *batch)
         memory = [(torch.cuda.memory_allocated(i), torch.cuda.max_memory_allocated(i)) for i in range(2)]
         assert {p.get_device() for p in net.parameters()} == {p.grad.get_device() for p in net.parameters()} == {rank}

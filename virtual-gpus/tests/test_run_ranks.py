@@ -81,10 +81,6 @@ def test_every_rank_returns_and_is_in_the_group(capsys, monkeypatch):
     assert not dist.is_initialized() and "RANK" not in os.environ
 
 
-def test_a_built_in_function_and_no_time_limit():
-    assert run_ranks(range, ranks=2, args=[3], show=False, timeout=None) == [range(0, 3), range(1, 3)]
-
-
 def step(rank):
     """A backward pass with operators large enough to run on several threads."""
     x = torch.full((300, 300), 1.0 + rank, requires_grad=True)
@@ -113,12 +109,14 @@ def test_from_two_threads_at_once_after_backward_in_the_parent_on_several_thread
 
 
 def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch):
+    """Without a time limit."""
+
     def work(rank):
         dist.destroy_process_group()
         threading.Thread(target=threading.Event().wait).start()
 
     monkeypatch.setattr("virtual_gpus.testing.run._LEAVE_S", 0.2)
-    assert run_ranks(work, ranks=2, show=False) == [None, None]
+    assert run_ranks(work, ranks=2, show=False, timeout=None) == [None, None]
 
 
 # ---- virtual GPUs --------------------------------------------------------------------------------------------
@@ -149,20 +147,15 @@ def test_virtual_gpus(capsys):
         assert allocated[1 - rank] == 0 and 80_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
 
 
-def seen_by_a_rank(rank):
-    return torch.cuda.memory_allocated(0), torch.cuda.mem_get_info(0)
-
-
 def test_a_rank_shares_the_gpu_with_its_parent():
     """It sees what the parent holds on the GPU, and none of it as its own."""
     with virtual_gpus(1, memory="2 GiB", shapes_only=True) as (gpu,):
         mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
         context = 2**31 - torch.cuda.mem_get_info(gpu)[0] - 2**28
         assert context > 0 and mine.is_cuda
-        ((own, (free, total)),) = run_ranks(seen_by_a_rank, ranks=1, show=False)
-        assert (own, total) == (0, 2**31)
-        assert free == total - 2**28 - 2 * context
-        assert torch.cuda.mem_get_info(gpu)[0] == total - 2**28 - context  # the rank is gone
+        seen = run_ranks(lambda rank: (torch.cuda.memory_allocated(), torch.cuda.mem_get_info()), ranks=1, show=False)
+        assert seen == [(0, (2**31 - 2**28 - 2 * context, 2**31))]
+        assert torch.cuda.mem_get_info(gpu)[0] == 2**31 - 2**28 - context  # the rank is gone
 
 
 # ---- output --------------------------------------------------------------------------------------------------

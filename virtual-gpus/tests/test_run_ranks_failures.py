@@ -123,63 +123,30 @@ def test_a_rank_that_raises_before_the_group_stands(monkeypatch):
     assert fails(one_raises).startswith("Rank 2 of 3 raised OSError: no network\n")
 
 
-def test_errors_on_virtual_gpus():
+def raises_on_a_gpu(rank, how):
+    if how == "memory":
+        return torch.ones(1 << (20 + 8 * rank), device="cuda")
+    if how == "shared" or rank == 0 and how == "leaves":
+        return dist.all_reduce(torch.ones(3, device="cuda:0"))
+    if how == "cpu":
+        DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+ON_GPUS = {
+    "memory": "Rank 1 of 2 raised torch.OutOfMemoryError: CUDA out of memory.",
+    "cpu": "Ranks 0, 1 of 2 raised RuntimeError: No backend type associated with device type cpu",
+    "shared": "Ranks 0, 1 of 2 raised torch.distributed.DistBackendError: Duplicate GPU detected : rank 1 and",
+    "leaves": "Rank 0 of 2 raised RuntimeError: ",
+}
+
+
+@pytest.mark.usefixtures("all_fail_by_themselves")
+@pytest.mark.parametrize("how", ON_GPUS)
+def test_errors_on_virtual_gpus(how):
     with virtual_gpus(2, memory="64 MiB"):
-        text = fails(lambda rank: torch.ones(1 << (20 + 8 * rank), device="cuda"), ranks=2)
-    assert text.startswith("Rank 1 of 2 raised torch.OutOfMemoryError: CUDA out of memory.")
-    assert "virtual_gpus" not in text
-
-
-def on_the_cpu(rank):
-    dist.all_reduce(torch.ones(3))
-
-
-def a_model_on_the_cpu(rank):
-    DistributedDataParallel(torch.nn.Linear(2, 2))
-
-
-def on_one_gpu(rank):
-    dist.all_reduce(torch.ones(3, device="cuda:0"))
-
-
-NO_CPU = "RuntimeError: No backend type associated with device type cpu"
-ONE_GPU = "torch.distributed.DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA "
-
-
-@pytest.mark.usefixtures("all_fail_by_themselves")
-@pytest.mark.parametrize(("fn", "words"), [(on_the_cpu, NO_CPU), (a_model_on_the_cpu, NO_CPU), (on_one_gpu, ONE_GPU)])
-def test_what_nccl_refuses_is_refused_on_virtual_gpus(fn, words):
-    with virtual_gpus(2, memory="1 GiB"):
-        text = fails(fn, ranks=2)
-    assert text.startswith(f"Ranks 0, 1 of 2 raised {words}") and f"in {fn.__name__}\n" in text
-    assert "virtual_gpus" not in text
-
-
-def test_on_gpus_the_guilty_rank_is_named_and_one_that_left_too():
-    def leaves(rank):
-        if rank == 0:
-            dist.all_reduce(torch.ones(3, device="cuda"))
-
-    def raises(rank):
-        if rank == 1:
-            inner()
-        dist.all_reduce(torch.ones(3, device="cuda"))
-
-    with virtual_gpus(2, memory="1 GiB"):
-        assert fails(raises, ranks=2).startswith("Rank 1 of 2 raised ValueError: no such thing\n")
-        text = fails(leaves, ranks=2)
-    assert text.startswith("Rank 0 of 2 raised RuntimeError: ") and "Rank 1 had returned by then" in text
-
-
-def leaves_early(rank):
-    if rank == 0:
-        dist.all_reduce(torch.ones(3))
-
-
-@pytest.mark.usefixtures("all_fail_by_themselves")
-def test_a_rank_that_leaves_early():
-    text = fails(leaves_early)
-    assert text.startswith("Rank 0 of 3 raised ") and "Ranks 1, 2 had returned by then" in text
+        text = fails(raises_on_a_gpu, how, ranks=2)
+    assert text.startswith(ON_GPUS[how]) and "virtual_gpus" not in text
+    assert ("Rank 1 had returned by then" in text) == (how == "leaves")
 
 
 def failure(rank, kind="error", what="raised ValueError: same", when=1.0):
@@ -216,13 +183,6 @@ def test_lost_connections_are_told_from_other_errors():
     ]
     assert {Failure.of_error(error, 0, {}).kind for error in lost} == {"lost"}
     assert {Failure.of_error(error, 0, {}).kind for error in others} == {"error"}
-
-
-def test_short_names_of_files(monkeypatch):
-    monkeypatch.setattr(sys, "path", ["/a/lib", "/a/lib/site-packages", "/a"])
-    assert _short("/a/lib/site-packages/torch/x.py", {}) == "torch/x.py"
-    assert _short("/b/x.py", {}) == "/b/x.py"
-    assert _short("/tmp/7.py", {"/tmp/7.py": "Cell In[3]"}) == "Cell In[3]"
 
 
 # ---- a rank dies ---------------------------------------------------------------------------------------------
@@ -329,15 +289,17 @@ def test_ranks_that_hang_say_where():
     assert "testing" not in text and "run_ranks" not in text.replace("test_run_ranks_failures", "")
 
 
-def test_a_long_way_through_pytorch_is_cut():
+def test_files_and_long_ways_through_pytorch_are_short(monkeypatch):
     """Deep in a model's layers, nobody finds the own line among twenty of PyTorch's."""
+    monkeypatch.setattr(sys, "path", ["/a/lib", "/a/lib/site-packages", "/a"])
+    files = {"/a/lib/site-packages/torch/x.py": "torch/x.py", "/b/x.py": "/b/x.py", "/tmp/7.py": "Cell In[3]"}
+    assert [_short(file, {"/tmp/7.py": "Cell In[3]"}) for file in files] == list(files.values())
     own = ("train.py", 7, "train", "model(images)")
     inside = [("torch/nn/module.py", number, "forward", "return call()") for number in range(9)]
-    way = [own, *inside[:3], own, *inside]
-    text = _without_middle(traceback.StackSummary.from_list(way))
-    assert re.findall(r"line (\d)|(\.\.\. .*)", text) == [
-        *[(number, "") for number in "70127"], ("", "... 7 frames of PyTorch ..."), ("7", ""), ("8", ""),
-    ]  # fmt: skip
+    text = _without_middle(traceback.StackSummary.from_list([own, *inside[:3], own, *inside]))
+    numbers = [(number, "") for number in "70127"]
+    cut = [("", "... 7 frames of PyTorch ..."), ("7", ""), ("8", "")]
+    assert re.findall(r"line (\d)|(\.\.\. .*)", text) == numbers + cut
 
 
 @pytest.mark.usefixtures("ranks_that_rest")
@@ -391,29 +353,21 @@ def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("ctrl_c_interrupts")
-def test_ctrl_c_while_the_ranks_are_started(monkeypatch):
-    def start(self):
-        begin(self)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    begin = multiprocessing.process.BaseProcess.start
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(lambda rank: time.sleep(1000), ranks=2, show=False)
-
-
-def test_if_not_all_can_be_started_none_is_left(monkeypatch):
-    started = []
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_what_is_started_ends_if_the_rest_is_not(error, monkeypatch):
+    """After Ctrl-C, and where the system gives no more processes."""
 
     def start(self):
-        if len(started) == 1:
+        if error is OSError and started:
             raise OSError("no more processes")
         started.append(self)
         begin(self)
+        if error is KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
 
-    begin = multiprocessing.process.BaseProcess.start
+    started, begin = [], multiprocessing.process.BaseProcess.start
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
-    with pytest.raises(OSError, match="no more processes"):
+    with pytest.raises(error):
         run_ranks(lambda rank: time.sleep(1000), ranks=2, show=False)
     assert len(started) == 1 and not started[0].is_alive()
 
@@ -445,18 +399,17 @@ def test_a_rank_cannot_start_ranks():
     assert "raised RuntimeError: This process is already a rank" in text
 
 
-def rename_thread(name):
-    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="names of threads are read from /proc, on Linux")
 def test_fork_while_autograd_has_threads():
+    def as_of_autograd():
+        ctypes.CDLL(None).prctl(15, b"pt_autograd_0", 0, 0, 0)
+        named.set()
+        done.wait()
+
     done, named = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: (rename_thread(b"pt_autograd_0"), named.set(), done.wait()))
-    thread.start()
+    threading.Thread(target=as_of_autograd).start()
     named.wait()
     try:
         assert run.start_method() == "forkserver"
     finally:
         done.set()
-        thread.join()
