@@ -141,29 +141,22 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
-def test_replicas_live_in_flat_buffers(shapes_only):
-    with virtual_gpus(2, shapes_only=shapes_only):
-        net = Scale().cuda()
-        source, target = watch()
-        replicas = replicate(net, [0, 1])
-        # the parameters, then the buffers: int64 first, as it is; then the two of float32
-        assert source[:2] == [rounded(800), -rounded(800)] and source[-1] in (rounded(400), -rounded(400))
-        assert target == [rounded(800), 512, rounded(400)]
-        one, two = replicas[1].one, replicas[1].two
-        del replicas
-        gc.collect()
-        assert allocated()[1] == rounded(800)
-        del one
-        assert allocated()[1] == rounded(800)  # a view holds the whole buffer
-        del two
-        assert allocated()[1] == 0
-
-
-@pytest.mark.parametrize("shapes_only", [False, True])
 def test_a_step_of_data_parallel(shapes_only):
     with virtual_gpus(2, shapes_only=shapes_only):
-        net = DataParallel(Scale().cuda())
         model = rounded(300, 500, 200, 200) + 512
+        module = Scale().cuda()
+        source, target = watch()
+        replicas = replicate(module, [0, 1])
+        # They live in flat buffers. The parameters, then the buffers: int64 first, as it is; then the two of float32.
+        assert source[:2] == [rounded(800), -rounded(800)] and source[-1] in (rounded(400), -rounded(400))
+        assert target == [rounded(800), 512, rounded(400)]
+        views = [replicas[1].one, replicas[1].two]
+        del replicas
+        gc.collect()
+        while views:  # each holds the whole buffer
+            assert allocated() == [model, rounded(800)]
+            views.pop()
+        net = DataParallel(module)
         assert allocated() == [model, 0]
         out = net(torch.zeros(6, 300))
         # kept for backward: x, x * one, and a view of `two`, which on GPU 1 holds the buffer of all parameters
