@@ -104,23 +104,6 @@ print(sitecustomize.SEEN, "torch" in sys.modules, type(pynvml.nvmlLib).__name__,
         assert run(sys.executable, "-c", ask, env=other).split()[:3] == ["True", "False", "NoneType"]
 
 
-def test_gputil_reads_the_program_nvidia_smi_as_it_reads_that_of_this_process():
-    GPUtil = pytest.importorskip("GPUtil")
-    ask = """
-import GPUtil, json
-found = [{name: str(value) for name, value in vars(gpu).items()} for gpu in GPUtil.getGPUs()]
-print(json.dumps([found, GPUtil.getAvailable(order="memory", limit=2)]))
-"""
-    with virtual_gpus(2, children=True):
-        x = torch.ones(10, device="cuda")
-        found, available = json.loads(run(sys.executable, "-c", ask))
-        here = [{name: str(value) for name, value in vars(gpu).items()} for gpu in GPUtil.getGPUs()]
-        assert x.is_cuda
-    assert available == [1, 0]  # a GPU whose load is nan is never available
-    assert [gpu.pop("load") for gpu in found] == ["0.0", "0.0"] and [gpu.pop("load") for gpu in here]
-    assert found == here
-
-
 def smi(monkeypatch, capsys, *arguments, gpus=GPUS):
     monkeypatch.setattr(nvidia_smi, "from_environment", lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["nvidia-smi", *arguments])
