@@ -202,11 +202,11 @@ def test_ways_to_die():
 
 def test_what_a_rank_has_started_ends_with_it(tmp_path, monkeypatch):
     def work(rank):
-        child = subprocess.Popen(["sleep", "1000"])
-        write_whole(tmp_path / str(rank), str(child.pid))
-        until((tmp_path / "1").exists)
         if rank == 0:
+            until((tmp_path / "1").exists)
             raise ValueError
+        child = subprocess.Popen(["sleep", "1000"])
+        write_whole(tmp_path / "1", str(child.pid))
         child.wait()
 
     monkeypatch.setattr(run, "_GRACE_S", 0.1)
