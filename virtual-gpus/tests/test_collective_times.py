@@ -41,12 +41,6 @@ def collectives(function) -> list:
     return [span for span in timeline.spans if span.kind == "collective"]
 
 
-def wire(function) -> float:
-    """Seconds of a collective without its fixed part, which the latencies make."""
-    (span,) = collectives(function)
-    return span.end - span.start
-
-
 def on_host(count: int, adapters: int = 1, here: int = GPUS):
     """The links of a group of `count` ranks, of which every host has `here`."""
     topology = arrange(spec("H100"), GPUS, network="InfiniBand NDR", adapters=adapters)
@@ -64,42 +58,33 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_inside_a_host_bytes_go_over_nvlink(kind):
-    part, hops = PARTS[kind](8)
-    seconds = 15e-6 + part * NBYTES / (0.78 * 450e9) + hops * 2.5e-6
-    assert collective_seconds(on_host(8), kind, NBYTES) == pytest.approx(seconds, rel=1e-9)
+RINGS = [
+    *((kind, 8, {}, 450e9) for kind in PARTS),  # inside a host: over NVLink
+    # Four hosts, whose adapters share the ring. Sixteen are faster than NVLink, which is the slowest link then.
+    *((kind, 32, {"adapters": 8}, 400e9) for kind in PARTS if kind != "all_to_all"),
+    *(("all_gather", 32, {"adapters": count}, across) for count, across in ((1, 50e9), (4, 200e9), (16, 450e9))),
+    # Eight groups at a time, each with one rank of every host: an eighth of the adapters for each.
+    *(("all_reduce", 4, {"adapters": count, "here": 1}, 50e9 * count / 8) for count in (1, 4, 8)),
+]
 
 
-@pytest.mark.parametrize("adapters, across", [(1, 50e9), (4, 200e9), (8, 400e9), (16, 450e9)])
-@pytest.mark.parametrize("kind", [kind for kind in PARTS if kind != "all_to_all"])
-def test_across_hosts_all_adapters_share_the_ring(kind, adapters, across):
-    """Four hosts. Sixteen adapters are faster than NVLink, which is the slowest link then."""
-    part, hops = PARTS[kind](32)
-    seconds = 15e-6 + part * NBYTES / (0.78 * across) + hops * 2.5e-6
-    assert collective_seconds(on_host(32, adapters), kind, NBYTES) == pytest.approx(seconds, rel=1e-9)
+def test_rings():
+    for kind, count, where, bandwidth in RINGS:
+        part, hops = PARTS[kind](count)
+        seconds = 15e-6 + part * NBYTES / (0.78 * bandwidth) + hops * 2.5e-6
+        found = collective_seconds(on_host(count, **where), kind, NBYTES)
+        assert found == pytest.approx(seconds, rel=1e-9), (kind, count, where)
 
 
-@pytest.mark.parametrize("adapters", [1, 4, 8])
-def test_groups_of_one_host_share_its_adapters(adapters):
-    """Eight groups at a time, each with one rank of every host: an eighth of the adapters for each."""
-    part, hops = PARTS["all_reduce"](4)
-    seconds = 15e-6 + part * NBYTES / (0.78 * 50e9 * adapters / 8) + hops * 2.5e-6
-    assert collective_seconds(on_host(4, adapters, here=1), "all_reduce", NBYTES) == pytest.approx(seconds, rel=1e-9)
-
-
-def test_an_all_to_all_across_hosts():
-    """Two hosts: half of what each GPU has goes to the other host, from eight GPUs through eight adapters."""
+def test_what_is_no_ring():
+    # An all-to-all of two hosts: half of what each GPU has goes to the other, from eight GPUs through eight adapters.
     seconds = 15e-6 + NBYTES / 2 / (0.78 * 50e9) + 15 * 2.5e-6
     assert collective_seconds(on_host(16, 8), "all_to_all", NBYTES) == pytest.approx(seconds, rel=1e-9)
-
-
-def test_small_all_reduces_over_many_hosts_go_along_a_tree():
-    """128 hosts: up and down through 8 GPUs and 7 levels of hosts, instead of 2,046 hops around the ring."""
-    route = on_host(1024, 8)
+    # A small all-reduce over 128 hosts goes along a tree: up and down through 8 GPUs and 7 levels of hosts, instead of
+    # 2,046 hops around the ring.
     seconds = 15e-6 + 2 * 1024 / (0.9 * 0.78 * 400e9) + 2 * (7 + 7) * 2.5e-6
-    assert collective_seconds(route, "all_reduce", 1024) == pytest.approx(seconds, rel=1e-9)
-    assert collective_seconds(route, "all_gather", 1024) > 1023 * 2.5e-6
+    assert collective_seconds(on_host(1024, 8), "all_reduce", 1024) == pytest.approx(seconds, rel=1e-9)
+    assert collective_seconds(on_host(1024, 8), "all_gather", 1024) > 1023 * 2.5e-6
 
 
 def test_each_collective_of_pytorch_takes_its_time():
@@ -111,23 +96,18 @@ def test_each_collective_of_pytorch_takes_its_time():
         x, part = torch.empty(NBYTES // 4, device="cuda"), torch.empty(NBYTES // 32, device="cuda")
         shards = [torch.empty_like(part) for _ in range(8)]
         spread = DTensor.from_local(part.view(8, -1), mesh["tp"], [Shard(0)])
+        ops, whole = torch.ops._c10d_functional, DTensor.from_local(x, mesh["tp"], [Partial()])
         calls = {
             "all-reduce": (2, lambda: dist.all_reduce(x, group=tp)),
             "all-reduce, functional": (2, lambda: functional.all_reduce(x, "sum", tp) + 0),
             "all-reduce, coalesced": (4, lambda: functional.all_reduce_coalesced([x, x], "sum", tp)[1] + 0),
             "all-gather": (1, lambda: dist.all_gather_into_tensor(x, part, group=tp)),
             "all-gather, list": (1, lambda: dist.all_gather(shards, part, group=tp)),
-            "all-gather, functional": (
-                1,
-                lambda: torch.ops._c10d_functional.all_gather_into_tensor(part, 8, tp.group_name),
-            ),
+            "all-gather, functional": (1, lambda: ops.all_gather_into_tensor(part, 8, tp.group_name)),
             "all-gather, DTensor": (1, lambda: spread.redistribute(placements=[Replicate()]).to_local() + 0),
             "reduce-scatter": (1, lambda: dist.reduce_scatter_tensor(part, x, group=tp)),
             "reduce-scatter, list": (1, lambda: dist.reduce_scatter(part, shards, group=tp)),
-            "reduce-scatter, DTensor": (
-                1,
-                lambda: DTensor.from_local(x, mesh["tp"], [Partial()]).redistribute(placements=[Shard(0)]).to_local(),
-            ),
+            "reduce-scatter, DTensor": (1, lambda: whole.redistribute(placements=[Shard(0)]).to_local()),
             "all-to-all": (1, lambda: dist.all_to_all_single(x, x, group=tp)),
             "all-to-all, list": (1, lambda: dist.all_to_all(shards, shards, group=tp)),
             "all-to-all, DTensor": (1 / 8, lambda: spread.redistribute(placements=[Shard(1)]).to_local() + 0),
@@ -135,13 +115,15 @@ def test_each_collective_of_pytorch_takes_its_time():
             "scatter": (1, lambda: dist.scatter(part, None, 0, group=tp)),
             "broadcast": (8 / 7, lambda: dist.broadcast(x, 0, group=tp)),
         }
-        for name, (times, call) in calls.items():
+        calls = {name: (times * 7 / 8 * ms["tp"], call) for name, (times, call) in calls.items()}
+        calls["send"] = ms["tp"], lambda: dist.send(x, 4)
+        calls["recv"] = ms["dp"], lambda: dist.recv(x, 11)
+        calls["all-reduce, dp"] = ms["dp"], lambda: dist.all_reduce(x, group=dp)
+        for name, (milliseconds, call) in calls.items():
             (span,) = collectives(call)
-            assert span.lane == f"{name.split(',')[0]}, tp"
-            assert (span.end - span.start) * 1e3 == pytest.approx(times * 7 / 8 * ms["tp"], abs=0.2), name
-        assert wire(lambda: dist.all_reduce(x, group=dp)) * 1e3 == pytest.approx(ms["dp"], abs=0.2)
-        assert wire(lambda: dist.send(x, 4)) * 1e3 == pytest.approx(ms["tp"], abs=0.2)
-        assert wire(lambda: dist.recv(x, 11)) * 1e3 == pytest.approx(ms["dp"], abs=0.2)
+            if name not in ("send", "recv"):
+                assert span.lane == f"{name.split(',')[0]}, {'dp' if name.endswith('dp') else 'tp'}"
+            assert (span.end - span.start) * 1e3 == pytest.approx(milliseconds, abs=0.2), name
         (everyone,) = collectives(lambda: dist.all_reduce(x))
         assert everyone.lane == "all-reduce" and everyone.sent == 2 * 15 / 16 * NBYTES
 
@@ -227,22 +209,16 @@ def test_queues_streams_and_waits():
 # ---- published figures -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "ranks, here, mebibytes, published, error",
-    [
-        (
-            8,
-            8,
-            8192,
-            370e9,
-            0.06,
-        ),  # NCCL_ALGO=RING on a host, github.com/NVIDIA/nccl-tests/issues/212, nccl/issues/1455
-        (32, 8, 8192, 320e9, 0.04),  # 4 hosts, github.com/NVIDIA/nccl/issues/1221
-        (256, 8, 2048, 340e9, 0.17),  # 32 hosts, github.com/NVIDIA/nccl/issues/1218
-        (1984, 8, 512, 350e9, 0.23),  # 248 hosts of 8 H200, github.com/NVIDIA/nccl-tests/issues/283
-        (2, 1, 8192, 47e9, 0.18),  # an adapter for each GPU: 46 to 48, github.com/NVIDIA/nccl-tests/issues/290
-    ],
-)
+PUBLISHED = [  # ranks, of which a host has so many, MiB, bytes per second, relative error
+    (8, 8, 8192, 370e9, 0.06),  # NCCL_ALGO=RING, github.com/NVIDIA/nccl-tests/issues/212, nccl/issues/1455
+    (32, 8, 8192, 320e9, 0.04),  # 4 hosts, github.com/NVIDIA/nccl/issues/1221
+    (256, 8, 2048, 340e9, 0.17),  # 32 hosts, github.com/NVIDIA/nccl/issues/1218
+    (1984, 8, 512, 350e9, 0.23),  # 248 hosts of 8 H200, github.com/NVIDIA/nccl-tests/issues/283
+    (2, 1, 8192, 47e9, 0.18),  # an adapter for each GPU: 46 to 48, github.com/NVIDIA/nccl-tests/issues/290
+]
+
+
+@pytest.mark.parametrize("ranks, here, mebibytes, published, error", PUBLISHED)
 def test_bus_bandwidth_of_real_hosts(ranks, here, mebibytes, published, error):
     """All-reduces on hosts of 8 H100 with 8 adapters of 400 Gbit/s. Where an adapter is the slowest link, the model is
     too slow, since its 0.78 is the fraction of NVLink that is reached."""

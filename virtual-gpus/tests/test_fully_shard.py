@@ -1,6 +1,6 @@
 """`fully_shard` (FSDP2) on virtual GPUs: one GPU's numbers, each rank's share of memory."""
 
-import time
+import gc
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from virtual_gpus import record_timeline, virtual_gpus
 
 WIDTH, BLOCKS = 256, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one linear layer
-SGD, ADAM = (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}), (torch.optim.Adam, {"lr": 1e-3})
 
 
 def mlp():
@@ -47,125 +46,101 @@ JOBS = {"mlp": (mlp, list, numbers, lambda y, wanted: mse_loss(y.float(), wanted
                  lambda scores, y: cross_entropy(scores.flatten(0, 1), y.flatten()))}  # fmt: skip
 
 
-def allocated():
-    """Bytes in use once gloo's thread, which may hold the tensors of the last collective for a moment, lets them go."""
-    time.sleep(0.5)  # microseconds, if the thread has a core
-    return torch.cuda.memory_allocated()
-
-
-def steps(net, x, y, loss_of, optimizer):
+def steps(net, x, y, loss_of):
     """Three steps; the losses, and of the last one the bytes before it, at its peak, and after it, gradients kept."""
-    kind, options = optimizer
-    optimizer, losses = kind(net.parameters(), **options), []
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9), []
     for number in range(3):
         optimizer.zero_grad()
         if number == 2:
-            before = allocated()
+            before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         loss = loss_of(net(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
         del loss
-    return losses, (before, torch.cuda.max_memory_allocated(), allocated())
+    return losses, (before, torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated())
 
 
-def sharded(rank, job, optimizer, ranks, with_mesh, options):
-    build, blocks, data, loss_of = JOBS[job]
-    if with_mesh:
-        options = {**options, "mesh": init_device_mesh("cuda", (ranks,))}
-    net = build().cuda()
-    for part in (*blocks(net), net):
+def sharded_mlp(**options):
+    net = mlp().cuda()
+    for part in (*net, net):
         fully_shard(part, **options)
+    return net
+
+
+def sharded(rank, job, ranks, options):
+    build, blocks, data, loss_of = JOBS[job]
+    if job == "mlp":
+        net = sharded_mlp(mesh=init_device_mesh("cuda", (ranks,)), **options)
+    else:
+        net = build().cuda()
+        for part in (*blocks(net), net):
+            fully_shard(part, **options)
     x, y = (part.chunk(ranks)[rank].cuda() for part in data())
-    found = steps(net, x, y, loss_of, optimizer)
+    found = steps(net, x, y, loss_of)
     one = next(net.parameters())
-    where = {str(tensor.device) for tensor in (one, one.grad, one.to_local(), one.full_tensor())}
+    assert {str(tensor.device) for tensor in (one, one.grad, one.to_local(), one.full_tensor())} == {f"cuda:{rank}"}
     full = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
     host = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    where_host = {str(tensor.device) for tensor in host.values()}
-    return *found, {name: tensor.cpu() for name, tensor in full.items()}, where, where_host
+    assert {str(tensor.device) for tensor in host.values()} == ({"cpu"} if rank == 0 else set())
+    return *found, {name: tensor.cpu() for name, tensor in full.items()}
 
 
-def on_one(job, optimizer):
+def check_numbers(found, job, **tolerances):
+    """The losses of ranks are those of one GPU, and so are the weights that each of them has gathered."""
     build, _, data, loss_of = JOBS[job]
     net = build().cuda()
-    return *steps(net, *(part.cuda() for part in data()), loss_of, optimizer), net.cpu().state_dict()
-
-
-@pytest.mark.parametrize("job, optimizer, ranks, with_mesh", [("mlp", SGD, 4, True), ("gpt", SGD, 2, False)])
-def test_numbers_are_those_of_one_gpu(job, optimizer, ranks, with_mesh):
-    with virtual_gpus(ranks):
-        losses, _, weights = on_one(job, optimizer)
-        found = in_ranks(sharded, job, optimizer, ranks, with_mesh, {}, count=ranks)
+    losses, _ = steps(net, *(part.cuda() for part in data()), loss_of)
     mean = torch.tensor([rank[0] for rank in found]).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-6)
-    for rank, (_, _, full, where, host) in enumerate(found):
-        torch.testing.assert_close(full, dict(weights), rtol=1e-4, atol=1e-5)
-        assert where == {f"cuda:{rank}"} and host == ({"cpu"} if rank == 0 else set())
+    torch.testing.assert_close(mean, torch.tensor(losses), **(tolerances or {"rtol": 1e-5, "atol": 1e-6}))
+    for *_, full in found:
+        assert {tensor.dtype for tensor in full.values()} == {torch.float32}
+        if not tolerances:
+            torch.testing.assert_close(full, dict(net.cpu().state_dict()), rtol=1e-4, atol=1e-5)
 
 
 def test_each_rank_holds_its_share():
-    """Parameters, gradients and Adam's two states of 4 layers, of which each rank has one part in `ranks`."""
-    ranks = 4
-    with virtual_gpus(ranks, torch_version="2.15"):  # cuBLAS keeps no workspace from then on
-        found = in_ranks(sharded, "mlp", ADAM, ranks, False, {}, count=ranks)
-    share = BLOCKS * LAYER // ranks
-    for _, (before, peak, after), *_ in found:
-        room = 128 * 2**10  # the batch, Adam's step counters, and blocks of 512 bytes
-        assert 3 * share <= before < 3 * share + room
-        assert 4 * share <= after < 4 * share + room
+    """Parameters, gradients and momentum of 4 layers, of which each rank has one part in 4; without values as well."""
+    memory = []
+    for shapes_only in (False, True):
+        with virtual_gpus(4, shapes_only=shapes_only, torch_version="2.15"):  # cuBLAS keeps no workspace from then on
+            found = in_ranks(sharded, "mlp", 4, {}, count=4)
+            if not shapes_only:
+                check_numbers(found, "mlp")
+        memory.append([rank[1] for rank in found])
+    assert memory[0] == memory[1]
+    for before, peak, after in memory[0]:
+        room = 128 * 2**10  # the batch, and blocks of 512 bytes
+        assert 2 * BLOCKS * LAYER // 4 <= before < 2 * BLOCKS * LAYER // 4 + room
+        assert 3 * BLOCKS * LAYER // 4 <= after < 3 * BLOCKS * LAYER // 4 + room
         assert peak > after + LAYER  # at least one gathered layer
 
 
-def after_forward(rank, reshard):
+def forward(reshard):
+    """Bytes that a forward pass leaves."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()
     net = mlp().cuda()
     for block in net:
         fully_shard(block, reshard_after_forward=reshard)
     scores = net(numbers()[0].cuda())
     assert scores.requires_grad
-    return allocated()
+    return torch.cuda.memory_allocated() - before
 
 
-def test_layers_that_stay_gathered_cost_memory():
-    with virtual_gpus(2):
-        freed, kept = (in_ranks(after_forward, reshard, count=2)[0] for reshard in (True, False))
-    assert kept - freed == BLOCKS * LAYER
-
-
-def clocked(rank):
-    net = mlp().cuda()
-    for part in (*net, net):
-        fully_shard(part)
-    x = numbers()[0].cuda()
-    net(x).sum().backward()
+def sent(function):
+    """(kind, name, nanoseconds) of what went over links meanwhile."""
     with record_timeline() as timeline:
-        net(x).sum().backward()
-    return [(span.kind, span.name) for span in timeline.spans if span.kind in ("collective", "copy")]
+        function()
+    spans = [span for span in timeline.spans if span.kind in ("collective", "copy")]
+    return [(span.kind, span.name, round(1e9 * (span.end - span.start))) for span in spans]
 
 
-def test_each_layer_is_gathered_twice_and_its_gradients_are_scattered():
-    """Nothing else is sent: what gloo copies on its own account is no copy of a GPU."""
-    with virtual_gpus(2):
-        found = in_ranks(clocked, count=2)[0]
-    assert sorted(found) == [("collective", "all_gather")] * 2 * BLOCKS + [("collective", "reduce_scatter")] * BLOCKS
-
-
-def sizes(rank):
-    net = mlp().cuda()
-    for part in (*net, net):
-        fully_shard(part)
-    return steps(net, *(torch.randn(8, WIDTH, device="cuda") for _ in "xy"), mse_loss, ADAM)[1]
-
-
-def test_shapes_only_needs_the_same_memory():
-    found = []
-    for shapes_only in (False, True):
-        with virtual_gpus(4, shapes_only=shapes_only):
-            found.append(in_ranks(sizes, count=4))
-    for (before, peak, after), (start, highest, end) in zip(*found, strict=True):
-        assert (before, after) == (start, end)
-        assert highest <= peak <= highest + LAYER  # gloo's thread may hold a gathered layer a moment too long
+def step_on_the_clock():
+    net, x = sharded_mlp(), numbers()[0].cuda()
+    net(x).sum().backward()
+    return sent(lambda: net(x).sum().backward())
 
 
 def tensor_parallel(rank):
@@ -174,36 +149,11 @@ def tensor_parallel(rank):
     if rank is not None:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(net, init_device_mesh("cuda", (2,)), plan)
+    before = torch.cuda.memory_allocated()
     x = torch.linspace(-1, 1, 8 * 16, device="cuda").reshape(8, 16)
-    losses, (before, *_) = steps(net, x, torch.ones(8, 4, device="cuda"), mse_loss, SGD)
-    with record_timeline() as timeline:
-        device = str(net(x).device)
-    sent = [span for span in timeline.spans if span.kind == "collective"]
-    return losses, before, device, [(span.name, round(1e9 * (span.end - span.start))) for span in sent]
-
-
-def test_tensor_parallel_layers_of_pytorch():
-    """A column and a row layer: the numbers of one GPU, each rank with half of the first and of the second matrix."""
-    with virtual_gpus(2):
-        losses, whole, _, sent = tensor_parallel(None)
-    assert not sent
-    with virtual_gpus(2):
-        found = in_ranks(tensor_parallel, count=2)
-    for rank, (ours, before, device, sent) in enumerate(found):
-        nanoseconds = round(1e9 * (15e-6 + 8 * 4 * 4 / (0.78 * 450e9) + 2 * 2.5e-6))  # the sum over the halves of a row
-        assert sent == [("all_reduce", nanoseconds)]
-        assert ours == pytest.approx(losses, rel=1e-5) and device == f"cuda:{rank}"
-        assert before < whole
-
-
-def test_in_bfloat16_the_shares_stay_fp32():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with virtual_gpus(2):
-        losses, _, _ = on_one("mlp", SGD)
-        found = in_ranks(sharded, "mlp", SGD, 2, False, {"mp_policy": policy}, count=2)
-    mean = torch.tensor([rank[0] for rank in found]).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(losses), rtol=2e-2, atol=1e-3)
-    assert {tensor.dtype for tensor in found[0][2].values()} == {torch.float32}
+    losses, _ = steps(net, x, torch.ones(8, 4, device="cuda"), mse_loss)
+    assert net(x).get_device() == (rank or 0)
+    return losses, before, sent(lambda: net(x))
 
 
 def too_large(rank):
@@ -263,14 +213,6 @@ def from_meta(rank):
     return weights, torch.cuda.get_rng_state().tolist(), max(found)
 
 
-def test_a_model_from_meta_and_attention_of_dtensors():
-    with virtual_gpus(2):
-        (first, state, far), (second, other_state, _) = in_ranks(from_meta, count=2)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert first["0.weight"].std() > 0.1 and not torch.equal(first["0.weight"][:4], first["0.weight"][4:])
-    assert state == other_state and len(state) == 16 and far < 1e-5
-
-
 def saved_meanwhile(rank, folder):
     """Saves a checkpoint in a thread of DCP while a step of training goes on; whether it holds what was to be saved."""
     net = mlp().cuda()
@@ -280,7 +222,7 @@ def saved_meanwhile(rank, folder):
     saving = dcp.async_save(get_model_state_dict(net), checkpoint_id=folder, process_group=group)
     for _ in range(5):
         torch.distributed.all_reduce(torch.ones(1000, device="cuda"), group=group)
-    steps(net, *(part.cuda() for part in numbers()), mse_loss, SGD)
+    steps(net, *(part.cuda() for part in numbers()), mse_loss)
     saving.result()
     found = get_model_state_dict(net)
     changed = not torch.equal(found["0.0.weight"].to_local(), before["0.0.weight"].to_local())
@@ -288,6 +230,40 @@ def saved_meanwhile(rank, folder):
     return changed, all(torch.equal(found[name].to_local(), before[name].to_local()) for name in before)
 
 
-def test_a_checkpoint_is_saved_while_training_goes_on(tmp_path):
+def all_of_it(rank, folder):
+    half = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    return {
+        "tensor parallel": tensor_parallel(rank),
+        "gpt": sharded(rank, "gpt", 2, {}),
+        "half": sharded(rank, "mlp", 2, half),
+        "bytes of a forward pass": (forward(True), forward(False)),
+        "sent": step_on_the_clock(),
+        "from meta": from_meta(rank),
+        "saved": saved_meanwhile(rank, folder),
+    }
+
+
+def test_two_ranks(tmp_path):
     with virtual_gpus(2):
-        assert in_ranks(saved_meanwhile, tmp_path / "checkpoint", count=2) == [(True, True)] * 2
+        losses, whole, nothing = tensor_parallel(None)
+    with virtual_gpus(2):
+        found = in_ranks(all_of_it, tmp_path / "checkpoint", count=2)
+        check_numbers([rank["gpt"] for rank in found], "gpt")
+        check_numbers([rank["half"] for rank in found], "mlp", rtol=2e-2, atol=1e-3)  # in bfloat16; the shares are fp32
+    for rank in found:
+        # Layers of PyTorch's, a column and a row: the numbers of one GPU, with half of the matrices on each rank, and
+        # a sum over the halves of a row.
+        ours, before, over_links = rank["tensor parallel"]
+        assert ours == pytest.approx(losses, rel=1e-5) and before < whole and nothing == []
+        wire = 8 * 4 * 4 / (0.78 * 450e9)
+        assert over_links == [("collective", "all_reduce", round(1e9 * (15e-6 + wire + 2 * 2.5e-6)))]
+        freed, kept = rank["bytes of a forward pass"]
+        assert kept - freed == BLOCKS * LAYER
+        # Each layer is gathered twice and its gradients are scattered. What gloo copies on its own account is no copy.
+        names = sorted((kind, name) for kind, name, _ in rank["sent"])
+        assert names == [("collective", "all_gather")] * 2 * BLOCKS + [("collective", "reduce_scatter")] * BLOCKS
+        assert rank["saved"] == (True, True)  # a checkpoint is saved while training goes on
+    (first, state, far), (second, other_state, _) = (rank["from meta"] for rank in found)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert first["0.weight"].std() > 0.1 and not torch.equal(first["0.weight"][:4], first["0.weight"][4:])
+    assert state == other_state and len(state) == 16 and far < 1e-5

@@ -12,43 +12,33 @@ from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.dispatch import collectives
 
+SECONDS = 15e-6 + 6.5e-6 + 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
+
+
+def to_the_odd_ranks(rank, x):
+    dist.recv(x, rank - 1) if rank % 2 else dist.send(x, rank + 1)
+
 
 def pass_on(rank):
-    """Ten messages from rank 0 to rank 1, each read; the seconds of rank 1's clock."""
+    """Ten messages from rank 0 to rank 1, each read; the seconds of the rank's clock."""
     with record_timeline() as timeline:
         for _ in range(10):
             x = torch.ones(2**20, device="cuda")
-            dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+            to_the_odd_ranks(rank, x)
             x.sum().item()
     return timeline.seconds
-
-
-def test_a_messages_time_is_there_as_soon_as_the_message(monkeypatch):
-    """gloo never calls a message completed before somebody waits for it: polling would use up the patience."""
-    monkeypatch.setattr(collectives, "_PATIENCE", timedelta(seconds=600))
-    with virtual_gpus(2):
-        first, second = in_ranks(pass_on, count=2, seconds=60)
-    assert 0 < second < 1 and 0 < first < 1
 
 
 def unread(rank):
     """Messages that nobody looks at, in tensors that are gone at once; then one that is read."""
     for number in range(30):
         x = torch.full((4,), float(number), device="cuda")
-        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+        to_the_odd_ranks(rank, x)
         del x
         torch.ones(8, device="cuda").sum().item()  # lets the clock forget what nobody holds
-    x = torch.full((4,), 7.0 * (1 - rank), device="cuda")
-    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    x = torch.full((4,), 7.0 * (1 - rank % 2), device="cuda")
+    to_the_odd_ranks(rank, x)
     return x.sum().item()
-
-
-def test_messages_that_nobody_reads_do_not_stop_later_ones():
-    with virtual_gpus(2):
-        assert in_ranks(unread, count=2, seconds=60) == [28.0, 28.0]
-
-
-SECONDS = 15e-6 + 6.5e-6 + 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
 
 
 def neighbours(rank, how):
@@ -68,35 +58,6 @@ def neighbours(rank, how):
         received.add_(1)
     times = {span.name: (span.start, span.end) for span in timeline.spans if span.kind == "collective"}
     return times["send"], times["recv"], timeline.seconds
-
-
-def are_at_once(found):
-    for send, received, whole in found:
-        for start, end in (send, received):
-            assert end - start == pytest.approx(SECONDS, rel=1e-6)
-        assert abs(send[0] - received[0]) < 50e-6  # the host issues one after the other
-        assert SECONDS < whole < SECONDS + 100e-6
-
-
-@pytest.mark.parametrize("shapes_only", [False, True])
-@pytest.mark.parametrize("how", ["batch", "two calls"])
-def test_a_rank_sends_and_receives_at_once(how, shapes_only):
-    """A link carries both directions, and NCCL uses them: an exchange takes as long as one of its two messages."""
-    with virtual_gpus(4, kind="RTX 4090", shapes_only=shapes_only):
-        are_at_once(in_ranks(neighbours, how, count=4, seconds=60))
-
-
-def test_spawned_ranks_send_and_receive_at_once():
-    with virtual_gpus(2, kind="RTX 4090"):
-        are_at_once(in_ranks(neighbours, "batch", count=2, start="spawn"))
-
-
-@pytest.mark.parametrize("how", ["batch", "two calls"])
-def test_one_rank_of_many_sends_and_receives_at_once(how):
-    with virtual_gpus(4, kind="RTX 4090", shapes_only=True, rank=1, world_size=4):
-        dist.init_process_group("nccl")
-        torch.cuda.set_device(1)
-        are_at_once([neighbours(1, how)])
 
 
 def ring(rank):
@@ -120,28 +81,13 @@ def ring(rank):
     return by_hand.seconds, nccls.seconds
 
 
-@pytest.mark.parametrize("rank", [None, 2])
-def test_a_ring_by_hand_takes_little_longer_than_an_all_reduce(rank):
-    """The same bytes over the same links, and between the messages the sums and copies of a quarter each."""
-    options = {} if rank is None else {"rank": rank, "world_size": 4}
-    with virtual_gpus(4, kind="RTX 4090", shapes_only=True, **options):
-        if rank is None:
-            found = in_ranks(ring, count=4, seconds=60)
-        else:
-            dist.init_process_group("nccl")
-            torch.cuda.set_device(rank)
-            found = [ring(rank)]
-    for by_hand, nccls in found:
-        assert nccls < by_hand < 1.15 * nccls
-
-
 def both_ways_twice(rank):
-    """Two messages to the other rank, two from it, and an all-reduce: the spans."""
+    """Two messages to another rank, two from it, and an all-reduce: the spans."""
     sent, received = torch.ones(2**22, device="cuda"), [torch.ones(2**22, device="cuda") for _ in range(2)]
     dist.barrier()
     with record_timeline() as timeline:
         calls = [(kind, x) for x in received for kind in (dist.isend, dist.irecv)]
-        calls = [dist.P2POp(kind, sent if kind is dist.isend else x, 1 - rank) for kind, x in calls]
+        calls = [dist.P2POp(kind, sent if kind is dist.isend else x, rank ^ 1) for kind, x in calls]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
         for x in received:
@@ -149,16 +95,6 @@ def both_ways_twice(rank):
         dist.all_reduce(sent)
         torch.cuda.synchronize()
     return [(span.name, span.start, span.end) for span in timeline.spans if span.kind == "collective"]
-
-
-def test_messages_in_one_direction_share_the_link():
-    with virtual_gpus(2, kind="RTX 4090", shapes_only=True):
-        for spans in in_ranks(both_ways_twice, count=2, seconds=60):
-            by_kind = {kind: [span[1:] for span in spans if span[0] == kind] for kind in ("send", "recv", "all_reduce")}
-            for kind in ("send", "recv"):
-                (first, _), (second, end) = sorted(by_kind[kind])
-                assert second >= first + SECONDS - 50e-6
-                assert end <= by_kind["all_reduce"][0][0] + 1e-9
 
 
 def layers():
@@ -176,11 +112,61 @@ def pipelined(rank, schedule_class):
     return nets[rank][0].weight.grad.cpu()
 
 
-@pytest.mark.parametrize("schedule_class", [ScheduleGPipe, Schedule1F1B])
-def test_pytorchs_pipelines_run_on_virtual_gpus(schedule_class):
+def with_values(rank):
+    at_once = [neighbours(rank, how) for how in ("batch", "two calls")]
+    gradients = [pipelined(rank, schedule) for schedule in (ScheduleGPipe, Schedule1F1B)]
+    return at_once, pass_on(rank), unread(rank), gradients
+
+
+def without_values(rank):
+    return [neighbours(rank, how) for how in ("batch", "two calls")], ring(rank), both_ways_twice(rank)
+
+
+def check_that_messages_are_at_once(found):
+    """A link carries both directions, and NCCL uses them: an exchange takes as long as one of its two messages."""
+    for send, received, whole in found:
+        for start, end in (send, received):
+            assert end - start == pytest.approx(SECONDS, rel=1e-6)
+        assert abs(send[0] - received[0]) < 50e-6  # the host issues one after the other
+        assert SECONDS < whole < SECONDS + 100e-6
+
+
+def test_messages_and_pipelines(monkeypatch):
+    """gloo never calls a message completed before somebody waits for it: polling would use up the patience."""
+    monkeypatch.setattr(collectives, "_PATIENCE", timedelta(seconds=600))
     nets, x, y = layers()
     mse_loss(nn.Sequential(*nets)(x), y).backward()
-    with virtual_gpus(4):
-        found = in_ranks(pipelined, schedule_class, count=4, seconds=60)
-    for net, gradient in zip(nets, found, strict=True):
-        torch.testing.assert_close(gradient, net[0].weight.grad)
+    with virtual_gpus(4, kind="RTX 4090"):
+        found = in_ranks(with_values, count=4)
+    for net, (at_once, seconds, last, gradients) in zip(nets, found, strict=True):
+        check_that_messages_are_at_once(at_once)
+        assert 0 < seconds < 1
+        assert last == 28.0  # messages that nobody reads do not stop later ones
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, net[0].weight.grad)
+
+
+def check_ring(by_hand, nccls):
+    """The same bytes over the same links, and between the messages the sums and copies of a quarter each."""
+    assert nccls < by_hand < 1.15 * nccls
+
+
+def test_messages_without_values(monkeypatch):
+    monkeypatch.setattr(collectives, "_PATIENCE", timedelta(seconds=600))
+    with virtual_gpus(4, kind="RTX 4090", shapes_only=True):
+        found = in_ranks(without_values, count=4)
+    for at_once, seconds, spans in found:
+        check_that_messages_are_at_once(at_once)
+        check_ring(*seconds)
+        (reduced,) = (start for name, start, _ in spans if name == "all_reduce")
+        for kind in ("send", "recv"):  # messages in one direction share the link
+            (first, _), (second, end) = sorted((start, end) for name, start, end in spans if name == kind)
+            assert second >= first + SECONDS - 50e-6 and end <= reduced + 1e-9
+
+
+def test_messages_of_one_rank_of_many():
+    with virtual_gpus(4, kind="RTX 4090", shapes_only=True, rank=1, world_size=4):
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(1)
+        check_that_messages_are_at_once([neighbours(1, how) for how in ("batch", "two calls")])
+        check_ring(*ring(1))

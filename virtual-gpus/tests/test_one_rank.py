@@ -1,5 +1,6 @@
 """One rank of many: a program for torchrun runs as rank 3 of a job whose other ranks do not exist."""
 
+import copy
 import gc
 import os
 import sys
@@ -73,21 +74,13 @@ def test_every_collective_answers_at_once():
         mine = ["mine"]
         dist.broadcast_object_list(mine, src=3)
         assert mine == ["mine"]
-        for function, arguments in (
-            (dist.broadcast_object_list, ([None], 0)),
-            (dist.scatter_object_list, ([None], None, 0)),
-            (dist.recv_object_list, ([None],)),
-        ):
+        nobody = (dist.broadcast_object_list, [0]), (dist.scatter_object_list, [None, 0]), (dist.recv_object_list, [])
+        for function, arguments in nobody:
             with pytest.raises(NotModelled, match="only rank 3 of 1024 exists"):
-                function(*arguments)
+                function([None], *arguments)
         dist.destroy_process_group()
         with pytest.raises(ValueError, match="as rank 2 of 1024, but it runs as rank 3"):
             dist.init_process_group("nccl", rank=2, world_size=1024)
-
-
-def net_of(width=16):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
 def test_the_other_ranks_hold_what_this_one_holds(capfd):
@@ -97,7 +90,8 @@ def test_the_other_ranks_hold_what_this_one_holds(capfd):
         dist.init_process_group("nccl")
         torch.cuda.set_device(1)
         x = torch.randn(8, 16, device="cuda")
-        nets = [net_of().cuda() for _ in range(3)]
+        net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).cuda()
+        nets = [copy.deepcopy(net) for _ in range(3)]
         nets[1] = DistributedDataParallel(nets[1], device_ids=[1])
         fully_shard(nets[2])
         for net in nets:
@@ -145,12 +139,6 @@ def test_sharded_and_tensor_parallel_parts_of_a_model_from_meta():
     assert not dist.is_initialized()  # the ranks are gone, and so are their groups
 
 
-def step(net, optimizer, x):
-    net(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
     """Bytes by kind against figures derived by hand: 8 layers of 1,024 by 1,024 in two groups, over 8 ranks."""
     layer, ranks = 1024 * 1024, 8
@@ -163,7 +151,9 @@ def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
             optimizer = torch.optim.AdamW(net.parameters(), fused=True)
             for _ in range(3):
                 x = torch.randn(16, 1024, device="cuda")
-                step(net, optimizer, x)
+                net(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
             with pytest.raises(RuntimeError, match="still recording"):
                 recorded.report()
         report = recorded.report(tokens=16 * ranks)
@@ -189,12 +179,11 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def mlp():
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 99)) for _ in "a"),
-                         nn.Linear(99, WIDTH))  # fmt: skip
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 99))
+    return nn.Sequential(first, nn.Linear(99, WIDTH))
 
 
-def sharded(**options):
-    net = mlp().cuda()
+def sharded(net, **options):
     for part in (*net, net):
         fully_shard(part, **options)
     return net
@@ -209,22 +198,13 @@ def checkpointed():
 
 def replicated():
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("copy", "shard"))
-    return sharded(mesh=mesh, reshard_after_forward=False)
-
-
-def on_the_host():
-    net = mlp()
-    for part in (*net, net):
-        fully_shard(part, offload_policy=CPUOffloadPolicy())
-    return net
+    return sharded(mlp().cuda(), mesh=mesh, reshard_after_forward=False)
 
 
 def from_meta():
     with torch.device("meta"):
         net = mlp()
-    for part in (*net, net):
-        fully_shard(part)
-    net.to_empty(device="cuda")
+    sharded(net).to_empty(device="cuda")
     for layer in (net[0][0], net[0][2], net[1]):
         layer.reset_parameters()
     return net
@@ -234,7 +214,7 @@ CASES = {
     "from meta": from_meta,
     "checkpointed, in bfloat16": checkpointed,
     "replicated and sharded, gathered until the backward pass": replicated,
-    "on the host": on_the_host,
+    "on the host": lambda: sharded(mlp(), offload_policy=CPUOffloadPolicy()),
 }
 
 
@@ -288,8 +268,7 @@ def large_requests(policy):
         dist.init_process_group("nccl")
         torch.cuda.set_device(1)
         net = nn.Sequential(Scales(3 << 20), Scales(2 << 20, 1 << 20)).cuda()
-        for part in (*net, net):
-            fully_shard(part, **({} if policy is None else {"mp_policy": policy}))
+        sharded(net, **({} if policy is None else {"mp_policy": policy}))
         x, found = torch.ones(1, device="cuda"), ([], [])
         net(x).sum().backward()
         net.zero_grad()
@@ -386,10 +365,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
         parsed[0][0].made.stop()
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["21 1024 5", "Rank 21 of 1024, NVIDIA H200"] and "4 MiB of 139.8 GiB" in "".join(lines)
-    for wrong in (
-        ["--as-rank", "21"],
-        ["--as-rank", "9", "--of", "8"],
-        [*options[4:], "--tokens", "1", "--samples", "1"],
-    ):
+    both = [*options[4:], "--tokens", "1", "--samples", "1"]
+    for wrong in (["--as-rank", "21"], ["--as-rank", "9", "--of", "8"], both):
         with pytest.raises(SystemExit):
             parse([*wrong, str(program)])

@@ -5,20 +5,18 @@ torch/csrc/distributed/c10d/{comm,reducer}.cpp. Sizes are in float32 of 4 bytes,
 """
 
 import gc
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import in_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel, comm, replicate
 from virtual_gpus import virtual_gpus
 from virtual_gpus.machine import active
-from waiting import until
 
 KIB, MIB = 2**10, 2**20
-CUBLAS = 32 * MIB
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +73,7 @@ def test_broadcast_coalesced_sends_chunks_that_the_last_tensor_fills():
         assert first[:2] == [2048, -2048]  # the flat copy at the source was gone at once
 
 
-def test_broadcast_coalesced_goes_type_by_type():
+def test_broadcast_coalesced_goes_type_by_type_and_copies_what_is_not_contiguous():
     with virtual_gpus(2):
         counters, numbers = zeros(1, 1, dtype=torch.int64), zeros(300, 300)
         tensors = [numbers[0], counters[0], numbers[1], counters[1]]
@@ -84,10 +82,6 @@ def test_broadcast_coalesced_goes_type_by_type():
         assert target == [512, 2560]  # int64 comes before float32 in c10::ScalarType, whatever came first in the list
         assert source[0] == 512 and 2560 in source
         assert [t.dtype for t in copies[1]] == [t.dtype for t in tensors]
-
-
-def test_a_tensor_that_is_not_contiguous_is_copied_first():
-    with virtual_gpus(2):
         weight = torch.arange(24.0, device="cuda").view(2, 3, 2, 2).to(memory_format=torch.channels_last)
         source, target = watch()
         (copy,) = comm.broadcast_coalesced([weight], [0, 1])[1]
@@ -102,8 +96,8 @@ def test_reduce_add_coalesced_closes_a_chunk_before_it_overflows():
         sums = comm.reduce_add_coalesced(inputs, 0, buffer_size=1600)
         # 300 and 200 numbers do not fit into 1,600 bytes: [300], [200, 100]
         assert second[:1] == [1536] and [e for e in first if e > 0] == [1536, 1536, 1536]
-        assert sums[1].untyped_storage().data_ptr() == sums[2].untyped_storage().data_ptr()
-        assert sums[0].untyped_storage().data_ptr() != sums[1].untyped_storage().data_ptr()
+        shared = [t.untyped_storage().data_ptr() for t in sums]
+        assert shared[0] != shared[1] == shared[2]
 
 
 def test_gather_makes_one_tensor():
@@ -120,9 +114,8 @@ def test_gather_makes_one_tensor():
 def test_inputs_from_the_cpu_are_copied_on_a_stream_of_their_own():
     with virtual_gpus(2):
         weight = zeros(10)
-        net = DataParallel(nn.Identity())
-        x = torch.zeros(8, 100_000)
-        out = net(x)  # 1.6 MB per GPU: a segment of 20 MiB of the copy's stream, and one for the gathered output
+        out = DataParallel(nn.Identity())(torch.zeros(8, 100_000))
+        # 1.6 MB per GPU: a segment of 20 MiB of the copy's stream, and one for the gathered output
         assert [torch.cuda.memory_reserved(i) for i in (0, 1)] == [(2 + 20 + 20) * MIB, 20 * MIB]
         del out, weight
         y = torch.zeros(400_000, device="cuda:1")  # not from that segment, which belongs to the other stream
@@ -148,29 +141,22 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
-def test_replicas_live_in_flat_buffers(shapes_only):
-    with virtual_gpus(2, shapes_only=shapes_only):
-        net = Scale().cuda()
-        source, target = watch()
-        replicas = replicate(net, [0, 1])
-        # the parameters, then the buffers: int64 first, as it is; then the two of float32
-        assert source[:2] == [rounded(800), -rounded(800)] and source[-1] in (rounded(400), -rounded(400))
-        assert target == [rounded(800), 512, rounded(400)]
-        one, two = replicas[1].one, replicas[1].two
-        del replicas
-        gc.collect()
-        assert allocated()[1] == rounded(800)
-        del one
-        assert allocated()[1] == rounded(800)  # a view holds the whole buffer
-        del two
-        assert allocated()[1] == 0
-
-
-@pytest.mark.parametrize("shapes_only", [False, True])
 def test_a_step_of_data_parallel(shapes_only):
     with virtual_gpus(2, shapes_only=shapes_only):
-        net = DataParallel(Scale().cuda())
         model = rounded(300, 500, 200, 200) + 512
+        module = Scale().cuda()
+        source, target = watch()
+        replicas = replicate(module, [0, 1])
+        # They live in flat buffers. The parameters, then the buffers: int64 first, as it is; then the two of float32.
+        assert source[:2] == [rounded(800), -rounded(800)] and source[-1] in (rounded(400), -rounded(400))
+        assert target == [rounded(800), 512, rounded(400)]
+        views = [replicas[1].one, replicas[1].two]
+        del replicas
+        gc.collect()
+        while views:  # each holds the whole buffer
+            assert allocated() == [model, rounded(800)]
+            views.pop()
+        net = DataParallel(module)
         assert allocated() == [model, 0]
         out = net(torch.zeros(6, 300))
         # kept for backward: x, x * one, and a view of `two`, which on GPU 1 holds the buffer of all parameters
@@ -196,35 +182,15 @@ def test_replicas_use_cublas_in_threads_of_their_own():
             out.sum().backward()
             del out
             workspaces.append([size // MIB for size in allocated()])
-        one, two = [32, 32], [64, 64]
-        assert workspaces == [one, one, two, two, two, two]
-
-
-def test_the_main_thread_keeps_its_handle():
-    with virtual_gpus(2):
+        assert workspaces == [[32, 32]] * 2 + [[64, 64]] * 4
+    with virtual_gpus(2):  # the main thread keeps its handle
         net = DataParallel(nn.Linear(4, 4, bias=False).cuda())
         net.module(torch.zeros(4, 4, device="cuda"))
         net(torch.zeros(4, 4))
-        assert [size // CUBLAS for size in allocated()] == [2, 1]
+        assert [size // MIB for size in allocated()] == [64, 32]
 
 
 # ---- DistributedDataParallel ---------------------------------------------------------------------------------------
-
-
-def ranks(function, folder, *args):
-    """What `function(rank, *args)` returns in two forked processes of one process group."""
-    mp.start_processes(one_rank, args=(function, str(folder), args), nprocs=2, start_method="fork")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-def one_rank(rank, function, folder, args):
-    torch.set_num_threads(1)
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    torch.save(function(rank, *args), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 LAYERS = (300_000, 1000, 500)  # numbers: 1.2 MB, more than the first bucket's 1 MiB
@@ -242,45 +208,41 @@ class Layers(nn.Module):
         return x
 
 
-def stages(rank, options, set_to_none=True):
-    """Bytes on this rank's GPU: built, then after forward, backward and zero_grad of three steps."""
-    net = DistributedDataParallel(Layers().to(rank), device_ids=[rank], **options)
-    found = [allocated()[rank]]
-    x = torch.zeros(1, device=rank)
-    for _ in range(3):
-        net(x).sum().backward()
-        found.append(allocated()[rank])
-        net.zero_grad(set_to_none=set_to_none)
-        found.append(allocated()[rank])
-    assert allocated()[1 - rank] == 0
-    return [size - 512 if number else size for number, size in enumerate(found)]  # without x
-
-
 # Until the first step all in one bucket; then buckets in the order of the gradients: 500, 1,000 and 300,000 numbers,
 # of which the last closes the first one at 1 MiB. With unused parameters so from the start.
 BUCKETS = rounded(sum(LAYERS))
-GRADIENTS = rounded(*LAYERS)
+GRADIENTS = MODEL
+COPIES = [BUCKETS] + [BUCKETS + GRADIENTS, BUCKETS] * 3
+MAP = 512  # of used parameters, three numbers of int32
+VIEWS = {"gradient_as_bucket_view": True}
 CASES = {
-    "copies": ({}, True, [BUCKETS] + [BUCKETS + GRADIENTS, BUCKETS] * 3),
+    "copies": ({}, True, COPIES),
     "zeroed in place": ({}, False, [BUCKETS] + [BUCKETS + GRADIENTS] * 6),
-    "views": ({"gradient_as_bucket_view": True}, True, [BUCKETS] * 7),
-    "views zeroed in place": ({"gradient_as_bucket_view": True}, False, [BUCKETS] * 7),
-    # a map of used parameters, three numbers of int32
-    "unused": (
-        {"find_unused_parameters": True},
-        True,
-        [BUCKETS + 512] + [BUCKETS + GRADIENTS + 512, BUCKETS + 512] * 3,
-    ),
-    "static graph": ({"static_graph": True}, True, [BUCKETS + 512] + [BUCKETS + GRADIENTS + 512, BUCKETS + 512] * 3),
+    "views": (VIEWS, True, [BUCKETS] * 7),
+    "views zeroed in place": (VIEWS, False, [BUCKETS] * 7),
+    "unused": ({"find_unused_parameters": True}, True, [size + MAP for size in COPIES]),
+    "static graph": ({"static_graph": True}, True, [size + MAP for size in COPIES]),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_buckets(tmp_path, name):
-    options, set_to_none, expected = CASES[name]
-    with virtual_gpus(2):
-        answers = ranks(stages, tmp_path, options, set_to_none)
-    assert answers == [[MODEL + size for size in expected]] * 2
+def stages(rank):
+    """Bytes beside the model for each case: built, then after backward and after zero_grad of three steps."""
+    stages = {}
+    for name, (options, set_to_none, _) in CASES.items():
+        net = DistributedDataParallel(Layers().to(rank), device_ids=[rank], **options)
+        x, found = torch.zeros(1, device=rank), []
+        beside = MODEL + rounded(1)
+        found.append(allocated()[rank] - beside)
+        for _ in range(3):
+            net(x).sum().backward()
+            found.append(allocated()[rank] - beside)
+            net.zero_grad(set_to_none=set_to_none)
+            found.append(allocated()[rank] - beside)
+        stages[name] = found
+        del net, x
+        gc.collect()
+        assert allocated() == [0] * 4
+    return stages
 
 
 def several_buckets(rank):
@@ -298,35 +260,14 @@ def several_buckets(rank):
     return [e // KIB for e in built], rebuilt
 
 
-def test_buckets_are_made_anew_before_the_second_forward(tmp_path):
-    with virtual_gpus(2):
-        answers = ranks(several_buckets, tmp_path)
-    # All parameters in one flat tensor to send them, then the bucket. Later three gradients go, and the old bucket
-    # before the new ones come.
-    assert answers == [([2100, 2100], [-700, -700, -700, -2100, 1400, 700])] * 2
-
-
 def hooked(rank):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
     net = DistributedDataParallel(Layers().to(rank), device_ids=[rank], gradient_as_bucket_view=True)
     net.register_comm_hook(None, fp16_compress_hook)
     x = torch.zeros(1, device=rank)
     loss = net(x).sum()
-    torch.cuda.reset_peak_memory_stats()
     mine = watch()[rank]
     loss.backward()
-    until(lambda: allocated()[rank] <= MODEL + BUCKETS + 2 * 512)  # gloo's thread may hold what it sent for a moment
     return [e for e in mine if e > MIB // 2], allocated()[rank], loss.nbytes
-
-
-def test_a_communication_hook_that_compresses(tmp_path):
-    with virtual_gpus(2):
-        (events, after, _), _ = ranks(hooked, tmp_path)
-    half = -(-2 * sum(LAYERS) // 512) * 512
-    # the largest gradient (copied into its bucket and let go), then the bucket in half precision
-    assert events == [rounded(LAYERS[0]), half]
-    assert after == MODEL + BUCKETS + 2 * 512  # x and the loss
 
 
 class TwoGPUs(nn.Module):
@@ -350,19 +291,6 @@ def model_parallel(rank):
     return built, allocated(), [str(parameter.grad.device) for parameter in net.parameters()]
 
 
-def test_a_model_on_two_gpus_has_buckets_on_both(tmp_path):
-    with virtual_gpus(4):
-        answers = ranks(model_parallel, tmp_path)
-    first, second = rounded(1000, 500), rounded(2000)
-    buckets = rounded(1500), rounded(2000)
-    for rank, (built, after, places) in enumerate(answers):
-        mine, none = slice(2 * rank, 2 * rank + 2), [0, 0]
-        assert built[mine] == [first + buckets[0], second + buckets[1]]
-        assert after[mine] == [2 * first + buckets[0] + 512, 2 * second + buckets[1]]
-        assert built[2 - 2 * rank :][:2] == after[2 - 2 * rank :][:2] == none
-        assert places == [f"cuda:{2 * rank}"] * 2 + [f"cuda:{2 * rank + 1}"]
-
-
 def lists(rank):
     """Peaks of collectives on lists, above what is there."""
     x, parts = torch.zeros(1000, device=rank), [torch.zeros(1000, device=rank) for _ in range(2)]
@@ -380,6 +308,32 @@ def lists(rank):
     return peaks
 
 
-def test_lists_go_through_a_flat_tensor(tmp_path):
-    with virtual_gpus(2):
-        assert ranks(lists, tmp_path) == [[rounded(2000), rounded(2000), 0]] * 2
+def all_of_it(rank):
+    found = []
+    for function in (stages, several_buckets, hooked, lists, model_parallel):
+        found.append(function(rank))
+        gc.collect()
+        assert allocated() == [0] * 4
+    return found
+
+
+def test_memory_of_distributed_data_parallel():
+    with virtual_gpus(4):
+        answers = in_ranks(all_of_it, count=2)
+    for rank, (at_stages, rebuilt, (events, after, _), peaks, (built, trained, places)) in enumerate(answers):
+        assert at_stages == {name: expected for name, (_, _, expected) in CASES.items()}
+        # Buckets are made anew before the second forward pass: all parameters in one flat tensor to send them, then the
+        # bucket. Later three gradients go, and the old bucket before the new ones come.
+        assert rebuilt == ([2100, 2100], [-700, -700, -700, -2100, 1400, 700])
+        # A hook that compresses: the largest gradient (copied into its bucket and let go), then the bucket in half
+        # precision. x and the loss remain.
+        assert events == [rounded(LAYERS[0]), -(-2 * sum(LAYERS) // 512) * 512]
+        assert after == MODEL + BUCKETS + 2 * 512
+        assert peaks == [rounded(2000), rounded(2000), 0]  # lists go through a flat tensor
+        # A model on two GPUs has buckets on both.
+        models, buckets = (rounded(1000, 500), rounded(2000)), (rounded(1500), rounded(2000))
+        mine, others = slice(2 * rank, 2 * rank + 2), slice(2 - 2 * rank, 4 - 2 * rank)
+        assert built[mine] == [sum(pair) for pair in zip(models, buckets, strict=True)]
+        assert trained[mine] == [2 * models[0] + buckets[0] + 512, 2 * models[1] + buckets[1]]
+        assert built[others] == trained[others] == [0, 0]
+        assert places == [f"cuda:{2 * rank}"] * 2 + [f"cuda:{2 * rank + 1}"]

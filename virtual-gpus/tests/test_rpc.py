@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import HANGS_S
 from torch.distributed import rpc
 from virtual_gpus import virtual_gpus
 
@@ -14,7 +15,7 @@ from virtual_gpus import virtual_gpus
 def test_a_collective_in_a_thread_of_gloo():
     """Its operators have no Python instruction that called them."""
     with virtual_gpus(2):
-        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=HANGS_S))
         whole = torch.zeros(1, dtype=torch.long)
         assert group.allgather([[whole]], [torch.ones(1, dtype=torch.long)]).wait() and whole.item() == 1
 
@@ -43,10 +44,14 @@ class Net:
         return str(gradient.device), before, weight.tolist()
 
 
-def worker(rank, folder):
+def join(rank, folder):
     os.environ.update(MASTER_ADDR="localhost")
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meet", rpc_timeout=60)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meet", rpc_timeout=HANGS_S)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def worker(rank, folder):
+    join(rank, folder)
     if rank == 0:
         ones, there = torch.ones(2), "worker1"
         assert rpc.rpc_sync(there, torch.add, args=(ones, 1)).tolist() == [2.0, 2.0]
@@ -64,9 +69,7 @@ def worker(rank, folder):
 
 
 def backward_worker(rank, folder):
-    os.environ.update(MASTER_ADDR="localhost")
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/meet", rpc_timeout=60)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    join(rank, folder)
     if rank == 0:
         net = rpc.remote("worker1", Net)
         with torch.distributed.autograd.context() as context:

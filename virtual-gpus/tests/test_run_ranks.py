@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 from virtual_gpus.testing import run_ranks
+from waiting import until
 
 
 def children():
@@ -40,49 +41,44 @@ def leaves_nothing(tmp_path, monkeypatch):
 # ---- results and surroundings ------------------------------------------------------------------------------
 
 
-def surroundings(rank, word="", number=0):
+def surroundings(rank, word, number):
+    """A rank that is done first must not cut the others off, so there are many collectives."""
     total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total)
+    for _ in range(20):
+        dist.all_reduce(total)
+        total /= 3
     return {
-        "rank": rank,
         "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
         "given": (word, number),
-        "sum": total.item(),
+        "mean": total.item(),
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "environment": {n: os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")},
+        "environment": [os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
         "port": int(os.environ["MASTER_PORT"]),
     }
 
 
-def test_every_rank_returns_and_is_in_the_group(capsys):
+def test_every_rank_returns_and_is_in_the_group(capsys, monkeypatch):
+    """On the CPU although there are GPUs; and a port that is taken does not matter."""
+    monkeypatch.delenv("RANK", raising=False)
     torch.manual_seed(7)
-    answers = run_ranks(surroundings, ranks=3, args=("word", 3))
+    with virtual_gpus(2), socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(taken))
+        monkeypatch.setenv("WORLD_SIZE", "7")
+        answers = run_ranks(surroundings, ranks=3, args=("word", 3), gpus=False)
     for rank, answer in enumerate(answers):
-        port = answer.pop("port")
-        assert port > 0 and answer == {
-            "rank": rank, "group": (rank, 3, "gloo"), "given": ("word", 3), "sum": 6.0, "threads": 1, "seed": 7 + rank,
-            "environment": {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"
-            },
-        }  # fmt: skip
+        assert answer.pop("port") not in (0, taken)
+        assert answer == {
+            "group": (rank, 3, "gloo"),
+            "given": ("word", 3),
+            "mean": 2.0,
+            "threads": 1,
+            "seed": 7 + rank,
+            "environment": [str(rank), str(rank), "3", "3"],
+        }
     assert capsys.readouterr().out == "3 ranks on the CPU, backend gloo\n"
     assert not dist.is_initialized() and "RANK" not in os.environ
-
-
-def test_one_rank_a_closure_and_no_line():
-    seen = {"here": 5}
-    assert run_ranks(lambda rank: seen["here"] + rank, ranks=1, show=False) == [5]
-    assert run_ranks(range, ranks=2, args=[3], show=False, timeout=None) == [range(0, 3), range(1, 3)]
-
-
-def test_a_port_that_is_taken_does_not_matter(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        monkeypatch.setenv("WORLD_SIZE", "7")
-        first, second = (run_ranks(surroundings, ranks=2, show=False) for _ in range(2))
-    assert {answer["sum"] for answer in first + second} == {3.0}
-    assert str(first[0]["port"]) != os.environ["MASTER_PORT"]
 
 
 def step(rank):
@@ -92,64 +88,48 @@ def step(rank):
     return x.grad[0, 0].item()
 
 
-def test_after_backward_in_the_parent_on_several_threads():
-    before = torch.get_num_threads()
+def test_from_two_threads_at_once_after_backward_in_the_parent_on_several_threads():
+    answers, before = {}, torch.get_num_threads()
+
+    def work(name):
+        answers[name] = run_ranks(lambda rank: (name, rank, step(rank)), ranks=2, show=False)
+
     torch.set_num_threads(2)
     try:
-        x = torch.ones(700, 700, requires_grad=True)
-        ((x @ x) + x).sum().backward()
-        assert run_ranks(step, ranks=2, show=False) == [601.0, 1201.0]
+        step(0)
+        threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == {name: [(name, 0, 601.0), (name, 1, 1201.0)] for name in "ab"}
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
-def test_from_a_thread_and_from_two_at_once():
-    answers = {}
-
-    def work(name):
-        answers[name] = run_ranks(lambda rank: (name, rank, step(rank)), ranks=2, show=False)
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert answers == {name: [(name, 0, 601.0), (name, 1, 1201.0)] for name in "ab"}
-
-
-def test_many_collectives_and_then_the_end():
-    """A rank that is done first must not cut the others off."""
-
-    def work(rank):
-        x = torch.ones(10_000)
-        for _ in range(20):
-            dist.all_reduce(x)
-            x /= 3
-        return x[0].item()
-
-    assert run_ranks(work, ranks=3, show=False) == [1.0, 1.0, 1.0]
-
-
 def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch):
+    """Without a time limit."""
+
     def work(rank):
         dist.destroy_process_group()
         threading.Thread(target=threading.Event().wait).start()
 
     monkeypatch.setattr("virtual_gpus.testing.run._LEAVE_S", 0.2)
-    assert run_ranks(work, ranks=2, show=False) == [None, None]
+    assert run_ranks(work, ranks=2, show=False, timeout=None) == [None, None]
 
 
 # ---- virtual GPUs --------------------------------------------------------------------------------------------
 
 
-def on_gpu(rank):
+def on_gpu(rank, parents):
+    """What the parent has on its GPU is on the CPU here."""
+    found = str(parents.device), str(parents.to("cuda").device)
     net = DistributedDataParallel(torch.nn.Linear(100, 100, bias=False).to("cuda"))
     for _ in range(2):
         net(torch.ones(2, 100, device=f"cuda:{rank}")).sum().backward()
     allocated = [torch.cuda.memory_allocated(i) for i in range(2)]
-    weight = net.module.weight
-    return weight.grad, torch.cuda.current_device(), allocated, dist.get_backend()
+    return net.module.weight.grad, torch.cuda.current_device(), allocated, dist.get_backend(), found
 
 
 @pytest.mark.usefixtures("workspaces_given_back")
@@ -158,51 +138,24 @@ def test_virtual_gpus(capsys):
         big = torch.ones(1 << 20, device="cuda:1", requires_grad=True)
         big.sum().backward()
         mine = torch.cuda.memory_allocated(1)
-        answers = run_ranks(on_gpu, ranks=2)
+        answers = run_ranks(on_gpu, ranks=2, args=[big])
         assert torch.cuda.memory_allocated(1) == mine and str(big.device) == "cuda:1"
-    said = capsys.readouterr().out
-    assert said == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
-    for rank, (grad, current, allocated, backend) in enumerate(answers):
-        assert str(grad.device) == "cpu" and grad[0, 0].item() == 4.0
+    assert capsys.readouterr().out == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
+    for rank, (grad, current, allocated, backend, found) in enumerate(answers):
+        assert str(grad.device) == "cpu" and grad[0, 0].item() == 4.0 and found == ("cpu", f"cuda:{rank}")
         assert current == rank and backend == "nccl"
         assert allocated[1 - rank] == 0 and 80_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
 
 
-def test_the_parents_gpu_tensors_are_on_the_cpu_in_a_rank():
-    with virtual_gpus(2):
-        x = torch.ones(3, device="cuda:1")
-        answers = run_ranks(lambda rank: (str(x.device), str(x.to("cuda").device)), ranks=2, show=False)
-        assert answers == [("cpu", "cuda:0"), ("cpu", "cuda:1")]
-        assert (x + 1).device == torch.device("cuda:1")
-
-
-def test_shapes_only():
-    with virtual_gpus(2, shapes_only=True):
-        answers = run_ranks(lambda rank: torch.ones(1 << 30, device="cuda").nbytes, ranks=2, show=False)
-    assert answers == [4 << 30, 4 << 30]
-
-
-def seen_by_a_rank(rank):
-    return torch.cuda.memory_allocated(0), torch.cuda.mem_get_info(0)
-
-
 def test_a_rank_shares_the_gpu_with_its_parent():
     """It sees what the parent holds on the GPU, and none of it as its own."""
-    with virtual_gpus(1, memory="2 GiB") as (gpu,):
+    with virtual_gpus(1, memory="2 GiB", shapes_only=True) as (gpu,):
         mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
         context = 2**31 - torch.cuda.mem_get_info(gpu)[0] - 2**28
         assert context > 0 and mine.is_cuda
-        ((own, (free, total)),) = run_ranks(seen_by_a_rank, ranks=1, show=False)
-        assert (own, total) == (0, 2**31)
-        assert free == total - 2**28 - 2 * context
-        assert torch.cuda.mem_get_info(gpu)[0] == total - 2**28 - context  # the rank is gone
-
-
-def test_on_the_cpu_although_there_are_gpus(capsys):
-    with virtual_gpus(2):
-        answers = run_ranks(surroundings, ranks=3, gpus=False)
-    assert [answer["sum"] for answer in answers] == [6.0] * 3
-    assert capsys.readouterr().out == "3 ranks on the CPU, backend gloo\n"
+        seen = run_ranks(lambda rank: (torch.cuda.memory_allocated(), torch.cuda.mem_get_info()), ranks=1, show=False)
+        assert seen == [(0, (2**31 - 2**28 - 2 * context, 2**31))]
+        assert torch.cuda.mem_get_info(gpu)[0] == 2**31 - 2**28 - context  # the rank is gone
 
 
 # ---- output --------------------------------------------------------------------------------------------------
@@ -231,28 +184,28 @@ def test_lines_come_in_rank_order(capsys):
     assert said.err == "[rank 0] oops 0\n[rank 1] oops 1\n"
 
 
+class Watcher:
+    """A stdout that notes when rank 0's first line has come."""
+
+    def __init__(self, seen):
+        self.text, self._seen = "", seen
+
+    def write(self, text):
+        self.text += text
+        if "[rank 0] first\n" in self.text:
+            self._seen.touch()
+
+    def flush(self):
+        pass
+
+
 def test_rank_0_can_be_watched_while_it_runs(tmp_path, monkeypatch):
-    seen = tmp_path / "seen"
-
-    class Watcher:
-        text = ""
-
-        def write(self, text):
-            self.text += text
-            if "[rank 0] first\n" in self.text:
-                seen.touch()
-
-        def flush(self):
-            pass
-
     def work(rank):
         print("first")
-        while not seen.exists():
-            pass
+        until((tmp_path / "seen").exists)
         print("second")
 
-    watcher = Watcher()
-    monkeypatch.setattr(sys, "stdout", watcher)
+    monkeypatch.setattr(sys, "stdout", Watcher(tmp_path / "seen"))
     run_ranks(work, ranks=2)
-    seen.unlink()
-    assert watcher.text.splitlines()[1:] == [f"[rank {rank}] {word}" for rank in (0, 1) for word in ("first", "second")]
+    said = sys.stdout.text.splitlines()[1:]
+    assert said == [f"[rank {rank}] {word}" for rank in (0, 1) for word in ("first", "second")]

@@ -1,4 +1,4 @@
-"""run_ranks as it works on other systems: ranks that are not forked, no libuv, no fcntl, other names."""
+"""run_ranks and run_hosts as they work on other systems: ranks that are not forked, no libuv, no fcntl, other names."""
 
 import os
 import sys
@@ -13,16 +13,17 @@ from virtual_gpus import virtual_gpus
 from virtual_gpus.patches import process_groups
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.testing import RankError, network, run, run_ranks
+from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def none_is_left():
     before = set(children())
     yield
     assert set(children()) <= before
 
 
-# ---- spawned ranks are used again ------------------------------------------------------------------------------------
+# ---- ranks that are not forked ---------------------------------------------------------------------------------------
 
 
 def job():
@@ -51,7 +52,6 @@ def job():
     return seen
 
 
-@pytest.mark.usefixtures("none_is_left")
 def test_a_spawned_rank_has_the_surroundings_of_its_parent(tmp_path, monkeypatch, capsys):
     """Its GPU, its folder, its modules and its variables."""
     (tmp_path / "changing.py").write_text("number = 5")
@@ -70,7 +70,6 @@ def test_a_spawned_rank_has_the_surroundings_of_its_parent(tmp_path, monkeypatch
 
 
 @pytest.mark.outside  # a process imports PyTorch
-@pytest.mark.usefixtures("none_is_left")
 def test_a_spawned_rank_that_raises():
     with pytest.raises(RankError, match=r"ZeroDivisionError(.|\n)*, in <lambda>\n"):
         run_ranks(lambda rank: rank / 0, ranks=1, start="spawn", show=False)
@@ -79,14 +78,10 @@ def test_a_spawned_rank_that_raises():
 def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'virtual-gpus\[testing\]'"):
-        run_ranks(summed, ranks=1, start="spawn")
-
-
-# ---- forked from a server --------------------------------------------------------------------------------------------
+        run_ranks(print, ranks=1, start="spawn")
 
 
 @pytest.mark.outside  # starts a server, which then lives as long as the tests
-@pytest.mark.usefixtures("none_is_left")
 def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
     """Each is a new process that shares its GPU with the parent. A launch with another variable spawns."""
     (tmp_path / "changing.py").write_text("number = 0")
@@ -106,17 +101,6 @@ def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
 # ---- what other systems lack or name otherwise -----------------------------------------------------------------------
 
 
-def summed(rank):
-    total = torch.tensor([rank + 1.0])
-    dist.all_reduce(total)
-    return total.item(), os.environ.get("GLOO_SOCKET_IFNAME")
-
-
-@pytest.mark.usefixtures("no_libuv")
-def test_ranks_meet_without_libuv():
-    assert run_ranks(summed, ranks=2, show=False, gpus=False) == [(3.0, "lo")] * 2
-
-
 def remove_as_on_windows(path, remove=os.remove):
     """Windows does not remove a file that a process has open. The name of such a file ends with the process."""
     process = str(path).rpartition("-")[2]
@@ -127,34 +111,43 @@ def remove_as_on_windows(path, remove=os.remove):
     remove(path)
 
 
+def memory_and_interface(rank):
+    free, total = torch.cuda.mem_get_info(rank)
+    return total - free, os.environ.get("GLOO_SOCKET_IFNAME")
+
+
 @pytest.mark.usefixtures("no_libuv")
-def test_virtual_gpus_without_fcntl_and_proc(monkeypatch, tmp_path):
+def test_virtual_gpus_without_libuv_fcntl_and_proc(monkeypatch, tmp_path):
     """Ranks see what their parent holds, and files of processes that have ended do not count."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(shared_memory, "fcntl", None)
     monkeypatch.setattr(os, "remove", remove_as_on_windows)
     monkeypatch.setattr(process_groups, "Path", lambda path: tmp_path / "missing")
     monkeypatch.setattr(run, "Path", lambda path: tmp_path / "missing" if "/proc" in str(path) else Path(path))
-    with virtual_gpus(2, memory="1 GiB") as gpus:
+    with virtual_gpus(2, memory="1 GiB", shapes_only=True) as gpus:
         mine = [torch.zeros(2**28, dtype=torch.uint8, device=gpu) for gpu in gpus]
         for _ in range(2):  # the ranks of the first launch have ended
-            found = run_ranks(lambda rank: torch.cuda.mem_get_info(rank), ranks=2, show=False)
-            assert [total - free for free, total in found] == [2 * 2**30 // 8 + mine[0].nbytes] * 2
+            found = run_ranks(memory_and_interface, ranks=2, show=False)
+            assert found == [(2 * 2**30 // 8 + mine[0].nbytes, "lo")] * 2
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_torchrun_without_libuv(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    say = "import os; print('says', os.environ['RANK'], os.environ['GLOO_SOCKET_IFNAME'])"
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 1, "--no-python", sys.executable, "-c", say]
+    assert "says 0 lo" in run_hosts({"A": command})["A"]
 
 
 @pytest.mark.parametrize(
     ("system", "name"), [("linux", "lo"), ("darwin", "lo0"), ("win32", "Loopback Pseudo-Interface 1")]
 )
-def test_the_loopback_interface_has_other_names_elsewhere(system, name, monkeypatch):
+def test_the_network_of_other_systems(system, name, monkeypatch):
+    """The loopback interface has another name, and PyTorch for Windows is built without libuv."""
     monkeypatch.setattr(sys, "platform", system)
-    assert network.interface() == {"GLOO_SOCKET_IFNAME": name}
+    for variable in ("GLOO_SOCKET_IFNAME", "USE_LIBUV"):
+        monkeypatch.delenv(variable, raising=False)
+    assert network.interface() == {"GLOO_SOCKET_IFNAME": name} and network.has_libuv() == (system != "win32")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    assert network.interface() == {}
-
-
-def test_libuv_is_not_asked_for_on_windows(monkeypatch):
-    monkeypatch.delenv("USE_LIBUV", raising=False)
-    assert network.has_libuv() == (sys.platform != "win32")
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert not network.has_libuv()
     monkeypatch.setenv("USE_LIBUV", "1")
-    assert network.has_libuv()
+    assert network.interface() == {} and network.has_libuv()

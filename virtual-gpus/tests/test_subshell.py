@@ -1,6 +1,7 @@
 """JupyterLab runs widget callbacks in a kernel subshell, a thread of its own: a slider may name a GPU too."""
 
 from jupyter_client.manager import start_new_kernel
+from ranks import HANGS_S
 
 START = """
 import torch
@@ -27,7 +28,7 @@ def run(client, code, subshell=None):
     client.shell_channel.send(message)
     printed = []
     while True:
-        reply = client.get_iopub_msg(timeout=120)
+        reply = client.get_iopub_msg(timeout=HANGS_S)
         if reply["parent_header"].get("msg_id") != message["header"]["msg_id"]:
             continue
         if reply["msg_type"] == "stream" and reply["content"]["name"] == "stdout":
@@ -40,12 +41,12 @@ def run(client, code, subshell=None):
 def create_subshell(client):
     message = client.session.msg("create_subshell_request")
     client.control_channel.send(message)
-    reply = client.get_control_msg(timeout=60)
+    reply = client.get_control_msg(timeout=HANGS_S)
     return reply["content"]["subshell_id"]
 
 
 def test_subshells_made_before_and_after_the_gpus_see_them():
-    manager, client = start_new_kernel(kernel_name="python3")
+    manager, client = start_new_kernel(startup_timeout=HANGS_S, kernel_name="python3")
     try:
         before = create_subshell(client)
         run(client, "1 + 1", before)  # the thread exists before there are virtual GPUs
