@@ -64,7 +64,6 @@ BACK = Answers(
         (loop(zero=None), "never set to zero"),
         (lambda samples: OF_THE_LESSON, "Compare seed, order"),
         (loop(seed=1), "Compare seed, order"),
-        (loop(rate=0.2), "learning rate"),
         (lambda samples: nn.Linear(3, 1), "It has 4 parameters"),
         (lambda samples: 3, "It returned 3. Return the net"),
     ],
@@ -212,7 +211,6 @@ CONTINUING = Answers(
     wrong=[
         (loader(state_dict=lambda self: ...), "still returns `...`"),
         (loader(state_dict=lambda self: None), "returned None"),
-        (loader(state_dict=lambda self: {"done": DataLoader}), "cannot be read with weights_only=True"),
         (loader(state_dict=lambda self: {"done": np.int64(self.done % 7)}), "`int(...)` makes one"),
         (loader(state_dict=lambda self: self.done % 7), "Return a dictionary"),
         (SAMPLES, "Count batches, not samples"),
@@ -221,7 +219,6 @@ CONTINUING = Answers(
         (loader(__iter__=iterating(once=False, at_the_end=True)), "In the epoch after the one that was resumed"),
         (DataLoader, "has no method `state_dict`"),
         (loader(load_state_dict=None), "has no method `load_state_dict`"),
-        (loader()([1, 2]), "is not a class that inherits from DataLoader"),
         (list, "is not a class that inherits from DataLoader"),
         (loader(load_state_dict=lambda self, state: None), "It begins anew. Does"),
         (loader(__iter__=lambda self: DataLoader.__iter__(self)), "does `__iter__` skip"),
