@@ -1,13 +1,13 @@
 """The checks of lesson 06: the broken loops are told what they keep."""
 
 import contextlib
-import functools
 import re
+from functools import partial, reduce
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, linear_cross_entropy
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
@@ -62,7 +62,7 @@ def then(damage, answer):
 
 def by_hand(net):
     """`net`, layer by layer, so that no hook is called."""
-    return lambda x: functools.reduce(lambda x, layer: layer.forward(x), net, x)
+    return lambda x: reduce(lambda x, layer: layer.forward(x), net, x)
 
 
 @torch.no_grad()
@@ -223,10 +223,6 @@ def accumulate(net, x, y, pieces, weight=None, clear=False, log=torch.Tensor.ite
     return total
 
 
-def but(**how):
-    return functools.partial(accumulate, **how)
-
-
 def with_autograd_grad(net, loss):
     """A second copy of the gradients exists for a moment."""
     for parameter, grad in zip(net.parameters(), torch.autograd.grad(loss, [*net.parameters()]), strict=True):
@@ -265,16 +261,16 @@ ACCUMULATE = Answers(
     check.accumulate,
     right=[
         accumulate,
-        but(back=with_autograd_grad),
-        functools.partial(at_once, run=functools.partial(checkpoint, sum_of, use_reentrant=False)),
+        partial(accumulate, back=with_autograd_grad),
+        partial(at_once, run=partial(checkpoint, sum_of, use_reentrant=False)),
     ],
     wrong=[
         (at_once, "Which call frees the graph of a piece?"),
-        (but(weight=1 / 4), "[3, 3, 3, 1] samples count [0.25, 0.25, 0.25"),
-        (but(clear=True), "samples count [0.0, 0.0, 0.0, 0.1]"),
+        (partial(accumulate, weight=1 / 4), "[3, 3, 3, 1] samples count [0.25, 0.25, 0.25"),
+        (partial(accumulate, clear=True), "samples count [0.0, 0.0, 0.0, 0.1]"),
         (lambda net, x, y, pieces: validate(net, [(x, y)]), "Some parameters have no gradient"),
         (lambda *job: 4 * accumulate(*job), "The loss of "),
-        (but(log=lambda loss: loss), "still refers to a graph. Return a number"),
+        (partial(accumulate, log=lambda loss: loss), "still refers to a graph. Return a number"),
         (then(back_on_the_gpu, on_the_host), "The model ran on cpu"),
         (on_the_host, "The device is cpu"),
         (lambda net, x, y, pieces: accumulate(net, x.cuda(), y.cuda(), pieces), "moves all of x, 6.3 MiB, to the GPU"),
@@ -307,11 +303,11 @@ DRIFT = Answers(
     check.train_with_drift,
     right=[drift],
     wrong=[
-        (functools.partial(drift, graph=True), "What do the averages, or a list, still refer to?"),
-        (functools.partial(drift, rate=0.2), "values are wrong"),
+        (partial(drift, graph=True), "What do the averages, or a list, still refer to?"),
+        (partial(drift, rate=0.2), "values are wrong"),
         (lambda *job: drift(*job)[:2], "There are 2 averages. Return one for each parameter"),
         (lambda *job: [average.cpu() for average in drift(*job)], "The device is cpu"),
-        (functools.partial(drift, decay=0.99), "Every value is 0.1"),
+        (partial(drift, decay=0.99), "Every value is 0.1"),
     ],
     strange=STRANGE_RESULTS[-2:],
     fixtures="gpu",
@@ -322,11 +318,6 @@ DRIFT = Answers(
 
 def net():
     return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 10))
-
-
-class Scalar(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x).sum()
 
 
 BATCH = torch.zeros(500, 784)
@@ -365,7 +356,9 @@ def test_budget_of_what_is_on_the_gpu_already(gpu):
 def test_budget_of_other_things(empty_gpu):
     assert told(check.budget(lambda: 3, BATCH, RIGHT), "is not a model")
     assert told(check.budget(net, 3, RIGHT), "is not a tensor")
-    assert check.budget(lambda: Scalar(*net()), BATCH, RIGHT | {"activations": 500 * 2048 * 4 / 2**20})
+    assert check.budget(
+        lambda: nn.Sequential(*net(), nn.Flatten(0)), BATCH, RIGHT | {"activations": 500 * 2048 * 4 / 2**20}
+    )
 
 
 def test_kept_workspaces_make_no_target_larger(gpu, monkeypatch):
@@ -379,12 +372,6 @@ def test_kept_workspaces_make_no_target_larger(gpu, monkeypatch):
 
 def whole(net, tokens):
     return cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def in_chunks(net, tokens):
-    features = net.features(tokens[:, :-1]).flatten(0, 1)
-    chunks = nn.LinearCrossEntropyOptions()
-    return linear_cross_entropy(features, net.output.weight, tokens[:, 1:].flatten(), options=chunks)
 
 
 def step_of(loss=whole, pieces=1, means=False, recompute=False, **options):
@@ -416,7 +403,7 @@ def steps_in_backward(net, batches):
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(update)
     for tokens in batches:
-        in_chunks(net, tokens).backward()
+        check._chunked_loss(net, tokens).backward()
 
 
 def large(train):
@@ -431,11 +418,11 @@ def on_the_cpu_after_all(net, batches):
 
 def looks_at_the_rest(net, batches):
     with torch.no_grad():
-        in_chunks(net, batches[0])
+        check._chunked_loss(net, batches[0])
     step_of()(net, [tokens[:, :3] for tokens in batches])
 
 
-solution = step_of(in_chunks, recompute=True, fused=True)
+solution = step_of(check._chunked_loss, recompute=True, fused=True)
 
 
 @pytest.fixture
