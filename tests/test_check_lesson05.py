@@ -123,6 +123,7 @@ FRUGAL = Answers(
     right=[frugal, lambda stages, m: [list(map(list, order)) for order in frugal(stages, m, "01")]],
     wrong=[
         (gpipe, "stage 0 keeps 6 micro-batches at a time. It has room for 2"),
+        (one_f_one_b, "It has room for 2"),  # three on the first of three stages
         (one_at_a_time, ("takes 12 units of time, and 9 are allowed", "Only one micro-batch is in the pipeline")),
         (lambda stages, m: [a[:4] + b[4:] for a, b in zip(frugal(stages, m), one_at_a_time(stages, m), strict=True)],
          "where does a stage wait"),
