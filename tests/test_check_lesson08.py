@@ -1,4 +1,7 @@
-"""The checks of lesson 08: solutions pass, typical mistakes are explained, nothing raises."""
+"""The checks of lesson 08."""
+
+import functools
+import traceback
 
 import numpy as np
 import pytest
@@ -6,49 +9,38 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
 from helpers.models import Llama
+from helpers.parallel import RankError, launch
 from notebooks.checks import lesson08 as check
-from tests.check_answers import explains, survives_strange_answers
+from tests.check_answers import Answers, answers_test
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
-
-
-@pytest.fixture
-def two_gpus():
-    with virtual_gpus(2):
-        yield
-
-
-def test_no_answer_makes_a_check_raise(two_gpus):
-    assert survives_strange_answers(check.held, check.sent, check.plan, check.job)
 
 
 def held(parameters, ranks, stage, kept=(4, 4, 8)):
     return parameters * sum(each / ranks if place >= 3 - stage else each for place, each in enumerate(kept))
 
 
-def test_held():
-    assert check.held(held)
-    assert check.held(lambda parameters, ranks, stage: torch.tensor(held(parameters, ranks, stage), dtype=torch.double))
-    explains(
-        check.held,
-        (lambda parameters, ranks, stage: held(parameters, ranks, stage, (4, 4, 4)), "one number of Adam"),
-        (lambda parameters, ranks, stage: held(parameters, ranks, stage, (4, 0, 8)), "lacks the gradients"),
+HELD = Answers(
+    check.held,
+    right=[held, lambda *job: torch.tensor(held(*job), dtype=torch.double)],
+    wrong=[
+        (lambda *job: held(*job, kept=(4, 4, 4)), "one number of Adam"),
+        (lambda *job: held(*job, kept=(4, 0, 8)), "lacks the gradients"),
         (lambda parameters, ranks, stage: 16 * parameters, "is what DDP holds"),
         (lambda parameters, ranks, stage: held(parameters, ranks, 3 * (stage > 0)), "That is stage 3"),
-        (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 4, "a byte for each number"),
-        (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 2**30, "is in GiB"),
-        (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 1e9, "is in GB"),
-        (lambda parameters, ranks, stage: held(parameters, ranks, stage) / 2**20, "is in MiB"),
-        (lambda parameters, ranks, stage: held(parameters, ranks, stage) * ranks, "is what all ranks hold together"),
         (lambda parameters, ranks, stage: held(parameters, ranks, min(3, stage + 1)), "is what ZeRO-2 holds"),
         (lambda parameters, ranks, stage: held(parameters, ranks, min(1, stage)), "is what ZeRO-1 holds"),
         (lambda parameters, ranks, stage: held(parameters, ranks, stage) + 4 * parameters * (stage == 0), "buckets"),
-    )
+        (lambda *job: held(*job) * job[1], "is what all ranks hold together"),
+        (lambda *job: held(*job) / 4, "a byte for each number"),
+        (lambda *job: held(*job) / 2**30, "is in GiB"),
+    ],
+)
 
 
 def sent(parameters, ranks, stage, micro_batches):
@@ -56,56 +48,82 @@ def sent(parameters, ranks, stage, micro_batches):
     return 4 * parameters * times * (ranks - 1) / ranks
 
 
-def test_sent():
-    assert check.sent(sent)
-    explains(
-        check.sent,
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) * ranks / max(1, ranks - 1),
-         "lacks the factor"),
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / 4, "a byte for each number"),
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, 1), "What is repeated"),
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, 1) * m, "once in a step"),
+SENT = Answers(
+    check.sent,
+    right=[sent],
+    wrong=[
+        (lambda parameters, ranks, *job: sent(parameters, ranks, *job) * ranks / max(1, ranks - 1), "lacks the factor"),
+        (lambda *job: sent(*job) / 4, "a byte for each number"),
+        (lambda *job: sent(*job[:3], 1), "What is repeated"),
+        (lambda *job: sent(*job[:3], 1) * job[3], "once in a step"),
         (lambda parameters, ranks, stage, m: sent(parameters, ranks, 0, m), "is what DDP sends"),
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / 2**30, "is in GiB"),
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / 1e6, "is in MB"),
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) * ranks, "all ranks send together"),
-        (lambda parameters, ranks, stage, m: sent(parameters, ranks, stage, m) / (2 - (stage > 0)), "one half"),
+        (lambda *job: sent(*job) / 1e9, "is in GB"),
+        (lambda *job: sent(*job) * job[1], "all ranks send together"),
+        (lambda *job: sent(*job) / (2 - (job[2] > 0)), "one half"),
         (lambda *job: sent(*job) if job[2] < 3 else sent(*job) * (2 + 1 / job[3]) / 3, "reduces the gradients only"),
         (lambda *job: sent(*job) if job[2] < 3 or job[3] == 1 else sent(*job) * 2 / 3, "gathers only once"),
-        (lambda parameters, ranks, stage, m: 1.0 + sent(parameters, ranks, stage, m), "nobody to send to"),
-    )  # fmt: skip
+        (lambda *job: 1.0 + sent(*job), "nobody to send to"),
+    ],
+)
+
+# ---- what ranks compute ----------------------------------------------------------------------------------------------
+
+
+def in_turn(rank, work, answers):
+    """What `work` returned for each answer, or the words of its error."""
+    found = []
+    for answer in answers:
+        try:
+            found.append(work(rank, answer))
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
+
+
+@pytest.fixture
+def one_launch(monkeypatch):
+    """Two GPUs, and both ranks do all of a table's work in turn: to start them takes longer than the work."""
+    answers = {
+        check._divide_in_rank: [*PLAN.right, *(answer for answer, _ in PLAN.wrong[:5])],  # the others start no ranks
+        check._train_in_rank: [*SHARDED.right, *(answer for answer, _ in SHARDED.wrong)],
+    }
+    ranks = functools.cache(lambda work: launch(in_turn, work, answers[work], ranks=2, timeout=600, show=False))
+
+    def in_ranks(work, answer, *_, **__):
+        found = [rank[answers[work].index(answer)] for rank in ranks(work)]
+        if isinstance(found[0], str):
+            raise RankError(found[0])
+        return found
+
+    monkeypatch.setattr(check, "in_ranks", in_ranks)
+    with virtual_gpus(2):
+        yield
 
 
 COLUMNS = {"open": ColwiseParallel(), "content": ColwiseParallel()}
-
-
-def test_plan(two_gpus):
-    assert check.plan({**COLUMNS, "close": RowwiseParallel()})
-    assert check.plan({**COLUMNS, "close": RowwiseParallel(use_local_output=False)})
-    divided = ColwiseParallel(use_local_output=False)
-    assert check.plan({"open": divided, "content": divided, "close": RowwiseParallel()})
-    assert check.plan({"o*": ColwiseParallel(), "con*": ColwiseParallel(), "c[!o]*": RowwiseParallel()})
-    whole = ColwiseParallel(output_layouts=Replicate())
-    explains(
-        check.plan,
+DIVIDED, WHOLE = ColwiseParallel(use_local_output=False), ColwiseParallel(output_layouts=Replicate())
+PARTIAL = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+PLAN = Answers(
+    check.plan,
+    right=[
+        {**COLUMNS, "close": RowwiseParallel()},
+        {**COLUMNS, "close": RowwiseParallel(use_local_output=False)},
+        {"open": DIVIDED, "content": DIVIDED, "close": RowwiseParallel()},
+        {"o*": ColwiseParallel(), "con*": ColwiseParallel(), "c[!o]*": RowwiseParallel()},
+    ],
+    wrong=[
+        (COLUMNS, "has the whole weight of 'close'"),
+        ({**COLUMNS, "close": ColwiseParallel()}, "does not fit its weight"),
+        ({**COLUMNS, "close": RowwiseParallel(output_layouts=Shard(0), use_local_output=False)}, "the shape (4, 16)"),
+        ({**COLUMNS, "close": PARTIAL}, "not that of one GPU"),
+        ({"open": WHOLE, "content": WHOLE, "close": RowwiseParallel(input_layouts=Replicate())}, "one is enough"),
         ([ColwiseParallel()], "is not a plan"),
-        ({"first": ColwiseParallel()}, "has no layer 'first'"),
         ({"close.weight": RowwiseParallel()}, "has no layer 'close.weight'"),
         ({"open": ColwiseParallel}, "with brackets"),
         ({"*": ColwiseParallel(), "close": RowwiseParallel()}, "both match 'close'"),
-        (COLUMNS, "has the whole weight of 'close'"),
-        ({**COLUMNS, "close": ColwiseParallel()}, "does not fit its weight"),
-        ({"*": RowwiseParallel()}, "does not fit its weight"),
-        ({"open": ColwiseParallel(), "content": RowwiseParallel(), "close": ColwiseParallel()}, "does not fit"),
-        ({**COLUMNS, "close": SequenceParallel()}, "has the whole weight of 'close'"),
-        ({**COLUMNS, "close": RowwiseParallel(output_layouts=Shard(0))}, "the shape (4, 16), and one GPU (8, 16)"),
-        ({**COLUMNS, "close": RowwiseParallel(output_layouts=Shard(0), use_local_output=False)}, "the shape (4, 16)"),
-        (
-            {**COLUMNS, "close": RowwiseParallel(output_layouts=Partial(), use_local_output=False)},
-            "not that of one GPU",
-        ),
-        ({"open": whole, "content": whole, "close": RowwiseParallel(input_layouts=Replicate())}, "one is enough"),
-    )
+    ],
+    fixtures="one_launch",
+)
 
 
 def training(
@@ -139,28 +157,31 @@ def own_step(model, optimizer, tokens):
     return tokens.new_zeros((), dtype=torch.float32)
 
 
-def test_sharded(two_gpus):
-    assert check.sharded(training())
-    assert check.sharded(training(log_as=lambda loss: np.float64(loss.item())))
-    explains(
-        lambda wrong: check.sharded(wrong if callable(wrong) else training(**wrong)),
-        ({"first": True}, "have not changed"),
-        ({"parts": lambda model: [model]}, "0 of the 2 blocks"),
-        ({"parts": lambda model: [*model.blocks]}, "Did you forget `fully_shard(model)`?"),
-        ({"parts": lambda model: [model, *model.blocks]}, "before its blocks"),
-        ({"parts": lambda model: [list(model.blocks), model]}, "wrapped in one call"),
-        ({"parts": lambda model: [model.blocks, model]}, "has no forward pass"),
-        ({"layers": 3}, "other shapes than in `alone`"),
-        ({"width": 128}, "other shapes than in `alone`"),
-        ({"step": own_step}, "did not call `check.one_step`"),
-        ({"mean": False}, "Log the mean over the ranks"),
-        ({"log_as": torch.Tensor.detach}, "Log a number"),
-        ({"log_as": lambda loss: f"{loss:.3f}"}, "Log a number"),
-        ({"shown": (6.382, 5.149, 3.990)}, "The loss of step 0 is 6.3820"),
-        ({"parts": lambda model: [], "outer": DistributedDataParallel}, "returned a DistributedDataParallel"),
-        ({"parts": lambda model: [], "outer": FullyShardedDataParallel}, "is the class of FSDP1"),
+SHARDED = Answers(
+    check.sharded,
+    right=[training(), training(log_as=lambda loss: np.float64(loss.item()))],
+    wrong=[
+        (training(first=True), "have not changed"),
+        (training(parts=lambda model: [model]), "0 of the 2 blocks"),
+        (training(parts=lambda model: [*model.blocks]), "Did you forget `fully_shard(model)`?"),
+        (training(parts=lambda model: [model, *model.blocks]), "before its blocks"),
+        (training(parts=lambda model: [list(model.blocks), model]), "wrapped in one call"),
+        (training(parts=lambda model: [model.blocks, model]), "has no forward pass"),
+        (training(layers=3), "other shapes than in `alone`"),
+        (training(step=own_step), "did not call `check.one_step`"),
+        (training(mean=False), "Log the mean over the ranks"),
+        (training(log_as=torch.Tensor.detach), "Log a number"),
+        (training(shown=(6.382, 5.149, 3.990)), "The loss of step 0 is 6.3820"),
+        (training(parts=lambda model: [], outer=DistributedDataParallel), "returned a DistributedDataParallel"),
+        (training(parts=lambda model: [], outer=FullyShardedDataParallel), "is the class of FSDP1"),
         (lambda rank, tokens, log: None, "returned None"),
-    )
+    ],
+    strange=[],
+    fixtures="one_launch",
+)
+
+
+# ---- 70 billion parameters -------------------------------------------------------------------------------------------
 
 
 def micro_batch(tensor, sequences, recomputing, keeping):
@@ -170,27 +191,34 @@ def micro_batch(tensor, sequences, recomputing, keeping):
     return peak, sequences / tensor * (0.11 * recomputing + 0.085 * keeping + 0.05 * tensor**1.5)
 
 
-def test_job(monkeypatch):
+@pytest.fixture
+def modelled(monkeypatch):
+    monkeypatch.setenv("COURSE_PROGRESS", "off")
     monkeypatch.setattr(check, "_micro_batch", micro_batch)
-    good = {"tensor": 2, "sequences": 1, "recompute": 48}
-    assert check.job(good) and "reach par" in check.job(good).text
-    assert "reach par" in check.job({key: np.int64(value) for key, value in good.items()}).text
-    assert "beat par" in check.job(good | {"recompute": 40}).text
-    assert "over par" in check.job({"tensor": 8, "sequences": 4, "recompute": 80}).text
-    explains(
-        check.job,
-        ([2, 1, 48], "is not a dict"),
-        (good | {"tensors": 2}, "There is no choice 'tensors'"),
-        ({"tensor": 2, "sequences": 1}, "does not say recompute"),
-        (good | {"tensor": 3}, "1, 2, 4 or 8"),
-        (good | {"tensor": 16}, "1, 2, 4 or 8"),
-        (good | {"recompute": True}, "an integer from 0 to 80"),
-        (good | {"recompute": 81}, "an integer from 0 to 80"),
-        (good | {"recompute": 0.5}, "an integer from 0 to 80"),
-        (good | {"sequences": 0}, "an integer from 1 to 128"),
-        (good | {"sequences": 200}, "an integer from 1 to 128"),
-        (good | {"tensor": 1}, "256 groups with 1 each train on 256 sequences at once, and a step has only 128"),
-        (good | {"sequences": 2}, "a step has only 128"),
-        (good | {"tensor": 8, "sequences": 3}, "does not divide the 128"),
-        (good | {"recompute": 0}, "and 72 GiB are allowed"),
-    )
+
+
+GOOD = {"tensor": 2, "sequences": 1, "recompute": 48}
+JOB = Answers(
+    check.job,
+    scored=[
+        (GOOD, "reach par"),
+        ({key: np.int64(value) for key, value in GOOD.items()}, "reach par"),
+        (GOOD | {"recompute": 40}, "beat par"),
+        ({"tensor": 8, "sequences": 4, "recompute": 80}, "over par"),
+    ],
+    wrong=[
+        (GOOD | {"tensors": 2}, "There is no choice 'tensors'. The choices are tensor, sequences, recompute"),
+        (GOOD | {"tensor": 3}, "1, 2, 4 or 8"),
+        (GOOD | {"recompute": True}, "an integer from 0 to 80"),
+        (GOOD | {"recompute": 81}, "an integer from 0 to 80"),
+        (GOOD | {"recompute": 0.5}, "an integer from 0 to 80"),
+        (GOOD | {"sequences": 0}, "an integer from 1 to 128"),
+        (GOOD | {"sequences": 129}, "an integer from 1 to 128"),
+        (GOOD | {"tensor": 1}, "256 groups with 1 each train on 256 sequences at once, and a step has only 128"),
+        (GOOD | {"tensor": 8, "sequences": 3}, "does not divide the 128"),
+        (GOOD | {"recompute": 0}, "and 72 GiB are allowed"),
+    ],
+    fixtures="modelled",
+)
+
+test_answers = answers_test({"held": HELD, "sent": SENT, "plan": PLAN, "sharded": SHARDED, "job": JOB})

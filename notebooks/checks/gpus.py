@@ -1,10 +1,11 @@
-"""What an exercise asks of the GPUs: how many, with or without values, how large. Else "Not yet", and what to run."""
+"""What an exercise asks of the GPUs, and of a plan for them. Else "Not yet", and what to run or to change."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,17 @@ def need_gpus(least: int, values: bool | None = None) -> list[torch.device]:
         require(keeps or not values, "These GPUs keep no values, and the exercise needs them.", AGAIN)
         require(values or not keeps, "These GPUs compute values. A job of this size needs shapes_only=True.", AGAIN)
     return [torch.device("cuda", index) for index in range(count)]
+
+
+def need_plan(answer: object, example: Mapping[str, object], choices: Iterable[str]) -> None:
+    """`answer` must be a dict with the keys of `example` and no others than `choices`. No process group may be open."""
+    require(isinstance(answer, Mapping), f"{show(answer)} is not a dict. Give one like {example}.")
+    unknown = [show(key) for key in answer if key not in choices]
+    require(not unknown, f"There is no choice {', '.join(unknown)}.", f"The choices are {', '.join(choices)}.")
+    missing = [key for key in example if key not in answer]
+    require(not missing, f"The plan does not say {', '.join(missing)}.")
+    left = dist.is_initialized()
+    require(not left, "A process group of an earlier cell is still open. Run `dist.destroy_process_group()` first.")
 
 
 class Copies(TorchFunctionMode):

@@ -105,7 +105,6 @@ Orders = list[list[tuple[str, int]]]
 @exercise
 def schedule(answer):
     """Exercise 3: `answer(stages, micro_batches)` returns the orders of a pipeline. Its score: 4 stages, 8 batches."""
-    require(callable(answer), f"{show(answer)} cannot be called. Pass the function itself: its name without brackets.")
     for stages, micro_batches in ((2, 2), (3, 6), (4, 2), (1, 3), (STAGES, MICRO_BATCHES)):
         orders = _orders(call(answer, stages, micro_batches), stages, micro_batches, halves=True)
         list(_in_turn(orders))

@@ -22,6 +22,7 @@ from helpers.parallel.pipeline import Pipeline, one_f_one_b
 from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
 from notebooks.checks import compare, scores
 from notebooks.checks.core import NotYet, call, exercise, require, show
+from notebooks.checks.gpus import need_plan
 
 # ---- 1. a scaling log ------------------------------------------------------------------------------------------------
 
@@ -416,11 +417,7 @@ def _planned_step(method: str, sequences: int, rounds: int, recompute: bool, fus
 @exercise
 def plan(answer):
     """Exercise 4: `answer` is a dict with the arguments of `bill`; it must fit, be in time, and is priced."""
-    require(isinstance(answer, dict), f"{show(answer)} is not a dict. Give one like {NAIVE}.")
-    unknown = [show(key) for key in answer if key not in _CHOICES]
-    require(not unknown, f"There is no choice {', '.join(unknown)}.", f"The choices are {', '.join(_CHOICES)}.")
-    missing = [key for key in NAIVE if key not in answer]
-    require(not missing, f"The plan does not say {', '.join(missing)}.")
+    need_plan(answer, NAIVE, _CHOICES)
     for key, value in answer.items():
         possible = any(type(value) is type(each) and value == each for each in _CHOICES[key])
         require(
@@ -429,8 +426,6 @@ def plan(answer):
     together = answer["gpus"] * answer["sequences"]
     what = f"{answer['gpus']} GPUs with {answer['sequences']} sequences each train on {together} at once,"
     require(together <= _SEQUENCES, what, f"and a step has only {_SEQUENCES}.")
-    left = dist.is_initialized()
-    require(not left, "A process group of an earlier cell is still open. Run `dist.destroy_process_group()` first.")
     try:
         yours = bill(**answer)
     except torch.OutOfMemoryError as error:

@@ -31,7 +31,7 @@ from helpers.models import LLAMA_70B, Llama
 from helpers.parallel import RankError
 from notebooks.checks import compare
 from notebooks.checks.core import NotYet, call, exercise, given, require, show
-from notebooks.checks.gpus import in_ranks, need_gpus, plain
+from notebooks.checks.gpus import in_ranks, need_gpus, need_plan, plain
 from notebooks.checks.par import Score, compare_with_par
 
 RANKS = 2  # of exercises 3 and 4
@@ -373,11 +373,7 @@ def score(tensor: int, sequences: int, recompute: int) -> Score:
 @exercise
 def job(answer):
     """Exercise 5: `answer` is a dict with the arguments of `score`. It must fit, and its time is compared with par."""
-    require(isinstance(answer, Mapping), f"{show(answer)} is not a dict. Give one like {NAIVE}.")
-    unknown = [show(key) for key in answer if key not in NAIVE]
-    require(not unknown, f"There is no choice {', '.join(unknown)}.", f"The choices are {', '.join(NAIVE)}.")
-    missing = [key for key in NAIVE if key not in answer]
-    require(not missing, f"The plan does not say {', '.join(missing)}.")
+    need_plan(answer, NAIVE, NAIVE)
     possible = {"tensor": (1, 2, 4, 8), "sequences": range(1, SEQUENCES + 1), "recompute": range(BLOCKS + 1)}
     said = {
         "tensor": "1, 2, 4 or 8",
@@ -394,8 +390,6 @@ def job(answer):
     why = f"and a step has only {SEQUENCES}. Let more GPUs divide each layer, or give a group fewer sequences."
     require(together <= SEQUENCES, what, why)
     require(SEQUENCES % together == 0, what, f"which does not divide the {SEQUENCES} of a step.")
-    left = dist.is_initialized()
-    require(not left, "A process group of an earlier cell is still open. Run `dist.destroy_process_group()` first.")
     yours = score(**answer)
     what = f"The peak is {yours.peak / 2**30:.1f} GiB, and {MOST / 2**30:.0f} GiB are allowed."
     why = "Recompute more blocks, divide each layer among more GPUs, or train on fewer sequences at once."

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from notebooks.checks import compare
-from notebooks.checks.core import NotYet, call, exercise, require, show
+from notebooks.checks.core import NotYet, call, exercise, given, require, show
 
 # Exercise 1: for each failure what each rank left behind (exit code, error, where it waits), the rank that failed
 # first, and a hint.
@@ -70,11 +70,7 @@ def guilty(answer):
         cases.append((f"After a crash with {error!r}", reports, 2, _FAILURES["a crash"][2]))
     turned = [(case, reports[::-1], len(reports) - 1 - first, hint) for case, reports, first, hint in cases]
     for case, reports, first, hint in cases + turned:
-        require(
-            callable(answer), f"{show(answer)} cannot be called. Pass the function itself: its name without brackets."
-        )
-        value = answer([dict(report) for report in reports])
-        require(value is not ..., "`guilty` still returns `...`. Replace the dots with your answer.")
+        value = _result(answer, [dict(report) for report in reports])
         require(value is not None, f"{case}, your function returns None. Does it always reach a `return`? {hint}")
         number = compare.as_number(value)
         what = f"{case}, you name rank {show(value)}."
@@ -87,6 +83,13 @@ def guilty(answer):
                 why = "It was still running when torchrun ended it."
             raise NotYet(*filter(None, (what, why, hint)))
     return "Errors of lost connections and time limits are consequences. The cause is an error, a kill, or a silence."
+
+
+def _result(fn: Callable, *args) -> object:
+    """What a learner's function returned; unlike `core.call`, None too."""
+    require(callable(fn), f"{show(fn)} cannot be called. Pass the function itself: its name without brackets.")
+    result = fn(*args)
+    return result if result is None else given(result, fn)
 
 
 class _Killed(BaseException):
@@ -104,7 +107,7 @@ def snapshots(save, load):
         folder = Path(name)
         _returns(load, folder, None, "In an empty folder,")
         for step in (5, 10):
-            _call_save(save, folder, step)
+            _save(save, folder, step)
             _returns(load, folder, step, f"After the snapshot of step {step},")
         before = {path: path.read_bytes() for path in _files(folder)}
         for half in (True, False):
@@ -122,8 +125,7 @@ def snapshots(save, load):
             _returns(load, folder, 10, f"{case}. After that,")
         left = set(_files(folder)) - set(before)  # by the killed processes; it may stay
         for step in (95, 100):  # "100" comes before "95" in the order of the alphabet
-            time.sleep(0.01)  # so that the times of the files differ
-            _call_save(save, folder, step)
+            _save(save, folder, step)
         _returns(load, folder, 100, "After the snapshots of steps 95 and 100,")
         kept = [path for path in _files(folder) if path not in left and _step_of(path) is not None]
         steps = sorted(_step_of(path) for path in kept)
@@ -153,10 +155,9 @@ def _step_of(path: Path) -> int | None:
         return None
 
 
-def _call_save(save: Callable, folder: Path, step: int) -> None:
-    require(callable(save), f"{show(save)} cannot be called. Pass the function itself: its name without brackets.")
-    result = save(folder, step, _state(step))
-    require(result is not ..., "`save` still returns `...`. Replace the dots with your answer.")
+def _save(save: Callable, folder: Path, step: int) -> None:
+    time.sleep(0.01)  # so that the times of the files differ
+    _result(save, folder, step, _state(step))
 
 
 def _killed(save: Callable, folder: Path, step: int, half: bool) -> None:
@@ -185,7 +186,7 @@ def _killed(save: Callable, folder: Path, step: int, half: bool) -> None:
     try:
         for (module, name), instead in zip(real, (write, rename, rename), strict=True):
             setattr(module, name, instead)
-        _call_save(save, folder, step)
+        _save(save, folder, step)
     except _Killed:
         return
     finally:
@@ -216,13 +217,13 @@ def _read_by(load: Callable, folder: Path) -> list[Path]:
 
 
 def _returns(load: Callable, folder: Path, step: int | None, case: str) -> None:
-    require(callable(load), f"{show(load)} cannot be called. Pass the function itself: its name without brackets.")
     try:
-        found = load(folder)
+        found = _result(load, folder)
+    except NotYet:
+        raise
     except Exception as error:
         what = f"{case} `load` stops with {type(error).__name__}."
         raise NotYet(what, "It should return a state, or None.") from error
-    require(found is not ..., "`load` still returns `...`. Replace the dots with your answer.")
     if step is None:
         require(found is None, f"{case} `load` returns {show(found)}. It should return None.")
         return

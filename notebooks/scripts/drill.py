@@ -85,7 +85,9 @@ def train(steps, snapshot=None, save_every=5, patience=60.0, failure=None):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     first = load_snapshot(snapshot, model, optimizer)
     # If the next step takes longer, Python prints where this process is, and ends it. Each step sets this again. It
-    # begins here, because many jobs hang when the processes exchange something for the first time.
+    # begins here, because many jobs hang when the processes exchange something for the first time. Rank 0 ends first:
+    # when one ends, the others get an error, and no longer print where they were.
+    patience *= 1 if rank == 0 else 1.25
     faulthandler.dump_traceback_later(patience, exit=True)
     ddp_model = DistributedDataParallel(model)  # waits for all, so that rank 0 saves only after all have loaded
 
@@ -122,10 +124,13 @@ def main():
     )
     parser.add_argument("--fail", nargs=3, action="append", default=[], metavar=("KIND", "RANK", "STEP"),
                         help=f"{', '.join(FAILURES)}; a rank, or all ranks that have this option; a step")  # fmt: skip
+    parser.add_argument("--wait-for", type=int, default=1, help="ranks without which the first attempt does nothing")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         raise SystemExit(f"Start this program with torchrun: torchrun --standalone --nproc-per-node 2 {__file__}")
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0 and int(os.environ["WORLD_SIZE"]) < args.wait_for:
+        time.sleep(3600)  # when another host comes, torchrun ends this process and starts it again
     failure = None
     if attempt < len(args.fail):
         kind, rank, step = args.fail[attempt]
