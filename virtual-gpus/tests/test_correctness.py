@@ -583,6 +583,7 @@ def test_deepcopy(gpus):
     for one, other in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
         assert one.device == gpus[1] and one.data_ptr() != other.data_ptr()
         same(one, other)
+    assert copy.deepcopy(torch.zeros(2)).device.type == "cpu"
     shared = torch.zeros(4, device=gpus[1])
     one, other = copy.deepcopy([shared, shared[1:]])
     one.fill_(3)

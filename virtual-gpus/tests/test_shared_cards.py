@@ -377,6 +377,7 @@ def address(tensor) -> int:
 @pytest.mark.usefixtures("workspaces_given_back")
 def test_a_block_stays_as_long_as_another_stream_works_on_it():
     with virtual_gpus(1, memory="1 GiB"):
+        torch.cuda.memory._record_memory_history()
         side, a = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
         held = torch.cuda.memory_allocated()
         b = torch.randn(2048, 2048, device="cuda")
@@ -394,6 +395,9 @@ def test_a_block_stays_as_long_as_another_stream_works_on_it():
         late = torch.empty(2048, 2048, device="cuda")
         assert address(early) != where
         assert address(late) == where
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        actions = [event["action"] for event in events if event["addr"] == where]
+        assert actions == ["segment_alloc", "alloc", "free_requested", "free_completed", "alloc"]
         assert torch.cuda.memory_allocated() == held + 2 * 2048 * 2048 * 4
 
 
