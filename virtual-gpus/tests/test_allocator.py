@@ -18,7 +18,6 @@ MEASURED = Path(__file__).parent / "data" / "h200"
 H200 = 150_109_880_320
 MIB, GIB = 1 << 20, 1 << 30
 KEPT = 6_488_064  # bytes that cuDNN had kept when the H200 was measured
-PROGRAMS = ["1", "2", "3", "4", "5"]
 METRICS = ("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes", "segment")
 METRICS += ("reserved_bytes", "inactive_split", "inactive_split_bytes")
 
@@ -32,69 +31,77 @@ def as_measured(**sizes):
     return gpu
 
 
-def current(gpu, metric, pool="all"):
-    return gpu.stats()[metric][pool]["current"]
+def current(gpu, metric):
+    return gpu.stats()[metric]["all"]["current"]
+
+
+def sums_of(segments):
+    """What the counters must say: metric -> pool -> the sum over the blocks of a snapshot."""
+    sums = {metric: {"small_pool": 0, "large_pool": 0} for metric in METRICS}
+    for segment in segments:
+        blocks, pool = segment["blocks"], segment["segment_type"] + "_pool"
+        used = [block for block in blocks if block["state"] == "active_allocated"]
+        active = [block for block in blocks if block["state"] != "inactive"]
+        free = [block for block in blocks if block["state"] == "inactive"]
+        found = {
+            "allocation": len(used),
+            "allocated_bytes": sum(block["size"] for block in used),
+            "active": len(active),
+            "active_bytes": sum(block["size"] for block in active),
+            "requested_bytes": sum(block["requested_size"] for block in active),
+            "reserved_bytes": segment["total_size"],
+        }
+        assert [segment["allocated_size"], segment["active_size"], segment["requested_size"]] == [
+            found[name] for name in ("allocated_bytes", "active_bytes", "requested_bytes")
+        ]
+        if not segment["is_expandable"]:
+            found["segment"] = 1
+            if len(blocks) > 1:
+                found |= {"inactive_split": len(free), "inactive_split_bytes": sum(block["size"] for block in free)}
+        for name, value in found.items():
+            sums[name][pool] += value
+    return sums
 
 
 def check_invariants(gpu):
-    """Blocks tile their segments, free neighbours are merged, and every sum agrees with its counter."""
-    segments = gpu.snapshot()
-    stats = gpu.stats()
+    """Blocks tile what has memory, free neighbours are merged, and every sum agrees with its counter."""
+    segments, stats = gpu.snapshot(), gpu.stats()
     ends = [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
-    found = {metric: {"small_pool": 0, "large_pool": 0} for metric in METRICS}
-    for segment in segments:
-        pool = segment["segment_type"] + "_pool"
-        blocks = segment["blocks"]
-        place = segment["address"]
-        for block in blocks:
+    for segment, (place, end) in zip(segments, ends, strict=True):
+        for block in segment["blocks"]:
             assert block["address"] == place and block["size"] > 0 and block["size"] % 512 == 0
             place += block["size"]
-        assert place == segment["address"] + segment["total_size"]
-        states = [block["state"] for block in blocks]
-        assert ("inactive", "inactive") not in pairwise(states)
-        used = [block for block in blocks if block["state"] == "active_allocated"]
-        free = [block for block in blocks if block["state"] == "inactive"]
-        assert segment["allocated_size"] == segment["active_size"] == sum(block["size"] for block in used)
-        found["segment"][pool] += 1
-        found["reserved_bytes"][pool] += segment["total_size"]
-        for name in ("allocation", "active"):
-            found[name][pool] += len(used)
-        for name in ("allocated_bytes", "active_bytes"):
-            found[name][pool] += sum(block["size"] for block in used)
-        found["requested_bytes"][pool] += sum(block["requested_size"] for block in used)
-        if len(blocks) > 1:
-            found["inactive_split"][pool] += len(free)
-            found["inactive_split_bytes"][pool] += sum(block["size"] for block in free)
-    for metric, pools in found.items():
+        assert place == end
+        assert ("inactive", "inactive") not in pairwise(block["state"] for block in segment["blocks"])
+    for metric, pools in sums_of(segments).items():
         assert {pool: stats[metric][pool]["current"] for pool in pools} == pools, metric
         for figures in stats[metric].values():
-            assert figures["current"] == figures["allocated"] - figures["freed"], metric
-            assert figures["current"] <= figures["peak"], metric
-        whole = stats[metric]["all"]
+            assert figures["current"] == figures["allocated"] - figures["freed"] <= figures["peak"], metric
         for key in ("current", "allocated", "freed"):
-            assert whole[key] == sum(stats[metric][pool][key] for pool in pools), metric
-    assert gpu.allocated == stats["allocated_bytes"]["all"]["current"]
-    assert gpu.reserved == stats["reserved_bytes"]["all"]["current"]
+            assert stats[metric]["all"][key] == sum(stats[metric][pool][key] for pool in pools), metric
+    assert (gpu.allocated, gpu.reserved) == (current(gpu, "allocated_bytes"), current(gpu, "reserved_bytes"))
     free_lists = [entry for pools in gpu._pools for pool in pools.values() for entry in pool.free]
     assert all((size, address) == (block.size, block.address) for size, address, block in free_lists)
     assert len(free_lists) == sum(b["state"] == "inactive" for s in segments for b in s["blocks"])
-
-
-def free_half(gpu, live, rng):
-    for block in rng.sample(live, len(live) // 2):
-        live.remove(block)
-        gpu.free(block)
+    for arena in (segment for segment in gpu.device.segments.values() if segment.expandable):
+        # gaps and mapped pages tile the addresses
+        blocks = [*gpu._taken_blocks(), *(entry[2] for entry in arena.pool.free + arena.pool.unmapped)]
+        place = arena.address
+        for block in sorted((block for block in blocks if block.arena is arena), key=lambda b: b.address):
+            assert block.address == place
+            place += block.size
+        assert place == arena.address + arena.size
 
 
 # ---- against the H200
 
 
-def check_program(gpu, program):
-    """Every step of a random program gives the figures that the H200 gave."""
+@pytest.mark.parametrize("program", ["1", "2", "3", "4", "5"])
+def test_every_step_of_a_random_program_as_on_a_real_h200(program):
     steps = json.loads(gzip.decompress((MEASURED / "allocator_sequences.json.gz").read_bytes()))[program]
     assert len(steps) == 400
-    live = {}
+    gpu, live = as_measured(), {}
     for number, (what, name, nbytes, *measured) in enumerate(steps):
         if what == "alloc":
             live[name] = gpu.malloc(nbytes)
@@ -102,15 +109,9 @@ def check_program(gpu, program):
             gpu.free(live.pop(name))
         else:
             gpu.empty_cache()
-        stats = gpu.stats()
-        modelled = [stats[key]["all"]["current"] for key in ("segment", "inactive_split_bytes")]
+        modelled = [current(gpu, key) for key in ("segment", "inactive_split_bytes")]
         assert [gpu.allocated - KEPT, gpu.reserved, *modelled] == measured, f"step {number}: {what} {nbytes}"
     check_invariants(gpu)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_step_of_a_random_program_as_on_a_real_h200(program):
-    check_program(as_measured(), program)
 
 
 def test_running_out_of_memory_as_on_a_real_h200():
@@ -136,19 +137,11 @@ def test_running_out_of_memory_as_on_a_real_h200():
 
 def test_the_message_without_a_limit():
     error = OutOfMemory(200 * GIB, H200, 142_184 * MIB, 962 * MIB, None, 65 * MIB, 202 * MIB)
-    assert oom_message(error, 0) == (
-        "CUDA out of memory. Tried to allocate 200.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which"
+    assert oom_message(error, 3).startswith(
+        "CUDA out of memory. Tried to allocate 200.00 GiB. GPU 3 has a total capacity of 139.80 GiB of which"
         " 138.85 GiB is free. Including non-PyTorch memory, this process has 962.00 MiB memory in use. Of the"
-        " allocated memory 65.00 MiB is allocated by PyTorch, and 137.00 MiB is reserved by PyTorch but"
-        " unallocated. If reserved but unallocated memory is large try setting"
-        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for"
-        " Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
-        "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+        " allocated memory 65.00 MiB is allocated by PyTorch, and 137.00 MiB is reserved by PyTorch but unallocated."
     )
-    assert "GPU 3 has" in oom_message(error, 3)
-
-
-def test_sizes_as_pytorch_prints_them():
     sizes = (0, 1024, 1025, MIB, MIB + 1, GIB, GIB + 10**7)
     printed = ["0 bytes", "1024 bytes", "1.00 KiB", "1024.00 KiB", "1.00 MiB", "1024.00 MiB", "1.01 GiB"]
     assert [format_size(size) for size in sizes] == printed
@@ -171,8 +164,9 @@ def test_sizes_as_pytorch_prints_them():
     ],
 )
 def test_sizes_of_blocks_and_segments(nbytes, size, segment):
-    gpu = CachingAllocator(GIB)
-    assert gpu.malloc(nbytes).size == gpu.allocated == size
+    gpu = CachingAllocator(GIB, first_address=1 << 40)
+    block = gpu.malloc(nbytes)
+    assert block.size == gpu.allocated == size and block.address == 1 << 40
     assert gpu.reserved == segment
     assert current(gpu, "requested_bytes") == nbytes
 
@@ -180,45 +174,30 @@ def test_sizes_of_blocks_and_segments(nbytes, size, segment):
 def test_freed_memory_stays_reserved_until_the_cache_is_emptied():
     gpu = CachingAllocator(GIB, context=100 * MIB)
     assert (gpu.device.used_bytes, gpu.device.free_bytes) == (100 * MIB, 924 * MIB)
-    block = gpu.malloc(30 * MIB)
+    block, first, second = (gpu.malloc(size * MIB) for size in (30, 4, 4))
     gpu.free(block)
-    assert (gpu.allocated, gpu.reserved) == (0, 30 * MIB)
-    assert (gpu.device.used_bytes, gpu.device.free_bytes) == (130 * MIB, 894 * MIB)
+    assert (gpu.allocated, gpu.reserved) == (8 * MIB, 50 * MIB)
+    assert (gpu.device.used_bytes, gpu.device.free_bytes) == (150 * MIB, 874 * MIB)
+    gpu.free(first)
+    gpu.empty_cache()  # a segment of which a part is in use stays
+    assert (gpu.allocated, gpu.reserved, gpu.device.used_bytes) == (4 * MIB, 20 * MIB, 120 * MIB)
+    gpu.free(second)
     gpu.empty_cache()
     assert (gpu.reserved, gpu.device.used_bytes, gpu.device.free_bytes) == (0, 100 * MIB, 924 * MIB)
-    assert (gpu.peak_allocated, gpu.peak_reserved) == (30 * MIB, 30 * MIB)
+    assert (gpu.peak_allocated, gpu.peak_reserved) == (38 * MIB, 50 * MIB)
     gpu.device.other = 24 * MIB
     assert gpu.device.free_bytes == 900 * MIB
 
 
-def test_emptying_the_cache_keeps_segments_in_use():
+def test_the_smallest_block_that_fits_is_reused_on_its_own_stream():
     gpu = CachingAllocator(GIB)
-    first, second = gpu.malloc(4 * MIB), gpu.malloc(4 * MIB)
-    gpu.free(first)
-    gpu.empty_cache()
-    assert gpu.reserved == 20 * MIB
-    gpu.free(second)
-    gpu.empty_cache()
-    assert gpu.reserved == 0
-
-
-def test_the_smallest_block_that_fits_is_reused():
-    gpu = CachingAllocator(GIB)
-    blocks = [gpu.malloc(size * MIB) for size in (40, 20, 30)]
+    blocks = [gpu.malloc(size * MIB, stream=7) for size in (40, 20, 30)]
     addresses = [block.address for block in blocks]
     for block in blocks:
         gpu.free(block)
-    assert [gpu.malloc(size * MIB).address for size in (20, 29, 31)] == [addresses[i] for i in (1, 2, 0)]
-
-
-def test_a_block_is_reused_on_its_own_stream_only():
-    gpu = CachingAllocator(GIB)
-    gpu.free(gpu.malloc(20 * MIB, stream=7))
-    other = gpu.malloc(20 * MIB)
-    assert gpu.reserved == 40 * MIB
-    same = gpu.malloc(20 * MIB, stream=7)
-    assert gpu.reserved == 40 * MIB and same.address != other.address
-    assert [segment["stream"] for segment in gpu.snapshot()] == [7, 0]
+    assert gpu.malloc(20 * MIB).address not in addresses and gpu.reserved == 110 * MIB
+    assert [gpu.malloc(size * MIB, stream=7).address for size in (20, 29, 31)] == [addresses[i] for i in (1, 2, 0)]
+    assert [segment["stream"] for segment in gpu.snapshot()] == [7, 7, 7, 0]
     check_invariants(gpu)
 
 
@@ -226,7 +205,8 @@ def test_cached_segments_of_every_stream_and_pool_are_given_up_before_an_error()
     gpu = CachingAllocator(100 * MIB)
     for nbytes, stream in ((40 * MIB, 0), (30 * MIB, 1), (1000, 2)):
         gpu.free(gpu.malloc(nbytes, stream))
-    assert gpu.malloc(90 * MIB).size == 90 * MIB
+    held = gpu.malloc(90 * MIB)
+    assert held.size == 90 * MIB
     assert gpu.stats()["num_alloc_retries"] == 1 and gpu.stats()["num_ooms"] == 0
     with pytest.raises(OutOfMemory) as caught:
         gpu.malloc(11 * MIB)
@@ -235,16 +215,9 @@ def test_cached_segments_of_every_stream_and_pool_are_given_up_before_an_error()
     assert (error.used, error.allowed) == (90 * MIB, None)
     assert (error.allocated, error.reserved) == (90 * MIB, 90 * MIB)
     assert gpu.stats()["num_ooms"] == 1
+    gpu.free(held)  # work goes on after running out
+    assert gpu.malloc(95 * MIB).size == gpu.reserved == 96 * MIB
     check_invariants(gpu)
-
-
-def test_work_goes_on_after_running_out():
-    gpu = CachingAllocator(100 * MIB)
-    held = gpu.malloc(60 * MIB)
-    with pytest.raises(OutOfMemory):
-        gpu.malloc(60 * MIB)
-    gpu.free(held)
-    assert gpu.malloc(80 * MIB).size == gpu.reserved == 80 * MIB
 
 
 def test_the_fraction_limits_reserved_memory():
@@ -260,25 +233,21 @@ def test_the_fraction_limits_reserved_memory():
         with pytest.raises(ValueError, match="0~1"):
             gpu.device.set_fraction(wrong)
     assert gpu.device.fraction == 0.5
+    gpu.device.set_fraction(1.0)  # is no limit
+    assert (gpu.device.fraction, gpu.device.allowed) == (1.0, None)
 
 
-def test_no_bytes_cost_nothing():
+def test_no_bytes_cost_nothing_and_freeing_twice_is_an_error():
     gpu = CachingAllocator(GIB)
     nothing = gpu.malloc(0)
     assert (nothing.size, gpu.allocated, gpu.reserved, current(gpu, "allocation")) == (0, 0, 0, 0)
-    gpu.free(nothing)
-    with pytest.raises(ValueError, match="already been freed"):
-        gpu.free(nothing)
     with pytest.raises(ValueError, match="-1 bytes"):
         gpu.malloc(-1)
-
-
-def test_freeing_twice_is_an_error_and_changes_nothing():
-    gpu = CachingAllocator(GIB)
     block, neighbour = gpu.malloc(1000), gpu.malloc(1000)
-    gpu.free(block)
-    with pytest.raises(ValueError, match="already been freed"):
-        gpu.free(block)
+    for one in (nothing, block):
+        gpu.free(one)
+        with pytest.raises(ValueError, match="already been freed"):
+            gpu.free(one)
     assert gpu.allocated == neighbour.size
     check_invariants(gpu)
 
@@ -289,25 +258,29 @@ def test_impossible_gpus(capacity, context):
         CachingAllocator(capacity, context)
 
 
-def test_two_gpus_have_different_addresses_when_asked():
-    assert CachingAllocator(GIB, first_address=1 << 40).malloc(1).address == 1 << 40
-
-
 # ---- figures
 
 
-def test_peaks_start_again_from_the_present():
-    gpu = CachingAllocator(GIB)
+def test_peaks_and_accumulated_figures_start_again():
+    gpu = CachingAllocator(100 * MIB)
     large, small = gpu.malloc(40 * MIB), gpu.malloc(1000)
     gpu.free(large)
     gpu.malloc(20 * MIB)
     assert gpu.peak_allocated == 40 * MIB + 1024
     gpu.reset_peak_stats()
-    assert gpu.peak_allocated == gpu.allocated == current(gpu, "allocated_bytes") and small.size == 1024
-    assert gpu.peak_reserved == gpu.reserved
-    gpu.malloc(12 * MIB)
-    assert gpu.peak_allocated == gpu.allocated
-    check_invariants(gpu)
+    assert gpu.peak_allocated == gpu.allocated == 20 * MIB + 1024 and gpu.peak_reserved == gpu.reserved == 42 * MIB
+    kept = gpu.malloc(12 * MIB)
+    assert gpu.peak_allocated == gpu.allocated == 32 * MIB + 1024
+    with pytest.raises(OutOfMemory):
+        gpu.malloc(GIB)
+    gpu.reset_accumulated_stats()
+    gpu.free(kept)
+    gpu.free(small)
+    gpu.malloc(2000)
+    stats = gpu.stats()
+    assert stats["allocated_bytes"]["all"] == {
+        "current": 20 * MIB + 2048, "peak": 32 * MIB + 1024, "allocated": 2048, "freed": 12 * MIB + 1024}  # fmt: skip
+    assert (stats["num_ooms"], stats["num_alloc_retries"]) == (0, 0)
 
 
 def test_peaks_of_the_pools_need_not_come_together():
@@ -318,105 +291,29 @@ def test_peaks_of_the_pools_need_not_come_together():
     assert peaks == {"small_pool": MIB, "large_pool": 4 * MIB, "all": 4 * MIB}
 
 
-def test_accumulated_figures_start_again_from_zero():
-    gpu = CachingAllocator(100 * MIB)
-    kept = gpu.malloc(30 * MIB)
-    with pytest.raises(OutOfMemory):
-        gpu.malloc(GIB)
-    gpu.reset_accumulated_stats()
-    gpu.free(kept)
-    gpu.malloc(1000)
-    stats = gpu.stats()
-    allocated = stats["allocated_bytes"]["all"]
-    assert allocated == {"current": 1024, "peak": 30 * MIB, "allocated": 1024, "freed": 30 * MIB}
-    assert (stats["num_ooms"], stats["num_alloc_retries"]) == (0, 0)
-
-
-def test_torch_reads_the_statistics(monkeypatch):
-    memory = pytest.importorskip("torch").cuda.memory
-    gpu = as_measured()
-    gpu.free(gpu.malloc(3000))
-    monkeypatch.setattr(memory, "memory_stats_as_nested_dict", lambda device=None: gpu.stats())
-    flat = memory.memory_stats(0)
-    assert flat["allocated_bytes.all.current"] == gpu.allocated == KEPT
-    assert flat["inactive_split_bytes.large_pool.current"] == 14_483_456  # as on the H200
-    documented = ("allocation", "segment", "active", "requested_bytes", "oversize_allocations")
-    assert all(any(key.startswith(name + ".") for key in flat) for name in documented)
-    events = {"num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"}
-    assert events <= set(flat)
-    assert flat["max_split_size"] == -1
-    summary = memory.memory_summary(0)
-    assert "GPU reserved memory   |  22528 KiB |" in summary and "CUDA OOMs: 0 " in summary
-
-
-def test_torch_reads_the_snapshot():
-    viz = pytest.importorskip("torch.cuda._memory_viz")
-    gpu = as_measured()
-    text = viz.segsum({"segments": gpu.snapshot(device=2)})
-    assert "segments: 1" in text and "total_reserved: 20.0MiB" in text and "total_allocated: 6.2MiB" in text
-    (segment,) = gpu.snapshot(device=2)
-    assert (segment["device"], segment["segment_type"], segment["stream"]) == (2, "large", 0)
-    assert [block["state"] for block in segment["blocks"]] == ["inactive", "active_allocated", "inactive"]
-    assert [block["requested_size"] for block in segment["blocks"]] == [0, KEPT, 0]
-
-
-def test_observers_hear_everything_in_order():
+def test_observers_hear_everything_in_order_and_see_the_figures_after_it():
     gpu, heard = CachingAllocator(64 * MIB), []
-    gpu.observers.append(lambda *event: heard.append(event))
+    gpu.observers.append(lambda *event: heard.append((*event, gpu.allocated)))
     block = gpu.malloc(30 * MIB)
     address = block.address
     gpu.free(block)
     with pytest.raises(OutOfMemory):
         gpu.malloc(65 * MIB)
-    assert heard == [
-        ("segment_alloc", address, 30 * MIB),
-        ("alloc", address, 30 * MIB),
-        ("free", address, 30 * MIB),
-        ("segment_free", address, 30 * MIB),
-        ("oom", 0, 65 * MIB),
+    assert heard[1:] == [
+        ("alloc", address, 30 * MIB, 30 * MIB),
+        ("free", address, 30 * MIB, 0),
+        ("segment_free", address, 30 * MIB, 0),
+        ("oom", 0, 65 * MIB, 0),
     ]
+    assert heard[0][:3] == ("segment_alloc", address, 30 * MIB)
+    blocks = [gpu.malloc(1000) for _ in range(3)]
+    heard.clear()
+    for i in (0, 2, 1):  # with no neighbour to merge with, then with one, then with two
+        gpu.free(blocks[i])
+    assert [event[0] for event in heard] == ["free"] * 3 and [event[3] for event in heard] == [2048, 1024, 0]
 
 
-def test_an_observer_sees_the_figures_after_the_event():
-    gpu, seen = CachingAllocator(GIB), []
-    gpu.observers.append(lambda event, *_: seen.append((event, gpu.allocated)))
-    before, block, after = gpu.malloc(1000), gpu.malloc(1000), gpu.malloc(1000)
-    gpu.free(before)
-    gpu.free(after)
-    gpu.free(block)
-    allocated = [nbytes for event, nbytes in seen if event != "segment_alloc"]
-    assert allocated == [1024, 2048, 3072, 2048, 1024, 0]
-
-
-# ---- at any moment: random programs, finalizers, threads, Ctrl-C
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_invariants_hold_in_random_programs(seed):
-    rng = random.Random(seed)
-    gpu, live, ooms = CachingAllocator(128 * MIB), [], 0
-    for step in range(1500):
-        choice = rng.random()
-        if choice < 0.55:
-            nbytes = int(2 ** rng.uniform(0, rng.choice([12, 20, 23, 26])))
-            try:
-                live.append(gpu.malloc(nbytes, stream=rng.choice([0, 0, 0, 1])))
-            except OutOfMemory:
-                ooms += 1
-                free_half(gpu, live, rng)
-        elif choice < 0.99 and live:
-            gpu.free(live.pop(rng.randrange(len(live))))
-        else:
-            gpu.empty_cache()
-        assert gpu.allocated == sum(block.size for block in live)
-        if step % 25 == 0:
-            check_invariants(gpu)
-    assert ooms > 0 and gpu.stats()["num_ooms"] == ooms
-    for block in live:
-        gpu.free(block)
-    gpu.empty_cache()
-    assert (gpu.allocated, gpu.reserved, gpu.snapshot()) == (0, 0, [])
-    check_invariants(gpu)
+# ---- at any moment: finalizers, threads, Ctrl-C (random programs are in test_allocator_options.py)
 
 
 OUTER = {"malloc", "free", "exclusive", "_drain"}  # here the lock is taken and released
@@ -456,6 +353,18 @@ def interrupted_at(moment, action, interrupt, seen):
     return done
 
 
+def was_interrupted(moment, action, seen):
+    """As interrupted_at, by Ctrl-C."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    try:
+        return interrupted_at(moment, action, interrupt, seen)
+    except KeyboardInterrupt:
+        return True
+
+
 # What every allocation and every free runs through, and what one does that needs new memory: tests that interrupt at
 # every moment check that they came there.
 ALLOCATING = {"_allocate"}
@@ -472,11 +381,11 @@ def busy_gpu():
     return gpu, held
 
 
-@pytest.mark.parametrize("nbytes", [100, 2000, 70 * MIB])
+@pytest.mark.parametrize("nbytes", [2000, 70 * MIB])
 def test_a_finalizer_may_free_in_the_middle_of_a_malloc(nbytes):
     moment, found, seen = 0, True, set()
     while found:
-        moment += 1 if nbytes < MIB else 5
+        moment += 1 if nbytes < MIB else 11
         gpu, held = busy_gpu()
         left = sum(block.size for block in held[1:])
         found = interrupted_at(
@@ -485,23 +394,6 @@ def test_a_finalizer_may_free_in_the_middle_of_a_malloc(nbytes):
         if found:
             assert gpu.allocated == left + held[-1].size
             check_invariants(gpu)
-    assert seen >= ALLOCATING | (TAKING if nbytes > MIB else set())
-
-
-@pytest.mark.parametrize("nbytes", [100, 2000, 70 * MIB])
-def test_ctrl_c_in_the_middle_of_a_malloc_leaves_the_books_in_order(nbytes):
-    moment, found, seen = 0, True, set()
-    while found:
-        moment += 1 if nbytes < MIB else 5
-        gpu, held = busy_gpu()
-        before = gpu.allocated
-        found = was_interrupted(moment, lambda g=gpu: g.malloc(nbytes), seen)
-        check_invariants(gpu)
-        if found:
-            assert gpu.allocated in (before, before + -(-nbytes // 512) * 512)
-        for block in held:
-            gpu.free(block)
-        check_invariants(gpu)
     assert seen >= ALLOCATING | (TAKING if nbytes > MIB else set())
 
 
@@ -518,16 +410,6 @@ def test_ctrl_c_in_the_middle_of_a_free_still_frees():
     assert seen >= FREEING
 
 
-def was_interrupted(moment, action, seen):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    try:
-        return interrupted_at(moment, action, interrupt, seen)
-    except KeyboardInterrupt:
-        return True
-
-
 def test_allocating_in_the_middle_of_a_malloc_is_refused_not_a_deadlock():
     gpu = CachingAllocator(GIB)
     gpu.observers.append(lambda *_: gpu.malloc(1))
@@ -536,15 +418,6 @@ def test_allocating_in_the_middle_of_a_malloc_is_refused_not_a_deadlock():
     gpu.observers.clear()
     check_invariants(gpu)
     assert gpu.malloc(1000).size == gpu.allocated == 1024
-
-
-def test_a_free_from_the_same_thread_while_the_allocator_is_busy_waits_its_turn():
-    gpu = CachingAllocator(GIB)
-    held = [gpu.malloc(1000) for _ in range(3)]
-    gpu.observers.append(lambda event, *_: gpu.free(held.pop()) if event == "alloc" and held else None)
-    kept = [gpu.malloc(5000) for _ in range(4)]
-    assert not held and gpu.allocated == sum(block.size for block in kept)
-    check_invariants(gpu)
 
 
 class Owner:
@@ -565,7 +438,7 @@ def test_threads_with_finalizers_leave_nothing_behind():
         rng = random.Random(seed)
         try:
             mine = []
-            for _ in range(600):
+            for _ in range(300):
                 Owner(gpu, rng.randrange(1, 100_000))
                 mine.append(gpu.malloc(rng.randrange(1, 3 * MIB), stream=seed % 2))
                 if rng.random() < 0.5:
@@ -585,7 +458,7 @@ def test_threads_with_finalizers_leave_nothing_behind():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=300)
         assert not any(thread.is_alive() for thread in threads), "deadlock"
     finally:
         gc.set_threshold(*thresholds)

@@ -11,11 +11,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.reference.networks import GPT, Recurrent, TokenEncoder
 from nets import PyramidNet, unfused_transformer
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize, rnn
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet
 from virtual_gpus import virtual_gpus
 
@@ -43,80 +43,23 @@ def same(one, other):
     torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), atol=0, rtol=0, equal_nan=True)
 
 
-def gradients_beside_parameters(model):
-    found = [p for p in model.parameters() if p.grad is not None]
-    return bool(found) and all(p.grad.device == p.device for p in found)
+def gradients_of(*models):
+    """The gradients of all parameters, each of them beside its parameter."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    assert parameters and all(p.grad.device == p.device for p in parameters)
+    return [parameter.grad for parameter in parameters]
 
 
 # ---- training steps ------------------------------------------------------------------------------------------------
 
 
-class GPTBlock(nn.Module):
-    def __init__(self, hidden, heads):
-        super().__init__()
-        self.heads = heads
-        self.n1, self.n2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x):
-        batch, length, hidden = x.shape
-        shape = (batch, length, self.heads, hidden // self.heads)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in self.qkv(self.n1(x)).split(hidden, 2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.down(F.gelu(self.up(self.n2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, words=50, hidden=24, layers=2, heads=3, length=12):
-        super().__init__()
-        self.token, self.place = nn.Embedding(words, hidden), nn.Embedding(length, hidden)
-        self.blocks = nn.Sequential(*(GPTBlock(hidden, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, words, bias=False)
-
-    def forward(self, tokens):
-        x = self.token(tokens) + self.place(torch.arange(tokens.size(1), device=tokens.device))
-        return self.head(self.norm(self.blocks(x)))
-
-
-class Words(nn.Module):
-    def __init__(self, kind, words=40, hidden=16):
-        super().__init__()
-        self.words = nn.Embedding(words, hidden)
-        self.rnn = kind(hidden, hidden, 2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(2 * hidden, words)
-
-    def forward(self, x):
-        return self.head(self.rnn(self.words(x))[0])
-
-
-def mlp():
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 20), nn.Tanh(), nn.Linear(20, 7))
-
-
 def norms():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(8, 8, 3, groups=2, stride=2),
-        nn.GroupNorm(2, 8),
-        nn.ConvTranspose2d(8, 4, 2),
-        nn.InstanceNorm2d(4, affine=True),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.LazyLinear(12),
-        nn.LayerNorm(12),
-        nn.RMSNorm(12),
-        nn.GELU(),
-        nn.Linear(12, 7),
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(8, 8, 3, groups=2, stride=2), nn.GroupNorm(2, 8)),
+        *(nn.ConvTranspose2d(8, 4, 2), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.LazyLinear(12), nn.LayerNorm(12), nn.RMSNorm(12), nn.GELU(), nn.Linear(12, 7)),
     )
-
-
-def encoder():
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    return nn.Sequential(nn.Embedding(40, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 40))
 
 
 def images():
@@ -128,17 +71,13 @@ def tokens():
 
 
 CASES = {
-    "mlp": (mlp, images),
     "norms": (norms, images),
-    "resnet18": (lambda: resnet.resnet18(num_classes=7), images),
-    "resnet34": (lambda: resnet.resnet34(num_classes=7), images),
+    "resnet": (lambda: resnet.ResNet(resnet.BasicBlock, [1] * 4, num_classes=7), images),
     "pyramidnet": (lambda: PyramidNet(14, 12, classes=7), images),
     "unfused attention": (lambda: unfused_transformer(40, 16, 2, 2, 9), tokens),
-    "gpt": (GPT, tokens),
-    "lstm": (lambda: Words(nn.LSTM), tokens),
-    "gru": (lambda: Words(nn.GRU), tokens),
-    "rnn": (lambda: Words(nn.RNN), tokens),
-    "encoder": (encoder, tokens),
+    "gpt": (lambda: GPT(0.0, words=40, hidden=24, layers=2, heads=3, length=12), tokens),
+    "lstm": (lambda: Recurrent(nn.LSTM, 40, 16, 16), tokens),
+    "encoder": (lambda: TokenEncoder(0.0, 40, 16, 2, 2, 9), tokens),
 }
 
 
@@ -160,8 +99,7 @@ def train(case, device, steps=3):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert gradients_beside_parameters(model)
-    return losses, [p.grad for p in model.parameters()], model.state_dict(), out
+    return losses, [*gradients_of(model), *model.state_dict().values(), out]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -170,26 +108,204 @@ def test_training_equals_the_cpu_s_bit_for_bit(gpus, case):
     assert found[0] == expected[0] and len(set(found[0])) > 1
     assert all(map(math.isfinite, found[0]))
     for one, other in zip(found[1], expected[1], strict=True):
+        assert one.device == gpus[1]
         same(one, other)
-    assert {t.device for t in [*found[1], *found[2].values(), found[3]]} == {gpus[1]}
-    assert found[2].keys() == expected[2].keys()
-    for name, value in found[2].items():
-        same(value, expected[2][name])
     assert torch.cuda.memory_allocated(0) == torch.cuda.memory_allocated(2) == 0
 
 
-def test_evaluation_of_batch_norm(gpus):
-    torch.manual_seed(0)
-    model = PyramidNet(8, 6, classes=7)
-    model(images()[0])
-    model.eval()
+# ---- programs whose results lie on their device and equal the CPU's ------------------------------------------------
+
+PROGRAMS = {}
+
+
+def program(function):
+    """A function of a device that returns tensors."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+@program
+def evaluation_of_batch_norm(device):
+    net = PyramidNet(8, 6, classes=7)
+    net(images()[0])
+    net.eval().to(device)
     with torch.inference_mode():
-        expected, found = model(images()[0]), copy.deepcopy(model).to(gpus[2])(images()[0].to(gpus[2]))
-    assert found.device == gpus[2] and found.is_inference()
-    same(found, expected)
+        out = net(images()[0].to(device))
+    assert out.is_inference()
+    return [out]
 
 
-# ---- model parallelism by hand -------------------------------------------------------------------------------------
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        assert gradient.device == x.device
+        return 3 * x**2 * gradient + torch.zeros(x.shape, device=x.device)
+
+
+@program
+def custom_function_and_its_second_derivative(device):
+    x = draw(4).to(device).requires_grad_()
+    (first,) = torch.autograd.grad(Cube.apply(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    return [first, second]
+
+
+@program
+def in_place_operators_and_views(device):
+    x = draw(4, 5).to(device).requires_grad_()
+    y = x * 1
+    y[:, 1:3].mul_(2)
+    y.t()[0].add_(1)
+    y[y > 0] = 0.5
+    y[[0, 2]] -= 1
+    z = y.unfold(1, 2, 2).permute(1, 0, 2).reshape(-1)
+    (z.square().sum() + y.as_strided((3,), (2,)).sum()).backward()
+    return [y, x.grad]
+
+
+@program
+def per_sample_gradients(device):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(net, weights, (x,)).square().sum()
+
+    return list(torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, draw(5, 4).to(device)).values())
+
+
+@program
+def an_encoder_packs_what_is_padded(device):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2).eval().to(device)
+    mask = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
+    x = draw(3, 5, 8).to(device)
+    before = torch.cuda.memory_allocated(1)
+    with torch.no_grad():
+        found = net(x, src_key_padding_mask=mask.to(device))
+    assert not found[1, 2:].any()
+    assert device == "cpu" or torch.cuda.memory_allocated(1) == before + 512
+    return [found]
+
+
+@program
+def forward_mode(device):
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(draw(3), torch.ones(3)).to(device)
+        return list(forward_ad.unpack_dual(x**2))
+
+
+@program
+def integer_operators(device):
+    x = whole(100, 40).to(device)
+    values, counts = x.unique(return_counts=True)
+    return [values, counts, x.bincount(), x.sort().indices, x // 3, x % 7, x << 1, x.cumsum(0), x.nonzero(),
+            F.one_hot(x % 5), x.topk(3).values, torch.searchsorted(values, x)]  # fmt: skip
+
+
+@program
+def complex_numbers(device):
+    z = torch.complex(draw(8), draw(8, seed=2)).to(device).requires_grad_()
+    spectrum = torch.fft.ifft(torch.fft.fft(z) * z.conj())
+    loss = spectrum.abs().square().sum() + torch.view_as_real(z).sum() + z.imag.prod()
+    loss.backward()
+    return [loss, z.grad, z.grad.conj(), z.grad.imag, z.conj().imag]
+
+
+@program
+def linear_algebra(device):
+    a = draw(4, 4).to(device).requires_grad_()
+    b = a @ a.mT + torch.eye(4, device=device)
+    results = [torch.linalg.inv(b), torch.linalg.cholesky(b), torch.linalg.det(b), torch.linalg.svdvals(b),
+               torch.linalg.solve(b, a), torch.einsum("ij,kj->ik", a, b), torch.linalg.eigvalsh(b)]  # fmt: skip
+    sum(r.sum() for r in results).backward()
+    return [*results, a.grad]
+
+
+@program
+def sparse_matrices(device):
+    x = torch.sparse_coo_tensor(torch.tensor([[0, 1, 1], [2, 0, 2]]), torch.tensor([3.0, 4.0, 5.0]), (2, 3))
+    rows, dense = x.to_dense().to_sparse_csr().to(device), draw(3, 2).to(device)
+    x = x.to(device)
+    assert x.is_sparse
+    products = [torch.sparse.mm(x, dense), rows @ dense]
+    return [x._values(), x._indices(), x.coalesce().values(), x.to_dense(), rows.values(), *products]
+
+
+@program
+def sparse_embeddings(device):
+    weights = []
+    for make, options in (
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SparseAdam, {}),
+        (torch.optim.Adagrad, {}),
+    ):
+        table = nn.Embedding(20, 4, sparse=True).to(device)
+        optimizer = make(list(table.parameters()), lr=0.1, **options)
+        for seed in range(3):
+            optimizer.zero_grad()
+            table(whole(20, 6, seed=seed).to(device)).square().sum().backward()
+            assert table.weight.grad.is_sparse and table.weight.grad.device == table.weight.device
+            optimizer.step()
+        weights.append(table.weight)
+    return weights
+
+
+@program
+def embedding_bags(device):
+    results = []
+    for mode in ("sum", "mean", "max"):
+        bag = nn.EmbeddingBag(20, 4, mode=mode).to(device)
+        out = bag(whole(20, 7).to(device), torch.tensor([0, 3, 3], device=device))
+        out.square().sum().backward()
+        results += [out, bag.weight.grad]
+    return results
+
+
+@program
+def recurrent_cells(device):
+    results = []
+    for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
+        cell, state = kind(3, 4).to(device), None
+        for step in draw(5, 2, 3).to(device):
+            state = cell(step, state)
+        state = state[0] if kind is nn.LSTMCell else state
+        state.sum().backward()
+        results += [state, *gradients_of(cell)]
+    return results
+
+
+@program
+def parametrized_weights(device):
+    results = []
+    for wrap in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal):
+        net = wrap(nn.Linear(4, 4)).to(device)
+        out = net(draw(2, 4).to(device))
+        out.sum().backward()
+        gradients = gradients_of(net)
+        parametrize.remove_parametrizations(net, "weight")
+        results += [out, net.weight, *gradients]
+    return results
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
+    torch.manual_seed(0)
+    found = PROGRAMS[name](gpus[1])
+    torch.manual_seed(0)
+    for one, other in zip(found, PROGRAMS[name]("cpu"), strict=True):
+        assert one.device == gpus[1]
+        same(one, other)
+
+
+# ---- autograd across devices ---------------------------------------------------------------------------------------
 
 
 class TwoGPUs(nn.Module):
@@ -207,30 +323,24 @@ class TwoGPUs(nn.Module):
         return self.back(y.to(self.second)).to(self.first) + y[:, :3]
 
 
-@pytest.mark.parametrize("double", [False, True])
-def test_model_parallelism_by_hand(gpus, double):
+def test_model_parallelism_by_hand(gpus):
     def run(first, second):
         model, x = TwoGPUs(first, second), draw(5, 6).requires_grad_()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        for _ in range(3):
+        for _ in range(2):
             optimizer.zero_grad()
             loss = model(x).square().mean()
-            if double:  # a gradient penalty: the graph of the backward pass crosses the GPUs as well
-                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                assert slope.device.type == "cpu"
-                loss = loss + slope.square().sum().to(loss.device)
-            loss.backward()
+            # A gradient penalty: the graph of the backward pass crosses the GPUs as well.
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            assert slope.device.type == "cpu"
+            (loss + slope.square().sum().to(loss.device)).backward()
             optimizer.step()
-        return model, loss, x.grad
+        assert x.grad.device.type == "cpu"
+        assert {p.device for p in model.back.parameters()} == {torch.device(second)}
+        return [loss, x.grad, *model.parameters(), *gradients_of(model)]
 
-    (one, loss_one, grad_one), (other, loss_other, grad_other) = run("cpu", "cpu"), run(*gpus[1:])
-    same(loss_one, loss_other)
-    same(grad_one, grad_other)
-    assert grad_other.device.type == "cpu" and gradients_beside_parameters(other)
-    assert {p.device for p in other.back.parameters()} == {gpus[2]}
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
-        same(a, b)
-        same(a.grad, b.grad)
+    for one, other in zip(run("cpu", "cpu"), run(*gpus[1:]), strict=True):
+        same(one, other)
 
 
 def test_every_gradient_comes_back_to_where_its_tensor_is(gpus):
@@ -247,34 +357,6 @@ def test_every_gradient_comes_back_to_where_its_tensor_is(gpus):
         same(leaf.grad, torch.full((3,), number + 1.0))
 
 
-# ---- autograd ------------------------------------------------------------------------------------------------------
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        assert gradient.device == x.device
-        return 3 * x**2 * gradient + torch.zeros(x.shape, device=x.device)
-
-
-def test_custom_autograd_function_and_its_second_derivative(gpus):
-    def run(device):
-        x = draw(4).to(device).requires_grad_()
-        (first,) = torch.autograd.grad(Cube.apply(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        return first, second
-
-    for one, other in zip(run(gpus[2]), run("cpu"), strict=True):
-        assert one.device == gpus[2]
-        same(one, other)
-
-
 class Halves(torch.autograd.Function):
     """Two results, of which a program may use only one."""
 
@@ -287,11 +369,28 @@ class Halves(torch.autograd.Function):
         return torch.cat([first, second]) + torch.zeros(1, device=second.device)
 
 
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_result_that_nobody_uses_has_a_gradient_of_zeros_on_the_gpu(gpus, used):
+@pytest.mark.parametrize("used, expected", [(0, [3, 3, 0, 0]), (1, [0, 0, 3, 3])])
+def test_a_result_that_nobody_uses_has_a_gradient_of_zeros_on_the_gpu(gpus, used, expected):
     x = draw(4).to(gpus[2]).requires_grad_()
     (Halves.apply(x)[used] * 3).sum().backward()
-    assert x.grad.device == gpus[2] and x.grad.tolist() == ([3, 3, 0, 0], [0, 0, 3, 3])[used]
+    assert x.grad.device == gpus[2] and x.grad.tolist() == expected
+
+
+class Seen(torch.autograd.Function):
+    """Notes where its backward pass runs."""
+
+    places, gradients = [], []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        device = torch.ones(1, device="cuda").device
+        Seen.places.append((device, torch.cuda.current_stream(device)))
+        Seen.gradients.append(gradient.device)
+        return gradient
 
 
 class NoGradient(torch.autograd.Function):
@@ -307,39 +406,12 @@ class NoGradient(torch.autograd.Function):
 
 
 def test_zeros_for_a_function_are_where_its_result_was(gpus):
-    seen = []
-
-    class Pass(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(gradient)
-            return gradient
-
+    Seen.gradients.clear()
     x, on_cpu = draw(3).to(gpus[2]).requires_grad_(), draw(3).requires_grad_()
     for source in (x, on_cpu):
-        NoGradient.apply(Pass.apply(source)).sum().backward()
-    assert [gradient.device for gradient in (*seen, x.grad, on_cpu.grad)] == [gpus[2], on_cpu.device] * 2
-    assert not x.grad.any() and not on_cpu.grad.any()
-
-
-class Seen(torch.autograd.Function):
-    """Notes where its backward pass runs."""
-
-    places = []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        device = torch.ones(1, device="cuda").device
-        Seen.places.append((device, torch.cuda.current_stream(device)))
-        return gradient
+        NoGradient.apply(Seen.apply(source)).sum().backward()
+        assert not source.grad.any()
+    assert [*Seen.gradients, x.grad.device, on_cpu.grad.device] == [gpus[2], on_cpu.device] * 2
 
 
 def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpus):
@@ -374,7 +446,6 @@ def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpu
 def test_gradients_of_zeros_are_on_the_gpu_as_well(gpus):
     """PyTorch makes them in C++, where a virtual GPU's tensor looks like the CPU's."""
     x, on_cpu = draw(3).to(gpus[2]).requires_grad_(), draw(3).requires_grad_()
-
     for _ in range(2):  # the second pass adds to the first one's
         torch.copysign(x.detach(), x).sum().backward()
         torch.copysign(on_cpu.detach(), on_cpu).sum().backward()
@@ -386,114 +457,22 @@ def test_gradients_of_zeros_are_on_the_gpu_as_well(gpus):
         on_cpu.grad + x
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(gpus, reentrant):
-    def run(device, keep):
-        torch.manual_seed(0)
-        layers = [nn.Linear(5, 5).to(device) for _ in range(3)]
-        x = draw(2, 5).to(device).requires_grad_()
-        y = x
-        for layer in layers:
-            y = layer(y).tanh() if keep else checkpoint(lambda v, m=layer: m(v).tanh(), y, use_reentrant=reentrant)
-        y.sum().backward()
-        return [x.grad, *(p.grad for layer in layers for p in layer.parameters())]
-
-    for one, other in zip(run(gpus[1], False), run("cpu", True), strict=True):
-        assert one.device == gpus[1]
-        same(one, other)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_draws_the_same_dropout_again(gpus, reentrant):
-    x = torch.ones(1000, device=gpus[1], requires_grad=True)
-    y = checkpoint(lambda v: F.dropout(v, 0.5), x, use_reentrant=reentrant)
-    y.sum().backward()
-    same(x.grad, y)  # both are twice the mask: of the forward pass, and of its second run in the backward pass
-
-
-def test_saved_tensors_on_cpu(gpus):
-    def run(device, offload):
-        x = draw(6).to(device).requires_grad_()
-        with torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad():
-            y = (x.exp() * x.sin()).sum()
-        y.backward()
-        return x.grad
-
-    same(run(gpus[1], True), run("cpu", False))
-
-
-def test_module_hooks_see_gpu_tensors(gpus):
-    model, seen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).to(gpus[1]), []
-    model[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].device))
-    model[0].register_forward_hook(lambda m, args, out: out * 2)
-    model[1].register_full_backward_hook(lambda m, into, out: seen.extend([into[0].device, out[0].device]))
-    model(draw(2, 3).to(gpus[1])).sum().backward()
-    assert seen == [gpus[1]] * 3
-
-
-def test_in_place_operators_and_views_share_memory_on_the_gpu(gpus):
-    def run(device):
-        x = draw(4, 5).to(device).requires_grad_()
-        y = x * 1
-        y[:, 1:3].mul_(2)
-        y.t()[0].add_(1)
-        y[y > 0] = 0.5
-        y[[0, 2]] -= 1
-        z = y.unfold(1, 2, 2).permute(1, 0, 2).reshape(-1)
-        (z.square().sum() + y.as_strided((3,), (2,)).sum()).backward()
-        return y, x.grad
-
-    for one, other in zip(run(gpus[1]), run("cpu"), strict=True):
-        same(one, other)
-    x = torch.zeros(4, device=gpus[1])
-    assert x[1:].data_ptr() == x.data_ptr() + 4 and x.view(2, 2).device == gpus[1]
-    before = torch.cuda.memory_allocated(1)
-    views = [x[1:], x.view(2, 2), x.expand(3, 4), x.detach(), x.data]
-    assert torch.cuda.memory_allocated(1) == before and {v.device for v in views} == {gpus[1]}
-
-
 def test_gradients_of_another_device_are_refused_as_pytorch_does(gpus):
-    parameter = nn.Parameter(torch.ones(3, device=gpus[1]))
-    for elsewhere in ("cpu", gpus[0]):
+    parameter, on_cpu = nn.Parameter(torch.ones(3, device=gpus[1])), nn.Parameter(torch.ones(3))
+    for target, place in ((parameter, "cpu"), (parameter, gpus[0]), (on_cpu, gpus[1])):
         with pytest.raises(RuntimeError, match="assigned grad has data located on a different device"):
-            parameter.grad = torch.ones(3, device=elsewhere)
+            target.grad = torch.ones(3, device=place)
     parameter.grad = torch.ones(3, device=gpus[1])
     assert parameter.grad.device == gpus[1]
     parameter.grad = None
-    on_cpu = nn.Parameter(torch.ones(3))
-    with pytest.raises(RuntimeError, match="assigned grad has data located on a different device"):
-        on_cpu.grad = torch.ones(3, device=gpus[1])
-
-
-def test_a_start_gradient_of_another_device_is_refused(gpus):
-    y = torch.ones(3, device=gpus[1], requires_grad=True) * 2
-    message = "invalid gradient at index 0 - expected device cuda:1 but got cpu"
-    with pytest.raises(RuntimeError, match=message):
-        y.backward(torch.ones(3))
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.grad([y], [y], [torch.ones(3)])
+    y = parameter * 2
+    for start in (lambda g: y.backward(g), lambda g: torch.autograd.grad([y], [y], [g])):
+        with pytest.raises(RuntimeError, match="invalid gradient at index 0 - expected device cuda:1 but got cpu"):
+            start(torch.ones(3))
     y.sum().backward(torch.tensor(3.0))  # a number may come from the CPU
 
 
 # ---- torch.func ----------------------------------------------------------------------------------------------------
-
-
-def per_sample_gradients(device):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
-    weights = {name: p.detach() for name, p in net.named_parameters()}
-
-    def loss(weights, x):
-        return torch.func.functional_call(net, weights, (x,)).square().sum()
-
-    return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, draw(5, 4).to(device))
-
-
-def test_per_sample_gradients(gpus):
-    expected, found = per_sample_gradients("cpu"), per_sample_gradients(gpus[2])
-    assert {g.device for g in found.values()} == {gpus[2]}
-    for name, gradient in found.items():
-        same(gradient, expected[name])
 
 
 def device_inside(x):
@@ -504,14 +483,12 @@ FUNCTIONAL = {
     "vmap": lambda x, d: torch.vmap(lambda row: (row.to(d) * 2).sum())(x),
     "vmap asks for the device": lambda x, d: torch.vmap(device_inside)(x.to(d)),
     "vmap, another dimension": lambda x, d: torch.vmap(lambda c: c.to(d).cumsum(0), in_dims=1, out_dims=1)(x),
-    "grad": lambda x, d: torch.func.grad(lambda v: (v.to(d) ** 3).sum())(x),
     "grad of grad": lambda x, d: torch.func.grad(
         lambda v: torch.func.grad(lambda w: (w.to(d) ** 3).sum())(v).square().sum()
     )(x),
     "vmap of grad": lambda x, d: torch.vmap(torch.func.grad(lambda v: (v.to(d) ** 3).sum()))(x),
     "jacrev": lambda x, d: torch.func.jacrev(lambda v: v.to(d).exp())(x[0]),
     "jacfwd": lambda x, d: torch.func.jacfwd(lambda v: v.to(d).exp())(x[0]),
-    "hessian": lambda x, d: torch.func.hessian(lambda v: v.to(d).exp().sum())(x[0]),
     "jvp": lambda x, d: torch.func.jvp(lambda v: v.to(d) ** 2, (x,), (torch.ones_like(x),))[1],
     "vmap of a loss": lambda x, d: torch.vmap(
         lambda row: nn.functional.cross_entropy(row.to(d), torch.ones((), device=d).long())
@@ -523,7 +500,7 @@ FUNCTIONAL = {
     "vjp": lambda x, d: torch.func.vjp(lambda v: v.to(d) ** 2, x)[1](torch.ones_like(x).to(d))[0],
     "autograd.functional": lambda x, d: torch.autograd.functional.jacobian(lambda v: v.to(d) ** 2, x[0]),
 }
-STAYS_ON_THE_CPU = ("grad", "grad of grad", "vmap of grad", "vjp")
+STAYS_ON_THE_CPU = ("grad of grad", "vmap of grad", "vjp")
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
@@ -537,102 +514,37 @@ def test_function_transforms(gpus, name):
     same(found, expected)
 
 
-def test_transformer_encoder_packs_what_is_padded(gpus):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    net, x = nn.TransformerEncoder(layer, 2).eval(), draw(3, 5, 8)
-    mask = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
-    with torch.no_grad():
-        expected = net(x, src_key_padding_mask=mask)
-        net.to(gpus[1])
-        before = torch.cuda.memory_allocated(1)
-        found = net(x.to(gpus[1]), src_key_padding_mask=mask.to(gpus[1]))
-    assert found.device == gpus[1] and not found[1, 2:].any()
-    same(found, expected)
-    del found
-    assert torch.cuda.memory_allocated(1) == before
-
-
-def test_forward_mode_across_devices(gpus):
-    from torch.autograd import forward_ad
-
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(draw(3), torch.ones(3)).to(gpus[1])
-        value, tangent = forward_ad.unpack_dual(x**2)
-        assert value.device == tangent.device == gpus[1]
-        same(tangent, 2 * draw(3))
-
-
 # ---- dtypes and layouts --------------------------------------------------------------------------------------------
 
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-          torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16]  # fmt: skip
+
+def test_dtypes_go_there_and_back(gpus):
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn):
+        x = (draw(3, 4) * 5).abs().to(dtype)
+        there = x.to(gpus[1])
+        assert there.dtype == dtype and there.device == gpus[1]
+        same(there.to(gpus[0]), x)
+        assert torch.zeros(2, dtype=dtype, device=gpus[2]).element_size() == dtype.itemsize
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_go_there_and_back(gpus, dtype):
-    x = (draw(3, 4) * 5).abs().to(dtype)
-    there = x.to(gpus[1])
-    assert there.dtype == dtype and there.device == gpus[1]
-    same(there.to(gpus[0]), x)
-    assert there.to("cpu", torch.float32).dtype == torch.float32 or dtype.is_complex
-    assert torch.zeros(2, dtype=dtype, device=gpus[2]).element_size() == dtype.itemsize
-
-
-def test_integer_operators(gpus):
-    def run(device):
-        x = whole(100, 40).to(device)
-        values, counts = x.unique(return_counts=True)
-        return [values, counts, x.bincount(), x.sort().indices, x // 3, x % 7, x << 1, x.cumsum(0), x.nonzero(),
-                F.one_hot(x % 5), x.topk(3).values, torch.searchsorted(values, x)]  # fmt: skip
-
-    for one, other in zip(run(gpus[1]), run("cpu"), strict=True):
-        assert one.device == gpus[1]
-        same(one, other)
-
-
-def test_complex_numbers(gpus):
-    def run(device):
-        z = torch.complex(draw(8), draw(8, seed=2)).to(device).requires_grad_()
-        spectrum = torch.fft.ifft(torch.fft.fft(z) * z.conj())
-        loss = spectrum.abs().square().sum() + torch.view_as_real(z).sum() + z.imag.prod()
-        loss.backward()
-        return loss, z.grad, z.grad.conj(), z.grad.imag, z.conj().imag
-
-    for one, other in zip(run(gpus[1]), run("cpu"), strict=True):
-        assert one.device == gpus[1]
-        same(one, other)
-    z = torch.complex(draw(3), draw(3, seed=2))
-    for view in (z.conj(), z.conj().imag, z.imag, z.real):
-        same(view.to(gpus[0]), view)
-        same(view.to(gpus[0]).to(gpus[1]).to("cpu"), view)
-
-
-def test_linear_algebra(gpus):
-    def run(device):
-        a = draw(4, 4).to(device).requires_grad_()
-        b = a @ a.mT + torch.eye(4, device=device)
-        results = [torch.linalg.inv(b), torch.linalg.cholesky(b), torch.linalg.det(b), torch.linalg.svdvals(b),
-                   torch.linalg.solve(b, a), torch.einsum("ij,kj->ik", a, b), torch.linalg.eigvalsh(b)]  # fmt: skip
-        sum(r.sum() for r in results).backward()
-        return [*results, a.grad]
-
-    for one, other in zip(run(gpus[1]), run("cpu"), strict=True):
-        assert one.device == gpus[1]
-        same(one, other)
-
-
-def test_memory_formats(gpus):
+def test_views_keep_their_strides_and_share_memory(gpus):
     x = draw(2, 3, 4, 5).to(memory_format=torch.channels_last)
     there = x.to(gpus[1])
     assert there.is_contiguous(memory_format=torch.channels_last) and there.stride() == x.stride()
     assert there.contiguous().is_contiguous()
     back = there.contiguous().to("cpu", memory_format=torch.channels_last)
     assert back.is_contiguous(memory_format=torch.channels_last)
-    model = nn.Conv2d(3, 2, 3).to(gpus[1], memory_format=torch.channels_last)
-    assert model.weight.is_contiguous(memory_format=torch.channels_last) and model.weight.device == gpus[1]
-    assert draw(3, 4).t().to(gpus[1]).stride() == draw(3, 4).t().stride()
-    same(draw(3, 4).t()[1:].to(gpus[1]), draw(3, 4).t()[1:])
+    weight = nn.Conv2d(3, 2, 3).to(gpus[1], memory_format=torch.channels_last).weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) and weight.device == gpus[1]
+    z = torch.complex(draw(3), draw(3, seed=2))
+    for view in (draw(3, 4).t()[1:], z.conj(), z.conj().imag, z.imag, z.real):
+        same(view.to(gpus[0]), view)
+        same(view.to(gpus[0]).to(gpus[1]).to("cpu"), view)
+    assert draw(3, 4).t().to(gpus[1]).stride() == (1, 4)
+    x = torch.zeros(4, device=gpus[1])
+    before = torch.cuda.memory_allocated(1)
+    views = [x[1:], x.view(2, 2), x.expand(3, 4), x.detach(), x.data]
+    assert torch.cuda.memory_allocated(1) == before and {v.device for v in views} == {gpus[1]}
+    assert [v.data_ptr() - x.data_ptr() for v in views] == [4, 0, 0, 0, 0]
 
 
 def test_tensor_subclasses_stay_what_they_are(gpus):
@@ -646,117 +558,17 @@ def test_tensor_subclasses_stay_what_they_are(gpus):
     assert type(nn.Parameter(draw(3)).to(gpus[1])) is torch.Tensor
 
 
-# ---- sparse --------------------------------------------------------------------------------------------------------
-
-
-def test_sparse_tensors(gpus):
-    x = torch.sparse_coo_tensor(torch.tensor([[0, 1, 1], [2, 0, 2]]), torch.tensor([3.0, 4.0, 5.0]), (2, 3))
-    there = x.to(gpus[1])
-    assert there.device == there._values().device == there._indices().device == gpus[1] and there.is_sparse
-    pairs = [
-        (there.to_dense(), x.to_dense()),
-        (torch.sparse.mm(there, draw(3, 2).to(gpus[1])), torch.sparse.mm(x, draw(3, 2))),
-        (there.coalesce().values(), x.coalesce().values()),
-    ]
-    for one, other in pairs:
-        assert one.device == gpus[1]
-        same(one, other)
-    made = torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 2), device=gpus[2])
-    assert made.device == gpus[2] and made.to(gpus[0]).device == gpus[0]
-    rows = x.to_dense().to_sparse_csr()
-    assert rows.to(gpus[1]).device == rows.to(gpus[1]).values().device == gpus[1]
-    same((rows.to(gpus[1]) @ draw(3, 2).to(gpus[1])), rows @ draw(3, 2))
-    with pytest.raises(RuntimeError):
-        there @ draw(3, 2)
-
-
-def sparse_embedding(device, make):
-    torch.manual_seed(0)
-    table = nn.Embedding(20, 4, sparse=True).to(device)
-    optimizer = make(table.parameters())
-    for seed in range(3):
-        optimizer.zero_grad()
-        table(whole(20, 6, seed=seed).to(device)).square().sum().backward()
-        assert table.weight.grad.is_sparse and table.weight.grad.device == table.weight.device
-        optimizer.step()
-    return table.weight
-
-
-SPARSE_OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "SparseAdam": lambda p: torch.optim.SparseAdam(list(p), lr=0.1),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-}
-
-
-@pytest.mark.parametrize("name", SPARSE_OPTIMIZERS)
-def test_sparse_embeddings(gpus, name):
-    make = SPARSE_OPTIMIZERS[name]
-    same(sparse_embedding(gpus[1], make), sparse_embedding("cpu", make))
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_embedding_bags(gpus, mode):
-    def run(device):
-        torch.manual_seed(0)
-        bag = nn.EmbeddingBag(20, 4, mode=mode).to(device)
-        out = bag(whole(20, 7).to(device), torch.tensor([0, 3, 3], device=device))
-        out.square().sum().backward()
-        return out, bag.weight.grad
-
-    for one, other in zip(run(gpus[1]), run("cpu"), strict=True):
-        assert one.device == gpus[1]
-        same(one, other)
-
-
-# ---- recurrent nets ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("sorted_by_length", [True, False])
-def test_packed_sequences(gpus, kind, sorted_by_length):
-    lengths = torch.tensor([5, 3, 1] if sorted_by_length else [3, 5, 1])
-
-    def run(device):
-        torch.manual_seed(0)
-        net, x = kind(4, 6, 2, batch_first=True).to(device), draw(3, 5, 4).to(device).requires_grad_()
-        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=sorted_by_length)
-        assert packed.data.device == x.device and packed.batch_sizes.device.type == "cpu"
-        assert packed.is_cuda == x.is_cuda
-        out, lengths_again = rnn.pad_packed_sequence(net(packed)[0], batch_first=True)
-        assert lengths_again.tolist() == lengths.tolist()
-        out.square().sum().backward()
-        return [out, x.grad, *(p.grad for p in net.parameters())]
-
-    for one, other in zip(run(gpus[1]), run("cpu"), strict=True):
-        assert one.device == gpus[1]
-        same(one, other)
-
-
-def test_packed_sequences_move_as_a_whole(gpus):
+def test_packed_sequences_and_sparse_tensors_move_as_a_whole(gpus):
     packed = rnn.pack_sequence([draw(3, 2), draw(1, 2)])
     there = packed.to(gpus[1])
     assert there.data.device == gpus[1] and there.batch_sizes.device.type == "cpu"
     assert packed.cuda(2).data.device == gpus[2] and there.cpu().data.device.type == "cpu"
     with pytest.raises(RuntimeError, match="should be a 1D CPU int64 tensor, but got 1D cuda:1 Long tensor"):
         rnn.pack_padded_sequence(draw(1, 2, 2).to(gpus[1]), torch.tensor([2], device=gpus[1]), batch_first=True)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_cells(gpus, kind):
-    def run(device):
-        torch.manual_seed(0)
-        cell, x, state = kind(3, 4).to(device), draw(5, 2, 3).to(device), None
-        for step in x:
-            state = cell(step, state)
-        state = state if isinstance(state, torch.Tensor) else state[0]
-        state.sum().backward()
-        return [state, *(p.grad for p in cell.parameters())]
-
-    for one, other in zip(run(gpus[2]), run("cpu"), strict=True):
-        assert one.device == gpus[2]
-        same(one, other)
+    sparse = torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 3), device=gpus[2])
+    assert sparse.device == gpus[2] and sparse.to(gpus[0]).device == gpus[0]
+    with pytest.raises(RuntimeError):
+        sparse @ draw(3, 2)
 
 
 # ---- copies, saving, loading ---------------------------------------------------------------------------------------
@@ -771,9 +583,7 @@ def test_deepcopy(gpus):
     for one, other in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
         assert one.device == gpus[1] and one.data_ptr() != other.data_ptr()
         same(one, other)
-    with torch.no_grad():
-        twin[0].weight.zero_()
-    assert model[0].weight.abs().sum() > 0
+    assert copy.deepcopy(torch.zeros(2)).device.type == "cpu"
     shared = torch.zeros(4, device=gpus[1])
     one, other = copy.deepcopy([shared, shared[1:]])
     one.fill_(3)
@@ -781,35 +591,23 @@ def test_deepcopy(gpus):
 
 
 def test_state_dicts_cross_devices(gpus):
-    source, target = nn.BatchNorm1d(3).to(gpus[1]), nn.BatchNorm1d(3).to(gpus[2])
-    source(draw(8, 3).to(gpus[1]))
-    target.load_state_dict(source.state_dict())
-    assert {t.device for t in target.state_dict().values()} == {gpus[2]}
-    same(target.running_mean, source.running_mean)
+    source = nn.BatchNorm1d(3).to(gpus[1])
+    source(draw(8, 3).to(gpus[1])).sum().backward()
+    adam = torch.optim.Adam(source.parameters())
+    adam.step()
+    for device in (gpus[2], torch.device("cpu")):
+        target = nn.BatchNorm1d(3).to(device)
+        target.load_state_dict(source.state_dict())
+        assert {t.device for t in target.state_dict().values()} == {device}
+        same(target.running_mean, source.running_mean)
+        other = torch.optim.Adam(target.parameters())
+        other.load_state_dict(adam.state_dict())
+        for here, there in zip(other.state.values(), adam.state.values(), strict=True):
+            assert here["exp_avg"].device == device and here["step"].device.type == "cpu"
+            same(here["exp_avg"], there["exp_avg"])
     replaced = nn.BatchNorm1d(3)
     replaced.load_state_dict(source.state_dict(), assign=True)
     assert replaced.running_mean.device == gpus[1]
-    on_cpu = nn.BatchNorm1d(3)
-    on_cpu.load_state_dict(source.state_dict())
-    assert on_cpu.running_mean.device.type == "cpu"
-
-
-def test_optimizer_states_cross_devices(gpus):
-    def make(device):
-        torch.manual_seed(0)
-        net = nn.Linear(3, 2).to(device)
-        return net, torch.optim.Adam(net.parameters())
-
-    (net, one), (_, other), (_, third) = make(gpus[1]), make(gpus[2]), make("cpu")
-    net(draw(4, 3).to(gpus[1])).sum().backward()
-    one.step()
-    for optimizer, device in ((other, gpus[2]), (third, torch.device("cpu"))):
-        optimizer.load_state_dict(one.state_dict())
-        states = list(optimizer.state.values())
-        assert len(states) == 2 and {s["exp_avg"].device for s in states} == {device}
-        assert {s["step"].device.type for s in states} == {"cpu"}
-        for here, there in zip(states, one.state.values(), strict=True):
-            same(here["exp_avg"], there["exp_avg"])
 
 
 def saved(thing):
@@ -839,41 +637,27 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("name", MAPS)
-def test_load_with_every_kind_of_map_location(gpus, name, weights_only):
+def test_load_with_every_kind_of_map_location(gpus, name):
     where, expected = MAPS[name]
     x = draw(4).to(gpus[1])
     file = saved({"x": x, "view": x[1:], "p": nn.Parameter(x * 2), "n": 3})
     torch.cuda.set_device(2)
-    before = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
-    back = load(file, map_location=where, weights_only=weights_only)
-    torch.cuda.set_device(0)
-    assert str(back["x"].device) == str(back["view"].device) == str(back["p"].device) == expected
-    assert isinstance(back["p"], nn.Parameter) and back["n"] == 3
-    same(back["x"], x)
-    same(back["p"], x * 2)
-    back["x"].zero_()
-    assert back["view"].tolist() == [0, 0, 0]  # still one storage
-    grown = [torch.cuda.memory_allocated(gpu) - start for gpu, start in zip(gpus, before, strict=True)]
-    assert grown == [1024 if str(gpu) == expected else 0 for gpu in gpus]
-
-
-def test_load_what_was_saved_on_the_cpu(gpus):
-    file = saved(draw(3))
-    assert load(file).device.type == "cpu"
-    there = load(file, map_location="cuda:1")
-    assert there.device == gpus[1]
-    same(there, draw(3))
-
-
-def test_load_of_a_gpu_that_is_not_there(gpus):
-    file = saved(torch.ones(2, device=gpus[2]))
-    with virtual_gpus(1):
-        message = "Attempting to deserialize object on CUDA device 2 but torch.cuda.device_count\\(\\) is 1"
-        with pytest.raises(RuntimeError, match=message):
-            load(file)
-        assert load(file, map_location="cuda").device == torch.device("cuda", 0)
+    for weights_only in (True, False):
+        before = [torch.cuda.memory_allocated(gpu) for gpu in gpus]
+        back = load(file, map_location=where, weights_only=weights_only)
+        assert str(back["x"].device) == str(back["view"].device) == str(back["p"].device) == expected
+        assert isinstance(back["p"], nn.Parameter) and back["n"] == 3
+        same(back["x"], x)
+        same(back["p"], x * 2)
+        back["x"].zero_()
+        assert back["view"].tolist() == [0, 0, 0]  # still one storage
+        grown = [torch.cuda.memory_allocated(gpu) - start for gpu, start in zip(gpus, before, strict=True)]
+        assert grown == [1024 if str(gpu) == expected else 0 for gpu in gpus]
+        del back
+    from_cpu = saved(draw(3))
+    assert load(from_cpu).device.type == "cpu"
+    assert load(from_cpu, map_location="cuda:1").device == gpus[1]
 
 
 def test_files_outlive_the_virtual_gpus(tmp_path):
@@ -886,8 +670,34 @@ def test_files_outlive_the_virtual_gpus(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
             torch.load(path)
+    with virtual_gpus(1):
+        message = "Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count\\(\\) is 1"
+        with pytest.raises(RuntimeError, match=message):
+            torch.load(path)
+        assert torch.load(path, map_location="cuda")["x"].device == torch.device("cuda", 0)
     with virtual_gpus(2):
         assert str(torch.load(path)["x"].device) == "cuda:1"
+
+
+def test_other_formats_of_files(gpus, tmp_path):
+    path = tmp_path / "x.pt"
+    x = draw(5).to(gpus[1])
+    torch.save({"x": x, "view": x[2:]}, path, _use_new_zipfile_serialization=False)
+    back = torch.load(path, map_location="cuda:2")
+    assert back["x"].device == back["view"].device == gpus[2]
+    same(back["view"], x[2:])
+    torch.save({"x": x}, path)
+    back = torch.load(path, map_location="cpu", mmap=True)
+    assert back["x"].device.type == "cpu"
+    same(back["x"], x)
+    sparse, turned = draw(3, 3).relu().to_sparse(), torch.complex(draw(2), draw(2)).conj()
+    back = load(saved({"s": sparse.to(gpus[1]), "c": turned.to(gpus[1])}), map_location="cuda:2")
+    assert back["s"].device == back["c"].device == gpus[2]
+    same(back["s"].to_dense(), sparse.to_dense())
+    same(back["c"], turned)
+
+
+# ---- inference mode, lists of tensors, clipping ---------------------------------------------------------------------
 
 
 def test_inference_mode_counts_the_memory_of_every_part(gpus):
@@ -907,13 +717,6 @@ def test_inference_mode_counts_the_memory_of_every_part(gpus):
     assert one.is_inference() and one.device == gpus[1] and peak == peak_without_gradients > 0
 
 
-def test_type_as_moves(gpus):
-    x = draw(3)
-    assert x.type_as(torch.ones(1, device=gpus[1])).device == gpus[1]
-    back = x.to(gpus[1]).type_as(torch.ones(1, dtype=torch.float64))
-    assert back.device.type == "cpu" and back.dtype == torch.float64
-
-
 def test_lists_of_tensors_must_match_place_by_place(gpus):
     here, there = ([torch.ones(2, device=gpu), torch.ones(3, device=gpu)] for gpu in gpus[:2])
     for other in (there, [torch.ones(2), torch.ones(3)]):
@@ -923,47 +726,6 @@ def test_lists_of_tensors_must_match_place_by_place(gpus):
     assert [t.device for t in torch._foreach_mul(mixed, [there[0].to(gpus[0]), there[1]])] == gpus[:2]
     torch._foreach_copy_(here, there)
     assert [t.device for t in here] == [gpus[0]] * 2
-
-
-def test_old_format_and_memory_mapped_files(gpus, tmp_path):
-    path = tmp_path / "x.pt"
-    x = draw(5).to(gpus[1])
-    torch.save({"x": x, "view": x[2:]}, path, _use_new_zipfile_serialization=False)
-    back = torch.load(path, map_location="cuda:2")
-    assert back["x"].device == back["view"].device == gpus[2]
-    same(back["view"], x[2:])
-    torch.save({"x": x}, path)
-    back = torch.load(path, map_location="cpu", mmap=True)
-    assert back["x"].device.type == "cpu"
-    same(back["x"], x)
-
-
-def test_sparse_and_complex_tensors_are_saved(gpus):
-    x = draw(3, 3).relu().to_sparse().to(gpus[1])
-    back = load(saved({"s": x, "c": torch.complex(draw(2), draw(2)).to(gpus[1]).conj()}), map_location="cuda:2")
-    assert back["s"].device == back["c"].device == gpus[2]
-    same(back["s"].to_dense(), x.to_dense())
-    same(back["c"], torch.complex(draw(2), draw(2)).conj())
-
-
-# ---- data ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_data_loader_with_workers_and_pinned_memory(gpus, workers):
-    x, y = draw(10, 3), whole(5, 10)
-    loader = DataLoader(TensorDataset(x, y), 4, num_workers=workers, pin_memory=True)
-    seen = []
-    for a, b in loader:
-        assert a.is_pinned() and b.is_pinned() and a.device.type == "cpu"
-        there = a.to(gpus[1], non_blocking=True)
-        assert there.device == gpus[1] and not there.is_pinned()
-        seen.append(there)
-    assert [len(part) for part in seen] == [4, 4, 2]
-    same(torch.cat(seen), x)
-
-
-# ---- torch.nn.utils ------------------------------------------------------------------------------------------------
 
 
 def with_gradients(places):
@@ -981,51 +743,22 @@ PLACES = {"one GPU": ["cuda:1"] * 4, "two GPUs": ["cuda:1", "cuda:2", "cuda:1", 
 @pytest.mark.parametrize("places", PLACES)
 def test_clipping(gpus, places, foreach):
     expected, found = with_gradients(["cpu"] * 4), with_gradients(PLACES[places])
-    norms = [nn.utils.clip_grad_norm_(p, 1.5, foreach=foreach if p is found else False) for p in (expected, found)]
-    assert norms[1].device == gpus[1]
-    torch.testing.assert_close(norms[1].cpu(), norms[0])
+    wanted = nn.utils.clip_grad_norm_(expected, 1.5, foreach=False)
+    norm = nn.utils.clip_grad_norm_(found, 1.5, foreach=foreach)
+    assert norm.device == gpus[1]
+    torch.testing.assert_close(norm.cpu(), wanted)
     for one, other in zip(found, expected, strict=True):
         assert one.grad.device == one.device
         torch.testing.assert_close(one.grad.cpu(), other.grad)
-    for parameters in (expected, found):
-        nn.utils.clip_grad_value_(parameters, 0.1, foreach=foreach if parameters is found else False)
+    nn.utils.clip_grad_value_(found, 0.1, foreach=foreach)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.grad.cpu(), other.grad)
-        assert one.grad.abs().max() <= 0.1
-
-
-def test_parameters_to_vector_and_back(gpus):
-    one, two = with_gradients(PLACES["one GPU"]), with_gradients(PLACES["two GPUs"])
-    vector = nn.utils.parameters_to_vector(one)
-    assert vector.device == gpus[1]
-    nn.utils.vector_to_parameters(vector * 2, one)
-    same(one[0], draw(3, 4, seed=0) * 2)
-    with pytest.raises(TypeError, match="Found two parameters on different devices"):
-        nn.utils.parameters_to_vector(two)
-
-
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
-def test_parametrizations(gpus, name):
-    def run(device):
-        torch.manual_seed(0)
-        net = getattr(parametrizations, name)(nn.Linear(4, 4)).to(device)
-        out = net(draw(2, 4).to(device))
-        out.sum().backward()
-        assert gradients_beside_parameters(net)
-        gradients = [p.grad for p in net.parameters()]
-        parametrize.remove_parametrizations(net, "weight")
-        return [out, net.weight, *gradients]
-
-    for one, other in zip(run(gpus[1]), run("cpu"), strict=True):
-        assert one.device == gpus[1]
-        same(one, other)
+        torch.testing.assert_close(one.grad.cpu(), other.grad.clamp(-0.1, 0.1))
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
 
 
 def test_dropout_drops_what_it_should(gpus):
-    torch.manual_seed(0)
     x = torch.ones(100, 1000, device=gpus[1], requires_grad=True)
     y = F.dropout(x, 0.3)
     kept = (y != 0).float().mean().item()
@@ -1052,14 +785,10 @@ DRAWS = {
     "dropout": lambda d: F.dropout(torch.ones(50, device=d), 0.5),
     "alpha_dropout": lambda d: F.alpha_dropout(torch.ones(50, device=d), 0.5, True),
     "rrelu": lambda d: F.rrelu(-torch.ones(50, device=d), training=True),
-    "gumbel_softmax": lambda d: F.gumbel_softmax(torch.zeros(5, device=d)),
     "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(
         torch.arange(400.0, device=d).view(1, 1, 20, 20), 2, output_size=5
     ),
-    "normal distribution": lambda d: torch.distributions.Normal(torch.zeros(5, device=d), 1).sample(),
-    "categorical": lambda d: torch.distributions.Categorical(torch.ones(50, device=d)).sample((9,)),
     "gamma": lambda d: torch.distributions.Gamma(torch.ones(5, device=d), 1).sample(),
-    "init": lambda d: nn.init.xavier_uniform_(torch.empty(3, 3, device=d)),
     "lstm dropout": lambda d: nn.LSTM(4, 4, 2, dropout=0.5, device=d)(torch.ones(2, 2, 4, device=d))[0],
     "attention": lambda d: F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4, device=d), dropout_p=0.5),
 }
@@ -1086,20 +815,15 @@ def test_every_draw_follows_the_gpu_s_own_seed(gpus, name):
     assert not torch.equal(make(gpus[1]), first)
 
 
-def test_states_of_the_generators(gpus):
-    state = torch.cuda.get_rng_state(1)
-    first, other = torch.rand(4, device=gpus[1]), torch.rand(4, device=gpus[2])
-    torch.cuda.set_rng_state(state, 1)
-    same(torch.rand(4, device=gpus[1]), first)
-    assert not torch.equal(torch.rand(4, device=gpus[2]), other)
+def test_states_of_all_generators(gpus):
     states = torch.cuda.get_rng_state_all()
+    assert len(states) == 3 and {s.device.type for s in states} == {"cpu"}
     before = [torch.rand(2, device=gpu) for gpu in gpus]
     torch.cuda.set_rng_state_all(states)
     for gpu, value in zip(gpus, before, strict=True):
         same(torch.rand(2, device=gpu), value)
     torch.cuda.manual_seed_all(9)
     assert torch.cuda.initial_seed() == 9
-    assert len(states) == 3 and {s.device.type for s in states} == {"cpu"}
 
 
 def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus, tmp_path):
@@ -1149,21 +873,18 @@ def test_fork_rng(gpus):
 def test_generators_of_one_s_own(gpus):
     make = torch.Generator(device="cuda:1").manual_seed(3)
     assert make.device == gpus[1] and isinstance(make, torch.Generator)
+    assert torch.Generator("cuda").device == gpus[0] and torch.Generator().device.type == "cpu"
     default = torch.cuda.get_rng_state(1)
-    one = (
-        torch.rand(4, device=gpus[1], generator=make),
-        torch.empty(4, device=gpus[1]).normal_(generator=make),
-    )
+    one = torch.rand(4, device=gpus[1], generator=make), torch.empty(4, device=gpus[1]).normal_(generator=make)
     assert torch.equal(torch.cuda.get_rng_state(1), default)
     make.manual_seed(3)
     same(torch.rand(4, device=gpus[1], generator=make), one[0])
     same(torch.empty(4, device=gpus[1]).normal_(generator=make), one[1])
-    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
-        torch.rand(4, device=gpus[1], generator=torch.Generator())
-    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
-        torch.empty(4, device=gpus[1]).normal_(generator=torch.Generator())
-    with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'cuda'"):
-        torch.rand(4, generator=make)
-    with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'cuda'"):
-        torch.empty(4).normal_(generator=make)
-    assert torch.Generator("cuda").device == gpus[0] and torch.Generator().device.type == "cpu"
+    for device, wrong, message in (
+        (gpus[1], torch.Generator(), "Expected a 'cuda' device type for generator but found 'cpu'"),
+        ("cpu", make, "Expected a 'cpu' device type for generator but found 'cuda'"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.rand(4, device=device, generator=wrong)
+        with pytest.raises(RuntimeError, match=message):
+            torch.empty(4, device=device).normal_(generator=wrong)

@@ -19,72 +19,51 @@ def gpus():
 ONE = torch.device("cuda", 1)
 MAKERS = {
     "to a name": lambda: torch.ones(3).to("cuda:1"),
-    "to a device": lambda: torch.ones(3).to(ONE),
     "to a number": lambda: torch.ones(3).to(1),
     "to with dtype": lambda: torch.ones(3).to("cuda:1", torch.float64),
     "to by keyword": lambda: torch.ones(3).to(device="cuda:1", dtype=torch.int8, non_blocking=True),
     "to another tensor": lambda: torch.ones(3).to(torch.empty(1, device=ONE)),
     "cuda": lambda: torch.ones(3).cuda(1),
-    "cuda by keyword": lambda: torch.ones(3).cuda(device="cuda:1"),
     "from GPU to GPU": lambda: torch.ones(3, device="cuda:2").to(ONE),
     "zeros": lambda: torch.zeros(3, device=ONE),
-    "ones": lambda: torch.ones(3, device="cuda:1"),
     "full": lambda: torch.full((3,), 7.0, device=1),
     "empty": lambda: torch.empty(3, device=ONE),
     "empty_strided": lambda: torch.empty_strided((3, 2), (1, 3), device=ONE),
-    "eye": lambda: torch.eye(3, device=ONE),
     "arange": lambda: torch.arange(3, device=ONE),
-    "linspace": lambda: torch.linspace(0, 1, 3, device=ONE),
     "rand": lambda: torch.rand(3, device=ONE),
-    "randn": lambda: torch.randn(3, device=ONE),
-    "randint": lambda: torch.randint(0, 9, (3,), device=ONE),
     "randperm": lambda: torch.randperm(3, device=ONE),
-    "normal": lambda: torch.normal(0.0, 1.0, (3,), device=ONE),
+    "type_as": lambda: torch.ones(3).type_as(torch.ones(1, device=ONE)),
     "tensor": lambda: torch.tensor([1.0, 2.0, 3.0], device=ONE),
     "as_tensor": lambda: torch.as_tensor(np.arange(3), device=ONE),
     "asarray": lambda: torch.asarray([1, 2, 3], device=ONE),
     "scalar_tensor": lambda: torch.scalar_tensor(3.0, device=ONE),
     "sparse_coo_tensor": lambda: torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), device=ONE, check_invariants=True),
-    "zeros_like elsewhere": lambda: torch.zeros_like(torch.ones(3), device=ONE),
     "zeros_like": lambda: torch.zeros_like(torch.ones(3, device=ONE)),
     "rand_like": lambda: torch.rand_like(torch.ones(3, device=ONE)),
     "new_zeros": lambda: torch.ones(3, device=ONE).new_zeros(5),
-    "new_ones": lambda: torch.ones(3, device=ONE).new_ones((3, 4)),
     "new_full": lambda: torch.ones(3, device=ONE).new_full((2,), 1.0),
-    "new_empty": lambda: torch.ones(3, device=ONE).new_empty(2),
     "new_tensor": lambda: torch.ones(3, device=ONE).new_tensor([1, 2]),
     "new_zeros elsewhere": lambda: torch.ones(3).new_zeros(5, device=ONE),
     "operator": lambda: torch.ones(3, device=ONE) * 2 + 1,
-    "view": lambda: torch.ones(4, device=ONE).view(2, 2)[0],
-    "comparison": lambda: torch.ones(3, device=ONE) > 0,
     "one_hot": lambda: nn.functional.one_hot(torch.tensor([0, 2], device=ONE)),
     "deepcopy": lambda: copy.deepcopy(torch.ones(3, device=ONE)),
-    "detach": lambda: torch.ones(3, device=ONE, requires_grad=True).detach(),
     "data": lambda: torch.ones(3, device=ONE, requires_grad=True).data,
     "nonzero": lambda: torch.ones(3, device=ONE).nonzero(),
-    "sort": lambda: torch.ones(3, device=ONE).sort().indices,
     "indexed by a CPU index": lambda: torch.ones(3, device=ONE)[torch.tensor([0, 1])],
     "masked by a CPU mask": lambda: torch.ones(3, device=ONE)[torch.tensor([True, False, True])],
     "rank of an empty matrix": lambda: torch.linalg.matrix_rank(torch.ones(2, 0, 0, device=ONE)),
     "new of sizes": lambda: torch.ones(3, device=ONE).new(2, 3),
-    "new of a size": lambda: torch.ones(3, device=ONE).new(torch.Size([2, 3])),
     "new of numbers": lambda: torch.ones(3, device=ONE).new([0, 1]),
     "new of a tensor": lambda: torch.ones(3, device=ONE).new(torch.ones(2, device=ONE)),
     "new elsewhere": lambda: torch.ones(3).to(ONE).new(2, device=ONE),
     "pinned new_tensor": lambda: torch.ones(3, device=ONE).new_tensor([1.0], pin_memory=True),
     "tensor of a tensor": lambda: torch.tensor(torch.ones(3, device=ONE)),
     "asarray by name": lambda: torch.asarray(obj=[1.0], device=ONE),
-    "complex": lambda: torch.ones(3, dtype=torch.complex64, device=ONE).conj(),
-    "to_sparse": lambda: torch.eye(3, device=ONE).to_sparse(),
     "to_sparse_csr": lambda: torch.eye(3, device=ONE).to_sparse_csr(),
-    "parameter": lambda: nn.Parameter(torch.ones(3, device=ONE)),
     "module parameter": lambda: nn.Linear(2, 3, device=ONE).weight,
     "module to": lambda: nn.Linear(2, 3).to(ONE).weight,
-    "module cuda": lambda: nn.Linear(2, 3).cuda(1).weight,
     "lazy module": lambda: initialized(nn.LazyConv1d(3, 1).cuda(1)).weight,
-    "lazy module on the GPU": lambda: initialized(nn.LazyConv1d(3, 1, device=ONE)).weight,
     "lazy buffer": lambda: initialized(nn.LazyBatchNorm1d().to(ONE)).running_mean,
-    "module buffer": lambda: nn.BatchNorm1d(3).to(ONE).running_mean,
 }
 
 
@@ -113,6 +92,7 @@ def test_lands_on_the_named_gpu(name):
         lambda: torch.ones(3, device=ONE).to(torch.ones(1)),
         lambda: torch.ones(3, device=ONE).new_zeros(3, device="cpu"),
         lambda: torch.zeros_like(torch.ones(3, device=ONE), device="cpu"),
+        lambda: torch.ones(3, device=ONE).type_as(torch.ones(1, dtype=torch.float64)),
         lambda: torch.tensor([1.0]),
         lambda: torch.as_tensor(torch.ones(3, device=ONE), device="cpu"),
         lambda: nn.Linear(2, 2).to(ONE).cpu().weight,
@@ -150,15 +130,10 @@ def test_to_returns_the_tensor_itself_when_nothing_changes():
     assert x.to(ONE) is x and x.cuda(1) is x and x.to("cuda:1", torch.float32) is x
     assert x.to(ONE, copy=True) is not x
     y = torch.ones(3)
-    assert y.to("cpu") is y and y.cpu() is y
-
-
-def test_module_to_works_in_place_and_tensor_to_does_not():
-    net, x = nn.Linear(2, 2), torch.ones(2)
+    assert y.to("cpu") is y and y.cpu() is y and y.to(ONE) is not y and y.device.type == "cpu"
+    net = nn.Linear(2, 2)
     weight = net.weight
     assert net.to(ONE) is net and net.weight is weight and weight.device == ONE
-    x.to(ONE)
-    assert x.device.type == "cpu"
 
 
 def test_values_survive_the_journey():
@@ -166,16 +141,6 @@ def test_values_survive_the_journey():
     there = x.to("cuda:0").to("cuda:2")
     assert torch.equal(there.cpu(), x) and there.stride() == x.contiguous().stride()
     assert torch.equal(x.t().cuda().cpu(), x.t())
-
-
-def test_gradient_comes_back_to_the_source():
-    x = torch.ones(3, requires_grad=True)
-    on0 = x.to("cuda:0")
-    on0.retain_grad()
-    on1 = (on0 * 2).to("cuda:1", torch.float64)
-    on1.sum().backward()
-    assert on0.grad.device == torch.device("cuda", 0) and on0.grad.dtype == torch.float32
-    assert x.grad.device.type == "cpu" and x.grad.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_current_device():
@@ -209,15 +174,14 @@ def test_default_device():
 
 
 def test_queries():
-    assert torch.cuda.is_available() and torch.cuda.device_count() == 3
-    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 3
+    assert torch.cuda.is_available() and torch.accelerator.is_available()
+    assert torch.cuda.device_count() == torch.accelerator.device_count() == 3
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     card = torch.cuda.get_device_properties(1)
     assert (card.name, card.total_memory, card.major) == ("NVIDIA H200", 2**30, 9)
     assert torch.cuda.get_device_name(2) == "NVIDIA H200" and torch.cuda.get_device_capability() == (9, 0)
     assert torch.cuda.can_device_access_peer(0, 1) and torch.cuda.is_bf16_supported()
-    assert torch.cuda.get_arch_list() == ["sm_90"]
-    assert torch.get_device_module() is torch.cuda
+    assert torch.cuda.get_arch_list() == ["sm_90"] and torch.get_device_module() is torch.cuda
     torch.cuda.synchronize(2)
     torch.accelerator.synchronize()
 
@@ -246,40 +210,6 @@ def test_streams_and_events_are_objects_that_work():
     assert start.elapsed_time(end) <= 0.0 <= end.elapsed_time(start)
     assert torch.cuda.Stream.priority_range() == (0, -3)
     assert [torch.cuda.Stream(priority=p).priority for p in (5, 0, -1, -9)] == [0, 0, -1, -3]
-
-
-def test_random_numbers_are_per_gpu_and_leave_the_cpu_alone():
-    torch.manual_seed(7)
-    expected_cpu = torch.rand(4)
-    torch.manual_seed(7)
-    first = torch.rand(4, device="cuda:0")
-    assert torch.equal(torch.rand(4), expected_cpu)
-    torch.manual_seed(7)
-    assert torch.equal(torch.rand(4, device="cuda:0"), first)
-    torch.cuda.manual_seed_all(1)
-    state = torch.cuda.get_rng_state(1)
-    a = torch.randn(3, device="cuda:1")
-    torch.cuda.set_rng_state(state, 1)
-    assert torch.equal(torch.randn(3, device="cuda:1"), a)
-    with torch.random.fork_rng(devices=[1]):
-        torch.randn(3, device="cuda:1")
-    generator = torch.Generator(device="cuda:1").manual_seed(5)
-    assert generator.device == ONE and isinstance(generator, torch.Generator)
-    b = torch.randn(3, device="cuda:1", generator=generator)
-    assert torch.equal(b, torch.randn(3, device="cuda:1", generator=torch.Generator("cuda:1").manual_seed(5)))
-    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
-        torch.randn(3, device="cuda:1", generator=torch.Generator())
-    with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'cuda'"):
-        torch.randn(3, generator=generator)
-
-
-def test_operators_without_a_generator_argument_draw_from_the_gpu_too():
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    first = torch.rand_like(torch.empty(5, device=ONE))
-    second = torch.rand_like(torch.empty(5, device=ONE))
-    assert not torch.equal(first, second) and torch.equal(torch.rand(2), expected)
 
 
 def test_pinned_memory():

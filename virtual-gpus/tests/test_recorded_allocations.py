@@ -5,7 +5,7 @@ never matter. So placement differs from the H200's, and with it the unsplit tail
 that count as allocated. Everything else must agree to the byte at every event.
 """
 
-from itertools import pairwise
+from bisect import bisect
 
 import pytest
 from benchmarks.reference import measure
@@ -20,71 +20,52 @@ def rounded(nbytes):
     return -(-nbytes // 512) * 512
 
 
-def events_of(case):
-    """[(bytes or -bytes, address)]: requests and the moments at which blocks were really free again."""
-    signs = {"alloc": 1, "free_completed": -1}
-    return [(signs[what] * nbytes, address) for what, nbytes, address in RECORDED[case] if what in signs]
-
-
 def in_use_before(events):
     """Address -> bytes of the blocks that are freed without having been allocated."""
     made, before = set(), {}
-    for nbytes, address in events:
-        if nbytes > 0:
+    for what, nbytes, address in events:
+        if what == "alloc":
             made.add(address)
         elif address in made:
             made.remove(address)
         else:
-            before[address] = -nbytes
+            before[address] = nbytes
     return before
 
 
-def replay(case, after_event):
-    """Run the recording on a fresh allocator. After each event `after_event(gpu, blocks in use, bytes recorded)`."""
-    gpu, events = CachingAllocator(150_109_880_320), events_of(case)
-    live = {address: gpu.malloc(nbytes) for address, nbytes in in_use_before(events).items()}
-    recorded = sum(rounded(nbytes) for nbytes in in_use_before(events).values())
-    for nbytes, address in events:
-        if nbytes > 0:
-            assert address not in live
-            live[address] = gpu.malloc(nbytes)
-            recorded += rounded(nbytes)
+@pytest.mark.parametrize("case", RECORDED)
+def test_a_step_replays_as_on_the_h200(case):
+    gpu = CachingAllocator(150_109_880_320)
+    live, taken, recorded, tails, worst = {}, [], 0, 0, 0  # taken: where blocks begin and end, in order
+
+    def allocate(nbytes, address):
+        nonlocal recorded, tails
+        assert address not in live
+        live[address] = block = gpu.malloc(nbytes)
+        tail = block.size - rounded(nbytes)
+        assert tail == 0 or 0 < tail <= MIB < nbytes
+        recorded, tails = recorded + rounded(nbytes), tails + tail
+        place = bisect(taken, block.address)
+        assert place % 2 == 0 and bisect(taken, block.address + block.size - 1) == place, "blocks overlap"
+        taken[place:place] = [block.address, block.address + block.size]
+
+    events = [event for event in RECORDED[case] if event[0] in ("alloc", "free_completed")]
+    assert len(events) > 70
+    for address, nbytes in in_use_before(events).items():
+        allocate(nbytes, address)
+    for what, nbytes, address in events:
+        if what == "alloc":
+            allocate(nbytes, address)
         else:
-            gpu.free(live.pop(address))
-            recorded -= rounded(-nbytes)
-        after_event(gpu, live.values(), recorded)
-    return gpu
-
-
-@pytest.mark.parametrize("case", RECORDED)
-def test_allocated_is_exact_after_every_event(case):
-    seen = []
-
-    def check(gpu, blocks, recorded):
-        tails = [block.size - rounded(block.requested) for block in blocks]
-        assert gpu.allocated == recorded + sum(tails)
-        assert all(0 <= tail <= MIB for tail in tails)
-        assert not any(block.size > rounded(block.requested) for block in blocks if block.requested <= MIB)
-        seen.append(sum(tails))
-
-    replay(case, check)
-    assert len(seen) == len(events_of(case)) > 70
-    assert max(seen) <= 0.02 * STEPS[case]["memory"][1]["peak_allocated"]
-
-
-@pytest.mark.parametrize("case", RECORDED)
-def test_blocks_never_overlap(case):
-    def check(gpu, blocks, recorded):
-        spans = sorted((block.address, block.address + block.size) for block in blocks)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-
-    replay(case, check)
-
-
-@pytest.mark.parametrize("case", RECORDED)
-def test_a_step_climbs_as_high_as_on_the_h200(case):
-    """From the end of the step to its peak: the same but for tails, in which the H200's own steps differ too."""
-    gpu = replay(case, lambda *_: None)
+            block = live.pop(address)
+            recorded, tails = recorded - rounded(nbytes), tails - (block.size - rounded(nbytes))
+            place = bisect(taken, block.address)
+            del taken[place - 1 : place + 1]
+            gpu.free(block)
+        assert gpu.allocated == recorded + tails
+        worst = max(worst, tails)
     real = STEPS[case]["memory"][1]
+    assert worst <= 0.02 * real["peak_allocated"]
+    # From the end of the step to its peak: the same but for tails, in which the H200's own steps differ too.
     climb = real["peak_allocated"] - real["allocated"]
     assert gpu.peak_allocated - gpu.allocated == pytest.approx(climb, abs=0.01 * real["peak_allocated"])

@@ -47,18 +47,15 @@ def operators() -> dict:
     return measure.on_virtual_gpu(lambda: measure.operators_in_order(OPERATORS), TORCH)
 
 
-def errors_of(name: str) -> list[dict[str, float]]:
-    """Per step the relative error of each figure on a fresh virtual GPU."""
-    return compare.step_errors(STEPS["cases"][name], steps_of(name))
-
-
 # ---- training steps
 
 
-def test_every_case_was_measured():
+def test_every_case_was_measured_and_nine_operators_in_ten_need_no_excuse():
     assert list(STEPS["cases"]) == list(CASES)
     assert all(len(case["memory"]) == measure.STEPS for case in STEPS["cases"].values())
     assert list(measure.load("operator_memory.json")) == list(OPERATORS)
+    assert set(KNOWN_DIFFERENCES) <= set(OPERATORS) and all(KNOWN_DIFFERENCES.values())
+    assert 1 - len(KNOWN_DIFFERENCES) / len(OPERATORS) >= OPERATORS_WITHIN
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,21 +65,15 @@ def test_in_the_h200s_order_every_figure_is_its_to_the_byte(name):
     assert steps_in_order()[name]["memory"] == STEPS["cases"][name]["memory"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_on_a_fresh_card_each_figure_is_near_the_h200s(name):
-    far = [
-        f"step {number}: {figure} {100 * part:+.2f} %"
-        for number, errors in enumerate(errors_of(name), 1)
-        for figure, part in errors.items()
-        if abs(part) > GOAL[figure].largest
-    ]
-    assert far == []
-
-
 @pytest.mark.parametrize("figure", GOAL)
-def test_on_a_fresh_card_half_of_all_steps_are_nearer_still(figure):
-    found = compare.spread([errors[figure] for name in CASES for errors in errors_of(name)])
-    assert found.median <= GOAL[figure].median, f"the median error is {100 * found.median:.2f} %"
+def test_on_a_fresh_card_each_figure_is_near_the_h200s_and_half_of_them_are_nearer_still(figure):
+    errors = {
+        f"{name}, step {number}": step[figure]
+        for name in CASES
+        for number, step in enumerate(compare.step_errors(STEPS["cases"][name], steps_of(name)), 1)
+    }
+    assert {step: error for step, error in errors.items() if abs(error) > GOAL[figure].largest} == {}
+    assert compare.spread(list(errors.values())).median <= GOAL[figure].median
 
 
 @pytest.mark.parametrize("name", WITH_NUMBERS)
@@ -123,7 +114,7 @@ def test_an_operator_needs_the_memory_that_it_needs_on_the_h200(name):
 
 
 MADE_OTHERWISE = {"embedding_sparse"}  # meta tensors have no sparse gradients: see "Known limits" of virtual_gpus
-SLOW_ON_A_CPU = {"sdpa_fp16_d128"}  # 14 s; the other attentions take the same ways
+SLOW_ON_A_CPU = {"sdpa_fp16_d128", "cross_entropy_sum", "linear_nobias"}  # their like take the same ways
 
 
 @pytest.mark.parametrize("name", sorted(set(OPERATORS) - SLOW_ON_A_CPU - MADE_OTHERWISE))
@@ -131,11 +122,6 @@ def test_an_operator_needs_the_same_memory_with_shapes_as_with_numbers(name):
     act = functools.partial(measure.operator_rounds, OPERATORS[name], rounds=1)
     shapes, numbers = (measure.on_virtual_gpu(act, TORCH, shapes_only) for shapes_only in (True, False))
     assert shapes == numbers
-
-
-def test_nine_operators_in_ten_need_no_excuse():
-    assert set(KNOWN_DIFFERENCES) <= set(OPERATORS) and all(KNOWN_DIFFERENCES.values())
-    assert 1 - len(KNOWN_DIFFERENCES) / len(OPERATORS) >= OPERATORS_WITHIN
 
 
 # ---- networks that nobody has measured yet

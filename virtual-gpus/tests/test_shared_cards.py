@@ -47,13 +47,13 @@ def started(context, nbytes, index=0):
 
 
 def received(pipe):
-    assert pipe.poll(60)
+    assert pipe.poll(300)
     return pipe.recv()
 
 
 def stop(process, pipe):
     pipe.send("end")
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 0
 
 
@@ -73,36 +73,27 @@ def test_a_card_is_shared_with_a_child(context):
         assert torch.cuda.memory_reserved(1) == 0  # PyTorch knows nothing of the other process
         with pytest.raises(torch.OutOfMemoryError) as caught:
             empty(1200 * MIB, "cuda:1")
-        text = (
-            f"Process {process.pid} has {child / MIB:.2f} MiB memory in use. Including non-PyTorch memory, this process"
-        )
-        assert f"{text} has {mine.context / MIB:.2f} MiB memory in use. Of the allocated" in str(caught.value)
+        assert f"Process {process.pid} has {child / MIB:.2f} MiB memory in use. Incl" in str(caught.value)
+        assert f"this process has {mine.context / MIB:.2f} MiB memory in use. Of the allocated" in str(caught.value)
         assert f"of which {(2048 * MIB - child - mine.context) / MIB:.2f} MiB is free" in str(caught.value)
         stop(process, pipe)
         assert GPUtil.getGPUs()[1].memoryUsed == mine.context / MIB
         assert empty(1200 * MIB, "cuda:1").is_cuda
 
 
-def test_a_killed_process_gives_its_memory_back():
-    with virtual_gpus(1, memory="2 GiB"):
-        process, pipe, (used, _, _) = started(FORK, 500 * MIB)
-        assert torch.cuda.device_memory_used(0) == used
-        assert not pipe.closed  # the child would end by itself if nobody held the other end
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
-        assert torch.cuda.device_memory_used(0) == 0
-        folder = Path(os.environ[FOLDER])
-    assert not folder.exists() and FOLDER not in os.environ
-
-
-def test_a_fork_does_not_count_its_parents_tensors_twice():
+def test_a_fork_counts_for_itself_and_a_killed_process_gives_its_memory_back():
     with virtual_gpus(1, memory="2 GiB"):
         x = empty(1100 * MIB)
         before = torch.cuda.device_memory_used(0)
         process, pipe, (used, free, _) = started(FORK, 300 * MIB)
         assert used == before + 300 * MIB == torch.cuda.device_memory_used(0) and free == 2048 * MIB - used
-        stop(process, pipe)
+        assert not pipe.closed  # the child would end by itself if nobody held the other end
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(300)
+        assert torch.cuda.device_memory_used(0) == before
+        folder = Path(os.environ[FOLDER])
         del x
+    assert not folder.exists() and FOLDER not in os.environ
 
 
 def test_two_cannot_both_take_the_last_memory():
@@ -118,7 +109,7 @@ def test_two_cannot_both_take_the_last_memory():
         taken = [received(ours) for _ in processes]
         end.set()
         for process in processes:
-            process.join(60)
+            process.join(300)
         context = taken[0][1]
         given = sum(count for count, _ in taken) * 20 * MIB + 4 * context
         assert 4096 * MIB - 20 * MIB < given <= 4096 * MIB
@@ -128,14 +119,14 @@ def take_pieces(pipe, start, end):
     held = []
     torch.cuda.mem_get_info()
     pipe.send("here")
-    start.wait(60)
+    start.wait(300)
     try:
         while True:
             held.append(empty(20 * MIB))
     except torch.OutOfMemoryError:
         pass
     pipe.send([len(held), active_machine().gpus[0].allocator.device.context])
-    end.wait(60)
+    end.wait(300)
 
 
 def test_a_full_card_takes_no_further_process():
@@ -184,7 +175,7 @@ def program():
 
     yield used
     process.stdin.close()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
 
 
 def test_programs_that_were_started_apart_share_a_folder_that_both_name(tmp_path, monkeypatch, program):
@@ -231,24 +222,21 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, monkeypatch):
         empty(MIB)
 
 
-def test_workers_of_one_torchrun_find_each_other(monkeypatch):
+def test_folders_of_torchruns_workers_and_of_gpus_one_inside_another(monkeypatch):
+    outer, inner = virtual_gpus(1), virtual_gpus(1)
+    outer.start()
+    first = os.environ[FOLDER]
+    inner.start()
+    assert os.environ[FOLDER] != first
+    outer.stop()  # out of order
+    inner.stop()
+    assert FOLDER not in os.environ
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("MASTER_PORT", "12345")
     with virtual_gpus(1):
         first = os.environ[FOLDER]
     with virtual_gpus(1):
         assert os.environ[FOLDER] == first and str(os.getppid()) in first
-
-
-def test_nested_and_stopped_out_of_order():
-    outer, inner = virtual_gpus(1), virtual_gpus(1)
-    outer.start()
-    first = os.environ[FOLDER]
-    inner.start()
-    assert os.environ[FOLDER] != first
-    outer.stop()
-    inner.stop()
-    assert FOLDER not in os.environ
 
 
 # ---- options through torch
@@ -274,11 +262,8 @@ def test_the_environment_is_read_at_the_first_touch(monkeypatch, name):
         assert settings["expandable_segments"] and settings["max_split_size"] == 200 * MIB
         assert torch.cuda.memory_stats()["max_split_size"] == 200 * MIB
         del x, y
-
-
-def test_the_older_name_counts_where_both_are_set(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")  # the older name counts
     with virtual_gpus(1):
         assert torch.ones(1, device="cuda").is_cuda
         assert not torch.cuda.memory_snapshot()[0]["is_expandable"]
@@ -288,11 +273,6 @@ def test_the_older_name_counts_where_both_are_set(monkeypatch):
     ("text", "error", "message"),
     [
         ("max_split_size_mb:3", ValueError, "CachingAllocator option max_split_size_mb too small, must be >= 20"),
-        (
-            "expandable_segments:true",
-            ValueError,
-            "Expected 'True' or 'False' at index 2 in ConfigTokenizer but got 'true'",
-        ),
         ("backend:cudaMallocAsync", NotModelled, 'do not model the allocator setting "backend:cudaMallocAsync"'),
     ],
 )
@@ -341,9 +321,9 @@ def test_the_installed_pytorch_refuses_the_same_texts_with_the_same_words():
     ours_end, theirs_end = FORK.Pipe()
     process = FORK.Process(target=lambda: theirs_end.send([answer(text) for text in CASES]))
     process.start()
-    assert ours_end.poll(60), "PyTorch's parser gave no answer"
+    assert ours_end.poll(300), "PyTorch's parser gave no answer"
     real = ours_end.recv()
-    process.join(60)
+    process.join(300)
     for text, wanted in zip(CASES, real, strict=True):
         assert ours(text) == wanted, text
 
@@ -390,45 +370,6 @@ def test_the_history_of_an_expandable_segment(monkeypatch):
         del y
 
 
-def test_record_stream_keeps_a_block_until_the_next_allocation():
-    with virtual_gpus(1, memory="1 GiB"):
-        torch.cuda.memory._record_memory_history()
-        side, x = torch.cuda.Stream(), empty(30 * MIB)
-        x.record_stream(torch.cuda.current_stream())
-        x.record_stream(side)
-        address = x.untyped_storage()._record.block.address
-        del x
-        stats = torch.cuda.memory_stats()
-        assert stats["allocated_bytes.all.current"] == 0 and stats["active_bytes.all.current"] == 30 * MIB
-        assert torch.cuda.memory_snapshot()[0]["blocks"][0]["state"] == "active_pending_free"
-        y = empty(30 * MIB)  # the side stream has nothing to do: the block is back
-        assert y.untyped_storage()._record.block.address == address and torch.cuda.memory_reserved() == 30 * MIB
-        actions = [e["action"] for e in torch.cuda.memory._snapshot()["device_traces"][0] if e["action"] != "snapshot"]
-        assert actions == ["segment_alloc", "alloc", "free_requested", "free_completed", "alloc"]
-        del y
-
-
-@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
-def test_cpu_offload_needs_less_of_a_full_card(monkeypatch, text):
-    """Ten activations of 64 MiB do not fit on a card of 512 MiB; in the computer's memory they do."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
-
-    def step():
-        x = torch.ones(16 * MIB, device="cuda", requires_grad=True)
-        y = x
-        for _ in range(10):
-            y = y.exp().log()
-        y.sum().backward()
-        return x.grad.device
-
-    with virtual_gpus(1, memory="512 MiB", shapes_only=True):
-        with pytest.raises(torch.OutOfMemoryError):
-            step()
-        with torch.autograd.graph.save_on_cpu():
-            assert step() == torch.device("cuda", 0)
-        assert torch.cuda.memory_allocated() == 0
-
-
 def address(tensor) -> int:
     return tensor.untyped_storage()._record.block.address
 
@@ -436,20 +377,27 @@ def address(tensor) -> int:
 @pytest.mark.usefixtures("workspaces_given_back")
 def test_a_block_stays_as_long_as_another_stream_works_on_it():
     with virtual_gpus(1, memory="1 GiB"):
+        torch.cuda.memory._record_memory_history()
         side, a = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
         held = torch.cuda.memory_allocated()
         b = torch.randn(2048, 2048, device="cuda")
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             a @ b
+        b.record_stream(torch.cuda.current_stream())
         b.record_stream(side)
         where = address(b)
         del b
+        stats = torch.cuda.memory_stats()
+        assert stats["active_bytes.all.current"] == stats["allocated_bytes.all.current"] + 2048 * 2048 * 4
         early = torch.empty(2048, 2048, device="cuda")  # the host is far ahead of the product
         torch.cuda.synchronize()
         late = torch.empty(2048, 2048, device="cuda")
         assert address(early) != where
         assert address(late) == where
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        actions = [event["action"] for event in events if event["addr"] == where]
+        assert actions == ["segment_alloc", "alloc", "free_requested", "free_completed", "alloc"]
         assert torch.cuda.memory_allocated() == held + 2 * 2048 * 2048 * 4
 
 

@@ -5,8 +5,8 @@ import gc
 import json
 import os
 import pickle
+import pickletools
 import re
-import subprocess
 import sys
 import threading
 import warnings
@@ -110,20 +110,16 @@ def test_a_snapshot_has_the_keys_of_pytorch():
     del x
 
 
-def test_times_are_microseconds_since_1970_and_in_order():
-    memory._record_memory_history()
-    train(1)
-    times = [event["time_us"] for event in trace()]
-    assert times == sorted(times) and times[0] > 1_500_000_000_000_000
-
-
 def test_a_trace_replays_to_what_the_allocator_says():
     memory._record_memory_history()
     held = [torch.ones(n, device="cuda") for n in (1, 10, 1000, 300_000, 3_000_000)]
     del held[1:4:2]
+    empty = torch.zeros(0, device="cuda")
     train()
     snapshot = memory._snapshot()
     events = snapshot["device_traces"][0]
+    times = [event["time_us"] for event in events]
+    assert times == sorted(times) and times[0] > 1_500_000_000_000_000  # microseconds since 1970
     totals = [sum((size + 511) & -512 for size in used.values()) for used in used_after_each(events)]
     assert 0 < totals[-1] <= torch.cuda.memory_allocated() and max(totals) <= torch.cuda.max_memory_allocated()
     blocks = [b for s in snapshot["segments"] for b in s["blocks"] if b["state"] == "active_allocated"]
@@ -132,24 +128,7 @@ def test_a_trace_replays_to_what_the_allocator_says():
     reserved = sum(e["size"] * {"segment_alloc": 1, "segment_free": -1}.get(e["action"], 0) for e in events)
     assert reserved == torch.cuda.memory_reserved() == sum(s["total_size"] for s in snapshot["segments"])
     assert sum(map(viz.calc_active, snapshot["segments"])) == torch.cuda.memory_allocated()
-    del held
-
-
-def test_sizes_are_those_requested():
-    memory._record_memory_history()
-    x = [torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (0, 1, 513, 5 * MIB + 1)]
-    assert [event["size"] for event in trace() if event["action"] == "alloc"] == [1, 513, 5 * MIB + 1]
-    del x
-
-
-def test_numbers_and_shapes_only_have_the_same_history():
-    def actions(shapes_only):
-        with virtual_gpus(1, shapes_only=shapes_only):
-            memory._record_memory_history()
-            train()
-            return [(event["action"], event["size"]) for event in trace()]
-
-    assert actions(True) == actions(False)
+    del held, empty
 
 
 def test_every_action_has_its_event():
@@ -183,6 +162,11 @@ def test_frames_are_the_learners_lines_innermost_first():
     assert places(alloc["frames"])[:2] == [inner, outer]
     assert alloc["frames"][0]["name"].endswith("make") and alloc["frames"][0]["filename"] == HERE
     assert places(requested["frames"])[0] == places(completed["frames"])[0] == died
+    memory._record_memory_history(context="alloc", clear_history=True)
+    y = torch.ones(1000, device="cuda")
+    made = line() - 1
+    del y  # with context "alloc" a free shows where its block was made
+    assert [places(event["frames"])[0] for event in trace()] == [made] * 3
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
@@ -225,9 +209,9 @@ def test_a_module_and_a_function_of_the_learners_own_are_there():
     x = torch.ones(100, device="cuda", requires_grad=True)
     Twice.apply(nn.Linear(100, 1, device="cuda")(x)).backward()
     stacks = [[f["name"].split(".")[-1] for f in event["frames"]] for event in trace() if event["action"] == "alloc"]
-    assert "forward" in {names[0] for names in stacks if "apply" in names[1:2] or names[1].startswith("test_")}
     assert ["backward", "apply", "_engine_run_backward"] in [names[:3] for names in stacks]
     assert ["forward", "_call_impl", "_wrapped_call_impl"] in [names[:3] for names in stacks]
+    assert any(names[0] == "forward" and names[1].startswith(("apply", "test_")) for names in stacks)
 
 
 def test_backward_names_the_line_that_called_it_and_with_anomaly_detection_the_forward():
@@ -245,95 +229,64 @@ def test_backward_names_the_line_that_called_it_and_with_anomaly_detection_the_f
     del x, y
 
 
-def test_blocks_remember_where_they_were_made():
-    before = torch.ones(700, device="cuda")
-    memory._record_memory_history()
-    after = torch.ones(800, device="cuda")
-    made = line() - 1
-    segments = torch.cuda.memory_snapshot()
-    blocks = {b["requested_size"]: places(b["frames"]) for s in segments for b in s["blocks"] if b["requested_size"]}
-    assert blocks[2800] == [] and blocks[3200][0] == made
-    assert segments[0]["frames"] == []  # it was there before
-    del before, after
-
-
 # ---- what is recorded ----------------------------------------------------------------------------------------------
 
 
-def frames_of(context, **options):
-    """Which events have a stack, and whether a block has one."""
-    memory._record_memory_history(context=context, clear_history=True, **options)
+@pytest.mark.parametrize(
+    "context, allocs, frees, blocks",
+    [
+        (None, False, False, False),
+        ("state", False, False, True),
+        ("alloc", True, True, True),
+        ("all", True, True, True),
+    ],
+)
+def test_how_many_stacks_are_kept(context, allocs, frees, blocks):
+    memory._record_memory_history(context=context, stacks="python" if context == "all" else "all")
     x, y = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
     del y
     snapshot = memory._snapshot()
-    has = {event["action"]: "frames" in event for event in snapshot["device_traces"][0]}
-    alloc, free = (
-        next(e for e in snapshot["device_traces"][0] if e["action"] == a) for a in ("alloc", "free_requested")
-    )
-    block = any(b["frames"] for s in snapshot["segments"] for b in s["blocks"])
-    del x
-    return has, block, alloc.get("frames") == free.get("frames")
-
-
-def test_how_many_stacks_are_kept():
-    has, block, _ = frames_of(None)
-    assert not any(has.values()) and not block
-    has, block, _ = frames_of("state")
-    assert not any(has.values()) and block
-    has, block, _ = frames_of("alloc")
-    assert has["alloc"] and has["free_requested"] and block
-    has, block, same = frames_of("all", stacks="python")
-    assert has["alloc"] and has["free_completed"] and block and not same
-
-
-def test_with_context_alloc_a_free_shows_where_its_block_was_made():
-    memory._record_memory_history(context="alloc")
-    x = torch.ones(1000, device="cuda")
-    made = line() - 1
-    del x
-    assert [places(event["frames"])[0] for event in trace()] == [made] * 4
-
-
-def test_only_the_last_entries_are_kept():
-    memory._record_memory_history(max_entries=3)
-    for n in range(1, 6):
-        torch.ones(n, device="cuda")
-    assert [(e["action"], e["size"]) for e in trace()] == [
-        ("alloc", 20),
-        ("free_requested", 20),
-        ("free_completed", 20),
+    events = {event["action"]: event for event in snapshot["device_traces"][0]}
+    assert ["frames" in events[name] for name in ("alloc", "free_requested", "free_completed")] == [
+        allocs,
+        frees,
+        frees,
     ]
-    memory._record_memory_history("state", clear_history=True)
+    assert any(b["frames"] for s in snapshot["segments"] for b in s["blocks"]) == blocks
+    same = events["alloc"].get("frames") == events["free_requested"].get("frames")
+    assert same == (context != "all")
+    del x
+
+
+LAST = [("alloc", 12), ("free_requested", 12), ("free_completed", 12)]
+
+
+def test_only_the_last_entries_are_kept_and_a_longer_ring_does_not_bring_back_the_others():
+    for context, longer in (("all", 3), (None, 100)):
+        memory._record_memory_history(context=context, max_entries=3, clear_history=True)
+        for n in range(1, 4):
+            torch.ones(n, device="cuda")
+        memory._record_memory_history(context=context, max_entries=longer)
+        assert [(e["action"], e["size"]) for e in trace()] == LAST
+    torch.ones(4, device="cuda")
+    assert [e["action"] for e in trace()][3:] == ["snapshot", "alloc", "free_requested", "free_completed"]
+    memory._record_memory_history("state", clear_history=True, max_entries=1)
     torch.ones(7, device="cuda")
     assert [e["action"] for e in trace()] == ["free_completed"]
 
 
-@pytest.mark.parametrize("max_entries", [1, 2, 3, 4, 5, 10_000])
-def test_a_history_without_stacks_has_the_same_events(max_entries):
-    """It is noted on another path, in fewer entries."""
+@pytest.mark.parametrize("max_entries", [1, 4, 10_000])
+def test_the_same_events_without_stacks_and_without_values(max_entries):
+    """Without stacks they are noted on another path, in fewer entries."""
     found = []
-    for context in (None, "state", "all"):
-        with virtual_gpus(1):
+    for context, shapes_only in ((None, False), ("state", False), ("all", False), ("all", True)):
+        with virtual_gpus(1, shapes_only=shapes_only):
             memory._record_memory_history(context=context, max_entries=max_entries)
             train(2)
             events = [(e["action"], e["addr"], e["size"], e["stream"], e["user_metadata"]) for e in trace()]
         found.append(events)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
     assert len(found[0]) == max_entries or 100 < len(found[0]) < max_entries
-
-
-def test_a_longer_ring_does_not_bring_back_what_was_dropped():
-    memory._record_memory_history(context=None, max_entries=3)
-    for n in range(1, 4):
-        torch.ones(n, device="cuda")
-    memory._record_memory_history(context=None, max_entries=100)
-    assert [(e["action"], e["size"]) for e in trace()] == [
-        ("alloc", 12),
-        ("free_requested", 12),
-        ("free_completed", 12),
-    ]
-    torch.ones(4, device="cuda")
-    assert [e["action"] for e in trace()][3:] == ["snapshot", "alloc", "free_requested", "free_completed"]
 
 
 def test_skipped_actions_history_kept_and_cleared():
@@ -359,15 +312,10 @@ def test_legacy_calls():
     del x
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [({"enabled": "alloc"}, "expected state to be 'state', 'all', or None"),
-     ({"context": "none"}, "expected context to be 'state', 'alloc', 'all', or None"),
-     ({"stacks": "cpp"}, "expected stacks to be 'python', or 'all'")],
-)  # fmt: skip
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        memory._record_memory_history(**arguments)
+def test_wrong_arguments():
+    for arguments in ({"enabled": "alloc"}, {"context": "none"}, {"stacks": "cpp"}):
+        with pytest.raises(RuntimeError, match="expected (state|context|stacks) to be"):
+            memory._record_memory_history(**arguments)
 
 
 @pytest.mark.skipif(VERSION < (2, 14), reason="this PyTorch has no history of pinned memory")
@@ -409,13 +357,10 @@ def test_recording_ends_with_the_gpus():
 
 
 def test_recording_keeps_no_tensor_alive():
-    class Module(nn.PReLU):  # no matmul: its workspace would stay
-        pass
-
     gc.disable()
     try:
         memory._record_memory_history()
-        net, x = Module(100, device="cuda"), torch.ones(10, 100, device="cuda")
+        net, x = nn.PReLU(100, device="cuda"), torch.ones(10, 100, device="cuda")
         dead = weakref.ref(net), weakref.ref(x)
         net(x).sum().backward()
         del net, x
@@ -472,25 +417,12 @@ def test_allocator_settings():
     assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
     settings = memory._snapshot()["allocator_settings"]
     assert settings["PYTORCH_CUDA_ALLOC_CONF"].startswith("per_process_memory_fraction:0.5")
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False, backend:native")
     with pytest.raises(NotModelled, match="backend:cudaMallocAsync"):
         torch._C._accelerator_setAllocatorSettings("per_process_memory_fraction:0.9,backend:cudaMallocAsync")
     assert torch.cuda.get_per_process_memory_fraction(0) == 0.5
-    with pytest.raises(ValueError, match="Unrecognized key 'max_split'"):
-        torch._C._accelerator_setAllocatorSettings("max_split:3")
 
 
-# ---- several GPUs, threads, interruptions --------------------------------------------------------------------------
-
-
-def test_each_gpu_has_a_trace_of_its_own():
-    memory._record_memory_history()
-    a = torch.ones(100, device="cuda:1")
-    b = a.to("cuda:0")
-    traces = memory._snapshot()["device_traces"]
-    assert [[(e["action"], e["size"]) for e in t] for t in traces] == [[("segment_alloc", 2 * MIB), ("alloc", 400)]] * 2
-    assert traces[0][0]["time_us"] >= traces[1][-1]["time_us"]
-    del a, b
+# ---- threads, interruptions -----------------------------------------------------------------------------------------
 
 
 def test_threads_on_two_gpus_leave_traces_that_make_sense():
@@ -518,23 +450,9 @@ def test_threads_on_two_gpus_leave_traces_that_make_sense():
         assert "work" in names
 
 
-def test_garbage_that_dies_in_cycles_is_traced():
-    memory._record_memory_history()
-    for _ in range(3):
-        cycle = [torch.ones(50, device="cuda")]
-        cycle.append(cycle)
-    del cycle
-    gc.collect()
-    collected = line() - 1
-    events = trace()
-    *_, used = used_after_each(events)
-    assert used == {}
-    assert collected in {places(event["frames"])[0] for event in events if event["action"] == "free_requested"}
-
-
 def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
     files = tuple(PACKAGE + name for name in ("memory/history.py", "memory/stacks.py"))
-    moment, happened = 0, True
+    moment, happened, tracer = 0, True, sys.gettrace()
     while happened:
         happened, left = False, moment
 
@@ -553,15 +471,14 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
         left = moment
         sys.settrace(interrupt)
         try:
-            for _ in range(2):
-                x = torch.ones(30, device="cuda")
-                y = x.to("cuda:1")
-                del x, y
+            x = torch.ones(30, device="cuda")
+            y = x.to("cuda:1")
+            del x, y
             torch.cuda.empty_cache()
         except KeyboardInterrupt:
             assert happened
         finally:
-            sys.settrace(None)
+            sys.settrace(tracer)
         x = y = None
         z = torch.ones(40, device="cuda")
         assert torch.cuda.memory_allocated(0) == 512 and torch.cuda.memory_allocated(1) == 0
@@ -579,20 +496,19 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
 def test_an_observer_dumps_a_snapshot_when_memory_runs_out(tmp_path):
     seen = []
 
-    def observer(device, alloc_size, device_total, device_free):
-        seen.append((device, alloc_size, device_total, device_free))
+    def observer(*figures):
+        seen.append(figures)
         memory._dump_snapshot(str(tmp_path / "oom.pickle"))
 
     memory._record_memory_history()
     torch._C._cuda_attach_out_of_memory_observer(observer)
-    held = torch.ones(100 * MIB, dtype=torch.uint8, device="cuda:1")
+    held = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:1")
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB") as caught:
-        torch.ones(2**31 - 1, dtype=torch.uint8, device="cuda:1")
+        torch.empty(2**31 - 1, dtype=torch.uint8, device="cuda:1")
     failed = caught.traceback[0].lineno + 1
     free = torch.cuda.mem_get_info(1)[0]
-    assert seen == [(1, 2**31, 2**30, free)]
-    with open(tmp_path / "oom.pickle", "rb") as file:
-        snapshot = pickle.load(file)
+    assert seen == [(1, 2**31, 2**30, free)]  # GPU, requested, total, free
+    snapshot = pickle.loads((tmp_path / "oom.pickle").read_bytes())
     *_, event = snapshot["device_traces"][1]
     assert event["action"] == "oom" and event["device_free"] == free and places(event["frames"])[0] == failed
     assert "OutOfMemoryError" in viz.trace(snapshot)
@@ -600,13 +516,13 @@ def test_an_observer_dumps_a_snapshot_when_memory_runs_out(tmp_path):
     assert [b["size"] for b in active_blocks] == [100 * MIB]
     torch.cuda.set_per_process_memory_fraction(0.25, 1)
     with pytest.raises(torch.OutOfMemoryError):
-        torch.ones(2**30, dtype=torch.uint8, device="cuda:1")
+        torch.empty(2**30, dtype=torch.uint8, device="cuda:1")
     assert seen[1][2] == 256 * MIB
     del held
 
 
 def test_an_observer_may_use_the_gpu_and_free_memory():
-    held, made = [torch.ones(600 * MIB, dtype=torch.uint8, device="cuda")], []
+    held, made = [torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")], []
 
     def observer(*figures):
         held.clear()
@@ -614,10 +530,10 @@ def test_an_observer_may_use_the_gpu_and_free_memory():
 
     torch._C._cuda_attach_out_of_memory_observer(observer)
     with pytest.raises(torch.OutOfMemoryError):
-        torch.ones(600 * MIB, dtype=torch.uint8, device="cuda") + 1
+        torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
     assert made[0].device == torch.device("cuda:0") and made[0].tolist() == [2] * 10
     assert torch.cuda.memory_allocated() == 512
-    assert torch.ones(600 * MIB, dtype=torch.uint8, device="cuda").is_cuda  # now it fits
+    assert torch.empty(600 * MIB, dtype=torch.uint8, device="cuda").is_cuda  # now it fits
 
 
 def test_what_an_observer_raises_is_raised():
@@ -625,9 +541,8 @@ def test_what_an_observer_raises_is_raised():
         raise LookupError("from the observer")
 
     torch._C._cuda_attach_out_of_memory_observer(observer)
-    for _ in range(2):
-        with pytest.raises(LookupError, match="from the observer"):
-            torch.ones(2**31, dtype=torch.uint8, device="cuda")
+    with pytest.raises(LookupError, match="from the observer"):
+        torch.empty(2**31, dtype=torch.uint8, device="cuda")
     assert torch.cuda.memory_allocated() == 0 and torch.ones(3, device="cuda").is_cuda
 
 
@@ -639,7 +554,7 @@ def dumped(tmp_path):
     memory._record_memory_history()
     before = memory._snapshot()
     train(1)
-    x = torch.ones(45 * MIB, dtype=torch.uint8, device="cuda")  # more than any workspace: a segment of its own
+    x = torch.empty(45 * MIB, dtype=torch.uint8, device="cuda")  # more than any workspace: a segment of its own
     memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
     del x
     return before, tmp_path / "snapshot.pickle"
@@ -648,18 +563,14 @@ def dumped(tmp_path):
 def test_text_tools(dumped):
     before, path = dumped
     snapshot = pickle.loads(path.read_bytes())
-    text = viz.segsum(snapshot)
-    assert "[aaa] 46.0MiB allocated, 1.0MiB (100.0% internal) free" in text
-    assert f"segments: {len(snapshot['segments'])}" in text
+    assert "[aaa] 46.0MiB allocated, 1.0MiB (100.0% internal) free" in viz.segsum(snapshot)
     told = viz.trace(snapshot)
     assert "cudaMalloc(" in told and "45.0MiB]" in told and "free completed for" in told
     for flamegraph in (viz.memory(snapshot, str), viz.segments(snapshot, str)):
         assert re.search(r"active_allocated;.*test_snapshots.py:\d+:dumped 47185920", flamegraph)
     compared = viz.compare(before["segments"], snapshot["segments"], str)
     assert re.search(r"only_after;.*;active_allocated;.*:dumped 47185920", compared)
-    allocated = sum(map(viz.calc_active, snapshot["segments"]))
-    assert allocated >= 45 * MIB and allocated % 512 == 0
-    filtered = viz.filter_alloc_free_pairs(pickle.loads(path.read_bytes()))
+    filtered = viz.filter_alloc_free_pairs(snapshot)
     assert [e["size"] for e in filtered["device_traces"][0] if e["action"] == "alloc"].count(45 * MIB) == 1
 
 
@@ -672,47 +583,18 @@ def data_in(page):
 
 def test_pages_carry_the_snapshot(dumped):
     snapshot = pickle.loads(dumped[1].read_bytes())
-    for page, kind in ((viz.trace_plot(snapshot), "Active Memory Timeline"),
-                       (viz.segment_plot(snapshot), "Allocator State History")):  # fmt: skip
-        assert data_in(page) == (snapshot, kind)
+    assert data_in(viz.trace_plot(snapshot)) == (snapshot, "Active Memory Timeline")
+    assert data_in(viz.segment_plot(snapshot)) == (snapshot, "Allocator State History")
 
 
-def test_the_command_line_writes_a_page_and_reads_a_snapshot_without_gpus(dumped, tmp_path):
-    page = tmp_path / "page.html"
-    commands = [["", "trace_plot", str(dumped[1]), "-o", str(page)], ["", "stats", str(dumped[1])]]
-    both = f"""
-import runpy, sys
-for sys.argv in {commands}:  # python -m, twice in one process
-    runpy.run_module("torch.cuda._memory_viz", run_name="__main__", alter_sys=True)
-"""
-    done = subprocess.run([sys.executable, "-c", both], check=True, capture_output=True, text=True)
-    assert data_in(page.read_text())[0] == pickle.loads(dumped[1].read_bytes())
-    assert "46.0MiB allocated" in done.stdout
+def test_a_file_names_no_class_so_that_programs_without_the_engine_read_it(dumped):
+    found = {opcode.name for opcode, _, _ in pickletools.genops(dumped[1].read_bytes())}
+    assert not found & {"GLOBAL", "STACK_GLOBAL", "REDUCE", "INST", "OBJ", "NEWOBJ"}
 
 
-def test_usage_flamegraphs(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_segments", lambda snapshot: viz.segments(snapshot, str))  # else it wants the network
-    monkeypatch.setattr(memory, "_memory", lambda snapshot: viz.memory(snapshot, str))
-    memory._record_memory_history()
-    x = torch.ones(1000, device="cuda")
-    for save in (memory._save_segment_usage, memory._save_memory_usage):
-        save(str(tmp_path / "usage.svg"))
-        assert "active_allocated" in (tmp_path / "usage.svg").read_text()
-    del x
-
-
-def test_the_profilers_plot(recwarn):
-    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as profile:
-        x = torch.ones(1000, device="cuda", requires_grad=True)
-        (x * 2).sum().backward()
-    snapshot, kind = data_in(viz.profile_plot(profile))
-    assert kind == "Active Memory Timeline" and any(snapshot["device_traces"])
-
-
-def test_the_rest_of_memory_reporting_works_beside_it():
+def test_snapshots_of_pools():
     memory._record_memory_history()
     x = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
-    assert "3072 KiB" in torch.cuda.memory_summary()
     (segment,) = torch.cuda.memory_snapshot()
     assert segment["allocated_size"] == 3 * MIB and places(segment["blocks"][0]["frames"])
     assert torch.cuda.memory_snapshot(mempool_id=(0, 0)) and torch.cuda.memory_snapshot(mempool_id=(0, 1)) == []
