@@ -1,6 +1,7 @@
 """The clock's rules: host, streams, events, copies, threads. Times follow from the rules; here they are counted out."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,20 +92,18 @@ def test_the_load_can_be_asked_for_while_another_thread_works():
     assert clock.tracks[0].load(4 * MS) == pytest.approx(0.5) and len(clock.tracks[0].busy) > len(before)
 
 
+def product(kind: str, n: int = 8192, precision: str = "fp32") -> float:
+    """Seconds of a product of two square matrices."""
+    return cost("mm", [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], spec(kind), precision).seconds
+
+
 @pytest.mark.parametrize("kind", kinds())
-def test_costs_are_finite_and_grow_with_size_on_every_gpu(kind):
+def test_costs_grow_with_size_and_no_product_is_faster_than_the_data_sheet(kind):
     for name in ("mm", "add", "_softmax", "sum"):
         seconds = [cost(name, [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], spec(kind)).seconds for n in (512, 4096)]
         assert 0 < seconds[0] < seconds[1] < math.inf
-
-
-def test_no_product_is_faster_than_the_data_sheet():
-    for kind in kinds():
-        for precision in ("fp32", "fp16", "bf16", "fp64"):
-            seconds = cost(
-                "mm", [Operand((8192, 8192), 4)] * 2, [Operand((8192, 8192), 4)], spec(kind), precision
-            ).seconds
-            assert 2 * 8192**3 / seconds < getattr(spec(kind).flops, precision)
+    for precision in ("fp32", "fp16", "bf16", "fp64"):
+        assert 2 * 8192**3 / product(kind, precision=precision) < getattr(spec(kind).flops, precision)
 
 
 # ---- on virtual GPUs ----
@@ -124,11 +123,11 @@ def matrix(gpu=0, n=8192):
     return torch.empty(n, n, device=f"cuda:{gpu}")
 
 
-PRODUCT = cost("mm", [Operand((8192, 8192), 4)] * 2, [Operand((8192, 8192), 4)], spec("A100")).seconds
+PRODUCT = product("A100")
 
 
 def test_events_time_the_gpu_and_the_host_runs_ahead(gpus):
-    x, (start, end) = matrix(), events()
+    x, (start, end, last) = matrix(), events(3)
     start.record()
     x @ x
     end.record()
@@ -139,21 +138,14 @@ def test_events_time_the_gpu_and_the_host_runs_ahead(gpus):
     end.synchronize()
     assert start.elapsed_time(end) == pytest.approx(1e3 * PRODUCT, rel=0.01)
     assert gpus.clock.now >= PRODUCT
-
-
-def test_tf32_is_off_until_somebody_turns_it_on(gpus):
-    x, (start, middle, end) = matrix(), events(3)
-    start.record()
-    x @ x
-    middle.record()
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = True  # off until somebody turns it on
     try:
         x @ x
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
-    end.record()
+    last.record()
     torch.cuda.synchronize()
-    assert start.elapsed_time(middle) > 5 * middle.elapsed_time(end)
+    assert start.elapsed_time(end) > 5 * end.elapsed_time(last)
 
 
 WAITS = {
@@ -190,16 +182,14 @@ def test_another_stream_waits_only_if_it_is_told(gpus):
 
 
 def test_only_copies_from_pinned_memory_let_the_host_go_on(gpus):
-    pageable, nbytes = torch.empty(1 << 26), 4 << 26
-    taken = []
-    for source, non_blocking in ((pageable, False), (pageable, True), (pageable.pin_memory(), False),
-                                 (pageable.pin_memory(), True)):  # fmt: skip
-        torch.cuda.synchronize()
-        before = gpus.clock.now
-        source.to("cuda", non_blocking=non_blocking)
-        taken.append(gpus.clock.now - before)
-    link = gpus.topology.pcie
-    assert taken[0] == pytest.approx(taken[1]) and taken[0] > taken[2] > nbytes / link.bandwidth
+    pageable, taken = torch.empty(1 << 22), []
+    for source in (pageable, pageable.pin_memory()):
+        for non_blocking in (False, True):
+            torch.cuda.synchronize()
+            before = gpus.clock.now
+            source.to("cuda", non_blocking=non_blocking)
+            taken.append(gpus.clock.now - before)
+    assert taken[0] == pytest.approx(taken[1]) and taken[0] > taken[2] > (4 << 22) / gpus.topology.pcie.bandwidth
     assert taken[3] < 0.1 * MS
 
 
@@ -236,18 +226,14 @@ def test_each_machine_has_a_clock_of_its_own():
 
 
 def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
-    def program():
-        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5)).to("cuda")
-        net(torch.ones(8, 64, device="cuda")).sum().backward()
-        torch.cuda.synchronize()
-        return active_machine().clock.now
-
     found = []
     for shapes_only in (False, True):
-        with virtual_gpus(1, shapes_only=shapes_only):
-            found.append(program())
-        with virtual_gpus(1, shapes_only=shapes_only), record_timeline():
-            found.append(program())
+        for watcher in (nullcontext, record_timeline):
+            with virtual_gpus(1, shapes_only=shapes_only), watcher():
+                net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5)).to("cuda")
+                net(torch.ones(8, 64, device="cuda")).sum().backward()
+                torch.cuda.synchronize()
+                found.append(active_machine().clock.now)
     assert found == pytest.approx([found[0]] * 4, rel=1e-12)
 
 
@@ -275,19 +261,13 @@ def convolution(out: int, into: int, kind: str = "H200", bias: bool = False, pre
     return cost("convolution", inputs, [Operand(result, size)], spec(kind), precision).seconds
 
 
-def test_filters_that_do_not_fill_a_tile_of_tensor_cores_cost_as_much_as_full_ones():
+def test_convolutions_on_tensor_cores():
     few, full, more = (convolution(out, 64) for out in (40, 64, 72))
-    assert few > 0.9 * full and more > 1.5 * full
+    assert few > 0.9 * full and more > 1.5 * full  # a tile that is not full costs as much as a full one
     assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
-
-
-def test_a_convolution_in_bf16_is_not_twice_as_fast_as_in_tf32():
-    assert 0.6 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.9
-
-
-def test_a_bias_is_a_kernel_of_its_own():
+    assert 0.6 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.9  # not twice as fast as tf32
     written = 2 * 8 * 64 * 128 * 128 * 4 / spec("H200").bandwidth
-    assert convolution(64, 64, bias=True) - convolution(64, 64) > written
+    assert convolution(64, 64, bias=True) - convolution(64, 64) > written  # a kernel of its own
 
 
 def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():
