@@ -84,21 +84,16 @@ def test_the_second_answer_is_the_first_in_new_memory(call, ask):
     assert len({r.untyped_storage()._cdata for r in (*flat, *given)}) == len(flat) + len(given)
 
 
-def test_in_place(ask):
+def test_in_place_and_the_factors_of_an_optimizer(ask):
     x = t(4, 3)
-    for _ in range(2):
+    for factor in (0.1, 0.2):
         assert ask(aten.add_.Tensor, x, t(3)) is x
         assert ask(aten._foreach_add_.List, [x, t(2)], [t(4, 3), t(2)]) is None
-    assert ask.times == 2
-
-
-def test_the_factors_of_an_optimizer_may_differ(ask):
-    for factor in (0.1, 0.2):
         ask(aten._foreach_mul_.Scalar, [t(3)], factor)
         ask(aten._foreach_div_.ScalarList, [t(3), t(2)], [factor, 2 * factor])
-    assert ask.times == 2
-    ask(aten._foreach_mul_.Scalar, [t(3)], 1)  # but not their type
-    assert ask.times == 3
+    assert ask.times == 4
+    ask(aten._foreach_mul_.Scalar, [t(3)], 1)  # factors may differ, but not their type
+    assert ask.times == 5
 
 
 DIFFERENT = {

@@ -36,40 +36,31 @@ def at_once(count=2):
     return [torch.cuda.memory_allocated(i) for i in range(count)]
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
-
-
 class Training:
-    """A small net under DataParallel on two GPUs, with Adam; `step` gives the loss."""
+    """A small net under DataParallel on two GPUs, with Adam."""
 
     def __init__(self):
-        self.net = nn.DataParallel(network().to("cuda:0"))
+        net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+        self.net = nn.DataParallel(net.to("cuda:0"))
         self.optimizer = torch.optim.Adam(self.net.parameters())
-        self.data = torch.Generator().manual_seed(1)
 
     def step(self, batch=4):
-        x = torch.rand(batch, 8, generator=self.data).to("cuda:0")
-        loss = self.net(x).square().mean()
         self.optimizer.zero_grad()
-        loss.backward()
+        self.net(torch.rand(batch, 8).to("cuda:0")).square().mean().backward()
         self.optimizer.step()
-        return loss.item()
 
 
 # ---- Ctrl-C ------------------------------------------------------------------------------------------------
 
 
 class CtrlCAtCall:
-    """A profile function that raises KeyboardInterrupt at the n-th call or return in our own code.
+    """A profile function that raises KeyboardInterrupt at the n-th moment in our code that a signal can hit.
 
-    Python looks for signals when a function begins and when a call into C has returned: just there.
+    Those are the beginning of a function and the return of a call into C.
     """
 
     def __init__(self, n):
-        self.left = n
-        self.place = None
+        self.left, self.place = n, None
 
     def __call__(self, frame, event, argument):
         if event not in ("call", "c_return") or "virtual_gpus" not in frame.f_code.co_filename:
@@ -209,28 +200,6 @@ def test_a_failing_replica(error):
         assert allocated(3) == base
 
 
-def test_an_error_in_backward():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ValueError("in backward")
-
-    with virtual_gpus(2):
-        weight = torch.ones(1000, device="cuda:0", requires_grad=True)
-        base = allocated()
-        for _ in range(3):
-            with pytest.raises(ValueError, match="in backward"):
-                (Fails.apply(weight.to("cuda:1") * 3) + 1).sum().backward()
-            assert not snapshots.this_thread.inside
-        assert allocated() == base
-        (weight.to("cuda:1") * 3).sum().backward()
-        assert weight.grad.sum().item() == 3000.0
-
-
 def test_a_failed_backward_leaves_no_gradients_waiting():
     """The CPU's engine keeps what a failed pass had still to do; that of a real GPU does not."""
 
@@ -244,7 +213,7 @@ def test_a_failed_backward_leaves_no_gradients_waiting():
             with pytest.raises(torch.OutOfMemoryError, match="GPU 2"):
                 loss.backward()
             del loss
-            assert allocated(3) == [0, 0, 0]
+            assert not snapshots.this_thread.inside and allocated(3) == [0, 0, 0]
         with torch.inference_mode(), pytest.raises(RuntimeError, match="does not require grad"):
             torch.ones((), device=0).backward()
         branch(1, 1).backward()
