@@ -102,7 +102,7 @@ def test_an_unmodified_script(tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text()) == {
         "argv": ["programs/train.py", "--gpus", "9", "-m", "--", "x y"], "path": str(program.parent),
         "file": str(program), "main": True, "beside": str(program.parent / "beside.py"), "first": [True, 3],
-        "cards": [2, 0], "kind": "NVIDIA A100-SXM4-80GB", "memory": 1 << 30, "places": ["cuda:1", "cuda:1", 1],
+        "cards": [2, 0], "kind": "NVIDIA A100-SXM4-40GB", "memory": 1 << 30, "places": ["cuda:1", "cuda:1", 1],
         "grad": "cuda:0",
     }  # fmt: skip
 
