@@ -92,7 +92,7 @@ def no_libuv(monkeypatch):
             super().__init__(*args, use_libuv=False, **named)
 
     monkeypatch.setenv("USE_LIBUV", "0")
-    for module in ("torch.distributed", "torch.distributed.rendezvous",
-                   "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-                   "torch.distributed.elastic.rendezvous.static_tcp_rendezvous"):  # fmt: skip
-        monkeypatch.setattr(importlib.import_module(module), "TCPStore", Store)
+    elastic = "elastic.rendezvous."
+    for module in ("rendezvous", elastic + "c10d_rendezvous_backend", elastic + "static_tcp_rendezvous"):
+        monkeypatch.setattr(importlib.import_module(f"torch.distributed.{module}"), "TCPStore", Store)
+    monkeypatch.setattr(dist, "TCPStore", Store)

@@ -1,6 +1,7 @@
 """The clock's rules: host, streams, events, copies, threads. Times follow from the rules; here they are counted out."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_a_stream_with_a_priority_goes_before_kernels_that_wait():
     assert clock.mark(0, 1) == 5.0 and clock.mark(0, 0) == 13.0
 
 
-def test_threads_of_one_interpreter_slow_each_other_down():
+def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():
     clock = Clock(2)
     crew = ConcurrentThreads(clock, 2)
     for gpu in (0, 1):
@@ -57,16 +58,12 @@ def test_threads_of_one_interpreter_slow_each_other_down():
                 clock.launch(gpu, 0, 1.0, 1.0, "kernel")
     assert clock.now == 20.0 and clock.share == 1
     assert clock.mark(0, 0) == clock.mark(1, 0) == 21.0
-
-
-def test_autograds_threads_issue_side_by_side():
-    clock = Clock(2)
     clock.start_backward()
     for gpu in (0, 1):
         for _ in range(10):
             clock.launch(gpu, 0, 0.5, 1.0, "kernel")
     clock.end_backward()
-    assert clock.now == 10.0 and clock.mark(0, 0) == clock.mark(1, 0) == 10.5
+    assert clock.now == 30.0 and clock.mark(0, 0) == clock.mark(1, 0) == 30.5
 
 
 def test_the_load_is_that_of_the_last_second():
@@ -77,34 +74,40 @@ def test_the_load_is_that_of_the_last_second():
     assert len(clock.tracks[0].busy) < 2 * 2000
 
 
-def test_the_load_can_be_asked_for_while_another_thread_works():
-    """A live panel asks in the midst of a training."""
-    clock = Clock(1)
+def test_another_thread_may_work_meanwhile():
+    """A live panel asks for the load in the midst of a training, and a thread that was left over adds idle times."""
+    clock, track = Clock(1), Track()
 
     class Moment(float):
         def __lt__(self, other):
             clock.launch(0, 0, 0.25 * MS, 1 * MS, "kernel")
             return float(self) < other
 
+    class Gap(list):
+        def __getitem__(self, index):
+            track.gaps.append([8.0, 9.0])
+            return super().__getitem__(index)
+
     before, clock.now = [Moment(0.0), Moment(1 * MS), 2 * MS, 3 * MS], 4 * MS
     clock.tracks[0].busy.extend(before)
     assert clock.tracks[0].load(4 * MS) == pytest.approx(0.5) and len(clock.tracks[0].busy) > len(before)
+    track.gaps.append(Gap([1.0, 2.0]))
+    track.free = 10.0
+    assert track.take(3.0, 1.0) == 10.0
+
+
+def product(kind: str, n: int = 8192, precision: str = "fp32") -> float:
+    """Seconds of a product of two square matrices."""
+    return cost("mm", [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], spec(kind), precision).seconds
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_costs_are_finite_and_grow_with_size_on_every_gpu(kind):
+def test_costs_grow_with_size_and_no_product_is_faster_than_the_data_sheet(kind):
     for name in ("mm", "add", "_softmax", "sum"):
         seconds = [cost(name, [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], spec(kind)).seconds for n in (512, 4096)]
         assert 0 < seconds[0] < seconds[1] < math.inf
-
-
-def test_no_product_is_faster_than_the_data_sheet():
-    for kind in kinds():
-        for precision in ("fp32", "fp16", "bf16", "fp64"):
-            seconds = cost(
-                "mm", [Operand((8192, 8192), 4)] * 2, [Operand((8192, 8192), 4)], spec(kind), precision
-            ).seconds
-            assert 2 * 8192**3 / seconds < getattr(spec(kind).flops, precision)
+    for precision in ("fp32", "fp16", "bf16", "fp64"):
+        assert 2 * 8192**3 / product(kind, precision=precision) < getattr(spec(kind).flops, precision)
 
 
 # ---- on virtual GPUs ----
@@ -116,19 +119,15 @@ def gpus():
         yield active_machine()
 
 
-def events(count=2):
-    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
-
-
 def matrix(gpu=0, n=8192):
     return torch.empty(n, n, device=f"cuda:{gpu}")
 
 
-PRODUCT = cost("mm", [Operand((8192, 8192), 4)] * 2, [Operand((8192, 8192), 4)], spec("A100")).seconds
+PRODUCT = product("A100")
 
 
 def test_events_time_the_gpu_and_the_host_runs_ahead(gpus):
-    x, (start, end) = matrix(), events()
+    x, (start, end, last) = matrix(), (torch.cuda.Event(enable_timing=True) for _ in range(3))
     start.record()
     x @ x
     end.record()
@@ -139,21 +138,14 @@ def test_events_time_the_gpu_and_the_host_runs_ahead(gpus):
     end.synchronize()
     assert start.elapsed_time(end) == pytest.approx(1e3 * PRODUCT, rel=0.01)
     assert gpus.clock.now >= PRODUCT
-
-
-def test_tf32_is_off_until_somebody_turns_it_on(gpus):
-    x, (start, middle, end) = matrix(), events(3)
-    start.record()
-    x @ x
-    middle.record()
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = True  # off until somebody turns it on
     try:
         x @ x
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
-    end.record()
+    last.record()
     torch.cuda.synchronize()
-    assert start.elapsed_time(middle) > 5 * middle.elapsed_time(end)
+    assert start.elapsed_time(end) > 5 * end.elapsed_time(last)
 
 
 WAITS = {
@@ -190,28 +182,23 @@ def test_another_stream_waits_only_if_it_is_told(gpus):
 
 
 def test_only_copies_from_pinned_memory_let_the_host_go_on(gpus):
-    pageable, nbytes = torch.empty(1 << 26), 4 << 26
-    taken = []
-    for source, non_blocking in ((pageable, False), (pageable, True), (pageable.pin_memory(), False),
-                                 (pageable.pin_memory(), True)):  # fmt: skip
-        torch.cuda.synchronize()
-        before = gpus.clock.now
-        source.to("cuda", non_blocking=non_blocking)
-        taken.append(gpus.clock.now - before)
-    link = gpus.topology.pcie
-    assert taken[0] == pytest.approx(taken[1]) and taken[0] > taken[2] > nbytes / link.bandwidth
+    pageable, taken = torch.empty(1 << 22), []
+    for source in (pageable, pageable.pin_memory()):
+        for non_blocking in (False, True):
+            torch.cuda.synchronize()
+            before = gpus.clock.now
+            source.to("cuda", non_blocking=non_blocking)
+            taken.append(gpus.clock.now - before)
+    assert taken[0] == pytest.approx(taken[1]) and taken[0] > taken[2] > (4 << 22) / gpus.topology.pcie.bandwidth
     assert taken[3] < 0.1 * MS
 
 
 def test_a_copy_between_gpus_waits_for_both_and_the_host_goes_on(gpus):
     x, before = matrix(0), gpus.clock.now
-    y = x @ x
-    moved = y.to("cuda:1")
-    assert gpus.clock.now - before < 1 * MS
+    moved = (x @ x).to("cuda:1")
+    assert gpus.clock.now - before < 1 * MS and moved.device.index == 1
     arrived = torch.cuda.current_stream(1).record_event()._time
-    link = gpus.topology.between(0, 1)
-    assert arrived - before >= PRODUCT + moved.numel() * 4 / link.bandwidth
-    assert moved.device.index == 1
+    assert arrived - before >= PRODUCT + moved.numel() * 4 / gpus.topology.between(0, 1).bandwidth
 
 
 def test_load_and_utilization_answer_from_the_clock(gpus):
@@ -236,32 +223,15 @@ def test_each_machine_has_a_clock_of_its_own():
 
 
 def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
-    def program():
-        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5)).to("cuda")
-        net(torch.ones(8, 64, device="cuda")).sum().backward()
-        torch.cuda.synchronize()
-        return active_machine().clock.now
-
     found = []
     for shapes_only in (False, True):
-        with virtual_gpus(1, shapes_only=shapes_only):
-            found.append(program())
-        with virtual_gpus(1, shapes_only=shapes_only), record_timeline():
-            found.append(program())
+        for watcher in (nullcontext, record_timeline):
+            with virtual_gpus(1, shapes_only=shapes_only), watcher():
+                net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5)).to("cuda")
+                net(torch.ones(8, 64, device="cuda")).sum().backward()
+                torch.cuda.synchronize()
+                found.append(active_machine().clock.now)
     assert found == pytest.approx([found[0]] * 4, rel=1e-12)
-
-
-def test_a_thread_that_was_left_over_may_add_idle_times():
-    track = Track()
-
-    class Meanwhile(list):
-        def __getitem__(self, index):
-            track.gaps.append([8.0, 9.0])
-            return super().__getitem__(index)
-
-    track.gaps.append(Meanwhile([1.0, 2.0]))
-    track.free = 10.0
-    assert track.take(3.0, 1.0) == 10.0
 
 
 # ---- convolutions on tensor cores, and group norms
@@ -275,19 +245,13 @@ def convolution(out: int, into: int, kind: str = "H200", bias: bool = False, pre
     return cost("convolution", inputs, [Operand(result, size)], spec(kind), precision).seconds
 
 
-def test_filters_that_do_not_fill_a_tile_of_tensor_cores_cost_as_much_as_full_ones():
+def test_convolutions_on_tensor_cores():
     few, full, more = (convolution(out, 64) for out in (40, 64, 72))
-    assert few > 0.9 * full and more > 1.5 * full
+    assert few > 0.9 * full and more > 1.5 * full  # a tile that is not full costs as much as a full one
     assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
-
-
-def test_a_convolution_in_bf16_is_not_twice_as_fast_as_in_tf32():
-    assert 0.6 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.9
-
-
-def test_a_bias_is_a_kernel_of_its_own():
+    assert 0.6 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.9  # not twice as fast as tf32
     written = 2 * 8 * 64 * 128 * 128 * 4 / spec("H200").bandwidth
-    assert convolution(64, 64, bias=True) - convolution(64, 64) > written
+    assert convolution(64, 64, bias=True) - convolution(64, 64) > written  # a kernel of its own
 
 
 def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():

@@ -23,34 +23,25 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "2,0"  # before the first touch, as program
 
 
 def main():
-    torch.manual_seed(0)
-    facts = {"argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "beside": beside.WHERE}
-    facts["first"], facts["count"] = first, torch.cuda.device_count()
-    facts["cards"] = [torch.cuda.get_device_properties(i).pci_bus_id - 1 for i in range(2)]
-    facts["kind"], facts["memory"] = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-    x = torch.ones(100).to("cuda:1")
-    with torch.cuda.device(1):
-        facts["places"] = [str(x.device), str(torch.ones(1).cuda().device), torch.cuda.current_device()]
-    net = nn.DataParallel(nn.Linear(4, 2).cuda())
+    x, net = torch.ones(100).to("cuda:1"), nn.DataParallel(nn.Linear(4, 2).cuda())
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(8, 4).cuda()).sum().backward()
     optimizer.step()
-    facts["grad"] = str(net.module.weight.grad.device)
-    try:
-        import GPUtil
-    except ImportError:  # GPUtil needs setuptools from Python 3.12 on
-        facts["used"] = None
-    else:
-        facts["used"] = [gpu.memoryUsed > 0 for gpu in GPUtil.getGPUs()]
-    facts["main"] = sys.modules["__main__"].main is main
-    json.dump(facts, open("facts.json", "w"))
+    with torch.cuda.device(1):
+        places = [str(x.device), str(torch.ones(1).cuda().device), torch.cuda.current_device()]
+    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    json.dump({
+        "argv": sys.argv, "path": sys.path[0], "file": __file__, "main": sys.modules["__main__"].main is main,
+        "beside": beside.WHERE, "first": first, "cards": [card.pci_bus_id - 1 for card in cards], "kind": cards[0].name,
+        "memory": cards[0].total_memory, "places": places, "grad": str(net.module.weight.grad.device),
+    }, open("facts.json", "w"))
     threading.Thread(target=later, args=(x,)).start()
     atexit.register(lambda: print("at exit", torch.cuda.max_memory_allocated(1) > 0))
     sys.exit(7)
 
 
 def later(x):
-    threading.main_thread().join(0.2)
+    threading.main_thread().join()
     print("later", (x + 1).device)
 
 
@@ -95,9 +86,8 @@ def run(folder, *command, **environment):
     """The finished process of `python ...` in `folder`."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "GPUS")}
     environment = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, *command]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def test_an_unmodified_script(tmp_path):
@@ -109,14 +99,12 @@ def test_an_unmodified_script(tmp_path):
     done = run(tmp_path, "-m", "virtual_gpus", *options, "programs/train.py", "--gpus", "9", "-m", "--", "x y")
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout.splitlines() == ["later cuda:1", "at exit True"]
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    assert facts["argv"] == ["programs/train.py", "--gpus", "9", "-m", "--", "x y"]
-    assert (facts["path"], facts["file"], facts["name"]) == (str(program.parent), str(program), "__main__")
-    assert facts["beside"] == str(program.parent / "beside.py") and facts["main"]
-    assert facts["first"] == [True, 3] and facts["count"] == 2 and facts["cards"] == [2, 0]
-    assert "A100" in facts["kind"] and facts["memory"] == 1 << 30
-    assert facts["places"] == ["cuda:1", "cuda:1", 1] and facts["grad"] == "cuda:0"
-    assert facts["used"] in ([True, False, True], None)  # GPUtil sees the hidden card as well
+    assert json.loads((tmp_path / "facts.json").read_text()) == {
+        "argv": ["programs/train.py", "--gpus", "9", "-m", "--", "x y"], "path": str(program.parent),
+        "file": str(program), "main": True, "beside": str(program.parent / "beside.py"), "first": [True, 3],
+        "cards": [2, 0], "kind": "NVIDIA A100-SXM4-40GB", "memory": 1 << 30, "places": ["cuda:1", "cuda:1", 1],
+        "grad": "cuda:0",
+    }  # fmt: skip
 
 
 def test_an_unmodified_package_that_spawns(tmp_path):
@@ -139,35 +127,25 @@ def test_an_unmodified_package_that_spawns(tmp_path):
 # ---- arguments, without starting anything ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: program"),
-        (["nowhere.py"], "There is no file 'nowhere.py'. To run a module, write -m nowhere.py."),
-        (["json.tool"], "There is no file 'json.tool'. To run a module, write -m json.tool."),
-        (["-m", "no.such.module"], "There is no module named 'no.such.module'."),
-        (["-m", "no_such_module"], "There is no module named 'no_such_module'."),
-        (["--gpus", "0", __file__], "must be an integer of at least 1, not 0."),
-        (["--gpus", "two", __file__], "invalid int value: 'two'"),
-        (["--memory", "much", __file__], "much"),
-        (["--kind", "Z80", __file__], "Z80"),
-        (["--gpu", "2", __file__], "--gpu"),
-    ],
-)
-def test_bad_arguments(arguments, message, capsys):
+BAD = {
+    (): "the following arguments are required: program",
+    ("nowhere.py",): "There is no file 'nowhere.py'. To run a module, write -m nowhere.py.",
+    ("-m", "no.such.module"): "There is no module named 'no.such.module'.",
+    ("-m", "no_such_module"): "There is no module named 'no_such_module'.",
+    ("--gpus", "0", __file__): "must be an integer of at least 1, not 0.",
+    ("--gpus", "two", __file__): "invalid int value: 'two'",
+    ("--memory", "much", __file__): "much",
+    ("--gpu", "2", __file__): "--gpu",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as error:
-        parse(arguments)
+        parse(list(arguments))
     assert error.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("usage: python -m virtual_gpus") and message in said
-
-
-def test_help_says_what_there_is(capsys):
-    with pytest.raises(SystemExit) as error:
-        parse(["--help"])
-    said = capsys.readouterr().out
-    assert error.value.code == 0
-    assert all(option in said for option in ("--gpus", "--memory", "--kind", "--shapes-only", "-m"))
+    assert said.startswith("usage: python -m virtual_gpus") and BAD[arguments] in said
 
 
 def test_defaults_and_the_rest():

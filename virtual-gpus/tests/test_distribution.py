@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import virtual_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 UV = os.environ.get("UV") or shutil.which("uv")  # `uv run` names itself
@@ -31,19 +33,23 @@ timeline.plot()
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel that `uv build` makes; with the setuptools that is installed, so that nothing is fetched."""
+def built(tmp_path_factory):
+    """The folder of what `uv build` makes; with the setuptools that is installed, so that nothing is fetched."""
     if UV is None:
         pytest.skip("uv is not on the PATH: run the tests with `python3 -m uv run pytest`")
-    folder = tmp_path_factory.mktemp("wheel")
-    source = shutil.copytree(
-        ROOT, folder / "source", ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
-    )
-    command = [UV, "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", folder, source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    folder = tmp_path_factory.mktemp("built")
+    left_out = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
+    source = shutil.copytree(ROOT, folder / "source", ignore=left_out)
+    command = [UV, "build", "--no-build-isolation", "--python", sys.executable, "--out-dir", folder, source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return built
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (found,) = built.glob("*.whl")
+    return found
 
 
 def closure(name, found=None):
@@ -76,11 +82,6 @@ def python(wheel, tmp_path_factory):
     return Path(scheme["scripts"]) / ("python.exe" if os.name == "nt" else "python")
 
 
-def run(python, *arguments, **options):
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return subprocess.run([python, *arguments], env=environment, capture_output=True, text=True, timeout=300, **options)
-
-
 def test_the_wheel_holds_the_package_the_plugin_and_the_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {"virtual_gpus/__init__.py", "virtual_gpus/py.typed", "pytest_virtual_gpus.py"} <= set(names)
@@ -88,15 +89,22 @@ def test_the_wheel_holds_the_package_the_plugin_and_the_licence(wheel):
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "helpers"))]
 
 
+def test_the_source_distribution_leaves_the_programs_from_elsewhere_out(built):
+    (found,) = built.glob("*.tar.gz")
+    names = tarfile.open(found).getnames()
+    assert any(name.endswith("src/virtual_gpus/__init__.py") for name in names)
+    assert not [name for name in names if "benchmarks/outside" in name]
+
+
 def test_a_program_runs_from_the_wheel_alone_and_names_a_missing_extra(python, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    done = run(python, "-m", "virtual_gpus", "--gpus", "3", "--memory", "1GiB", "train.py", cwd=tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [python, "-m", "virtual_gpus", "--gpus", "3", "--memory", "1GiB", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.stdout.splitlines() == ["trained cuda:0 [True, True, True]", "beside it: [] True"], done.stderr
     assert "Drawing a timeline needs matplotlib: pip install 'virtual-gpus[plot]'." in done.stderr.splitlines()[-1]
 
 
 def test_the_version_is_the_distribution_s_and_has_an_entry_in_the_changelog():
-    import virtual_gpus
-
     assert virtual_gpus.__version__ == importlib.metadata.version("virtual-gpus")
     assert f"## {virtual_gpus.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

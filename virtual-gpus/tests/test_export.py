@@ -1,6 +1,5 @@
 """torch.export, torch.onnx.export and torch.package with modules on GPUs, and settings of torch.backends."""
 
-import importlib.util
 import io
 
 import pytest
@@ -39,17 +38,10 @@ def test_an_exported_program_stays_on_its_gpu():
 
 @pytest.mark.outside
 def test_a_program_on_two_gpus_that_makes_tensors_is_refused():
+    net = Net().cuda()
+    net.second = nn.Linear(3, 3).to("cuda:1")
     with pytest.raises(NotModelled, match="on several GPUs"):
-        torch.export.export(Both(), (torch.ones(3, device="cuda"),))
-
-
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Net().cuda(), nn.Linear(3, 3).to("cuda:1")
-
-    def forward(self, x):
-        return self.first(x)
+        torch.export.export(net, (torch.ones(3, device="cuda"),))
 
 
 def test_the_settings_of_cufft_s_plans():
@@ -67,11 +59,7 @@ def test_the_settings_of_cufft_s_plans():
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.filterwarnings("ignore")
 def test_onnx(dynamo, tmp_path):
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}")
-    import onnxruntime
-
+    *_, onnxruntime = map(pytest.importorskip, ("onnx", "onnxscript", "onnxruntime"))
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 5)
     net, x = nn.Sequential(*layers).cuda().eval(), torch.randn(2, 3, 8, 8, device="cuda")
     torch.onnx.export(net, (x,), str(tmp_path / "net.onnx"), dynamo=dynamo)

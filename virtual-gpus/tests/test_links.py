@@ -23,9 +23,14 @@ GPU7    SYS     SYS     SYS     SYS     NODE    NODE    NV4      X"""
 
 def test_nvlink_in_pairs_is_printed_as_nvidia_smi_prints_it():
     drawn = arrange(spec("A100"), 8, "NVLink pairs").drawn()
-    assert drawn.startswith(PAIRS + "\n\nLegend:")
+    assert drawn.startswith(PAIRS + "\n\nLegend:") and "\n  NV#  =" in drawn
     matrix = [line.split()[1:] for line in PAIRS.splitlines()[1:]]
     assert arrange(spec("A100"), 8, matrix).drawn() == drawn
+
+
+@pytest.mark.parametrize(("kind", "label"), [("T4", "PHB"), ("V100", "NV6"), ("H100", "NV18"), ("H200", "NV18")])
+def test_links_of_a_kind(kind, label):
+    assert arrange(spec(kind), 2).labels == (("X", label), (label, "X"))
 
 
 def test_roads_differ_in_speed():
@@ -56,12 +61,12 @@ def test_the_command_line_takes_links_hosts_and_network():
         parse(["--gpus", "3", "--hosts", "2", __file__])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"links": "NVLink triples"}, {"hosts": 3}, {"hosts": 0}, {"network": "pigeons"}, {"adapters": 0},
-     {"adapters": 1.5}, {"links": [["X"]]}, {"links": [["X", "NV4"], ["SYS", "X"]]},
-     {"links": [["X", "NV"], ["NV", "X"]]}],
-)  # fmt: skip
+WRONG = [{"links": "NVLink triples"}, {"hosts": 3}, {"hosts": 0}, {"network": "pigeons"}, {"adapters": 0},
+         {"adapters": 1.5}, {"links": [["X", "PHB"]]}, {"links": [["X"]]}, {"links": [["X", "NVX"], ["NVX", "X"]]},
+         {"links": [["X", "NV4"], ["SYS", "X"]]}, {"links": [["X", "NV"], ["NV", "X"]]}]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_be_arranged_is_refused(wrong):
     with pytest.raises(ValueError):
         virtual_gpus(2, **wrong)
@@ -69,8 +74,10 @@ def test_what_cannot_be_arranged_is_refused(wrong):
 
 def test_every_arrangement_works_for_any_number():
     for links in (None, *ARRANGEMENTS):
-        for count in (1, 2, 3, 4, 8):
-            assert "GPU0" in arrange(spec("T4"), count, links).drawn()
+        for count in (1, 2, 3, 8):
+            assert f"GPU{count - 1}" in arrange(spec("T4"), count, links).drawn()
+    with pytest.raises(ValueError, match="at least one GPU"):
+        arrange(spec("T4"), 0)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 64])

@@ -13,13 +13,8 @@ from virtual_gpus import virtual_gpus
 # ---- shapes_only ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def shapes():
-    with virtual_gpus(2, shapes_only=True) as gpus:
-        yield gpus
-
-
-def test_a_tensor_prints_its_form(shapes):
+@virtual_gpus(2, shapes_only=True)
+def test_a_tensor_prints_its_form():
     x = torch.randn(3, 4, device="cuda:1", requires_grad=True)
     assert str(x) == "tensor(values are not kept, size=(3, 4), device='cuda:1', requires_grad=True)"
     assert "values are not kept, size=(2, 4)" in repr(nn.Linear(4, 2).cuda().weight)
@@ -28,7 +23,8 @@ def test_a_tensor_prints_its_form(shapes):
     assert str(torch.ones(2)) == "tensor([1., 1.])"
 
 
-def test_a_loss_in_a_training_loop_says_that_values_are_not_kept(shapes):
+@virtual_gpus(2, shapes_only=True)
+def test_a_loss_in_a_training_loop_says_that_values_are_not_kept():
     net = nn.Linear(4, 2).cuda()
     optimizer = torch.optim.Adam(net.parameters())
     total = 0.0
@@ -84,17 +80,14 @@ def made_before(shapes_only=False):
 
 @pytest.mark.parametrize("shapes_only", [False, True])
 def test_a_tensor_of_gpus_that_are_off_is_named_where_it_meets_one_that_is_on(shapes_only):
-    net = made_before()
+    net, without_values = made_before(), made_before(shapes_only=True)
     with virtual_gpus(2, shapes_only=shapes_only):
+        x = torch.ones(3, 4, device="cuda:0")
         with pytest.raises(RuntimeError, match=r"same device, but one of them was made on cuda:1 of virtual GPUs that"):
-            net(torch.ones(3, 4, device="cuda:1"))
-        assert net.to("cuda:0")(torch.ones(3, 4, device="cuda:0")).shape == (3, 2)
-
-
-def test_one_without_values_says_that_too():
-    net = made_before(shapes_only=True)
-    with virtual_gpus(1), pytest.raises(RuntimeError, match="has no values, because those GPUs kept none"):
-        net(torch.ones(3, 4, device="cuda"))
+            net(x)
+        assert net.to("cuda:0")(x).shape == (3, 2)
+        with pytest.raises(RuntimeError, match="has no values, because those GPUs kept none"):
+            without_values(x)
 
 
 def test_computing_with_it_on_the_cpu_warns_once_at_the_caller_s_line():

@@ -36,9 +36,7 @@ def test_the_error_texts_are_the_real_ones(name):
 def test_numpy_and_a_gpu_that_does_not_exist():
     with pytest.raises(TypeError, match="^can't convert cuda:0 device type tensor to numpy"):
         torch.ones(1, device="cuda").numpy()
-    with pytest.raises(
-        torch.AcceleratorError, match="^CUDA error: invalid device ordinal\nGPU device may be out of range"
-    ):
+    with pytest.raises(torch.AcceleratorError, match="^CUDA error: invalid device ordinal\nGPU device may be out of"):
         torch.ones(1).to(f"cuda:{torch.cuda.device_count()}")
 
 
@@ -81,11 +79,8 @@ def test_training_steps_take_the_memory_that_virtual_gpus_say(name):
     real = real_gpu.measure_cases({name: build})
     kind = real_gpu.kind_of(real["meta"])
     virtual = measure.on_virtual_gpu(lambda: measure.training_steps(build), torch.__version__, kind=kind)
-    errors = compare.step_errors(real["cases"][name], virtual)
-    far = [
-        (figure, part) for step in errors for figure, part in step.items() if abs(part) > compare.GOAL[figure].largest
-    ]
-    assert not far
+    for step in compare.step_errors(real["cases"][name], virtual):
+        assert all(abs(part) <= compare.GOAL[figure].largest for figure, part in step.items()), step
 
 
 @functools.cache

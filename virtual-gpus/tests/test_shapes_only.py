@@ -20,14 +20,12 @@ def figures():
     return [{key: torch.cuda.memory_stats(i)[key] for key in wanted} for i in range(torch.cuda.device_count())]
 
 
-def train(net, batch, target, optimizer, parallel, steps=3):
+def train(net, batch, target, optimizer, parallel, steps=2):
     torch.manual_seed(0)
-    net = net().cuda()
-    net = nn.DataParallel(net) if parallel else net
+    net = nn.DataParallel(net().cuda()) if parallel else net().cuda()
     optimizer = optimizer(net.parameters())
     for _ in range(steps):
-        output = net(batch.cuda())
-        loss = F.cross_entropy(output.flatten(0, -2), target.cuda().flatten())
+        loss = F.cross_entropy(net(batch.cuda()).flatten(0, -2), target.cuda().flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -60,24 +58,21 @@ def test_same_memory_as_with_numbers(job, parallel):
     assert with_shapes == with_numbers
 
 
-@pytest.mark.parametrize(
-    ("mask", "causal"),
-    [(None, False), (None, True), ("bool", False), ("float", False), ("needs a gradient", False)],
-)
+MASKS = [(None, False), (None, True), ("bool", False), ("float", False), ("needs a gradient", False)]
+
+
+@pytest.mark.parametrize(("mask", "causal"), MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_takes_the_same_kernel(mask, causal, dtype):
-    def attend():
-        query, key, value = (torch.randn(2, 4, 100, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv")
-        allowed = torch.ones(100, 100, dtype=torch.bool, device="cuda").tril()
-        added = torch.zeros(2, 1, 100, 100, device="cuda", dtype=dtype, requires_grad=mask == "needs a gradient")
-        masks = {None: None, "bool": allowed, "float": added, "needs a gradient": added}
-        F.scaled_dot_product_attention(query, key, value, masks[mask], is_causal=causal).sum().backward()
-        return figures()
-
     results = []
     for shapes_only in (False, True):
         with virtual_gpus(1, shapes_only=shapes_only):
-            results.append(attend())
+            parts = [torch.randn(2, 4, 100, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv"]
+            allowed = torch.ones(100, 100, dtype=torch.bool, device="cuda").tril()
+            added = torch.zeros(2, 1, 100, 100, device="cuda", dtype=dtype, requires_grad=mask == "needs a gradient")
+            chosen = {None: None, "bool": allowed}.get(mask, added)
+            F.scaled_dot_product_attention(*parts, chosen, is_causal=causal).sum().backward()
+            results.append(figures())
     assert results[0] == results[1]
 
 
@@ -87,19 +82,12 @@ def test_what_needs_values_says_so():
         assert x.device == torch.device("cuda", 1) and x.is_cuda and not x.is_meta
         assert math.isnan(x.sum().item()) and math.isnan(float(x[0])) and torch.isnan(x.cpu()).all()
         assert torch.isnan(torch.zeros(3).copy_(x)).all()
-        for act in (
-            lambda: n.sum().item(),
-            lambda: bool((x > 0).any()),
-            lambda: n.cpu(),
-            lambda: x.tolist(),
-            lambda: x.nonzero(),
-            lambda: x[x > 0],
-            lambda: torch.equal(x, x),
-            lambda: torch.zeros(3, dtype=torch.long).copy_(n),
-            lambda: torch.save(x, "/dev/null"),
-        ):
+        reads = [lambda: n.sum().item(), lambda: bool((x > 0).any()), n.cpu, x.tolist, x.nonzero, lambda: x[x > 0],
+                 lambda: torch.equal(x, x), lambda: torch.zeros(3, dtype=torch.long).copy_(n),
+                 lambda: torch.save(x, "/dev/null")]  # fmt: skip
+        for read in reads:
             with pytest.raises(RuntimeError, match="shapes_only=True, virtual GPUs keep no values"):
-                act()
+                read()
 
 
 def test_cpu_tensors_keep_their_values():

@@ -13,9 +13,12 @@ from virtual_gpus.dispatch import timing
 pytestmark = [pytest.mark.outside, pytest.mark.usefixtures("workspaces_given_back")]
 
 
+STATM = pathlib.Path("/proc/self/statm")
+
+
 def resident_bytes() -> int:
-    """Memory of this process, where the system says."""
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    """Memory of this process."""
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 def counted() -> dict[str, int]:
@@ -34,9 +37,7 @@ def counted() -> dict[str, int]:
     }
 
 
-@pytest.mark.skipif(
-    not pathlib.Path("/proc/self/statm").exists(), reason="the system does not say what a process holds"
-)
+@pytest.mark.skipif(not STATM.exists(), reason="the system does not say what a process holds")
 def test_ten_thousand_steps():
     with virtual_gpus(2):
         first = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1)).cuda(0)

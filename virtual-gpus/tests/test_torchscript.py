@@ -7,11 +7,8 @@ import torch
 from torch import nn
 from virtual_gpus import NotModelled, virtual_gpus
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-    pytest.mark.filterwarnings("ignore:RNN module weights"),
-]
+IGNORED = ("ignore:`torch.jit:FutureWarning", "ignore::torch.jit.TracerWarning", "ignore:RNN module weights")
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,7 +19,7 @@ def two_gpus():
 
 def convolutions():
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 5)
-    return nn.Sequential(*layers), (2, 3, 8, 8)
+    return nn.Sequential(*layers).cuda().eval(), torch.randn(2, 3, 8, 8, device="cuda")
 
 
 class Attention(nn.Module):
@@ -39,9 +36,9 @@ class Attention(nn.Module):
 
 NETS = {
     "convolutions": convolutions,
-    "channels_last": lambda: (convolutions()[0].to(memory_format=torch.channels_last), (2, 3, 8, 8)),
-    "recurrent": lambda: (nn.LSTM(4, 5), (3, 2, 4)),
-    "attention": lambda: (Attention(), (2, 3, 8)),
+    "channels_last": lambda: (convolutions()[0].to(memory_format=torch.channels_last), convolutions()[1]),
+    "recurrent": lambda: (nn.LSTM(4, 5).cuda(), torch.randn(3, 2, 4, device="cuda")),
+    "attention": lambda: (Attention().cuda(), torch.randn(2, 3, 8, device="cuda")),
 }
 
 
@@ -49,35 +46,29 @@ def first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_a_traced_module_gives_what_the_module_gives(name):
-    net, shape = NETS[name]()
-    net, x, y = net.cuda().eval(), torch.randn(shape, device="cuda"), torch.randn(shape, device="cuda")
-    traced = torch.jit.trace(net, x)
+@pytest.mark.parametrize(("name", "inference"), [*((name, False) for name in NETS), ("convolutions", True)])
+def test_a_traced_module_gives_what_the_module_gives(name, inference):
+    net, x = NETS[name]()
+    with torch.inference_mode(inference):
+        traced = torch.jit.trace(net, x)
+        found = first(traced(x + 1))
+        torch.testing.assert_close(found, first(net(x + 1)))
     assert "Function" not in str(traced.inlined_graph)  # every operator is PyTorch's own
-    found = first(traced(y))
     assert str(found.device) == "cuda:0"
-    torch.testing.assert_close(found, first(net(y)))
     assert all(type(number) in (int, float) for number in torch.cuda.memory_stats().values())
     assert "CUDA memory summary" in torch.cuda.memory_summary()
 
 
-def test_traces_in_inference_mode_and_without_values():
-    net, shape = convolutions()
-    net, x = net.cuda().eval(), torch.randn(shape, device="cuda")
-    with torch.inference_mode():
-        traced = torch.jit.trace(net, x)
-        torch.testing.assert_close(traced(x + 1), net(x + 1))
+def test_traces_without_values():
     with virtual_gpus(1, shapes_only=True):
         layer, y = nn.Linear(3, 4).cuda(), torch.ones(2, 3, device="cuda")
         assert torch.jit.trace(layer, y, check_trace=False)(y).shape == (2, 4)
         with pytest.raises(NotModelled, match="convolution with shapes_only"):
-            torch.jit.trace(convolutions()[0].cuda(), torch.randn(shape, device="cuda"))
+            torch.jit.trace(*convolutions())
 
 
 def test_scripted_frozen_and_optimized_modules():
-    net, shape = convolutions()
-    net, x = net.cuda().eval(), torch.randn(shape, device="cuda")
+    net, x = convolutions()
     scripted = torch.jit.script(net)
     for made in (scripted, torch.jit.freeze(scripted), torch.jit.optimize_for_inference(torch.jit.script(net))):
         torch.testing.assert_close(made(x), net(x))

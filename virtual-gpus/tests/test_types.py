@@ -71,7 +71,5 @@ def test_a_program_that_uses_them_is_checked(tmp_path):
     (tmp_path / "wrong.py").write_text(RIGHT + "\n".join(WRONG) + "\n")
     said = check(tmp_path / "wrong.py")
     first = len(RIGHT.splitlines()) + 1
-    unnoticed = [
-        text for line, text in enumerate(WRONG, first) if not any(f"wrong.py:{line}:" in told for told in said)
-    ]
-    assert unnoticed == []
+    lines = {text: f"wrong.py:{line}:" for line, text in enumerate(WRONG, first)}
+    assert [text for text, line in lines.items() if not any(line in told for told in said)] == []
