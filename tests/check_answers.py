@@ -1,5 +1,9 @@
-"""What tests of checks share: reading a "Not yet", measuring once, answers that no check may stumble over."""
+"""What tests of checks share: a lesson's table of answers, reading a "Not yet", measuring once, strange answers."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import pytest
 import torch
 from torch import nn
 
@@ -32,6 +36,44 @@ def survives_strange_answers(*checks, answers=None):
             assert told(verdict) and len(verdict.text) < 1000
     assert before == [torch.cuda.memory_allocated(index) for index in range(len(before))]
     return True
+
+
+class Answers(NamedTuple):
+    """An exercise's rows of a lesson's table. `check` may be a function that makes an answer of a row and checks it.
+
+    right: answers that pass; scored: pairs of such an answer and words of the verdict
+    wrong: pairs of an answer and words of the message, one string or several
+    strange: what the check must refuse without raising, `STRANGE` unless given; fewer where each starts ranks
+    fixtures: the names of those that the exercise needs, with blanks between them
+    """
+
+    check: Callable
+    right: Sequence = ()
+    wrong: Sequence[tuple] = ()
+    scored: Sequence[tuple] = ()
+    strange: Sequence | None = None
+    fixtures: str = ""
+
+
+def answers_test(table: Mapping[str, Answers]) -> Callable:
+    """The test of a lesson's table, one case per exercise: `test_answers = answers_test({"run_on": Answers(...)})`."""
+
+    @pytest.mark.parametrize("exercise", table)
+    def test_answers(exercise, request):
+        rows = table[exercise]
+        for fixture in rows.fixtures.split():
+            request.getfixturevalue(fixture)
+        for answer in rows.right:
+            verdict = rows.check(answer)
+            assert verdict, (answer, verdict.text)
+        for answer, words in rows.scored:
+            verdict = rows.check(answer)
+            assert verdict and words in verdict.text, (answer, verdict.text)
+        for answer, words in rows.wrong:
+            told(rows.check(answer), *([words] if isinstance(words, str) else words))
+        assert survives_strange_answers(rows.check, answers=rows.strange)
+
+    return test_answers
 
 
 def measured_once(monkeypatch, check, name):
