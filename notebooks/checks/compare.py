@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector
 from helpers.measure import GiB, MiB
 from notebooks.checks.core import NotYet, require, show
 
+Tensors = Tensor | Iterable[Tensor]
 UNITS = {"bytes": 1, "MiB": MiB, "GiB": GiB, "MB": 10**6, "GB": 10**9}
 
 
@@ -110,6 +111,48 @@ def tensor(answer: object, expected: Tensor, rel: float = 1e-4, absolute: float 
     digits = 4 if f"{found[first]:.4g}" != f"{right[first]:.4g}" else 9
     both = f"At {list(first)}, yours is {found[first]:.{digits}g} and the right one is {right[first]:.{digits}g}."
     raise NotYet(f"{len(wrong)} of {right.numel()} values are wrong.", both)
+
+
+def alike(
+    found: Tensors, right: Tensors, what: str, why: str, mistakes: Mapping[str, Tensors] | None = None, rel=1e-3
+) -> None:
+    """`found` must be what the stored solution makes of the same inputs, `right`, within the share `rel`.
+
+    `what` begins the sentence, such as "The gradient is". The words of that of `mistakes` which is alike follow, or
+    else `why`.
+    """
+    values, expected = _flat(found), _flat(right)
+    sizes = f"{what} {len(values):,} numbers, and should be {len(expected):,}."
+    require(len(values) == len(expected), sizes, why)
+    off = float((values - expected).norm() / expected.norm().clamp(min=1e-12))
+    if off < rel:
+        return
+    size = f"off by {off:.{1 if off > 1e-3 else 4}%}" if isfinite(off) else "nan or infinite"
+    named = (words for words, wrong in (mistakes or {}).items() if torch.allclose(values, _flat(wrong), rel, rel / 100))
+    raise NotYet(f"{what} {size}.", next(named, why))
+
+
+def _flat(tensors: Tensors) -> Tensor:
+    each = [tensors] if isinstance(tensors, Tensor) else tensors
+    return torch.cat([tensor.detach().flatten().cpu().double() for tensor in each])
+
+
+def gradients(
+    found: Tensor, right: Tensor, leaves: Mapping[str, tuple[Tensor, Tensor]], why: str, case: str = ""
+) -> None:
+    """The gradients of the output `found` must be those of the stored solution's output, `right`.
+
+    `leaves` has, by name, pairs of what the two came from. `why` follows what is wrong, `case` is that of `number`.
+    """
+    the = f"{case}the" if case else "The"
+    require(found.requires_grad, f"{the} output has no graph.", why)
+    rising = torch.linspace(1, 2, right.numel()).reshape(right.shape)  # a gradient of its own for each value
+    yours, own = zip(*leaves.values(), strict=True)
+    reached = torch.autograd.grad(found, yours, rising.to(found).reshape(found.shape), allow_unused=True)
+    wanted = torch.autograd.grad(right, own, rising.to(right))
+    for name, gradient, expected in zip(leaves, reached, wanted, strict=True):
+        require(gradient is not None, f"{the} gradient does not reach {name}.", why)
+        alike(gradient, expected, f"{the} gradient of {name} is", why)
 
 
 def accumulated(net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
