@@ -298,22 +298,20 @@ def ranked(answer):
         why = f"Its LOCAL_RANK is {rank}, so it should use cuda:{rank}."
         require(gpus == [rank], f"Rank {rank} put its tensors on {where}.", why)
 
-    def same(other: Tensor, tolerance: float = 1e-4) -> bool:
-        return other.shape == weights[0].shape and torch.allclose(other, weights[0], atol=tolerance)
-
     why = "Their gradients were never averaged. Does the forward pass go through DistributedDataParallel?"
-    require(same(weights[1], 1e-6), "The two ranks end with different weights.", why)
+    compare.alike(weights[1], weights[0], "The ranks' weights differ, and are", why, rel=1e-6)
     _check_samples(asked)
     what = f"Ranks 0 and 1 logged {logged[0]} and {logged[1]} lines."
     require(logged == (EPOCHS, 0), what, f"Rank 0 should log one line per epoch, {EPOCHS} in all, and rank 1 none.")
     each = BATCH // RANKS
-    if not same(_on_one_device(asked, each)):
-        why = "Compare the net, the seed, the learning rate, the loss and the batch size with those of `alone`."
-        if same(_on_one_device(asked, each, OTHER_SEED)):
-            why = "The net starts from random weights. `alone` sets the seed first."
-        if same(_on_one_device(asked, BATCH)):
-            why = f"A step takes {BATCH} samples on each rank, {RANKS * BATCH} together, and {BATCH} in `alone`."
-        raise NotYet("Both ranks end with the same weights, but not with those of one GPU.", why)
+    many = f"A step takes {BATCH} samples on each rank, {RANKS * BATCH} together, and {BATCH} in `alone`."
+    mistakes = {
+        "The net starts from random weights. `alone` sets the seed first.": _on_one_device(asked, each, OTHER_SEED),
+        many: _on_one_device(asked, BATCH),
+    }
+    what = "Both ranks end with the same weights, but compared with those of one GPU they are"
+    why = "Compare the net, the seed, the learning rate, the loss and the batch size with those of `alone`."
+    compare.alike(weights[0], _on_one_device(asked, each), what, why, mistakes)
     return "Both ranks have one GPU's weights, each epoch has its own order, and only rank 0 logs."
 
 
