@@ -34,10 +34,6 @@ def on_the_cpu(gpu, net, images):
     return nn.functional.linear(images.flatten(1), net[1].weight.cpu(), net[1].bias.cpu()).to(gpu)
 
 
-def half_detached(gpu, net, images):
-    return (run_on(gpu, net, images) + run_on(gpu, net, images).detach()) / 2
-
-
 def and_then(change):
     """`run_on`, and after it `change(model, images, output)`."""
 
@@ -58,83 +54,60 @@ def budget(net):
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in net.parameters()) / 2**20
 
 
-def measured(net):
-    """The budget by a step on a GPU, in blocks of 512 bytes as the allocator rounds them."""
-    before = torch.cuda.memory_allocated(0)
-    net = copy.deepcopy(net).cuda()
-    adam = torch.optim.Adam(net.parameters())
-    weight = next(net.parameters())
-    net(weight.new_ones(1, weight.shape[1])).sum().backward()
-    adam.step()
-    return (torch.cuda.memory_allocated(0) - before) / 2**20
-
-
+RUN_ON = [
+    (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
+    (lambda gpu, net, images: run_on("cuda:0", net, images), "is on cuda:0, and it should be on cuda:3."),
+    (lambda gpu, net, images: images.to(gpu), "the shape is (15, 1, 4, 4)"),
+    (lambda gpu, net, images: net(images).to(gpu), "but the model ran on cpu"),
+    (lambda gpu, net, images: run_on(gpu, net, images.to("cuda:2")), "on cuda:2 before. Move both straight"),
+    (torch.no_grad()(run_on), "has no graph. Use neither `detach` nor `no_grad`"),
+    (lambda *given: (run_on(*given) + run_on(*given).detach()) / 2, "The gradient of `model` is off by 50.0%"),
+    (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net), images), "`model` is on cpu. Move it"),
+    (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.to(gpu)), images), "and no copy of the model"),
+    (lambda *given: run_on(*given).double(), "torch.float64, and the model and the images are"),
+    (lambda gpu, net, images: run_on(gpu, net.eval(), images), "leaves the model in evaluation mode"),
+    (on_the_cpu, "copies from cuda:3 to cpu. Compute on cuda:3"),
+    (and_then(lambda net, images, output: images.zero_()), "The function changed `images` itself"),
+    (and_then(lambda net, images, output: net[1].weight.data.zero_()), "changed the weights of `model`"),
+    (and_then(lambda net, images, output: output.sum().backward()), "calls `backward()`. Leave that to the"),
+    (default_device_left, "leaves PyTorch's default device at cuda:3"),
+    (lambda *given: run_on(*given).softmax(1), "values are wrong"),
+    (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
+]
+BUDGET = [
+    (lambda net: budget(net) / 4, "is the size of the parameters alone. Add the gradients"),
+    (lambda net: budget(net) / 2, "is twice the size of the parameters. Add the optimizer state"),
+    (lambda net: budget(net) * 3 / 4, "How many values does Adam keep for each"),
+    (lambda net: budget(net) * 1.02, "is too large"),
+    (lambda net: 16 * sum(p.numel() for p in net.parameters()) / 2**20, "and this model is in bfloat16"),
+    (lambda net: sum(p.nbytes for p in net.parameters() if p.ndim > 1) / 2**18, "counts the weights"),
+]
+PIECES = [
+    ([...] * 4, "still contains `...`"),
+    ([4, 4, 3, 3], "[4, 4, 3, 3] is not how DataParallel divides the batch. Divide one with `scatter`."),
+    ([4, 4, 4, 4], "adds up to 16 images, and the batch has 14."),
+    ([14], "Give a list of 4 numbers, one for each GPU."),
+    (["3"] * 4, "is text"),
+]
 ANSWERS = {
     "total_memory": Answers(
         check.total_memory,
-        right=[64, 64.0],
-        wrong=[(16, "16 GiB is the memory of one GPU. Add up all 4."), (68.719, "in GB. Give GiB")],
+        [64, 64.0],
+        [(16, "16 GiB is the memory of one GPU. Add up all 4."), (68.719, "in GB. Give GiB")],
     ),
     "run_on": Answers(
         check.run_on,
-        right=[run_on, on_the_current_gpu, lambda gpu, net, images: nn.DataParallel(net.to(gpu), [gpu])(images)],
-        wrong=[
-            (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
-            (lambda gpu, net, images: run_on("cuda:0", net, images), "is on cuda:0, and it should be on cuda:3."),
-            (lambda gpu, net, images: images.to(gpu), "the shape is (15, 1, 4, 4)"),
-            (lambda gpu, net, images: net(images).to(gpu), "but the model ran on cpu"),
-            (
-                lambda gpu, net, images: nn.DataParallel(net.to("cuda:0"))(images).to(gpu),
-                "but the model ran on cuda:0, cuda:1, cuda:2, cuda:3. Use no GPU except cuda:3.",
-            ),
-            (lambda gpu, net, images: run_on(gpu, net, images.to("cuda:2")), "on cuda:2 before. Move both straight"),
-            (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.cuda()), images), "were on cuda:0 before"),
-            (torch.no_grad()(run_on), "has no graph. Use neither `detach` nor `no_grad`"),
-            (lambda *given: run_on(*given).detach().requires_grad_(), "The gradient does not reach `model`"),
-            (half_detached, "The gradient of `model` is off by 50.0%"),
-            (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net), images), "`model` is on cpu. Move it"),
-            (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.to(gpu)), images), "and no copy of the model"),
-            (lambda *given: run_on(*given).double(), "torch.float64, and the model and the images are"),
-            (lambda gpu, net, images: run_on(gpu, net.eval(), images), "leaves the model in evaluation mode"),
-            (on_the_cpu, "copies from cuda:3 to cpu. Compute on cuda:3"),
-            (and_then(lambda net, images, output: net.cpu()), "Afterwards `model` is on cpu"),
-            (and_then(lambda net, images, output: images.zero_()), "The function changed `images` itself"),
-            (and_then(lambda net, images, output: net[1].weight.data.zero_()), "changed the weights of `model`"),
-            (and_then(lambda net, images, output: output.sum().backward()), "calls `backward()`. Leave that to the"),
-            (default_device_left, "leaves PyTorch's default device at cuda:3"),
-            (lambda *given: run_on(*given).softmax(1), "values are wrong"),
-            (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
-        ],
+        [run_on, on_the_current_gpu, lambda gpu, net, images: nn.DataParallel(net.to(gpu), [gpu])(images)],
+        RUN_ON,
     ),
-    "budget": Answers(
-        check.budget,
-        right=[budget, measured],
-        wrong=[
-            (lambda net: budget(net) / 4, "is the size of the parameters alone. Add the gradients"),
-            (lambda net: budget(net) / 2, "is twice the size of the parameters. Add the optimizer state"),
-            (lambda net: budget(net) * 3 / 4, "How many values does Adam keep for each"),
-            (lambda net: budget(net) * 1.02, "is too large"),
-            (lambda net: 16 * sum(p.numel() for p in net.parameters()) / 2**20, "and this model is in bfloat16"),
-            (lambda net: sum(p.nbytes for p in net.parameters() if p.ndim > 1) / 2**18, "counts the weights"),
-        ],
-    ),
-    "pieces": Answers(
-        check.pieces,
-        right=[np.array([4, 4, 4, 2]), (4, 4, 4, 2), torch.tensor([4, 4, 4, 2])],
-        wrong=[
-            ([...] * 4, "still contains `...`"),
-            ([4, 4, 3, 3], "[4, 4, 3, 3] is not how DataParallel divides the batch. Divide one with `scatter`."),
-            ([4, 4, 4, 4], "adds up to 16 images, and the batch has 14."),
-            ([14], "Give a list of 4 numbers, one for each GPU."),
-            (["3"] * 4, "is text"),
-        ],
-    ),
+    "budget": Answers(check.budget, [budget], BUDGET),
+    "pieces": Answers(check.pieces, [np.array([4, 4, 4, 2]), (4, 4, 4, 2), torch.tensor([4, 4, 4, 2])], PIECES),
 }
 test_answers = answers_test(ANSWERS)
 
 
 def test_right_answers_leave_no_memory_behind():
-    assert check.run_on(run_on) and check.budget(measured)
+    assert check.run_on(run_on) and check.budget(budget)
     assert [torch.cuda.memory_allocated(index) for index in range(4)] == [0] * 4
 
 

@@ -25,9 +25,6 @@ def test_without_gpus_the_checks_say_what_to_do(monkeypatch):
     assert told(check.one_per_gpu(OnePerGPU), "The exercise needs 2 GPUs", "Run the cell with use_gpus above again.")
 
 
-# ---- 1 ---------------------------------------------------------------------------------------------------------------
-
-
 def with_positions(x):
     return torch.cat([x, torch.arange(len(x), device=x.device, dtype=x.dtype)[:, None]], dim=1)
 
@@ -37,79 +34,40 @@ def in_a_block(x):
         return torch.hstack([x, torch.arange(len(x), dtype=x.dtype).unsqueeze(1)])
 
 
-def filled(x):
-    result = nn.functional.pad(x, (0, 1))
-    result[:, -1] = torch.arange(len(x))
-    return result
-
-
-def default_device_left(x):
-    torch.set_default_device(x.device)
-    return torch.cat([x, torch.arange(len(x), dtype=x.dtype)[:, None]], 1)
-
-
 def appended(**options):
     return lambda x: torch.cat([x, torch.arange(len(x), **options)[:, None].to(options.get("device", x.device))], 1)
 
 
-POSITIONS = Answers(
-    check.with_positions,
-    right=[
-        with_positions,
-        in_a_block,
-        filled,
-        lambda x: torch.column_stack([x, torch.arange(len(x)).to(x)]),
-        lambda x: torch.cat([x, x.new_tensor(range(len(x)))[:, None]], dim=1),
-    ],
-    wrong=[
-        (appended(device="cpu"), "is on cpu, different from"),
-        (appended(device="cuda"), "is on cuda:0"),
-        (appended(), "an x of torch.int32, the result"),
-        (lambda x: with_positions(x.cpu()), "For an x on cuda:0, the result is on cpu. Keep the device of x."),
-        (lambda x: with_positions(x.float()), "Keep the dtype of x"),
-        (lambda x: with_positions(x.cpu()).to(x.device), "For an x on cuda:0, the function copies from there to cpu."),
-        (lambda x: with_positions(x.to("cuda:0")).to(x.device), "For an x on cpu, the function copies from there to"),
-        (lambda x: with_positions(x.detach()), "The output has no graph. Does the function call `detach`, or copy"),
-        (lambda x: with_positions(x.detach()).requires_grad_(x.requires_grad), "The gradient does not reach x"),
-        (lambda x: (with_positions(x) + with_positions(x.detach())) / 2, "The gradient of x is off by 50.0%"),
-        (default_device_left, "leaves PyTorch's default device at cuda:0"),
-        (lambda x: with_positions(x.detach().add_(1) - 1), "The function changed x itself."),
-        (lambda x: with_positions(x).roll(1, 1), "The row numbers are in the first column."),
-        (lambda x: torch.cat([x, x.new_ones(len(x), 1).cumsum(0)], 1), "At [0, 1], yours is 1 and the right one is 0."),
-        (lambda x: x, "it should be (3, 2)"),
-    ],
-)
+POSITIONS = [
+    (appended(device="cpu"), "is on cpu, different from"),
+    (appended(device="cuda"), "is on cuda:0"),
+    (appended(), "an x of torch.int32, the result"),
+    (lambda x: with_positions(x.cpu()), "For an x on cuda:0, the result is on cpu. Keep the device of x."),
+    (lambda x: with_positions(x.float()), "Keep the dtype of x"),
+    (lambda x: with_positions(x.cpu()).to(x.device), "For an x on cuda:0, the function copies from there to cpu."),
+    (lambda x: with_positions(x.to("cuda:0")).to(x.device), "For an x on cpu, the function copies from there to"),
+    (lambda x: with_positions(x.detach()), "The output has no graph. Does the function call `detach`, or copy"),
+    (lambda x: with_positions(x.detach()).requires_grad_(x.requires_grad), "The gradient does not reach x"),
+    (lambda x: (with_positions(x) + with_positions(x.detach())) / 2, "The gradient of x is off by 50.0%"),
+    (lambda x: with_positions(x.detach().add_(1) - 1), "The function changed x itself."),
+    (lambda x: with_positions(x).roll(1, 1), "The row numbers are in the first column."),
+    (lambda x: torch.cat([x, x.new_ones(len(x), 1).cumsum(0)], 1), "At [0, 1], yours is 1 and the right one is 0."),
+    (lambda x: x, "it should be (3, 2)"),
+]
 
-
-# ---- 2 ---------------------------------------------------------------------------------------------------------------
 
 LEFT = {"a": "model", "b": "batch", "c": "labels", "d": "model", "e": "batch"}
-LEFT_BEHIND = Answers(
-    check.left_behind,
-    right=[LEFT],
-    wrong=[
-        (LEFT | {"a": "batch"}, ("after you move its batch to cuda:1, with RuntimeError", "input of a linear layer")),
-        (LEFT | {"b": "labels"}, "Program b still fails after you move its labels to cuda:1, with RuntimeError: "),
-        (LEFT | {"c": "batch"}, "`target` stands for the labels of a loss"),
-        (LEFT | {"d": "batch"}, "it was compared with the embedding's table"),
-        (LEFT | {"e": "model"}, "Input type (torch.FloatTensor) and weight type"),
-        (LEFT | {"e": "weights"}, "'weights' is not a part of program e. Choose from batch, model, labels."),
-        ({"a": "model"}, "a dict with a part for each of a, b, c, d, e"),
-        (LEFT | {"b": ...}, "still contains `...`"),
-    ],
-)
+LEFT_BEHIND = [
+    (LEFT | {"a": "batch"}, ("after you move its batch to cuda:1, with RuntimeError", "input of a linear layer")),
+    (LEFT | {"b": "labels"}, "Program b still fails after you move its labels to cuda:1, with RuntimeError: "),
+    (LEFT | {"c": "batch"}, "`target` stands for the labels of a loss"),
+    (LEFT | {"d": "batch"}, "it was compared with the embedding's table"),
+    (LEFT | {"e": "model"}, "Input type (torch.FloatTensor) and weight type"),
+    (LEFT | {"e": "weights"}, "'weights' is not a part of program e. Choose from batch, model, labels."),
+    ({"a": "model"}, "a dict with a part for each of a, b, c, d, e"),
+    (LEFT | {"b": ...}, "still contains `...`"),
+]
 
-
-def test_the_five_errors_are_pytorch_s_own():
-    said = check.errors()
-    assert "mat1 is on cuda:1, different from other tensors on cpu" in said["a"]
-    assert "mat1 is on cuda:0, different from other tensors on cuda:1" in said["b"]
-    assert "target is on cuda:0" in said["c"] and "nll_loss_forward" in said["c"]
-    assert "index is on cuda:1, different from other tensors on cuda:0" in said["d"]
-    assert "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor)" in said["e"]
-
-
-# ---- 3 ---------------------------------------------------------------------------------------------------------------
 
 BROKEN = """
 class Net(nn.Module):
@@ -180,43 +138,28 @@ def on(place):
     return f"With cuda:3 as device, the model computed on {place}. Move the model, x and y"
 
 
-MENDED = Answers(
-    lambda pair: check.mended(*(program(pair) if isinstance(pair, dict) else pair)),
-    right=[
-        {},
-        {"optimizer = torch": "model.to(device)\n    optimizer = torch"},
-        {SCALE: PARAMETER.replace("]))", "]), requires_grad=False)")},
-        {SCALE: "self.scale = nn.Buffer(torch.tensor([1.0, 2.0, 3.0]))"},
-        {".numpy()": ".numpy(force=True)", "y.cuda()": "y.to(x.device)"},
-        {"    x.to(device)": "    x, model = x.to(device), model.to(device)"},
-    ],
-    wrong=[
-        *((left_from(i), (words, "on cuda:3 your code stopped at `")) for i, (_, words) in enumerate(MENDS.values())),
-        ({"y.cuda()": 'y.to("cuda:3")'}, "on cuda:0 your code stopped at `loss = nn.functional.cross_entropy"),
-        ({"torch.arange(4)": 'torch.arange(4, device="cuda")'}, "got mask on cuda:0 and self on"),
-        ({".numpy()": ".tolist()"}, "Return the classes as a NumPy array"),
-        ({".numpy()": ".cpu().numpy() * 0"}, "the classes are"),
-        ({LAYERS: LAYERS, "x = layer(x)": "x = layer.to(x.device)(x)"}, "of shape (8, 4) and (8,). A plain list"),
-        ({SCALE: SCALE, "* self.scale": "* self.scale.to(x.device)"}, "state_dict does not contain `scale`"),
-        ({SCALE: PARAMETER}, "`scale` is a parameter that the optimizer trains"),
-        ({SCALE: BUFFER.replace("]))", "]), persistent=False)")}, "so a checkpoint loses it"),
-        ({"* self.scale": "* torch.tensor([1.0, 2.0, 3.0], device=x.device)"}, "does not use the `scale` of"),
-        ({SCALE: 'self.register_buffer("scale", torch.zeros(3))'}, "`scale` is [0.0, 0.0, 0.0], and it should be"),
-        ({"masked_fill(": "masked_fill_("}, "Your code changes the caller's x."),
-        ({"model.to(device)": "torch.set_default_device(device)\n    model.to(device)"}, "default device at cuda:3"),
-        ({"model.to(device)": "model = copy.deepcopy(model).to(device)"}, "layers.0.weight is on cpu. Move the model"),
-        ({"lr=0.1": "lr=0.2"}, ("the weights after training on cuda:3 are off by", "Change only devices.")),
-        ({"optimizer.step()": "1 / 0"}, "ZeroDivisionError"),
-        ((program()[0], functools.partial(trained_on, "cpu")), on("cpu")),
-        ((program()[0], functools.partial(trained_on, "cuda:0")), on("cuda:0")),
-        ((program()[0](), program()[1]), "Pass the class itself"),
-        ((program()[0], "train"), "cannot be called"),
-    ],
-    strange=[(each, program()[1]) for each in STRANGE] + [(program()[0], each) for each in STRANGE],
-)
-
-
-# ---- 4 ---------------------------------------------------------------------------------------------------------------
+MENDED = [
+    *((left_from(i), (words, "on cuda:3 your code stopped at `")) for i, (_, words) in enumerate(MENDS.values())),
+    ({"y.cuda()": 'y.to("cuda:3")'}, "on cuda:0 your code stopped at `loss = nn.functional.cross_entropy"),
+    ({"torch.arange(4)": 'torch.arange(4, device="cuda")'}, "got mask on cuda:0 and self on"),
+    ({".numpy()": ".tolist()"}, "Return the classes as a NumPy array"),
+    ({".numpy()": ".cpu().numpy() * 0"}, "the classes are"),
+    ({LAYERS: LAYERS, "x = layer(x)": "x = layer.to(x.device)(x)"}, "of shape (8, 4) and (8,). A plain list"),
+    ({SCALE: SCALE, "* self.scale": "* self.scale.to(x.device)"}, "state_dict does not contain `scale`"),
+    ({SCALE: PARAMETER}, "`scale` is a parameter that the optimizer trains"),
+    ({SCALE: BUFFER.replace("]))", "]), persistent=False)")}, "so a checkpoint loses it"),
+    ({"* self.scale": "* torch.tensor([1.0, 2.0, 3.0], device=x.device)"}, "does not use the `scale` of"),
+    ({SCALE: 'self.register_buffer("scale", torch.zeros(3))'}, "`scale` is [0.0, 0.0, 0.0], and it should be"),
+    ({"masked_fill(": "masked_fill_("}, "Your code changes the caller's x."),
+    ({"model.to(device)": "torch.set_default_device(device)\n    model.to(device)"}, "default device at cuda:3"),
+    ({"model.to(device)": "model = copy.deepcopy(model).to(device)"}, "layers.0.weight is on cpu. Move the model"),
+    ({"lr=0.1": "lr=0.2"}, ("the weights after training on cuda:3 are off by", "Change only devices.")),
+    ({"optimizer.step()": "1 / 0"}, "ZeroDivisionError"),
+    ((program()[0], functools.partial(trained_on, "cpu")), on("cpu")),
+    ((program()[0], functools.partial(trained_on, "cuda:0")), on("cuda:0")),
+    ((program()[0](), program()[1]), "Pass the class itself"),
+    ((program()[0], "train"), "cannot be called"),
+]
 
 
 class OnePerGPU(nn.Module):
@@ -234,91 +177,42 @@ class OnePerGPU(nn.Module):
         return x
 
 
-def one_per_gpu(forward, base=OnePerGPU):
+whole = OnePerGPU.forward
+
+
+def one_per_gpu(forward):
     """A class with another forward pass."""
-    return type("Other", (base,), {"forward": forward})
+    return type("Other", (OnePerGPU,), {"forward": forward})
 
 
-class Stub(nn.Module):
-    def __init__(self, layers, gpus):
-        super().__init__()
-
-    def forward(self, x): ...
-
-
-class HiddenInAList(OnePerGPU):
-    def __init__(self, layers, gpus):
-        super().__init__(layers, gpus)
-        del self.layers
-        self.layers = list(layers)
-
-
-class Registered(nn.Module):
-    def __init__(self, layers, gpus):
-        super().__init__()
-        for i, layer in enumerate(layers):
-            self.add_module(str(i), layer.to(gpus[i]))
-
-    def forward(self, x):
-        for layer in self.children():
-            x = layer(x.to(layer.weight.device))
-        return x
-
-
-def numbers_in_order(layers, gpus):
-    return OnePerGPU(layers, [f"cuda:{i}" for i in range(len(layers))])
-
-
-def half_detached(self, x):
-    return (OnePerGPU.forward(self, x) + OnePerGPU.forward(self, x).detach()) / 2
-
-
-def all_on_one(self, x):
-    for layer in self.layers:
-        layer.to(self.gpus[0])
-    x = nn.Sequential(*self.layers)(x.to(self.gpus[0]))
-    for layer, gpu in zip(self.layers, self.gpus, strict=True):
-        layer.to(gpu)
-    return x
-
-
-def four_layers(self, x):
-    for i in range(4):
-        x = self.layers[i](x.to(self.gpus[i]))
-    return x
-
-
-def zeroes(self, x):
-    found = OnePerGPU.forward(self, x.clone())
-    x.zero_()
-    return found
-
-
-PER_GPU = Answers(
-    check.one_per_gpu,
-    right=[OnePerGPU, Registered, one_per_gpu(lambda self, x: OnePerGPU.forward(self, x).to(x.device))],
-    wrong=[
-        (Stub, "`model.parameters()` lacks the parameters of layer 0"),
-        (HiddenInAList, "Keep the layers where the module finds them"),
-        (numbers_in_order, "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3."),
-        (one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.detach().to(gpu))), "does not reach layer 0."),
-        (one_per_gpu(torch.no_grad()(OnePerGPU.forward)), "The output has no graph. Is there a detach() or no_grad()"),
-        (lambda layers, gpus: OnePerGPU(copy.deepcopy(layers), gpus), "a copy of layer 0. Keep the layer itself"),
-        (one_per_gpu(half_detached), "The gradient of layer 0 is off by 50.0%."),
-        (one_per_gpu(all_on_one), "makes 13 copies between devices: cuda:2 to cuda:3"),
-        (
-            one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.cpu().to(gpu))),
-            "makes 7 copies between devices: cpu to cuda:3, cuda:3 to cpu, cpu to cuda:2",
-        ),
-        (one_per_gpu(four_layers), "With 2 layers on cuda:1, cuda:2, your class stopped at `"),
-        (one_per_gpu(lambda self, x: OnePerGPU.forward(self, x.pin_memory())), "your class stopped at `"),
-        (one_per_gpu(zeroes), "The module changes the batch that it is given."),
-        (lambda layers, gpus: layers, "Write a subclass of nn.Module."),
-    ],
-)
-
-
-# ---- 5 ---------------------------------------------------------------------------------------------------------------
+PER_GPU = [
+    (lambda layers, gpus: nn.Identity(), "lacks the parameters of layer 0. Keep the layers where the module finds"),
+    (
+        lambda layers, gpus: OnePerGPU(layers, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"][: len(gpus)]),
+        "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3.",
+    ),
+    (one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.detach().to(gpu))), "does not reach layer 0."),
+    (one_per_gpu(torch.no_grad()(whole)), "The output has no graph. Is there a detach() or no_grad()"),
+    (lambda layers, gpus: OnePerGPU(copy.deepcopy(layers), gpus), "a copy of layer 0. Keep the layer itself"),
+    (
+        one_per_gpu(lambda self, x: (whole(self, x) + whole(self, x).detach()) / 2),
+        "The gradient of layer 0 is off by 50.0%.",
+    ),
+    (
+        one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.cpu().to(gpu))),
+        "makes 7 copies between devices: cpu to cuda:3, cuda:3 to cpu, cpu to cuda:2",
+    ),
+    (
+        lambda layers, gpus: OnePerGPU([layers[i] for i in range(4)], gpus),
+        "With 2 layers on cuda:1, cuda:2, your class stopped at `",
+    ),
+    (one_per_gpu(lambda self, x: whole(self, x.pin_memory())), "your class stopped at `"),
+    (
+        one_per_gpu(lambda self, x: (whole(self, x.clone()), x.zero_())[0]),
+        "The module changes the batch that it is given.",
+    ),
+    (lambda layers, gpus: layers, "Write a subclass of nn.Module."),
+]
 
 
 def most_free(figure):
@@ -326,27 +220,50 @@ def most_free(figure):
     return torch.device("cuda", values.index(max(values)))
 
 
-EMPTIEST = Answers(
-    check.emptiest_gpu,
-    right=[
-        lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[0]),
-        lambda: torch.device("cuda", GPUtil.getFirstAvailable(order="memory")[0]),
-        lambda: most_free(lambda i: -torch.cuda.device_memory_used(i)),
-    ],
-    wrong=[
-        (lambda: torch.device("cuda", 2), "cuda:2 has"),
-        (lambda: most_free(lambda i: -torch.cuda.memory_allocated(i)), "or that PyTorch keeps in reserve, is not free"),
-        (lambda: most_free(lambda i: -torch.cuda.memory_reserved(i)), "Memory that other programs hold"),
-        (lambda: torch.device("cuda"), "is not the torch.device of a GPU"),
-        (lambda: "cuda:1", "'cuda:1' is not the torch.device of a GPU"),
-    ],
-)
+EMPTIEST = [
+    (lambda: torch.device("cuda", 2), "cuda:2 has"),
+    (lambda: most_free(lambda i: -torch.cuda.memory_allocated(i)), "or that PyTorch keeps in reserve, is not free"),
+    (lambda: most_free(lambda i: -torch.cuda.memory_reserved(i)), "Memory that other programs hold"),
+    (lambda: torch.device("cuda"), "is not the torch.device of a GPU"),
+    (lambda: "cuda:1", "'cuda:1' is not the torch.device of a GPU"),
+]
 
 ANSWERS = {
-    "with_positions": POSITIONS,
-    "left_behind": LEFT_BEHIND,
-    "mended": MENDED,
-    "one_per_gpu": PER_GPU,
-    "emptiest_gpu": EMPTIEST,
+    "with_positions": Answers(
+        check.with_positions,
+        [
+            with_positions,
+            in_a_block,
+            lambda x: torch.column_stack([x, torch.arange(len(x)).to(x)]),
+            lambda x: torch.cat([x, x.new_tensor(range(len(x)))[:, None]], dim=1),
+        ],
+        POSITIONS,
+    ),
+    "left_behind": Answers(check.left_behind, [LEFT], LEFT_BEHIND),
+    "mended": Answers(
+        lambda pair: check.mended(*(program(pair) if isinstance(pair, dict) else pair)),
+        [
+            {},
+            {"optimizer = torch": "model.to(device)\n    optimizer = torch"},
+            {SCALE: PARAMETER.replace("]))", "]), requires_grad=False)")},
+            {SCALE: "self.scale = nn.Buffer(torch.tensor([1.0, 2.0, 3.0]))"},
+            {".numpy()": ".numpy(force=True)", "y.cuda()": "y.to(x.device)"},
+            {"    x.to(device)": "    x, model = x.to(device), model.to(device)"},
+        ],
+        MENDED,
+        strange=[(each, program()[1]) for each in STRANGE] + [(program()[0], each) for each in STRANGE],
+    ),
+    "one_per_gpu": Answers(
+        check.one_per_gpu, [OnePerGPU, one_per_gpu(lambda self, x: whole(self, x).to(x.device))], PER_GPU
+    ),
+    "emptiest_gpu": Answers(
+        check.emptiest_gpu,
+        [
+            lambda: most_free(lambda i: torch.cuda.mem_get_info(i)[0]),
+            lambda: torch.device("cuda", GPUtil.getFirstAvailable(order="memory")[0]),
+            lambda: most_free(lambda i: -torch.cuda.device_memory_used(i)),
+        ],
+        EMPTIEST,
+    ),
 }
 test_answers = answers_test(ANSWERS)

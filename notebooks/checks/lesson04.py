@@ -62,8 +62,8 @@ RAISED = {
     "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
     "Duplicate GPU": ("Several ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
     "_Mismatch": (
-        "The ranks call different collectives, or one collective with tensors of different sizes, or without one.",
-        "Every rank must call the same collective, with a tensor of the same size.",
+        "The ranks call different collectives, or one with tensors of different sizes or dtypes, or without a tensor.",
+        "Every rank must call the same collective, with a tensor of the same size and dtype.",
     ),
     "_NotAwaited": (
         "A collective with async_op=True is not awaited, so that its result can be incomplete on a real GPU.",
@@ -118,7 +118,7 @@ def _only_gpus(name: str):
         for each in (*args, *named.values()):
             for tensor in each if isinstance(each, list | tuple) else [each]:
                 if isinstance(tensor, Tensor):
-                    called.append(str(tensor.numel()))
+                    called.append(f"{tensor.numel()} of {tensor.dtype}")
                     if tensor.device.type == "cpu":
                         raise _OnTheCPU(f"_OnTheCPU: dist.{name} got a tensor on the CPU")
         of_ranks = [None] * dist.get_world_size()
@@ -209,6 +209,9 @@ def _not_text(value: object) -> object:
     return value
 
 
+LABELS = ([16, 16, 16, 13], [37, 12, 8, 4], [5, 5], [1, 9], [3, 0, 7], [10])  # exercise 3: of each rank
+
+
 def _factor_in_rank(rank: int, answer, counts: list[int]):
     return plain(answer(list(counts), rank))
 
@@ -233,7 +236,7 @@ def _factors(answer, counts: list[int]) -> list[float]:
 @exercise
 def factor(answer):
     """Exercise 3: `answer(counts, rank)` is the factor of a rank's loss that makes DDP's the mean over all labels."""
-    for counts in ([16, 16, 16, 13], [37, 12, 8, 4], [5, 5], [1, 9], [3, 0, 7], [10]):
+    for counts in LABELS:
         ranks, what = len(counts), f"For ranks with {counts} labels,"
         counted = {}  # by rank: what one of its labels counts, where 1 is right
         for rank, (labels, value) in enumerate(zip(counts, _factors(answer, counts), strict=True)):
