@@ -45,19 +45,12 @@ def and_then(change):
     return function
 
 
-def default_device_left(gpu, net, images):
-    torch.set_default_device(gpu)
-    return run_on(gpu, net, images)
-
-
 def budget(net):
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in net.parameters()) / 2**20
 
 
 RUN_ON = [
-    (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
     (lambda gpu, net, images: run_on("cuda:0", net, images), "is on cuda:0, and it should be on cuda:3."),
-    (lambda gpu, net, images: images.to(gpu), "the shape is (15, 1, 4, 4)"),
     (lambda gpu, net, images: net(images).to(gpu), "but the model ran on cpu"),
     (lambda gpu, net, images: run_on(gpu, net, images.to("cuda:2")), "on cuda:2 before. Move both straight"),
     (torch.no_grad()(run_on), "has no graph. Use neither `detach` nor `no_grad`"),
@@ -70,9 +63,7 @@ RUN_ON = [
     (and_then(lambda net, images, output: images.zero_()), "The function changed `images` itself"),
     (and_then(lambda net, images, output: net[1].weight.data.zero_()), "changed the weights of `model`"),
     (and_then(lambda net, images, output: output.sum().backward()), "calls `backward()`. Leave that to the"),
-    (default_device_left, "leaves PyTorch's default device at cuda:3"),
     (lambda *given: run_on(*given).softmax(1), "values are wrong"),
-    (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
 ]
 BUDGET = [
     (lambda net: budget(net) / 4, "is the size of the parameters alone. Add the gradients"),
@@ -87,7 +78,6 @@ PIECES = [
     ([4, 4, 3, 3], "[4, 4, 3, 3] is not how DataParallel divides the batch. Divide one with `scatter`."),
     ([4, 4, 4, 4], "adds up to 16 images, and the batch has 14."),
     ([14], "Give a list of 4 numbers, one for each GPU."),
-    (["3"] * 4, "is text"),
 ]
 ANSWERS = {
     "total_memory": Answers(

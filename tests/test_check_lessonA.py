@@ -1,5 +1,7 @@
 """The checks of the appendix: solutions pass, typical mistakes are explained, nothing raises."""
 
+from functools import cache
+
 import pytest
 
 from notebooks.checks import lessonA as check
@@ -16,14 +18,11 @@ def named(possible, names=list):
 
 COULD_BE = [
     (could_be(0.5), "rounded to whole percent"),
-    (could_be(0.9), "rounded to whole percent"),
     (could_be(1.1), "cannot come from this GPU"),
-    (lambda *_: ["T4"], "is not among the names"),
     (lambda *_: "T4", "Return a list of names"),
     (lambda *_: [], "can come from this GPU"),
     (lambda b, a, added, m: m, "On K80 with 11,441 MiB, these 3,815 MiB are 33.34 points"),
     (named(lambda b, a, added, m, name: round(100 * added / m[name]) == a - b), "come from this GPU"),
-    (named(lambda b, a, added, m, name: abs(100 * added / m[name] - a) < 1), "from this GPU"),
     (lambda b, a, added, m: [n for n in list(m) if abs(100 * added / m.pop(n) - (a - b)) < 1], "changes the dict"),
 ]
 
@@ -50,7 +49,6 @@ OUTSIDE = [
     (explained(lambda b, a, r: r * b - a), "still to be divided"),
     (explained(lambda b, a, r: (b - a) / (1 - r)), "the whole step before"),
     (explained(lambda b, a, r: right(b, a, 1 - r)), "ratio for what is saved"),
-    (explained(lambda b, a, r: 0.629), "For"),
     (explained(lambda b, a, r: right(b, a, r) or -1), "raised a ValueError"),
     (lambda b, a, r: right(b, a, r) if right(b, a, r) >= 0 else None, "returned None"),
     (lambda b, a, r: right(b, a, r) if r >= a / b else int("no number"), "divides by zero"),
@@ -61,11 +59,8 @@ OUTSIDE = [
 def small_job(monkeypatch):
     """A Llama of one layer: the figures are not those of the lesson, which runs with all of them."""
     monkeypatch.setattr(check, "LLAMA_1B", check.LLAMA_1B | {"layers": 1})
-    for known in (check._four, check._largest):
-        known.cache_clear()
-    yield
-    for known in (check._four, check._largest):
-        known.cache_clear()
+    for name in ("_four", "_largest"):
+        monkeypatch.setattr(check, name, cache(getattr(check, name).__wrapped__))
 
 
 VERDICTS = {"A": "holds", "B": "does not hold", "C": "holds", "D": "open"}
@@ -88,7 +83,6 @@ POST = [
     (("A", 13.8), "states in float32"),
     (("B", 1.1), "B: "),
     (("C", 6.0), "C: 6 is not"),
-    (("C", 7.5), "C: 7.5 is not"),
     (("A", "open"), "A: 'open' is wrong"),
     (("B", "holds"), ("You found", "GiB")),
     (("C", "open"), "You found "),
