@@ -118,8 +118,11 @@ ACCUMULATE = [
     (by(partial(summed, count=lambda each: counted(each[:1]) * len(each))), "Every label that counts should count"),
     # PyTorch's own backward gives 0, but the loss is nan.
     (by(lambda model, x, y, b: words(model, x, y) * counted([(x, y)]) / counted(b), skip=False), "nan"),
-    (lambda model, b: (accumulate(model, b), model.output.bias.data.add_(1e-6))[0], "changes parameters"),
-    (lambda model, batches: (accumulate(model, batches), model.cpu())[0], "leaves the model on cpu"),
+    (
+        lambda model, b: (accumulate(model, b), model.output.bias.data.add_(1e-6))[0],
+        "changes `output.bias`. Leave the model",
+    ),
+    (lambda model, batches: (accumulate(model, batches), model.cpu())[0], "moves `embedding.weight` to cpu"),
     (in_the_end, "before the first backward()"),
     (
         lambda model, b: accumulate(model, [tuple(map(torch.cat, zip(*b, strict=True)))]),

@@ -115,7 +115,6 @@ def pieces(answer):
     require(four, f"The answer is {show(answer)}. Give a list of {GPUS} numbers, one for each GPU.")
     numbers = [compare.as_number(each) for each in found]
     require(sum(numbers) == BATCH, f"{show(answer)} adds up to {sum(numbers):g} images, and the batch has {BATCH}.")
-    require(
-        numbers == expected, f"{show(answer)} is not how DataParallel divides the batch. Divide one with `scatter`."
-    )
+    wrong = f"{show(answer)} is not how DataParallel divides the batch."
+    require(numbers == expected, wrong, "Divide one with `scatter`.")
     return "The last GPU gets fewer images, so it waits for the others."

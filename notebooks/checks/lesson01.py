@@ -141,16 +141,13 @@ def mended(net_class, train):
         lost = "The model's state_dict does not contain `scale`, so a checkpoint loses it."
         require("scale" in model.state_dict(), lost)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            left = (
-                f"After `train(model, device, x, y)` with {place} as device, the model's {name} is on {tensor.device}."
-            )
+            left = f"After `train` with {place} as device, the model's {name} is on {tensor.device}."
             require(tensor.device == place, left, "Move the model itself, not a copy.")
         away = ran_on - {place}
         detour = f"With {place} as device, the model computed on {', '.join(sorted(map(str, away)))}."
         require(not away, detour, "Move the model, x and y to `device` before the first step.")
-        require(
-            torch.equal(given, x), "Your code changes the caller's x. `masked_fill` returns a new tensor, so keep it."
-        )
+        kept = torch.equal(given, x)
+        require(kept, "Your code changes the caller's x. `masked_fill` returns a new tensor, so keep it.")
         array = isinstance(found, np.ndarray)
         require(array, f"`train` returned {show(found)}. Return the classes as a NumPy array.")
         ended, (weights, classes) = _trained(model), _by_hand(start, x, y, scale)

@@ -104,10 +104,7 @@ def accumulate_words(answer):
         before = [parameter.detach().clone() for parameter in parameters]
         found = call(answer, model, [(x.clone(), y.clone()) for x, y in zip(tokens, labels, strict=True)])
         seen, model.seen = model.seen, []
-        for parameter, old in zip(parameters, before, strict=True):
-            require(parameter.device == gpu, f"{case}, your function leaves the model on {parameter.device}.")
-            changed = f"{case}, your function changes parameters. Only gradients are asked for."
-            require(torch.equal(parameter, old), changed)
+        _require_kept(model, before, case)
         left = all(parameter.grad is not None for parameter in parameters)
         require(left, f"{case}, some parameters have no gradient. Was backward() called?")
         gradient = [parameter.grad for parameter in parameters]
@@ -142,6 +139,13 @@ def accumulate_words(answer):
         said = f"{case}, the gradients are right, but the returned loss of "
         compare.number(found, right.item(), rel=1e-3, case=said)
     return "The gradients are those of the whole batch, also where a micro-batch has no label."
+
+
+def _require_kept(model: nn.Module, before: Sequence[Tensor], case: str) -> None:
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        require(parameter.device == old.device, f"{case}, your function moves `{name}` to {parameter.device}.")
+        same = parameter.dtype == old.dtype and torch.equal(parameter, old)
+        require(same, f"{case}, your function changes `{name}`. Leave the model as it is.")
 
 
 # Exercise 3: which losses come out of sums over the pieces?
@@ -205,9 +209,8 @@ def _from_sums(name: str, sums, finish, scores: Tensor, tags: Tensor, gpus: list
         require(part.dim() <= 1 and part.numel() <= MOST, few, "More would gather what is to stay on its GPU.")
         totals = part.to(gpus[0]) if totals is None else totals + part.to(gpus[0])
     loss = call(finish, totals)
-    require(
-        isinstance(loss, Tensor), f"`finish` of `{name}` returns {show(loss)}. Return a tensor, which has a gradient."
-    )
+    what = f"`finish` of `{name}` returns {show(loss)}."
+    require(isinstance(loss, Tensor), what, "Return a tensor, which has a gradient.")
     require(loss.numel() == 1, f"`finish` of `{name}` returns the shape {tuple(loss.shape)}. Return one number.")
     return loss.reshape(()).to(gpus[0]), totals
 
@@ -317,10 +320,7 @@ def _equal_to_one_gpu(answer, gpus: list[torch.device]) -> None:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         loss = call(answer, model, gpus, tokens, labels.clone())
         case = "On a small Llama with values" + ("" if last else ", where the last GPU has no label that counts")
-        for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
-            require(parameter.device == old.device, f"{case}, your function moves `{name}` to {parameter.device}.")
-            same = parameter.dtype == old.dtype and torch.equal(parameter, old)
-            require(same, f"{case}, your function changes `{name}`. Leave the model as it is.")
+        _require_kept(model, before, case)
         require(isinstance(loss, Tensor), f"{case}, you return {show(loss)}. Return the loss, a tensor.")
         require(loss.numel() == 1, f"{case}, the shape of the loss is {tuple(loss.shape)}. Return one number.")
         require(not loss.isnan().any(), f"{case}, the loss is nan.")
@@ -347,7 +347,6 @@ def _score(loss_function, gpus: list[torch.device]) -> Score:
     except torch.OutOfMemoryError:
         return Score(None, None)
     for name, parameter in model.named_parameters():
-        require(
-            parameter.grad is not None, f"With 48 sequences, `{name}` gets no gradient, as it did on the small Llama."
-        )
+        none = f"With 48 sequences, `{name}` gets no gradient, as it did on the small Llama."
+        require(parameter.grad is not None, none)
     return score

@@ -193,9 +193,8 @@ def _check_shares(asked: tuple[list[int], ...], count: int, what: str) -> None:
     missing = sorted(set(range(count)) - set(together))
     require(not missing, f"{what} no rank looks at the samples {missing}. Count every sample.")
     again = any(len(set(numbers)) < len(numbers) for numbers in asked)
-    require(
-        not again, f"{what} a rank asks for the losses of a sample twice.", "Call `losses` once and keep the result."
-    )
+    asks = f"{what} a rank asks for the losses of a sample twice."
+    require(not again, asks, "Call `losses` once and keep the result.")
     shared = most <= -(-count // VALIDATION_RANKS)
     require(shared, f"{what} one rank looks at {most} samples. The ranks should share the work.")
     twice = sorted({number for number in together if together.count(number) > 1})
