@@ -1,6 +1,8 @@
 """What tests of checks share: a lesson's table of answers, reading a "Not yet", measuring once, strange answers."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -41,10 +43,8 @@ def survives_strange_answers(*checks, answers=None):
 class Answers(NamedTuple):
     """An exercise's rows of a lesson's table. `check` may be a function that makes an answer of a row and checks it.
 
-    right: answers that pass; scored: pairs of such an answer and words of the verdict
-    wrong: pairs of an answer and words of the message, one string or several
-    strange: what the check must refuse without raising, `STRANGE` unless given; fewer where each starts ranks
-    fixtures: the names of those that the exercise needs, with blanks between them
+    scored: answers that pass, with words of the verdict. wrong: answers with words of the message, one string or more.
+    strange: what must be refused without raising, `STRANGE` unless given. fixtures: the names of those that are needed.
     """
 
     check: Callable
@@ -76,6 +76,14 @@ def answers_test(table: Mapping[str, Answers]) -> Callable:
     return test_answers
 
 
+def lesson_cell(name, word):
+    """The first code cell of the lesson's notebook with `word` in it."""
+    path = Path(__file__).parents[1] / "notebooks" / f"{name}.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return next(source for source in sources if word in source)
+
+
 def measured_once(monkeypatch, check, name):
     """Let the check's function `name` measure for the first call with some arguments only: large jobs take seconds."""
     measure, known = getattr(check, name), {}
@@ -89,10 +97,7 @@ def measured_once(monkeypatch, check, name):
 
 
 def one_layer(monkeypatch, *modules):
-    """Let `modules` build the article's BERT with one layer instead of eight, which takes a fifth of the time.
-
-    The logits keep their size. All eight layers run in the lessons, where nbval checks the solutions.
-    """
+    """Let `modules` build the article's BERT with one layer. All eight run in the lessons, with the solutions."""
 
     def bert(vocabulary=30_000, fused=False):
         return Bert(vocabulary, hidden=256, layers=1, heads=8, length=163, fused=fused)

@@ -9,7 +9,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson00 as check
-from tests.check_answers import explains, survives_strange_answers, told
+from tests.check_answers import Answers, answers_test, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -45,128 +45,60 @@ def and_then(change):
     return function
 
 
-def default_device_left(gpu, net, images):
-    torch.set_default_device(gpu)
-    return run_on(gpu, net, images)
-
-
 def budget(net):
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in net.parameters()) / 2**20
 
 
-def measured(net):
-    """The budget by a step on a GPU, in blocks of 512 bytes as the allocator rounds them."""
-    before = torch.cuda.memory_allocated(0)
-    net = copy.deepcopy(net).cuda()
-    adam = torch.optim.Adam(net.parameters())
-    weight = next(net.parameters())
-    net(weight.new_ones(1, weight.shape[1])).sum().backward()
-    adam.step()
-    return (torch.cuda.memory_allocated(0) - before) / 2**20
-
-
-def test_right_answers_pass_and_leave_no_memory_behind():
-    assert check.total_memory(64) and check.total_memory(64.0)
-    assert check.run_on(run_on) and check.run_on(lambda gpu, net, images: net.cuda(gpu)(images.cuda(gpu)))
-    assert check.run_on(lambda gpu, net, images: nn.DataParallel(net.to(gpu), [gpu])(images))
-    assert check.run_on(on_the_current_gpu)
-    assert check.budget(budget)
-    assert check.budget(measured)
-    assert (
-        check.pieces(np.array([4, 4, 4, 2]))
-        and check.pieces([4, 4, 4, 2])
-        and check.pieces((4, 4, 4, 2))
-        and check.pieces(torch.tensor([4, 4, 4, 2]))
-    )
-    assert [torch.cuda.memory_allocated(index) for index in range(4)] == [0] * 4
-
-
-def test_wrong_totals_are_explained():
-    explains(
+RUN_ON = [
+    (lambda gpu, net, images: run_on("cuda:0", net, images), "is on cuda:0, and it should be on cuda:3."),
+    (lambda gpu, net, images: net(images).to(gpu), "but the model ran on cpu"),
+    (lambda gpu, net, images: run_on(gpu, net, images.to("cuda:2")), "on cuda:2 before. Move both straight"),
+    (torch.no_grad()(run_on), "has no graph. Use neither `detach` nor `no_grad`"),
+    (lambda *given: (run_on(*given) + run_on(*given).detach()) / 2, "The gradient of `model` is off by 50.0%"),
+    (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net), images), "`model` is on cpu. Move it"),
+    (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.to(gpu)), images), "and no copy of the model"),
+    (lambda *given: run_on(*given).double(), "torch.float64, and the model and the images are"),
+    (lambda gpu, net, images: run_on(gpu, net.eval(), images), "leaves the model in evaluation mode"),
+    (on_the_cpu, "copies from cuda:3 to cpu. Compute on cuda:3"),
+    (and_then(lambda net, images, output: images.zero_()), "The function changed `images` itself"),
+    (and_then(lambda net, images, output: net[1].weight.data.zero_()), "changed the weights of `model`"),
+    (and_then(lambda net, images, output: output.sum().backward()), "calls `backward()`. Leave that to the"),
+    (lambda *given: run_on(*given).softmax(1), "values are wrong"),
+]
+BUDGET = [
+    (lambda net: budget(net) / 4, "is the size of the parameters alone. Add the gradients"),
+    (lambda net: budget(net) / 2, "is twice the size of the parameters. Add the optimizer state"),
+    (lambda net: budget(net) * 3 / 4, "How many values does Adam keep for each"),
+    (lambda net: budget(net) * 1.02, "is too large"),
+    (lambda net: 16 * sum(p.numel() for p in net.parameters()) / 2**20, "and this model is in bfloat16"),
+    (lambda net: sum(p.nbytes for p in net.parameters() if p.ndim > 1) / 2**18, "counts the weights"),
+]
+PIECES = [
+    ([...] * 4, "still contains `...`"),
+    ([4, 4, 3, 3], "[4, 4, 3, 3] is not how DataParallel divides the batch. Divide one with `scatter`."),
+    ([4, 4, 4, 4], "adds up to 16 images, and the batch has 14."),
+    ([14], "Give a list of 4 numbers, one for each GPU."),
+]
+ANSWERS = {
+    "total_memory": Answers(
         check.total_memory,
-        (16, "16 GiB is the memory of one GPU. Add up all 4."),
-        (64 * 2**30, "in bytes. Give GiB"),
-        (68.719, "in GB. Give GiB"),
-        ("64 GiB", "without quotes"),
-        (60, "60 GiB is too small."),
-    )
-
-
-def test_wrong_ways_to_run_on_a_gpu_are_explained():
-    explains(
+        [64, 64.0],
+        [(16, "16 GiB is the memory of one GPU. Add up all 4."), (68.719, "in GB. Give GiB")],
+    ),
+    "run_on": Answers(
         check.run_on,
-        (lambda gpu, net, images: net(images), "The output is on cpu, and it should be on cuda:3."),
-        (lambda gpu, net, images: net.to(gpu)(images), "Expected all tensors to be on the same device"),
-        (lambda gpu, net, images: net.to("cuda:0")(images.to("cuda:0")), "cuda:0, and it should be on cuda:3."),
-        (lambda gpu, net, images: images.to(gpu), "the shape is (15, 1, 4, 4)"),
-        (
-            lambda gpu, net, images: run_on("cuda:0", net, images).to(gpu),
-            "but the model ran on cuda:0. Use no GPU except",
-        ),
-        (lambda gpu, net, images: net(images).to(gpu), "but the model ran on cpu"),
-        (
-            lambda gpu, net, images: nn.DataParallel(net.to("cuda:0"))(images).to(gpu),
-            "but the model ran on cuda:0, cuda:1, cuda:2, cuda:3. Use no GPU except cuda:3.",
-        ),
-        (lambda gpu, net, images: run_on(gpu, net, images.to("cuda:2")), "were on cuda:2 before. Move both straight"),
-        (lambda gpu, net, images: run_on(gpu, net.to("cuda:0"), images), "were on cuda:0 before"),
-        (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.cuda()), images), "were on cuda:0 before"),
-        (lambda gpu, net, images: run_on(gpu, net, images[:12]), "the shape is (12, 3), and it should be (15, 3)"),
-        (lambda gpu, net, images: run_on(gpu, net, images).detach(), "has no graph"),
-        (torch.no_grad()(run_on), "Use neither `detach` nor `no_grad`"),
-        (lambda gpu, net, images: run_on(gpu, net, images).detach().requires_grad_(), "Is the output detached?"),
-        (lambda gpu, net, images: torch.tensor(run_on(gpu, net, images).tolist()).to(gpu), "has no graph"),
-        (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net), images), "Afterwards `model` is on cpu. Move it"),
-        (lambda gpu, net, images: run_on(gpu, copy.deepcopy(net.to(gpu)), images), "did a copy of the model compute"),
-        (lambda gpu, net, images: run_on(gpu, net.requires_grad_(False), images), "has no graph"),
-        (lambda gpu, net, images: run_on(gpu, net, images).double(), "torch.float64, and the model and the images are"),
-        (lambda gpu, net, images: run_on(gpu, net.eval(), images), "leaves the model in evaluation mode"),
-        (on_the_cpu, "copies from cuda:3 to cpu. Compute on cuda:3"),
-        (and_then(lambda net, images, output: net.cpu()), "Afterwards `model` is on cpu"),
-        (and_then(lambda net, images, output: images.zero_()), "The function changed `images` itself"),
-        (and_then(lambda net, images, output: net[1].weight.data.zero_()), "changed the weights of `model`"),
-        (and_then(lambda net, images, output: output.sum().backward()), "calls `backward()`. Leave that to the caller"),
-        (default_device_left, "leaves PyTorch's default device at cuda:3"),
-        (lambda gpu, net, images: run_on(gpu, net, images).softmax(1), "values are wrong"),
-        (lambda gpu, net, images: net.to(gpu), "is not a tensor"),
-        (lambda net, images: net(images), "takes 2 positional arguments but 3 were given"),
-    )
+        [run_on, on_the_current_gpu, lambda gpu, net, images: nn.DataParallel(net.to(gpu), [gpu])(images)],
+        RUN_ON,
+    ),
+    "budget": Answers(check.budget, [budget], BUDGET),
+    "pieces": Answers(check.pieces, [np.array([4, 4, 4, 2]), (4, 4, 4, 2), torch.tensor([4, 4, 4, 2])], PIECES),
+}
+test_answers = answers_test(ANSWERS)
 
 
-def test_wrong_budgets_are_explained():
-    explains(
-        check.budget,
-        (lambda net: budget(net) / 4, "is the size of the parameters alone. Add the gradients"),
-        (lambda net: budget(net) / 2, "is twice the size of the parameters. Add the optimizer state"),
-        (lambda net: budget(net) * 3 / 4, "How many values does Adam keep for each"),
-        (lambda net: budget(net) * 2**20, "in bytes. Give MiB"),
-        (lambda net: f"{budget(net)} MiB", "is text"),
-        (lambda net: budget(nn.Linear(1000, 500)), "more than twice the right value"),
-        (lambda net: budget(net) * 1.5, "is too large"),
-        (lambda net: 16 * sum(p.numel() for p in net.parameters()) / 2**20, "and this model is in bfloat16"),
-        (lambda net: sum(p.nbytes for n, p in net.named_parameters() if "weight" in n) / 2**18, "counts the weights"),
-        (lambda net: budget(net) * 1.02, "is too large"),
-        (lambda net: torch.tensor([1.0, 2.0]), "of type Tensor. Give a number."),
-    )
-
-
-def test_wrong_pieces_are_explained():
-    explains(
-        check.pieces,
-        ([...] * 4, "still contains `...`"),
-        ([3.5] * 4, "Divide one with `scatter`."),
-        ([float("nan")] * 4, "a finite number"),
-        (["3"] * 4, "is text"),
-        ([4, 4, 3, 3], "[4, 4, 3, 3] is not how DataParallel divides the batch"),
-        ([2, 4, 4, 4], "is not how DataParallel"),
-        ([4, 4, 4, 4], "adds up to 16 images, and the batch has 14."),
-        ([14], "Give a list of 4 numbers, one for each GPU."),
-        ([10**400, 1, -(10**400), 13], "Give a number"),
-    )
-
-
-def test_no_answer_makes_a_check_raise():
-    assert survives_strange_answers(check.total_memory, check.run_on, check.budget, check.pieces)
+def test_right_answers_leave_no_memory_behind():
+    assert check.run_on(run_on) and check.budget(budget)
+    assert [torch.cuda.memory_allocated(index) for index in range(4)] == [0] * 4
 
 
 def test_too_few_gpus_are_told():

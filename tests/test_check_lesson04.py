@@ -17,94 +17,79 @@ from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson04 as check
 from notebooks.checks.gpus import plain
-from tests.check_answers import STRANGE_RESULTS, Hostile, explains, survives_strange_answers, told
+from tests.check_answers import STRANGE_RESULTS, Answers, Hostile, answers_test, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 
-def test_no_answer_makes_a_check_raise(two_gpus):
-    assert survives_strange_answers(check.tree, check.factor)
-    # These two start ranks for each answer.
-    assert survives_strange_answers(check.validate, check.ranked, answers=STRANGE_RESULTS)
-    assert told(check.tree(lambda ranks: [[(Hostile(), 1)]]))
+@pytest.fixture
+def two():
+    with virtual_gpus(2) as gpus:
+        yield gpus
 
 
-def tree(ranks):
-    steps, have = [], 1
-    while have < ranks:
-        steps.append([(rank, rank + have) for rank in range(min(have, ranks - have))])
-        have *= 2
-    return steps
+@pytest.fixture
+def few_counts(monkeypatch):
+    """One list of labels in place of six: an answer that asks for ranks starts them for each."""
+    monkeypatch.setattr(check, "LABELS", ([3, 1],))
+
+
+@pytest.fixture(autouse=True)
+def one_launch(monkeypatch):
+    """The answers in TOGETHER run one after the other in the same ranks, and none has a short time limit.
+
+    A check passes the same work for all of them: it draws the same numbers each time, as it sets the generator back.
+    """
+    start, known = check._ranks, {}
+
+    def ranks(work, answer, count, **options):
+        if answer not in TOGETHER.get(count, ()):
+            return start(work, answer, count, **options | {"timeout": 100})
+        if not known:
+            results = start(partial(in_turn, work), TOGETHER[count], count, timeout=100)
+            known.update(zip(TOGETHER[count], zip(*results, strict=True), strict=True))
+        return list(known[answer])
+
+    monkeypatch.setattr(check, "_ranks", ranks)
+
+
+def in_turn(work, rank, answers):
+    return [work(rank, answer) for answer in answers]
+
+
+def tree(ranks, enough=math.ceil):
+    powers = [2**step for step in range(enough(math.log2(ranks)))]
+    return [[(rank, rank + have) for rank in range(min(have, ranks - have))] for have in powers]
 
 
 def from_far_to_near(ranks):
     """Half of all ranks away first, then a quarter, ..."""
-    steps, distance = [], 1
-    while distance < ranks:
-        distance *= 2
-    while distance > 1:
-        senders = range(0, ranks, distance)
-        distance //= 2
-        steps.append(tuple((sender, sender + distance) for sender in senders if sender + distance < ranks))
-    return tuple(steps)
+    powers = [2**step for step in reversed(range(math.ceil(math.log2(ranks))))]
+    return tuple(tuple((rank, rank + far) for rank in range(0, ranks - far, 2 * far)) for far in powers)
 
 
-def zipped(ranks):
-    """Steps that can be read once."""
-    return [zip(*zip(*step, strict=True), strict=True) for step in tree(ranks)]
-
-
-def rounded(ranks):
-    steps = range(round(math.log2(ranks)))
-    return [[(rank, rank + 2**step) for rank in range(2**step) if rank + 2**step < ranks] for step in steps]
-
-
-def test_tree():
-    assert check.tree(tree)
-    assert check.tree(from_far_to_near) and check.tree(zipped)
-    explains(
-        check.tree,
-        (
-            lambda ranks: [[(0, rank)] for rank in range(1, ranks)],
-            "you return 3 steps, and 2 are enough. How many ranks",
-        ),
-        (lambda ranks: [[(0, rank) for rank in range(1, ranks)]], "can send once in a step"),
-        (lambda ranks: [[(rank, rank + 1) for rank in range(ranks - 1)]], "if it had the tensor before the step"),
-        (lambda ranks: tree(ranks)[:-1], "With ranks=2, 1 rank still waits"),
-        (lambda ranks: [[(0, 1)], []], "you return 2 steps, and 1 is enough"),
-        (lambda ranks: tree(min(ranks, 2)), "With ranks=4, 2 ranks still wait"),
-        (lambda ranks: [*tree(ranks), [(0, 1)]], "that does not have the tensor yet"),
-        (lambda ranks: [[(0, ranks)]], "Send once to each rank, 0 to 1,"),
-        (lambda ranks: [(0, 1)], "a step is a list of pairs"),
-        (lambda ranks: 2, "2 is not a list"),
-        (rounded, "With ranks=5, 1 rank still waits"),
-        (lambda ranks: tree(ranks) or [[]], "With ranks=1 no other rank waits"),
-        (lambda ranks: [[(source + 0.4, target) for source, target in step] for step in tree(ranks)], "an integer"),
-    )
+TREE = [
+    (lambda ranks: [[(0, rank)] for rank in range(1, ranks)], "you return 3 steps, and 2 are enough. How many"),
+    (lambda ranks: [[(0, rank) for rank in range(1, ranks)]], "can send once in a step"),
+    (lambda ranks: [[(0, 1)], []], "you return 2 steps, and 1 is enough"),
+    (lambda ranks: tree(min(ranks, 2)), "With ranks=4, 2 ranks still wait"),
+    (lambda ranks: [*tree(ranks), [(0, 1)]], "that does not have the tensor yet"),
+    (lambda ranks: [[(0, ranks)]], "Send once to each rank, 0 to 1,"),
+    (lambda ranks: [(0, 1)], "a step is a list of pairs"),
+    (lambda ranks: [[(Hostile(), 1)]], "do not look"),
+    (partial(tree, enough=round), "With ranks=5, 1 rank still waits"),
+    (lambda ranks: tree(ranks) or [[]], "With ranks=1 no other rank waits"),
+    (lambda ranks: [[(source + 0.4, target) for source, target in step] for step in tree(ranks)], "an integer"),
+]
 
 
 def dealt(rank, count):
     return range(rank, count, 4)
 
 
-def in_blocks(rank, count):
-    each = -(-count // 4)
-    return range(rank * each, min(count, (rank + 1) * each))
-
-
-def filled_up(rank, count):
-    return DistributedSampler(range(count), shuffle=False)
-
-
-def by_sums(losses):
-    sums = torch.tensor([losses.sum(), len(losses)], device=losses.device)
-    dist.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
-
-
-def on_the_cpu(losses):
-    sums = torch.tensor([losses.sum().item(), len(losses)])
-    dist.all_reduce(sums)
+def by_sums(losses, total=torch.sum, count=len, collective=lambda sums: dist.all_reduce(sums)):
+    sums = torch.tensor([total(losses), count(losses)], device=losses.device)
+    collective(sums)
     return (sums[0] / sums[1]).item()
 
 
@@ -116,10 +101,16 @@ def gathered(losses):
     return sum(together) / len(together)
 
 
-def of_means(losses):
-    mean = losses.mean() if len(losses) else losses.sum()
-    dist.all_reduce(mean)
-    return mean.item() / 4
+def mean_or_0(losses, none=0.0):
+    return losses.mean() if len(losses) else none
+
+
+def of_another_kind(losses):
+    return dist.all_reduce(losses.sum()) if dist.get_rank() else dist.broadcast(losses.sum(), 0)
+
+
+def validation(mean=by_sums, numbers=dealt, **options):
+    return lambda rank, count, losses: mean(losses(numbers(rank, count)), **options)
 
 
 def asking_twice(rank, count, losses):
@@ -127,70 +118,33 @@ def asking_twice(rank, count, losses):
     return by_sums(losses(numbers)[: len(losses(numbers))])
 
 
-def with_a_constant(rank, count, losses):
-    losses(dealt(rank, count))
-    return {10: 3.85, 3: 3.5 / 3}[count]
-
-
-def not_waiting(rank, count, losses):
-    total = losses(dealt(rank, count)).sum()
-    dist.all_reduce(total, async_op=True)
-    return total / count
-
-
-def waiting(rank, count, losses):
-    """Right in another form."""
-    total = losses(dealt(rank, count)).sum()
-    dist.all_reduce(total, async_op=True).wait()
-    return total / count
-
-
-def of_different_lengths(rank, count, losses):
-    mine = losses(dealt(rank, count))
-    dist.all_reduce(mine)
-    return mine.sum() / count
-
-
-def gathering_different_lengths(rank, count, losses):
-    mine = losses(dealt(rank, count))
-    found = [torch.empty_like(mine) for _ in range(4)]
-    dist.all_gather(found, mine)
-    return torch.cat(found).mean()
-
-
-def different_collectives(rank, count, losses):
-    total = losses(dealt(rank, count)).sum()
-    if rank == 0:
-        dist.all_reduce(total)
-    else:
-        dist.broadcast(total, 0)
-    return total / count
-
-
-def reducing(rank, count, losses):
-    total = losses(dealt(rank, count)).sum()
-    dist.reduce(total, 0)
-    return total / count
-
-
-def on_gpu_0(rank, count, losses):
-    return by_sums(losses(dealt(rank, count)).to("cuda:0"))
-
-
-def ending_the_group(rank, count, losses):
-    mean = by_sums(losses(dealt(rank, count)))
-    if count == check.COUNTS[-1]:
-        dist.destroy_process_group()
-    return mean
-
-
-def forming_a_group(rank, count, losses):
-    dist.init_process_group("nccl")
-    return by_sums(losses(dealt(rank, count)))
-
-
-def validation(numbers=dealt, mean=by_sums):
-    return lambda rank, count, losses: mean(losses(numbers(rank, count)))
+VALIDATE = [
+    (validation(total=mean_or_0, count=lambda _: 1), "the mean of the ranks' means, but the ranks have 3 + 3 + 2"),
+    # A mean times its number is a sum, but for a rank that has none: right with 10 samples, not with 3.
+    (validation(total=lambda losses: losses.mean() * len(losses)), "3 samples on 4 ranks, the results are (nan, n"),
+    (validation(lambda losses: losses.mean().item()), "The samples of the others are missing"),
+    (validation(lambda losses: 10 * by_sums(losses)), "is the sum of the losses"),
+    (validation(lambda losses: (by_sums(losses), None)[dist.get_rank() > 1]), "returned None"),
+    (validation(lambda losses: (by_sums(losses), 2.0)[dist.get_rank() > 1]), "rank 2's result of 2 is"),
+    (validation(lambda losses: [by_sums(losses)]), "], which is not a number. Return a number"),
+    (validation(numbers=lambda rank, count: DistributedSampler(range(count))), "twice. DistributedSampler does"),
+    (validation(numbers=lambda rank, count: range(rank, count - count % 4, 4)), "looks at the samples [8, 9]"),
+    (validation(numbers=lambda rank, count: range(count)), "one rank looks at 10 samples"),
+    (asking_twice, "a rank asks for the losses of a sample twice"),
+    (validation(collective=lambda sums: dist.reduce(sums, 0)), "only rank 0 has the mean of all samples. `dist.re"),
+]
+VALIDATE_ALONE = [
+    (validation(lambda losses: by_sums(losses.cpu())), "got a tensor on the CPU. NCCL takes only tensors on GPUs"),
+    (validation(numbers=lambda rank, count: range(rank, count + 4, 4)), "IndexError"),
+    (validation(lambda losses: by_sums(losses) if len(losses) else 0.0), "one without samples, must take part"),
+    (validation(collective=lambda sums: dist.all_reduce(sums, async_op=True)), "async_op=True is not awaited"),
+    (validation(lambda losses: dist.all_reduce(losses)), "or one with tensors of different sizes"),
+    (validation(total=partial(mean_or_0, none=0), count=lambda _: 1), "sizes or dtypes"),
+    (validation(of_another_kind), "The ranks call different collectives"),
+    (validation(lambda losses: by_sums(losses.to("cuda:0"))), "Several ranks use the same GPU. LOCAL_RANK chooses"),
+    (validation(lambda losses: by_sums(losses) and dist.destroy_process_group()), "`destroy_process_group`"),
+    (validation(lambda losses: dist.init_process_group("nccl")), "Leave out `init_process_group`"),
+]
 
 
 def test_plain():
@@ -201,237 +155,136 @@ def test_plain():
     assert plain("2") == "'2'" and plain([2.0]) == "[2.0]" and plain(np.zeros(2)) == "array([0., 0.])"
 
 
-def test_validate(four):
-    assert check.validate(validation(lambda rank, count: iter(dealt(rank, count))))
-    assert check.validate(validation(mean=gathered)) and check.validate(waiting)
-    assert check.validate(validation(in_blocks, lambda losses: torch.tensor([by_sums(losses)])))
-    assert check.validate(validation(mean=lambda losses: np.float64(by_sums(losses))))
-    explains(
-        lambda wrong: check.validate(validation(**wrong)),
-        ({"mean": on_the_cpu}, "got a tensor on the CPU. NCCL takes only tensors on GPUs"),
-        ({"mean": of_means}, "is the mean of the ranks' means, but the ranks have 3 + 3 + 2 + 2 samples"),
-        ({"mean": lambda losses: losses.mean().item()}, "The samples of the others are missing"),
-        ({"mean": lambda losses: 10 * by_sums(losses)}, "is the sum of the losses"),
-        ({"mean": lambda losses: (by_sums(losses), None)[dist.get_rank() > 1]}, "returned None"),
-        ({"mean": lambda losses: (by_sums(losses), 2.0)[dist.get_rank() > 1]}, "rank 2's result of 2 is"),
-        ({"mean": lambda losses: by_sums(losses) / 4}, "less than half the right value"),
-        ({"mean": lambda losses: [by_sums(losses)]}, "], which is not a number. Return a number"),
-        ({"numbers": filled_up}, "the samples [0, 1] are looked at twice. DistributedSampler does this"),
-        ({"numbers": lambda rank, count: range(rank, count - count % 4, 4)}, "no rank looks at the samples [8, 9]"),
-        ({"numbers": lambda rank, count: range(count)}, "one rank looks at 10 samples"),
-        ({"numbers": lambda rank, count: range(rank, count + 4, 4)}, "IndexError"),
-    )
-
-
-def test_validate_explains_what_is_not_in_the_losses(four):
-    explains(
-        check.validate,
-        (not_waiting, "with async_op=True is not awaited"),
-        (of_different_lengths, "one collective with tensors of different sizes"),
-        (gathering_different_lengths, "one collective with tensors of different sizes"),
-        (different_collectives, "The ranks call different collectives"),
-        (asking_twice, "a rank asks for the losses of a sample twice"),
-        (with_a_constant, "too small"),
-        (reducing, "only rank 0 has the mean of all samples. `dist.reduce` gives one rank"),
-        (on_gpu_0, "Several ranks use the same GPU. LOCAL_RANK chooses"),
-        (ending_the_group, "Leave out `destroy_process_group`"),
-        (forming_a_group, "Leave out `init_process_group`"),
-    )
-
-
-def test_validate_notices_ranks_without_samples(four):
-    """A mean times its number is a sum, but for a rank that has none: right with 10 samples, not with 3."""
-
-    def by_weighted_means(losses):
-        sums = torch.stack([losses.mean() * len(losses), torch.tensor(float(len(losses)), device=losses.device)])
-        dist.all_reduce(sums)
-        return (sums[0] / sums[1]).item()
-
-    assert told(check.validate(validation(mean=by_weighted_means)), "3 samples on 4 ranks, the results are (nan, nan")
-
-
-def test_a_rank_without_samples_must_not_return_early(four):
-    def returns_early(losses):
-        return by_sums(losses) if len(losses) else 0.0
-
-    why = "Every rank, even one without samples, must take part in every collective."
-    assert told(check.validate(validation(mean=returns_early)), why)
-
-
-def test_factor():
-    assert check.factor(lambda counts, rank: counts[rank] * len(counts) / sum(counts))
-    assert check.factor(lambda counts, rank: torch.tensor(counts)[rank] / torch.tensor(counts).float().mean())
-    assert check.factor(lambda counts, rank: dist.get_world_size() * counts[dist.get_rank()] / sum(counts))
-    explains(
-        check.factor,
-        (lambda counts, rank: counts[rank] / dist.get_world_size(), "counts"),
-        (lambda counts, rank: counts[rank] / sum(counts), "every label counts 0.25 times as much"),
-        (lambda counts, rank: counts[rank] / sum(counts), "DDP divides by the number of ranks, here 4"),
-        (lambda counts, rank: 1, "a label of rank 3 counts 1.17 times as much"),
-        (lambda counts, rank: sum(counts) / counts[rank], "Every label must count the same"),
-        (lambda counts, rank: 4 * counts[rank] / sum(counts), "[5, 5] labels, every label counts 2 times as much"),
-        (lambda counts, rank: 4 * counts[rank] / sum(counts), "DDP divides by the number of ranks, here 2"),
-        (lambda counts, rank: max(counts[rank], 1) * len(counts) / sum(counts), "has no labels"),
-        (lambda counts, rank: "1", "is text"),
-    )
-
-
-def local_device():
-    """As the lesson writes it."""
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-
-
-def counted_together(device):
+def counted_together(counts, rank):
     """A factor that needs no `counts` of other ranks."""
-
-    def factor(counts, rank):
-        together = torch.tensor(counts[rank], device=device())
-        dist.all_reduce(together)
-        return counts[rank] * dist.get_world_size() / together
-
-    return factor
+    together = torch.tensor(counts[rank], device=f"cuda:{os.environ['RANK']}")
+    dist.all_reduce(together)
+    return counts[rank] * dist.get_world_size() / together
 
 
-def test_factor_in_ranks(four):
-    assert check.factor(lambda counts, rank: counts[rank] * int(os.environ["WORLD_SIZE"]) / sum(counts))
-    assert check.factor(lambda counts, rank: np.float64(counts[local_device().index] * len(counts) / sum(counts)))
-    assert check.factor(counted_together(local_device))
-    explains(
-        check.factor,
-        (counted_together(lambda: "cpu"), "A collective got a tensor on the CPU"),
-        (lambda counts, rank: dist.barrier() if dist.get_rank() else 1.0, "take part in every collective."),
-        (lambda counts, rank: [dist.get_rank()], "returned [0], which is not a number"),
-        (lambda counts, rank: None if dist.get_rank() else None, "returned None"),
-        (lambda counts, rank: counts[dist.get_rank() + 1], "Your code stopped: Rank 3 of 4 raised IndexError"),
-        (lambda counts, rank: {}["rank"], "KeyError: 'rank'"),
-    )
+FACTOR = [
+    (lambda counts, rank: counts[rank] / sum(counts), ("every label counts 0.25 times as much", "here 4")),
+    (lambda counts, rank: 1, "a label of rank 3 counts 1.17 times as much"),
+    (lambda counts, rank: sum(counts) / counts[rank], "Every label must count the same"),
+    (lambda counts, rank: 4 * counts[rank] / sum(counts), "[5, 5] labels, every label counts 2 times as much"),
+    (lambda counts, rank: max(counts[rank], 1) * len(counts) / sum(counts), "has no labels"),
+]
+FACTOR_IN_RANKS = [
+    (lambda counts, rank: [dist.get_rank()], "returned [0], which is not a number"),
+    (lambda counts, rank: None if dist.get_rank() else None, "returned None"),
+]
 
 
 def loop(
-    set_epoch=lambda epoch: epoch,
-    workers=0,
-    end=lambda: None,
-    through_ddp=True,
-    logs=lambda rank: rank == 0,
-    sampler_of=DistributedSampler,
-    seed=0,
-    rate=0.1,
-    batch=4,
-    device=lambda rank: f"cuda:{rank}",
+    sampler=DistributedSampler, wrap=DistributedDataParallel, epochs=int, on="cuda:{0}", rate=0.1, end=int, **more
 ):
-    """A function as the learner writes it, with the traps that are asked for."""
+    """A function as the learner writes it, with the traps that are asked for. `int` leaves an epoch as it is."""
+    more = {"seed": 0, "batch": 4, "workers": 0, "logs": (0,)} | more
 
     def train(rank, samples, log):
-        if seed is not None:
-            torch.manual_seed(seed + rank)  # DDP takes rank 0's
-        net = DistributedDataParallel(nn.Linear(4, 1).to(device(rank)))
+        if more["seed"] is not None:
+            torch.manual_seed(more["seed"] + rank)  # DDP takes rank 0's
+        device = on.format(rank, 1 - rank)
+        net = wrap(nn.Linear(4, 1).to(device))
         sgd = torch.optim.SGD(net.parameters(), rate)
-        sampler = sampler_of(samples)
+        chosen = sampler(samples)
         for epoch in range(3):
-            if set_epoch:
-                sampler.set_epoch(set_epoch(epoch))
-            for x, y in DataLoader(samples, batch_size=batch, sampler=sampler, num_workers=workers):
+            if hasattr(chosen, "set_epoch"):
+                chosen.set_epoch(epochs(epoch))
+            for x, y in DataLoader(samples, more["batch"], sampler=chosen, num_workers=more["workers"]):
                 sgd.zero_grad()
-                loss = mse_loss((net if through_ddp else net.module)(x.to(device(rank))), y.to(device(rank)))
-                loss.backward()
+                mse_loss(net(x.to(device)), y.to(device)).backward()
                 sgd.step()
-            if logs(rank):
+            if rank in more["logs"]:
                 log(f"epoch {epoch}")
         end()
-        return net.module
+        return next(net.children()).to("cpu" if wrap is inner_returned else device)
 
     return train
+
+
+def inner_returned(net):
+    return DistributedDataParallel(net, device_ids=[net.weight.device])
 
 
 def own_half(samples):
     return SubsetRandomSampler(range(dist.get_rank(), len(samples), 2))
 
 
-@pytest.fixture
-def two_gpus():
-    with virtual_gpus(2) as gpus:
-        yield gpus
+RANKED = [
+    (loop(epochs=lambda epoch: epoch % 2), "Two epochs have the same order"),
+    (loop(epochs=lambda epoch: epoch + dist.get_rank()), "samples go to both ranks. The ranks divide one order"),
+    (loop(epochs=lambda epoch: 0), "Every epoch has the same order. How does the sampler know"),
+    (loop(sampler=own_half), "Rank 0 takes the same half of the samples in every epoch"),
+    (loop(sampler=partial(DistributedSampler, shuffle=False)), "in which they are stored. Shuffle them"),
+    (loop(sampler=lambda samples: None), "took 96 and 96 samples. In each of 3 epochs, half of the 32"),
+    (loop(workers=1), "as in a DataLoader with num_workers=0"),
+    (loop(wrap=nn.Sequential), ("ranks' weights differ, and are off by", "Their gradients were never averaged")),
+    (loop(logs=(0, 1)), "Ranks 0 and 1 logged 3 and 3 lines. Rank 0 should log one line per epoch"),
+    (loop(batch=8), "A step takes 8 samples on each rank, 16 together, and 8 in `alone`"),
+    (loop(seed=None), "starts from random weights"),
+    (loop(rate=0.2), ("compared with those of one GPU they are off by", "Compare the net, the seed")),
+    (loop(on="cuda:{1}"), "Rank 0 put its tensors on cuda:1. Its LOCAL_RANK is 0"),
+    (lambda rank, samples, log: 3, "It returned 3. Return the net."),
+]
+RANKED_ALONE = [
+    (loop(end=dist.destroy_process_group), "Leave out `destroy_process_group`"),
+    (loop(on="cuda:0"), "LOCAL_RANK"),  # what one gets by copying `alone`
+    (loop(on="cpu"), "on the CPU"),
+    (lambda rank, samples, log: dist.barrier() or samples[32 + rank], "of 2 raised IndexError: index 3"),
+]
+ANSWERS = {
+    "tree": Answers(
+        check.tree,
+        [tree, from_far_to_near, lambda ranks: [zip(*zip(*step, strict=True), strict=True) for step in tree(ranks)]],
+        TREE,
+    ),
+    "validate": Answers(
+        check.validate,
+        [
+            validation(numbers=lambda rank, count: iter(dealt(rank, count))),
+            validation(gathered),
+            validation(numbers=lambda rank, count: torch.arange(count).tensor_split(4)[rank]),
+            validation(lambda losses: torch.tensor([by_sums(losses)])),
+            validation(collective=lambda sums: dist.all_reduce(sums, async_op=True).wait()),
+        ],
+        VALIDATE,
+        fixtures="four",
+        strange=[],
+    ),
+    "factor": Answers(
+        check.factor,
+        [
+            lambda counts, rank: counts[rank] * len(counts) / sum(counts),
+            lambda counts, rank: torch.tensor(counts)[rank] / torch.tensor(counts).float().mean(),
+        ],
+        FACTOR,
+    ),
+    "factor in ranks": Answers(
+        check.factor,
+        [
+            counted_together,
+            lambda counts, rank: counts[dist.get_rank()] * int(os.environ["WORLD_SIZE"]) / sum(counts),
+            lambda counts, rank: np.float64(counts[int(os.environ["LOCAL_RANK"])] * int(os.environ["WORLD_SIZE"]) / 4),
+            lambda counts, rank: counts[rank] * int(os.environ["WORLD_SIZE"]) / sum(counts),
+        ],
+        FACTOR_IN_RANKS,
+        fixtures="two few_counts",
+        strange=[],
+    ),
+    "ranked": Answers(check.ranked, [loop(), loop(wrap=inner_returned)], RANKED, fixtures="two", strange=[]),
+    "validate alone": Answers(check.validate, wrong=VALIDATE_ALONE, fixtures="four", strange=STRANGE_RESULTS[-2:]),
+    "ranked alone": Answers(check.ranked, wrong=RANKED_ALONE, fixtures="two", strange=STRANGE_RESULTS[-2:]),
+}
+test_answers = answers_test(ANSWERS)
+# By number of ranks. The others end the ranks or their group, so each starts its own.
+TOGETHER = {
+    ranks: [*ANSWERS[name].right, *(answer for answer, _ in ANSWERS[name].wrong)]
+    for ranks, name in ((4, "validate"), (2, "ranked"))
+}
 
 
-def test_ranked(two_gpus):
-    torch.manual_seed(3)
-    drawn = torch.rand(1)
-    torch.manual_seed(3)
-    assert check.ranked(loop())
-    assert torch.rand(1) == drawn  # the check leaves the generator alone
-
-
-def dealt_by_hand(rank, samples, log):
-    """Right in another form: no sampler, no DataLoader, and the inner net is returned, on the CPU."""
-    torch.manual_seed(0)
-    net = nn.Linear(4, 1).to(rank)
-    ddp, sgd = DistributedDataParallel(net, device_ids=[rank]), torch.optim.SGD(net.parameters(), 0.1)
-    for epoch in range(3):
-        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(epoch)).tolist()
-        for numbers in torch.tensor(order[rank::2]).split(4):
-            x, y = (torch.stack(each) for each in zip(*(samples[number] for number in numbers), strict=True))
-            sgd.zero_grad()
-            mse_loss(ddp(x.to(rank)), y.to(rank)).backward()
-            sgd.step()
-        if rank == 0:
-            log(epoch)
-    return net.cpu()
-
-
-def test_ranked_dealt_by_hand(two_gpus):
-    assert check.ranked(dealt_by_hand)
-
-
-def test_the_exercise_s_samples():
-    data = check.Samples()
-    assert len(data) == 32 and data[0][0].shape == (4,) and data[0][1].shape == (1,)
-
-
-def test_ranked_explains(two_gpus):
-    explains(
-        lambda wrong: check.ranked(loop(**wrong)),
-        ({"set_epoch": lambda epoch: epoch % 2}, "Two epochs have the same order"),
-        ({"set_epoch": lambda epoch: epoch + dist.get_rank()}, "samples go to both ranks. The ranks divide one order"),
-        ({"sampler_of": own_half, "set_epoch": None}, "Rank 0 takes the same half of the samples in every epoch"),
-        ({"workers": 1}, "as in a DataLoader with num_workers=0"),
-        ({"end": dist.destroy_process_group}, "Leave out `destroy_process_group`"),
-        ({"end": lambda: dist.get_rank() or dist.barrier()}, "Every rank must take part in every collective."),
-        ({"set_epoch": None}, "Every epoch has the same order. How does the sampler know"),
-        (
-            {"sampler_of": partial(DistributedSampler, shuffle=False)},
-            "in the order in which they are stored. Shuffle them",
-        ),
-        ({"through_ddp": False}, "Their gradients were never averaged"),
-        ({"logs": lambda rank: True}, "Ranks 0 and 1 logged 3 and 3 lines. Rank 0 should log one line per epoch"),
-        ({"logs": lambda rank: False}, "Ranks 0 and 1 logged 0 and 0 lines"),
-        ({"batch": 8}, "A step takes 8 samples on each rank, 16 together, and 8 in `alone`"),
-        (
-            {"sampler_of": lambda samples: None, "set_epoch": None},
-            "Ranks 0 and 1 took 96 and 96 samples. In each of 3 epochs, half of the 32",
-        ),
-        ({"seed": None}, "starts from random weights"),
-        ({"device": lambda rank: "cuda:0"}, "LOCAL_RANK"),  # what one gets by copying `alone`
-        ({"device": lambda rank: f"cuda:{1 - rank}"}, "Rank 0 put its tensors on"),
-        ({"device": lambda rank: "cpu"}, "on the CPU"),
-        ({"rate": 0.2}, "Compare the net, the seed, the learning rate"),
-    )
-
-
-def test_ranked_wants_the_net(two_gpus):
-    assert told(check.ranked(lambda rank, samples, log: 3), "It returned 3. Return the net.")
-
-
-def fails(rank, samples, log):
-    if rank == 1:
-        raise KeyError("my mistake")
-    dist.barrier()
-
-
-def test_ranked_names_the_rank_that_fails(two_gpus):
-    assert told(check.ranked(fails), "Rank 1 of 2 raised KeyError: 'my mistake'")
-
-
-def test_ranked_needs_gpus():
+def test_ranked_needs_gpus_with_values():
     assert told(check.ranked(loop()), "the number of GPUs is 0")
     with virtual_gpus(2, shapes_only=True):
         assert told(check.ranked(loop()), "these GPUs keep no values")

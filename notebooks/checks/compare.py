@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector
 from helpers.measure import GiB, MiB
 from notebooks.checks.core import NotYet, require, show
 
+Mistakes = Mapping[float, str] | None
 Tensors = Tensor | Iterable[Tensor]
 UNITS = {"bytes": 1, "MiB": MiB, "GiB": GiB, "MB": 10**6, "GB": 10**9}
 
@@ -35,12 +36,7 @@ def as_number(answer: object) -> float:
 
 
 def number(
-    answer: object,
-    expected: float,
-    unit: str = "",
-    rel: float = 0.01,
-    mistakes: Mapping[float, str] | None = None,
-    case: str = "",
+    answer: object, expected: float, unit: str = "", rel: float = 0.01, mistakes: Mistakes = None, case: str = ""
 ) -> None:
     """`answer` must be `expected` (above 0) within the share `rel`.
 
@@ -65,12 +61,7 @@ def number(
 
 
 def memory(
-    answer: object,
-    expected: float,
-    unit: str,
-    rel: float = 0.02,
-    mistakes: Mapping[float, str] | None = None,
-    case: str = "",
+    answer: object, expected: float, unit: str, rel: float = 0.02, mistakes: Mistakes = None, case: str = ""
 ) -> None:
     """`answer`, in `unit`, must be `expected` bytes within the share `rel`.
 

@@ -50,18 +50,8 @@ def run_on(answer):
         _require_kept(images, given, model, linear, alone, gpu)
         away = sorted({str(place) for start, place in copies.seen if start == gpu})
         require(not away, f"Your function copies from {gpu} to {', '.join(away)}. Compute on {gpu}, and return that.")
-        graph = "The output has no graph, so `backward()` cannot reach the model. Use neither `detach` nor `no_grad`."
-        require(output.requires_grad, graph)
-        rising = torch.linspace(1, 2, expected.numel()).reshape(expected.shape)  # a gradient of its own for each value
-        (output * rising.to(gpu)).sum().backward()
-        (expected * rising).sum().backward()
-        reached = (
-            "After `backward()` of the output, the parameters of `model` have no gradient. Is the output detached?"
-        )
-        require(
-            linear.weight.grad is not None, reached, "Or did a copy of the model compute it? `model` would not train."
-        )
-        compare.tensor(linear.weight.grad, alone.weight.grad, rel=1e-3, absolute=1e-4)
+        why = "Use neither `detach` nor `no_grad`, and no copy of the model, or `model` would not train."
+        compare.gradients(output, expected, {"`model`": (linear.weight, alone.weight)}, why)
     return "The model gave the right output on each GPU in turn, and gradients reach it."
 
 
@@ -125,7 +115,6 @@ def pieces(answer):
     require(four, f"The answer is {show(answer)}. Give a list of {GPUS} numbers, one for each GPU.")
     numbers = [compare.as_number(each) for each in found]
     require(sum(numbers) == BATCH, f"{show(answer)} adds up to {sum(numbers):g} images, and the batch has {BATCH}.")
-    require(
-        numbers == expected, f"{show(answer)} is not how DataParallel divides the batch. Divide one with `scatter`."
-    )
+    wrong = f"{show(answer)} is not how DataParallel divides the batch."
+    require(numbers == expected, wrong, "Divide one with `scatter`.")
     return "The last GPU gets fewer images, so it waits for the others."

@@ -7,6 +7,7 @@ from itertools import cycle
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear_cross_entropy
+from torch.nn.utils import parameters_to_vector
 
 from helpers.data import random_tokens
 from helpers.gpus import engine, modelled_gpus
@@ -14,7 +15,7 @@ from helpers.measure import MiB, format_bytes
 from helpers.measure.batch_size import fits
 from helpers.models import LLAMA_1B, Llama
 from notebooks.checks import compare
-from notebooks.checks.core import NotYet, call, exercise, given, require, show
+from notebooks.checks.core import call, exercise, given, require, show
 from notebooks.checks.gpus import AGAIN, need_gpus
 from notebooks.checks.par import Score, compare_with_par, measured
 
@@ -103,13 +104,10 @@ def accumulate_words(answer):
         before = [parameter.detach().clone() for parameter in parameters]
         found = call(answer, model, [(x.clone(), y.clone()) for x, y in zip(tokens, labels, strict=True)])
         seen, model.seen = model.seen, []
-        for parameter, old in zip(parameters, before, strict=True):
-            require(parameter.device == gpu, f"{case}, your function leaves the model on {parameter.device}.")
-            changed = f"{case}, your function changes parameters. Only gradients are asked for."
-            require(torch.equal(parameter, old), changed)
+        _require_kept(model, before, case)
         left = all(parameter.grad is not None for parameter in parameters)
         require(left, f"{case}, some parameters have no gradient. Was backward() called?")
-        gradient = _flat([parameter.grad for parameter in parameters])
+        gradient = [parameter.grad for parameter in parameters]
         one = f"{case}, you run {len(seen)} forward passes, with {[size for size, _ in seen]} sequences."
         require(max(size for size, _ in seen) <= max(rows), one, "Run one micro-batch at a time.")
         first = next(index for index, count in enumerate(counts) if count)
@@ -121,36 +119,33 @@ def accumulate_words(answer):
             for x, y in zip(tokens, labels, strict=True)
         ]
         right = sum(sums) / sum(counts)
-        each = [_flat(torch.autograd.grad(part, parameters, retain_graph=True)) for part in sums]
-        expected = sum(each) / sum(counts)
-        require(not gradient.isnan().any(), f"{case}, the gradient is nan. A mean over no labels is 0 / 0.")
+        each = [parameters_to_vector(torch.autograd.grad(part, parameters, retain_graph=True)) for part in sums]
+        nan = any(part.isnan().any() for part in gradient)
+        require(not nan, f"{case}, the gradient is nan. A mean over no labels is 0 / 0.")
         means = [part / count for part, count in zip(each, counts, strict=True) if count]
-        named = {
-            "the sum of the micro-batches' means. Divide sums by the number of labels of the whole batch": sum(means),
-            "a mean of means. Which number is right for all micro-batches?": sum(means) / len(rows),
-            "a mean of the means that are not nan. Weight them": sum(means) / len(means),
-            "the sum over all labels. A mean is asked for": sum(each),
-            "divided by the number of all labels, also ignored ones": sum(each) / sum(y.numel() for y in labels),
-            "weighted by sequences. Count labels": sum(
-                n * part / max(count, 1) for n, part, count in zip(rows, each, counts, strict=True)
-            ) / sum(rows),
-            "that of the last micro-batch alone. Something sets the gradients back": each[-1] / sum(counts),
-        }  # fmt: skip
-        if not torch.allclose(gradient, expected, rtol=1e-3, atol=1e-6):
-            for what, wrong in named.items():
-                alike = torch.allclose(gradient, wrong, rtol=1e-3, atol=1e-6)
-                require(not alike, f"{case}, the gradient is {what.rstrip('?')}{'?' if what.endswith('?') else '.'}")
-            off = float((gradient - expected).norm() / expected.norm())
-            counts_as = f"Every label that counts should count 1 / {sum(counts)}, and no other label."
-            raise NotYet(f"{case}, the gradient is off by {off:.1%}.", counts_as)
-        compare.number(
-            found, right.item(), rel=1e-3, case=f"{case}, the gradients are right, but the returned loss of "
-        )
+        by_sequences = sum(n * part / max(count, 1) for n, part, count in zip(rows, each, counts, strict=True))
+        every = sum(y.numel() for y in labels)
+        mistakes = {
+            "It is the sum of the micro-batches' means. Divide sums by the number of all labels.": sum(means),
+            "It is a mean of means. Which number is right for all micro-batches?": sum(means) / len(rows),
+            "It is a mean of the means that are not nan. Weight them.": sum(means) / len(means),
+            "It is the sum over all labels. A mean is asked for.": sum(each),
+            "It is divided by the number of all labels, also ignored ones.": sum(each) / every,
+            "It is weighted by sequences. Count labels.": by_sequences / sum(rows),
+            "It is that of the last micro-batch alone. Something sets the gradients back.": each[-1] / sum(counts),
+        }
+        counts_as = f"Every label that counts should count 1 / {sum(counts)}, and no other label."
+        compare.alike(gradient, sum(each) / sum(counts), f"{case}, the gradient is", counts_as, mistakes)
+        said = f"{case}, the gradients are right, but the returned loss of "
+        compare.number(found, right.item(), rel=1e-3, case=said)
     return "The gradients are those of the whole batch, also where a micro-batch has no label."
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten().cpu().double() for tensor in tensors])
+def _require_kept(model: nn.Module, before: Sequence[Tensor], case: str) -> None:
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        require(parameter.device == old.device, f"{case}, your function moves `{name}` to {parameter.device}.")
+        same = parameter.dtype == old.dtype and torch.equal(parameter, old)
+        require(same, f"{case}, your function changes `{name}`. Leave the model as it is.")
 
 
 # Exercise 3: which losses come out of sums over the pieces?
@@ -198,10 +193,8 @@ def _check_loss(name: str, answer, alone_fn, inputs: Tensor, tags: Tensor, gpus:
     require(torch.isclose(loss, alone, rtol=1e-4, atol=1e-5), f"{both}. {hint}")
     beside = "They pass whole pieces on, for example in a variable outside. `finish` may use the totals only."
     require(_DIVISIBLE[name], f"{both}, but your functions pass on more than {MOST} numbers per GPU.", beside)
-    require(loss.requires_grad, f"{both}, but it has no graph. Where was it cut off?")
-    found, right = (torch.autograd.grad(each, net.weight)[0] for each in (loss, alone))
-    off = float((found - right).norm() / right.norm())
-    require(off < 1e-3, f"`{name}` is right, but its gradient is off by {off:.0%}. Is a part of it detached?")
+    weights = {"the net's weights": (net.weight, net.weight)}
+    compare.gradients(loss, alone, weights, "Is a part of it detached?", f"`{name}` is right, but ")
 
 
 def _from_sums(name: str, sums, finish, scores: Tensor, tags: Tensor, gpus: list) -> tuple[Tensor, Tensor]:
@@ -216,9 +209,8 @@ def _from_sums(name: str, sums, finish, scores: Tensor, tags: Tensor, gpus: list
         require(part.dim() <= 1 and part.numel() <= MOST, few, "More would gather what is to stay on its GPU.")
         totals = part.to(gpus[0]) if totals is None else totals + part.to(gpus[0])
     loss = call(finish, totals)
-    require(
-        isinstance(loss, Tensor), f"`finish` of `{name}` returns {show(loss)}. Return a tensor, which has a gradient."
-    )
+    what = f"`finish` of `{name}` returns {show(loss)}."
+    require(isinstance(loss, Tensor), what, "Return a tensor, which has a gradient.")
     require(loss.numel() == 1, f"`finish` of `{name}` returns the shape {tuple(loss.shape)}. Return one number.")
     return loss.reshape(()).to(gpus[0]), totals
 
@@ -325,26 +317,19 @@ def _equal_to_one_gpu(answer, gpus: list[torch.device]) -> None:
         tokens, labels = random_tokens(rows, 16, 512)
         labels[1, 4:] = labels[-2:, last:] = -100
         right = cross_entropy(alone(tokens).flatten(0, 1), labels.flatten())
-        right.backward()
         before = [parameter.detach().clone() for parameter in model.parameters()]
         loss = call(answer, model, gpus, tokens, labels.clone())
         case = "On a small Llama with values" + ("" if last else ", where the last GPU has no label that counts")
-        for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
-            require(parameter.device == old.device, f"{case}, your function moves `{name}` to {parameter.device}.")
-            same = parameter.dtype == old.dtype and torch.equal(parameter, old)
-            require(same, f"{case}, your function changes `{name}`. Leave the model as it is.")
+        _require_kept(model, before, case)
         require(isinstance(loss, Tensor), f"{case}, you return {show(loss)}. Return the loss, a tensor.")
         require(loss.numel() == 1, f"{case}, the shape of the loss is {tuple(loss.shape)}. Return one number.")
         require(not loss.isnan().any(), f"{case}, the loss is nan.")
         value = f"{case}, the loss is {loss.item():.4f}, and one GPU's is {right.item():.4f}."
         require(abs(loss.item() / right.item() - 1) < 1e-3, value, "What is the mean over?")
-        require(loss.requires_grad, f"{case}, the loss has no graph, so backward() cannot run.")
-        loss.backward()
-        for (name, parameter), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
-            require(parameter.grad is not None, f"{case}, `{name}` has no gradient.")
-            off = float((parameter.grad.cpu() - wanted.grad).norm() / wanted.grad.norm())
-            wrong = f"{case}, the loss is right, but the gradient of `{name}` is off by {off:.1%}."
-            require(off < 1e-2, wrong, "Does every label count the same in it?")
+        pairs = zip(model.named_parameters(), alone.parameters(), strict=True)
+        leaves = {f"`{name}`": (parameter, same) for (name, parameter), same in pairs}
+        why = "Does every label count the same in it?"
+        compare.gradients(loss, right, leaves, why, f"{case}, the loss is right, but ")
 
 
 def _score(loss_function, gpus: list[torch.device]) -> Score:
@@ -362,7 +347,6 @@ def _score(loss_function, gpus: list[torch.device]) -> Score:
     except torch.OutOfMemoryError:
         return Score(None, None)
     for name, parameter in model.named_parameters():
-        require(
-            parameter.grad is not None, f"With 48 sequences, `{name}` gets no gradient, as it did on the small Llama."
-        )
+        none = f"With 48 sequences, `{name}` gets no gradient, as it did on the small Llama."
+        require(parameter.grad is not None, none)
     return score

@@ -62,8 +62,8 @@ RAISED = {
     "device type cpu": (ON_THE_CPU, "Create it with device=..., and move a net to the rank's GPU before DDP."),
     "Duplicate GPU": ("Several ranks use the same GPU.", "LOCAL_RANK chooses the GPU of a rank."),
     "_Mismatch": (
-        "The ranks call different collectives, or one collective with tensors of different sizes, or without one.",
-        "Every rank must call the same collective, with a tensor of the same size.",
+        "The ranks call different collectives, or one with tensors of different sizes or dtypes, or without a tensor.",
+        "Every rank must call the same collective, with a tensor of the same size and dtype.",
     ),
     "_NotAwaited": (
         "A collective with async_op=True is not awaited, so that its result can be incomplete on a real GPU.",
@@ -118,7 +118,7 @@ def _only_gpus(name: str):
         for each in (*args, *named.values()):
             for tensor in each if isinstance(each, list | tuple) else [each]:
                 if isinstance(tensor, Tensor):
-                    called.append(str(tensor.numel()))
+                    called.append(f"{tensor.numel()} of {tensor.dtype}")
                     if tensor.device.type == "cpu":
                         raise _OnTheCPU(f"_OnTheCPU: dist.{name} got a tensor on the CPU")
         of_ranks = [None] * dist.get_world_size()
@@ -193,9 +193,8 @@ def _check_shares(asked: tuple[list[int], ...], count: int, what: str) -> None:
     missing = sorted(set(range(count)) - set(together))
     require(not missing, f"{what} no rank looks at the samples {missing}. Count every sample.")
     again = any(len(set(numbers)) < len(numbers) for numbers in asked)
-    require(
-        not again, f"{what} a rank asks for the losses of a sample twice.", "Call `losses` once and keep the result."
-    )
+    asks = f"{what} a rank asks for the losses of a sample twice."
+    require(not again, asks, "Call `losses` once and keep the result.")
     shared = most <= -(-count // VALIDATION_RANKS)
     require(shared, f"{what} one rank looks at {most} samples. The ranks should share the work.")
     twice = sorted({number for number in together if together.count(number) > 1})
@@ -207,6 +206,9 @@ def _not_text(value: object) -> object:
     """`value`, which `plain` gave; "Not yet" if it is the words of something that is not a number."""
     require(not isinstance(value, str), f"Your function returned {value}, which is not a number. Return a number.")
     return value
+
+
+LABELS = ([16, 16, 16, 13], [37, 12, 8, 4], [5, 5], [1, 9], [3, 0, 7], [10])  # exercise 3: of each rank
 
 
 def _factor_in_rank(rank: int, answer, counts: list[int]):
@@ -233,7 +235,7 @@ def _factors(answer, counts: list[int]) -> list[float]:
 @exercise
 def factor(answer):
     """Exercise 3: `answer(counts, rank)` is the factor of a rank's loss that makes DDP's the mean over all labels."""
-    for counts in ([16, 16, 16, 13], [37, 12, 8, 4], [5, 5], [1, 9], [3, 0, 7], [10]):
+    for counts in LABELS:
         ranks, what = len(counts), f"For ranks with {counts} labels,"
         counted = {}  # by rank: what one of its labels counts, where 1 is right
         for rank, (labels, value) in enumerate(zip(counts, _factors(answer, counts), strict=True)):
@@ -298,22 +300,20 @@ def ranked(answer):
         why = f"Its LOCAL_RANK is {rank}, so it should use cuda:{rank}."
         require(gpus == [rank], f"Rank {rank} put its tensors on {where}.", why)
 
-    def same(other: Tensor, tolerance: float = 1e-4) -> bool:
-        return other.shape == weights[0].shape and torch.allclose(other, weights[0], atol=tolerance)
-
     why = "Their gradients were never averaged. Does the forward pass go through DistributedDataParallel?"
-    require(same(weights[1], 1e-6), "The two ranks end with different weights.", why)
+    compare.alike(weights[1], weights[0], "The ranks' weights differ, and are", why, rel=1e-6)
     _check_samples(asked)
     what = f"Ranks 0 and 1 logged {logged[0]} and {logged[1]} lines."
     require(logged == (EPOCHS, 0), what, f"Rank 0 should log one line per epoch, {EPOCHS} in all, and rank 1 none.")
     each = BATCH // RANKS
-    if not same(_on_one_device(asked, each)):
-        why = "Compare the net, the seed, the learning rate, the loss and the batch size with those of `alone`."
-        if same(_on_one_device(asked, each, OTHER_SEED)):
-            why = "The net starts from random weights. `alone` sets the seed first."
-        if same(_on_one_device(asked, BATCH)):
-            why = f"A step takes {BATCH} samples on each rank, {RANKS * BATCH} together, and {BATCH} in `alone`."
-        raise NotYet("Both ranks end with the same weights, but not with those of one GPU.", why)
+    many = f"A step takes {BATCH} samples on each rank, {RANKS * BATCH} together, and {BATCH} in `alone`."
+    mistakes = {
+        "The net starts from random weights. `alone` sets the seed first.": _on_one_device(asked, each, OTHER_SEED),
+        many: _on_one_device(asked, BATCH),
+    }
+    what = "Both ranks end with the same weights, but compared with those of one GPU they are"
+    why = "Compare the net, the seed, the learning rate, the loss and the batch size with those of `alone`."
+    compare.alike(weights[0], _on_one_device(asked, each), what, why, mistakes)
     return "Both ranks have one GPU's weights, each epoch has its own order, and only rank 0 logs."
 
 
