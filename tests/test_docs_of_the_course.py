@@ -117,9 +117,8 @@ def test_the_code_of_the_cheat_sheet_runs(method, tmp_path):
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_the_cheat_sheet_fits_on_one_page(tmp_path, monkeypatch):
-    runpy.run_path(str(ROOT / "docs" / "cheat_sheet.py"))["write_pdf"](
-        tmp_path / "sheet.pdf"
-    )  # ValueError if it does not
+    sheet = runpy.run_path(str(ROOT / "docs" / "cheat_sheet.py"))
+    sheet["write_pdf"](tmp_path / "sheet.pdf")
     pdf = (tmp_path / "sheet.pdf").read_bytes()
     assert len(re.findall(rb"/Type\s*/Page\b", pdf)) == 1 and re.search(rb"/MediaBox ?\[0 0 59[45][.\d]* 84[12]", pdf)
     longer = tmp_path / "cheat_sheet.md"

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from helpers.measure import GiB, MiB, Reading, Readings, format_bytes
 
 TWO = Readings(
