@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +43,11 @@ class Program:
         return self
 
     def __exit__(self, *error):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         for pid in descendants(self.process.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may end by itself meanwhile
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     @property
@@ -75,16 +73,6 @@ def torchrun(*arguments, log, environment=None):
     return Program([sys.executable, "-m", "torch.distributed.run", *arguments], log, environment)
 
 
-@contextmanager
-def held_port(answers):
-    """A port that no other program gets meanwhile; who connects to it waits for ever if it `answers`, or is refused."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        if answers:
-            server.listen()
-        yield server.getsockname()[1]
-
-
 def free_port():
     """A port for a program that is about to start.
 
@@ -96,16 +84,6 @@ def free_port():
             server.bind(("", port))
             return port
     raise AssertionError("of 100 ports none is free")
-
-
-def until(condition, seconds=200, every=0.005):
-    """What `condition()` gives as soon as it is true."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(every)
-    raise AssertionError(f"{condition} did not become true within {seconds} s")
 
 
 def write_images(folder, train, test):

@@ -1,7 +1,6 @@
 """The doctor finds what is wrong with a machine, says what to do, and tells nothing personal."""
 
 import io
-import json
 import os
 import platform
 import shutil
@@ -30,9 +29,6 @@ def says(finding, mark, *words):
     return True
 
 
-# --- what is installed -----------------------------------------------------------------------------------------------
-
-
 def test_versions(monkeypatch):
     assert says(checks.python(), "ok", platform.python_version())
     for version in ((3, 10, 4), (3, 16, 0)):
@@ -46,8 +42,6 @@ def test_versions(monkeypatch):
 
 def test_packages(monkeypatch, tmp_path):
     assert says(checks.packages(), "ok")
-    monkeypatch.setitem(sys.modules, "GPUtil", None)
-    assert says(checks.packages(), "problem", "GPUtil")
     # torchvision says this where it was built for another PyTorch.
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -55,34 +49,26 @@ def test_packages(monkeypatch, tmp_path):
     assert says(checks.packages(), "problem", "torchvision (RuntimeError", "nms does not exist", "same package index")
 
 
-def test_the_advice_is_for_the_python_that_runs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "GPUtil", None)
-    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
-    assert says(checks.packages(), "problem", "`python3 -m uv sync --reinstall-package gputil`")
-    monkeypatch.setattr(sys, "prefix", "/usr")
-    assert says(checks.packages(), "problem", "GPUtil", "pip install -e")
-
-
-@pytest.mark.parametrize(
-    ("prefix", "advice"),
-    [("/usr", "pip install -e ./virtual-gpus -e ."), (str(ROOT / ".venv"), "uv sync --reinstall-package torch`")],
-)
-def test_no_pytorch_is_a_finding(prefix, advice):
+def test_no_pytorch_is_a_finding_and_the_advice_is_for_the_python_that_runs(monkeypatch):
     """In a program of its own, to which nothing must bring PyTorch. What follows from one cause is said once."""
     code = f"""
 import sys
-from unittest import mock
 sys.modules["torch"] = sys.modules["torchvision"] = None
-sys.prefix = {prefix!r}
+sys.prefix = {str(ROOT / ".venv")!r}
 from notebooks.doctor import __main__, checks
 checks.ALL = (checks.pytorch, checks.packages, checks.gpus, checks.ranks)
 sys.exit(__main__.main())
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1 and run.stdout.count("problem  ") == 4, run
-    assert " ".join(run.stdout.split()).count(advice) == 1
+    assert " ".join(run.stdout.split()).count("uv sync --reinstall-package torch`") == 1
     assert run.stdout.count("Do the same as above.") == 3
     assert run.stdout.splitlines()[-1].endswith("no torch | no torchvision | no GPUs | no launch")
+    monkeypatch.setitem(sys.modules, "GPUtil", None)
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert says(checks.packages(), "problem", "`python3 -m uv sync --reinstall-package gputil`")
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    assert says(checks.packages(), "problem", "GPUtil", "pip install -e ./virtual-gpus -e .")
 
 
 def test_the_course_and_its_data(monkeypatch, tmp_path):
@@ -97,9 +83,6 @@ def test_the_course_and_its_data(monkeypatch, tmp_path):
     assert says(checks.data(), "ok")
     (tmp_path / "data" / "pride_and_prejudice.txt").write_text("It is a truth")
     assert says(checks.data(), "problem", "pride_and_prejudice.txt")
-
-
-# --- the machine -----------------------------------------------------------------------------------------------------
 
 
 def test_memory_and_disk(monkeypatch):
@@ -149,9 +132,6 @@ def test_ports(monkeypatch):
     assert says(checks.ports(), "problem", "not permitted", "firewall")
 
 
-# --- JupyterLab ------------------------------------------------------------------------------------------------------
-
-
 class WithoutWebsockets(BaseHTTPRequestHandler):
     """A server that starts a kernel and refuses the websocket to it, as some proxies do."""
 
@@ -159,13 +139,10 @@ class WithoutWebsockets(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(201)
         self.end_headers()
-        self.wfile.write(json.dumps({"id": "1"}).encode())
+        self.wfile.write(b'{"id": "1"}')
 
     def do_GET(self):
         self.send_error(403, "no websockets here")
-
-    def log_message(self, *_):
-        """Nothing."""
 
 
 def test_jupyter(monkeypatch):
@@ -186,16 +163,8 @@ def test_jupyter(monkeypatch):
     assert says(checks.jupyter(), "warning", "was not tried")
 
 
-# --- GPUs and ranks --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpus_off_at_the_end():
-    yield
-    devices._switch_off()
-
-
-def test_gpus_and_ranks(monkeypatch, gpus_off_at_the_end):
+def test_gpus_and_ranks(monkeypatch, request):
+    request.addfinalizer(devices._switch_off)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setenv("GPUS", "real")
     assert says(checks.gpus(), "problem", "4 GPUs are needed and PyTorch sees 0", "GPUS=virtual")
@@ -213,9 +182,6 @@ def test_gpus_and_ranks(monkeypatch, gpus_off_at_the_end):
     assert says(checks.gpus(), "ok", "because PyTorch sees 0 real GPUs")
     monkeypatch.setattr(shutil, "which", lambda name: name)
     assert says(checks.gpus(), "warning", "nvidia-smi is there")
-
-
-# --- what is printed -------------------------------------------------------------------------------------------------
 
 
 def test_warnings_do_not_fail_and_problems_do(monkeypatch, capsys):

@@ -1,13 +1,16 @@
 """What holds for the whole project: pins, settings, the commands of the README, which way imports run."""
 
 import ast
+import importlib
 import json
-import os
+import multiprocessing
+import pkgutil
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import colab
@@ -15,16 +18,16 @@ import pytest
 import run_all
 import yaml
 from packaging.specifiers import SpecifierSet
+from virtual_gpus import active_machine
+
+import helpers
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
 # Through which the helpers reach the virtual GPUs.
-DOORS = {
-    "helpers/gpus.py",
-    "helpers/parallel/hosts.py",
-    "helpers/parallel/launching.py",
-}
+DOORS = {"helpers/gpus.py", "helpers/parallel/hosts.py", "helpers/parallel/launching.py"}
+NOT_EVERYBODYS = ("helpers", "torchvision", "matplotlib")
 CPU_BUILD = "--torch-backend=cpu -e ./virtual-gpus -e ."
 PIN = re.compile(r"([a-z0-9-]+)==[\w.]+( ; [^@/]+)?")
 
@@ -37,30 +40,23 @@ def settings():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+def names_of(group):
+    """The packages of a dependency group."""
+    return {re.match(r"[\w-]+", line)[0] for line in settings()["dependency-groups"][group]}
+
+
 def test_requirements_are_exact_versions_without_addresses():
     assert [line for line in pins() if not PIN.fullmatch(line)] == []
-
-
-def test_every_package_that_is_asked_for_is_pinned():
-    asked = [re.match(r"[\w-]+", line)[0] for line in settings()["dependency-groups"]["lessons"]]
-    pinned = {PIN.fullmatch(line)[1] for line in pins()}
-    assert asked and set(asked) <= pinned
-
-
-def test_nvidia_libraries_are_left_to_pytorch():
-    # Its CUDA build names the versions it needs, and its CPU build needs none of these 4 GB.
+    assert names_of("lessons") <= {PIN.fullmatch(line)[1] for line in pins()}
+    # PyTorch's CUDA build names the versions of NVIDIA's libraries, and its CPU build needs none of these 4 GB.
     assert not [line for line in pins() if re.match(r"nvidia-|cuda-|triton=", line)]
 
 
 def test_all_roads_use_the_one_list():
     assert settings()["project"]["dynamic"] == ["dependencies"]
     assert settings()["tool"]["setuptools"]["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}
-    assert (
-        (ROOT / "environment.yml")
-        .read_text(encoding="utf-8")
-        .rstrip()
-        .endswith("- pip:\n      - -e ./virtual-gpus\n      - -e .")
-    )
+    environment = (ROOT / "environment.yml").read_text(encoding="utf-8")
+    assert environment.rstrip().endswith("- pip:\n      - -e ./virtual-gpus\n      - -e .")
 
 
 def test_the_readme_gives_the_commands_and_ci_runs_the_same():
@@ -70,16 +66,27 @@ def test_the_readme_gives_the_commands_and_ci_runs_the_same():
     assert all(any(line.strip().endswith(command) for line in ci) for command in TEST_COMMAND.split(" && "))
 
 
-def test_the_readme_s_first_try_needs_pytorch_alone_and_prints_what_the_readme_shows(tmp_path):
+def first_try(words, printed):
+    """Run `python -m` with these words, without what not everybody has. In a forked process: PyTorch is there."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in NOT_EVERYBODYS:
+            sys.modules[name] = None
+    sys.modules |= dict.fromkeys(NOT_EVERYBODYS)
+    sys.argv = words
+    with open(printed, "w", encoding="utf-8") as sys.stdout:
+        runpy.run_path(str(ROOT / "virtual-gpus" / "src" / words[0] / "__main__.py"), run_name="__main__")
+
+
+def test_the_readme_s_first_try_needs_pytorch_alone_and_prints_what_the_readme_shows(tmp_path, monkeypatch):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     command, shown = re.search(r"```sh\n(PYTHONPATH=.*?)```.*?```text\n(.*?)```", readme, re.DOTALL).groups()
-    for package in ("helpers", "torchvision", "matplotlib"):
-        (tmp_path / f"{package}.py").write_text("raise ImportError('not everybody has it')")
     path, *words = shlex.split(command.replace("\\\n", ""))
-    assert words[:1] == ["python3"] and "=" in path
-    environment = os.environ | {"PYTHONPATH": f"{path.partition('=')[2]}{os.pathsep}{tmp_path}"}
-    ran = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert shown in ran.stdout, ran.stdout + ran.stderr
+    assert path == "PYTHONPATH=virtual-gpus/src" and words[:2] == ["python3", "-m"]
+    monkeypatch.chdir(ROOT)
+    ran = multiprocessing.get_context("fork").Process(target=first_try, args=(words[2:], tmp_path / "printed"))
+    ran.start()
+    ran.join()
+    assert ran.exitcode == 0 and shown in (tmp_path / "printed").read_text(encoding="utf-8")
 
 
 def test_ci_and_binder_use_the_same_commands():
@@ -107,8 +114,7 @@ def test_containers_install_what_binder_installs():
 
 
 def test_colab_gets_what_lessons_need_and_is_told_which_pytorch(monkeypatch):
-    asked = {re.match(r"[\w-]+", line)[0] for line in settings()["dependency-groups"]["lessons"]}
-    assert set(colab.NEEDS.values()) <= asked
+    assert set(colab.NEEDS.values()) <= names_of("lessons")
     colab.check_torch()
     monkeypatch.setattr(colab, "version", lambda package: "2.10.1+cpu")
     with pytest.raises(RuntimeError, match=r"needs a PyTorch of .*>=2\.11.*has 2\.10\.1\+cpu"):
@@ -116,23 +122,21 @@ def test_colab_gets_what_lessons_need_and_is_told_which_pytorch(monkeypatch):
 
 
 def test_the_main_set_up_does_without_the_frameworks():
-    frameworks = {re.match(r"[\w-]+", line)[0] for line in settings()["dependency-groups"]["frameworks"]}
+    frameworks = names_of("frameworks")
     assert frameworks == {name for names in run_all.NEEDS.values() for name in names}
     assert not frameworks & {PIN.fullmatch(line)[1] for line in pins()}
-    used = {name for name in frameworks if users_of(name, "helpers")}
-    assert used == set()
+    assert not [name for name in frameworks if users_of(name, "helpers")]
 
 
 # ---- imports run one way: lessons -> helpers -> the doors -> virtual_gpus
 
 
+@cache
 def imported(path):
     """The modules that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or "."
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return names + [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
 def users_of(package, folder):
@@ -145,15 +149,9 @@ def users_of(package, folder):
 def test_only_the_doors_know_of_the_virtual_gpus():
     assert users_of("virtual_gpus", "helpers") == DOORS
     assert users_of("virtual_gpus", "notebooks") == set()
-
-
-def test_the_virtual_gpus_know_of_nothing_else_here():
     assert users_of("helpers", "virtual-gpus/src") == set()
 
 
 def test_importing_helpers_switches_nothing_on():
-    code = "import pkgutil, importlib, helpers\n"
-    code += "names = [m.name for m in pkgutil.walk_packages(helpers.__path__, 'helpers.')]"
-    code += "\n[importlib.import_module(name) for name in names]\nfrom virtual_gpus import active_machine"
-    code += "\nassert len(names) > 15 and active_machine() is None"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    names = [module.name for module in pkgutil.walk_packages(helpers.__path__, "helpers.")]
+    assert len(names) > 15 and all(map(importlib.import_module, names)) and active_machine() is None

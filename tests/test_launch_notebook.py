@@ -1,6 +1,7 @@
 """launch in a notebook: functions of cells, output that is the same in every run, the button that interrupts."""
 
 import asyncio
+from textwrap import dedent
 
 import nbformat
 import psutil
@@ -8,14 +9,14 @@ import pytest
 import run_all
 
 CELLS = {
-    "start": """
+    "start": """\
         import os, sys, time
         import torch, torch.distributed as dist
         from helpers import use_gpus
         from helpers.parallel import launch
         gpus = use_gpus(2, memory="1 GiB")
         (torch.ones(3, device="cuda:1", requires_grad=True) * 2).sum().backward()""",
-    "works": """
+    "works": """\
         class Net(torch.nn.Module):
             def forward(self, x):
                 return x * factor
@@ -29,13 +30,13 @@ CELLS = {
             os.system("echo a child")
             return x.detach(), Net()
         launch(work, ranks=2)""",
-    "raises": """
+    "raises": """\
         def bad(rank):
             if rank == 1:
                 Net()(None)
             dist.barrier()
         launch(bad, ranks=2)""",
-    "interrupted": """
+    "interrupted": """\
         from pathlib import Path
         def long(rank):
             print("begun")
@@ -43,28 +44,25 @@ CELLS = {
             time.sleep(600)
         launch(long, ranks=2, timeout=None)""",
     "works again": "launch(work, ranks=2)",
-    "left": """
+    "left": """\
         import psutil
         print([p.status() for p in psutil.Process().children(recursive=True)])""",
 }
 
 
-def text_of(cell):
-    return "".join(line.removeprefix("        ") for line in cell.lstrip("\n").splitlines(keepends=True))
-
-
-async def press_the_button(client, begun, ranks=2):
-    """As soon as every rank has begun."""
-    while len(list(begun.iterdir())) < ranks:
+async def press_the_button(client, begun):
+    """As soon as both ranks have begun."""
+    while len(list(begun.iterdir())) < 2:
         await asyncio.sleep(0.01)
     await client.km.interrupt_kernel()
 
 
-def execute(texts, begun, timeout):
-    """Run cells, and press the button in the one that calls `long`. Returns the client and the cells by name."""
-    cells, pressing = {name: nbformat.v4.new_code_cell(text_of(text)) for name, text in texts.items()}, []
-    notebook = nbformat.v4.new_notebook(cells=list(cells.values()))
-    client = run_all.client_of(notebook, allow_errors=True, timeout=timeout)
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Name of the cell -> its outputs: stream name, "result" or "error" -> text."""
+    begun, pressing = tmp_path_factory.mktemp("begun"), []
+    cells = [nbformat.v4.new_code_cell(dedent(text)) for text in CELLS.values()]
+    client = run_all.client_of(nbformat.v4.new_notebook(cells=cells), allow_errors=True, timeout=120)
 
     def beside(cell, cell_index):
         if "long" in cell.source:
@@ -72,16 +70,8 @@ def execute(texts, begun, timeout):
 
     client.on_cell_execute = beside
     client.execute(env=run_all.kernel_environment() | {"BEGUN": str(begun)})
-    return client, dict(zip(cells, notebook.cells, strict=True))
-
-
-@pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    """Name of the cell -> its outputs: stream name, "result" or "error" -> text."""
-    _, executed = execute(CELLS, tmp_path_factory.mktemp("begun"), timeout=120)
-    found = {}
-    for name, cell in executed.items():
-        found[name] = {}
+    found = {name: {} for name in CELLS}
+    for name, cell in zip(CELLS, client.nb.cells, strict=True):
         for output in cell.outputs:
             kind = {"stream": output.get("name"), "error": "error"}.get(output.output_type, "result")
             said = output.get("text") or output.get("evalue") or output.get("data", {}).get("text/plain", "")

@@ -32,16 +32,16 @@ def copy(tmp_path):
     return write
 
 
-def report(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["progress", "--report", *map(str, arguments)])
-    progress.main()
-    return capsys.readouterr().out
+@pytest.fixture
+def report(monkeypatch, capsys, tmp_path):
+    """A function that makes the report of a folder, the one with the learners' copies unless told, and returns it."""
 
+    def make(*arguments):
+        monkeypatch.setattr(sys, "argv", ["progress", "--report", *map(str, arguments or [tmp_path])])
+        progress.main()
+        return capsys.readouterr().out
 
-def again(path, name):
-    """The same file under another name."""
-    (path.parent / name).write_bytes(path.read_bytes())
-    return path
+    return make
 
 
 def test_every_exercise_of_every_lesson_is_found():
@@ -54,16 +54,10 @@ def test_every_exercise_of_every_lesson_is_found():
         assert [title for title in found if title in numbered] == numbered != [] and all(found.values())
 
 
-def test_one_learner(copy, monkeypatch, capsys, tmp_path):
-    copy(
-        "",
-        "08",
-        held="Correct: A 64th.\n",
-        sent="A print of mine\nNot yet: 3 is\nCorrect: Yes.\nNot yet: 4 is.\n",
-        plan=STUB,
-    )
-    printed = report(monkeypatch, capsys, tmp_path)
-    assert printed.splitlines() == [
+def test_one_learner(copy, report):
+    sent = "A print of mine\nCorrect: Yes.\nNot yet: 4 is.\n"
+    copy("", "08", held="Correct: A 64th.\n", sent=sent, plan=STUB)
+    assert report().splitlines() == [
         "08_sharding",
         "  solved          1. What a rank holds",
         "  not solved yet  2. What a rank sends",
@@ -74,23 +68,23 @@ def test_one_learner(copy, monkeypatch, capsys, tmp_path):
     ]
 
 
-def test_an_exercise_with_two_checks_is_solved_when_both_are(copy, monkeypatch, capsys, tmp_path):
+def test_an_exercise_with_two_checks_is_solved_when_both_are(copy, report):
     for printed, state in (
         ({"causes": "Correct: a\n", "changes": "Correct: b\n"}, "solved"),
         ({"causes": "Correct: a\n", "changes": STUB}, "not solved yet"),
         ({"causes": "Correct: a\n"}, "not solved yet"),
     ):
         copy("", "07", **printed)
-        assert f"  {state:16}2. Why does it wait?\n" in report(monkeypatch, capsys, tmp_path)
+        assert f"  {state:16}2. Why does it wait?\n" in report()
 
 
-def test_folded_solutions_do_not_count(monkeypatch, capsys):
-    printed = report(monkeypatch, capsys)
+def test_folded_solutions_do_not_count(report):
+    printed = report(run_all.FOLDER)
     assert "10_frameworks" in printed and re.search(r"^0 of \d+ exercises are solved", printed, re.MULTILINE)
     assert "  not begun       2. A budget\n" in printed  # of lesson 00, whose stored output is that of the dots
 
 
-def test_many_learners(copy, monkeypatch, capsys, tmp_path):
+def test_many_learners(copy, report, tmp_path):
     copy("ana", "08", held="Correct: A 64th.\n", sent="Correct: Twice.\n")
     copy("ana", "04", tree="Not yet: 63 is too many.\n")
     copy("ben", "08", held="Not yet: 3 is.\n", sent="Not yet: 3 is.\n")
@@ -99,7 +93,7 @@ def test_many_learners(copy, monkeypatch, capsys, tmp_path):
     (tmp_path / "dora").mkdir()
     (tmp_path / "ana" / ".ipynb_checkpoints").mkdir()
     (tmp_path / "ana" / ".ipynb_checkpoints" / "08_sharding.ipynb").write_text("{}")
-    assert report(monkeypatch, capsys, tmp_path).splitlines() == [
+    assert report().splitlines() == [
         "                04  08  all",
         "exercises        4   5    9",
         "ana              0   2    2",
@@ -116,41 +110,37 @@ def test_many_learners(copy, monkeypatch, capsys, tmp_path):
     ]
 
 
-def test_copies_of_a_lesson_count_together(copy, monkeypatch, capsys, tmp_path):
-    again(copy("", "08", held="Correct: A 64th.\n"), "08_sharding-Copy1.ipynb")
+def test_copies_of_a_lesson_count_together(copy, report, tmp_path):
+    copy("", "08", held="Correct: A 64th.\n").rename(tmp_path / "08_sharding-Copy1.ipynb")
     copy("", "08", sent="Correct: Twice.\n", held="Not yet: 3 is.\n").rename(tmp_path / "08_sharding (2).ipynb")
-    printed = report(monkeypatch, capsys, tmp_path)
+    copy("", "08")
+    printed = report()
     assert printed.startswith("08_sharding\n") and printed.endswith("2 of 5 exercises are solved.\n")
 
 
-def test_a_score_sheet(copy, monkeypatch, capsys, tmp_path):
+def test_a_score_sheet(copy, report, tmp_path):
     copy("ana", "08", held="Correct: A 64th.\n")
     copy("ben", "08").write_text('{"cells": [')
     (tmp_path / "dora").mkdir()
-    report(monkeypatch, capsys, tmp_path, "--csv", tmp_path / "scores.csv")
+    report(tmp_path, "--csv", tmp_path / "scores.csv")
     with (tmp_path / "scores.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert {key: rows[0][key] for key in ("learner", "exercise", "points")} == {
-        "learner": "ana",
-        "exercise": "1. What a rank holds",
-        "points": "1",
-    }
-    states = [(row["learner"], row["state"]) for row in rows]
-    assert states[1:5] == [("ana", "not begun")] * 4 and states[5:] == [("ben", "damaged")] * 5 + [
-        ("dora", "no lesson found")
-    ]
+    assert (rows[0]["learner"], rows[0]["exercise"], rows[0]["points"]) == ("ana", "1. What a rank holds", "1")
+    states = [(row["learner"], row["state"]) for row in rows[1:]]
+    assert states[:4] == [("ana", "not begun")] * 4
+    assert states[4:] == [("ben", "damaged")] * 5 + [("dora", "no lesson found")]
 
 
 @pytest.mark.parametrize(
     ("file", "words"),
     [(None, "has no lessons in it"), ("notes.ipynb", "has no lessons"), ("08_sharding.ipynb", "damaged")],
 )
-def test_folders_that_cannot_be_read(file, words, monkeypatch, capsys, tmp_path):
+def test_folders_that_cannot_be_read(file, words, report, capsys, tmp_path):
     if file:
         (tmp_path / file).write_text("[]")
     with pytest.raises(SystemExit) as ended:
-        report(monkeypatch, capsys, tmp_path)
+        report()
     assert ended.value.code == 2 and words in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        report(monkeypatch, capsys, tmp_path / "nowhere")
+        report(tmp_path / "nowhere")
     assert "There is no folder" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from helpers.measure import GiB, MiB, Reading, Readings, format_bytes
 
 TWO = Readings(
@@ -16,41 +14,23 @@ TWO = Readings(
 LARGEST = Reading(0, "GPU", *[900 * GiB] * 7)
 
 
-def changed(readings, **fields) -> Readings:
-    return Readings(replace(reading, **fields) for reading in readings)
-
-
 def test_the_text_says_where_the_figures_come_from():
-    assert (
-        str(TWO)
-        == repr(TWO)
-        == (
-            "Memory in MiB: 2 x Card <X>\n"
-            "     ------------------- PyTorch (torch.cuda) -------------------  - driver (GPUtil) -\n"
-            "GPU  allocated  peak allocated  reserved  peak reserved  capacity         used   total\n"
-            "  0       3.00            5.00     20.00          22.00    16,384        500.0  16,385\n"
-            "  1       3.00            5.00     20.00          22.00    16,384        501.0  16,385"
-        )
+    table = (
+        "Memory in MiB: 2 x Card <X>\n"
+        "     ------------------- PyTorch (torch.cuda) -------------------  - driver (GPUtil) -\n"
+        "GPU  allocated  peak allocated  reserved  peak reserved  capacity         used   total\n"
+        "  0       3.00            5.00     20.00          22.00    16,384        500.0  16,385\n"
+        "  1       3.00            5.00     20.00          22.00    16,384        501.0  16,385"
     )
-
-
-def test_without_driver_figures_its_columns_are_dashes():
-    bare = changed(TWO, driver_used=None, driver_total=None)
+    assert str(TWO) == repr(TWO) == table and str(Readings()) == "No readings yet."
+    bare = Readings(replace(reading, driver_used=None, driver_total=None) for reading in TWO)
     assert all(line.split()[-2:] == ["-", "-"] for line in str(bare).splitlines()[3:])
-    assert "driver (GPUtil)" in str(bare)
 
 
-@pytest.mark.parametrize("readings", [TWO, Readings([LARGEST] * 3, "a rather long sentence about this " * 9)])
-def test_the_text_fits_into_a_cell(readings):
-    lines = str(readings).splitlines()
+def test_the_text_fits_into_a_cell():
+    lines = str(Readings([LARGEST] * 3, "a rather long sentence about this " * 9)).splitlines()
     assert max(map(len, lines)) <= 88
-    start = next(place for place, line in enumerate(lines) if line.startswith("GPU"))
-    table = lines[start : start + 1 + len(readings)]
-    assert len({len(line) for line in table}) == 1  # right-aligned down to the last column
-
-
-def test_no_readings_yet():
-    assert str(Readings()) == "No readings yet."
+    assert len({len(line) for line in lines[2:6]}) == 1  # right-aligned down to the last column
 
 
 def test_a_slice_is_a_table_too():
@@ -63,16 +43,8 @@ def test_each_figure_has_its_own_edge():
     assert replace(TWO[0], driver_total=None).edge("driver_used") == 16 * GiB
 
 
-@pytest.mark.parametrize(
-    "count, text",
-    [
-        (0, "0.00 MiB"), (512, "<0.01 MiB"), (1.25 * MiB, "1.25 MiB"), (12.34 * MiB, "12.3 MiB"),
-        (1000 * MiB, "1,000 MiB"), (16.3 * GiB, "16.3 GiB"), (139.8 * GiB, "140 GiB"), (None, "unknown"),
-    ],
-)  # fmt: skip
-def test_bytes_in_words(count, text):
-    assert format_bytes(count) == text
-
-
-def test_bytes_in_a_given_unit():
+def test_bytes_in_words():
+    sizes = [0, 512, 1.25 * MiB, 12.34 * MiB, 1000 * MiB, 16.3 * GiB, 139.8 * GiB, None]
+    words = ["0.00 MiB", "<0.01 MiB", "1.25 MiB", "12.3 MiB", "1,000 MiB", "16.3 GiB", "140 GiB", "unknown"]
+    assert list(map(format_bytes, sizes)) == words
     assert format_bytes(2 * GiB, "MiB") == "2,048 MiB" and format_bytes(512 * MiB, "GiB") == "0.50 GiB"

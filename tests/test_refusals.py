@@ -10,7 +10,6 @@ from virtual_gpus import virtual_gpus
 from helpers.measure import GiB, MiB, Refusal, measure_memory, peak_memory, read_memory
 from helpers.measure.refusals import read_refusal
 
-KiB = 1024
 MEASURED = (  # on an H200, with a limit of 8 GiB for the process
     "CUDA out of memory. Tried to allocate 528.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which "
     "131.41 GiB is free. Including non-PyTorch memory, this process has 8.38 GiB memory in use. 8.00 GiB "
@@ -28,6 +27,9 @@ FULL = (
     "allocated memory {allocated} is allocated by PyTorch, {pools}and {unallocated} is reserved by PyTorch but "
     "unallocated.{advice}"
 )
+
+
+ASYNC = "Allocation on device 0 would exceed allowed memory. (out of memory)\nRequested               : 640.00 MiB"
 
 
 def text(**figures) -> str:
@@ -48,19 +50,11 @@ def gib(number: float) -> int:
 USUAL = Refusal(1, 2 * GiB, gib(11.91), 700 * MiB, gib(9.2), gib(9.2) + 900 * MiB)
 
 
-@pytest.mark.parametrize(
-    "requested, size",
-    [
-        ("512 bytes", 512),
-        ("16.00 KiB", 16 * KiB),
-        ("20.00 MiB", 20 * MiB),
-        ("1024.00 MiB", GiB),
-        ("3.64 GiB", gib(3.64)),
-    ],
-)
-def test_every_unit_of_pytorch_is_read(requested, size):
-    found = refusal(requested=requested, free=requested, allocated=requested, unallocated=requested)
-    assert (found.requested, found.free, found.allocated, found.reserved) == (size, size, size, 2 * size)
+def test_every_unit_of_pytorch_is_read():
+    sizes = {"512 bytes": 512, "16.00 KiB": 16 * 1024, "20.00 MiB": 20 * MiB, "3.64 GiB": gib(3.64)}
+    for said, size in sizes.items():
+        found = refusal(requested=said, free=said, allocated=said, unallocated=said)
+        assert (found.requested, found.free, found.allocated, found.reserved) == (size, size, size, 2 * size)
 
 
 @pytest.mark.parametrize(
@@ -98,29 +92,18 @@ def test_a_refusal_in_words():
     )
 
 
-def test_a_request_that_the_rounded_figures_would_let_pass():
-    found = refusal(requested="700.00 MiB")
+def test_what_is_too_much():
+    found = refusal(requested="700.00 MiB")  # which the rounded figures would let pass
     assert found.over == 0 and str(found).endswith("it was asked for 700 MiB more")
-
-
-def test_a_limit_that_did_not_stand_in_the_way():
-    assert not refusal(allowed="11.91 GiB allowed; ").limited
+    assert not refusal(allowed="11.91 GiB allowed; ").limited  # did not stand in the way
     limited = refusal(allowed="10.00 GiB allowed; ")  # less than what is reserved already
     assert limited.over == limited.requested
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        "",
-        "CUDA out of memory. Tried to allocate more than 1EB memory.",
-        "CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction",
-        "Allocation on device 0 would exceed allowed memory. (out of memory)\nRequested               : 640.00 MiB",
-        text(requested="2.00 XiB"),
-    ],
-)
-def test_other_texts_are_not_guessed_at(other):
-    assert read_refusal(torch.OutOfMemoryError(other)) is None
+def test_other_texts_are_not_guessed_at():
+    no_figures = "CUDA out of memory. Tried to allocate more than 1EB memory."
+    for other in ("", no_figures, ASYNC, text(requested="2.00 XiB")):
+        assert read_refusal(torch.OutOfMemoryError(other)) is None
 
 
 def test_the_last_of_several_errors_counts():
@@ -134,10 +117,12 @@ def fill(device: str, count: int):
     return torch.empty(count, dtype=torch.uint8, device=device)
 
 
-@pytest.mark.parametrize(
-    "size, rounded",
-    [(3 * GiB, 3 * GiB), (gib(1.5), gib(1.5)), (801 * MiB - 5, 802 * MiB), (100 * KiB, 2 * MiB), (3 * MiB, 20 * MiB)],
-)
+def refused(step, devices=None):
+    """The readings after a step that ran out of memory."""
+    return peak_memory(step, devices, catch=True)
+
+
+@pytest.mark.parametrize(("size", "rounded"), [(3 * GiB, 3 * GiB), (801 * MiB - 5, 802 * MiB), (3 * MiB, 20 * MiB)])
 def test_virtual_gpus_are_read_too(size, rounded):
     with virtual_gpus(2, memory="2 GiB", shapes_only=True):
         held = [fill("cuda:1", 256 * MiB)]
@@ -147,9 +132,8 @@ def test_virtual_gpus_are_read_too(size, rounded):
         found, free = read_refusal(raised.value), torch.cuda.mem_get_info(1)[0]
         allocated, reserved = torch.cuda.memory_allocated(1), torch.cuda.memory_reserved(1)
     assert (found.gpu, found.requested, found.capacity) == (1, rounded, 2 * GiB)
-    close = 0.01 * GiB  # two decimals
-    assert abs(found.free - free) < close and found.over == max(0, rounded - found.free)
-    assert abs(found.allocated - allocated) < close and abs(found.reserved - reserved) < close
+    assert found.over == max(0, rounded - found.free)
+    assert [found.free, found.allocated, found.reserved] == pytest.approx([free, allocated, reserved], abs=0.01 * GiB)
 
 
 def test_the_gpu_that_refused_says_what_it_was_asked_for():
@@ -176,29 +160,31 @@ def test_a_run_that_does_not_fit_can_be_caught():
             alive.append(weakref.ref(tensor))
             fill("cuda:0", 2 * GiB)
 
-        readings = peak_memory(step, catch=True)
+        readings = refused(step)
         assert readings[0].refused.requested == 2 * GiB and readings[0].allocated == GiB  # as it was when it failed
         assert alive[0]() is None and torch.cuda.memory_allocated(0) == 0  # and nothing of it is kept
-        assert read_memory()[0].refused is None
-        assert peak_memory(lambda: fill("cuda:0", MiB))[0].refused is None
+        assert read_memory()[0].refused is None and refused(lambda: fill("cuda:0", MiB))[0].refused is None
 
 
 def test_only_out_of_memory_is_caught():
-    def step():
+    def other():
         raise RuntimeError("shapes do not match")
 
-    with virtual_gpus(1), pytest.raises(RuntimeError, match="shapes do not match"):
-        peak_memory(step, catch=True)
-
-
-def test_an_error_that_the_run_itself_handles_is_no_refusal():
-    def step():
+    def handled():
         with pytest.raises(torch.OutOfMemoryError):
             fill("cuda:0", 2 * GiB)
 
+    def unreadable():
+        raise torch.OutOfMemoryError(ASYNC)
+
     with virtual_gpus(1, memory="1 GiB"):
-        readings = peak_memory(step)
-    assert readings[0].refused is None and readings.note == ""
+        with pytest.raises(RuntimeError, match="shapes do not match"):
+            refused(other)
+        readings = peak_memory(handled)
+        assert readings[0].refused is None and readings.note == ""
+        readings = refused(unreadable)
+    assert readings[0].refused is None
+    assert readings.note == f"Memory ran out; PyTorch does not say where: {ASYNC.splitlines()[0]}"
 
 
 class GrowsOnGPU1(nn.Module):
@@ -209,40 +195,23 @@ class GrowsOnGPU1(nn.Module):
 def test_a_replica_of_data_parallel_that_runs_out():
     with virtual_gpus(2, memory="2 GiB", shapes_only=True):
         net = nn.DataParallel(GrowsOnGPU1().to("cuda:0"))
-        readings = peak_memory(lambda: net(torch.zeros(8, 8, device="cuda:0")), catch=True)
-    assert readings[0].refused is None and readings[1].refused.requested == 3 * GiB
+        readings = refused(lambda: net(torch.zeros(8, 8, device="cuda:0")))
+        assert readings[0].refused is None and readings[1].refused.requested == 3 * GiB
+        readings = refused(lambda: fill("cuda:1", 3 * GiB), devices=0)  # GPU 1 is named in the note
+    assert readings[0].refused is None and readings.note.startswith("GPU 1 ran out of its 2.00 GiB")
 
 
 def test_a_limit_of_the_process_is_told_from_a_full_card():
     with virtual_gpus(1, memory="4 GiB", shapes_only=True):
         torch.cuda.set_per_process_memory_fraction(0.25, 0)
-        told = peak_memory(lambda: fill("cuda:0", gib(1.5)), catch=True)[0].refused
+        told = refused(lambda: fill("cuda:0", gib(1.5)))[0].refused
     assert told.limited and told.allowed == GiB and told.over == 512 * MiB
     assert "the 1.00 GiB that this process may reserve" in str(told)
-
-
-def test_a_gpu_that_was_not_to_be_read_is_named_in_the_note():
-    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
-        readings = peak_memory(lambda: fill("cuda:1", 2 * GiB), devices=0, catch=True)
-    assert readings[0].refused is None and readings.note.startswith("GPU 1 ran out of its 1.00 GiB")
-
-
-def test_a_text_that_cannot_be_read_is_passed_on():
-    def step():
-        raise torch.OutOfMemoryError("Allocation on device 0 would exceed allowed memory. (out of memory)\nmore")
-
-    with virtual_gpus(1):
-        readings = peak_memory(step, catch=True)
-    assert readings[0].refused is None
-    assert readings.note == "Memory ran out; PyTorch does not say where: " + (
-        "Allocation on device 0 would exceed allowed memory. (out of memory)"
-    )
 
 
 def test_hidden_cards_keep_pytorchs_numbers(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     with virtual_gpus(4, memory="1 GiB", shapes_only=True):
-        readings = peak_memory(lambda: fill("cuda:1", 2 * GiB), catch=True)
-    assert (
-        readings[1].refused.gpu == 1 and readings.note.startswith("GPU 1 ran out") and "PyTorch sees 2" in readings.note
-    )
+        readings = refused(lambda: fill("cuda:1", 2 * GiB))
+    assert readings[1].refused.gpu == 1
+    assert readings.note.startswith("GPU 1 ran out") and "PyTorch sees 2" in readings.note

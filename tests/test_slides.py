@@ -47,15 +47,11 @@ def test_the_page_needs_no_network():
 
 
 def test_questions_have_slides_and_pictures_a_text():
-    def lesson(*cells):
-        picture = {"data": {"image/png": "x"}, "metadata": {}}
-        return {
-            "cells": [
-                {"cell_type": "code", "source": "show()", "outputs": [picture] if text == "PICTURE" else []}
-                if text.isupper() else {"cell_type": "markdown", "source": text}
-                for text in cells
-            ]
-        }  # fmt: skip
+    code, picture = {"cell_type": "code", "source": "show()"}, {"data": {"image/png": "x"}, "metadata": {}}
+    cells = {"PICTURE": code | {"outputs": [picture]}, "RUN": code | {"outputs": []}}
+
+    def lesson(*texts):
+        return {"cells": [cells.get(text, {"cell_type": "markdown", "source": text}) for text in texts]}
 
     ask, answer = "## 1. One\n\nAll. **Prediction.** Which?\n\n- a\n- b\n\nA note.", "It is a. The next cell draws it:"
     made = slides.slides(lesson("# 00 T", ask, "PICTURE", answer))
@@ -80,9 +76,8 @@ def test_the_slides_fit_and_the_keys_turn_them(tmp_path):
             screen.set_viewport_size({"width": width, "height": height})
             screen.goto(f"file://{tmp_path}/slides.html")
             cut = "s => s.scrollHeight > s.clientHeight || (s.querySelector('img') ?? {height: 200}).height < 150"
-            assert (
-                screen.evaluate(f"[...document.querySelectorAll('section')].filter({cut}).map(s => s.innerText)") == []
-            )
+            all_cut = f"[...document.querySelectorAll('section')].filter({cut}).map(s => s.innerText)"
+            assert screen.evaluate(all_cut) == []
         for key, number in {"ArrowRight": 1, " ": 2, "PageDown": 3, "ArrowUp": 2, "Home": 0, "ArrowLeft": 0}.items():
             screen.keyboard.press(key)
             assert screen.evaluate("scrollY / innerHeight") == number

@@ -35,7 +35,7 @@ BATCH, WARM_UP = 32, 5  # images per rank, steps that are not timed
 
 
 class Network(nn.Module):
-    """The network of the lesson: images (N, 1, 28, 28), labels (N,) -> the mean loss."""
+    """The network of the lesson: images (N, 1, 28, 28), labels (N,) -> the mean loss, named as the Trainer asks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,6 @@ class Network(nn.Module):
         self.layers = nn.Sequential(*features, *classifier)
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """The loss under the name that the Trainer of transformers asks for."""
         return {"loss": cross_entropy(self.layers(images), labels)}
 
 
@@ -56,7 +55,6 @@ class Nothing(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """The weight itself."""
         return {"loss": self.weight * 1.0}
 
 
@@ -67,7 +65,6 @@ def images(steps: int, ranks: int) -> TensorDataset:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the lesson."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
@@ -78,7 +75,6 @@ class Watch:
         self.times: list[tuple[float, float]] = []
 
     def tick(self, *_: object, **__: object) -> None:
-        """A step has ended."""
         self.times.append((time.perf_counter(), time.process_time()))
 
     @property
@@ -121,10 +117,8 @@ def lightning(model: nn.Module, data: TensorDataset, device: str, watch: Watch) 
         on_train_batch_end = watch.tick
 
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    kind = "gpu" if device == "cuda" else "cpu"
-    trainer = L.Trainer(
-        accelerator=kind, devices=torch.distributed.get_world_size(), strategy="ddp", max_epochs=1, **off
-    )
+    kind, ranks = "gpu" if device == "cuda" else "cpu", torch.distributed.get_world_size()
+    trainer = L.Trainer(accelerator=kind, devices=ranks, strategy="ddp", max_epochs=1, **off)
     trainer.fit(Job(), DataLoader(data, BATCH, shuffle=True, drop_last=True))
 
 
@@ -196,7 +190,6 @@ def rows(network: type[nn.Module], device: str, rounds: int, steps: int, ranks: 
 
 
 def table(rounds: int, steps: int) -> Iterator[str]:
-    """A row for each way, network and kind of device."""
     yield "| device | trains | loop | steps per second | CPU seconds / plain | CPU per step beyond plain |"
     yield "|---|---|---|---|---|---|"
     for network in (Network, Nothing):
@@ -206,7 +199,6 @@ def table(rounds: int, steps: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=8, help="how often each is timed (default 8)")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each (default 60)")
@@ -218,10 +210,8 @@ def main() -> None:
     import lightning
     import transformers
 
-    versions = ", ".join(
-        f"{package.__name__} {package.__version__}" for package in (accelerate, lightning, transformers)
-    )
-    print(f"torch {torch.__version__}, {versions}, {options.rounds} rounds of {options.steps} steps, 2 ranks\n")
+    packages = ", ".join(f"{each.__name__} {each.__version__}" for each in (torch, accelerate, lightning, transformers))
+    print(f"{packages}, {options.rounds} rounds of {options.steps} steps, 2 ranks\n")
     for line in table(options.rounds, options.steps):
         print(line, flush=True)
 

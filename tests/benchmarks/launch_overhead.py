@@ -36,17 +36,14 @@ def in_a_group(rank, ranks, file) -> None:
 
 
 def launched(ranks: int) -> None:
-    """By launch."""
     launch(empty, ranks=ranks, show=False)
 
 
 def bare(ranks: int) -> None:
-    """By start_processes."""
     mp.start_processes(empty, nprocs=ranks, start_method="fork")
 
 
 def grouped(ranks: int) -> None:
-    """By start_processes, with a process group."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(in_a_group, args=(ranks, f"{folder}/meet"), nprocs=ranks, start_method="fork")
 
@@ -60,10 +57,8 @@ def seconds(run, ranks: int) -> float:
 
 def table(counts: list[int], rounds: int) -> list[str]:
     """A row per number of ranks."""
-    lines = [
-        "| ranks | launch | start_processes, with a group | bare | launch / with a group | launch / bare |",
-        "|---|---|---|---|---|---|",
-    ]
+    titles = "| ranks | launch | start_processes, with a group | bare | launch / with a group | launch / bare |"
+    lines = [titles, "|---|---|---|---|---|---|"]
     for ranks in counts:
         runs = (launched, grouped, bare)
         for run in runs:

@@ -36,12 +36,6 @@ _SEEN = """
 """
 
 
-def shown(picture: Path = PICTURE) -> dict[str, list[str]]:
-    """What stands in the picture: "files", the names in the file browser, and "cells", the sources of the cells."""
-    with Image.open(picture) as image:
-        return json.loads(image.text["Shows"])
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, jupyterlab(Path(folder)) as lab:
         lab.page.set_viewport_size({"width": 1366, "height": 1230})
