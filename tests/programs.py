@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def free_port():
             server.bind(("", port))
             return port
     raise AssertionError("of 100 ports none is free")
+
+
+def until(condition, seconds=200, every=0.005):
+    """What `condition()` gives as soon as it is true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(every)
+    raise AssertionError(f"{condition} did not become true within {seconds} s")
 
 
 def write_images(folder, train, test):
