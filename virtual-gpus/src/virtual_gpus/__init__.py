@@ -68,9 +68,9 @@ Memory:
 
 Values:
 
-- Random numbers that are drawn on a virtual GPU differ from those of a real GPU. For the same seed they also differ
-  from those of the CPU, as on a real GPU. The state of a GPU's generator is a seed and an offset of 16 bytes, as on a
-  real GPU, and goes on exactly where it was read. A state with another offset has numbers of its own.
+- Random numbers that are drawn on a virtual GPU differ from those of a real GPU. They are the numbers that the CPU
+  gives for the same seed, where a real GPU gives others. The state of a GPU's generator is a seed and an offset of 16
+  bytes, as on a real GPU, and goes on exactly where it was read. A state with another offset has numbers of its own.
 - `shapes_only` keeps no values. `.item()` returns nan for floating-point tensors and raises an error for all others.
   Memory is the same as in a run with values, except that sparse gradients have no entries. Collectives exchange only
   the modelled time, so a rank does not notice if the sizes on another rank differ.

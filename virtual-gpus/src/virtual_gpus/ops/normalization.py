@@ -155,11 +155,16 @@ class RMSNorm(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        """Gradients of input and weight."""
+        """Gradients of input and weight. Those that are differentiated again come from composite operators, as CUDA's
+        do (`infinitely_differentiable_native_rms_norm_backward`)."""
         input, weight, _ = ctx.saved_tensors
-        return *as_one(_rms_backward, input, weight, ctx.shape, ctx.eps, gradient), None, None
+        if not torch.is_grad_enabled():
+            return *as_one(_rms_backward, input, weight, ctx.shape, ctx.eps, gradient), None, None
+        needed = [tensor for tensor, asked in zip((input, weight), ctx.needs_input_grad, strict=False) if asked]
+        result = _raw_rms_norm(input, ctx.shape, weight, ctx.eps)
+        found = iter(torch.autograd.grad(result, needed, gradient, create_graph=True))
+        return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None, None
 
 
 def _rms_forward(input, weight, shape, eps):

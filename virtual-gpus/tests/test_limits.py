@@ -1,0 +1,142 @@
+"""The known limits that `help("virtual_gpus")` lists: what each says is so, or another test shows it."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import virtual_gpus as package
+from torch import nn
+from virtual_gpus import record_timeline, virtual_gpus
+
+LISTED = re.split(r"^- ", package.__doc__.partition("Known limits")[2], flags=re.MULTILINE)[1:]
+LISTED = [" ".join(text.split()) for text in LISTED]
+
+
+def work_on_the_cpu_takes_no_time():
+    with record_timeline() as timeline:
+        torch.randn(100, 100) @ torch.randn(100, 100)
+    assert timeline.spans == []
+
+
+def streams_take_turns():
+    x = torch.randn(2000, 2000, device="cuda")
+    with record_timeline() as timeline:
+        for _ in range(2):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                x @ x
+        torch.cuda.synchronize()
+    first, second = (span for span in timeline.spans if span.name == "mm")
+    assert second.start >= first.end - 1e-9
+
+
+def numbers_do_not_wait():
+    x = torch.ones(1000, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y = x + 1
+    assert y.sum().item() == 2000
+
+
+def fake_tensors_are_on_the_cpu():
+    with torch._subclasses.FakeTensorMode():
+        assert torch.empty(8, device="cuda").device.type == "cpu"
+    assert torch.cuda.memory_allocated() == 0
+
+
+def numbers_are_the_cpu_s():
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(8, device="cuda").cpu(), torch.rand(8))
+    assert len(torch.cuda.get_rng_state()) == 16
+
+
+def cpu_autocast_casts_gpu_tensors():
+    x = torch.ones(4, 4, device="cuda")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+
+
+def compiled_programs_run_as_they_are():
+    compiled = torch.compile(lambda x: x + 1, fullgraph=True)
+    assert compiled(torch.ones(3, device="cuda")).sum().item() == 6
+
+
+def results_are_the_same_in_every_run():
+    x = torch.ones(1, 1, 4, 4, device="cuda", requires_grad=True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="adaptive_avg_pool2d_backward_cuda"):
+            nn.AdaptiveAvgPool2d(3)(x).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def transformers_pack_samples():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, device="cuda")
+    encoder, x = nn.TransformerEncoder(layer, 1).eval(), torch.randn(2, 4, 8, device="cuda")
+    padding = torch.tensor([[False] * 4, [False, False, True, True]], device="cuda")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        assert encoder(x, src_key_padding_mask=padding)[1, 2:].abs().sum() == 0  # what was packed comes back as zeros
+
+
+def scripts_have_the_cpu_s_operators():
+    scripted = torch.jit.script(lambda_free)
+    assert scripted(torch.ones(2, device="cuda")).device.type == "cuda"
+
+
+def lambda_free(x):
+    return x.cpu()
+
+
+SHOWN = {
+    "The clock counts only": work_on_the_cpu_takes_no_time,
+    "Kernels on different streams": streams_take_turns,
+    "Numbers never depend on streams": numbers_do_not_wait,
+    "Tensors that are made under FakeTensorMode": fake_tensors_are_on_the_cpu,
+    "Random numbers that are drawn": numbers_are_the_cpu_s,
+    '`torch.autocast("cpu")` also casts': cpu_autocast_casts_gpu_tensors,
+    "torch.compile returns PyTorch's own objects": compiled_programs_run_as_they_are,
+    "`torch.use_deterministic_algorithms(True)`": results_are_the_same_in_every_run,
+    "`nn.TransformerEncoder` packs": transformers_pack_samples,
+    "TorchScript programs": scripts_have_the_cpu_s_operators,
+}
+ELSEWHERE = {
+    "Programs do not run faster": "benchmarks/step_cost.py",
+    "Where the host is the bottleneck": "benchmarks/clock.py",
+    "In torch.distributed, collectives and messages": "test_collective_times.py::test_each_collective_of_pytorch",
+    "In torch.profiler": "test_profiler.py::test_the_trace_has_a_process_for_each_gpu",
+    "Memory is that of CUDA's operators": "test_reference_memory.py::test_",
+    "Processes see each other's memory": "test_shared_cards.py::test_programs_that_were_started_apart",
+    "PYTORCH_CUDA_ALLOC_CONF": "test_shared_cards.py::test_the_environment_is_read_at_the_first_touch",
+    "A block that is marked with `record_stream`": "test_shared_cards.py::test_a_block_stays_as_long_as",
+    "`shapes_only` keeps no values": "test_shapes_only.py::test_what_needs_values_says_so",
+    "What is not modelled raises": "test_public_names.py::test_every_refusal_is_in_the_list",
+    "CUDA graphs": "test_cuda_graphs.py::test_a_replay_is_one_launch_for_the_host",
+    "Gloo carries the messages": "test_nccl.py::test_collectives_of_nccl",
+    "`torch.distributed.fsdp.fully_shard`": "test_fully_shard.py::test_each_rank_holds_its_share",
+    "One rank of many": "test_one_rank.py::test_the_other_ranks_hold_what_this_one_holds",
+    "With torch.distributed.autograd": "test_rpc.py::test_a_backward_pass_over_two_processes",
+    "Programs that are started with `subprocess`": "test_children.py::test_nobody_inherits_who_was_not_asked_for",
+    "A thread that was running before": "test_threads.py::test_an_old_thread_joins_when_it_first_names_a_gpu",
+    "When virtual GPUs are switched off": "test_no_values.py::test_a_tensor_of_gpus_that_are_off_is_named",
+    "In a program that `torch.export` made": "test_export.py::test_an_exported_program_stays_on_its_gpu",
+    "`torch.save` and": "test_correctness.py::test_",
+}
+
+
+def test_every_known_limit_has_its_test():
+    unknown = [text for text in LISTED if not any(text.startswith(begin) for begin in (*SHOWN, *ELSEWHERE))]
+    gone = [begin for begin in (*SHOWN, *ELSEWHERE) if not any(text.startswith(begin) for text in LISTED)]
+    assert unknown == gone == []
+    for place in ELSEWHERE.values():
+        name, _, test = place.partition("::")
+        path = Path(__file__).parent / name if test else Path(__file__).parents[1] / name
+        assert path.exists() and (not test or f"def {test}" in path.read_text(encoding="utf-8")), place
+
+
+@pytest.mark.parametrize("limit", SHOWN)
+def test_a_known_limit(limit):
+    with virtual_gpus(1):
+        SHOWN[limit]()
