@@ -5,7 +5,7 @@
     data        The images and texts to train on, and random batches.
     models      The networks of the lessons.
     train       One training loop, on one GPU or with DataParallel.
-    parallel    Several ranks or GPUs at one job: `launch`, the parallel loss, pipelines.
+    parallel    Several ranks or GPUs at one job: `launch`, pipelines.
     measure     What GPUs hold and do: memory, the largest batch, timelines, reports of out-of-memory errors.
     show        Pictures, words and panels of what was measured.
 

@@ -1,7 +1,6 @@
 """Provides the GPUs of the course, which are real if the machine has enough, and otherwise virtual.
 
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
-    data_sheet("TITAN Xp").memory                 # bytes; the data sheets need no GPU
 
 Only this module and two of `helpers.parallel` (launching, hosts) import `virtual_gpus`. Others import from here.
 """
@@ -22,7 +21,6 @@ except ModuleNotFoundError as error:
     ) from None
 from virtual_gpus import record_training
 from virtual_gpus.gpus import GPUSpec
-from virtual_gpus.gpus import spec as data_sheet
 from virtual_gpus.memory_model import replay
 from virtual_gpus.timeline.peak import KINDS, PeakLog, kind_of, owned
 from virtual_gpus.timeline.record import name_work
@@ -30,7 +28,6 @@ from virtual_gpus.timeline.spans import merged, seconds_covered
 
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
 ENGINE_FOLDER = os.path.join(os.path.dirname(engine.__file__), "")
-GPU_KINDS = tuple(engine.gpus.kinds())
 _CHOICES = ("auto", "virtual", "real")
 _ours: tuple | None = None  # the virtual GPUs of the last call and their machine, to replace them in the next
 

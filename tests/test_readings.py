@@ -38,11 +38,6 @@ def test_a_slice_is_a_table_too():
     assert isinstance(readings[1:], Readings) and "<0.01" in str(readings[1:])
 
 
-def test_each_figure_has_its_own_edge():
-    assert TWO[0].edge("driver_used") == 16 * GiB + MiB and TWO[0].edge("peak_reserved") == 16 * GiB
-    assert replace(TWO[0], driver_total=None).edge("driver_used") == 16 * GiB
-
-
 def test_bytes_in_words():
     sizes = [0, 512, 1.25 * MiB, 12.34 * MiB, 1000 * MiB, 16.3 * GiB, 139.8 * GiB, None]
     words = ["0.00 MiB", "<0.01 MiB", "1.25 MiB", "12.3 MiB", "1,000 MiB", "16.3 GiB", "140 GiB", "unknown"]

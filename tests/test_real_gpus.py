@@ -2,11 +2,9 @@
 
 Virtual GPUs in the place of real ones try the tests themselves:
 
-    GPUS=auto python -m virtual_gpus --gpus 3 -m pytest -n0 tests/test_real_gpus.py -k "monitor or parallel or oom"
+    GPUS=auto python -m virtual_gpus --gpus 3 -m pytest -n0 tests/test_real_gpus.py -k "monitor or oom"
 """
 
-import copy
-import functools
 import gc
 
 import pytest
@@ -17,7 +15,6 @@ from helpers import use_gpus
 from helpers.gpus import is_virtual
 from helpers.measure import MemoryMonitor, explain_oom, read_memory
 from helpers.models import group_norm, small_resnet
-from helpers.parallel.loss import DataParallelCriterion, DataParallelModel, LossInForward, total
 from helpers.show import describe_segments
 
 pytestmark = pytest.mark.gpu
@@ -105,69 +102,6 @@ def test_the_monitor_of_data_parallel_on_every_gpu():
         assert_curve(monitor, gpu)
         # Copies come in flat buffers, where each parameter is not rounded up to 512 bytes.
         assert 0.8 * size_of(net) < monitor.at_peak(gpu)["parameters"] < 1.2 * size_of(net)
-
-
-# ---- the parallel loss ---------------------------------------------------------------------------------------------
-
-
-def small_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 4)).to("cuda:0")
-
-
-def uneven_batch():
-    """A last shard that is smaller, and labels that do not count, not equally many on each GPU."""
-    samples = 3 * torch.cuda.device_count() - 1
-    generator = torch.Generator().manual_seed(1)
-    labels = torch.randint(0, 4, (samples,), generator=generator)
-    labels[samples // 2 :: 2] = -100
-    return torch.randn(samples, 20, generator=generator), labels
-
-
-def parallel(net, criterion):
-    model, loss = DataParallelModel(net), DataParallelCriterion(criterion)
-    return lambda inputs, labels: loss(model(inputs), labels)
-
-
-def in_forward(net, criterion, wrap=nn.DataParallel):
-    model = wrap(LossInForward(net, criterion))
-    return lambda inputs, labels: total(model(inputs, labels))
-
-
-FORMS = [parallel, in_forward, functools.partial(in_forward, wrap=DataParallelModel)]
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("form", FORMS, ids=["parallel", "in forward", "in forward, DataParallelModel"])
-def test_the_parallel_loss_equals_one_gpus(form, reduction):
-    criterion = nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 1.0, 3.0], device="cuda:0"), reduction=reduction)
-    net, (inputs, labels) = small_net(), uneven_batch()
-    alone = copy.deepcopy(net)
-    expected = criterion(alone(inputs.to("cuda:0")), labels.to("cuda:0"))
-    got = form(net, criterion)(inputs, labels)
-    assert got.device == torch.device("cuda:0")
-    expected.backward(), got.backward()
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_parallel_models_gpus_compute_in_autocasts_dtype(dtype):
-    if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-        pytest.skip("these GPUs have no bfloat16")
-    net, (inputs, labels) = small_net(), uneven_batch()
-    with torch.autocast("cuda", dtype=dtype):
-        outputs = DataParallelModel(net)(inputs)
-        loss = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, labels)
-        gathered = nn.DataParallel(net)(inputs)
-    assert [output.device.index for output in outputs] == list(range(torch.cuda.device_count()))
-    assert {output.dtype for output in outputs} == {dtype} and loss.dtype == torch.float32
-    assert gathered.dtype == torch.float16  # whatever was asked for: if this fails, PyTorch has mended it
-    loss.backward()
-    assert all(parameter.grad.isfinite().all() for parameter in net.parameters())
 
 
 # ---- the tools of lesson 06

@@ -33,10 +33,6 @@ class Reading:
     driver_total: int | None = None
     refused: Refusal | None = None
 
-    def edge(self, field: str) -> int:
-        """The capacity in bytes for the figure `field`. The driver's figures have the driver's own total."""
-        return self.driver_total if field.startswith("driver") and self.driver_total else self.capacity
-
 
 class Readings(UserList):
     """A list of `Reading` that is displayed as a table. note: sentences about what the figures do not show."""

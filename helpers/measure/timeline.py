@@ -195,7 +195,7 @@ def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
     timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
     how = "modelled ms" if all(timeline.modelled for timeline in timelines.values()) else "measured ms"
     rows = [(f"{name} cuda:{gpu}".strip(), each, gpu) for name, each in timelines.items() for gpu in each.gpus]
-    wide = max(len(how), *(len(name) for name, _, _ in rows))
+    wide = max(map(len, [how, *(name for name, _, _ in rows)]))
     lines = [f"{how:{wide}} {'in all':>8}" + "".join(f"{name:>11}" for name in TimeUse._fields)]
     for name, timeline, gpu in rows:
         figures = "".join(f"{1e3 * seconds:11.1f}" for seconds in time_use(timeline, gpu))

@@ -1,14 +1,6 @@
-"""Training on several GPUs: `launch`, the parallel loss, the pipeline."""
+"""Training on several GPUs: `launch`, the pipeline."""
 
 from helpers.parallel.launching import RankError, interface, launch
-from helpers.parallel.loss import (
-    DataParallelCriterion,
-    DataParallelModel,
-    LossInForward,
-    count_labels,
-    count_samples,
-    total,
-)
 from helpers.parallel.pipeline import (
     Pipeline,
     bubble,

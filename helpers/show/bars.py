@@ -5,7 +5,8 @@
 
 The widest bar is what the driver counts (GPUtil's `memoryUsed`): the memory of all programs, and CUDA's context. Inside
 it is the most that PyTorch has reserved (`torch.cuda.max_memory_reserved`), and inside that the most that tensors have
-taken (`torch.cuda.max_memory_allocated`). The frame is the GPU's capacity.
+taken (`torch.cuda.max_memory_allocated`). The frame is the GPU's capacity. The driver's figure is that of now, and the
+other two are peaks: after the cache was emptied, a peak can exceed it.
 """
 
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ def compare_bars(situations: Mapping[str, Readings], title: str | None = None, f
         ax.set_title(fill(name, 80), loc="left", fontsize=10)
     axes[-1].set_xlim(0, 1.03 * length / unit)
     axes[-1].set_xlabel(f"memory in {unit_name}" + (" (the axis ends before the capacity)" if zoomed else ""))
-    shown = [kind for kind, field in _FIELDS.items() if getattr(found[0], field) is not None]
+    shown = [kind for kind, field in _FIELDS.items() if any(getattr(reading, field) is not None for reading in found)]
     keys = [Patch(**MEMORY[kind], label=_NAMES[kind]) for kind in shown] + [Patch(**FRAME, label="capacity")]
     if any(max(reading.peak_reserved, reading.peak_allocated) > reading.capacity for reading in found):
         keys.append(Patch(**OVER, label="over the capacity"))

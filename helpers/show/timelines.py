@@ -38,7 +38,7 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
         _draw_rows(ax, timeline, _GAP * longest)
         ax.set_title(name, loc="left", fontsize=10)
         said.append(f"{name}: {describe_timeline(timeline)}" if name else describe_timeline(timeline))
-    how = "modelled" if timeline.modelled else "measured"
+    how = "modelled" if all(timeline.modelled for timeline in timelines.values()) else "measured"
     axes[-1, 0].set(xlabel=f"{how} time in ms", xlim=(0, 1e3 * longest))
     used = [kind for kind in KINDS if any(w.kind == kind for each in timelines.values() for w in each.work)]
     handles = [Patch(label=kind, **LOOKS[kind]) for kind in used]
