@@ -42,8 +42,8 @@ def entries() -> Iterator[tuple[str, int]]:
 
 
 def _place(number: str) -> int:
-    """The place of a lesson in the course, by what its name begins with. The appendix, A, comes last."""
-    return int(number) if number.isdigit() else 99
+    """The place of a lesson in the course, by what its name begins with. Letters come after numbers."""
+    return int(number) if number.isdigit() else 100 + ord(number)
 
 
 def pattern(term: str) -> re.Pattern:
