@@ -61,7 +61,7 @@ def is_elsewhere(address):
 def test_every_lesson_and_page_is_on_the_site(site):
     lessons = [f"notebooks/{path.stem}.html" for path in run_all.lessons()]
     pages = [path.relative_to(ROOT).with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")]
-    assert len(lessons) == 12 and len(pages) > 8
+    assert len(lessons) > 11 and len(pages) > 8
     assert [name for name in [*lessons, *pages] if not (site / name).exists()] == []
 
 
