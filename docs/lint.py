@@ -44,11 +44,6 @@ MOST_MINUTES, NEAR, MOST_WORDS = {"00": 30}, 0.10, 600  # others: 50; the last o
 MOST_LINES = {"03": 24, "06": 26, "07": 25, "08": 27}  # others: 22; without imports and lines of IPython
 
 
-def number_of(path: Path) -> str:
-    """What a lesson's name begins with: "03", and "A" for the appendix."""
-    return path.name.partition("_")[0]
-
-
 def read(path: Path) -> dict:
     """A stored lesson."""
     return json.loads(path.read_text(encoding="utf-8"))
@@ -67,7 +62,7 @@ def minutes(path: Path, notebook: dict) -> Iterator[tuple]:
     """The stated minutes are those of a reader, without exercises, the reading list and what goes further."""
     counted = sum(run_all.minutes(notebook).values())
     stated = int(re.search(r"\*\*Time\*\*:? (?:about )?(\d+) minutes", source(notebook["cells"][0]))[1])
-    most = MOST_MINUTES.get(number_of(path), 50)
+    most = MOST_MINUTES.get(run_all.number_of(path), 50)
     if abs(stated / counted - 1) > NEAR or max(stated, counted) > most:
         yield "Time", f"{stated} minutes are stated, {counted:.1f} are counted, {most} are allowed"
     row = re.search(rf"notebooks/{path.name}\) \| (\d+) \|", (ROOT / "README.md").read_text(encoding="utf-8"))
@@ -86,7 +81,7 @@ def headings(_: Path, notebook: dict) -> Iterator[tuple]:
 
 def cells(path: Path, notebook: dict) -> Iterator[tuple]:
     """Code that a reader sees is short, and texts avoid some words."""
-    most = MOST_LINES.get(number_of(path), 22)
+    most = MOST_LINES.get(run_all.number_of(path), 22)
     for place, cell in enumerate(notebook["cells"]):
         if cell["cell_type"] == "markdown":
             yield from ((f"cell {place}", reason) for reason in phrases(source(cell)))
@@ -119,7 +114,7 @@ def glossary() -> Iterator[tuple]:
     names = [term.strip("`").lower() for term, *_ in found]
     if names != sorted(names):
         yield "docs/glossary.md", "entries", "not in the order of the alphabet"
-    lessons = {number_of(path): markdown(read(path)) for path in run_all.lessons()}
+    lessons = {run_all.number_of(path): markdown(read(path)) for path in run_all.lessons()}
     for term, _, number, section, title in found:
         name = rf"{section}\. [^\n]*" if section else re.escape(title)
         deeper = rf"^(#+) {name}\n.*?(?=^(?!\1#)#+ |\Z)"  # with its subsections
@@ -180,8 +175,7 @@ def plans() -> Iterator[tuple]:
             yield name, title, f"the rows have {total} minutes together"
         for what, counted, planned in (row for row in rows if row[1].isdigit()):
             number, named = re.match(r"\[(\d\d)\]\([^)]*\), (.*)", what).groups()
-            spans = re.findall(r"(\d+)(?: to (\d+))?", named)
-            chosen = {str(n) for first, last in spans for n in range(int(first), int(last or first) + 1)}
+            chosen = {str(n) for n in run_all.numbers_of(named)}
             found = run_all.minutes(read(*run_all.lessons([number]))).items()
             needed = sum(time for title, time in found if not chosen or title.partition(". ")[0] in chosen)
             if abs(needed - int(counted)) > 3 or int(planned) < int(counted):

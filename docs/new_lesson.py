@@ -7,38 +7,54 @@ printed at the end.
 """
 
 import argparse
-import os
+import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
+
+import run_all
+
 ROOT = Path(__file__).resolve().parent.parent
-
 CELLS = [
-    """# {number} {title}
+    (
+        new_markdown_cell,
+        """# {number} {title}
 
-Two to four sentences: what goes wrong without this, and what the lesson does about it.""",
-    """## You will be able to
+Two to four sentences: what goes wrong without this, and what the lesson does about it.
+
+## You will be able to
 
 - {goal}
 
 **Time** {minutes} minutes, not counting exercises. **Before** lesson 00.""",
-    """import torch
+    ),
+    (
+        new_code_cell,
+        """import torch
 
 from helpers.gpus import use_gpus
 
 gpus = use_gpus(4, memory="16 GiB")""",
-    """## 1. The first idea
+    ),
+    (
+        new_markdown_cell,
+        """## 1. The first idea
 
 Why it matters, in two sentences. Then a question whose answer follows from the text above.
 
 **Prediction.** How many GPUs does this machine have?""",
-    'print(torch.cuda.device_count(), "GPUs")',
-    """What the cell showed, and why.
+    ),
+    (new_code_cell, 'print(torch.cuda.device_count(), "GPUs")'),
+    (
+        new_markdown_cell,
+        """What the cell showed, and why. Compare it with the prediction in one sentence. Say what a learner should do
+differently at work because of it, and when it does not matter. After about five lines of text there should be something
+to do or to see again.
 
 ## Take-aways
 
@@ -49,17 +65,27 @@ Why it matters, in two sentences. Then a question whose answer follows from the 
 ### 1. Count the GPUs
 
 Replace the dots. Then run the check.""",
-    """from notebooks.checks import lesson{number} as check
+    ),
+    (
+        new_code_cell,
+        """from notebooks.checks import lesson{number} as check
 
 count = ...""",
-    "check.count(count)",
-    """# Solution
+    ),
+    (new_code_cell, "check.count(count)"),
+    (
+        new_code_cell,
+        """# Solution
 count_solution = torch.cuda.device_count()
 
 check.count(count_solution)""",
-    """## Where to read on
+    ),
+    (
+        new_markdown_cell,
+        """## Where to read on
 
 - What the next lesson does with this.""",
+    ),
 ]
 CHECKS = '''"""Checks of lesson {number}: the number of GPUs."""
 
@@ -99,6 +125,7 @@ LEFT = """Now write the lesson. CONTRIBUTING.md says how. These lists still lack
 - the terms that it introduces: docs/glossary.md
 - the plans of the guide for instructors: docs/teaching/README.md
 - CHANGELOG.md
+The tests also want three exercises, and a new picture for the README (python -m tests.browser.readme_picture).
 After each change: python notebooks/run_all.py {number} && python notebooks/run_all.py --outline > tests/outline.md"""
 
 
@@ -115,17 +142,16 @@ def main(arguments=None):
         parser.error(f"There is a lesson {number} already: {taken.name}.")
     name = f"{number}_{re.sub(r'[^a-z0-9]+', '_', title.lower()).strip('_')}.ipynb"
     words = {"number": number, "title": title, "goal": options.goal, "minutes": 3}
-    cells = [new_markdown_cell(text.format(**words)) if text.startswith(("#", "What the")) and "# Solution" not in text
-             else new_code_cell(text.format(**words)) for text in CELLS]  # fmt: skip
+    cells = [make(text.format(**words)) for make, text in CELLS]
     create(ROOT / "notebooks" / name, nbformat.writes(new_notebook(cells=cells)))
     create(ROOT / "notebooks" / "checks" / f"lesson{number}.py", CHECKS.format(**words))
     create(ROOT / "tests" / f"test_check_lesson{number}.py", TESTS.format(**words))
     for page, folder in (("README.md", "notebooks"), ("docs/index.md", "../notebooks")):
         add_row(ROOT / page, f"| {number} | [{title}]({folder}/{name}) | 3 | {options.goal} |")
-    run_all = [sys.executable, ROOT / "notebooks" / "run_all.py"]
-    subprocess.run([*run_all, number], check=True)
-    outline = subprocess.run([*run_all, "--outline"], check=True, capture_output=True, text=True, encoding="utf-8")
-    replace(ROOT / "tests" / "outline.md", outline.stdout)
+    if run_all.main([number]):
+        raise SystemExit(f"{name} did not run.")
+    outline = "".join(run_all.outline(json.loads(path.read_text(encoding="utf-8"))) for path in run_all.lessons())
+    run_all.store(ROOT / "tests" / "outline.md", outline)
     print(LEFT.format(number=number))
 
 
@@ -141,14 +167,8 @@ def add_row(path, row):
     rows = [i for i, line in enumerate(lines) if re.match(r"\| (\d\d|[A-Z]) \| \[", line)]
     after = [i for i in rows if lines[i] > row]  # digits come before letters
     lines.insert(after[0] if after else rows[-1] + 1, f"{row}\n")
-    replace(path, "".join(lines))
+    run_all.store(path, "".join(lines))
     print(path.relative_to(ROOT))
-
-
-def replace(path, text):
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(unfinished, path)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ def lessons(names=()):
     return found
 
 
+def number_of(path):
+    """What a lesson's name begins with: "03", and "A" for the appendix."""
+    return path.name.partition("_")[0]
+
+
 def missing(path):
     """A sentence that says which packages a lesson lacks and how to install them; "" if it can run."""
     needed = [name for name in NEEDS.get(path.stem[:2], ()) if importlib.util.find_spec(name) is None]
@@ -187,8 +192,8 @@ def written(notebook):
 
 
 def store(path, text):
-    """Replace the file in one step: an interrupted run leaves the old lesson whole."""
-    unfinished = path.with_suffix(".ipynb.tmp")
+    """Replace the file in one step: an interrupted run leaves the old one whole."""
+    unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8", newline="\n")
     os.replace(unfinished, path)
 
@@ -304,16 +309,19 @@ def plan(name):
     for lesson, kind, which in re.findall(
         r"^\| \[(\w+)\]\(.*?\), (all|section|exercise)s? ([^|]*)", table, re.MULTILINE
     ):
-        numbers = set()
-        for first, last in re.findall(r"(\d+)(?: to (\d+))?", which):
-            numbers |= set(range(int(first), int(last or first) + 1))
         chosen, exercises = taken.get(lesson, (set(), set()))
         if kind == "exercise":
-            exercises = exercises | numbers
+            exercises = exercises | numbers_of(which)
         else:
-            chosen = None if kind == "all" else chosen | numbers
+            chosen = None if kind == "all" else chosen | numbers_of(which)
         taken[lesson] = chosen, exercises
     return taken
+
+
+def numbers_of(text):
+    """The numbers that a row of a plan names: those of "1 to 3, 9" are 1, 2, 3 and 9."""
+    spans = re.findall(r"(\d+)(?: to (\d+))?", text)
+    return {number for first, last in spans for number in range(int(first), int(last or first) + 1)}
 
 
 def cut(notebook, chosen, exercises):
@@ -442,7 +450,7 @@ def write_learners_copies(folder, paths, taken=None):
             shutil.copytree(FOLDER / needed, made / needed, ignore=shutil.ignore_patterns("__pycache__"))
         chosen = {}
         for path in paths:
-            number, notebook = path.name.partition("_")[0], json.loads(path.read_text(encoding="utf-8"))
+            number, notebook = number_of(path), json.loads(path.read_text(encoding="utf-8"))
             if taken is None:
                 chosen[path.name] = notebook
             elif number in taken:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "notebooks"))  # as pytest's setting `pythonpath` does
 
-from run_all import headings, is_solution, learners_copy, minutes
+from run_all import headings, is_solution, learners_copy, minutes, numbers_of
 
 from tests.browser.lab import ROOT, Lab, jupyterlab
 
@@ -60,9 +60,7 @@ class Row:
         part, _, planned, _ = (cell.strip() for cell in line.strip("|").split("|"))
         link = re.search(r"notebooks/(\w+)\.ipynb", part)
         text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", part)
-        numbers = [int(number) for number in re.findall(r"\d+", text.partition(",")[2])]
-        if "to" in text.partition(",")[2].split():
-            numbers = list(range(numbers[0], numbers[1] + 1)) + numbers[2:]
+        numbers = sorted(numbers_of(text.partition(",")[2]))
         exercises = numbers if "exercise" in text else []
         sections = None if "all sections" in text else [] if exercises else numbers
         return cls(text, link[1] if link else "", sections, exercises, int(planned))
