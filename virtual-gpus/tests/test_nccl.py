@@ -1,5 +1,7 @@
 """Groups of the backend "nccl": what NCCL takes and refuses (see ProcessGroupNCCL.cpp), while gloo carries it."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
+from virtual_gpus.dispatch.groups import carrier
 from virtual_gpus.patches import process_groups
 
 
@@ -234,3 +237,18 @@ def test_a_group_of_a_python_class_works_and_what_it_inherits_has_no_backend():
                     group.broadcast([tensor], dist.BroadcastOptions())
     finally:
         torch._C._distributed_c10d._unregister_process_group("own")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+def test_gloo_has_one_thread_for_each_group(backend):
+    """Two of them crash the process once in some 30,000 collectives (`process_groups._with_one_thread`)."""
+    with virtual_gpus(1):
+        limit = timedelta(seconds=7)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        try:
+            for group in (dist.group.WORLD, dist.new_group([0], timeout=limit)):
+                options = carrier(group)._get_backend(torch.device("cuda")).options
+                assert (options._threads, options._timeout) == (1, limit)
+                dist.all_reduce(ones(2), group=group)
+        finally:
+            dist.destroy_process_group()

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import os
 import sys
 import threading
 import time
@@ -320,6 +321,33 @@ def _refused(original: type) -> type:
     return ProcessGroupNCCL
 
 
+def _with_one_thread(raw: type) -> type:
+    """Gloo's groups with one thread for collectives instead of two.
+
+    As a thread ends a collective, it notes the operator's name in a string that both write without a lock
+    (`pgStatus_` in ProcessGroupGloo.cpp). A name of 16 characters or more is on the heap, such as those of FSDP's
+    operators, and then the process crashes: once in some 30,000 collectives, without virtual GPUs too. One thread is
+    enough, since a rank issues the collectives of a group one after the other.
+    """
+
+    class OneThread(type(raw)):
+        def __instancecheck__(cls, instance):
+            return isinstance(instance, raw)
+
+        def __call__(cls, store, rank, size, *options, timeout=None, **others):
+            if options or timeout is None:
+                return raw(store, rank, size, *options, **others)
+            given = raw._Options()
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+            found = [raw.create_device(interface=name) for name in interfaces if name]
+            given._devices, given._threads, given._timeout = found or [raw.create_default_device()], 1, timeout
+            for name, value in others.items():
+                setattr(given, name, value)
+            return raw(store, rank, size, given)
+
+    return OneThread("ProcessGroupGloo", (raw,), {"__module__": raw.__module__, "__doc__": raw.__doc__})
+
+
 def _hash_tensors(tensors) -> int:
     """A number of 64 bits that tells tensors apart, which object collectives log with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
@@ -367,6 +395,8 @@ def patches() -> list[Patch]:
     if hasattr(torch.distributed, "ProcessGroupNCCL"):
         refused = _refused(torch.distributed.ProcessGroupNCCL)
         found += [(owner, "ProcessGroupNCCL", refused) for owner in (c10d, torch.distributed)]
+    if hasattr(c10d, "ProcessGroupGloo"):
+        found.append((c10d, "ProcessGroupGloo", _with_one_thread(c10d.ProcessGroupGloo)))
     if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
         found.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
