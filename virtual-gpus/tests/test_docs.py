@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import torch
-from virtual_gpus import virtual_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "a_small_virtual_gpu.md").read_text(encoding="utf-8")
@@ -20,15 +19,3 @@ def test_the_example_trains_counts_and_refuses(capsys):
     assert shape.startswith("torch.Size([500, 1000]) [4") and "found GPUs {" in refused
     assert (torch.Tensor.device, torch.Tensor.to, torch.cuda._lazy_init) == before
     assert 55 <= len([line for line in CODE[0].splitlines() if line.strip()]) <= 65
-
-
-def test_the_example_of_several_ranks_passes():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = [code for code in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "run_ranks" in code]
-    names = {}
-    exec(example, names)
-    with virtual_gpus(4):
-        tests = [value for name, value in names.items() if name.startswith("test_")]
-        assert len(tests) == 2
-        for test in tests:
-            test()

@@ -19,12 +19,20 @@ import torch.distributed as dist
 _MOST_OF_TORCH = 3  # frames of PyTorch in a row that are shown when time runs out
 _TESTING = str(Path(__file__).resolve().parent) + os.sep
 _ENGINE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PLUGIN = str(Path(__file__).resolve().parents[2] / "pytest_virtual_gpus.py")
 # How gloo and the system say that another rank is gone. NCCL and the store have error classes of their own.
 _LOST = re.compile(r"Connection (was )?(closed|reset|refused)|Broken pipe|Socket closed|Timed out waiting")
 
 
 class RankError(RuntimeError):
-    """A rank raised an error or died. The text names the rank that was first, and has its traceback."""
+    """A rank raised an error or died. The text names the rank that was first, and has its traceback.
+
+    rank: that rank. of: the name of its error's class, or "" if it died. said: the error's text.
+    """
+
+    def __init__(self, text: str, rank: int = 0, of: str = "", said: str = ""):
+        super().__init__(text)
+        self.rank, self.of, self.said = rank, of, said
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Failure:
     """Why a rank did not return.
 
     kind: "error" for an error of its own, "lost" if it only lost its connection, "late" if it ran into a time limit.
-    what: the failure in one line. when: by time.monotonic().
+    what: the failure in one line. when: by time.monotonic(). of, said: the error's class and text, of an error.
     """
 
     rank: int
@@ -40,6 +48,8 @@ class Failure:
     what: str
     traceback: str
     when: float
+    of: str = ""
+    said: str = ""
 
     @classmethod
     def of_error(cls, error: BaseException, rank: int, labels: dict[str, str]) -> Failure:
@@ -53,7 +63,8 @@ class Failure:
             isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
         )
         kind = "lost" if lost and not is_misuse else "error"
-        return cls(rank, kind, f"raised {line}", _traceback(error, labels), time.monotonic())
+        explained = getattr(error, "explained", None) or _traceback(error, labels)  # the pytest plugin's words
+        return cls(rank, kind, f"raised {line}", explained, time.monotonic(), type(error).__name__, str(error))
 
     @classmethod
     def of_exit(cls, exit_code: int, rank: int) -> Failure:
@@ -95,7 +106,7 @@ def _rank_error(errors: Sequence[Failure], ranks: int, finished: Sequence[int]) 
         lines.append(f"{_names(finished)} had returned by then and took no part in this.")
     if cause.traceback:
         lines += ["", f"In rank {cause.rank}:", cause.traceback.rstrip()]
-    return RankError("\n".join(lines))
+    return RankError("\n".join(lines), cause.rank, cause.of, cause.said)
 
 
 def _time_limit(failures: Sequence[Failure], ranks: int, finished: Sequence[int], limit: str) -> TimeoutError:
@@ -127,7 +138,7 @@ def _traceback(error: BaseException, labels: dict[str, str]) -> str:
 
 def _shorten(stack: traceback.StackSummary, labels: dict[str, str]) -> None:
     """Leaves out the frames of this package, because errors on real GPUs do not have them."""
-    stack[:] = [frame for frame in stack if not frame.filename.startswith(_ENGINE)]
+    stack[:] = [frame for frame in stack if not frame.filename.startswith((_ENGINE, _PLUGIN))]
     for frame in stack:
         frame.filename = _short(frame.filename, labels)
 

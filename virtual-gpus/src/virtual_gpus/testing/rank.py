@@ -13,6 +13,7 @@ import io
 import linecache
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -119,6 +120,8 @@ def run_rank(rank: int, job: Job) -> None:
         _stop(timer)
     except BaseException as error:  # SystemExit and KeyboardInterrupt too, because the parent must hear of any end
         _write(job.file(rank, "failure"), pickle.dumps(Failure.of_error(error, rank, job.labels)))
+        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # what this rank has started too
         os._exit(1)  # at once, so that the other ranks see a closed connection and do not wait
     _write(job.file(rank, "result"), result.getvalue())
     if torch.distributed.is_initialized():
