@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from virtual_gpus.clock.links import Route
 from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
+from virtual_gpus.dispatch.agreement import counted, mismatch, number, purpose
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.groups import (
     carrier,
@@ -120,10 +123,40 @@ class _Known:
         return self._end
 
 
-def record_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any) -> None:
+class Meeting(NamedTuple):
+    """The ranks of a group that have come to a collective: when this one could begin, and when all can.
+
+    start: the modelled time at which the last one is there. links: those between the ranks.
+    """
+
+    gpu: VirtualGPU
+    lane: _Lane
+    began: float
+    start: float
+    links: Route
+
+
+def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
+    """Called before a collective on tensors of GPUs is issued: wait for the other ranks. None for what has no ranks.
+
+    Raises CollectiveMismatch if another rank called something else.
+    """
+    gpu, kind = next((gpu for gpu in gpus if gpu is not None), None), _KINDS.get(call.op.base)
+    group = None if gpu is None or kind is None else _group_of(call)
+    if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
+        return None
+    nbytes = 0 if is_alone(group) else _size(kind, call.args[:2], [], group)
+    if kind == "all_gather" and call.func.namespace != "c10d":
+        nbytes *= group.size()  # of the result, which is not there yet
+    return _meet(gpu, group, kind, call.tensors, purpose(call, kind, nbytes))
+
+
+def record_collective(
+    call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any, meeting: Meeting | None = None
+) -> None:
     """Called after a collective or a message on tensors of GPUs was issued.
 
-    gpus: those of the tensors of its first list. result: what it returned.
+    gpus: those of the tensors of its first list. result: what it returned. meeting: that of a collective.
     """
     gpu, name = next((gpu for gpu in gpus if gpu is not None), None), call.op.base
     if gpu is None:
@@ -141,15 +174,15 @@ def record_collective(call: OpCall, gpus: Sequence[VirtualGPU | None], result: A
     elif name == "batch_p2p_ops":
         for kind, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
             _note(gpu, [tensor], _message(kind == "isend", gpu, group, [tensor], peer, tag))
-    elif name in _KINDS:
+    elif meeting is not None:
         made = [] if call.func.namespace == "c10d" else _tensors([result])
-        end = _meet(gpu, group, _KINDS[name], _size(_KINDS[name], call.args[:2], made, group), call.tensors)
+        end = _carry(meeting, _size(meeting.lane.kind, call.args[:2], made, group))
         _note(gpu, made or _tensors(call.args[:1]), _Known(end))
 
 
 def record_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
-    gpu.machine.clock.wait(_meet(gpu, group, "barrier", 0), gpu.slot)
+    gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier"), 0), gpu.slot)
 
 
 def remember(work: Any) -> None:
@@ -169,21 +202,27 @@ def await_work(work: Any) -> None:
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def _meet(gpu: VirtualGPU, group, kind: str, nbytes: int, tensors: Iterable[torch.Tensor] = ()) -> float:
-    """Put a collective on this process's clock; returns its end, which is the same in all processes."""
+def _meet(gpu: VirtualGPU, group, kind: str, tensors: Iterable[torch.Tensor] = (), what: str = "barrier") -> Meeting:
     first_gpu_of.setdefault(group, gpu)
     lane = _lane(group, kind)
-    began = start = _begins(gpu, lane, tensors)
+    began = _begins(gpu, lane, tensors)
     if is_alone(group):
-        links = route_of(gpu, group)
-    else:
-        others = _exchange(group, [began, *place_of(gpu)])
-        places = [(int(host), int(slot)) for _, host, slot in others]
-        if is_nccl(group):
-            _refuse_shared_gpus(places)
-        links, start = route(gpu, group, places), max(start for start, *_ in others)
-    end = start + collective_seconds(links, kind, nbytes)
-    _occupy(gpu, lane, began, end, sent_bytes(links.count, kind, nbytes))
+        return Meeting(gpu, lane, began, began, route_of(gpu, group))
+    counted(group)
+    others = _exchange(group, [began, *place_of(gpu), number(what)])
+    if any(other[3] != others[0][3] for other in others):
+        raise mismatch(group, what, functools.partial(_gathered, group))
+    places = [(int(host), int(slot)) for _, host, slot, _ in others]
+    if is_nccl(group):
+        _refuse_shared_gpus(places)
+    return Meeting(gpu, lane, began, max(start for start, *_ in others), route(gpu, group, places))
+
+
+def _carry(meeting: Meeting, nbytes: int) -> float:
+    """Put a collective on this process's clock; returns its end, which is the same in all processes."""
+    gpu, lane, began, start, links = meeting
+    end = start + collective_seconds(links, lane.kind, nbytes)
+    _occupy(gpu, lane, began, end, sent_bytes(links.count, lane.kind, nbytes))
     return end
 
 
@@ -233,10 +272,15 @@ def _occupy(gpu: VirtualGPU, lane: _Lane, start: float, end: float, sent: float)
 def _exchange(group, numbers: list[float]) -> list[list[float]]:
     """`numbers` of every process of the group, in order of rank."""
     mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
+    return [part.tolist() for part in _gathered(group, mine)]
+
+
+def _gathered(group, mine: torch.Tensor) -> list[torch.Tensor]:
+    """A CPU tensor of every process of the group, in order of rank."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
         carrier(group).allgather([found], [mine]).wait()
-        return [part.tolist() for part in found]
+        return found
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -337,20 +381,22 @@ def _group_of(call: OpCall):
     return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
 
 
-def carry_out(call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[Any], None]) -> Any:
+def carry_out(
+    call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[Any], None], meeting: Meeting | None
+) -> Any:
     """Have gloo carry out a collective or a message of GPU tensors, and put it on the clock. Returns its result.
 
-    gpus: those of the tensors of its first list. place: gives results their blocks on the GPU.
+    gpus: those of the tensors of its first list. place: gives results their blocks on the GPU. meeting: see `meet`.
 
     A thread of gloo's keeps the tensors of a collective until it comes to let them go, which may be after the program
     did so and measured its memory. So gloo gets the bytes of the program's tensors and not their storages, and what it
     makes is copied. The collective is over when this returns. That delays nobody: all ranks have come by then
-    (`_exchange`), and how long a collective takes on GPUs is for the clock to say.
+    (`meet`), and how long a collective takes on GPUs is for the clock to say.
     """
     if call.op.base not in _KINDS or type(_group_of(call)) is not torch.distributed.ProcessGroup:
         result = _issue(call)
         place(result)
-        record_collective(call, gpus, result)
+        record_collective(call, gpus, result, meeting)
         return result
     sent = _issue(call, _same_bytes)
     makes_tensors = call.func.namespace != "c10d" and not call.op.written
@@ -360,7 +406,7 @@ def carry_out(call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[
             with below(), torch.no_grad():
                 result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)
             place(result)
-        record_collective(call, gpus, result)
+        record_collective(call, gpus, result, meeting)
         with below(), torch.no_grad():
             _await(sent, result if makes_tensors else None)
     except BaseException:

@@ -13,7 +13,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch import alone
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.collectives import carry_out, record_collective, unawaited
+from virtual_gpus.dispatch.collectives import carry_out, meet, record_collective, unawaited
 from virtual_gpus.dispatch.timing import record_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
@@ -46,13 +46,14 @@ def run(call: OpCall, is_mixed: bool) -> Any:
 def _collective(call: OpCall, first: Sequence[torch.Tensor], gpus: Sequence[VirtualGPU | None]) -> Any:
     if call.op.base == "_wrap_tensor_autograd":
         return unawaited(call)
+    meeting = meet(call, gpus)
     if call.gpu.machine.shapes_only:
         result = valueless.collective(call)
     elif alone.answers(call):
         result = alone.collective(call)
     else:
-        return carry_out(call, gpus, lambda result: _place(first, gpus, result))
-    record_collective(call, gpus, result)
+        return carry_out(call, gpus, lambda result: _place(first, gpus, result), meeting)
+    record_collective(call, gpus, result, meeting)
     return result
 
 

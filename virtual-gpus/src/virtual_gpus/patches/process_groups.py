@@ -303,10 +303,9 @@ def _barrier(function: Callable) -> Callable:
             opts.device_ids = []
             if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
                 opts.device = torch.device("cuda", gpu.index)
-        made = function(group if gpu is None else carrier(group), *args, **kwargs)
         if gpu is not None:
             record_barrier(gpu, group)
-        return made
+        return function(group if gpu is None else carrier(group), *args, **kwargs)
 
     return barrier
 

@@ -99,8 +99,6 @@ def collective(call: OpCall):
     """What a collective on tensors without values returns: no numbers are sent, and it is done at once.
 
     The ranks still tell each other the time (`collectives`), so they wait for each other.
-
-    Sizes that differ between the ranks, an error or a hang with numbers, are not noticed.
     """
     from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
 

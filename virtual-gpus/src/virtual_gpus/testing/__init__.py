@@ -15,7 +15,8 @@
 The same function runs on real GPUs, and on the CPU if PyTorch sees no GPU.
 """
 
+from virtual_gpus.dispatch.agreement import CollectiveMismatch
 from virtual_gpus.testing.failures import RankError
 from virtual_gpus.testing.run import run_ranks
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["CollectiveMismatch", "RankError", "run_ranks"]

@@ -16,6 +16,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from virtual_gpus.dispatch.agreement import CollectiveMismatch
+
 _MOST_OF_TORCH = 3  # frames of PyTorch in a row that are shown when time runs out
 _TESTING = str(Path(__file__).resolve().parent) + os.sep
 _ENGINE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -62,7 +64,7 @@ class Failure:
         lost = isinstance(error, (dist.DistError, ConnectionError)) or (
             isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
         )
-        kind = "lost" if lost and not is_misuse else "error"
+        kind = "lost" if lost and not is_misuse and not isinstance(error, CollectiveMismatch) else "error"
         explained = getattr(error, "explained", None) or _traceback(error, labels)  # the pytest plugin's words
         return cls(rank, kind, f"raised {line}", explained, time.monotonic(), type(error).__name__, str(error))
 

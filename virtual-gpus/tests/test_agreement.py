@@ -1,0 +1,105 @@
+"""Ranks that call different collectives: each is told at once what every rank called, and the group works on."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import in_ranks
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+from virtual_gpus import virtual_gpus
+from virtual_gpus.testing import CollectiveMismatch, RankError, run_ranks
+
+
+def ones(*shape, dtype=None):
+    return torch.ones(*shape, dtype=dtype, device="cuda")
+
+
+def gathered(parts):
+    return dist.all_gather([ones(3) for _ in range(parts)], ones(3))
+
+
+# What rank 0 calls, what rank 1 calls, and the words for each.
+DIFFERENT = {
+    "kind": (
+        lambda: dist.all_reduce(ones(3)), lambda: dist.broadcast(ones(3), 0),
+        "all_reduce of float32, 12 bytes", "broadcast of float32, 12 bytes, root 0",
+    ),
+    "size": (
+        lambda: dist.all_reduce(ones(3)), lambda: dist.all_reduce(ones(4)),
+        "all_reduce of float32, 12 bytes", "all_reduce of float32, 16 bytes",
+    ),
+    "dtype": (
+        lambda: dist.all_reduce(ones(2)), lambda: dist.all_reduce(ones(1, dtype=torch.int64)),
+        "all_reduce of float32, 8 bytes", "all_reduce of int64, 8 bytes",
+    ),
+    "root": (
+        lambda: dist.broadcast(ones(1), 0), lambda: dist.broadcast(ones(1), 1),
+        "broadcast of float32, 4 bytes, root 0", "broadcast of float32, 4 bytes, root 1",
+    ),
+    "barrier": (
+        dist.barrier, lambda: dist.reduce_scatter_tensor(ones(1), ones(2)),
+        "barrier", "reduce_scatter of float32, 8 bytes",
+    ),
+    "sent later": (
+        lambda: dist.all_reduce(ones(2), async_op=True).wait(), lambda: all_gather_tensor(ones(2), 0, dist.group.WORLD),
+        "all_reduce of float32, 8 bytes", "all_gather of float32, 16 bytes",
+    ),
+}  # fmt: skip
+# The same in the eyes of NCCL, although the programs' calls differ.
+SAME = [
+    (lambda: dist.all_reduce(ones(2, 3)), lambda: dist.all_reduce(ones(6))),
+    (lambda: gathered(2), lambda: all_gather_tensor(ones(3), 0, dist.group.WORLD)),
+    (
+        lambda: dist.reduce_scatter_tensor(ones(1), ones(2)),
+        lambda: reduce_scatter_tensor(ones(2), "sum", 0, dist.group.WORLD),
+    ),
+    (
+        lambda: dist.all_to_all_single(ones(3), ones(2), [2, 1], [2, 0]),
+        lambda: dist.all_to_all_single(ones(1), ones(2), [0, 1], [1, 1]),
+    ),
+]
+
+
+def disagree(rank, names, shapes_only):
+    said = {}
+    for name in names:
+        try:
+            DIFFERENT[name][rank]()
+        except CollectiveMismatch as error:
+            said[name] = str(error)
+        x = ones(1)
+        dist.all_reduce(x)  # the group is as it was
+        assert shapes_only or x.item() == 2
+    for calls in SAME:
+        calls[rank]()
+    return said
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_every_rank_hears_what_each_called(shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        first, second = in_ranks(functools.partial(disagree, names=list(DIFFERENT), shapes_only=shapes_only), count=2)
+    assert list(first) == list(DIFFERENT)
+    for name, (*_, zero, one) in DIFFERENT.items():
+        told = first[name].split("\n")
+        assert first[name].split("at test")[0] == second[name].split("at test")[0]
+        assert told[0].startswith("The ranks do not agree on collective number ") and "default process group" in told[0]
+        assert told[1].startswith(f"  rank 0: {zero}, at test_agreement.py:"), told
+        assert told[2].startswith(f"  rank 1: {one}, at test_agreement.py:"), told
+
+
+def of_a_part(rank):
+    part = dist.new_group([1, 2])
+    if rank == 1:
+        dist.all_reduce(ones(1), group=part)
+    if rank == 2:
+        dist.barrier(group=part)
+    dist.barrier()
+
+
+def test_run_ranks_says_it_as_an_error_of_its_own():
+    with virtual_gpus(3), pytest.raises(RankError, match="Ranks 1, 2 of 3 raised .*CollectiveMismatch") as caught:
+        run_ranks(of_a_part, 3, timeout=60, show=False)
+    assert "collective number 1 of the process group of ranks [1, 2]:\n  rank 1: all_reduce" in str(caught.value)
+    assert "\n  rank 2: barrier, at test_agreement.py:" in str(caught.value)
