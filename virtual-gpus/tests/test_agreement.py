@@ -1,6 +1,8 @@
 """Ranks that call different collectives: each is told at once what every rank called, and the group works on."""
 
 import functools
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -103,3 +105,35 @@ def test_run_ranks_says_it_as_an_error_of_its_own():
         run_ranks(of_a_part, 3, timeout=60, show=False)
     assert "collective number 1 of the process group of ranks [1, 2]:\n  rank 1: all_reduce" in str(caught.value)
     assert "\n  rank 2: barrier, at test_agreement.py:" in str(caught.value)
+
+
+def in_vain(rank):
+    """Rank 0 waits for the three others: 1 waits in another group, 2 computes, 3 has left."""
+    other = dist.new_group([1, 2], timeout=timedelta(seconds=1))
+    whole = dist.new_group(timeout=timedelta(seconds=5))  # rank 1 has left word by then
+    dist.barrier()
+    try:
+        if rank == 0:
+            dist.all_reduce(ones(3), group=whole)
+        if rank == 1:
+            dist.broadcast(ones(3), 1, group=other)
+    except RuntimeError as error:
+        return error.__notes__[0].split("\n")
+    finally:
+        if rank == 3:
+            dist.destroy_process_group()
+        time.sleep(7 * (rank > 0))
+
+
+def test_who_waits_hears_where_the_others_are():
+    with virtual_gpus(4):
+        first, second, *_ = run_ranks(in_vain, 4, timeout=60, show=False)
+    assert first[0].startswith(
+        "Rank 0 waited in all_reduce of float32, 12 bytes, number 1 of the process group of ranks [0, 1, 2, 3], at "
+        "test_agreement.py:"
+    )
+    assert first[1].startswith("  rank 1 waited in broadcast of float32, 12 bytes, root 1, number 1 of the process ")
+    assert first[2].startswith("  rank 2 is not in a collective that waits") and first[3].startswith(
+        "  rank 3 has left"
+    )
+    assert second[1:] == first[2:3] and second[0] == "Rank 1" + first[1].removeprefix("  rank 1") + "."

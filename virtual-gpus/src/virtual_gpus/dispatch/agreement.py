@@ -2,15 +2,17 @@
 
 Before a collective begins, the ranks tell each other the time (`collectives`), and with it a number for what they are
 about to do. NCCL compares nothing: it hangs, or it mixes up the bytes. Gloo ends the process, or says that a
-connection was closed.
+connection was closed. If a rank does not come at all, gloo's error gets a note that says who waits where.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import linecache
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,9 @@ from virtual_gpus.dispatch.call import OpCall
 _NOT_THE_PROGRAM = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _WORDS = 400  # bytes of what a rank says of itself
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+_KEY = "virtual GPUs: where rank {} is"
+_OTHERS_ANSWER_IN_S = 0.5  # those whose time limit ends a little later, or who hear a little later that a rank is gone
+_LOOK_AGAIN_AFTER_S = 0.01
 _counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
@@ -32,18 +37,17 @@ class CollectiveMismatch(getattr(torch.distributed, "DistBackendError", RuntimeE
     __module__ = "virtual_gpus.testing"  # where programs find it
 
 
-def purpose(call: OpCall | None, kind: str, nbytes: int) -> str:
+def purpose(call: OpCall, kind: str, nbytes: int, group: Any) -> str:
     """What all ranks must have in common, in words: the kind, the dtypes, the bytes where NCCL counts them, the root.
 
     nbytes: of the larger side.
     """
-    if call is None:
-        return kind
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in call.tensors})
     words = f"{kind} of {' and '.join(dtypes)}"
     if kind in _SAME_SIZE:
         words += f", {nbytes:,} bytes"
-    return words + (f", root {call['root_rank']}" if "root_rank" in call.op.names else "")
+    root = next((call[name] for name in ("root_rank", "src") if name in call.op.names), None)
+    return words if root is None else f"{words}, root {torch.distributed.get_process_group_ranks(group)[root]}"
 
 
 def number(words: str) -> float:
@@ -63,13 +67,45 @@ def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.T
     all_told = told(torch.tensor(list(mine), dtype=torch.uint8, device="cpu"))
     lines = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in all_told]
     ranks = torch.distributed.get_process_group_ranks(group)
-    whole = group is torch.distributed.group.WORLD
-    name = "the default process group" if whole else f"the process group of ranks {ranks}"
     return CollectiveMismatch(
-        f"The ranks do not agree on collective number {_counts[group]} of {name}:\n"
+        f"The ranks do not agree on collective number {_counts[group]} of {_name(group, ranks)}:\n"
         + "\n".join(f"  rank {rank}: {line}" for rank, line in zip(ranks, lines, strict=True))
         + "\nNCCL would hang here, or mix up the numbers."
     )
+
+
+def tell_who_is_missing(error: BaseException, group: Any, words: str) -> None:
+    """Add a note to gloo's error: in which collective this rank has waited, and where the others are, as far as known.
+
+    A rank that waits in vain leaves word in the store of torch.distributed, and so does one that leaves.
+    """
+    here, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
+    mine = f"waited in {words}, number {_counts[group]} of {_name(group, ranks)}, at {_line()}"
+    said, ends = {}, time.monotonic() + _OTHERS_ANSWER_IN_S
+    with contextlib.suppress(RuntimeError):  # the process that had the store is gone
+        leave_word(mine)
+        while len(said) < len(ranks) - 1 and time.monotonic() < ends:
+            for rank in ranks:
+                if rank != here and rank not in said and _store().check([_KEY.format(rank)]):
+                    said[rank] = _store().get(_KEY.format(rank)).decode()
+            time.sleep(_LOOK_AGAIN_AFTER_S)
+    unknown = "is not in a collective that waits: it computes, has ended, or waits for something else"
+    others = [f"  rank {rank} {said.get(rank, unknown)}" for rank in ranks if rank != here]
+    error.add_note("\n".join([f"Rank {here} {mine}.", *others]))
+
+
+def leave_word(words: str) -> None:
+    """Tell the other ranks where this one is. Raises RuntimeError (DistNetworkError) if the store is gone."""
+    _store().set(_KEY.format(torch.distributed.get_rank()), words)
+
+
+def _store() -> Any:
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def _name(group: Any, ranks: list[int]) -> str:
+    whole = group is torch.distributed.group.WORLD
+    return "the default process group" if whole else f"the process group of ranks {ranks}"
 
 
 def _line() -> str:

@@ -29,7 +29,7 @@ import torch
 
 from virtual_gpus.clock.links import Route
 from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
-from virtual_gpus.dispatch.agreement import counted, mismatch, number, purpose
+from virtual_gpus.dispatch.agreement import counted, mismatch, number, purpose, tell_who_is_missing
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.groups import (
     carrier,
@@ -145,10 +145,12 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
     group = None if gpu is None or kind is None else _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         return None
-    nbytes = 0 if is_alone(group) else _size(kind, call.args[:2], [], group)
+    if is_alone(group):
+        return _meet(gpu, group, kind, call.tensors)
+    nbytes = _size(kind, call.args[:2], [], group)
     if kind == "all_gather" and call.func.namespace != "c10d":
         nbytes *= group.size()  # of the result, which is not there yet
-    return _meet(gpu, group, kind, call.tensors, purpose(call, kind, nbytes))
+    return _meet(gpu, group, kind, call.tensors, purpose(call, kind, nbytes, group))
 
 
 def record_collective(
@@ -182,7 +184,7 @@ def record_collective(
 
 def record_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
-    gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier"), 0), gpu.slot)
+    gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", what="barrier"), 0), gpu.slot)
 
 
 def remember(work: Any) -> None:
@@ -202,14 +204,18 @@ def await_work(work: Any) -> None:
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def _meet(gpu: VirtualGPU, group, kind: str, tensors: Iterable[torch.Tensor] = (), what: str = "barrier") -> Meeting:
+def _meet(gpu: VirtualGPU, group, kind: str, tensors: Iterable[torch.Tensor] = (), what: str = "") -> Meeting:
     first_gpu_of.setdefault(group, gpu)
     lane = _lane(group, kind)
     began = _begins(gpu, lane, tensors)
     if is_alone(group):
         return Meeting(gpu, lane, began, began, route_of(gpu, group))
     counted(group)
-    others = _exchange(group, [began, *place_of(gpu), number(what)])
+    try:
+        others = _exchange(group, [began, *place_of(gpu), number(what)])
+    except RuntimeError as error:  # gloo's word for a time limit, or for a connection that was closed
+        tell_who_is_missing(error, group, what)
+        raise
     if any(other[3] != others[0][3] for other in others):
         raise mismatch(group, what, functools.partial(_gathered, group))
     places = [(int(host), int(slot)) for _, host, slot, _ in others]
