@@ -73,7 +73,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     import torch
     from virtual_gpus.testing import RankError, run_ranks
 
-    settings = {"timeout": 60} | {name: marker.kwargs[name] for name in _OF_RANKS if name in marker.kwargs}
+    settings: dict[str, Any] = {"timeout": 60} | {
+        name: marker.kwargs[name] for name in _OF_RANKS if name in marker.kwargs
+    }
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     for name, value in arguments.items():
         if any(isinstance(part, torch.Tensor) and part.is_cuda for part in _parts(value)):
@@ -123,7 +125,8 @@ class _Test:
         except BaseException as error:
             if self._explain is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
                 # Failure.of_error reads it. The frame of this method is not the test's.
-                excinfo = pytest.ExceptionInfo.from_exc_info((type(error), error, error.__traceback__.tb_next))
+                below = error.__traceback__ and error.__traceback__.tb_next
+                excinfo = pytest.ExceptionInfo.from_exception(error.with_traceback(below))
                 said = str(self._explain(excinfo))  # which strips the first line
                 is_code = said.startswith(("@", "def "))
                 error.explained = "    " * is_code + said  # type: ignore[attr-defined]
@@ -144,7 +147,7 @@ def _sent_by_value(item: pytest.Function) -> Iterator[None]:
     plugins = item.config.pluginmanager.get_plugins()
     found = [each for each in plugins if getattr(each, "__file__", "").endswith("conftest.py")]
     known = cloudpickle.list_registry_pickle_by_value()
-    modules = [module for module in [item.module, *found] if module.__name__ not in known]
+    modules = [module for module in [item.module, *found] if module and module.__name__ not in known]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:

@@ -12,7 +12,19 @@ SOURCE = ROOT / "src" / "virtual_gpus"
 # From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
 LAYERS = [
     *("gpus", "memory", "memory_model", "clock", "settings", "processes", "driver", "machine", "errors", "entrance"),
-    *("threads", "placement", "operators", "shapes", "dispatch", "ops", "timeline", "patches", "switch", "testing"),
+    *(
+        "threads",
+        "placement",
+        "operators",
+        "shapes",
+        "dispatch",
+        "ops",
+        "timeline",
+        "patches",
+        "switch",
+        "testing",
+        "plan",
+    ),
     "virtual_gpus",  # the package's own __init__: the public names
     "__main__",
     "children",  # run by other processes, see processes/children.py

@@ -4,6 +4,7 @@ python -m virtual_gpus --gpus 4 --memory 16GiB train.py --epochs 1
 python -m virtual_gpus --gpus 2 -m package.module arguments
 torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 train.py
 python -m virtual_gpus --gpus 8 --kind H100 --shapes-only --as-rank 0 --of 1024 train.py
+python -m virtual_gpus plan --gpus 8 --kind H100 --of 64 train.py    # does it fit?
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 
+from virtual_gpus import plan
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
 from virtual_gpus.gpus import kinds
 from virtual_gpus.settings import Settings
@@ -28,9 +30,16 @@ from virtual_gpus.timeline.training import record_training
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate our options from the program and its arguments. Invalid options print an error and exit with 2."""
+    plans = arguments[:1] == ["plan"]
+    words = "Say whether a training job fits: the last line is FITS, DOES NOT FIT, ERROR or INCOMPLETE."
     parser = argparse.ArgumentParser(
-        prog="python -m virtual_gpus", description="Run a program on virtual GPUs.", allow_abbrev=False
+        prog="python -m virtual_gpus plan" if plans else "python -m virtual_gpus",
+        description=words if plans else "Run a program on virtual GPUs.",
+        epilog="Exit codes: 0 fits, 1 error, 2 wrong options, 3 does not fit, 4 incomplete." if plans else None,
+        allow_abbrev=False,
     )
+    if plans:
+        plan.add_options(parser)
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: 1)")
     parser.add_argument("--memory", default=None, help="memory of each GPU, such as 16GiB (default: that of the kind)")
     parser.add_argument("--kind", default="H200", help=f"one of {', '.join(kinds())} (default: H200)")
@@ -56,7 +65,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="a script, or a module name after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments[plans:])
+    options.plans = plans
     if options.module and not _is_module(options.program):
         parser.error(f"There is no module named {options.program!r}.")
     if not options.module and not os.path.isfile(options.program):
@@ -64,6 +74,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.tokens is not None and options.samples is not None:
         parser.error("Give --tokens or --samples, not both.")
     try:
+        if plans:
+            plan.prepare(options)
         asked = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
         options.made = virtual_gpus(options.gpus, **asked)
     except (TypeError, ValueError) as error:
@@ -90,6 +102,8 @@ def main(arguments: list[str] | None = None) -> None:
     assert machine is not None
     machine.look_again()  # the program may set CUDA_VISIBLE_DEVICES in its first lines
     sys.argv = [options.program, *rest]
+    if options.plans:
+        plan.run(lambda: _run(options), options)
     with contextlib.nullcontext() if options.rank is None else _reporting(options):
         _run(options)
 

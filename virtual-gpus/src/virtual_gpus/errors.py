@@ -167,9 +167,13 @@ def out_of_memory_text(error: OutOfMemory, gpu: VirtualGPU) -> str:
     return oom_message(error, gpu.index, gpu.machine.settings.version)
 
 
-def needs_values(what: str) -> RuntimeError:
+class NeedsValues(RuntimeError):
+    """A call depends on the values inside a tensor, which `shapes_only` does not keep."""
+
+
+def needs_values(what: str) -> NeedsValues:
     """The error for a call that depends on the values inside a tensor, which `shapes_only` does not keep."""
-    return RuntimeError(
+    return NeedsValues(
         f"With shapes_only=True, virtual GPUs keep no values, but {what} needs them. "
         "Leave out this call, or run without shapes_only."
     )

@@ -1,0 +1,85 @@
+"""`python -m virtual_gpus plan`: the verdict, its reason and the exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from virtual_gpus import plan
+from virtual_gpus.errors import NeedsValues
+from virtual_gpus.timeline.training import TrainingReport
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+PROGRAM = """\
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(0)
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 1024 * int(sys.argv[1])).cuda())
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(int(sys.argv[2])):
+    optimizer.zero_grad()
+    layer(torch.ones(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+torch.save(layer.state_dict(), "saved.pt")
+int(layer.module.weight.argmax())
+"""
+GIB = 2**30
+
+
+def report(peak, step=0.1):
+    return TrainingReport("A100", 40 * GIB, 0, 8, 7, peak * GIB, peak * GIB, {}, step)
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error):
+        return error
+
+
+OOM = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 3 has a total capacity of 40.00 GiB of which 3.08 GiB is free."
+)
+CASES = [
+    (report(30), None, None, plan.FITS, 10, "FITS: the peak is 30 GiB of 40 GiB, 10 GiB are left."),
+    (report(30), None, 36 * GIB, plan.FITS, 6, "of 36 GiB, 6 GiB are left"),
+    (report(30), None, 80 * GIB, plan.FITS, 10, "of 40 GiB, 10 GiB are left"),  # no GPU has more than it has
+    (report(30), None, 20 * GIB, plan.DOES_NOT_FIT, -10, "DOES NOT FIT: the peak is 30 GiB of 20 GiB, 10 GiB too much"),
+    (report(37, None), OOM, None, plan.DOES_NOT_FIT, 0, "GPU 3 has 3.08 GiB free and was asked for 4.00 GiB, at test_"),
+    (report(30, None), None, None, plan.INCOMPLETE, 10, "INCOMPLETE: fewer than two optimizer steps"),
+    (report(30, None), NeedsValues("x"), None, plan.INCOMPLETE, 10, "looked at numbers, at test_plan.py:"),
+    (report(30), NeedsValues("x"), None, plan.FITS, 10, "After its steps, it looked at numbers, at test_plan.py:"),
+    (report(30), ValueError("x"), None, plan.ERROR, 10, "ERROR: the program ended with ValueError, at test_plan.py:"),
+    (report(30), SystemExit(5), None, plan.ERROR, 10, "the program ended with exit code 5"),
+    (report(30), KeyboardInterrupt(), 20 * GIB, plan.DOES_NOT_FIT, -10, "10 GiB too much"),
+]
+
+
+@pytest.mark.parametrize(("found", "error", "limit", "code", "margin", "words"), CASES)
+def test_a_verdict(found, error, limit, code, margin, words):
+    verdict = plan.judge(found, error and raised(error), limit)
+    assert (verdict.exit_code, verdict.margin) == (code, margin * GIB) and words in str(verdict), verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "code", "said"),
+    [
+        (["64", "2"], ["--gpus", "8", "--of", "16", "--kind", "A100"], plan.FITS, "FITS: the peak is 7"),
+        (["4096", "2"], ["--memory", "20GiB"], plan.DOES_NOT_FIT, "DOES NOT FIT: GPU 0 has "),
+    ],
+)
+def test_a_program_gets_its_verdict_last(arguments, options, code, said, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "virtual_gpus", "plan", *options, "--json", "plan.json", "train.py", *arguments]
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code and done.stdout.splitlines()[-1].startswith(said), done.stdout + done.stderr
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["exit_code"] == code and said.startswith(written["verdict"])
+    assert written["report"]["world_size"] == (16 if code == plan.FITS else 1)
