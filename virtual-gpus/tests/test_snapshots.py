@@ -346,10 +346,12 @@ def test_recording_keeps_no_tensor_alive():
         gc.enable()
 
 
-def test_the_settings_that_were_set_last():
+def test_settings_of_a_call_count_on_all_gpus_and_are_shown():
+    settings = "per_process_memory_fraction:0.5,pinned_use_background_threads:True"
     with pytest.warns(FutureWarning):
-        memory._set_allocator_settings("pinned_use_background_threads:True")
-    assert memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == "pinned_use_background_threads:True"
+        memory._set_allocator_settings(settings)
+    assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
+    assert memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == settings
 
 
 # ---- threads, interruptions -----------------------------------------------------------------------------------------
