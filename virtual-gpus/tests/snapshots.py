@@ -1,63 +1,35 @@
 """A picture of everything in the process that virtual GPUs touch, to compare before and after."""
 
-import asyncio
-import concurrent.futures.thread
-import multiprocessing.process
 import multiprocessing.queues
-import multiprocessing.spawn
 import random
 import sys
-import threading
+from types import ModuleType
 
 import torch
-import torch.distributed
 import torch.utils._device
 from torch.utils import _python_dispatch
 from virtual_gpus import active_machine, patches
 from virtual_gpus.threads import this_thread
 
-_OWNERS = {
-    "torch": torch,
-    "Tensor": torch.Tensor,
-    "UntypedStorage": torch.UntypedStorage,
-    "cuda": torch.cuda,
-    "cuda.memory": torch.cuda.memory,
-    "cuda.random": torch.cuda.random,
-    "cuda.streams": torch.cuda.streams,
-    "cuda.nccl": torch.cuda.nccl,
-    "accelerator": torch.accelerator,
-    "cudnn": torch.backends.cudnn,
-    "autocast": torch.amp.autocast_mode.autocast,
-    "Thread": threading.Thread,
-    "WorkItem": concurrent.futures.thread._WorkItem,
-    "Handle": asyncio.events.Handle,
-    "BaseProcess": multiprocessing.process.BaseProcess,
-    "Queue": multiprocessing.queues.Queue,
-    "spawn": multiprocessing.spawn,
-    "distributed": torch.distributed,
-    "c10d": torch.distributed.distributed_c10d,
-    "parallel.comm": sys.modules["torch.nn.parallel.comm"],
-    "parallel_apply": sys.modules["torch.nn.parallel.parallel_apply"],
-    "parallel._functions": sys.modules["torch.nn.parallel._functions"],
-    "foreach": sys.modules["torch.utils._foreach_utils"],
-    "optimizer": sys.modules["torch.optim.optimizer"],
-    "clip_grad": sys.modules["torch.nn.utils.clip_grad"],
-}
-if "GPUtil" in sys.modules or sys.version_info < (3, 12):
-    import GPUtil.GPUtil  # noqa: F401 - found in sys.modules below
-
-    _OWNERS |= {"GPUtil": sys.modules["GPUtil"], "GPUtil.GPUtil": sys.modules["GPUtil.GPUtil"]}
+if sys.version_info < (3, 12):
+    import GPUtil.GPUtil  # noqa: F401 - a patch takes its names where it is imported
 
 _rows = [(owner, name) for owner, name, _ in patches.patches()]
 _ABSENT = "absent"
 _at_import = [vars(owner).get(name, _ABSENT) for owner, name in _rows]  # before any virtual GPU was on
+_OWNERS = {repr(owner): owner for owner, _ in _rows}  # and what a patch could take by mistake:
+_OWNERS |= {"autocast": torch.amp.autocast_mode.autocast, "Queue": multiprocessing.queues.Queue,
+            "comm": sys.modules["torch.nn.parallel.comm"],
+            "_functions": sys.modules["torch.nn.parallel._functions"]}  # fmt: skip
 
 
 def names() -> dict:
     """Every name that a patch takes, and every other name beside it, with what it stands for."""
     found = {(repr(owner), name): vars(owner).get(name, _ABSENT) for owner, name in _rows}
     for title, owner in _OWNERS.items():
-        found |= {(title, name): value for name, value in vars(owner).items() if not name.startswith("__")}
+        for name, value in vars(owner).items():
+            if not name.startswith("__") and not issubclass(type(value), ModuleType):  # which may be imported meanwhile
+                found[title, name] = value
     return found
 
 

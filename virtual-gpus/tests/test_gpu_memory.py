@@ -1,15 +1,11 @@
 """Memory figures of virtual GPUs through torch.cuda and GPUtil."""
 
-import gc
 import math
 
 import GPUtil
 import pytest
 import torch
-from torch import nn
 from virtual_gpus import virtual_gpus
-
-pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 MIB = 2**20
 
@@ -41,28 +37,17 @@ def test_allocated_reserved_and_peaks():
     del x, z
 
 
-def test_a_view_holds_the_whole_storage_and_the_graph_what_backward_needs():
-    x = torch.empty(10 * MIB, dtype=torch.uint8, device="cuda")
-    one = x[:1]
-    del x
-    assert torch.cuda.memory_allocated() == 10 * MIB
-    del one
-    assert torch.cuda.memory_allocated() == 0
-    x = torch.ones(MIB, device="cuda", requires_grad=True)
-    y = x.exp().sum()
-    assert torch.cuda.memory_allocated() >= 8 * MIB  # x and exp(x), which backward needs
-    y.backward()
-    del y
-    assert torch.cuda.memory_allocated() == 8 * MIB  # x and its gradient
-
-
-def test_resize_moves_to_a_larger_block():
+def test_a_view_holds_the_whole_storage_and_resize_moves_to_a_larger_block():
     x = empty(MIB)
     x.resize_(30 * MIB)
+    one = x[:1]
+    del x
     assert torch.cuda.memory_allocated() == 30 * MIB
     out = torch.empty(0, device="cuda")
     torch.mul(torch.ones(MIB, device="cuda"), 2, out=out)
     assert torch.cuda.memory_allocated() == 34 * MIB
+    del one
+    assert torch.cuda.memory_allocated() == 4 * MIB
 
 
 def test_stats_summary_and_snapshot():
@@ -75,10 +60,6 @@ def test_stats_summary_and_snapshot():
     assert stats.keys() > documented | {"num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"}
     summary = torch.cuda.memory_summary()
     assert "Allocated memory" in summary and "3072 KiB" in summary and "CUDA OOMs: 0 " in summary
-    assert "3072 KiB" in torch.cuda.memory_summary(abbreviated=True)
-    (segment,) = torch.cuda.memory_snapshot()
-    assert segment["total_size"] == 20 * MIB and segment["allocated_size"] == 3 * MIB and segment["device"] == 0
-    assert [b["state"] for b in segment["blocks"]] == ["active_allocated", "inactive"]
     torch.cuda.reset_accumulated_memory_stats()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
     del x
@@ -95,12 +76,12 @@ def test_memory_fraction():
             torch.cuda.set_per_process_memory_fraction(wrong)
 
 
-def test_the_driver_sees_reserved_memory_and_the_context():
+def test_the_driver_sees_reserved_memory_and_the_context(capsys):
     assert GPUtil.getGPUs is GPUtil.GPUtil.getGPUs and [g.memoryUsed for g in GPUtil.getGPUs()] == [0, 0]
-    x = empty(512 * MIB, "cuda:1")
+    x = empty(1500 * MIB, "cuda:1")
     first, second = GPUtil.getGPUs()
-    context = second.memoryUsed - 512
-    assert isinstance(second, GPUtil.GPU) and first.memoryUsed == 0 and 0 < context < 1024
+    context = second.memoryUsed - 1500
+    assert isinstance(second, GPUtil.GPU) and first.memoryUsed == 0 and 0 < context < 548
     assert second.memoryTotal == 2048 and second.memoryFree == 2048 - second.memoryUsed
     free, total = torch.cuda.mem_get_info(1)
     assert total == 2048 * MIB and total - free == second.memoryUsed * MIB == torch.cuda.device_memory_used(1)
@@ -110,37 +91,10 @@ def test_the_driver_sees_reserved_memory_and_the_context():
     assert second.memoryUsed == int(second.memoryUsed)  # MiB without decimals
     assert (second.display_mode, second.display_active) == ("Disabled", "Disabled")
     assert second.serial == "[N/A]" and math.isnan(second.temperature)  # as for a real GPU that has no such figure
+    assert GPUtil.getAvailable(limit=4) == [0] and GPUtil.getFirstAvailable() == [0]
+    GPUtil.showUtilization(all=True)
+    assert "NVIDIA H200" in capsys.readouterr().out
     del x
     assert GPUtil.getGPUs()[1].memoryUsed == second.memoryUsed  # del gives back to the cache only
     torch.cuda.empty_cache()
     assert GPUtil.getGPUs()[1].memoryUsed == context
-
-
-def test_gputil_functions(capsys):
-    x = empty(1500 * MIB)
-    assert GPUtil.getAvailable(limit=4) == [1] and GPUtil.getFirstAvailable() == [1]
-    GPUtil.showUtilization(all=True)
-    assert "NVIDIA H200" in capsys.readouterr().out
-    del x
-
-
-def test_nothing_is_left_over_after_training():
-    def train(steps):
-        net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).cuda()
-        optimizer = torch.optim.Adam(net.parameters())
-        x, y = torch.ones(8, 64, device="cuda"), torch.ones(8, dtype=int, device="cuda")
-        figures = []
-        for _ in range(steps):
-            loss = nn.functional.cross_entropy(net(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            figures.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-        return figures
-
-    figures = train(30)
-    assert len(set(figures[2:])) == 1
-    gc.collect()
-    assert torch.cuda.memory_allocated() == 0 and torch.cuda.memory_stats()["allocation.all.current"] == 0
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == 0

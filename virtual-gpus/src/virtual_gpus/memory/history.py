@@ -11,17 +11,17 @@ Recording costs half a microsecond per event without stacks, 1 to 4 with them: a
 to 1.25 times as long then.
 
 What differs from a real GPU: stacks have no C++ frames, and in a backward pass they show the line that called
-`backward()`, since the engine runs in the calling thread here. (A real GPU's engine has a thread of its own.)
+`backward()`, since the engine runs in the calling thread here. (A real GPU's engine has a thread of its own.) Blocks of
+`record_function` leave no mark ("external_annotations").
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from virtual_gpus.memory import stacks
@@ -34,28 +34,14 @@ if TYPE_CHECKING:  # a machine lies above, and hands its allocators down
 _now, _new = time.perf_counter_ns, tuple.__new__
 
 NEVER, STATE, ALLOC, ALL = range(4)  # which events get a stack: none, live blocks, allocations too, frees too
-ACTIONS = ("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
-           "segment_unmap", "snapshot", "oom", "annotate")  # fmt: skip
-
-
-class _Thread(threading.local):
-    """What each thread's events are labelled with."""
-
-    metadata = ""
-
-
-thread = _Thread()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What _record_memory_history was told. `every_thread`: annotations of all threads, or of `own_thread` only."""
+    """What _record_memory_history was told."""
 
     max_entries: int
     context: int
-    skipped: frozenset = frozenset()
-    every_thread: bool = False
-    own_thread: int = field(default_factory=threading.get_ident)
 
 
 class Entry(NamedTuple):
@@ -72,7 +58,6 @@ class Entry(NamedTuple):
     time: int
     stack: object = None
     forward: list | None = None
-    metadata: str = ""
 
 
 class Live(NamedTuple):
@@ -95,7 +80,7 @@ class Recorder:
         self._waiting: dict[int, Live] = {}  # freed, but another stream still uses them
         self._segments: dict[int, tuple] = {}  # address -> (stream, stack); no address is used for a second segment
         self.settings: Settings | None = None
-        self._is_plain = False  # no stacks, and all actions wanted
+        self._is_plain = False  # no stacks
         self._told = {
             "alloc": self._alloc,
             "free": self._free,
@@ -114,7 +99,7 @@ class Recorder:
             fields = () if clear else [value for entry in self.events() for value in entry]
             self.settings = settings
             self.entries = deque(fields, min(len(Entry._fields) * settings.max_entries, sys.maxsize))
-            self._is_plain = settings.context == NEVER and not settings.skipped
+            self._is_plain = settings.context == NEVER
             self._deaths = stacks.Deaths() if settings.context == ALL else None
             if self.hear not in self._allocator.observers:
                 self._allocator.observers.append(self.hear)
@@ -151,13 +136,13 @@ class Recorder:
             if event == "free":
                 block = self._blocks.pop(address, None)
                 if block is not None:
-                    self.entries.extend((event, address, block[0], block[1], _now(), None, None, thread.metadata))
+                    self.entries.extend((event, address, block[0], block[1], _now(), None, None))
                 return
             if event == "alloc" and address not in self._blocks:
                 block = self._live_blocks[address]
                 requested, stream = block.requested, block.pool.stream
                 self._blocks[address] = _new(Live, (requested, stream, block.owner, None, None))
-                self.entries.extend((event, address, requested, stream, _now(), None, None, thread.metadata))
+                self.entries.extend((event, address, requested, stream, _now(), None, None))
                 return
         self._told[event](address, size)
 
@@ -229,22 +214,11 @@ class Recorder:
         if self.settings is not None:
             self._add("snapshot", 0, active, 0)
 
-    def annotate(self, address: int, text: str) -> None:
-        """Attach a text to a block in use."""
-        if self.settings is not None and address in self._blocks:
-            block = self._blocks[address]
-            stack = stacks.take() if self.settings.context >= ALLOC else None
-            self._add("annotate", address, block.requested, block.stream, stack=stack, metadata=text)
-
-    def _add(self, action, value, size, stream, now=None, stack=None, forward=None, metadata=None):
-        settings = self.settings
-        if action in settings.skipped:
-            return
-        if settings.context < ALLOC:
+    def _add(self, action, value, size, stream, now=None, stack=None, forward=None):
+        if self.settings.context < ALLOC:
             stack = forward = None
         now = _now() if now is None else now
-        metadata = thread.metadata if metadata is None else metadata
-        self.entries.extend((action, value, size, stream, now, stack, forward, metadata))
+        self.entries.extend((action, value, size, stream, now, stack, forward))
 
     def events(self) -> list[tuple]:
         """What is kept, as plain tuples: Entry(*one)."""
@@ -274,33 +248,24 @@ class Recorder:
 
 
 class History:
-    """A machine: the recorders of its GPUs, what `record_function` marked, the allocator settings that were set."""
+    """A machine: the recorders of its GPUs, and the allocator settings that were set."""
 
     def __init__(self, allocators: Iterable[CachingAllocator]):
         self.recorders = [Recorder(allocator) for allocator in allocators]
         self.settings: Settings | None = None
-        self.annotations: deque = deque()  # (name, "START" or "END", GPU, nanoseconds)
         self.allocator_settings = environment_text()
 
     def start(self, settings: Settings, clear: bool = False) -> None:
         """Record, with or without what was recorded before."""
         self.settings = settings
-        self.annotations = deque(() if clear else self.annotations, settings.max_entries)
         for recorder in self.recorders:
             recorder.start(settings, clear)
 
     def stop(self) -> None:
         """Record no more and forget what was recorded."""
         self.settings = None
-        self.annotations.clear()
         for recorder in self.recorders:
             recorder.stop()
-
-    def mark(self, name: str, stage: str, gpu: int) -> None:
-        """Note the "START" or "END" of a `record_function` block."""
-        settings = self.settings
-        if settings is not None and (settings.every_thread or settings.own_thread == threading.get_ident()):
-            self.annotations.append((name, stage, gpu, time.perf_counter_ns()))
 
 
 def history_of(machine: VirtualMachine) -> History:

@@ -24,7 +24,8 @@ _REFUSED = {
     "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
                                   "is_localization_supported"),
     # _allocation_traceback wants a GPU's address, and tensors have the CPU's.
-    "torch.cuda.memory": ("_allocation_traceback", *_HOST, *_ALLOCATORS),
+    "torch.cuda.memory": ("_allocation_traceback", "_set_memory_metadata", "_get_memory_metadata", "_annotate_tensor",
+                          *_HOST, *_ALLOCATORS),
     "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
     "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
                            "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),

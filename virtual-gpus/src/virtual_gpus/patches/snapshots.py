@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
@@ -18,11 +17,10 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.machine import active
 from virtual_gpus.memory import stacks
-from virtual_gpus.memory.history import ACTIONS, ALL, ALLOC, NEVER, STATE, Settings, history_of, thread
+from virtual_gpus.memory.history import ALL, ALLOC, NEVER, STATE, Settings, history_of
 from virtual_gpus.memory.options import Options
 from virtual_gpus.patches.allocator_settings import apply as apply_settings
 from virtual_gpus.patches.allocator_settings import described
-from virtual_gpus.placement.storages import allocation_of
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import this_thread
 
@@ -33,23 +31,22 @@ _DEFAULT_POOL = (0, 0)
 # ---- recording -----------------------------------------------------------------------------------------------------
 
 
-def _start(enabled, context, max_entries, clear, every_thread, skipped, pinned, cuda) -> None:
+def _start(enabled, context, max_entries, clear=False, compiled=False, every_thread=False, skipped=(), pinned=False,
+           cuda=True) -> None:  # fmt: skip
+    """The last arguments of both calls below, of which older versions of PyTorch have fewer."""
     enter_thread()
-    unknown = [action for action in skipped if action not in ACTIONS]
-    if unknown:
-        raise RuntimeError(f"Unknown TraceEntry action: {unknown[0]}. Valid are {', '.join(ACTIONS)}")
+    if skipped or every_thread:
+        raise errors.not_modelled("skip_actions and global_record_annotations of a memory history")
     if pinned:
         raise errors.not_modelled("the history of pinned host memory (record_pinned_host_memory=True)")
     kept = history_of(active())
     if enabled and cuda:
-        kept.start(Settings(max(1, min(max_entries, 2**63 - 1)), context, frozenset(skipped), every_thread), clear)
+        kept.start(Settings(max(1, min(max_entries, 2**63 - 1)), context), clear)
     else:
         kept.stop()
 
 
-def _cuda_record_memory_history(enabled, context, stacks, max_entries, clear_history=False, compile_context=False,
-                                global_record_annotations=False, skip_actions=(), record_pinned_host_memory=False,
-                                record_cuda=True) -> None:  # fmt: skip
+def _cuda_record_memory_history(enabled, context, stacks, max_entries, *options) -> None:
     """Behind `torch.cuda.memory._record_memory_history`. Stacks are Python's, whatever `stacks` says."""
     if enabled not in (None, "state", "all"):
         raise RuntimeError("expected state to be 'state', 'all', or None")
@@ -57,18 +54,14 @@ def _cuda_record_memory_history(enabled, context, stacks, max_entries, clear_his
         raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
     if stacks not in ("python", "all"):
         raise RuntimeError("expected stacks to be 'python', or 'all'")
-    _start(enabled, _CONTEXTS[context], max_entries if enabled == "all" else 1, clear_history,
-           global_record_annotations, skip_actions, record_pinned_host_memory, record_cuda)  # fmt: skip
+    _start(enabled, _CONTEXTS[context], max_entries if enabled == "all" else 1, *options)
 
 
-def _cuda_record_memory_history_legacy(enabled, record_context, trace_alloc_max_entries, trace_alloc_record_context,
-                                       record_context_cpp, clear_history=False, compile_context=False,
-                                       global_record_annotations=False, skip_actions=(),
-                                       record_pinned_host_memory=False, record_cuda=True) -> None:  # fmt: skip
+def _cuda_record_memory_history_legacy(enabled, *options) -> None:
     """The same for a call with True or False."""
-    context = ALLOC if trace_alloc_record_context else STATE if record_context else NEVER
-    _start(enabled, context, trace_alloc_max_entries, clear_history, global_record_annotations, skip_actions,
-           record_pinned_host_memory, record_cuda)  # fmt: skip
+    if enabled:
+        raise errors.not_modelled('_record_memory_history(True) (an old way to say "all" or "state")')
+    _start(None, NEVER, 1)
 
 
 def _cuda_isHistoryEnabled() -> bool:
@@ -76,59 +69,9 @@ def _cuda_isHistoryEnabled() -> bool:
     return history_of(active()).settings is not None
 
 
-def _cuda_setMemoryMetadata(metadata: str) -> None:
-    """Label this thread's events from now on."""
-    thread.metadata = metadata
-
-
-def _cuda_getMemoryMetadata() -> str:
-    """The label of this thread's events, or ""."""
-    return thread.metadata
-
-
 def _cuda_memoryMetadataSupported() -> bool:
-    """The history has labels."""
-    return True
-
-
-def _annotate_tensor(tensor: torch.Tensor, metadata: str) -> None:
-    """Attach a text to the allocation behind `tensor`, as an event of its own."""
-    allocation = allocation_of(tensor)
-    if allocation is None:
-        raise ValueError(f"expected a CUDA tensor, got device {tensor.device}")
-    recorders = history_of(allocation.gpu.machine).recorders
-    recorders[allocation.gpu.index].annotate(allocation.block.address, metadata)
-
-
-_raw_scope = torch.autograd.profiler.record_function
-_raw_enter, _raw_exit = _raw_scope.__enter__, _raw_scope.__exit__
-
-
-class _Scope:
-    """The two ends of `record_function`. TorchScript compiles them from their source, and only the first branches."""
-
-    def __enter__(self):
-        if torch.jit.is_scripting():
-            self.record = torch.ops.profiler._record_function_enter_new(self.name, self.args)
-            return self
-        else:
-            _mark(self.name, "START")
-            return _raw_enter(self)
-
-    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any):
-        if torch.jit.is_scripting():
-            record = self.record
-            assert record is not None
-            torch.ops.profiler._record_function_exit(record)
-        else:
-            _mark(self.name, "END")
-            _raw_exit(self, exc_type, exc_value, traceback)
-
-
-def _mark(name: str, stage: str) -> None:
-    machine = active()
-    if machine is not None and machine.history is not None:
-        machine.history.mark(name, stage, machine.current)
+    """The history has no labels, and `refused` says so to a program that sets one."""
+    return False
 
 
 # ---- the snapshot --------------------------------------------------------------------------------------------------
@@ -172,10 +115,7 @@ def _as_dictionary(kept, segments, traces) -> dict:
         "segments": [segment for _, segment in segments],
         "device_traces": [[_event(entry, frames, epoch) for entry in trace] for trace in traces],
         "allocator_settings": described(kept.allocator_settings, active().options or Options(), INSTALLED),
-        "external_annotations": [
-            {"name": name, "stage": stage, "device": gpu, "time_us": (moment + epoch) // 1000}
-            for name, stage, gpu, moment in kept.annotations.copy()
-        ],
+        "external_annotations": [],
     }
     return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= (2, 14) else {})
 
@@ -186,7 +126,7 @@ _HAS_POOLS = INSTALLED >= (2, 12)
 def _event(entry: tuple, frames: dict, epoch: int) -> dict:
     """One event, the fields of a `history.Entry`, as PyTorch describes it. `epoch`: nanoseconds from
     perf_counter_ns to Unix time."""
-    action, value, size, stream, moment, stack, forward, metadata = entry
+    action, value, size, stream, moment, stack, forward = entry
     event = {
         "action": action,
         "device_free" if action == "oom" else "addr": value,
@@ -194,7 +134,7 @@ def _event(entry: tuple, frames: dict, epoch: int) -> dict:
         "stream": stream,
         "time_us": (moment + epoch) // 1000,
         "compile_context": "N/A",
-        "user_metadata": metadata,
+        "user_metadata": "",
     }
     if _HAS_POOLS:
         event["pool_id"] = _DEFAULT_POOL
@@ -252,11 +192,10 @@ def _accelerator_getAllocatorSettings() -> str:
 def patches():
     """See `patches`. Set in builds without CUDA too, whose C++ has none of them."""
     functions = [_cuda_record_memory_history, _cuda_record_memory_history_legacy, _cuda_isHistoryEnabled,
-                 _cuda_memorySnapshot, _cuda_setMemoryMetadata, _cuda_getMemoryMetadata,
-                 _cuda_attach_out_of_memory_observer, _accelerator_setAllocatorSettings]  # fmt: skip
+                 _cuda_memorySnapshot, _cuda_attach_out_of_memory_observer,
+                 _accelerator_setAllocatorSettings]  # fmt: skip
     if hasattr(torch.cuda.memory, "_memory_metadata_supported"):
         functions.append(_cuda_memoryMetadataSupported)
-    replaced = [(torch._C, function.__name__, function) for function in functions]
-    newer = ((torch._C, _accelerator_getAllocatorSettings), (torch.cuda.memory, _annotate_tensor))
-    replaced += [(owner, function.__name__, function) for owner, function in newer if hasattr(owner, function.__name__)]
-    return replaced + [(_raw_scope, name, getattr(_Scope, name)) for name in ("__enter__", "__exit__")]
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        functions.append(_accelerator_getAllocatorSettings)
+    return [(torch._C, function.__name__, function) for function in functions]
