@@ -676,6 +676,7 @@ def test_every_draw_follows_the_gpu_s_own_seed(gpus, name):
 
 def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus):
     """16 bytes, as of CUDA's Philox generator. A saved one goes on exactly; another offset gives other numbers."""
+    torch.rand(3, device=gpus[1])
     torch.cuda.manual_seed_all(7)
     start = torch.cuda.get_rng_state(1)
     assert start.dtype == torch.uint8 and start.tolist() == [7, *[0] * 15] and torch.cuda.initial_seed() == 7

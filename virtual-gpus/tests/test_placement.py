@@ -86,7 +86,8 @@ def test_lands_on_the_cpu():
 
 def test_new_has_the_dtype_and_refuses_as_cuda_does():
     x = torch.ones(3, dtype=torch.float64, device=ONE)
-    assert x.new().shape == (0,) and x.new().device == ONE and x.new().dtype == torch.float64
+    assert x.new().shape == (0,) and x.new().device == ONE
+    assert x.new().dtype == x.new([1, 2]).dtype == x.new_tensor([1]).dtype == torch.float64
     assert x.new([1, 2]).tolist() == x.new((1, 2)).tolist() == [1.0, 2.0] and x.new(2, 3).shape == (2, 3)
     assert x.new(x).data_ptr() == x.data_ptr() and x.new(2, device="cuda:2").get_device() == 2
     with pytest.raises(TypeError, match="got torch.DoubleTensor"):
