@@ -15,8 +15,7 @@ from benchmarks.reference.networks import GPT, Recurrent, TokenEncoder
 from nets import PyramidNet, unfused_transformer
 from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrizations, parametrize, rnn
-from torchvision.models import resnet
+from torch.nn.utils import rnn
 from virtual_gpus import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -63,7 +62,7 @@ def norms():
 
 
 def images():
-    return draw(4, 3, 16, 16), whole(7, 4)
+    return draw(3, 3, 16, 16), whole(7, 3)
 
 
 def tokens():
@@ -72,7 +71,6 @@ def tokens():
 
 CASES = {
     "norms": (norms, images),
-    "resnet": (lambda: resnet.ResNet(resnet.BasicBlock, [1] * 4, num_classes=7), images),
     "pyramidnet": (lambda: PyramidNet(14, 12, classes=7), images),
     "unfused attention": (lambda: unfused_transformer(40, 16, 2, 2, 9), tokens),
     "gpt": (lambda: GPT(0.0, words=40, hidden=24, layers=2, heads=3, length=12), tokens),
@@ -81,32 +79,31 @@ CASES = {
 }
 
 
-def train(case, device, steps=3):
-    """Losses of some steps, the gradients of the last one, and the weights and buffers after it."""
+def train(case, device):
+    """Losses of two steps, the gradients of the last one, the weights and buffers after it, and an evaluation."""
     build, data = CASES[case]
     torch.manual_seed(3)
     model = build()
     x, y = data()
     model(x)  # gives lazy layers their shape
-    torch.manual_seed(4)
     model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     losses = []
-    for _ in range(steps):
+    for _ in range(2):
         optimizer.zero_grad()
-        out = model(x.to(device))
-        loss = F.cross_entropy(out.flatten(0, -2), y.to(device).flatten())
+        loss = F.cross_entropy(model(x.to(device)).flatten(0, -2), y.to(device).flatten())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    with torch.inference_mode():
+        out = model.eval()(x.to(device))
     return losses, [*gradients_of(model), *model.state_dict().values(), out]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_cpu_s_bit_for_bit(gpus, case):
     expected, found = train(case, "cpu"), train(case, gpus[1])
-    assert found[0] == expected[0] and len(set(found[0])) > 1
-    assert all(map(math.isfinite, found[0]))
+    assert found[0] == expected[0] and len(set(found[0])) == 2 and all(map(math.isfinite, found[0]))
     for one, other in zip(found[1], expected[1], strict=True):
         assert one.device == gpus[1]
         same(one, other)
@@ -125,38 +122,6 @@ def program(function):
 
 
 @program
-def evaluation_of_batch_norm(device):
-    net = PyramidNet(8, 6, classes=7)
-    net(images()[0])
-    net.eval().to(device)
-    with torch.inference_mode():
-        out = net(images()[0].to(device))
-    assert out.is_inference()
-    return [out]
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        assert gradient.device == x.device
-        return 3 * x**2 * gradient + torch.zeros(x.shape, device=x.device)
-
-
-@program
-def custom_function_and_its_second_derivative(device):
-    x = draw(4).to(device).requires_grad_()
-    (first,) = torch.autograd.grad(Cube.apply(x).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    return [first, second]
-
-
-@program
 def in_place_operators_and_views(device):
     x = draw(4, 5).to(device).requires_grad_()
     y = x * 1
@@ -167,17 +132,6 @@ def in_place_operators_and_views(device):
     z = y.unfold(1, 2, 2).permute(1, 0, 2).reshape(-1)
     (z.square().sum() + y.as_strided((3,), (2,)).sum()).backward()
     return [y, x.grad]
-
-
-@program
-def per_sample_gradients(device):
-    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
-    weights = {name: p.detach() for name, p in net.named_parameters()}
-
-    def loss(weights, x):
-        return torch.func.functional_call(net, weights, (x,)).square().sum()
-
-    return list(torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, draw(5, 4).to(device)).values())
 
 
 @program
@@ -241,15 +195,10 @@ def sparse_matrices(device):
 @program
 def sparse_embeddings(device):
     weights = []
-    for make, options in (
-        (torch.optim.SGD, {}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.SparseAdam, {}),
-        (torch.optim.Adagrad, {}),
-    ):
+    for make, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {})):
         table = nn.Embedding(20, 4, sparse=True).to(device)
-        optimizer = make(list(table.parameters()), lr=0.1, **options)
-        for seed in range(3):
+        optimizer = make(table.parameters(), lr=0.1, **options)
+        for seed in range(2):
             optimizer.zero_grad()
             table(whole(20, 6, seed=seed).to(device)).square().sum().backward()
             assert table.weight.grad.is_sparse and table.weight.grad.device == table.weight.device
@@ -271,28 +220,13 @@ def embedding_bags(device):
 
 @program
 def recurrent_cells(device):
-    results = []
-    for kind in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
-        cell, state = kind(3, 4).to(device), None
-        for step in draw(5, 2, 3).to(device):
-            state = cell(step, state)
-        state = state[0] if kind is nn.LSTMCell else state
-        state.sum().backward()
-        results += [state, *gradients_of(cell)]
-    return results
-
-
-@program
-def parametrized_weights(device):
-    results = []
-    for wrap in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal):
-        net = wrap(nn.Linear(4, 4)).to(device)
-        out = net(draw(2, 4).to(device))
-        out.sum().backward()
-        gradients = gradients_of(net)
-        parametrize.remove_parametrizations(net, "weight")
-        results += [out, net.weight, *gradients]
-    return results
+    lstm, gru = nn.LSTMCell(3, 4).to(device), nn.GRUCell(4, 4).to(device)
+    x, state = draw(2, 3).to(device), None
+    for _ in range(3):
+        state = lstm(x, state)
+    out = gru(state[0])
+    out.sum().backward()
+    return [out, *gradients_of(lstm, gru)]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -308,36 +242,29 @@ def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
 # ---- autograd across devices ---------------------------------------------------------------------------------------
 
 
-class TwoGPUs(nn.Module):
-    """The first half on one device, the second half and a skip connection on another."""
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
 
-    def __init__(self, first, second):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = first, second
-        self.front = nn.Sequential(nn.Linear(6, 8), nn.Tanh()).to(first)
-        self.back = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(second)
-
-    def forward(self, x):
-        y = self.front(x.to(self.first))
-        return self.back(y.to(self.second)).to(self.first) + y[:, :3]
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        assert gradient.device == x.device
+        return 3 * x**2 * gradient + torch.zeros(x.shape, device=x.device)
 
 
-def test_model_parallelism_by_hand(gpus):
+def test_a_gradient_penalty_over_two_gpus(gpus):
     def run(first, second):
-        model, x = TwoGPUs(first, second), draw(5, 6).requires_grad_()
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            # A gradient penalty: the graph of the backward pass crosses the GPUs as well.
-            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-            assert slope.device.type == "cpu"
-            (loss + slope.square().sum().to(loss.device)).backward()
-            optimizer.step()
-        assert x.grad.device.type == "cpu"
-        assert {p.device for p in model.back.parameters()} == {torch.device(second)}
-        return [loss, x.grad, *model.parameters(), *gradients_of(model)]
+        torch.manual_seed(0)
+        front, back, x = nn.Linear(6, 8).to(first), nn.Linear(8, 3).to(second), draw(5, 6).requires_grad_()
+        y = Cube.apply(front(x.to(first)))
+        loss = (back(y.to(second)).to(first) + y[:, :3]).square().mean()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum().to(first)).backward()
+        assert slope.device.type == x.grad.device.type == "cpu"
+        return [loss, slope, x.grad, *gradients_of(front, back)]
 
     for one, other in zip(run("cpu", "cpu"), run(*gpus[1:]), strict=True):
         same(one, other)
@@ -369,13 +296,6 @@ class Halves(torch.autograd.Function):
         return torch.cat([first, second]) + torch.zeros(1, device=second.device)
 
 
-@pytest.mark.parametrize("used, expected", [(0, [3, 3, 0, 0]), (1, [0, 0, 3, 3])])
-def test_a_result_that_nobody_uses_has_a_gradient_of_zeros_on_the_gpu(gpus, used, expected):
-    x = draw(4).to(gpus[2]).requires_grad_()
-    (Halves.apply(x)[used] * 3).sum().backward()
-    assert x.grad.device == gpus[2] and x.grad.tolist() == expected
-
-
 class Seen(torch.autograd.Function):
     """Notes where its backward pass runs."""
 
@@ -405,13 +325,27 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def test_zeros_for_a_function_are_where_its_result_was(gpus):
+ZEROS = {
+    "an unused first result": (lambda x: Halves.apply(x)[1] * 3, [0, 0, 3, 3]),
+    "an unused second result": (lambda x: Halves.apply(x)[0] * 3, [3, 3, 0, 0]),
+    "no gradient": (lambda x: NoGradient.apply(Seen.apply(x)), [0] * 4),
+    "a function of signs": (lambda x: torch.copysign(x.detach(), x), [0] * 4),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_that_cpp_makes_as_gradients_are_where_their_tensor_is(gpus, name):
+    function, expected = ZEROS[name]
     Seen.gradients.clear()
-    x, on_cpu = draw(3).to(gpus[2]).requires_grad_(), draw(3).requires_grad_()
-    for source in (x, on_cpu):
-        NoGradient.apply(Seen.apply(source)).sum().backward()
-        assert not source.grad.any()
-    assert [*Seen.gradients, x.grad.device, on_cpu.grad.device] == [gpus[2], on_cpu.device] * 2
+    for device in (gpus[2], torch.device("cpu")):
+        x = draw(4).to(device).requires_grad_()
+        (first,) = torch.autograd.grad(function(x).sum(), x)
+        for _ in range(2):  # the second pass adds to the first one's
+            function(x).sum().backward()
+        assert first.device == x.grad.device == device and first.tolist() == expected
+        assert x.grad.tolist() == [2 * number for number in expected]
+        torch.optim.SGD([x], lr=0.1).step()
+    assert Seen.gradients in ([], [gpus[2]] * 3 + [torch.device("cpu")] * 3)
 
 
 def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpus):
@@ -419,8 +353,6 @@ def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpu
     first, second, side = (torch.cuda.Stream(2) for _ in range(3))
     default = torch.cuda.default_stream(2)
     x = draw(3).to(gpus[2]).requires_grad_()
-    Seen.apply(x).sum().backward()
-    assert Seen.places == [(gpus[2], default)]
     with torch.cuda.stream(first):
         one = Seen.apply(x)
     with torch.cuda.stream(second):
@@ -429,32 +361,15 @@ def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpu
         torch.autograd.grad((Seen.apply(one) + two).sum(), x, retain_graph=True)
         Seen.apply(one.detach())
         assert torch.cuda.current_stream(2) == side
-    assert [stream for _, stream in Seen.places[1:]] == [side, second, first]
+    assert Seen.places == [(gpus[2], stream) for stream in (side, second, first)]
     with torch.cuda.stream(first):
         Seen.apply(x) * 2
     loss = (Seen.apply(one) + two).sum()
     with torch.cuda.stream(side):
         loss.backward()
         assert side._mark() >= first._mark() and side._mark() >= default._mark()
-    assert [stream for _, stream in Seen.places[4:]] == [default, second, first]
+    assert [stream for _, stream in Seen.places[3:]] == [default, second, first]
     assert torch.cuda.current_stream(2) == default and torch.cuda.current_device() == 0
-    torch.cuda.set_stream(first)
-    assert torch.cuda.current_device() == 2
-    torch.cuda.set_stream(torch.cuda.default_stream(0))
-
-
-def test_gradients_of_zeros_are_on_the_gpu_as_well(gpus):
-    """PyTorch makes them in C++, where a virtual GPU's tensor looks like the CPU's."""
-    x, on_cpu = draw(3).to(gpus[2]).requires_grad_(), draw(3).requires_grad_()
-    for _ in range(2):  # the second pass adds to the first one's
-        torch.copysign(x.detach(), x).sum().backward()
-        torch.copysign(on_cpu.detach(), on_cpu).sum().backward()
-    (other,) = torch.autograd.grad(torch.copysign(x.detach(), x).sum(), x)
-    assert x.grad.device == other.device == gpus[2] and on_cpu.grad.device.type == "cpu"
-    same(other, torch.zeros(3))
-    torch.optim.SGD([x], lr=0.1).step()
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        on_cpu.grad + x
 
 
 def test_gradients_of_another_device_are_refused_as_pytorch_does(gpus):
@@ -480,7 +395,6 @@ def device_inside(x):
 
 
 FUNCTIONAL = {
-    "vmap": lambda x, d: torch.vmap(lambda row: (row.to(d) * 2).sum())(x),
     "vmap asks for the device": lambda x, d: torch.vmap(device_inside)(x.to(d)),
     "vmap, another dimension": lambda x, d: torch.vmap(lambda c: c.to(d).cumsum(0), in_dims=1, out_dims=1)(x),
     "grad of grad": lambda x, d: torch.func.grad(
@@ -497,10 +411,9 @@ FUNCTIONAL = {
     "hessian of a loss": lambda x, d: torch.func.hessian(
         lambda v: nn.functional.cross_entropy(v.to(d), torch.ones((), device=d).long(), label_smoothing=0.1)
     )(x[0]),
-    "vjp": lambda x, d: torch.func.vjp(lambda v: v.to(d) ** 2, x)[1](torch.ones_like(x).to(d))[0],
     "autograd.functional": lambda x, d: torch.autograd.functional.jacobian(lambda v: v.to(d) ** 2, x[0]),
 }
-STAYS_ON_THE_CPU = ("grad of grad", "vmap of grad", "vjp")
+STAYS_ON_THE_CPU = ("grad of grad", "vmap of grad")
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
@@ -517,29 +430,26 @@ def test_function_transforms(gpus, name):
 # ---- dtypes and layouts --------------------------------------------------------------------------------------------
 
 
-def test_dtypes_go_there_and_back(gpus):
-    for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn):
-        x = (draw(3, 4) * 5).abs().to(dtype)
-        there = x.to(gpus[1])
-        assert there.dtype == dtype and there.device == gpus[1]
-        same(there.to(gpus[0]), x)
-        assert torch.zeros(2, dtype=dtype, device=gpus[2]).element_size() == dtype.itemsize
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
+)
+def test_dtypes_go_there_and_back(gpus, dtype):
+    x = (draw(3, 4) * 5).abs().to(dtype)
+    there = x.to(gpus[1])
+    assert there.dtype == dtype and there.device == gpus[1]
+    same(there.to(gpus[0]), x)
 
 
 def test_views_keep_their_strides_and_share_memory(gpus):
-    x = draw(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    last = {"memory_format": torch.channels_last}
+    x = draw(2, 3, 4, 5).to(**last)
     there = x.to(gpus[1])
-    assert there.is_contiguous(memory_format=torch.channels_last) and there.stride() == x.stride()
-    assert there.contiguous().is_contiguous()
-    back = there.contiguous().to("cpu", memory_format=torch.channels_last)
-    assert back.is_contiguous(memory_format=torch.channels_last)
-    weight = nn.Conv2d(3, 2, 3).to(gpus[1], memory_format=torch.channels_last).weight
-    assert weight.is_contiguous(memory_format=torch.channels_last) and weight.device == gpus[1]
+    assert there.stride() == x.stride() and there.contiguous().is_contiguous()
+    assert there.contiguous().to("cpu", **last).is_contiguous(**last)
+    assert nn.Conv2d(3, 2, 3).to(gpus[1], **last).weight.is_contiguous(**last)
     z = torch.complex(draw(3), draw(3, seed=2))
     for view in (draw(3, 4).t()[1:], z.conj(), z.conj().imag, z.imag, z.real):
-        same(view.to(gpus[0]), view)
-        same(view.to(gpus[0]).to(gpus[1]).to("cpu"), view)
-    assert draw(3, 4).t().to(gpus[1]).stride() == (1, 4)
+        same(view.to(gpus[0]).to(gpus[1]), view)
     x = torch.zeros(4, device=gpus[1])
     before = torch.cuda.memory_allocated(1)
     views = [x[1:], x.view(2, 2), x.expand(3, 4), x.detach(), x.data]
@@ -565,49 +475,21 @@ def test_packed_sequences_and_sparse_tensors_move_as_a_whole(gpus):
     assert packed.cuda(2).data.device == gpus[2] and there.cpu().data.device.type == "cpu"
     with pytest.raises(RuntimeError, match="should be a 1D CPU int64 tensor, but got 1D cuda:1 Long tensor"):
         rnn.pack_padded_sequence(draw(1, 2, 2).to(gpus[1]), torch.tensor([2], device=gpus[1]), batch_first=True)
-    sparse = torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 3), device=gpus[2])
-    assert sparse.device == gpus[2] and sparse.to(gpus[0]).device == gpus[0]
     with pytest.raises(RuntimeError):
-        sparse @ draw(3, 2)
+        torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 3), device=gpus[2]).to(gpus[0]) @ draw(3, 2)
 
 
 # ---- copies, saving, loading ---------------------------------------------------------------------------------------
 
 
 def test_deepcopy(gpus):
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(gpus[1])
-    model(draw(4, 3).to(gpus[1])).sum().backward()
-    before = torch.cuda.memory_allocated(1)
-    twin = copy.deepcopy(model)
-    assert torch.cuda.memory_allocated(1) > before
-    for one, other in zip(twin.state_dict().values(), model.state_dict().values(), strict=True):
-        assert one.device == gpus[1] and one.data_ptr() != other.data_ptr()
-        same(one, other)
-    assert copy.deepcopy(torch.zeros(2)).device.type == "cpu"
     shared = torch.zeros(4, device=gpus[1])
+    before = torch.cuda.memory_allocated(1)
     one, other = copy.deepcopy([shared, shared[1:]])
+    assert torch.cuda.memory_allocated(1) == before + 512
     one.fill_(3)
-    assert other.tolist() == [3.0, 3.0, 3.0] and shared.sum() == 0 and other.device == gpus[1]
-
-
-def test_state_dicts_cross_devices(gpus):
-    source = nn.BatchNorm1d(3).to(gpus[1])
-    source(draw(8, 3).to(gpus[1])).sum().backward()
-    adam = torch.optim.Adam(source.parameters())
-    adam.step()
-    for device in (gpus[2], torch.device("cpu")):
-        target = nn.BatchNorm1d(3).to(device)
-        target.load_state_dict(source.state_dict())
-        assert {t.device for t in target.state_dict().values()} == {device}
-        same(target.running_mean, source.running_mean)
-        other = torch.optim.Adam(target.parameters())
-        other.load_state_dict(adam.state_dict())
-        for here, there in zip(other.state.values(), adam.state.values(), strict=True):
-            assert here["exp_avg"].device == device and here["step"].device.type == "cpu"
-            same(here["exp_avg"], there["exp_avg"])
-    replaced = nn.BatchNorm1d(3)
-    replaced.load_state_dict(source.state_dict(), assign=True)
-    assert replaced.running_mean.device == gpus[1]
+    assert other.tolist() == [3.0, 3.0, 3.0] and shared.sum() == 0 and one.device == other.device == gpus[1]
+    assert copy.deepcopy(torch.zeros(2)).device.type == "cpu"
 
 
 def saved(thing):
@@ -624,12 +506,9 @@ def load(file, **options):
 MAPS = {
     "as saved": (None, "cuda:1"),
     "text cpu": ("cpu", "cpu"),
-    "text cuda:0": ("cuda:0", "cuda:0"),
     "text cuda": ("cuda", "cuda:2"),  # the current GPU
     "device": (torch.device("cuda", 2), "cuda:2"),
-    "device cpu": (torch.device("cpu"), "cpu"),
     "dict": ({"cuda:1": "cuda:0"}, "cuda:0"),
-    "dict to cpu": ({"cuda:1": "cpu"}, "cpu"),
     "dict of others": ({"cuda:0": "cpu"}, "cuda:1"),
     "function to cpu": (lambda storage, place: storage, "cpu"),
     "function to a GPU": (lambda storage, place: storage.cuda(2), "cuda:2"),
@@ -680,21 +559,20 @@ def test_files_outlive_the_virtual_gpus(tmp_path):
 
 
 def test_other_formats_of_files(gpus, tmp_path):
-    path = tmp_path / "x.pt"
-    x = draw(5).to(gpus[1])
+    path, x = tmp_path / "x.pt", draw(5).to(gpus[1])
     torch.save({"x": x, "view": x[2:]}, path, _use_new_zipfile_serialization=False)
     back = torch.load(path, map_location="cuda:2")
     assert back["x"].device == back["view"].device == gpus[2]
     same(back["view"], x[2:])
-    torch.save({"x": x}, path)
+    torch.save(x, path)
     back = torch.load(path, map_location="cpu", mmap=True)
-    assert back["x"].device.type == "cpu"
-    same(back["x"], x)
-    sparse, turned = draw(3, 3).relu().to_sparse(), torch.complex(draw(2), draw(2)).conj()
-    back = load(saved({"s": sparse.to(gpus[1]), "c": turned.to(gpus[1])}), map_location="cuda:2")
-    assert back["s"].device == back["c"].device == gpus[2]
-    same(back["s"].to_dense(), sparse.to_dense())
-    same(back["c"], turned)
+    assert back.device.type == "cpu"
+    same(back, x)
+    sparse, turned = draw(3, 3).relu().to_sparse().to(gpus[1]), torch.complex(draw(2), draw(2)).conj().to(gpus[1])
+    back = load(saved([sparse, turned]), map_location="cuda:2")
+    assert back[0].device == back[1].device == gpus[2]
+    same(back[0].to_dense(), sparse.to_dense())
+    same(back[1], turned)
 
 
 # ---- inference mode, lists of tensors, clipping ---------------------------------------------------------------------
@@ -735,24 +613,19 @@ def with_gradients(places):
     return parameters
 
 
-PLACES = {"one GPU": ["cuda:1"] * 4, "two GPUs": ["cuda:1", "cuda:2", "cuda:1", "cuda:2"],
-          "a GPU and the CPU": ["cuda:1", "cpu", "cuda:1", "cpu"]}  # fmt: skip
-
-
 @pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("places", PLACES)
-def test_clipping(gpus, places, foreach):
-    expected, found = with_gradients(["cpu"] * 4), with_gradients(PLACES[places])
+@pytest.mark.parametrize("second", ["cuda:2", "cpu"])
+def test_clipping(gpus, second, foreach):
+    expected, found = with_gradients(["cpu"] * 4), with_gradients(["cuda:1", second] * 2)
     wanted = nn.utils.clip_grad_norm_(expected, 1.5, foreach=False)
     norm = nn.utils.clip_grad_norm_(found, 1.5, foreach=foreach)
     assert norm.device == gpus[1]
     torch.testing.assert_close(norm.cpu(), wanted)
-    for one, other in zip(found, expected, strict=True):
-        assert one.grad.device == one.device
-        torch.testing.assert_close(one.grad.cpu(), other.grad)
-    nn.utils.clip_grad_value_(found, 0.1, foreach=foreach)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.grad.cpu(), other.grad.clamp(-0.1, 0.1))
+    for limit in (10.0, 0.1):  # the first one clips nothing
+        nn.utils.clip_grad_value_(found, limit, foreach=foreach)
+        for one, other in zip(found, expected, strict=True):
+            assert one.grad.device == one.device
+            torch.testing.assert_close(one.grad.cpu(), other.grad.clamp(-limit, limit))
 
 
 # ---- random numbers ------------------------------------------------------------------------------------------------
@@ -766,25 +639,16 @@ def test_dropout_drops_what_it_should(gpus):
     assert sorted(y.unique().tolist()) == pytest.approx([0, 1 / 0.7])
     y.sum().backward()
     same(x.grad, y)
-    channels = F.dropout2d(torch.ones(50, 20, 3, 3, device=gpus[1]), 0.5).flatten(2)
-    assert bool((channels.amax(2) == channels.amin(2)).all()) and 0.3 < (channels > 0).float().mean() < 0.7
 
 
 DRAWS = {
-    "rand": lambda d: torch.rand(5, device=d),
-    "randn": lambda d: torch.randn(5, device=d),
     "randint": lambda d: torch.randint(0, 1000, (5,), device=d),
     "randperm": lambda d: torch.randperm(50, device=d),
-    "rand_like": lambda d: torch.rand_like(torch.ones(5, device=d)),
     "normal": lambda d: torch.normal(torch.zeros(5, device=d), 1.0),
     "bernoulli": lambda d: torch.bernoulli(torch.full((50,), 0.5, device=d)),
-    "uniform_": lambda d: torch.empty(5, device=d).uniform_(),
-    "exponential_": lambda d: torch.empty(5, device=d).exponential_(),
     "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
     "poisson": lambda d: torch.poisson(torch.full((20,), 5.0, device=d)),
     "dropout": lambda d: F.dropout(torch.ones(50, device=d), 0.5),
-    "alpha_dropout": lambda d: F.alpha_dropout(torch.ones(50, device=d), 0.5, True),
-    "rrelu": lambda d: F.rrelu(-torch.ones(50, device=d), training=True),
     "fractional_max_pool2d": lambda d: F.fractional_max_pool2d(
         torch.arange(400.0, device=d).view(1, 1, 20, 20), 2, output_size=5
     ),
@@ -802,46 +666,29 @@ def test_every_draw_follows_the_gpu_s_own_seed(gpus, name):
     first, other = make(gpus[1]), make(gpus[2])
     assert torch.equal(torch.get_rng_state(), host), "a draw on a GPU must leave the CPU's generator alone"
     assert first.device == gpus[1]
-    second = make(gpus[1])
-    assert not torch.equal(first, second)
+    assert not torch.equal(first, make(gpus[1]))
     same(first, other)  # torch.manual_seed gives every GPU the same seed, and each draws for itself
-    torch.manual_seed(5)
-    torch.rand(100)
-    same(make(gpus[1]), first)
-    with torch.cuda.device(1):
-        torch.cuda.manual_seed(5)
-    same(make(gpus[1]), first)
-    torch.manual_seed(6)
-    assert not torch.equal(make(gpus[1]), first)
+    for gpu in (1, 2):
+        with torch.cuda.device(1):
+            torch.cuda.manual_seed(5)
+        assert torch.equal(make(gpus[gpu]).cpu(), first.cpu()) == (gpu == 1)
 
 
-def test_states_of_all_generators(gpus):
-    states = torch.cuda.get_rng_state_all()
-    assert len(states) == 3 and {s.device.type for s in states} == {"cpu"}
-    before = [torch.rand(2, device=gpu) for gpu in gpus]
-    torch.cuda.set_rng_state_all(states)
-    for gpu, value in zip(gpus, before, strict=True):
-        same(torch.rand(2, device=gpu), value)
-    torch.cuda.manual_seed_all(9)
-    assert torch.cuda.initial_seed() == 9
-
-
-def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus, tmp_path):
+def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus):
     """16 bytes, as of CUDA's Philox generator. A saved one goes on exactly; another offset gives other numbers."""
+    torch.rand(3, device=gpus[1])
     torch.cuda.manual_seed_all(7)
     start = torch.cuda.get_rng_state(1)
-    assert start.shape == (16,) and start.dtype == torch.uint8 and start.tolist() == [7, *[0] * 15]
+    assert start.dtype == torch.uint8 and start.tolist() == [7, *[0] * 15] and torch.cuda.initial_seed() == 7
     torch.rand(1000, device=gpus[1])
     later = torch.cuda.get_rng_state(1)
     assert later[:8].tolist() == start[:8].tolist() and later[8:].view(torch.int64).item() == 4
-    torch.save(later, tmp_path / "state")
     wanted = torch.randn(50, device=gpus[1])
-    for state in (torch.load(tmp_path / "state"), later.clone()):
-        torch.cuda.set_rng_state(state, 1)
-        same(torch.randn(50, device=gpus[1]), wanted)
+    torch.cuda.set_rng_state(load(saved(later)), 1)
+    same(torch.randn(50, device=gpus[1]), wanted)
     twin = torch.Generator(device="cuda").manual_seed(7)
-    twin.set_state(torch.load(tmp_path / "state"))
-    same(torch.randn(50, device=gpus[0], generator=twin), wanted.to(gpus[0]))
+    twin.set_state(load(saved(later)))
+    same(torch.randn(50, device=gpus[0], generator=twin), wanted)
     assert twin.get_offset() == 8 and twin.initial_seed() == 7
     drawn = []
     for offset in (40, 44, 40):
@@ -854,37 +701,32 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus, tmp_path):
 
 
 def test_fork_rng(gpus):
-    torch.manual_seed(1)
+    places = [*gpus, "cpu"]
     with torch.random.fork_rng(devices=[1]):
-        inside = torch.rand(3, device=gpus[1]), torch.rand(3, device=gpus[2]), torch.rand(3)
-    again = torch.rand(3, device=gpus[1]), torch.rand(3, device=gpus[2]), torch.rand(3)
-    same(inside[0], again[0])
-    assert not torch.equal(inside[1], again[1])
-    same(inside[2], again[2])
-    with (
-        pytest.warns(UserWarning, match="CUDA reports that you have 3 available devices"),
-        torch.random.fork_rng(),
-    ):
-        everywhere = [torch.rand(3, device=gpu) for gpu in gpus]
-    for gpu, value in zip(gpus, everywhere, strict=True):
-        same(torch.rand(3, device=gpu), value)
+        inside = [torch.rand(3, device=place).tolist() for place in places]
+    again = [torch.rand(3, device=place).tolist() for place in places]
+    assert [one == other for one, other in zip(inside, again, strict=True)] == [False, True, False, True]
+    states = torch.cuda.get_rng_state_all()
+    with pytest.warns(UserWarning, match="CUDA reports that you have 3 available devices"), torch.random.fork_rng():
+        everywhere = [torch.rand(3, device=place).tolist() for place in places]
+    assert [torch.rand(3, device=place).tolist() for place in places] == everywhere
+    torch.cuda.set_rng_state_all(states)
+    assert [torch.rand(3, device=gpu).tolist() for gpu in gpus] == everywhere[:3]
 
 
 def test_generators_of_one_s_own(gpus):
-    make = torch.Generator(device="cuda:1").manual_seed(3)
+    make = torch.Generator(device="cuda:1")
     assert make.device == gpus[1] and isinstance(make, torch.Generator)
     assert torch.Generator("cuda").device == gpus[0] and torch.Generator().device.type == "cpu"
-    default = torch.cuda.get_rng_state(1)
-    one = torch.rand(4, device=gpus[1], generator=make), torch.empty(4, device=gpus[1]).normal_(generator=make)
-    assert torch.equal(torch.cuda.get_rng_state(1), default)
-    make.manual_seed(3)
-    same(torch.rand(4, device=gpus[1], generator=make), one[0])
-    same(torch.empty(4, device=gpus[1]).normal_(generator=make), one[1])
-    for device, wrong, message in (
-        (gpus[1], torch.Generator(), "Expected a 'cuda' device type for generator but found 'cpu'"),
-        ("cpu", make, "Expected a 'cpu' device type for generator but found 'cuda'"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
+    default, drawn = torch.cuda.get_rng_state(1), []
+    for _ in range(2):
+        make.manual_seed(3)
+        drawn.append(torch.rand(4, device=gpus[1], generator=make).tolist())
+        drawn.append(torch.empty(4, device=gpus[1]).normal_(generator=make).tolist())
+    assert drawn[:2] == drawn[2:] and torch.equal(torch.cuda.get_rng_state(1), default)
+    for device, wrong, other in ((gpus[1], torch.Generator(), "cpu"), ("cpu", make, "cuda")):
+        expected = f"Expected a '{torch.device(device).type}' device type for generator but found '{other}'"
+        with pytest.raises(RuntimeError, match=expected):
             torch.rand(4, device=device, generator=wrong)
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=expected):
             torch.empty(4, device=device).normal_(generator=wrong)

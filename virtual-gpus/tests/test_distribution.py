@@ -1,14 +1,11 @@
-"""The distribution on its own: the built wheel, in an environment that has PyTorch and nothing else of ours."""
+"""The distribution on its own: the built wheel, without the repository beside it and without the extras."""
 
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
@@ -18,8 +15,18 @@ import virtual_gpus
 ROOT = Path(__file__).resolve().parents[1]
 UV = os.environ.get("UV") or shutil.which("uv")  # `uv run` names itself
 
-PROGRAM = """\
+START = """\
 import sys
+sys.modules.update(dict.fromkeys(("numpy", "matplotlib", "GPUtil")))  # importing one fails, as if it was not installed
+import torch
+before = set(sys.modules)
+from virtual_gpus.__main__ import main
+main(sys.argv[1:])
+beside = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print("beside it:", sorted(beside - {"torch", "virtual_gpus", "__mp_main__"}), sys.modules["virtual_gpus"].__file__)
+sys.modules["__main__"].timeline.plot()
+"""
+PROGRAM = """\
 import torch
 from virtual_gpus import record_timeline
 
@@ -27,8 +34,6 @@ net = torch.nn.DataParallel(torch.nn.Linear(8, 4).cuda())
 with record_timeline() as timeline:
     net(torch.ones(6, 8, device="cuda")).sum().backward()
 print("trained", net.module.weight.grad.device, [torch.cuda.max_memory_allocated(i) > 0 for i in range(3)])
-print("beside it:", sorted({"numpy", "matplotlib", "helpers"} & set(sys.modules)), timeline.seconds > 0)
-timeline.plot()
 """
 
 
@@ -46,62 +51,25 @@ def built(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(built):
-    (found,) = built.glob("*.whl")
-    return found
-
-
-def closure(name, found=None):
-    """A distribution and all that it needs, by name."""
-    found = {} if found is None else found
-    if name not in found:
-        try:
-            found[name] = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # of another system
-            return found
-        for line in found[name].requires or ():
-            if "extra ==" not in line:
-                closure(re.match(r"[\w.-]+", line)[0].lower().replace("_", "-"), found)
-    return found
-
-
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """The Python of a new environment with PyTorch, its own needs, and the wheel."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False, symlinks=os.name != "nt")
-    scheme = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})
-    site = Path(scheme["purelib"])
-    for distribution in closure("torch").values():
-        for file in distribution.files or ():
-            top = file.parts[0]
-            if top not in ("..", "__pycache__") and not (site / top).exists():
-                os.symlink(distribution.locate_file(top), site / top)
-    zipfile.ZipFile(wheel).extractall(site)
-    return Path(scheme["scripts"]) / ("python.exe" if os.name == "nt" else "python")
-
-
-def test_the_wheel_holds_the_package_the_plugin_and_the_licence(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
+def test_what_the_wheel_and_the_source_distribution_hold(built):
+    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    names, sources = zipfile.ZipFile(wheel).namelist(), tarfile.open(source).getnames()
     assert {"virtual_gpus/__init__.py", "virtual_gpus/py.typed", "pytest_virtual_gpus.py"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "helpers"))]
+    assert any(name.endswith("src/virtual_gpus/__init__.py") for name in sources)
+    assert not [name for name in sources if "benchmarks/outside" in name]
 
 
-def test_the_source_distribution_leaves_the_programs_from_elsewhere_out(built):
-    (found,) = built.glob("*.tar.gz")
-    names = tarfile.open(found).getnames()
-    assert any(name.endswith("src/virtual_gpus/__init__.py") for name in names)
-    assert not [name for name in names if "benchmarks/outside" in name]
-
-
-def test_a_program_runs_from_the_wheel_alone_and_names_a_missing_extra(python, tmp_path):
+def test_a_program_runs_from_the_wheel_alone_and_names_a_missing_extra(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "train.py").write_text(PROGRAM)
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    command = [python, "-m", "virtual_gpus", "--gpus", "3", "--memory", "1GiB", "train.py"]
+    command = [sys.executable, "-c", START, "--gpus", "3", "--memory", "1GiB", "train.py"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.stdout.splitlines() == ["trained cuda:0 [True, True, True]", "beside it: [] True"], done.stderr
+    place = tmp_path / "site" / "virtual_gpus" / "__init__.py"
+    assert done.stdout.splitlines() == ["trained cuda:0 [True, True, True]", f"beside it: [] {place}"], done.stderr
     assert "Drawing a timeline needs matplotlib: pip install 'virtual-gpus[plot]'." in done.stderr.splitlines()[-1]
 
 

@@ -1,4 +1,4 @@
-"""torch.export, torch.onnx.export and torch.package with modules on GPUs, and settings of torch.backends."""
+"""torch.export, torch.onnx.export and torch.package with modules on GPUs."""
 
 import io
 
@@ -42,17 +42,6 @@ def test_a_program_on_two_gpus_that_makes_tensors_is_refused():
     net.second = nn.Linear(3, 3).to("cuda:1")
     with pytest.raises(NotModelled, match="on several GPUs"):
         torch.export.export(net, (torch.ones(3, device="cuda"),))
-
-
-def test_the_settings_of_cufft_s_plans():
-    plans = torch.backends.cuda.cufft_plan_cache
-    assert (plans.size, plans.max_size, plans["cuda:1"].max_size) == (0, 4096, 4096)
-    plans.max_size = 10
-    plans[1].max_size = 7
-    plans.clear()
-    assert (plans[0].max_size, plans[torch.device("cuda", 1)].max_size) == (10, 7)
-    with pytest.raises(RuntimeError, match="non-negative"):
-        plans.max_size = -1
 
 
 @pytest.mark.outside

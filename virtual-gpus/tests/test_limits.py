@@ -1,13 +1,11 @@
 """The known limits that `help("virtual_gpus")` lists: what each says is so, or another test shows it."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import virtual_gpus as package
-from torch import nn
 from virtual_gpus import record_timeline, virtual_gpus
 
 LISTED = re.split(r"^- ", package.__doc__.partition("Known limits")[2], flags=re.MULTILINE)[1:]
@@ -20,28 +18,11 @@ def work_on_the_cpu_takes_no_time():
     assert timeline.spans == []
 
 
-def streams_take_turns():
-    x = torch.randn(2000, 2000, device="cuda")
-    with record_timeline() as timeline:
-        for _ in range(2):
-            with torch.cuda.stream(torch.cuda.Stream()):
-                x @ x
-        torch.cuda.synchronize()
-    first, second = (span for span in timeline.spans if span.name == "mm")
-    assert second.start >= first.end - 1e-9
-
-
 def numbers_do_not_wait():
     x = torch.ones(1000, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         y = x + 1
     assert y.sum().item() == 2000
-
-
-def fake_tensors_are_on_the_cpu():
-    with torch._subclasses.FakeTensorMode():
-        assert torch.empty(8, device="cuda").device.type == "cpu"
-    assert torch.cuda.memory_allocated() == 0
 
 
 def numbers_are_the_cpu_s():
@@ -56,53 +37,27 @@ def cpu_autocast_casts_gpu_tensors():
         assert (x @ x).dtype == torch.bfloat16
 
 
-def compiled_programs_run_as_they_are():
-    compiled = torch.compile(lambda x: x + 1, fullgraph=True)
-    assert compiled(torch.ones(3, device="cuda")).sum().item() == 6
-
-
-def results_are_the_same_in_every_run():
-    x = torch.ones(1, 1, 4, 4, device="cuda", requires_grad=True)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(RuntimeError, match="adaptive_avg_pool2d_backward_cuda"):
-            nn.AdaptiveAvgPool2d(3)(x).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def transformers_pack_samples():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, device="cuda")
-    encoder, x = nn.TransformerEncoder(layer, 1).eval(), torch.randn(2, 4, 8, device="cuda")
-    padding = torch.tensor([[False] * 4, [False, False, True, True]], device="cuda")
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nested tensors are a prototype
-        assert encoder(x, src_key_padding_mask=padding)[1, 2:].abs().sum() == 0  # what was packed comes back as zeros
+def to_the_cpu(x):
+    return x.cpu()
 
 
 def scripts_have_the_cpu_s_operators():
-    scripted = torch.jit.script(lambda_free)
-    assert scripted(torch.ones(2, device="cuda")).device.type == "cuda"
-
-
-def lambda_free(x):
-    return x.cpu()
+    assert torch.jit.script(to_the_cpu)(torch.ones(2, device="cuda")).device.type == "cuda"
 
 
 SHOWN = {
     "The clock counts only": work_on_the_cpu_takes_no_time,
-    "Kernels on different streams": streams_take_turns,
     "Numbers never depend on streams": numbers_do_not_wait,
-    "Tensors that are made under FakeTensorMode": fake_tensors_are_on_the_cpu,
     "Random numbers that are drawn": numbers_are_the_cpu_s,
     '`torch.autocast("cpu")` also casts': cpu_autocast_casts_gpu_tensors,
-    "torch.compile returns PyTorch's own objects": compiled_programs_run_as_they_are,
-    "`torch.use_deterministic_algorithms(True)`": results_are_the_same_in_every_run,
-    "`nn.TransformerEncoder` packs": transformers_pack_samples,
     "TorchScript programs": scripts_have_the_cpu_s_operators,
 }
 ELSEWHERE = {
+    "Kernels on different streams": "test_clock.py::test_streams_of_one_gpu_share",
+    "Tensors that are made under FakeTensorMode": "test_no_values.py::test_fake_tensors_are_nobody_s_memory",
+    "torch.compile returns PyTorch's own objects": "test_compile.py::test_what_is_returned_is_pytorch_s",
+    "`torch.use_deterministic_algorithms(True)`": "test_cuda_refusals.py::test_operators_without_a_deterministic",
+    "`nn.TransformerEncoder` packs": "test_correctness.py::an_encoder_packs_what_is_padded",
     "Programs do not run faster": "benchmarks/step_cost.py",
     "Where the host is the bottleneck": "benchmarks/clock.py",
     "In torch.distributed, collectives and messages": "test_collective_times.py::test_each_collective_of_pytorch",

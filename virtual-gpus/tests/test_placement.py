@@ -19,36 +19,22 @@ def gpus():
 ONE = torch.device("cuda", 1)
 MAKERS = {
     "to a name": lambda: torch.ones(3).to("cuda:1"),
-    "to a number": lambda: torch.ones(3).to(1),
-    "to with dtype": lambda: torch.ones(3).to("cuda:1", torch.float64),
     "to by keyword": lambda: torch.ones(3).to(device="cuda:1", dtype=torch.int8, non_blocking=True),
     "to another tensor": lambda: torch.ones(3).to(torch.empty(1, device=ONE)),
     "cuda": lambda: torch.ones(3).cuda(1),
     "from GPU to GPU": lambda: torch.ones(3, device="cuda:2").to(ONE),
-    "zeros": lambda: torch.zeros(3, device=ONE),
     "full": lambda: torch.full((3,), 7.0, device=1),
-    "empty": lambda: torch.empty(3, device=ONE),
     "empty_strided": lambda: torch.empty_strided((3, 2), (1, 3), device=ONE),
-    "arange": lambda: torch.arange(3, device=ONE),
     "rand": lambda: torch.rand(3, device=ONE),
-    "randperm": lambda: torch.randperm(3, device=ONE),
     "type_as": lambda: torch.ones(3).type_as(torch.ones(1, device=ONE)),
     "tensor": lambda: torch.tensor([1.0, 2.0, 3.0], device=ONE),
     "as_tensor": lambda: torch.as_tensor(np.arange(3), device=ONE),
     "asarray": lambda: torch.asarray([1, 2, 3], device=ONE),
-    "scalar_tensor": lambda: torch.scalar_tensor(3.0, device=ONE),
     "sparse_coo_tensor": lambda: torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), device=ONE, check_invariants=True),
-    "zeros_like": lambda: torch.zeros_like(torch.ones(3, device=ONE)),
-    "rand_like": lambda: torch.rand_like(torch.ones(3, device=ONE)),
     "new_zeros": lambda: torch.ones(3, device=ONE).new_zeros(5),
-    "new_full": lambda: torch.ones(3, device=ONE).new_full((2,), 1.0),
     "new_tensor": lambda: torch.ones(3, device=ONE).new_tensor([1, 2]),
-    "new_zeros elsewhere": lambda: torch.ones(3).new_zeros(5, device=ONE),
-    "operator": lambda: torch.ones(3, device=ONE) * 2 + 1,
     "one_hot": lambda: nn.functional.one_hot(torch.tensor([0, 2], device=ONE)),
     "deepcopy": lambda: copy.deepcopy(torch.ones(3, device=ONE)),
-    "data": lambda: torch.ones(3, device=ONE, requires_grad=True).data,
-    "nonzero": lambda: torch.ones(3, device=ONE).nonzero(),
     "indexed by a CPU index": lambda: torch.ones(3, device=ONE)[torch.tensor([0, 1])],
     "masked by a CPU mask": lambda: torch.ones(3, device=ONE)[torch.tensor([True, False, True])],
     "rank of an empty matrix": lambda: torch.linalg.matrix_rank(torch.ones(2, 0, 0, device=ONE)),
@@ -61,7 +47,6 @@ MAKERS = {
     "asarray by name": lambda: torch.asarray(obj=[1.0], device=ONE),
     "to_sparse_csr": lambda: torch.eye(3, device=ONE).to_sparse_csr(),
     "module parameter": lambda: nn.Linear(2, 3, device=ONE).weight,
-    "module to": lambda: nn.Linear(2, 3).to(ONE).weight,
     "lazy module": lambda: initialized(nn.LazyConv1d(3, 1).cuda(1)).weight,
     "lazy buffer": lambda: initialized(nn.LazyBatchNorm1d().to(ONE)).running_mean,
 }
@@ -84,28 +69,25 @@ def test_lands_on_the_named_gpu(name):
     assert torch.cuda.memory_allocated(1) == before
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.ones(3, device=ONE).cpu(),
-        lambda: torch.ones(3, device=ONE).to("cpu"),
-        lambda: torch.ones(3, device=ONE).to(torch.ones(1)),
-        lambda: torch.ones(3, device=ONE).new_zeros(3, device="cpu"),
-        lambda: torch.zeros_like(torch.ones(3, device=ONE), device="cpu"),
-        lambda: torch.ones(3, device=ONE).type_as(torch.ones(1, dtype=torch.float64)),
-        lambda: torch.tensor([1.0]),
-        lambda: torch.as_tensor(torch.ones(3, device=ONE), device="cpu"),
-        lambda: nn.Linear(2, 2).to(ONE).cpu().weight,
-    ],
-)
-def test_lands_on_the_cpu(make):
-    tensor = make()
-    assert tensor.device == torch.device("cpu") and not tensor.is_cuda and tensor.get_device() == -1
+def test_lands_on_the_cpu():
+    x = torch.ones(3, device=ONE)
+    for made in (
+        x.cpu(),
+        x.to("cpu"),
+        x.to(torch.ones(1)),
+        x.new_zeros(3, device="cpu"),
+        torch.zeros_like(x, device="cpu"),
+        x.type_as(torch.ones(1, dtype=torch.float64)),
+        torch.as_tensor(x, device="cpu"),
+        nn.Linear(2, 2).to(ONE).cpu().weight,
+    ):
+        assert made.device == torch.device("cpu") and not made.is_cuda and made.get_device() == -1
 
 
 def test_new_has_the_dtype_and_refuses_as_cuda_does():
     x = torch.ones(3, dtype=torch.float64, device=ONE)
-    assert x.new().shape == (0,) and x.new().device == ONE and x.new().dtype == torch.float64
+    assert x.new().shape == (0,) and x.new().device == ONE
+    assert x.new().dtype == x.new([1, 2]).dtype == x.new_tensor([1]).dtype == torch.float64
     assert x.new([1, 2]).tolist() == x.new((1, 2)).tolist() == [1.0, 2.0] and x.new(2, 3).shape == (2, 3)
     assert x.new(x).data_ptr() == x.data_ptr() and x.new(2, device="cuda:2").get_device() == 2
     with pytest.raises(TypeError, match="got torch.DoubleTensor"):
@@ -126,21 +108,12 @@ def test_a_storage_stays_on_its_gpu():
 
 
 def test_to_returns_the_tensor_itself_when_nothing_changes():
-    x = torch.ones(3, device=ONE)
+    x, y = torch.ones(3, device=ONE), torch.ones(3)
     assert x.to(ONE) is x and x.cuda(1) is x and x.to("cuda:1", torch.float32) is x
-    assert x.to(ONE, copy=True) is not x
-    y = torch.ones(3)
-    assert y.to("cpu") is y and y.cpu() is y and y.to(ONE) is not y and y.device.type == "cpu"
+    assert x.to(ONE, copy=True) is not x and y.to("cpu") is y and y.cpu() is y and y.to(ONE) is not y
     net = nn.Linear(2, 2)
     weight = net.weight
     assert net.to(ONE) is net and net.weight is weight and weight.device == ONE
-
-
-def test_values_survive_the_journey():
-    x = torch.randn(5, 7)[:, ::2]
-    there = x.to("cuda:0").to("cuda:2")
-    assert torch.equal(there.cpu(), x) and there.stride() == x.contiguous().stride()
-    assert torch.equal(x.t().cuda().cpu(), x.t())
 
 
 def test_current_device():
@@ -159,10 +132,8 @@ def test_current_device():
 
 
 def test_default_device():
-    with torch.device("cuda:2"):
-        assert torch.ones(1).device.index == torch.tensor([1]).device.index == 2
     with torch.device("cuda"), torch.cuda.device(1):
-        assert torch.tensor([1.0]).device == torch.get_default_device() == ONE
+        assert torch.ones(1).device == torch.tensor([1.0]).device == torch.get_default_device() == ONE
         assert torch.as_tensor(torch.ones(1, device="cuda:2")).device == ONE
     torch.set_default_device("cuda:1")
     try:
@@ -191,9 +162,12 @@ def test_streams_and_events_are_objects_that_work():
     assert side.device == ONE and side != torch.cuda.current_stream(1) and isinstance(side, torch.Stream)
     with torch.cuda.stream(side):
         assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
-        x = torch.ones(3, device="cuda")
-        x.record_stream(side)
     assert torch.cuda.current_stream(1) == torch.cuda.default_stream(1) and torch.cuda.current_device() == 0
+    torch.cuda.set_stream(side)
+    assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
+    torch.accelerator.set_stream(torch.cuda.default_stream(1))
+    torch.cuda.set_device(0)
+    assert torch.accelerator.current_stream(1) == torch.cuda.default_stream(1)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with pytest.raises(ValueError, match="recorded"):
         start.elapsed_time(end)
@@ -205,9 +179,6 @@ def test_streams_and_events_are_objects_that_work():
     assert end.query() and side.query()
     with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
         start.elapsed_time(end)  # of two GPUs
-    start.record(side)
-    start.synchronize()
-    assert start.elapsed_time(end) <= 0.0 <= end.elapsed_time(start)
     assert torch.cuda.Stream.priority_range() == (0, -3)
     assert [torch.cuda.Stream(priority=p).priority for p in (5, 0, -1, -9)] == [0, 0, -1, -3]
 

@@ -43,6 +43,13 @@ def test_a_refused_class_names_itself_when_one_is_made(name):
             made("an argument")
 
 
+def test_the_plans_of_cufft_are_refused():
+    plans = torch.backends.cuda.cufft_plan_cache
+    for use in (lambda: plans.size, lambda: plans[1], lambda: setattr(plans, "max_size", 3), lambda: plans.clear()):
+        with pytest.raises(NotModelled, match=r"torch\.backends\.cuda\.cufft_plan_cache"):
+            use()
+
+
 def test_a_stream_by_its_handle_is_that_stream():
     side = torch.cuda.Stream()
     with torch.cuda.stream(torch.cuda.ExternalStream(side.cuda_stream)):
@@ -56,10 +63,8 @@ def test_a_stream_by_its_handle_is_that_stream():
 
 def test_legacy_types_make_tensors_on_the_gpu():
     cuda = torch.cuda
-    before = cuda.memory_allocated()
     x = cuda.FloatTensor(2, 3)
     assert (x.shape, x.type(), x.device) == (torch.Size([2, 3]), "torch.cuda.FloatTensor", torch.device("cuda", 0))
-    assert cuda.memory_allocated() == before + 512
     assert cuda.LongTensor([1, 2]).tolist() == [1, 2] and cuda.HalfTensor().shape == (0,)
     assert cuda.ByteTensor(torch.Size([2]), device="cuda:1").device.index == 1
     assert cuda.FloatTensor(x).data_ptr() == x.data_ptr()
@@ -68,17 +73,13 @@ def test_legacy_types_make_tensors_on_the_gpu():
     assert isinstance(x, cuda.FloatTensor) and not isinstance(x, cuda.HalfTensor)
     sparse = cuda.sparse.DoubleTensor(torch.tensor([[1]]), torch.tensor([2.0]), torch.Size([3]))
     assert sparse.is_cuda and sparse.to_dense().tolist() == [0, 2, 0]
-
-
-@pytest.mark.parametrize("name", ["torch.cuda.HalfTensor", "torch.HalfTensor"])
-def test_type_moves_as_it_is_told(name):
-    for start, kind in (("cpu", name), ("cuda:1", name), ("cuda:1", eval(name))):
-        moved = torch.ones(2, device=start).type(kind)
-        assert moved.type() == name and moved.tolist() == [1, 1]
-        if start != "cpu" and "cuda" in name:
-            assert moved.device.index == 1
+    for name in ("torch.cuda.HalfTensor", "torch.HalfTensor"):
+        for start, kind in (("cpu", name), ("cuda:1", name), ("cuda:1", eval(name))):
+            moved = torch.ones(2, device=start).type(kind)
+            assert moved.type() == name and moved.tolist() == [1, 1]
+            assert moved.get_device() == (-1 if "cuda" not in name else 0 if start == "cpu" else 1)
     with pytest.raises(ValueError, match="invalid type"):
-        torch.ones(2, device="cuda").type("torch.NoTensor")
+        x.type("torch.NoTensor")
 
 
 def test_a_cuda_type_as_the_default():
@@ -123,15 +124,11 @@ def test_sleep_takes_modelled_time_by_cycles():
 def test_the_sync_debug_mode_tells_of_reads():
     x, other = torch.ones(3, device="cuda"), torch.ones(3)
     assert torch.cuda.get_sync_debug_mode() == 0
+    torch.cuda.set_sync_debug_mode("warn")
     try:
-        torch.cuda.set_sync_debug_mode("warn")
         for wait in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x.cpu(), lambda: x.copy_(other)):
             with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
                 wait()
-        torch.cuda.set_sync_debug_mode(2)
-        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-            x[0].item()
-        (x + 1).to("cpu", non_blocking=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import signal
 import sys
 import traceback
 
@@ -28,11 +27,6 @@ def as_before(monkeypatch):
 def allocated(count=2):
     """Bytes per GPU, after what only waits for the garbage collector has gone."""
     gc.collect()
-    return at_once(count)
-
-
-def at_once(count=2):
-    """Bytes per GPU now."""
     return [torch.cuda.memory_allocated(i) for i in range(count)]
 
 
@@ -56,7 +50,8 @@ class Training:
 class CtrlCAtCall:
     """A profile function that raises KeyboardInterrupt at the n-th moment in our code that a signal can hit.
 
-    Those are the beginning of a function and the return of a call into C.
+    Those are the beginning of a function and the return of a call into C. Unlike a signal it hits the same places in
+    every run.
     """
 
     def __init__(self, n):
@@ -73,24 +68,23 @@ class CtrlCAtCall:
             self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             raise KeyboardInterrupt
 
-
-def interrupted(function, profile):
-    """True if `function` was cut short. sys.setprofile, unlike a timer, cuts at the same places in every run."""
-    before = sys.getprofile()
-    try:
-        sys.setprofile(profile)
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(before)
-    return False
+    def hits(self, function):
+        """True if `function` was cut short."""
+        before = sys.getprofile()
+        try:
+            sys.setprofile(self)
+            function()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(before)
+        return False
 
 
 def moments(function):
     """How many moments `function` has at which Ctrl-C may hit our code."""
     counter = CtrlCAtCall(-1)
-    interrupted(function, counter)
+    counter.hits(function)
     return -1 - counter.left
 
 
@@ -101,53 +95,18 @@ def test_ctrl_c_at_any_moment():
         training.step()
         base, total = allocated(), moments(training.step)
         assert total > 1000
-        for n in range(1, total, total // 100):
+        for n in range(1, total, total // 60):
             cut = CtrlCAtCall(n)
-            if not interrupted(training.step, cut):  # the clock's own calls vary a little from step to step
+            if not cut.hits(training.step):  # the clock's own calls vary a little from step to step
                 assert n > 0.95 * total, n
                 continue
             assert not snapshots.this_thread.inside, cut.place
             assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1, cut.place
             assert torch.cuda.current_device() == 0 and torch.is_grad_enabled(), cut.place
             training.step()
-            assert at_once() == base or allocated() == base, cut.place
+            assert allocated() == base, cut.place
             clock = active_machine().clock
             assert clock.share == 1 and clock._threads is None, cut.place
-
-
-def test_ctrl_c_by_signal():
-    """The real thing, at moments of a loop."""
-    armed = False
-
-    def press(signum, frame):
-        """Once per step: the timer goes on where this process has lost its core."""
-        nonlocal armed
-        if armed:
-            armed = False
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, press)
-    try:
-        with virtual_gpus(2):
-            training = Training()
-            training.step()
-            base = allocated()
-            for i in range(10):
-                signal.setitimer(signal.ITIMER_REAL, 0.003 + 0.0034 * i, 0.2)  # again, should C++ swallow one
-                with pytest.raises((KeyboardInterrupt, SystemError)) as pressed:  # C++ wraps it around isinstance
-                    while True:
-                        armed = True
-                        training.step()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                assert KeyboardInterrupt in (pressed.type, type(pressed.value.__cause__))
-                torch.set_grad_enabled(True)  # Ctrl-C inside PyTorch's own no_grad can leave it off, on any device
-                assert not snapshots.this_thread.inside
-                del pressed
-                training.step()  # a loss that means little: Adam was cut in the middle of an update
-                assert at_once() == base or allocated() == base
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_ctrl_c_while_switching_on_and_off():
@@ -158,9 +117,9 @@ def test_ctrl_c_while_switching_on_and_off():
     total = moments(gpus.start)
     gpus.stop()
     assert total > 20
-    for n in range(1, total, max(total // 15, 1)):
+    for n in range(1, total, total // 8):
         gpus = virtual_gpus(2)
-        interrupted(gpus.start, CtrlCAtCall(n))
+        CtrlCAtCall(n).hits(gpus.start)
         gpus.stop()
         assert snapshots.differences(before) == [], n
 
@@ -168,35 +127,23 @@ def test_ctrl_c_while_switching_on_and_off():
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-class FailsOn(nn.Module):
-    """Raises on one GPU, for as long as `on` says so."""
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_failing_replica_leaves_nothing_behind(error):
+    def fail(module, inputs):
+        if inputs[0].get_device() == 1:
+            raise error
 
-    def __init__(self, error):
-        super().__init__()
-        self.linear, self.error, self.on = nn.Linear(4, 4), error, False
-
-    def forward(self, x):
-        y = self.linear(x)
-        if self.on and x.get_device() == 1:
-            raise self.error
-        return y
-
-
-@pytest.mark.parametrize("error", [ValueError("a replica failed"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
-def test_a_failing_replica(error):
     with virtual_gpus(3):
         torch.cuda.set_device(2)
-        net, x = nn.DataParallel(FailsOn(error).to("cuda:0")), torch.ones(6, 4).to("cuda:0")
+        net, x = nn.DataParallel(nn.Linear(4, 4).to("cuda:0")), torch.ones(6, 4).to("cuda:0")
         net(x).sum().backward()
-        base = allocated(3)
-        net.module.on = True
+        base, handle = allocated(3), net.module.register_forward_pre_hook(fail)
         for _ in range(2):
-            with pytest.raises(type(error)):
+            with pytest.raises(error):
                 net(x)
             assert torch.cuda.current_device() == 2 and torch.is_grad_enabled() and not snapshots.this_thread.inside
-        net.module.on = False
+        handle.remove()
         net(x).sum().backward()
-        error.__traceback__ = error.__context__ = None  # the test's own error object: as on real GPUs it holds frames
         assert allocated(3) == base
 
 
@@ -228,7 +175,7 @@ def tensors_in_our_frames(trace):
     return [name for name, parts in found if any(isinstance(part, torch.Tensor) for part in parts)]
 
 
-TOO_BIG = {
+FAILS = {
     "empty": lambda x: torch.empty(1 << 26, device="cuda"),
     "rand": lambda x: torch.rand(1 << 24, device="cuda"),
     "operator": lambda x: torch.cat([x] * 8),
@@ -238,16 +185,21 @@ TOO_BIG = {
     "expanded": lambda x: torch.ones(1 << 13, device="cuda")[:, None] * torch.ones(1 << 13, device="cuda"),
     "scatter": lambda x: nn.parallel.scatter(torch.ones(1 << 25), [0, 1]),
     "clone of a storage": lambda x: [x.untyped_storage().clone() for _ in range(8)],
+    "two GPUs": lambda x: x + torch.ones(3, device="cuda:1"),
+    "numpy": lambda x: (x + 1).numpy(),
+    "no such GPU": lambda x: (x + 1).to("cuda:9"),
 }
 
 
-@pytest.mark.parametrize("name", TOO_BIG)
-def test_an_out_of_memory_error_keeps_nothing_alive(name):
+@pytest.mark.parametrize("name", FAILS)
+def test_an_error_keeps_nothing_alive(name):
+    """JupyterLab keeps the last error with its traceback: it must not keep what a cell then deletes."""
+    errors = {"two GPUs": RuntimeError, "numpy": TypeError, "no such GPU": torch.AcceleratorError}
     with virtual_gpus(2, memory="64 MiB"):
         x = torch.ones(4 * MIB, device="cuda")  # 16 MiB
         base = allocated()
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as kept:
-            TOO_BIG[name](x)
+        with pytest.raises(errors.get(name, torch.OutOfMemoryError)) as kept:
+            FAILS[name](x)
         assert tensors_in_our_frames(kept.tb) == []
         del kept
         assert allocated() == base
@@ -257,96 +209,48 @@ def test_an_out_of_memory_error_keeps_nothing_alive(name):
 def test_training_goes_on_with_a_smaller_batch():
     """The pattern of every batch-size search: halve it until it fits. Then all is as if the small one came first."""
 
-    def first_step_that_fits(batch):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8)).to("cuda")
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        tried = steps = 0
-        while steps < 3:
-            try:
-                optimizer.zero_grad()
-                x = torch.ones(batch, 64, device="cuda")
-                loss = net(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                steps += 1
-            except torch.OutOfMemoryError:
-                x = loss = None
-                batch //= 2
-                tried += 1
-        return tried, batch, loss.item(), torch.cuda.memory_allocated(), net, optimizer
+    def search(batch):
+        with virtual_gpus(1, memory="64 MiB"):
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8)).to("cuda")
+            optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), []
+            while len(losses) < 3:
+                try:
+                    optimizer.zero_grad()
+                    loss = net(torch.ones(batch, 64, device="cuda")).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
+                except torch.OutOfMemoryError:
+                    loss = None
+                    batch //= 2
+            return torch.cuda.memory_stats()["num_ooms"], batch, losses, torch.cuda.memory_allocated()
 
-    with virtual_gpus(1, memory="64 MiB"):
-        tried, batch, loss, used, *_ = first_step_that_fits(8192)
-        assert tried > 1 and torch.cuda.memory_stats()["num_ooms"] == tried
-    with virtual_gpus(1, memory="64 MiB"):
-        assert first_step_that_fits(batch)[:4] == (0, batch, loss, used)
-
-
-def test_cells_of_a_notebook(monkeypatch):
-    """JupyterLab keeps the last error in sys.last_traceback: it must not keep what a cell then deletes."""
-    for name in ("last_type", "last_value", "last_traceback"):
-        monkeypatch.setattr(sys, name, None, raising=False)
-    cells = {
-        "x = torch.ones(4 * MIB, device='cuda')\nassert torch.cuda.memory_allocated() == 16 * MIB": None,
-        "y = x + torch.ones(3, device='cuda:1')": "RuntimeError",
-        "y = torch.cat([x] * 8)": "OutOfMemoryError",
-        "y = x.numpy()": "TypeError",
-        "y = x.to('cuda:9')": "AcceleratorError",
-        "del x\nassert torch.cuda.memory_allocated() == 0": None,
-        "x = torch.ones(4 * MIB, device='cuda:1')": None,
-        "raise KeyboardInterrupt": "KeyboardInterrupt",
-        "assert torch.cuda.memory_allocated(1) == 16 * MIB and (x + 1).sum().item() == 8 * MIB\ndel x": None,
-        "assert torch.cuda.memory_allocated(1) == 0": None,
-    }
-    names, raised = {"torch": torch, "MIB": MIB}, dict.fromkeys(cells)
-    with virtual_gpus(2, memory="96 MiB"):
-        for cell in cells:
-            try:
-                exec(cell, names)
-            except BaseException:
-                sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
-                raised[cell] = sys.last_type.__name__
-    assert raised == cells
+    ooms, batch, losses, used = search(8192)
+    assert 8192 >> ooms == batch < 4096
+    assert search(batch) == (0, batch, losses, used)
 
 
 # ---- no leaks ----------------------------------------------------------------------------------------------
 
 
-def test_forty_steps_take_no_more_than_three():
+def test_twenty_steps_take_no_more_than_three():
     def taken():
-        used = [(torch.cuda.memory_allocated(i), torch.cuda.memory_reserved(i)) for i in range(2)]
-        return used, len(torch.cuda.memory_snapshot())
+        used = [torch.cuda.memory_allocated(i) for i in range(2)]
+        return used, len(torch.cuda.memory_snapshot()), [torch.cuda.memory_reserved(i) for i in range(2)]
 
     with virtual_gpus(2):
         training = Training()
-        for _ in range(3):
-            training.step(32)
         gc.disable()  # nothing may need the garbage collector
         try:
-            early = taken()
-            for _ in range(37):
+            for step in range(20):
                 training.step(32)
-            assert taken() == early and early[0][0] > early[0][1]
+                if step == 2:
+                    early = taken()
+            assert taken() == early and early[0][0] > 0
         finally:
             gc.enable()
         del training
-        assert allocated() == [0, 0]
+        gc.collect()
         torch.cuda.empty_cache()
-        assert taken() == ([(0, 0), (0, 0)], 0)
-
-
-@pytest.mark.parametrize("shapes_only", [False, True])
-def test_every_kind_of_tensor_gives_its_memory_back(shapes_only):
-    with virtual_gpus(2, shapes_only=shapes_only):
-        for _ in range(2):
-            x = torch.rand(100, 100, device="cuda:1", requires_grad=True)
-            views = [x[1:], x.T, x.view(-1), x.detach(), nn.Parameter(x)]
-            resized = torch.empty(0, device="cuda:1").resize_(5000)
-            copies = [x.to("cuda:0"), x.clone(), x.half(), x.double().to("cuda:0"), torch.stack([x, x])]
-            (copies[0].sum() + copies[3].sum()).backward()
-            loop = [x]
-            loop.append(loop)
-            assert min(torch.cuda.memory_allocated(i) for i in range(2)) > 0
-            del x, views, resized, copies, loop
-            assert allocated() == [0, 0]
+        assert taken() == ([0, 0], 0, [0, 0])

@@ -21,9 +21,7 @@ print(threading.current_thread() is threading.main_thread(), x.device, y.device,
 
 def run(client, code, subshell=None):
     """Run `code` in the main shell or in a subshell; what it printed. Fails on an error in the cell."""
-    content = {"code": code, "silent": False, "store_history": False, "user_expressions": {},
-               "allow_stdin": False, "stop_on_error": True}  # fmt: skip
-    message = client.session.msg("execute_request", content)
+    message = client.session.msg("execute_request", {"code": code, "silent": False, "store_history": False})
     message["header"]["subshell_id"] = subshell
     client.shell_channel.send(message)
     printed = []
@@ -39,10 +37,8 @@ def run(client, code, subshell=None):
 
 
 def create_subshell(client):
-    message = client.session.msg("create_subshell_request")
-    client.control_channel.send(message)
-    reply = client.get_control_msg(timeout=HANGS_S)
-    return reply["content"]["subshell_id"]
+    client.control_channel.send(client.session.msg("create_subshell_request"))
+    return client.get_control_msg(timeout=HANGS_S)["content"]["subshell_id"]
 
 
 def test_subshells_made_before_and_after_the_gpus_see_them():

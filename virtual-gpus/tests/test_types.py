@@ -13,7 +13,7 @@ PUBLIC = ["__init__.py", "__main__.py", "switch.py", "settings.py", "gpus.py", "
 
 RIGHT = """\
 import torch
-from virtual_gpus import NotModelled, active_machine, record_timeline, virtual_gpus
+from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.memory_model import round_size
 from virtual_gpus.testing import RankError, run_ranks
 
@@ -23,6 +23,10 @@ def on_two(count: int) -> torch.Tensor:
     return torch.ones(count, device="cuda:1")
 
 
+def rank_plus(rank: int, number: float) -> float:
+    return rank + number
+
+
 with virtual_gpus(4, kind="A100", shapes_only=True) as gpus:
     first: torch.device = gpus[0]
     with record_timeline() as timeline:
@@ -30,12 +34,6 @@ with virtual_gpus(4, kind="A100", shapes_only=True) as gpus:
     seconds: float = timeline.seconds + timeline.busy_seconds(0)
 machine = active_machine()
 bytes_taken: int = round_size(1000)
-
-
-def rank_plus(rank: int, number: float) -> float:
-    return rank + number
-
-
 try:
     sums: list[float] = run_ranks(rank_plus, ranks=2, args=(0.5,), timeout=None)
 except RankError as error:

@@ -27,7 +27,6 @@ from virtual_gpus.patches import (
     dynamo,
     export,
     factories,
-    fft,
     generators,
     graphs,
     legacy,
@@ -55,7 +54,7 @@ from virtual_gpus.patches import (
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
             parallel, legacy, driver, graphs, smi, processes, process_groups, nccl, distributed, refused, numbers,
             snapshots, dropout, indexing, attention, normalization, rnn, autocast, saved_tensors, blas, compiler,
-            scripts, profiler, rpc, sharing, export, fft)  # fmt: skip
+            scripts, profiler, rpc, sharing, export)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 

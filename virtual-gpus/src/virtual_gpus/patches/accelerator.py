@@ -10,35 +10,24 @@ from virtual_gpus.machine import active
 from virtual_gpus.patches import cuda, memory, streams
 from virtual_gpus.patches.table import in_package
 
+_SAME = {
+    "current_device_index": cuda.current_device,
+    "current_device_idx": cuda.current_device,
+    "set_device_index": cuda.set_device,
+    "set_device_idx": cuda.set_device,
+    "current_stream": streams.current_stream,
+    "set_stream": streams.set_stream,
+    "synchronize": cuda.synchronize,
+    "empty_cache": memory.empty_cache,
+    "reset_peak_memory_stats": memory.reset_peak_memory_stats,
+    "reset_accumulated_memory_stats": memory.reset_accumulated_memory_stats,
+    "get_memory_info": memory.mem_get_info,
+}
+
 
 def current_accelerator(check_available: bool = False) -> torch.device | None:
     """The kind of accelerator: cuda."""
     return torch.device("cuda") if active().gpus or not check_available else None
-
-
-def current_device_index() -> int:
-    """Index of this thread's current GPU."""
-    return cuda.current_device()
-
-
-def set_device_index(device, /) -> None:
-    """Make a GPU this thread's current one."""
-    cuda.set_device(device)
-
-
-def current_stream(device=None, /) -> streams.Stream:
-    """This thread's stream on a GPU."""
-    return streams.current_stream(device)
-
-
-def set_stream(stream) -> None:
-    """Make `stream` this thread's stream on its GPU."""
-    streams.set_stream(stream)
-
-
-def synchronize(device=None, /) -> None:
-    """Wait for a GPU."""
-    cuda.synchronize(device)
 
 
 class device_index:
@@ -57,33 +46,13 @@ class device_index:
             cuda._maybe_exchange_device(self.prev_idx)
 
 
-def empty_cache() -> None:
-    """See torch.cuda.empty_cache."""
-    memory.empty_cache()
-
-
 def empty_host_cache() -> None:
     """Pinned memory is not kept, so there is nothing to give back."""
 
 
 def memory_stats(device_index=None, /):
-    """See torch.cuda.memory_stats."""
+    """See torch.cuda.memory_stats, which is PyTorch's own function and so cannot stand for another one."""
     return torch.cuda.memory_stats(device_index)
-
-
-def reset_peak_memory_stats(device_index=None, /) -> None:
-    """See torch.cuda.reset_peak_memory_stats."""
-    memory.reset_peak_memory_stats(device_index)
-
-
-def reset_accumulated_memory_stats(device_index=None, /) -> None:
-    """See torch.cuda.reset_accumulated_memory_stats."""
-    memory.reset_accumulated_memory_stats(device_index)
-
-
-def get_memory_info(device_index=None, /) -> tuple[int, int]:
-    """See torch.cuda.mem_get_info."""
-    return memory.mem_get_info(device_index)
 
 
 def _get_accelerator(check=None) -> torch.device:
@@ -102,10 +71,6 @@ def get_device_module(device=None):
 
 def patches():
     """See `patches`."""
-    found = in_package("torch.accelerator", current_accelerator, current_device_index, set_device_index, current_stream,
-                      set_stream, synchronize, device_index, empty_cache, empty_host_cache, memory_stats,
-                      reset_peak_memory_stats, reset_accumulated_memory_stats, get_memory_info)  # fmt: skip
-    for alias, function in (("current_device_idx", current_device_index), ("set_device_idx", set_device_index)):
-        if hasattr(torch.accelerator, alias):
-            found.append((torch.accelerator, alias, function))
+    own = current_accelerator, device_index, empty_host_cache, memory_stats
+    found = in_package("torch.accelerator", *own, **_SAME)
     return found + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

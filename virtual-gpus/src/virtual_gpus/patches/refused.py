@@ -71,6 +71,11 @@ def _jitted(self, *tensors, **kwargs):
     raise errors.not_modelled("functions of torch.cuda.jiterator")
 
 
+def _plans_of_cufft(self, device):
+    """The cache of one GPU. The attributes of the manager are those of the current GPU's cache."""
+    raise errors.not_modelled("torch.backends.cuda.cufft_plan_cache")
+
+
 _NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
 
 
@@ -94,6 +99,7 @@ def patches():
         for name in names
         if path in sys.modules and name in vars(sys.modules[path])
     ]
+    found.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", _plans_of_cufft))
     found.append((torch.cuda.jiterator._JittedFunction, "__call__", _jitted))
     found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
     return found + [

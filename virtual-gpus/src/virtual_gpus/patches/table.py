@@ -84,15 +84,16 @@ def _function(attribute: Any) -> Any:
     return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
-def in_package(package: str, *functions: Any) -> list[Patch]:
+def in_package(package: str, *functions: Any, **by_name: Any) -> list[Patch]:
     """Patches for functions that carry the name of what they stand for, wherever `package` has that name.
+
+    A function with another name is given by the name that it stands for.
 
     PyTorch imports names from module to module (torch.cuda.memory.empty_cache is torch.cuda.empty_cache as well), so
     the same function must go into each. Names that this PyTorch version lacks give none.
     """
     found = []
-    for function in functions:
-        name = function.__name__
+    for name, function in [*((function.__name__, function) for function in functions), *by_name.items()]:
         main = vars(sys.modules[package]).get(name)
         for module in modules_of(package):
             original = vars(module).get(name)
