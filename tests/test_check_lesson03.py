@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
+from helpers.models import Llama
 from notebooks.checks import lesson03 as check
 from notebooks.checks.par import Score
 from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, lesson_cell, measured_once, told
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program", "
 @pytest.fixture
 def small_jobs(monkeypatch):
     """One layer, and each job runs once; the solution runs with all layers in the lesson."""
-    monkeypatch.setattr(check, "LLAMA_1B", check.LLAMA_1B | {"layers": 1})
+    monkeypatch.setattr(check, "Llama", lambda **shape: Llama(**shape | {"layers": 1}))
     monkeypatch.setenv("COURSE_PROGRESS", "off")
     measured_once(monkeypatch, check, "_score")
 
