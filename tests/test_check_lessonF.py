@@ -168,7 +168,12 @@ TABLE = {
     ),
     "saved": Answers(
         check.saved,
-        right=[saves(), saves(renamed(into_an_open_file)), saves(renamed(from_a_buffer, Path.replace))],
+        right=[
+            saves(),
+            saves(renamed(into_an_open_file)),
+            saves(renamed(from_a_buffer, Path.replace)),
+            saves(renamed(lambda state, path: torch.save(obj=state, f=path))),
+        ],
         wrong=[
             *((saves(write), LOSES) for write in (in_place, into_an_open_file, from_a_buffer)),
             (saves(renamed(rename=copied)), LOSES),

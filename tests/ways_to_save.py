@@ -12,7 +12,7 @@ def in_place(state, path):
 
 def from_a_buffer(state, path):
     buffer = io.BytesIO()
-    torch.save(obj=state, f=buffer)
+    torch.save(state, buffer)
     path.write_bytes(buffer.getvalue())
 
 
