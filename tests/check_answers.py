@@ -66,10 +66,10 @@ def one_launch(monkeypatch, rows):
         answer, *numbers = given if isinstance(given, tuple) else [given]
         answers = together.get(ranks, [])
         if answer not in answers:
-            return start(work, given, ranks, timeout=600, **options)
+            return start(work, given, ranks, timeout=300, **options)
         if ranks not in known:
             all_given = [(each, *numbers) for each in answers] if numbers else answers
-            known[ranks] = start(_in_turn, (work, all_given), ranks, timeout=600)
+            known[ranks] = start(_in_turn, (work, all_given), ranks, timeout=300)
         found = [of_rank[answers.index(answer)] for of_rank in known[ranks]]
         if isinstance(found[0], Exception):
             raise RankError(str(found[0]))

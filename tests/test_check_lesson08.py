@@ -134,6 +134,7 @@ SHARDED = Answers(
     right=[training(), training(log_as=lambda loss: np.float64(loss.item()))],
     wrong=[
         (training(first=True), "have not changed"),
+        (training(parts=lambda model: []), "Rank 0 holds 100% of all parameters"),
         (training(parts=lambda model: [model]), "0 of the 2 blocks"),
         (training(parts=lambda model: [*model.blocks]), "Did you forget `fully_shard(model)`?"),
         (training(parts=lambda model: [model, *model.blocks]), "before its blocks"),
