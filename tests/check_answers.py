@@ -1,6 +1,7 @@
 """What tests of checks share: a lesson's table of answers, reading a "Not yet", measuring once, strange answers."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.models import Bert
+from helpers.parallel import RankError
 
 
 def told(verdict, *words):
@@ -21,12 +22,6 @@ def told(verdict, *words):
     for word in words:
         assert word.lower() in text.lower(), text
     return True
-
-
-def explains(check, *wrong):
-    """The check says "Not yet" to each wrong answer, with its words."""
-    for answer, words in wrong:
-        told(check(answer), words)
 
 
 def survives_strange_answers(*checks, answers=None):
@@ -45,6 +40,7 @@ class Answers(NamedTuple):
 
     scored: answers that pass, with words of the verdict. wrong: answers with words of the message, one string or more.
     strange: what must be refused without raising, `STRANGE` unless given. fixtures: the names of those that are needed.
+    ranks: with so many ranks, answers run one after the other in the same ones: all, and the right ones with the next.
     """
 
     check: Callable
@@ -53,14 +49,55 @@ class Answers(NamedTuple):
     scored: Sequence[tuple] = ()
     strange: Sequence | None = None
     fixtures: str = ""
+    ranks: Sequence[int] = ()
+
+
+def one_launch(monkeypatch, rows):
+    """Let the check of `rows` start its ranks once for all answers: to start them takes longer than their work.
+
+    A check sets the generator back, so it passes the same numbers with each answer. No answer has a short time limit.
+    """
+    check = sys.modules[rows.check.__module__]
+    every = [*rows.right, *(rows.strange or ()), *(answer for answer, _ in rows.wrong)]
+    together = {ranks: rows.right if number else every for number, ranks in enumerate(rows.ranks)}
+    start, known = check.in_ranks, {}
+
+    def in_ranks(work, given, ranks, timeout, **options):
+        answer, *numbers = given if isinstance(given, tuple) else [given]
+        answers = together.get(ranks, [])
+        if answer not in answers:
+            return start(work, given, ranks, timeout=300, **options)
+        if ranks not in known:
+            all_given = [(each, *numbers) for each in answers] if numbers else answers
+            known[ranks] = start(_in_turn, (work, all_given), ranks, timeout=300)
+        found = [of_rank[answers.index(answer)] for of_rank in known[ranks]]
+        if isinstance(found[0], Exception):
+            raise RankError(str(found[0]))
+        return found
+
+    monkeypatch.setattr(check, "in_ranks", in_ranks)
+
+
+def _in_turn(rank, job):
+    """What the work returned for each answer, or an error with its words."""
+    work, every = job
+    found = []
+    for given in every:
+        try:
+            found.append(work(rank, given))
+        except Exception as error:
+            found.append(RuntimeError(f"{type(error).__name__}: {error}"))
+    return found
 
 
 def answers_test(table: Mapping[str, Answers]) -> Callable:
     """The test of a lesson's table, one case per exercise: `test_answers = answers_test({"run_on": Answers(...)})`."""
 
     @pytest.mark.parametrize("exercise", table)
-    def test_answers(exercise, request):
+    def test_answers(exercise, request, monkeypatch):
         rows = table[exercise]
+        if hasattr(sys.modules[rows.check.__module__], "in_ranks"):
+            one_launch(monkeypatch, rows)
         for fixture in rows.fixtures.split():
             request.getfixturevalue(fixture)
         for answer in rows.right:
@@ -96,16 +133,6 @@ def measured_once(monkeypatch, check, name):
     monkeypatch.setattr(check, name, once)
 
 
-def one_layer(monkeypatch, *modules):
-    """Let `modules` build the article's BERT with one layer. All eight run in the lessons, with the solutions."""
-
-    def bert(vocabulary=30_000, fused=False):
-        return Bert(vocabulary, hidden=256, layers=1, heads=8, length=163, fused=fused)
-
-    for module in modules:
-        monkeypatch.setattr(module, "bert_article", bert)
-
-
 class Hostile:
     """Raises wherever it is touched."""
 
@@ -120,6 +147,17 @@ class Hostile:
 
     __float__ = __iter__ = __len__ = __call__ = __bool__ = __repr__
     __hash__ = None
+
+
+def then(damage, answer):
+    """`answer`, and then `damage` with the same arguments."""
+
+    def function(*job):
+        result = answer(*job)
+        damage(*job)
+        return result
+
+    return function
 
 
 class Unprintable(Exception):

@@ -9,7 +9,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson00 as check
-from tests.check_answers import Answers, answers_test, told
+from tests.check_answers import Answers, answers_test, then, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -34,17 +34,6 @@ def on_the_cpu(gpu, net, images):
     return nn.functional.linear(images.flatten(1), net[1].weight.cpu(), net[1].bias.cpu()).to(gpu)
 
 
-def and_then(change):
-    """`run_on`, and after it `change(model, images, output)`."""
-
-    def function(gpu, net, images):
-        output = run_on(gpu, net, images)
-        change(net, images, output)
-        return output
-
-    return function
-
-
 def budget(net):
     return 4 * sum(parameter.numel() * parameter.element_size() for parameter in net.parameters()) / 2**20
 
@@ -60,9 +49,9 @@ RUN_ON = [
     (lambda *given: run_on(*given).double(), "torch.float64, and the model and the images are"),
     (lambda gpu, net, images: run_on(gpu, net.eval(), images), "leaves the model in evaluation mode"),
     (on_the_cpu, "copies from cuda:3 to cpu. Compute on cuda:3"),
-    (and_then(lambda net, images, output: images.zero_()), "The function changed `images` itself"),
-    (and_then(lambda net, images, output: net[1].weight.data.zero_()), "changed the weights of `model`"),
-    (and_then(lambda net, images, output: output.sum().backward()), "calls `backward()`. Leave that to the"),
+    (then(lambda gpu, net, images: images.zero_(), run_on), "The function changed `images` itself"),
+    (then(lambda gpu, net, images: net[1].weight.data.zero_(), run_on), "changed the weights of `model`"),
+    (lambda *given: (run_on(*given).sum().backward(), run_on(*given))[1], "calls `backward()`. Leave that to the"),
     (lambda *given: run_on(*given).softmax(1), "values are wrong"),
 ]
 BUDGET = [

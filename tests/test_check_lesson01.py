@@ -31,9 +31,7 @@ def in_a_block(x):
 POSITIONS = [
     (lambda x: torch.cat([x, torch.arange(len(x), device="cuda")[:, None]], 1), "is on cuda:0"),
     (lambda x: torch.cat([x, torch.arange(len(x), device=x.device)[:, None]], 1), "an x of torch.int32, the result"),
-    (lambda x: with_positions(x.cpu()), "For an x on cuda:0, the result is on cpu. Keep the device of x."),
     (lambda x: with_positions(x.cpu()).to(x.device), "For an x on cuda:0, the function copies from there to cpu."),
-    (lambda x: with_positions(x.to("cuda:0")).to(x.device), "For an x on cpu, the function copies from there to"),
     (lambda x: with_positions(x.detach()).requires_grad_(x.requires_grad), "The gradient does not reach x"),
     (lambda x: (with_positions(x) + with_positions(x.detach())) / 2, "The gradient of x is off by 50.0%"),
     (lambda x: with_positions(x.detach().add_(1) - 1), "The function changed x itself."),
@@ -140,10 +138,7 @@ PER_GPU = [
     (one_per_gpu(torch.no_grad()(whole)), "The output has no graph. Is there a detach() or no_grad()"),
     (lambda layers, gpus: OnePerGPU(copy.deepcopy(layers), gpus), "a copy of layer 0. Keep the layer itself"),
     (one_per_gpu(lambda self, x: (whole(self, x) + whole(self, x).detach()) / 2), "gradient of layer 0 is off by 50"),
-    (
-        one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.cpu().to(gpu))),
-        "makes 7 copies between devices: cp",
-    ),
+    (one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.cpu().to(gpu))), "makes 7 copies between devices"),
     (lambda layers, gpus: OnePerGPU([layers[i] for i in range(4)], gpus), "With 2 layers on cuda:1, cuda:2, your cla"),
     (one_per_gpu(lambda self, x: whole(self, x.pin_memory())), "your class stopped at `"),
     (one_per_gpu(lambda self, x: (whole(self, x.clone()), x.zero_())[0]), "The module changes the batch that it is"),

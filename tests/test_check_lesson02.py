@@ -44,7 +44,6 @@ SAME = "DataParallel makes all pieces of the same size, except the last"
 PIECE_SIZES = [
     (lambda batch, gpus: [batch // gpus] * gpus, "is [2, 2, 2, 2]. These are 8 samples, and the batch has 10."),
     (even, f"piece_sizes(10, 4) is [3, 3, 2, 2]. {SAME}"),
-    (lambda batch, gpus: sizes(batch, gpus)[::-1], f"is [1, 3, 3, 3]. {SAME}"),
     (lambda batch, gpus: sized(batch, max(1, batch // gpus)), "piece_sizes(10, 4) is [2, 2, 2, 2, 2]. The first"),
     (lambda batch, gpus: sizes(batch, gpus) + [0] * (gpus - len(sizes(batch, gpus))), "no samples has no entry"),
     (lambda batch, gpus: [True] * batch, "Return a list of integers"),
@@ -72,12 +71,6 @@ def with_while(state):
     return state
 
 
-def by_first_names(state):
-    if len({key.split(".")[0] for key in state}) > 1:
-        return state
-    return {key.split(".", 1)[1]: value for key, value in state.items()}
-
-
 def keys(change):
     return lambda state: {change(key): value for key, value in state.items()}
 
@@ -91,7 +84,6 @@ WITHOUT_PREFIX = [
     (keys(lambda key: key.replace("module.", "")), "may have a layer that is called `module`"),
     (keys(lambda key: key.removeprefix("module.")), "The keys of a plain net"),
     (with_while, "['module.module.weight', 'module.module.bias'], became ['weight', 'bias']. Remove only what"),
-    (by_first_names, "The keys of a plain net, ['modules_.weight', 'modules_.bias'], became ['weight', 'bias']"),
     (in_place, "Your function changes the state dict that it is given"),
     (values(torch.Tensor.zero_), "Your function changes the state dict"),
     (values(lambda value: value + 1), "`0.weight` has other numbers"),

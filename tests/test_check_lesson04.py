@@ -34,29 +34,6 @@ def few_counts(monkeypatch):
     monkeypatch.setattr(check, "LABELS", ([3, 1],))
 
 
-@pytest.fixture(autouse=True)
-def one_launch(monkeypatch):
-    """The answers in TOGETHER run one after the other in the same ranks, and none has a short time limit.
-
-    A check passes the same work for all of them: it draws the same numbers each time, as it sets the generator back.
-    """
-    start, known = check._ranks, {}
-
-    def ranks(work, answer, count, **options):
-        if answer not in TOGETHER.get(count, ()):
-            return start(work, answer, count, **options | {"timeout": 100})
-        if not known:
-            results = start(partial(in_turn, work), TOGETHER[count], count, timeout=100)
-            known.update(zip(TOGETHER[count], zip(*results, strict=True), strict=True))
-        return list(known[answer])
-
-    monkeypatch.setattr(check, "_ranks", ranks)
-
-
-def in_turn(work, rank, answers):
-    return [work(rank, answer) for answer in answers]
-
-
 def tree(ranks, enough=math.ceil):
     powers = [2**step for step in range(enough(math.log2(ranks)))]
     return [[(rank, rank + have) for rank in range(min(have, ranks - have))] for have in powers]
@@ -132,19 +109,17 @@ VALIDATE = [
     (validation(numbers=lambda rank, count: range(count)), "one rank looks at 10 samples"),
     (asking_twice, "a rank asks for the losses of a sample twice"),
     (validation(collective=lambda sums: dist.reduce(sums, 0)), "only rank 0 has the mean of all samples. `dist.re"),
-]
-VALIDATE_ALONE = [
     (validation(lambda losses: by_sums(losses.cpu())), "got a tensor on the CPU. NCCL takes only tensors on GPUs"),
     (validation(numbers=lambda rank, count: range(rank, count + 4, 4)), "IndexError"),
-    (validation(lambda losses: by_sums(losses) if len(losses) else 0.0), "one without samples, must take part"),
-    (validation(collective=lambda sums: dist.all_reduce(sums, async_op=True)), "async_op=True is not awaited"),
     (validation(lambda losses: dist.all_reduce(losses)), "or one with tensors of different sizes"),
     (validation(total=partial(mean_or_0, none=0), count=lambda _: 1), "sizes or dtypes"),
     (validation(of_another_kind), "The ranks call different collectives"),
-    (validation(lambda losses: by_sums(losses.to("cuda:0"))), "Several ranks use the same GPU. LOCAL_RANK chooses"),
-    (validation(lambda losses: by_sums(losses) and dist.destroy_process_group()), "`destroy_process_group`"),
     (validation(lambda losses: dist.init_process_group("nccl")), "Leave out `init_process_group`"),
-]
+    (validation(lambda losses: by_sums(losses.to("cuda:0"))), "Several ranks use the same GPU. LOCAL_RANK chooses"),
+    (validation(collective=lambda sums: dist.all_reduce(sums, async_op=True)), "async_op=True is not awaited"),
+    (validation(lambda losses: by_sums(losses) and dist.destroy_process_group()), "`destroy_process_group`"),
+]  # the ranks are of no use after the last two
+WAITS = validation(lambda losses: by_sums(losses) if len(losses) else 0.0)
 
 
 def test_plain():
@@ -226,13 +201,11 @@ RANKED = [
     (loop(rate=0.2), ("compared with those of one GPU they are off by", "Compare the net, the seed")),
     (loop(on="cuda:{1}"), "Rank 0 put its tensors on cuda:1. Its LOCAL_RANK is 0"),
     (lambda rank, samples, log: 3, "It returned 3. Return the net."),
-]
-RANKED_ALONE = [
-    (loop(end=dist.destroy_process_group), "Leave out `destroy_process_group`"),
-    (loop(on="cuda:0"), "LOCAL_RANK"),  # what one gets by copying `alone`
     (loop(on="cpu"), "on the CPU"),
-    (lambda rank, samples, log: dist.barrier() or samples[32 + rank], "of 2 raised IndexError: index 3"),
+    (loop(on="cuda:0"), "LOCAL_RANK"),  # what one gets by copying `alone`
+    (loop(end=dist.destroy_process_group), "Leave out `destroy_process_group`"),
 ]
+RAISES = lambda rank, samples, log: dist.barrier() or samples[32 + rank]  # noqa: E731
 ANSWERS = {
     "tree": Answers(
         check.tree,
@@ -250,7 +223,8 @@ ANSWERS = {
         ],
         VALIDATE,
         fixtures="four",
-        strange=[],
+        strange=STRANGE_RESULTS[-2:],
+        ranks=[4],
     ),
     "factor": Answers(
         check.factor,
@@ -271,17 +245,25 @@ ANSWERS = {
         FACTOR_IN_RANKS,
         fixtures="two few_counts",
         strange=[],
+        ranks=[2],
     ),
-    "ranked": Answers(check.ranked, [loop(), loop(wrap=inner_returned)], RANKED, fixtures="two", strange=[]),
-    "validate alone": Answers(check.validate, wrong=VALIDATE_ALONE, fixtures="four", strange=STRANGE_RESULTS[-2:]),
-    "ranked alone": Answers(check.ranked, wrong=RANKED_ALONE, fixtures="two", strange=STRANGE_RESULTS[-2:]),
+    "ranked": Answers(
+        check.ranked,
+        [loop(), loop(wrap=inner_returned)],
+        RANKED,
+        fixtures="two",
+        strange=STRANGE_RESULTS[-2:],
+        ranks=[2],
+    ),
+    # These two end the ranks, so each starts its own.
+    "a rank waits": Answers(
+        check.validate, wrong=[(WAITS, "one without samples, must take part")], fixtures="four", strange=[]
+    ),
+    "a rank raises": Answers(
+        check.ranked, wrong=[(RAISES, "of 2 raised IndexError: index 3")], fixtures="two", strange=[]
+    ),
 }
 test_answers = answers_test(ANSWERS)
-# By number of ranks. The others end the ranks or their group, so each starts its own.
-TOGETHER = {
-    ranks: [*ANSWERS[name].right, *(answer for answer, _ in ANSWERS[name].wrong)]
-    for ranks, name in ((4, "validate"), (2, "ranked"))
-}
 
 
 def test_ranked_needs_gpus_with_values():

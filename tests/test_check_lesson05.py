@@ -13,7 +13,7 @@ from virtual_gpus import virtual_gpus
 
 from helpers.parallel import bubble, gpipe, one_f_one_b
 from notebooks.checks import lesson05 as check
-from tests.check_answers import Answers, answers_test, told
+from tests.check_answers import Answers, answers_test, then, told
 
 
 def cuts_by(key, last=False):
@@ -205,17 +205,6 @@ def in_parts(weight=lambda y, labels: len(y) / len(labels), log=None, clear=Fals
     return answer
 
 
-def then(damage, answer=None):
-    """`answer`, and then `damage(net, images)`."""
-
-    def function(net, images, labels, size):
-        total = (answer or in_parts())(net, images, labels, size)
-        damage(net, images)
-        return total
-
-    return function
-
-
 kept = []  # by an answer
 
 
@@ -229,9 +218,9 @@ IN_PARTS = Answers(
         in_parts(),
         lambda net, *rest: in_parts()(net.forward, *rest),
         lambda net, *rest: in_parts()(lambda x: checkpoint(net, x, use_reentrant=False), *rest),
-        then(lambda net, images: net.train(), in_eval),
+        then(lambda net, *rest: net.train(), in_eval),
         in_parts(log=lambda loss, share: loss.detach() * share),
-        then(lambda net, x: [each.grad.div_(len(x)) for each in net.parameters()], in_parts(lambda y, _: len(y))),
+        then(lambda net, x, *_: [each.grad.div_(len(x)) for each in net.parameters()], in_parts(lambda y, _: len(y))),
     ],
     wrong=[
         (in_parts(lambda y, labels: 0.25), "[16, 16, 16, 2] samples count [0.25, 0.25, 0.25, 0.25]"),
@@ -244,15 +233,15 @@ IN_PARTS = Answers(
         (lambda net, x, y, size: in_parts()(net, x[:48], y[:48], size), "Pass each image through the model once"),
         (lambda net, images, labels, size: 0.0, "was called with [] images"),
         # one by one through the layers, which a hook on the model would not see
-        (then(lambda net, images: net[2](net[1](net[0](images)))), "called with [16, 16, 16, 2, 50] images"),
+        (then(lambda net, x, *_: net[2](net[1](net[0](x))), in_parts()), "called with [16, 16, 16, 2, 50] images"),
         (lambda net, x, y, size: sum(cross_entropy(net(part), y[: len(part)]) for part in x.split(size)),
          "4 forward passes ran without a backward pass"),
         (in_parts(log=lambda loss, share: kept.append(loss) or loss.item() * share, retain=True),
          "graphs of earlier micro-batches are in memory during a forward pass"),
         (in_eval, "leaves the model in evaluation mode"),
-        (then(lambda net, images: torch.set_grad_enabled(False)), "leaves gradients switched off"),
-        (then(lambda net, images: torch.optim.SGD(net.parameters(), lr=0.1).step()), "changed the weights"),
-        (then(lambda net, images: images.mul_(2)), "changed the weights, the images"),
+        (then(lambda *job: torch.set_grad_enabled(False), in_parts()), "leaves gradients switched off"),
+        (then(lambda net, *rest: torch.optim.SGD(net.parameters(), lr=0.1).step(), in_parts()), "changed the weights"),
+        (then(lambda net, images, *rest: images.mul_(2), in_parts()), "changed the weights, the images"),
         (torch.no_grad()(in_parts()), "does not require grad"),
     ],
 )  # fmt: skip

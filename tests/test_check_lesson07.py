@@ -84,12 +84,7 @@ FITS = Answers(
 
 @pytest.mark.parametrize(
     ("states", "temporaries", "make"),
-    [
-        (2, 1, torch.optim.AdamW),
-        (2, 0, lambda parameters: torch.optim.AdamW(parameters, fused=True)),
-        (1, 0, lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9)),
-        (0, 0, lambda parameters: torch.optim.SGD(parameters, 0.1)),
-    ],
+    [(2, 1, torch.optim.AdamW), (1, 0, lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))],
 )
 def test_the_budget_is_what_a_model_takes_that_fills_the_gpu(states, temporaries, make):
     """Almost no activations: all is parameters, gradients, buckets, states and the optimizer's temporary tensors."""
@@ -161,11 +156,10 @@ def test_a_process_group_that_is_open_is_no_place_for_a_plan(bills):
 
 
 def test_the_puzzle_is_one():
-    """Par is in time, with a margin for the clock; DDP and fewer GPUs are late. Lesson 07 runs large ones."""
+    """Par is in time, with a margin for the clock; DDP is late, and does not fit fewer GPUs. Lesson 07 runs others."""
     par = check.bill(**check.PAR)
     assert par.hours < 0.97 * check.DEADLINE
     assert check.bill(**check.PAR | {"method": "DDP"}).hours > 1.02 * check.DEADLINE
-    assert check.bill("RTX 4090", 4, "fully_shard", 4).hours > check.DEADLINE
     with pytest.raises(torch.OutOfMemoryError):
         check.bill("RTX 4090", 4, "DDP", 4)
     assert not dist.is_initialized()
@@ -180,7 +174,6 @@ CAUSES = Answers(
     wrong=[
         ({"A": "host"}, "a cause for each of A, B, C, D"),
         (RIGHT | {"A": "fate"}, "Choose one of slower rank, link, other stage, host"),
-        (RIGHT | {"A": 3}, "Choose one of slower rank, link, other stage, host"),
     ],
 )
 CHANGED = {"A": {"micro_batches": 4}, "B": {"shares": (4096, 4096)}, "C": {"micro_batches": 8}, "D": {"average_on": 0}}

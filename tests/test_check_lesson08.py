@@ -1,8 +1,5 @@
 """The checks of lesson 08."""
 
-import functools
-import traceback
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
 from helpers.models import Llama
-from helpers.parallel import RankError, launch
 from notebooks.checks import lesson08 as check
 from tests.check_answers import Answers, answers_test
 
@@ -69,33 +65,8 @@ SENT = Answers(
 # ---- what ranks compute ----------------------------------------------------------------------------------------------
 
 
-def in_turn(rank, work, answers):
-    """What `work` returned for each answer, or the words of its error."""
-    found = []
-    for answer in answers:
-        try:
-            found.append(work(rank, answer))
-        except Exception:
-            found.append(traceback.format_exc())
-    return found
-
-
 @pytest.fixture
-def one_launch(monkeypatch):
-    """Two GPUs, and both ranks do all of a table's work in turn: to start them takes longer than the work."""
-    answers = {
-        check._divide_in_rank: [*PLAN.right, *(answer for answer, _ in PLAN.wrong[:5])],  # the others start no ranks
-        check._train_in_rank: [*SHARDED.right, *(answer for answer, _ in SHARDED.wrong)],
-    }
-    ranks = functools.cache(lambda work: launch(in_turn, work, answers[work], ranks=2, timeout=600, show=False))
-
-    def in_ranks(work, answer, *_, **__):
-        found = [rank[answers[work].index(answer)] for rank in ranks(work)]
-        if isinstance(found[0], str):
-            raise RankError(found[0])
-        return found
-
-    monkeypatch.setattr(check, "in_ranks", in_ranks)
+def two():
     with virtual_gpus(2):
         yield
 
@@ -122,7 +93,8 @@ PLAN = Answers(
         ({"open": ColwiseParallel}, "with brackets"),
         ({"*": ColwiseParallel(), "close": RowwiseParallel()}, "both match 'close'"),
     ],
-    fixtures="one_launch",
+    fixtures="two",
+    ranks=[2],
 )
 
 
@@ -162,6 +134,7 @@ SHARDED = Answers(
     right=[training(), training(log_as=lambda loss: np.float64(loss.item()))],
     wrong=[
         (training(first=True), "have not changed"),
+        (training(parts=lambda model: []), "Rank 0 holds 100% of all parameters"),
         (training(parts=lambda model: [model]), "0 of the 2 blocks"),
         (training(parts=lambda model: [*model.blocks]), "Did you forget `fully_shard(model)`?"),
         (training(parts=lambda model: [model, *model.blocks]), "before its blocks"),
@@ -177,7 +150,8 @@ SHARDED = Answers(
         (lambda rank, tokens, log: None, "returned None"),
     ],
     strange=[],
-    fixtures="one_launch",
+    fixtures="two",
+    ranks=[2],
 )
 
 

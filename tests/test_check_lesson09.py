@@ -1,6 +1,5 @@
 """The checks of lesson 09; and its helpers."""
 
-import io
 import math
 import os
 import shutil
@@ -19,6 +18,7 @@ from helpers.parallel.hosts import TORCHRUN, run_hosts
 from notebooks.checks import lesson09 as check
 from tests.check_answers import STRANGE, Answers, answers_test
 from tests.programs import SCRIPTS, descendants, until
+from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
 
 
 def own(report):
@@ -68,35 +68,6 @@ GUILTY = Answers(
 
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
-
-
-def in_place(state, path):
-    torch.save(state, path)
-
-
-def from_a_buffer(state, path):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    path.write_bytes(buffer.getvalue())
-
-
-def into_an_open_file(state, path):
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        os.fsync(file.fileno())
-
-
-def renamed(write=in_place, rename=lambda old, new: os.replace(old, new), temporary="unfinished.tmp"):
-    def answer(state, final):
-        write(state, final.with_name(temporary))
-        rename(final.with_name(temporary), final)
-
-    return answer
-
-
-def copied(old, new):
-    shutil.copy(old, new)
-    old.unlink()
 
 
 def elsewhere(state, final):

@@ -145,7 +145,7 @@ def test_back_is_what_lightning_computes(frameworks):
     torch.testing.assert_close(found, right)
 
 
-def iterating(once=True, at_the_end=False, more=0, count=lambda self, number, skip: number):
+def iterating(once=True, more=0, count=lambda self, number, skip: number):
     """The solution's `__iter__`, or one with a mistake. count: the batches that are done when it gives one."""
 
     def __iter__(self):
@@ -156,8 +156,6 @@ def iterating(once=True, at_the_end=False, more=0, count=lambda self, number, sk
             self.done = count(self, number, skip)
             if number > skip + more * (skip > 0):
                 yield batch
-        if at_the_end:
-            self.skip = 0
 
     return __iter__
 
@@ -216,7 +214,6 @@ CONTINUING = Answers(
         (SAMPLES, "Count batches, not samples"),
         (loader(__iter__=iterating(count=lambda self, number, skip: skip if number <= skip else self.done + 1)),
          "After a loop that ended early"),
-        (loader(__iter__=iterating(once=False, at_the_end=True)), "In the epoch after the one that was resumed"),
         (DataLoader, "has no method `state_dict`"),
         (loader(load_state_dict=None), "has no method `load_state_dict`"),
         (list, "is not a class that inherits from DataLoader"),

@@ -1,9 +1,6 @@
 """The checks of the final task: right and wrong answers of each task."""
 
-import io
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lessonF as check
 from tests.check_answers import STRANGE_RESULTS, Answers, answers_test
+from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
 
 
 @pytest.fixture(autouse=True)
@@ -25,61 +23,58 @@ def gpus():
         yield devices
 
 
+@pytest.fixture
+def same_numbers(monkeypatch):
+    """Each answer gets the same images."""
+    monkeypatch.setattr(check.random, "randrange", lambda low, high: low)
+
+
 def part_of(x, ranks, rank):
     return x.tensor_split(ranks)[rank]
 
 
-def one(ranks):
-    return 1
+def every_other(x, ranks, rank):
+    return x[rank::ranks]
 
 
-def trained(parts=part_of, weigh=True, seed=0, wrap=True, place=None, loss=one, scale=one):
-    """A program for the ranks, right unless told."""
+def no_wrapper(model):
+    return model
+
+
+def summed(model):
+    """The ranks' gradients, without DistributedDataParallel."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def trained(
+    parts=part_of,
+    wrap=DistributedDataParallel,
+    weigh=True,
+    scale=lambda ranks: ranks,
+    seed=0,
+    place=None,
+    then=no_wrapper,
+):
+    """A program for the ranks, right unless told. scale: of the loss. then: done with the gradients."""
 
     def ranked(rank, ranks, images, labels):
         gpu = rank if place is None else place
         if seed is not None:
             torch.manual_seed(seed)
         model = check.net().to(gpu)
-        forward = DistributedDataParallel(model, device_ids=[gpu]) if wrap else model
+        forward = wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for x, y in zip(images.split(32), labels.split(32), strict=True):
             part, label = parts(x, ranks, rank).to(gpu), parts(y, ranks, rank).to(gpu)
             optimizer.zero_grad()
-            found = cross_entropy(forward(part), label, reduction="sum" if weigh else "mean")
-            factor = ranks / len(x) * scale(ranks) if weigh else loss(ranks)
-            (found * factor).backward()
+            loss = cross_entropy(forward(part), label, reduction="sum") / (len(x) if weigh else len(part))
+            (loss * scale(ranks)).backward()
+            then(model)
             optimizer.step()
         return model
 
     return ranked
-
-
-def by_hand(rank, ranks, images, labels):
-    """Right, without DistributedDataParallel."""
-    torch.manual_seed(0)
-    model = check.net().to(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in zip(images.split(32), labels.split(32), strict=True):
-        optimizer.zero_grad()
-        cross_entropy(model(x[rank::ranks].to(rank)), y[rank::ranks].to(rank), reduction="sum").div(len(x)).backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        optimizer.step()
-    return model
-
-
-def sharded(rank, ranks, images, labels):
-    """Right, with fully_shard, which averages the gradients as DDP does."""
-    torch.manual_seed(0)
-    model = fully_shard(check.net().to(rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for x, y in zip(images.split(32), labels.split(32), strict=True):
-        optimizer.zero_grad()
-        part, label = part_of(x, ranks, rank).to(rank), part_of(y, ranks, rank).to(rank)
-        (cross_entropy(model(part), label, reduction="sum") * ranks / len(x)).backward()
-        optimizer.step()
-    return model
 
 
 def differs_on_later_ranks(rank, ranks, images, labels):
@@ -90,81 +85,40 @@ def differs_on_later_ranks(rank, ranks, images, labels):
     return model
 
 
-def save(path, model, optimizer, temporary=".tmp"):
-    unfinished = path.with_name(path.name + temporary)
-    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
-    os.replace(unfinished, path)
+def state_of(model, optimizer):
+    return {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def with_a_file_object(path, model, optimizer):
-    with open(f"{path}.new", "wb") as file:
-        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    os.rename(f"{path}.new", path)
+def saves(write=None, what=state_of):
+    """`write(state, path)`, by default in a file of its own that is renamed."""
+    return lambda path, model, optimizer: (write or renamed())(what(model, optimizer), path)
 
 
-def in_memory_first(path, model, optimizer):
-    buffer = io.BytesIO()
-    torch.save(obj={"optimizer": optimizer.state_dict(), "model": model.module.state_dict(), "epoch": 1}, f=buffer)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(buffer.getvalue())
-    Path(file.name).replace(path)
+def without_a_file_for_a_moment(old, new):
+    new.unlink(missing_ok=True)
+    os.rename(old, new)
 
 
-def straight_into_an_open_file(path, model, optimizer):
-    with open(path, "wb") as file:
-        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-
-
-def bytes_at_once(path, model, optimizer):
-    buffer = io.BytesIO()
-    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-    path.write_bytes(buffer.getvalue())
-
-
-def copied(path, model, optimizer):
-    save(path.with_name("new"), model, optimizer)
-    shutil.copyfile(path.with_name("new"), path)
-    path.with_name("new").unlink()
-
-
-def without_a_file_for_a_moment(path, model, optimizer):
-    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"{path}.tmp")
+def removes_first(path, *job):
     path.unlink(missing_ok=True)
-    os.rename(f"{path}.tmp", path)
+    saves()(path, *job)
 
 
-def restored_afterwards(path, model, optimizer):
+def restored_afterwards(path, *job):
     old = path.read_bytes() if path.exists() else b""
     try:
-        straight(path, model, optimizer)
+        saves(in_place)(path, *job)
     except BaseException:
         path.write_bytes(old)
         raise
 
 
-def leaves_a_file(path, model, optimizer):
-    save(path, model, optimizer)
+def leaves_a_file(path, *job):
+    saves()(path, *job)
     path.with_name("old.pt").write_bytes(b"")
 
 
-def straight(path, model, optimizer):
-    torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, path)
-
-
-def removes_first(path, model, optimizer):
-    path.unlink(missing_ok=True)
-    save(path, model, optimizer)
-
-
-def of(what):
-    def saves(path, model, optimizer):
-        torch.save(what(model, optimizer), f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-
-    return saves
-
-
-RIGHT = check.FAULTS
+RIGHT, LOSES = check.FAULTS, "loses the old checkpoint"
 TABLE = {
     "budget": Answers(
         check.budget,
@@ -179,22 +133,28 @@ TABLE = {
     ),
     "ranked": Answers(
         check.ranked,
-        right=[trained(), by_hand, sharded],
+        right=[
+            trained(),
+            trained(every_other, no_wrapper, scale=lambda ranks: 1, then=summed),
+            trained(wrap=fully_shard),  # averages the gradients as DDP does
+        ],
         wrong=[
-            (trained(weigh=False), "is not the mean of the batch if the parts differ"),
-            (trained(weigh=False, parts=lambda x, ranks, rank: x), "Divide each batch"),
-            (trained(wrap=False), "gradients added up"),
+            (trained(weigh=False, scale=lambda ranks: 1), "is not the mean of the batch if the parts differ"),
+            (trained(lambda x, ranks, rank: x), "Divide each batch"),
+            (trained(wrap=no_wrapper), "gradients added up"),
             (trained(place=0), "Duplicate GPU detected"),
             (trained(seed=1), "Compare seed"),
             (trained(seed=None), "Compare seed"),
-            (trained(scale=lambda ranks: 1 / ranks), "Multiply the loss by it"),
-            (trained(scale=lambda ranks: ranks), "added up twice"),
-            (trained(weigh=False, loss=lambda ranks: ranks), "the sum of the ranks' mean losses"),
+            (trained(scale=lambda ranks: 1), "Multiply the loss by it"),
+            (trained(scale=lambda ranks: ranks**2), "added up twice"),
+            (trained(weigh=False), "the sum of the ranks' mean losses"),
             (differs_on_later_ranks, "The weights of the ranks differ"),
             (lambda rank, ranks, images, labels: [1], "Return the model"),
             (lambda rank, ranks, images, labels: ..., "still returns"),
         ],
         strange=STRANGE_RESULTS[:1],
+        fixtures="same_numbers",
+        ranks=(2, 4),
     ),
     "faults": Answers(
         check.faults,
@@ -208,24 +168,24 @@ TABLE = {
     ),
     "saved": Answers(
         check.saved,
-        right=[save, with_a_file_object, in_memory_first],
+        right=[
+            saves(),
+            saves(renamed(into_an_open_file)),
+            saves(renamed(from_a_buffer, Path.replace)),
+            saves(renamed(lambda state, path: torch.save(obj=state, f=path))),
+        ],
         wrong=[
-            (straight, "loses the old checkpoint"),
-            (removes_first, "loses the old checkpoint"),
-            (straight_into_an_open_file, "loses the old checkpoint"),
-            (bytes_at_once, "loses the old checkpoint"),
-            (copied, "loses the old checkpoint"),
-            (without_a_file_for_a_moment, "loses the old checkpoint"),
-            (restored_afterwards, "loses the old checkpoint"),
-            (
-                of(lambda m, o: {"model": nn.Linear(3, 2).state_dict(), "optimizer": o.state_dict()}),
-                "weights in the file",
-            ),
-            (of(lambda m, o: {"model": m.module, "optimizer": o.state_dict()}), "cannot read the file"),
+            *((saves(write), LOSES) for write in (in_place, into_an_open_file, from_a_buffer)),
+            (saves(renamed(rename=copied)), LOSES),
+            (saves(renamed(rename=without_a_file_for_a_moment)), LOSES),
+            (removes_first, LOSES),
+            (restored_afterwards, LOSES),
             (leaves_a_file, "Leave nothing except the checkpoint"),
-            (of(lambda m, o: {"model": m.state_dict(), "optimizer": o.state_dict()}), "begins with `module.`"),
-            (of(lambda m, o: m.module.state_dict()), "keys model and optimizer"),
-            (of(lambda m, o: {"model": m.module.state_dict(), "optimizer": {}}), "no momentum"),
+            (saves(what=lambda m, o: state_of(m, o) | {"model": nn.Linear(3, 2).state_dict()}), "weights in the file"),
+            (saves(what=lambda m, o: state_of(m, o) | {"model": m.module}), "cannot read the file"),
+            (saves(what=lambda m, o: state_of(m, o) | {"model": m.state_dict()}), "begins with `module.`"),
+            (saves(what=lambda m, o: m.module.state_dict()), "keys model and optimizer"),
+            (saves(what=lambda m, o: state_of(m, o) | {"optimizer": {}}), "no momentum"),
             (lambda path, model, optimizer: None, "There is no file"),
             (lambda path, model, optimizer: path.write_bytes(b"1"), "cannot read the file"),
         ],

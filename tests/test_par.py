@@ -79,9 +79,3 @@ def test_a_damaged_file_is_no_best(content):
     (scores.FOLDER / "par.json").write_text(content)
     assert "best" not in said(PAR)
     assert "best" not in said(PAR)
-
-
-def test_nothing_is_written_for_stored_outputs(monkeypatch):
-    monkeypatch.setenv("COURSE_PROGRESS", "off")
-    said(PAR)
-    assert not scores.FOLDER.exists()
