@@ -247,6 +247,8 @@ def test_what_would_wait_or_allocate_is_refused_and_ends_the_capture(name):
     assert x.tolist() == [1, 1, 1, 1] and not torch.cuda.is_current_stream_capturing()
     if name == "memory of another stream":
         captured(lambda: (_new_segment(), torch.ones(2, device="cuda")), capture_error_mode="relaxed")
+        with pytest.raises(torch.AcceleratorError, match=INVALIDATED):
+            captured(_new_segment, capture_error_mode="thread_local")
 
 
 REFUSED = {

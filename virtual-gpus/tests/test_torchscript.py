@@ -46,6 +46,8 @@ def test_traces_and_exports_are_refused():
     for call in (torch.jit.trace, trace, torch.jit._get_trace_graph):  # what was imported before, and what ONNX calls
         with pytest.raises(NotModelled, match=r"torch\.jit\.trace"):
             call(net.cuda(), x.cuda())
+    with pytest.raises(NotModelled, match=r"torch\.jit\.trace"):
+        torch.jit.trace(torch.Tensor.cpu, x.cuda())  # no operator
     for given in ((net, x), (nn.ReLU(), x.cuda())):
         with pytest.raises(NotModelled, match=r"torch\.export of a module on a GPU"):
             torch.export.export(given[0], given[1:])
