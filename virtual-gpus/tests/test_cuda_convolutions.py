@@ -47,28 +47,6 @@ def test_workspaces_of_a_traced_step(kind):
         assert near, (step, facts, modelled, nbytes)
 
 
-def test_large_filters_are_not_copied_for_the_input_s_gradient():
-    few, many = (shape(512, 512, 4, 3, 2, batch=batch) for batch in (32, 512))
-    assert workspaces.data_gradient(few) == 0  # 9 MiB of filters, 1.25 MiB of images
-    assert workspaces.data_gradient(many) >= 512 * 512 * (16 + 4 + 9) * 4
-
-
-def test_sums_of_one_pixel_do_not_grow_with_the_batch_within_a_tile():
-    sizes = [workspaces.data_gradient(shape(512, 512, 1, 3, 1, batch=batch)) for batch in (64, 128, 256)]
-    assert sizes[0] == sizes[1] < sizes[2]
-    assert workspaces.data_gradient(shape(32, 32, 1, 3, 1)) == 32 * 32 * 9 * 4 + 16  # too few numbers to split
-
-
-def test_strided_1x1_and_deep_forwards_turn_their_output():
-    def extra(*facts):
-        output = 64 * facts[1] * (facts[2] // facts[4]) ** 2 * 4
-        return workspaces.forward(shape(*facts)) >= 64 * facts[0] * facts[2] ** 2 * 4 + output
-
-    assert extra(256, 512, 16, 1, 2) and not extra(256, 512, 16, 1, 1)
-    assert extra(256, 256, 2, 3, 1)  # 2304 products per number, few tiles
-    assert workspaces.forward(shape(128, 256, 4, 3, 2)) == (64 * 128 * 16 + 128 * 256 * 9) * 4 + 16  # 1152
-
-
 def test_tensors_that_are_channels_last_are_not_copied():
     facts = shape(64, 64, 32, 3, 1, channels_last=True)
     assert workspaces.forward(facts) == workspaces.data_gradient(facts) == 0
@@ -83,28 +61,18 @@ def test_two_byte_types_pad_a_first_layer_to_8_channels():
         assert workspaces.forward(facts) >= 64 * 8 * 32 * 32 * 2
 
 
-@pytest.mark.parametrize("kind", ["K80", "V100", "T4"])
-def test_older_gpus_convert_no_layouts_in_fp32(kind):
-    def peaks(dtype):
+@pytest.mark.parametrize("kind", ["K80", "V100", "H200"])
+def test_layouts_are_converted_for_tensor_cores(kind):
+    def converts(dtype, tf32=True):
         layer = nn.Conv2d(64, 64, 3, padding=1).to("cuda", dtype)
         x = torch.randn(8, 64, 32, 32, device="cuda", dtype=dtype)
-        with torch.no_grad():
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
             out, peak = peak_of(lambda: layer(x))
-        return peak - out.numel() * out.element_size()
+        return peak - out.numel() * out.element_size() > MIB
 
     with virtual_gpus(1, kind=kind, shapes_only=True):
-        assert peaks(torch.float32) < 1 << 20
-        assert (peaks(torch.float16) > 1 << 20) == (kind != "K80")
-
-
-def test_without_tf32_no_layouts_are_converted():
-    layer, x = nn.Conv2d(64, 64, 3, padding=1), torch.randn(32, 64, 32, 32)
-    with virtual_gpus(1, kind="H200", shapes_only=True), torch.no_grad():
-        layer, x = layer.to("cuda"), x.to("cuda")
-        _, with_tf32 = peak_of(lambda: layer(x))
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            _, without = peak_of(lambda: layer(x))
-    assert with_tf32 > without + 8 * MIB
+        assert [converts(torch.float32), converts(torch.float16)] == [kind == "H200", kind != "K80"]
+        assert not converts(torch.float32, tf32=False)
 
 
 def test_one_dimension_is_an_image_of_one_row():
@@ -129,11 +97,8 @@ LAYERS = {
     "3d": (lambda: nn.Conv3d(4, 8, 3, stride=2), (2, 4, 9, 9, 9)),
     "groups": (lambda: nn.Conv2d(16, 32, 3, groups=4, bias=False), (4, 16, 10, 10)),
     "depthwise": (lambda: nn.Conv2d(16, 32, 3, groups=16), (4, 16, 10, 10)),
-    "depthwise 3d": (lambda: nn.Conv3d(8, 8, 3, groups=8), (2, 8, 6, 6, 6)),
     "dilated": (lambda: nn.Conv2d(8, 8, 3, dilation=2), (4, 8, 12, 12)),
-    "transposed 1d": (lambda: nn.ConvTranspose1d(8, 4, 4, 2), (4, 8, 32)),
     "transposed 2d": (lambda: nn.ConvTranspose2d(8, 4, 3, 2, output_padding=1), (4, 8, 8, 8)),
-    "transposed 3d": (lambda: nn.ConvTranspose3d(4, 4, 2, 2), (2, 4, 4, 4, 4)),
     "unbatched": (lambda: nn.Conv2d(8, 16, 3), (8, 12, 12)),
 }
 
@@ -165,15 +130,14 @@ def all_layouts(size):
 
 @pytest.mark.parametrize("name, layout", [(name, f) for name, (_, size) in LAYERS.items() for f in all_layouts(size)])
 def test_numbers_are_the_cpus_and_shapes_allocate_as_they_do(name, layout):
-    for expanded in (True, False):
-        options = {"layout": layout, "expanded": expanded}
-        events, found, strides = events_and_results(*LAYERS[name], False, **options)
-        wanted = step(*LAYERS[name], "cpu", **options)
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b.detach())
-        assert all(t.is_contiguous(memory_format=layout) for t in found[:2])  # the output, the input's gradient
-        events_of_shapes, _, strides_of_shapes = events_and_results(*LAYERS[name], True, **options)
-        assert events_of_shapes == events and strides_of_shapes == strides
+    options = {"layout": layout, "expanded": name in ("2d", "3d", "1d")}
+    events, found, strides = events_and_results(*LAYERS[name], False, **options)
+    wanted = step(*LAYERS[name], "cpu", **options)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b.detach())
+    assert all(t.is_contiguous(memory_format=layout) for t in found[:2])  # the output, the input's gradient
+    events_of_shapes, _, strides_of_shapes = events_and_results(*LAYERS[name], True, **options)
+    assert events_of_shapes == events and strides_of_shapes == strides
 
 
 def test_filters_of_the_other_layout_are_copied_first():
@@ -204,21 +168,13 @@ def test_double_backward_has_the_cpu_s_gradients():
         assert [g.shape for g in second("cuda")] == [w.shape for w in wanted]
 
 
-def test_only_the_gradients_that_are_wanted():
+def test_one_gradient_alone_an_empty_batch_and_out_still_work():
     with virtual_gpus(1):
-        x = torch.randn(2, 3, 8, 8, device="cuda")
-        layer = nn.Conv2d(3, 4, 3).to("cuda")
+        layer = nn.Conv2d(3, 4, 3).to("cuda").requires_grad_(False)
+        x = torch.randn(2, 3, 8, 8, device="cuda", requires_grad=True)
         layer(x).sum().backward()
-        assert x.grad is None and layer.weight.grad is not None
-        layer.requires_grad_(False)
-        x.requires_grad_()
-        layer(x).sum().backward()
-        assert x.grad is not None
-
-
-def test_an_empty_batch_and_out_still_work():
-    with virtual_gpus(1):
-        layer = nn.Conv2d(3, 4, 3).to("cuda")
+        assert x.grad is not None and layer.weight.grad is None
+        layer.requires_grad_()
         layer(torch.randn(0, 3, 8, 8, device="cuda")).sum().backward()
         assert layer.weight.grad.abs().sum().item() == 0
         x, out = torch.randn(1, 3, 8, 8, device="cuda"), torch.empty(1, 4, 6, 6, device="cuda")
@@ -245,27 +201,17 @@ def test_without_cudnn_one_image_s_patches_are_laid_out_as_columns():
     assert peak - less == columns
 
 
-def test_benchmark_tries_large_kernels_once_and_empties_the_cache():
-    with (
-        virtual_gpus(1, kind="H200", shapes_only=True),
-        torch.no_grad(),
-        torch.backends.cudnn.flags(True, benchmark=True),
-    ):
-        layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda"), torch.randn(32, 64, 32, 32, device="cuda")
-        torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)  # leaves its segment in the cache
-        _, first = peak_of(lambda: layer(x))
-        assert torch.cuda.memory_reserved() < 64 * MIB
-        _, second = peak_of(lambda: layer(x))
-    assert first > second
-
-
-def test_a_shape_that_has_its_kernel_is_not_tried_when_the_flag_comes_later():
+def test_benchmark_tries_large_kernels_once_for_each_shape_and_empties_the_cache():
     """Conv_v8.cpp looks for a plan of this shape first, and asks for the flag only if there is none."""
     with virtual_gpus(1, kind="H200", shapes_only=True), torch.no_grad():
         layer, x = nn.Conv2d(64, 64, 3, padding=1).to("cuda"), torch.randn(32, 64, 32, 32, device="cuda")
         _, before = peak_of(lambda: layer(x))
         with torch.backends.cudnn.flags(True, benchmark=True):
-            assert peak_of(lambda: layer(x))[1] == before < peak_of(lambda: layer(x[:31]))[1]
+            assert peak_of(lambda: layer(x))[1] == before
+            torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)  # leaves its segment in the cache
+            first, second = (peak_of(lambda: layer(x[:31]))[1] for _ in range(2))
+            assert torch.cuda.memory_reserved() < 64 * MIB
+    assert first > before >= second
 
 
 def test_a_workspace_that_does_not_fit_is_no_error():

@@ -87,14 +87,11 @@ def train(make, optimizer, autocast: bool, graphed: bool):
     return losses, [tensor.tolist() for tensor in net.state_dict().values()]
 
 
-sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adam = functools.partial(torch.optim.Adam, lr=0.01, capturable=True)
 fused = functools.partial(torch.optim.AdamW, lr=0.01, fused=True, capturable=True)
 
 
-@pytest.mark.parametrize(
-    ("make", "optimizer", "autocast"), [(network, adam, False), (network, fused, True), (Recurrent, sgd, True)]
-)
+@pytest.mark.parametrize(("make", "optimizer", "autocast"), [(network, adam, False), (Recurrent, fused, True)])
 def test_a_whole_training_step_equals_eager_steps(make, optimizer, autocast):
     assert train(make, optimizer, autocast, True) == train(make, optimizer, autocast, False)
 
@@ -185,6 +182,8 @@ def test_a_capture_spreads_over_streams_that_join_it():
     x = torch.ones(4, device="cuda")
 
     def forked(join: bool):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.add_(1)  # not captured: this runs at once
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(main)
         assert torch.cuda.is_current_stream_capturing() and side.is_capturing()
@@ -198,23 +197,9 @@ def test_a_capture_spreads_over_streams_that_join_it():
 
     graph, y = captured(lambda: forked(True))
     graph.replay()
-    assert y.tolist() == [4, 4, 4, 4] and not torch.cuda.is_current_stream_capturing()
+    assert x.tolist() == [2, 2, 2, 2] and y.tolist() == [6, 6, 6, 6] and not torch.cuda.is_current_stream_capturing()
     with pytest.raises(torch.AcceleratorError, match="capturing stream has unjoined work"):
         captured(lambda: forked(False))
-
-
-def test_work_on_another_stream_runs_at_once():
-    side, x = torch.cuda.Stream(), torch.zeros(2, device="cuda")
-
-    def work():
-        with torch.cuda.stream(side):
-            x.add_(1)
-        return x * 2
-
-    graph, y = captured(work)
-    assert x.tolist() == [1, 1]
-    graph.replay()
-    assert x.tolist() == [1, 1] and y.tolist() == [2, 2]
 
 
 # ---- what a capture forbids -----------------------------------------------------------------------------------------
@@ -231,25 +216,21 @@ def _event(x):
     event.query()
 
 
-def _wait_for_a_stream(x):
-    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
-
-
 FORBIDDEN = {
     "item": (lambda x: x.sum().item(), UNSUPPORTED),
-    "truth": (lambda x: bool(x[0]), UNSUPPORTED),
     "sizes": (lambda x: x.nonzero(), UNSUPPORTED),
-    "mask": (lambda x: x[x > 0], UNSUPPORTED),
     "list": (lambda x: x.tolist(), UNSUPPORTED),
-    "print": (lambda x: str(x), UNSUPPORTED),
     "synchronize": (lambda x: torch.cuda.synchronize(), UNSUPPORTED),
     "stream": (lambda x: torch.cuda.current_stream().synchronize(), UNSUPPORTED),
     "blocking copy from pinned": (lambda x: x.copy_(torch.ones(4).pin_memory()), UNSUPPORTED),
-    "memory of another stream": (lambda x: _new_segment(), UNSUPPORTED),
+    "memory of another stream": (lambda x: _new_segment(), UNSUPPORTED),  # unless the error mode is "relaxed"
     "empty_cache": (lambda x: torch.cuda.empty_cache(), UNSUPPORTED),
     "a graph in a graph": (lambda x: captured(lambda: x + 1), UNSUPPORTED),
     "an event of the capture": (_event, "not permitted on an event last recorded in a capturing stream"),
-    "a stream outside": (_wait_for_a_stream, "dependency created on uncaptured work"),
+    "a stream outside": (
+        lambda x: torch.cuda.current_stream().wait_stream(torch.cuda.Stream()),
+        "dependency created on uncaptured work",
+    ),
 }
 
 
@@ -264,6 +245,10 @@ def test_what_would_wait_or_allocate_is_refused_and_ends_the_capture(name):
         found = found.__context__
     assert any(FORBIDDEN[name][1] in cause for cause in causes)
     assert x.tolist() == [1, 1, 1, 1] and not torch.cuda.is_current_stream_capturing()
+    if name == "memory of another stream":
+        captured(lambda: (_new_segment(), torch.ones(2, device="cuda")), capture_error_mode="relaxed")
+        with pytest.raises(torch.AcceleratorError, match=INVALIDATED):
+            captured(_new_segment, capture_error_mode="thread_local")
 
 
 REFUSED = {
@@ -273,6 +258,9 @@ REFUSED = {
     "state": (lambda x: torch.cuda.get_rng_state(), "CUDAGeneratorImpl::current_seed during CUDA graph capture"),
     "strange generator": (lambda x: x.normal_(generator=torch.Generator("cuda")), "CUDA generator not in capture mode"),
     "the program's own": (lambda x: 1 / 0, "division by zero"),
+    "a storage emptied, as fully_shard does": (
+        lambda x: x.untyped_storage().resize_(0), "storages that become smaller"
+    ),
 }  # fmt: skip
 
 
@@ -282,12 +270,6 @@ def test_what_pytorch_itself_refuses_leaves_the_capture_valid(name):
     x = torch.ones(4, device="cuda")
     with pytest.raises((RuntimeError, ZeroDivisionError), match=words):
         captured(lambda: (x.add_(1), act(x)))
-
-
-def test_the_error_mode_says_which_threads_are_bound():
-    captured(lambda: (_new_segment(), torch.ones(2, device="cuda")), capture_error_mode="relaxed")
-    with pytest.raises(torch.AcceleratorError, match=INVALIDATED):
-        captured(_new_segment, capture_error_mode="thread_local")
 
 
 def test_the_graph_s_own_errors():
@@ -321,19 +303,9 @@ def pools():
     return found
 
 
-def test_a_storage_that_a_capture_empties_is_refused():
-    """fully_shard frees so what it has gathered. Restoring the storage would write where nothing is."""
-    with virtual_gpus(1):
-        x = torch.ones(1000, device="cuda")
-        with pytest.raises(NotModelled, match="storages that become smaller"):
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                x.add_(1)
-                x.untyped_storage().resize_(0)
-
-
 def test_a_graph_s_memory_is_a_private_pool():
     gc.collect()  # what an earlier test left is not to go in between
-    x = torch.ones(1 << 20, device="cuda")  # 4 MiB
+    x = torch.ones(1 << 20, device="cuda")
     torch.cuda.empty_cache()
     before, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
 
@@ -366,10 +338,7 @@ def test_a_replay_is_one_launch_for_the_host():
     x = torch.ones(1000, device="cuda")
 
     def work():
-        y = x
-        for _ in range(50):
-            y = y * 1.01
-        return y
+        return functools.reduce(torch.mul, [x] * 50)
 
     graph, y = captured(work)
     start, between, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -390,8 +359,6 @@ def test_graphs_without_values():
         before = torch.cuda.memory_reserved()
         graph.replay()
         assert torch.cuda.memory_reserved() == before and graph.pool() in pools() and net.weight.grad is not None
-        with pytest.raises(torch.AcceleratorError, match=INVALIDATED):
-            captured(lambda: x.sum().item())
 
 
 @pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="newer than this PyTorch")
@@ -422,9 +389,6 @@ def test_a_memory_pool_is_apart_from_all_other_memory():
     assert torch.cuda.memory_reserved() == before + (22 << 20)
     del small, pool
     assert torch.cuda.memory_reserved() == before
-
-
-def test_pools_that_do_not_split_and_pools_that_are_refused():
     pool = torch.cuda.MemPool(no_split=True)
     with torch.cuda.use_mem_pool(pool):
         kept = [torch.ones(4, device="cuda") for _ in range(3)]

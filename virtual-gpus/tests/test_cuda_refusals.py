@@ -9,8 +9,8 @@ from virtual_gpus import virtual_gpus
 
 
 @pytest.fixture(autouse=True)
-def gpu():
-    with virtual_gpus(1):
+def gpus():
+    with virtual_gpus(2):
         yield
         torch.use_deterministic_algorithms(False)
         torch.cuda.set_sync_debug_mode(0)
@@ -42,17 +42,10 @@ REFUSED = [
 
 
 def test_operators_without_a_deterministic_algorithm_are_refused():
+    torch.use_deterministic_algorithms(True)
     for name, work in REFUSED:
-        torch.use_deterministic_algorithms(True)
         with pytest.raises(RuntimeError, match=f"^{name} does not have a deterministic implementation"):
             work()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with pytest.warns(UserWarning, match=f"^{name} does not have a deterministic implementation"):
-            work()
-
-
-def test_the_same_operators_run_where_cuda_has_a_deterministic_algorithm():
-    torch.use_deterministic_algorithms(True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         image(4).median()
@@ -62,6 +55,9 @@ def test_the_same_operators_run_where_cuda_has_a_deterministic_algorithm():
         F.embedding_bag(ROWS[None].cuda(), image(4, 3), mode="sum").sum().backward()
         F.grid_sample(image(1, 1, 2, 2), image(1, 1, 1, 2), align_corners=True).sum().backward()  # cuDNN's
         F.interpolate(image(1, 1, 4, 4), 8, mode="bilinear").sum().backward()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="^put_ does not have a deterministic implementation"):
+        dict(REFUSED)["put_"]()
 
 
 def test_kernels_that_cuda_has_not():
@@ -129,3 +125,14 @@ def test_old_names_warn_and_copies_of_storages_are_pinned():
     storage = torch.ones(2, device="cuda").untyped_storage()
     assert storage.to(device="cpu", non_blocking=True).is_pinned()
     assert not storage.to(device="cpu").is_pinned()
+
+
+def test_the_settings_of_cufft_s_plans():
+    plans = torch.backends.cuda.cufft_plan_cache
+    assert (plans.size, plans.max_size, plans["cuda:1"].max_size) == (0, 4096, 4096)
+    plans.max_size = 10
+    plans[1].max_size = 7
+    plans.clear()
+    assert (plans[0].max_size, plans[torch.device("cuda", 1)].max_size) == (10, 7)
+    with pytest.raises(RuntimeError, match="non-negative"):
+        plans.max_size = -1

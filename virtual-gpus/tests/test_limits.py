@@ -76,7 +76,6 @@ ELSEWHERE = {
     "Programs that are started with `subprocess`": "test_children.py::test_nobody_inherits_who_was_not_asked_for",
     "A thread that was running before": "test_threads.py::test_an_old_thread_joins_when_it_first_names_a_gpu",
     "When virtual GPUs are switched off": "test_no_values.py::test_a_tensor_of_gpus_that_are_off_is_named",
-    "In a program that `torch.export` made": "test_export.py::test_an_exported_program_stays_on_its_gpu",
     "`torch.save` and": "test_correctness.py::test_",
 }
 

@@ -28,26 +28,20 @@ def test_nvlink_in_pairs_is_printed_as_nvidia_smi_prints_it():
     assert arrange(spec("A100"), 8, matrix).drawn() == drawn
 
 
-@pytest.mark.parametrize(("kind", "label"), [("T4", "PHB"), ("V100", "NV6"), ("H100", "NV18"), ("H200", "NV18")])
-def test_links_of_a_kind(kind, label):
-    assert arrange(spec(kind), 2).labels == (("X", label), (label, "X"))
-
-
 def test_roads_differ_in_speed():
+    labels = [arrange(spec(kind), 2).labels[0][1] for kind in ("T4", "V100", "H100", "H200")]
+    assert labels == ["PHB", "NV6", "NV18", "NV18"]
     topology = arrange(spec("A100"), 8, "NVLink pairs")
     speeds = [topology.between(0, other).bandwidth for other in (1, 2, 4)]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] == 4 * 25e9 and speeds[1] < PCIE4.bandwidth
     assert arrange(spec("A100"), 2, "PCIe 3").between(0, 1).bandwidth < PCIE3.bandwidth
-    assert arrange(spec("A100"), 4, "NVSwitch").between(0, 3).bandwidth == 300e9
-    assert link_of("NV12", PCIE4).bandwidth == 300e9
+    assert arrange(spec("A100"), 4, "NVSwitch").between(0, 3).bandwidth == 300e9 == link_of("NV12", PCIE4).bandwidth
 
 
 def test_gpus_of_several_machines_meet_on_the_network():
     topology = arrange(spec("H100"), 8, hosts=2, network="InfiniBand NDR")
     assert topology.between(0, 3).label == "NV18" and topology.between(3, 4) is NETWORKS["InfiniBand NDR"]
     assert topology.drawn().count("GPU") == 4 + 4  # one machine's
-    with virtual_gpus(4, hosts=2, links="PCIe 4", network="Ethernet 10"):
-        assert active_machine().topology.between(0, 2).bandwidth == 1.25e9
 
 
 def test_the_command_line_takes_links_hosts_and_network():
@@ -66,30 +60,23 @@ WRONG = [{"links": "NVLink triples"}, {"hosts": 3}, {"hosts": 0}, {"network": "p
          {"links": [["X", "NV4"], ["SYS", "X"]]}, {"links": [["X", "NV"], ["NV", "X"]]}]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_arranged_is_refused(wrong):
-    with pytest.raises(ValueError):
-        virtual_gpus(2, **wrong)
-
-
-def test_every_arrangement_works_for_any_number():
+def test_every_arrangement_works_for_any_number_and_others_are_refused():
     for links in (None, *ARRANGEMENTS):
         for count in (1, 2, 3, 8):
             assert f"GPU{count - 1}" in arrange(spec("T4"), count, links).drawn()
     with pytest.raises(ValueError, match="at least one GPU"):
         arrange(spec("T4"), 0)
+    for wrong in WRONG:
+        with pytest.raises(ValueError):
+            virtual_gpus(2, **wrong)
 
 
-@pytest.mark.parametrize("count", [2, 4, 8, 64])
+@pytest.mark.parametrize("count", [2, 64])
 def test_a_ring_all_reduce_sends_2_n_minus_1_over_n_of_the_bytes(count):
     """Patarasuk and Yuan 2009: the least that any algorithm can send. Tolerance: 1 %, for 1 GiB."""
     link, nbytes = link_of("NV12", PCIE4), 1 << 30
     less, more = (ring_seconds([link] * count, count, "all_reduce", n) for n in (nbytes, 2 * nbytes))
     wire = nbytes / (link.bandwidth * REACHED_BY_COLLECTIVES)
     assert (more - less) / wire == pytest.approx(2 * (count - 1) / count, rel=0.01)
-
-
-def test_the_slowest_link_sets_the_pace_of_a_ring():
-    fast, slow = link_of("NV12", PCIE4), NETWORKS["Ethernet 10"]
-    alone = ring_seconds([fast] * 4, 4, "all_reduce", 1 << 28)
-    assert ring_seconds([fast, fast, fast, slow], 4, "all_reduce", 1 << 28) > 100 * alone
+    slow = NETWORKS["Ethernet 10"]  # the slowest link sets the pace
+    assert ring_seconds([link] * (count - 1) + [slow], count, "all_reduce", nbytes) > 100 * less

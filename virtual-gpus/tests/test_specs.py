@@ -1,57 +1,40 @@
 """Data sheets, and sizes in words."""
 
-import copy
 import pickle
 
 import pytest
 from virtual_gpus.gpus import PCIE3, PCIE4, PCIE5, format_bytes, kinds, parse_bytes, spec
 
 
-def test_every_kind_is_found_whatever_its_case_and_spaces():
-    architectures = [spec(kind).capability for kind in kinds()]
-    assert len(kinds()) == 17 and architectures == sorted(architectures)
+def test_kinds_have_plausible_figures_in_base_units():
+    assert len(kinds()) == 17 and [spec(k).capability for k in kinds()] == sorted(spec(k).capability for k in kinds())
     for kind in kinds():
-        assert spec(kind) is spec(kind.lower()) is spec(f" {kind.upper()} ")
-    assert spec("titan xp") is spec("TITANXp")
-
-
-def test_an_unknown_kind_names_those_that_exist():
+        card = spec(kind)
+        assert card is spec(kind.lower()) is spec(f" {kind.upper()} ")
+        assert 11 << 30 < card.memory < 192 << 30
+        assert 100e9 < card.bandwidth < 10e12
+        assert 1 << 20 <= card.l2_bytes <= 128 << 20
+        assert 100 << 20 <= card.context < card.memory // 10
+        assert card.flops.fp16 >= card.flops.fp32 >= card.flops.fp64 > 1e11
+        assert card.link.bandwidth >= card.host_link.bandwidth > 1e9
+        assert 1e-6 <= card.link.latency <= 1e-4
+        assert "estimated" in card.source or "measured" in card.source
+    assert PCIE5.bandwidth == 2 * PCIE4.bandwidth == 4 * PCIE3.bandwidth
     with pytest.raises(ValueError, match="'RTX 9090'.*K80, TITANXp, V100, .*A10, RTX4090, .*GH200, H200, B200"):
         spec("RTX 9090")
 
 
-def test_the_h200_is_the_one_that_was_measured():
+def test_the_h200_was_measured_and_titan_and_k80_hold_the_12_gb_of_the_articles():
     h200 = spec("H200")
     assert (h200.name, h200.memory, h200.capability) == ("NVIDIA H200", 150_109_880_320, (9, 0))
     assert h200.multi_processor_count == 132 and h200.flops.bf16 / h200.flops.fp32 > 10
-
-
-@pytest.mark.parametrize("kind", kinds())
-def test_figures_are_plausible_and_in_base_units(kind):
-    card = spec(kind)
-    assert 11 << 30 < card.memory < 192 << 30
-    assert 100e9 < card.bandwidth < 10e12
-    assert 1 << 20 <= card.l2_bytes <= 128 << 20
-    assert 100 << 20 <= card.context < card.memory // 10
-    assert card.flops.fp16 >= card.flops.fp32 >= card.flops.fp64 > 1e11
-    assert card.link.bandwidth >= card.host_link.bandwidth > 1e9
-    assert 1e-6 <= card.link.latency <= 1e-4
-    assert "estimated" in card.source or "measured" in card.source
-
-
-def test_titan_and_k80_hold_the_12_gb_of_the_articles():
-    assert all(11 << 30 < spec(kind).memory < 12 << 30 for kind in ("K80", "TITAN Xp"))
+    assert all(11 << 30 < spec(kind).memory < 12 << 30 for kind in ("K80", "titan xp"))
 
 
 def test_specs_are_constants_that_can_be_sent_to_another_process():
     with pytest.raises(AttributeError):
         spec("T4").memory = 1
-    assert pickle.loads(pickle.dumps(spec("T4"))) == copy.deepcopy(spec("T4")) == spec("T4")
-    assert len({spec(kind) for kind in kinds()}) == len(kinds())
-
-
-def test_each_pcie_generation_doubles_the_last():
-    assert PCIE4.bandwidth == 2 * PCIE3.bandwidth and PCIE5.bandwidth == 2 * PCIE4.bandwidth
+    assert pickle.loads(pickle.dumps(spec("T4"))) == spec("T4")
 
 
 SIZES = {"16 GiB": 16 << 30, "16GiB": 16 << 30, "512 MiB": 512 << 20, " 1.5 gib ": 3 << 29, "16 GB": 16 * 10**9,
@@ -65,8 +48,6 @@ def test_sizes_in_words():
     assert {size: parse_bytes(size) for size in SIZES} == SIZES
     texts = {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 150_109_880_320: "139.8 GiB", 3 << 19: "1.5 MiB", -2048: "-2 KiB"}
     assert {nbytes: format_bytes(nbytes) for nbytes in texts} == texts
-    for text in ("16 GiB", "512 MiB", "1.5 TiB", "7 B"):
-        assert format_bytes(parse_bytes(text)) == text
 
 
 @pytest.mark.parametrize("size", BAD_SIZES)

@@ -110,11 +110,9 @@ What is not modelled, and what differs:
 - When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If
   other virtual GPUs are on, the first computation with such a tensor warns. It raises an error in an operator with a
   tensor on the current GPUs.
-- In a program that `torch.export` made of a module on a GPU, all tensors that the program makes are on that GPU, also
-  those that the module makes on the CPU.
-- TorchScript programs (`torch.jit.script`, `torch.jit.trace`) run the CPU's operators for attention, dropout and
-  recurrent layers, so their memory and time differ there. Inside a scripted program, `.cpu()` and `.to("cpu")` leave a
-  GPU tensor where it is, and `is_cuda` is False. `torch.jit.load` without `map_location` loads to the CPU.
+- TorchScript programs (`torch.jit.script`) run the CPU's operators for attention, dropout and recurrent layers, so
+  their memory and time differ there. Inside a scripted program, `.cpu()` and `.to("cpu")` leave a GPU tensor where it
+  is, and `is_cuda` is False. `torch.jit.load` without `map_location` loads to the CPU.
 - `torch.save` and `torch.load(..., map_location=None)` work. A file saved on a virtual GPU loads on a real one.
 """
 

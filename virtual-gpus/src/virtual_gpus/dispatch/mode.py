@@ -19,7 +19,6 @@ from virtual_gpus.dispatch.creation import create
 from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_device
 from virtual_gpus.dispatch.kernels import refuse_gpu_generator
 from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
-from virtual_gpus.dispatch.tracing import run_traced, tensors_of_numbers
 from virtual_gpus.entrance import calling_frame, entrance_of_dispatch, seen_from_outside
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.placement.creation_sites import record_creation_site
@@ -53,8 +52,8 @@ class Placement(TorchDispatchMode):
                 return NotImplemented  # a wrapper's own rules take it apart, and this mode sees the parts
             if machine is None or this_thread.inside:
                 return func(*args, **(kwargs or {}))
-            if _is_tracing():
-                return run_traced(lambda call: run(call, machine), func, args, kwargs or {})
+            if _is_tracing():  # sizes that are read become tensors then, and the accounting needs integers
+                raise errors.not_modelled("torch.jit.trace")
             if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
                 return _run_fake(func, args, kwargs or {})
             return run(OpCall(func, args, kwargs or {}), machine)
@@ -153,8 +152,6 @@ def _run_on_host(call: OpCall, is_from_cpp: bool) -> Any:
         if alone.answers(call):
             return alone.collective(call)
         refuse_cpu_tensors(call)
-    if not call.tensors:
-        call.args = tensors_of_numbers(call)
     result = call.kernel(*call.args, **call.kwargs)
     if is_from_cpp and isinstance(result, torch.Tensor):
         site = call.site

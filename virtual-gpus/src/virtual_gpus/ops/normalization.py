@@ -210,7 +210,7 @@ def _gradients(input, weight, shape, eps, gradient):
 def rms_norm(input, normalized_shape, weight=None, eps=None):
     """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
     same = weight is None or weight.dtype == getattr(input, "dtype", None)
-    transformed = torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(input)
+    transformed = torch._C._functorch.is_functorch_wrapped_tensor(input)
     if gpu_of(input) is None or not same or transformed:
         return _raw_rms_norm(input, normalized_shape, weight, eps)
     if is_wrapper(type(input)) and (is_dtensor(input) or is_dtensor(weight)):

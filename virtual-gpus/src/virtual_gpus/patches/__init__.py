@@ -25,7 +25,6 @@ from virtual_gpus.patches import (
     distributed,
     driver,
     dynamo,
-    export,
     factories,
     generators,
     graphs,
@@ -40,7 +39,6 @@ from virtual_gpus.patches import (
     refused,
     rpc,
     saved_tensors,
-    scripts,
     sharing,
     smi,
     snapshots,
@@ -54,7 +52,7 @@ from virtual_gpus.patches import (
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
             parallel, legacy, driver, graphs, smi, processes, process_groups, nccl, distributed, refused, numbers,
             snapshots, dropout, indexing, attention, normalization, rnn, autocast, saved_tensors, blas, compiler,
-            scripts, profiler, rpc, sharing, export)  # fmt: skip
+            profiler, rpc, sharing)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 

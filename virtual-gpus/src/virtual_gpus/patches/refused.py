@@ -6,6 +6,7 @@ import functools
 import sys
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from virtual_gpus import errors
 from virtual_gpus.patches import table
@@ -29,6 +30,7 @@ _REFUSED = {
     "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
     "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
                            "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
+    "torch.jit": ("trace", "trace_module"),
     "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", *_HOST, *_ALLOCATORS, *_GRAPHS),
 }  # fmt: skip
 
@@ -91,6 +93,18 @@ def _on_cpu_only(name: str, original):
     return call
 
 
+_raw_export = torch.export.export
+
+
+@functools.wraps(_raw_export)
+def export(mod, *args, **kwargs):
+    """The program would make its new tensors on the CPU, since PyTorch traces with fake tensors, which are there."""
+    tensors = (*mod.parameters(), *mod.buffers(), *tree_leaves((args, kwargs)))
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
+        raise errors.not_modelled("torch.export of a module on a GPU")
+    return _raw_export(mod, *args, **kwargs)
+
+
 def patches():
     """See `patches`. A name that this PyTorch version lacks gives no row."""
     found = [
@@ -101,6 +115,7 @@ def patches():
     ]
     found.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", _plans_of_cufft))
     found.append((torch.cuda.jiterator._JittedFunction, "__call__", _jitted))
+    found.append((torch.export, "export", export))
     found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
     return found + [
         (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED

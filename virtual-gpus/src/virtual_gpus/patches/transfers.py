@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from virtual_gpus import errors
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
@@ -56,19 +55,10 @@ def to(self, *args, **kwargs):
         return _raw["to"](self, *args, **kwargs)
     enter_thread()
     target = find_gpu(machine, device) if device.type == "cuda" else None
-    if torch._C._is_tracing():
-        return _traced(self, target, args, kwargs)
     if is_fake(type(self)):  # it is on no GPU, see `dispatch.mode`
         memory_format = memory_format or torch.preserve_format
         return _raw["to"](self, "cpu", dtype or self.dtype, not blocking, copy, memory_format=memory_format)
     return move(self, target, dtype, memory_format, copy, blocking)
-
-
-def _traced(tensor, target, args, kwargs):
-    """`to` under torch.jit.trace, as an operator of C++, which believes that a GPU tensor is on the CPU already."""
-    if target is None and gpu_of(tensor) is not None:
-        raise errors.not_modelled("moving a GPU tensor to the CPU inside torch.jit.trace (move it after the call)")
-    return _raw["to"](tensor, *args, **kwargs)
 
 
 @entrance
@@ -85,7 +75,7 @@ def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.pres
         device = torch.device("cuda", machine.current)
     if device.type != "cuda":
         raise RuntimeError(f"Invalid device, must be cuda device (got {device})")
-    if is_fake(type(self)) or torch._C._is_tracing():
+    if is_fake(type(self)):
         return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
     return move(self, find_gpu(machine, device), None, memory_format, False, not non_blocking)
 
@@ -96,8 +86,6 @@ def cpu(self, memory_format=torch.preserve_format):
         return _raw["cpu"](self, memory_format=memory_format)
     if has_torch_function_unary(self):
         return handle_torch_function(cpu, (self,), self, memory_format)
-    if torch._C._is_tracing():
-        return _traced(self, None, (), {})
     return move(self, None, None, memory_format, False)
 
 

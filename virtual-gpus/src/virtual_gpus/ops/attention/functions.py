@@ -47,11 +47,10 @@ def scaled_dot_product_attention(
 
 
 def _is_elsewhere(query, key, value) -> bool:
-    """On the CPU, under torch.func's transforms, which take operators apart themselves, or under torch.jit.trace."""
+    """On the CPU, or under torch.func's transforms, which take operators apart themselves."""
     return (
         active() is None
         or this_thread.inside
-        or torch._C._is_tracing()
         or gpu_of(query) is None
         or is_wrapper(type(query))
         or query.is_nested

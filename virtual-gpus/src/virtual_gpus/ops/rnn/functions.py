@@ -50,7 +50,7 @@ def _replacement(name: str):
     @functools.wraps(raw)
     @entrance
     def recurrent(*args, **kwargs):
-        if this_thread.inside or active() is None or _is_taken_apart():
+        if this_thread.inside or active() is None or torch._C._are_functorch_transforms_active():
             return raw(*args, **kwargs)
         call = bind(name, raw, args, kwargs)
         if call is None:  # PyTorch says what is wrong with the arguments
@@ -66,11 +66,6 @@ def _replacement(name: str):
         return _on_cudnn(call)
 
     return recurrent
-
-
-def _is_taken_apart() -> bool:
-    """True under torch.func's transforms and torch.jit.trace, which want to see PyTorch's own operators."""
-    return torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
 
 
 def _on_cudnn(call: RecurrentCall):
