@@ -95,6 +95,8 @@ def in_ranks(count, folder, program, *arguments):
 
 def _as_rank(rank, place, logs, command):
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        mp.set_start_method("fork", force=True)  # a fork server's child would start loaders from the server as well
     if os.path.isdir(str(rank)):
         os.chdir(str(rank))
     place = place | {"RANK": rank, "LOCAL_RANK": rank}
