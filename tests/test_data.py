@@ -9,6 +9,7 @@ from torchvision import datasets
 
 from helpers import data
 
+
 def test_every_checksum_is_right_and_in_the_readme():
     sums = [line.split() for line in (data.DATA / "SHA256SUMS").read_text().splitlines()]
     readme = re.findall(r"\| `(\S+)` \| `([0-9a-f]{64})` \|", (data.DATA / "README.md").read_text(encoding="utf-8"))
