@@ -107,7 +107,7 @@ def test_nothing_to_draw_or_to_record_is_refused_and_errors_in_the_block_pass_th
 
 
 def test_each_moment_counts_once_at_the_first_that_holds():
-    first = [(0, 1, 4, "forward"), (0, 3, 7, "collective"), (0, 6, 9, "copy")]
+    first = [(0, 1, 4, "forward"), (0, 1.5, 2, "forward"), (0, 3, 7, "collective"), (0, 6, 9, "copy")]
     timeline = of(20.0, *first, (1, 8, 12, "forward"), (1, 14, 15, "copy"))
     used = time_use(timeline, 0)
     assert used == (3, 3, 2, 4, 8) and used.waiting == 17  # 1 to 4; to 7; to 9; to 12 and 14 to 15; the rest
