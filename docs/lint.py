@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 
 import run_all
 
-from tests.test_notebooks import problems, source
+from docs.tools.stored import problems, source
 
 ROOT = Path(__file__).resolve().parents[1]
 # Words in bold that mark no term: they stress a point, or write a term in another way.
@@ -216,12 +216,12 @@ FAULTS = [
 
 
 def unnoticed() -> Iterator[tuple]:
-    """Faults in a lesson that the test of stored lessons does not notice."""
+    """Faults in a lesson that `problems` does not notice."""
     for changes, words in FAULTS:
         notebook = read(run_all.lessons()[0])
         next(cell for cell in notebook["cells"] if cell["cell_type"] == "code").update(changes)
         if not any(words in problem for problem in problems(notebook)):
-            yield "tests/test_notebooks.py", "problems", f"does not notice {words!r}"
+            yield "docs/tools/stored.py", "problems", f"does not notice {words!r}"
 
 
 OF_A_LESSON = (minutes, headings, cells)

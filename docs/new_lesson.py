@@ -125,7 +125,7 @@ LEFT = """Now write the lesson. CONTRIBUTING.md says how. These lists still lack
 - the terms that it introduces: docs/glossary.md
 - the plans of the guide for instructors: docs/teaching/README.md
 - CHANGELOG.md
-The tests also want three exercises, and a new picture for the README (python -m tests.browser.readme_picture).
+The tests also want three exercises, and a new picture for the README (python -m docs.tools.readme_picture).
 After each change: python notebooks/run_all.py {number} && python notebooks/run_all.py --outline > tests/outline.md"""
 
 

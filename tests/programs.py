@@ -1,16 +1,21 @@
 """Programs that tests start: their output, a time limit, and none left behind."""
 
+import logging
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.multiprocessing as mp
+from virtual_gpus.testing.run import start_method
 
 from helpers.data import DATA
 
@@ -72,6 +77,35 @@ class Program:
 def torchrun(*arguments, log, environment=None):
     """torchrun of this Python."""
     return Program([sys.executable, "-m", "torch.distributed.run", *arguments], log, environment)
+
+
+def in_ranks(count, folder, program, *arguments):
+    """Run a program in `count` processes with torchrun's environment, forked if possible: PyTorch is imported once.
+
+    Returns what each has printed, with errors and warnings, which also stands in `folder`. A rank whose number is the
+    name of a folder works there.
+    """
+    place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place["TORCHELASTIC_RESTART_COUNT"] = 0
+    logs = [Path(folder).absolute() / f"rank_{rank}.log" for rank in range(count)]
+    work = place, logs, [str(part) for part in (program, *arguments)]
+    mp.start_processes(_as_rank, work, nprocs=count, start_method=start_method())
+    return [log.read_text() for log in logs]
+
+
+def _as_rank(rank, place, logs, command):
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        mp.set_start_method("fork", force=True)  # a fork server's child would start loaders from the server as well
+    if os.path.isdir(str(rank)):
+        os.chdir(str(rank))
+    place = place | {"RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    sys.argv = command
+    with open(logs[rank], "w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+        logging.getLogger("torch").addHandler(logging.StreamHandler(log))
+        runpy.run_path(command[0], run_name="__main__")
+        print(f"random {torch.rand(1).item()}")
 
 
 def free_port():

@@ -1,6 +1,5 @@
 """Copies of lessons: cut to a plan of the guide for instructors, and restored."""
 
-import json
 import sys
 
 import nbformat
@@ -51,12 +50,9 @@ def lesson():
 def test_a_cut_lesson_keeps_the_code_whose_names_it_needs():
     found = run_all.learners_copy(run_all.cut(lesson(), {3}, {2}))
     folded = [cell.source.splitlines()[0] for cell in found.cells if "left-out" in cell.metadata.get("tags", [])]
-    assert folded == [
-        "def double(x):", "factor = 2", "factor += 1", "size = 4", "from x import check",
-    ]  # fmt: skip
-    assert all(
-        cell.metadata.jupyter.source_hidden for cell in found.cells if "left-out" in cell.metadata.get("tags", [])
-    )
+    assert folded == ["def double(x):", "factor = 2", "factor += 1", "size = 4", "from x import check"]
+    hidden = [cell.metadata.get("jupyter", {}).get("source_hidden", False) for cell in found.cells]
+    assert sum(hidden) == len(folded)
     text = "\n".join(cell.source for cell in found.cells if cell.cell_type == "markdown")
     assert "*Not today: 1. One; 2. Two. Run the folded cells" in text and "Prediction" not in text
     assert "## Exercises" in text and "## 3. Three" in text and "Going further" not in text
@@ -81,9 +77,7 @@ def test_restored_lessons_keep_what_the_learner_did(tmp_path, monkeypatch, capsy
         run_all.restore(own, [path])
     assert (own / "77_cut-Copy1.ipynb").read_text() == "mine"
     assert (own / "77_cut-Copy2.ipynb").read_text() == "mine again" and "Copy2" in capsys.readouterr().out
-    assert not any(
-        "# Solution" in "".join(cell["source"]) for cell in json.loads((own / path.name).read_text())["cells"]
-    )
+    assert "# Solution" not in (own / path.name).read_text()
     with pytest.raises(SystemExit):
         run_all.main(["--restore", str(own)])
 

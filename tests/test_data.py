@@ -9,8 +9,6 @@ from torchvision import datasets
 
 from helpers import data
 
-# --- bundled files ---------------------------------------------------------------------------------------
-
 
 def test_every_checksum_is_right_and_in_the_readme():
     sums = [line.split() for line in (data.DATA / "SHA256SUMS").read_text().splitlines()]
@@ -37,22 +35,18 @@ def test_a_changed_byte_a_missing_file_and_a_missing_folder_are_noticed(tmp_path
         data.fashion_mnist()
 
 
-# --- images ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("train", "per_class"), [(True, 400), (False, 100)])
-def test_fashion_mnist_is_balanced_and_normalised(train, per_class):
+def test_fashion_mnist_is_balanced_and_normalised_and_holds_the_pixels_that_torchvision_reads(train, per_class):
     images, labels = data.fashion_mnist(train, channels=1, size=28).tensors
     assert images.shape == (10 * per_class, 1, 28, 28) and images.dtype == torch.float32
     assert labels.dtype == torch.int64 and labels.bincount().tolist() == [per_class] * 10
     assert abs(images.mean()) < 0.02 and abs(images.std() - 1) < 0.02
-
-
-def test_fashion_mnist_holds_the_pixels_that_torchvision_reads_also_for_colour_networks():
-    raw = datasets.FashionMNIST(data.DATA, train=False)
-    images, labels = data.fashion_mnist(train=False, channels=1, size=28).tensors
+    raw = datasets.FashionMNIST(data.DATA, train=train)
     assert torch.equal((images[:, 0] * 0.354 + 0.289).mul(255).round().byte(), raw.data)
     assert torch.equal(labels, raw.targets)
+
+
+def test_fashion_mnist_for_colour_networks():
     dataset = data.fashion_mnist(train=False, count=100)
     image, label = dataset[0]
     assert len(dataset) == 100 and image.shape == (3, 32, 32) and torch.equal(image[0], image[2])
@@ -60,17 +54,14 @@ def test_fashion_mnist_holds_the_pixels_that_torchvision_reads_also_for_colour_n
     assert dataset.tensors[1].bincount(minlength=10).min() > 0  # the first images mix the classes
 
 
-@pytest.mark.parametrize("wrong", [{"channels": 2}, {"size": 0}, {"count": 0}, {"count": 4001}])
-def test_what_there_is_not_is_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        data.fashion_mnist(**wrong)
+def test_what_there_is_not_is_refused():
+    for wrong in ({"channels": 2}, {"size": 0}, {"count": 0}, {"count": 4001}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            data.fashion_mnist(**wrong)
     with pytest.raises(ValueError, match="length must be at least 3"):
         data.masked_words(2, 100)
     with pytest.raises(ValueError, match="vocabulary_size must exceed 5"):
         data.masked_words(64, 5)
-
-
-# --- text ------------------------------------------------------------------------------------------------
 
 
 def test_masked_words_are_the_novel_between_cls_and_sep():
@@ -105,9 +96,6 @@ def test_masked_words_have_berts_shares():
     assert torch.equal(inputs, data.masked_words(64, 8000).tensors[0])  # the same in every call
     _, labels = data.masked_words(3, 100).tensors  # every row has something to guess
     assert ((labels != data.IGNORED) == torch.tensor([False, True, False])).all()
-
-
-# --- random batches and loading --------------------------------------------------------------------------
 
 
 def test_random_batches():

@@ -52,7 +52,7 @@ def test_the_site_s_start_page_lists_the_lessons_as_the_readme_does():
 
 
 def test_the_picture_of_the_readme_shows_the_lesson_as_it_is():
-    """If this fails, take the picture again: `python -m tests.browser.readme_picture`."""
+    """If this fails, take the picture again: `python -m docs.tools.readme_picture`."""
     with Image.open(ROOT / "notebooks" / "images" / "lesson_00.png") as picture:
         shown = json.loads(picture.text["Shows"])
     cells = json.loads(run_all.lessons(["00"])[0].read_text(encoding="utf-8"))["cells"]

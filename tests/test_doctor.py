@@ -10,6 +10,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -124,11 +125,7 @@ def test_ports(monkeypatch):
         assert says(checks.ports(), "warning", "is taken", "--standalone")
     monkeypatch.setattr(checks, "TORCHRUN_PORT", 0)
     assert says(checks.ports(), "ok")
-
-    def refuse(*_, **__):
-        raise PermissionError("not permitted")
-
-    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=PermissionError("not permitted")))
     assert says(checks.ports(), "problem", "not permitted", "firewall")
 
 

@@ -125,7 +125,7 @@ def test_deepspeed_computes_what_ddp_computes(stage, clipping):
 
 @needs_frameworks
 def test_the_benchmark_has_a_row_for_each_loop():
-    from tests.benchmarks import frameworks
+    from docs.tools import frameworks
 
     found = list(frameworks.rows(frameworks.Nothing, "cpu", rounds=1, steps=2))
     assert [row.split(" | ")[2] for row in found] == ["plain", "lightning", "accelerate", "transformers"]

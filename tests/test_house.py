@@ -45,25 +45,15 @@ def names_of(group):
     return {re.match(r"[\w-]+", line)[0] for line in settings()["dependency-groups"][group]}
 
 
-def test_requirements_are_exact_versions_without_addresses():
+def test_requirements_are_exact_versions_without_addresses_and_all_roads_use_the_one_list():
     assert [line for line in pins() if not PIN.fullmatch(line)] == []
     assert names_of("lessons") <= {PIN.fullmatch(line)[1] for line in pins()}
     # PyTorch's CUDA build names the versions of NVIDIA's libraries, and its CPU build needs none of these 4 GB.
     assert not [line for line in pins() if re.match(r"nvidia-|cuda-|triton=", line)]
-
-
-def test_all_roads_use_the_one_list():
     assert settings()["project"]["dynamic"] == ["dependencies"]
     assert settings()["tool"]["setuptools"]["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}
     environment = (ROOT / "environment.yml").read_text(encoding="utf-8")
     assert environment.rstrip().endswith("- pip:\n      - -e ./virtual-gpus\n      - -e .")
-
-
-def test_the_readme_gives_the_commands_and_ci_runs_the_same():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert TEST_COMMAND in readme and LAB_COMMAND in readme
-    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert all(any(line.strip().endswith(command) for line in ci) for command in TEST_COMMAND.split(" && "))
 
 
 def first_try(words, printed):
@@ -89,7 +79,11 @@ def test_the_readme_s_first_try_needs_pytorch_alone_and_prints_what_the_readme_s
     assert ran.exitcode == 0 and shown in (tmp_path / "printed").read_text(encoding="utf-8")
 
 
-def test_ci_and_binder_use_the_same_commands():
+def test_readme_ci_and_binder_use_the_same_commands():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert TEST_COMMAND in readme and LAB_COMMAND in readme
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert all(any(line.strip().endswith(command) for line in ci) for command in TEST_COMMAND.split(" && "))
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
     (job,) = workflow["jobs"].values()
     systems, pythons = job["strategy"]["matrix"]["os"], job["strategy"]["matrix"]["python"]

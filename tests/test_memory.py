@@ -1,7 +1,7 @@
 """Readings, peaks, the search for the largest batch, on virtual GPUs and with nvidia-smi's answers changed."""
 
+import gc
 import sys
-import weakref
 
 import GPUtil
 import pytest
@@ -44,12 +44,10 @@ def test_some_devices_in_any_spelling_each_once(four):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has real GPUs")
-@pytest.mark.parametrize("read", [read_memory, memory.reset_peaks, lambda: memory.peak_memory(lambda: None)])
-def test_without_any_gpu_a_sentence_says_what_to_do(read):
-    with virtual_gpus(1):
-        read()
-    with pytest.raises(RuntimeError, match="Call use_gpus first"):
-        read()
+def test_without_any_gpu_a_sentence_says_what_to_do():
+    for read in (read_memory, memory.reset_peaks, lambda: memory.peak_memory(lambda: None)):
+        with pytest.raises(RuntimeError, match="Call use_gpus first"):
+            read()
 
 
 def test_hidden_gpus_are_matched_by_uuid(monkeypatch):
@@ -92,8 +90,8 @@ def test_the_peaks_of_a_step_come_back_the_same_every_time(four):
 
     step()
     take(GiB)  # a peak before the step
-    first, second = memory.peak_memory(step), memory.peak_memory(step)
-    assert first == second
+    first = memory.peak_memory(step)
+    assert first == memory.peak_memory(step)
     assert all(GiB > reading.peak_allocated > reading.allocated for reading in first)
     assert first[0].peak_allocated > first[1].peak_allocated >= first[3].peak_allocated
     assert first[1].allocated == 0  # replicas and their outputs are gone
@@ -113,7 +111,7 @@ def bounded(largest: int, tried: list[int]):
 
 @pytest.mark.parametrize(
     ("largest", "start", "multiple_of"),
-    [(0, 1, 1), (1, 64, 1), (3, 1, 4), (4, 7, 4), (63, 64, 1), (100, 7, 1), (10**9, 64, 3)],
+    [(0, 1, 1), (1, 64, 1), (3, 1, 4), (63, 64, 1), (100, 7, 1), (10**9, 64, 3)],
 )
 def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of):
     tried = []
@@ -123,35 +121,15 @@ def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, m
     assert all(batch % multiple_of == 0 and 0 < batch <= 1000 for batch in tried)
 
 
-def test_every_try_is_two_steps():
+def test_every_try_is_two_steps_and_errors_pass_through():
     tried = []
     assert largest_batch(bounded(5, tried)) == 5
     assert tried == [1, 1, 2, 2, 4, 4, 8, 6, 5, 5]
-
-
-def test_other_errors_pass_through_the_search():
     with pytest.raises(ZeroDivisionError):
         largest_batch(lambda batch: 1 / 0)
-
-
-@pytest.mark.parametrize("wrong", [{"start": 0}, {"limit": 0}, {"limit": 3, "multiple_of": 4}, {"steps": 0}])
-def test_a_search_with_nothing_to_try_is_refused(wrong):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        largest_batch(lambda batch: None, **wrong)
-
-
-def test_a_failed_try_leaves_nothing_behind(monkeypatch):
-    alive, emptied = [], []
-
-    def step(batch):
-        tensor = torch.zeros(8)
-        tensor.myself = tensor  # a cycle, as training loops leave them
-        alive.append(weakref.ref(tensor))
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([ref() for ref in alive]))
-    assert largest_batch(step, start=4) == 0
-    assert emptied and all(left is None for tries in emptied for left in tries)
+    for nothing in ({"start": 0}, {"limit": 0}, {"limit": 3, "multiple_of": 4}, {"steps": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            largest_batch(lambda batch: None, **nothing)
 
 
 def test_the_largest_batch_of_a_training_fills_a_gpu_and_leaves_it_empty_and_the_random_numbers():
@@ -159,33 +137,22 @@ def test_the_largest_batch_of_a_training_fills_a_gpu_and_leaves_it_empty_and_the
         net = nn.DataParallel(nn.Linear(1024, 4096, bias=False).to("cuda:0"))
 
         def step(batch):
-            net(torch.zeros(batch, 1024, device="cuda:0")).sum().backward()
+            inputs = torch.zeros(batch, 1024, device="cuda:0")
+            inputs.myself = inputs  # a cycle, as training loops leave them
+            net(inputs).sum().backward()
             net.zero_grad()
             torch.rand(1)
 
-        numbers = torch.get_rng_state()
+        numbers, weights = torch.get_rng_state(), torch.cuda.memory_allocated(0)
         largest = largest_batch(step, start=1000, multiple_of=4)
-        assert torch.equal(torch.get_rng_state(), numbers) and read_memory()[1].reserved == 0
-        assert largest % 4 == 0
+        assert torch.equal(torch.get_rng_state(), numbers) and largest % 4 == 0
+        assert torch.cuda.memory_allocated(0) == weights and read_memory()[1].reserved == 0
         step(largest)
+        gc.collect()
         torch.cuda.empty_cache()  # as between two tries: what fits depends on how the cache is cut up
         with pytest.raises(torch.OutOfMemoryError):
-            for _ in range(2):
-                step(largest + 4)
-
-
-def test_what_only_the_second_step_needs_counts():
-    """One step of 224 MiB fits beside the context of 32. The second finds 30 more there, in the first one's block."""
-    state = {}
-
-    def step(batch):
-        if batch not in state:  # a new try
-            state.clear()
-        take(batch * MiB)
-        state[batch] = take(30 * MiB)
-
-    with virtual_gpus(1, memory="256 MiB"):
-        assert largest_batch(step, multiple_of=32) == 160
+            step(largest + 4)
+            step(largest + 4)
 
 
 def test_the_answer_does_not_depend_on_where_the_search_starts():

@@ -1,123 +1,16 @@
 """The stored lessons are whole: run, in order, on the GPUs they ask for, and the same for every reader.
 
-nbval runs the lessons and compares what they print; here is what nbval does not look at. `docs/lint.py` looks at the
-texts, and breaks a lesson in the ways that `problems` must notice.
+nbval runs the lessons and compares what they print. `problems` looks at the rest, and `docs/lint.py` at the texts.
 """
 
-import ast
 import json
-import re
 import runpy
 import shutil
 
 import pytest
 import run_all
 
-TIMES = re.compile(
-    r"\d\s?(it/s|s/it)|\[\d+:\d\d<\d|Wall time|CPU times|\b\d\d:\d\d:\d\d\b|\b20\d\d-\d\d-\d\d\b|per loop"
-)
-PATHS = re.compile(
-    r"(?<![\w.])/(home|root|tmp|Users|work|opt|usr|var|mnt|private|content)/|\b[A-Z]:\\|~[/\\]|ipykernel_"
-)
-ASKED = re.compile(r"^[^#\n]*\buse_gpus\(\s*(?:count\s*=\s*)?(\d+)", re.MULTILINE)
-GIVEN = re.compile(r"^(\d+) (?:virtual|real) GPUs?\b", re.MULTILINE)
-
-
-def problems(notebook):
-    """Everything wrong with a stored lesson (the file's content as a dict), one sentence each."""
-    found = []
-    if run_all.written(run_all.tidy(notebook)) != run_all.written(notebook):
-        found = ["it is not stored as run_all.py stores it (metadata, cell ids, widget views or machine paths)"]
-    place, predicted = 0, False
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "markdown":
-            predicted = "**Prediction" in source(cell)
-            continue
-        place += 1
-        found += [f"code cell {place}: {problem}" for problem in cell_problems(cell, place, predicted)]
-    return found + [f"a solution assigns {name}, which is the learner's" for name in names_taken(notebook)]
-
-
-def names_taken(notebook):
-    """Names of a learner's answers that a solution assigns: the check would then see the solution's."""
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    learners = {name for cell in code if not run_all.is_solution(cell) for name in answers(cell)}
-    return sorted(learners & {name for cell in code if run_all.is_solution(cell) for name in assigned(cell)})
-
-
-def answers(cell):
-    """The names that a cell passes to checks: `check.total(total)`."""
-    calls = [node for node in ast.walk(syntax(cell)) if isinstance(node, ast.Call)]
-    checks = [call for call in calls if ast.unparse(call.func).startswith("check.")]
-    passed = [value for call in checks for value in [*call.args, *(keyword.value for keyword in call.keywords)]]
-    return {node.id for value in passed for node in ast.walk(value) if isinstance(node, ast.Name)}
-
-
-def assigned(cell):
-    """The names that the lines of a cell define or assign, not those within functions."""
-    lines = syntax(cell).body
-    found = {line.name for line in lines if isinstance(line, (ast.FunctionDef, ast.ClassDef))}
-    targets = [target for line in lines if isinstance(line, ast.Assign) for target in line.targets]
-    return found | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-
-
-def syntax(cell):
-    try:
-        return ast.parse(source(cell))
-    except SyntaxError:  # lines of IPython
-        return ast.Module([], [])
-
-
-def cell_problems(cell, place, predicted=False):
-    printed, solves = printed_text(cell), run_all.is_solution(cell)
-    if cell["execution_count"] != place:
-        yield f"execution count {cell['execution_count']}: run_all.py did not run it from top to bottom"
-    folded = cell["metadata"].get("jupyter", {})
-    if bool(folded.get("source_hidden")) != (solves or source(cell).startswith("# Panel:")):
-        yield "the code of a cell is folded (jupyter.source_hidden) if it begins with '# Solution' or '# Panel:'"
-    if bool(folded.get("outputs_hidden")) != (solves or (predicted and bool(cell["outputs"]))):
-        yield "the outputs of solutions and of what answers a prediction are collapsed (jupyter.outputs_hidden)"
-    if match := TIMES.search(printed):
-        yield f"its output holds a time of day or a duration: {match[0]!r}"
-    if match := PATHS.search(printed):
-        yield f"its output holds a path of the machine that ran it: {match[0]!r}"
-    if solves and "check." in source(cell) and not re.search(r"^Correct\b", printed, re.MULTILINE):
-        yield f"its solution is not accepted: {printed!r}"
-    yield from error_problems(cell)
-    yield from gpu_problems(cell)
-
-
-def error_problems(cell):
-    tagged = "raises-exception" in cell["metadata"].get("tags", [])
-    stored = any(output["output_type"] == "error" for output in cell["outputs"])
-    if tagged and not stored:
-        yield "tagged raises-exception, but no error is stored"
-    if stored and not tagged:
-        yield "an error is stored, but the tag raises-exception is missing"
-
-
-def gpu_problems(cell):
-    """`use_gpus(4)` must have printed the line of at least four GPUs."""
-    if "raises-exception" in cell["metadata"].get("tags", []):
-        return
-    asked = [int(count) for count in ASKED.findall(source(cell))]
-    given = [int(count) for count in GIVEN.findall(printed_text(cell))]
-    if len(given) < len(asked) or any(got < wanted for wanted, got in zip(asked, given, strict=False)):
-        yield f"asked for {asked} GPUs and ran on {given or 'none'}"
-
-
-def source(cell):
-    return "".join(cell["source"])
-
-
-def printed_text(cell):
-    """All text among the outputs: streams, results, errors."""
-    parts = []
-    for output in cell["outputs"]:
-        parts += [output.get("text", ""), output.get("evalue", ""), output.get("traceback", "")]
-        parts += [content for kind, content in output.get("data", {}).items() if kind.startswith("text/")]
-    return "\n".join("".join(part) for part in parts)
-
+from docs.tools.stored import cell_problems, printed_text, problems, source
 
 # --- the lessons -----------------------------------------------------------------------------------------
 
@@ -136,9 +29,8 @@ def test_the_lesson_is_stored_whole(path):
 
 def test_no_section_is_lost():
     """To change a heading, change the outline: `python notebooks/run_all.py --outline > tests/outline.md`."""
-    assert "".join(run_all.outline(read(path)) for path in LESSONS) == (
-        (ROOT / "tests" / "outline.md").read_text(encoding="utf-8")
-    )
+    stored = (ROOT / "tests" / "outline.md").read_text(encoding="utf-8")
+    assert "".join(run_all.outline(read(path)) for path in LESSONS) == stored
 
 
 def test_the_lint_finds_nothing_in_the_texts_but_a_fault(monkeypatch, capsys, tmp_path):
@@ -160,13 +52,8 @@ def test_the_lint_finds_nothing_in_the_texts_but_a_fault(monkeypatch, capsys, tm
 
 
 def code(text, *outputs, **metadata):
-    return {
-        "cell_type": "code",
-        "metadata": metadata,
-        "source": text,
-        "outputs": list(outputs),
-        "execution_count": None,
-    }
+    cell = {"cell_type": "code", "metadata": metadata, "source": text}
+    return cell | {"outputs": list(outputs), "execution_count": None}
 
 
 def stream(text):
@@ -174,9 +61,8 @@ def stream(text):
 
 
 def lesson(*cells):
-    cells = [
-        {"cell_type": "markdown", "metadata": {}, "source": each} if isinstance(each, str) else each for each in cells
-    ]
+    text = {"cell_type": "markdown", "metadata": {}}
+    cells = [text | {"source": each} if isinstance(each, str) else each for each in cells]
     return {"cells": cells, "metadata": {"kernelspec": {"name": "elsewhere"}}, "nbformat": 4}
 
 
@@ -194,9 +80,8 @@ def test_outputs_lose_what_belongs_to_one_machine():
     shown = {"output_type": "display_data", "data": view, "metadata": {}}
     once = run_all.tidy(lesson(code("x = 1", stream(printed), shown, error)))
     outputs = once.cells[0].outputs
-    assert outputs[0].text == (
-        "<object at 0x...> in .../torch/nn/linear.py, .../threading.py, helpers/data.py and <cell>:1"
-    )
+    kept = "<object at 0x...> in .../torch/nn/linear.py, .../threading.py, helpers/data.py and <cell>:1"
+    assert outputs[0].text == kept
     assert outputs[1].data == {"text/plain": "IntSlider()"}
     stored = outputs[2].traceback
     assert len(stored) == 3 and "mode.py" not in "".join(stored) and stored[0] == "Cell In[1]" and stored[-1] == "E: e"
@@ -214,15 +99,8 @@ def test_missing_and_doubled_cell_ids_are_made_from_the_text():
 def test_solutions_panels_and_what_answers_a_prediction_are_folded():
     solution, panel, answer = code("# Solution\nx = 2"), code("# Panel: run this"), code("x", stream("1\n"))
     tidied = run_all.tidy(lesson(solution, panel, "**Prediction.** How many?", answer, "So many.", answer)).cells
-    only = {"outputs_hidden": True}
-    assert [cell.metadata.get("jupyter") for cell in tidied] == [
-        FOLDED,
-        {"source_hidden": True},
-        None,
-        only,
-        None,
-        None,
-    ]
+    folded = [FOLDED, {"source_hidden": True}, None, {"outputs_hidden": True}, None, None]
+    assert [cell.metadata.get("jupyter") for cell in tidied] == folded
 
 
 RUNNABLE = [
@@ -248,13 +126,20 @@ def stored(tmp_path, monkeypatch):
     return path
 
 
-def test_a_lesson_without_its_packages_is_not_run(stored, monkeypatch, capfd):
-    monkeypatch.setattr(run_all, "NEEDS", {"00": ("json", "no_such_package")})
+def test_a_lesson_that_cannot_be_run_is_left_as_it_was(stored, monkeypatch, capfd):
     before = stored.read_bytes()
-    assert run_all.main([]) == 0 and run_all.main(["00"]) == 1  # only whoever names the lesson is told by the exit code
+    with monkeypatch.context() as patch:
+        patch.setattr(run_all, "NEEDS", {"00": ("json", "no_such_package")})
+        assert run_all.main([]) == 0 and run_all.main(["00"]) == 1  # who names the lesson is told by the exit code
     printed = capfd.readouterr().out
     assert printed.count("not run. Not installed: no_such_package. Put `python3 -m uv run --group") == 2
     assert stored.read_bytes() == before
+    stored.write_text(json.dumps(lesson(code("1 / 0"))))
+    before = stored.read_bytes()
+    assert run_all.main([]) == 1
+    assert "FAILED, nothing stored" in capfd.readouterr().out and stored.read_bytes() == before
+    with pytest.raises(SystemExit, match="no lesson begins with 99"):
+        run_all.main(["99"])
 
 
 def test_a_run_is_stored_and_the_next_one_changes_nothing(stored, monkeypatch, capfd):
@@ -271,15 +156,6 @@ def test_a_run_is_stored_and_the_next_one_changes_nothing(stored, monkeypatch, c
     monkeypatch.setattr(run_all, "run", lambda notebook: notebook.cells.pop())
     assert run_all.main(["--check"]) == 1 and "WOULD CHANGE" in capfd.readouterr().out
     assert stored.read_bytes() == before and list(stored.parent.iterdir()) == [stored]
-
-
-def test_a_lesson_that_fails_is_left_as_it_was(stored, capfd):
-    stored.write_text(json.dumps(lesson(code("1 / 0"))))
-    before = stored.read_bytes()
-    assert run_all.main([]) == 1
-    assert "FAILED, nothing stored" in capfd.readouterr().out and stored.read_bytes() == before
-    with pytest.raises(SystemExit, match="no lesson begins with 99"):
-        run_all.main(["99"])
 
 
 def test_learners_copies_are_the_lessons_without_outputs_and_solutions(tmp_path):
@@ -305,6 +181,5 @@ def test_learners_copies_are_the_lessons_without_outputs_and_solutions(tmp_path)
 
 def test_the_answer_key_names_lesson_and_exercise_and_has_what_is_printed():
     solution = code("# Solution\nx = 2", stream("correct\n"))
-    assert run_all.answers(lesson("# A lesson\n## You will", code("x = 1"), "### 2. Count", solution)) == (
-        "# A lesson\n\n### 2. Count\n\n```python\n# Solution\nx = 2\n```\n\n```text\ncorrect\n```\n"
-    )
+    found = run_all.answers(lesson("# A lesson\n## You will", code("x = 1"), "### 2. Count", solution))
+    assert found == "# A lesson\n\n### 2. Count\n\n```python\n# Solution\nx = 2\n```\n\n```text\ncorrect\n```\n"

@@ -129,10 +129,6 @@ class Lab:
             handle.press("ArrowRight" if steps > 0 else "ArrowLeft")
         return slider.locator(".widget-readout").inner_text()
 
-    def show(self, heading: str) -> None:
-        """Scroll to a heading."""
-        self.page.locator(".jp-Notebook h2", has_text=heading).first.scroll_into_view_if_needed()
-
     def screenshot(self, path: Path) -> None:
         """What the window shows, as a PNG."""
         self.page.screenshot(path=str(path))

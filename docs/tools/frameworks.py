@@ -1,7 +1,7 @@
 """What a framework costs: steps per second of DDP by a plain loop, Lightning, Accelerate and transformers' Trainer.
 
-    python -m tests.benchmarks.frameworks                 # some minutes on two cores; needs the group `frameworks`
-    python -m tests.benchmarks.frameworks --rounds 1      # a quick look
+    python -m docs.tools.frameworks                 # some minutes on two cores; needs the group `frameworks`
+    python -m docs.tools.frameworks --rounds 1      # a quick look
 
 Two ranks train the network of lesson 10 on images in memory, on the CPU and on virtual GPUs. Each round times all four,
 one after the other, in the same two processes, and begins with another one. The table has medians over the rounds. The

@@ -1,6 +1,6 @@
 """The picture of lesson 00 in the README: taken in JupyterLab, with what it shows written into the file.
 
-    python -m tests.browser.readme_picture        # runs lesson 00 in Chromium and replaces the picture
+    python -m docs.tools.readme_picture        # runs lesson 00 in Chromium and replaces the picture
 
 The PNG has a text, "Shows", in JSON: the names in the file browser, and the sources of the cells that can be seen. A
 test compares both with the lessons, so that a picture of yesterday fails.

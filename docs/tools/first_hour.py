@@ -1,7 +1,7 @@
 """Hold the beginning of the half-day plan in docs/teaching/README.md as its words say, in JupyterLab in a real browser.
 
-    python -m tests.browser.first_hour            # the rows of the plan's first hour
-    python -m tests.browser.first_hour 120        # of its first two hours
+    python -m docs.tools.first_hour            # the rows of the plan's first hour
+    python -m docs.tools.first_hour 120        # of its first two hours
 
 The lessons are learners' copies. Cells run one after the other with Shift+Enter. Before a section that does not follow
 the one before it, everything above it runs (`Run All Above Selected Cell`). An exercise's check runs twice, first on

@@ -1,0 +1,1 @@
+"""Programs for those who look after the course: `python -m docs.tools.NAME`."""
