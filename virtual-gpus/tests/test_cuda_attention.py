@@ -354,6 +354,10 @@ def test_flash_splits_keys_when_few_rows_would_leave_processors_idle():
     """The published heuristic's own example: 48 blocks on 108 processors are better off with 2 parts than with 3."""
     assert _best_split(48, 108, 100) == 2
     assert _best_split(200, 216, 100) == 1
+    with virtual_gpus(1, kind="A100", shapes_only=True), torch.no_grad():
+        leaves = parts((1, 1, 64, 64), dtype=BF16, columns=4096)
+        peak = bytes_of(lambda: F.scaled_dot_product_attention(*leaves))[2]
+    assert peak == 64 * 64 * 2 + 16 * 64 * (1 + 64) * 4 + 3 * 512  # 16 parts; a number for each row, and two seeds
 
 
 @pytest.mark.parametrize("kind", ["T4", "H200"])
