@@ -1,9 +1,11 @@
 """torch.autocast("cuda") on virtual GPUs: CUDA's cast lists, its weight cache, and GradScaler."""
 
 import importlib
+import itertools
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from virtual_gpus import virtual_gpus
 from virtual_gpus.ops.autocast import casting, casts, lists
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-lower_precision = pytest.mark.parametrize("low", LOW.values(), ids=LOW)
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 KEY = torch._C.DispatchKey.AutocastCUDA
 
@@ -87,75 +87,64 @@ def more_cases(device) -> dict[str, tuple]:
 
     nn_functions, image, square, query = torch._C._nn, t(1, 2, 4, 4), t(4, 4), t(1, 2, 4, 8)
     found = {
-        "attention": (F.scaled_dot_product_attention, (query, query, query), {}),
-        "attention, mask": (F.scaled_dot_product_attention, (query, query, query, square), {}),
-        "einsum": (torch.einsum, ("ij,jk->ik", square, square), {}),
-        "bilinear": (nn_functions.upsample_bilinear2d, (image, [8, 8], False, None), {}),
-        "bicubic": (nn_functions.upsample_bicubic2d, (image, [8, 8], False, None), {}),
-        "nearest exact": (nn_functions._upsample_nearest_exact1d, (image[0], [8], None), {}),
-        "trilinear": (nn_functions.upsample_trilinear3d, (image[None], [8, 8, 8], False, None), {}),
-        "huber": (F.huber_loss, (square, square), {}),
-        "vector norm": (torch.linalg.vector_norm, (square,), {}),
-        "vector norm, dtype": (torch.linalg.vector_norm, (square,), {"dtype": torch.float32}),
-        "matrix norm": (torch.linalg.matrix_norm, (square, "fro"), {}),
-        "matrix norm, 1": (torch.linalg.matrix_norm, (square, 1), {}),
-        "norm, keepdim": (torch.norm, (square, 2), {"dim": [0], "keepdim": True}),
-        "softmax, dtype": (torch.softmax, (square, 0), {"dtype": torch.float32}),
-        "sum, dtype": (torch.sum, (square,), {"dtype": torch.float32}),
-        "power of a number": (torch.pow, (2.0, square), {}),
-        "cross entropy": (F.cross_entropy, (square, torch.zeros(4, dtype=torch.long, device=device)), {}),
-        "bce with logits": (F.binary_cross_entropy_with_logits, (square, square), {}),
-        "layer norm": (F.layer_norm, (square, (4,), t(4), t(4)), {}),
-        "batch norm": (F.batch_norm, (image, t(2), t(2), t(2), t(2), True), {}),
-        "bilinear form": (F.bilinear, (square, square, t(3, 4, 4)), {}),
-        "max pool": (F.max_pool2d, (image, 2), {}),
-        "cat": (torch.cat, ([square, square],), {}),
-        **{function.__name__: (function, (square,), {}) for function in (F.gelu, torch.relu, torch.mean, torch.var)},
+        "attention": (F.scaled_dot_product_attention, query, query, query),
+        "attention, mask": (F.scaled_dot_product_attention, query, query, query, square),
+        "einsum": (torch.einsum, "ij,jk->ik", square, square),
+        "bilinear": (nn_functions.upsample_bilinear2d, image, [8, 8], False, None),
+        "bicubic": (nn_functions.upsample_bicubic2d, image, [8, 8], False, None),
+        "nearest exact": (nn_functions._upsample_nearest_exact1d, image[0], [8], None),
+        "trilinear": (nn_functions.upsample_trilinear3d, image[None], [8, 8, 8], False, None),
+        "huber": (F.huber_loss, square, square),
+        "vector norm": (torch.linalg.vector_norm, square),
+        "vector norm, dtype": (partial(torch.linalg.vector_norm, dtype=torch.float32), square),
+        "matrix norm": (torch.linalg.matrix_norm, square, "fro"),
+        "matrix norm, 1": (torch.linalg.matrix_norm, square, 1),
+        "norm, keepdim": (partial(torch.norm, dim=[0], keepdim=True), square, 2),
+        "softmax, dtype": (partial(torch.softmax, dtype=torch.float64), square, 0),
+        "sum, dtype": (partial(torch.sum, dtype=torch.float64), square),
+        "power of a number": (torch.pow, 2.0, square),
+        "cross entropy": (F.cross_entropy, square, torch.zeros(4, dtype=torch.long, device=device)),
+        "bce with logits": (F.binary_cross_entropy_with_logits, square, square),
+        "layer norm": (F.layer_norm, square, (4,), t(4), t(4)),
+        "batch norm": (F.batch_norm, image, t(2), t(2), t(2), t(2), True),
+        "bilinear form": (F.bilinear, square, square, t(3, 4, 4)),
+        "max pool": (F.max_pool2d, image, 2),
+        "cat": (torch.cat, [square, square]),
+        **{function.__name__: (function, square) for function in (F.gelu, torch.relu, torch.mean, torch.var)},
     }
     if hasattr(torch.linalg, "matrix_sqrth"):
-        found["matrix_sqrth"] = (torch.linalg.matrix_sqrth, (square,), {})
-    return found
+        found["matrix_sqrth"] = (torch.linalg.matrix_sqrth, square)
+    return {name: (function, tuple(arguments), {}) for name, (function, *arguments) in found.items()}
 
 
-def in_precision(arguments, kind: str, low):
-    """The floating-point tensors among `arguments` as the test wants them: "float32", "low", "mixed", "as they are"."""
-    seen = []
-
-    def convert(value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        seen.append(value)
-        if kind == "as they are":
-            return value if value.dtype == torch.float32 else value.to(low)
-        return value.to(torch.float32 if kind == "float32" or (kind == "mixed" and len(seen) % 2) else low)
-
-    return tree_map(convert, arguments)
-
-
-def outcomes(cases, low) -> dict[str, object]:
-    """The dtypes that each case gives under autocast, or the type of the error, for each precision of the inputs."""
+def outcomes() -> dict[tuple, object]:
+    """The dtypes that each case gives with these inputs, or the type of the error."""
     found = {}
-    for name, (function, args, keywords) in cases.items():
-        for kind in ("as they are", "float32", "low", "mixed"):
-            given = in_precision(args, kind, low)
+    for name, (function, args, keywords) in {**pytorch_cases(torch.device("cuda")), **more_cases("cuda")}.items():
+        for kind in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+            dtypes = itertools.cycle(kind)
+
+            def convert(value, dtypes=dtypes):
+                is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+                return value.to(next(dtypes)) if is_float else value
+
             try:
-                made = tree_leaves(function(*given, **keywords))
+                made = tree_leaves(function(*tree_map(convert, args), **keywords))
                 found[name, kind] = [part.dtype for part in made if isinstance(part, torch.Tensor)]
             except (RuntimeError, NotImplementedError) as error:
                 found[name, kind] = type(error)
     return found
 
 
-def in_pytorch(low) -> dict[str, object]:
+def in_pytorch() -> dict[tuple, object]:
     """`outcomes` of PyTorch's own kernels for AutocastCUDA, on tensors that say "cuda" to C++ and have no data."""
     before = torch.get_autocast_dtype("cuda")
     with FakeTensorMode():
-        cases = {**pytorch_cases(torch.device("cuda")), **more_cases("cuda")}
         torch._C._dispatch_tls_set_dispatch_key_included(KEY, True)
         torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", low)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
         try:
-            return outcomes(cases, low)
+            return outcomes()
         finally:
             torch.set_autocast_enabled("cuda", False)
             torch.set_autocast_dtype("cuda", before)
@@ -167,13 +156,10 @@ def in_pytorch(low) -> dict[str, object]:
     torch.version.cuda is None, reason="a CPU build of PyTorch makes no fake CUDA tensors to compare with"
 )
 @pytest.mark.filterwarnings("ignore")
-@lower_precision
-def test_every_result_has_the_dtype_that_pytorch_gives_it(low):
-    expected = in_pytorch(low)
-    with virtual_gpus(1, shapes_only=True):
-        cases = {**pytorch_cases(torch.device("cuda")), **more_cases("cuda")}
-        with region(low):
-            ours = outcomes(cases, low)
+def test_every_result_has_the_dtype_that_pytorch_gives_it():
+    expected = in_pytorch()
+    with virtual_gpus(1, shapes_only=True), region():
+        ours = outcomes()
     # Fake tensors cannot do everything that a GPU can; what gives no result there says nothing.
     expected = {key: dtypes for key, dtypes in expected.items() if isinstance(dtypes, list)}
     differ = {key: (ours[key], dtypes) for key, dtypes in expected.items() if ours[key] != dtypes}
@@ -205,10 +191,6 @@ def test_gradients_come_back_in_the_dtype_of_the_weights(gpus):
     assert loss.dtype == torch.float32
     loss.backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.device == gpus[1] for p in [x, *net.parameters()])
-    with region():
-        out = net(x).float()
-    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    assert torch.autograd.grad(first.sum(), x)[0].isfinite().all()
 
 
 # ---- regions -------------------------------------------------------------------------------------------------------
@@ -220,19 +202,17 @@ def product():
 
 
 @pytest.mark.filterwarnings("error")
-def test_every_way_to_enter(gpus):
+def test_every_way_to_enter_and_leave(gpus):
     float32, half, bfloat16 = torch.float32, torch.float16, torch.bfloat16
     with torch.autocast("cuda"):
         assert product() == half
     with torch.amp.autocast("cuda", dtype=bfloat16):
-        assert product() == bfloat16
         with torch.autocast("cuda", enabled=False):
             assert product() == float32
             with region(half):
                 assert product() == half
             assert product() == float32
         assert product() == bfloat16
-    assert product() == float32
     with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=bfloat16):
         assert product() == bfloat16
     with pytest.warns(FutureWarning):
@@ -241,17 +221,13 @@ def test_every_way_to_enter(gpus):
     torch.set_autocast_enabled("cuda", True)
     assert product() == half
     torch.set_autocast_enabled("cuda", False)
-    assert product() == float32
-
-
-def test_exceptions_end_a_region(gpus):
     with pytest.raises(ZeroDivisionError), region():
         raise ZeroDivisionError
-    assert product() == torch.float32
+    assert product() == float32
     with region():
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             torch.ones(2, 3, device="cuda") @ torch.ones(2, 3, device="cuda")
-        assert product() == torch.bfloat16
+        assert product() == bfloat16
 
 
 def test_composites_in_inference_mode(gpus):
@@ -259,49 +235,32 @@ def test_composites_in_inference_mode(gpus):
     with torch.inference_mode(), region():
         made = F.linear(x, x)
         assert made.dtype == torch.bfloat16 and F.cross_entropy(made, target).dtype == torch.float32
-        assert F.scaled_dot_product_attention(*[x[None, None]] * 3).dtype == torch.bfloat16
 
 
 def test_other_threads_decide_for_themselves(gpus):
-    seen = []
-
     def work():
-        seen.append(product())
+        before = product()
         with region(torch.float16):
-            seen.append(product())
-        seen.append(product())
+            return before, product()
 
-    with region():
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+    with region(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == (torch.float32, torch.float16)
+        assert pool.submit(product).result() == torch.float32
         assert product() == torch.bfloat16
-    assert seen == [torch.float32, torch.float16, torch.float32]
 
 
 def test_replicas_start_as_new_threads_do(gpus):
     """PyTorch hands on whether autocast is enabled, but not its dtype: float16 in the replicas of nn.DataParallel."""
-
-    class Seen(nn.Linear):
-        dtypes = []
-
-        def forward(self, x):
-            made = super().forward(x)
-            Seen.dtypes.append(made.dtype)
-            return made
-
-    net = nn.DataParallel(Seen(4, 2).cuda())
+    net = nn.Linear(4, 2).cuda()
     with region():
-        made = net(torch.randn(6, 4, device="cuda"))
+        made = nn.DataParallel(net)(torch.randn(6, 4, device="cuda"))
         assert torch.get_autocast_dtype("cuda") == torch.bfloat16 and product() == torch.bfloat16
-    assert Seen.dtypes == [torch.float16] * 3 and made.dtype == torch.float16
+    assert made.dtype == torch.float16
     made.sum().backward()
-    assert net.module.weight.grad.dtype == torch.float32
+    assert net.weight.grad.dtype == torch.float32
 
 
 def test_custom_functions(gpus):
-    seen = []
-
     class Square(torch.autograd.Function):
         @staticmethod
         @torch.amp.custom_fwd(device_type="cuda")
@@ -312,14 +271,14 @@ def test_custom_functions(gpus):
         @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
         def backward(ctx, gradient):
-            seen.append((gradient @ ctx.saved_tensors[0]).dtype)
+            assert (gradient @ ctx.saved_tensors[0]).dtype == torch.bfloat16
             return gradient
 
     x = torch.ones(2, 2, device="cuda", requires_grad=True)
     with region():
         y = Square.apply(x)
     y.sum().backward()
-    assert y.dtype == torch.bfloat16 and seen == [torch.bfloat16]
+    assert y.dtype == torch.bfloat16 and x.grad is not None
 
 
 def test_cpu_autocast_beside(gpus):
@@ -340,21 +299,15 @@ def test_gpus_that_go_off_within_a_region():
         x = torch.ones(2, 2)
         assert (x @ x).dtype == torch.float32
     with virtual_gpus(1):
-        assert product() == torch.float32
-        with region(), virtual_gpus(1):
-            assert product() == torch.bfloat16
-
-
-def test_a_region_that_nobody_left_ends_with_the_gpus():
+        left = region()  # nobody leaves it in time
+        left.__enter__()
+        assert product() == torch.bfloat16
     try:
-        with virtual_gpus(1):
-            left = region()
-            left.__enter__()
-            assert product() == torch.bfloat16
         with virtual_gpus(1):
             x = torch.ones(1, 1, 2, 2, device="cuda")
             assert product() == F.scaled_dot_product_attention(x, x, x).dtype == torch.float32
-            assert casting.cast_for("linear", [x])[0] is x
+            with region(), virtual_gpus(1):
+                assert product() == torch.bfloat16
     finally:
         left.__exit__(None, None, None)
 
@@ -368,21 +321,26 @@ def counter():
     return lambda: torch.cuda.memory_allocated() - start
 
 
-@pytest.fixture
-def kept_workspaces(monkeypatch):
-    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
-
-
 @with_and_without_numbers
-def test_weights_are_cast_once_per_region(shapes_only, kept_workspaces):
+def test_weights_that_need_gradients_are_cast_once_per_region(shapes_only, monkeypatch):
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     with virtual_gpus(1, shapes_only=shapes_only):
         weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
         x = torch.randn(4, 1024, device="cuda").bfloat16()
+        others = weight * 1, weight.T, weight.detach().clone()
         with region():
             x @ weight  # workspaces
         held = counter()
         half = weight.numel() * 2
         with region():
+            for other in others:
+                x @ other
+            with torch.inference_mode():
+                x @ weight
+            assert held() == 0
+            with torch.no_grad():
+                x @ weight
+            assert held() == half
             for _ in range(3):
                 x @ weight
             assert held() == half
@@ -398,29 +356,12 @@ def test_weights_are_cast_once_per_region(shapes_only, kept_workspaces):
         with region(cache_enabled=False):
             x @ weight
             assert held() == 0
-
-
-def test_only_leaves_that_need_gradients_are_kept(gpus, kept_workspaces):
-    weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
-    x, made, view = torch.randn(4, 1024, device="cuda"), weight * 1, weight.T
-    plain = weight.detach().clone()
-    with region():
-        x @ weight
-    held = counter()
-    with region():
-        for other in (made, view, plain):
-            x @ other
-            assert held() == 0
-        with torch.inference_mode():
-            x @ weight
-        assert held() == 0
-        with torch.no_grad():
-            x @ weight
-        assert held() == 2 * weight.numel()
-        y = x @ weight  # from the cache, with its graph all the same
-        assert y.requires_grad
-    y.float().sum().backward()
-    assert weight.grad is not None
+        with region():
+            with torch.no_grad():
+                x @ weight
+            y = x @ weight  # from the cache, with its graph all the same
+        y.float().sum().backward()
+        assert weight.grad is not None
 
 
 def test_a_weight_that_went_is_not_mistaken_for_another(gpus):
@@ -428,28 +369,6 @@ def test_a_weight_that_went_is_not_mistaken_for_another(gpus):
         for number in range(20):
             weight = torch.full((2, 2), float(number), device="cuda", requires_grad=True)
             assert (torch.ones(1, 2, device="cuda") @ weight).tolist() == [[2.0 * number] * 2]
-
-
-def test_cast_for_patches(gpus):
-    weight = torch.ones(2, 2, device="cuda", requires_grad=True)
-    whole, host = torch.ones(2, device="cuda").long(), torch.ones(2)
-    given = [weight, None, whole, host]
-
-    @casting.casting("scaled_dot_product_attention")
-    def attend(query, *, mask=None):
-        return query.dtype, mask.dtype, torch.is_autocast_enabled("cuda")
-
-    assert all(a is b for a, b in zip(casting.cast_for("linear", given), given, strict=True))
-    assert attend(weight, mask=weight) == (torch.float32, torch.float32, False)
-    with region():
-        made = casting.cast_for("scaled_dot_product_attention", given)
-        assert made[0].dtype == torch.bfloat16 and made[1] is None and made[2] is whole and made[3] is host
-        assert casting.cast_for("linear", given)[0] is made[0]  # from the cache
-        assert casting.cast_for("_cudnn_rnn", given)[0].dtype == torch.float16
-        assert casting.cast_for("layer_norm", [made[0]])[0].dtype == torch.float32
-        assert casting.cast_for("dot", [made[0], weight])[0].dtype == torch.float32
-        assert attend(weight, mask=weight) == (torch.bfloat16, torch.bfloat16, False)
-        assert torch.is_autocast_enabled("cuda")
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
@@ -463,32 +382,25 @@ def network():
                          nn.AdaptiveAvgPool2d(4), nn.Flatten(2), encoder, nn.Flatten(), nn.Linear(128, 10))  # fmt: skip
 
 
-def train(low):
-    """[(allocated, peak, reserved) after each of two steps] with a GradScaler, then its state."""
-    torch.manual_seed(0)
-    net, batch = network().cuda(), torch.randn(4, 3, 16, 16).cuda()
-    optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cuda", init_scale=8.0)
-    figures = []
-    for _ in range(2):
-        with region(low):
-            loss = F.cross_entropy(net(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        figures.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
-    return figures, scaler.state_dict()
-
-
-@lower_precision
-def test_same_memory_with_shapes_only(low):
+def test_training_takes_the_same_memory_with_shapes_only():
     results = []
     for shapes_only in (False, True):
         with virtual_gpus(1, shapes_only=shapes_only):
-            results.append(train(low))
-    assert results[0] == results[1] and results[1][1]["_growth_tracker"] == 2
+            torch.manual_seed(0)
+            net, batch = network().cuda(), torch.randn(4, 3, 16, 16).cuda()
+            optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cuda", init_scale=8.0)
+            for _ in range(2):
+                with region():
+                    loss = F.cross_entropy(net(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                results.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+            results.append((torch.cuda.memory_reserved(), scaler.state_dict()))
+    assert results[:3] == results[3:] and results[2][1]["_growth_tracker"] == 2
 
 
 # ---- GradScaler ----------------------------------------------------------------------------------------------------
@@ -506,10 +418,9 @@ def test_grad_scaler_finds_overflow_on_any_gpu(gpus):
     weights = [torch.ones(3, device=gpu, requires_grad=True) for gpu in gpus]
     optimizer = torch.optim.SGD(weights, lr=1.0)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
-    scaled_step(scaler, optimizer, weights, [1.0, 2.0, 4.0])
-    assert [w.tolist() for w in weights] == [[0.0] * 3, [-1.0] * 3, [-3.0] * 3] and scaler.get_scale() == 1024.0
-    scaled_step(scaler, optimizer, weights, [1.0, 1.0, 1.0])
-    assert scaler.get_scale() == 2048.0
+    for factors, scale in (((1.0, 2.0, 4.0), 1024.0), ((1.0, 1.0, 1.0), 2048.0)):
+        scaled_step(scaler, optimizer, weights, factors)
+        assert scaler.get_scale() == scale
     for place in range(3):
         scaled_step(scaler, optimizer, weights, [float("inf") if place == other else 1.0 for other in range(3)])
         assert [w.tolist() for w in weights] == [[-1.0] * 3, [-2.0] * 3, [-4.0] * 3]
@@ -518,10 +429,7 @@ def test_grad_scaler_finds_overflow_on_any_gpu(gpus):
     scaler.scale(sum(w.sum().to(gpus[0]) for w in weights)).backward()
     scaler.unscale_(optimizer)
     found = scaler._found_inf_per_device(optimizer)
-    assert {device: value.item() for device, value in found.items()} == dict.fromkeys(gpus, 0.0)
-    assert all(value.device == device for device, value in found.items())
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
+    assert [(gpu, value.device, value.item()) for gpu, value in found.items()] == [(gpu, gpu, 0.0) for gpu in gpus]
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
@@ -539,10 +447,10 @@ def test_shapes_only_counts_as_no_overflow(options):
             results.append((figures, scaler.state_dict()))
             again = torch.amp.GradScaler("cuda")
             again.load_state_dict(scaler.state_dict())
-            assert again.get_scale() == 8.0 and again.scale(torch.ones((), device="cuda")).is_cuda
-            assert again.get_scale() == 8.0 and again._get_growth_tracker() == 1
-            again.update(16.0)
-            assert again.get_scale() == 16.0
+            for scale in (8.0, 16.0):
+                assert again.get_scale() == scale and again._get_growth_tracker() == 1
+                assert again.scale(torch.ones((), device="cuda")).is_cuda
+                again.update(16.0)
             scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
             assert scaler.get_scale() == 2.0
     assert results[0] == results[1]

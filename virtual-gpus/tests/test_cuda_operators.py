@@ -33,30 +33,28 @@ def peak_of(work) -> int:
 def sizes_of(work) -> list[int]:
     """Every allocation that `work` made."""
     made: list[int] = []
-
-    def note(event, _, size):
-        if event == "alloc":
-            made.append(size)
-
     observers = active().gpus[0].allocator.observers
-    observers.append(note)
+    observers.append(lambda event, _, size: made.append(size) if event == "alloc" else None)
     try:
         work()
     finally:
-        observers.remove(note)
+        observers.pop()
     return made
 
 
 # ---- measured ------------------------------------------------------------------------------------------------------
 
-# What these files' operators are off at the most, as a part of the larger peak. The rules miss some of cuDNN's choices.
-OFF = {name: 0.0 for name in OPERATORS if name.startswith(("linear_", "conv", "lstm_", "gru_", "rnn_", "sdpa_"))} | {
+# What these operators are off at the most, as a part of the larger peak. The rules miss some of cuDNN's choices.
+STARTS = ("linear_", "conv", "lstm_", "gru_", "rnn_", "sdpa_", "softmax", "rms_norm", "group_norm", "batch_norm", "mse")
+OFF = {name: 0.0 for name in OPERATORS if name.startswith(STARTS)} | {
+    "embedding": 0.0,
     "conv3_64_32": 1e-5,
     "conv3_128_16": 0.038,
     "conv1_256_8": 0.0062,
     "conv3_s2": 0.0017,
     "conv_transpose": 0.0074,
     "rnn_tanh": 0.012,
+    "batch_norm1d": 0.0002,
 }
 
 
@@ -74,12 +72,7 @@ def test_memory_is_the_h200s(name):
     assert compare.worst(compare.operator_errors(measured, found)) <= OFF[name]
 
 
-# ---- reductions ----------------------------------------------------------------------------------------------------
-
-
-def test_bias_gradients_take_partial_sums(gpu):
-    gradient = torch.ones(2048, 384, device=gpu)
-    assert sizes_of(lambda: gradient.sum(0)) == [1536, 6_291_456, 512]
+# ---- reductions and matrices -----------------------------------------------------------------------------------------
 
 
 REDUCTIONS = [
@@ -102,9 +95,6 @@ def test_reductions_give_the_same_numbers():
             assert torch.equal(reduce(x.cuda()).cpu(), reduce(x))
 
 
-# ---- matrices ------------------------------------------------------------------------------------------------------
-
-
 def test_only_matrices_that_cublas_cannot_read_are_copied():
     matrix = torch.empty(6, 8, device="meta")
     for readable in (matrix, matrix.t(), matrix[:, :4], matrix[::2], matrix.t()[2:], torch.empty(3, 4, 5).mT):
@@ -114,50 +104,20 @@ def test_only_matrices_that_cublas_cannot_read_are_copied():
     assert copied_bytes(torch.empty(2, 1, 1, device="meta").expand(2, 3, 4)) == 2 * 3 * 4 * 4
 
 
-def test_an_expanded_gradient_is_copied_once_per_product(gpu):
-    """A linear layer of 2,048 x 1,024 at 4,096 rows: 75,498,496 bytes on an H200, workspaces apart."""
-    net, x = nn.Linear(2048, 1024, bias=False, device=gpu), torch.randn(4096, 2048, device=gpu, requires_grad=True)
-    for _ in range(2):  # the first time pays for gradients and workspaces
-        out = net(x)
-        grown = torch.cuda.memory_allocated()
-        peak = peak_of(lambda out=out: out.sum().backward()) + grown
-        net.weight.grad, x.grad, out = None, None, None
-    assert peak - torch.cuda.memory_allocated() <= 75_498_496 + 34 * MIB
-    assert peak - torch.cuda.memory_allocated() >= 75_498_496
+# ---- losses, look-ups, normalization ---------------------------------------------------------------------------------
 
 
-# ---- losses --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
-def test_a_mean_loss_keeps_the_storage_of_all_losses(gpu, loss):
-    """1,000 x 10,000 floats on an H200: 40,000,000 bytes stay, 80,003,072 at the peak."""
-    x, y = torch.zeros(1000, 10_000, device=gpu), torch.zeros(1000, 10_000, device=gpu)
-    before = torch.cuda.memory_allocated()
+def test_a_mean_loss_keeps_the_storage_of_all_losses(gpu):
+    x, y = torch.zeros(1000, 1000, device=gpu), torch.zeros(1000, 1000, device=gpu)
     kept = []
-    assert peak_of(lambda: kept.append(loss(x, y))) == 80_003_072
-    assert torch.cuda.memory_allocated() - before == 40_000_000
-    assert sizes_of(lambda: loss(x, y, reduction="none")) == [40_000_000]
+    assert sizes_of(lambda: kept.append(F.smooth_l1_loss(x, y)))[0] == 4_000_256
+    assert torch.cuda.memory_allocated() == 3 * 4_000_256
+    assert sizes_of(lambda: F.smooth_l1_loss(x, y, reduction="none")) == [4_000_256]
 
 
 def test_log_sigmoid_keeps_no_buffer(gpu):
     x = torch.zeros(1000, 1000, device=gpu, requires_grad=True)
     assert sizes_of(lambda: F.logsigmoid(x)) == [4_000_256]
-
-
-# ---- look-ups ------------------------------------------------------------------------------------------------------
-
-
-def test_embedding_gradients_sort_many_indices(gpu):
-    """20,000 words of 256 numbers: 10,432 indices took 13,093,376 bytes on an H200, an unsplit 832,512 among them."""
-    table = nn.Embedding(20_000, 256, device=gpu)
-    out = table(torch.zeros(10_432, dtype=torch.long, device=gpu))
-    gradient = torch.zeros_like(out)
-    sizes = sizes_of(lambda: torch.autograd.grad(out, table.weight, gradient))
-    whole, rows = sizes[-8], sizes[-1]
-    assert whole in (20_480_000, 20_971_520) and rows in (11_750_400, 12_582_912)
-    kept = sizes[:2] + sizes[-7:-1] + [12_582_912]  # not the two that only the sort needs
-    assert sum(kept) == 13_093_376
 
 
 def test_embedding_gradients_of_few_indices_take_nothing(gpu):
@@ -172,44 +132,17 @@ def test_the_gradient_of_indexing_is_written_in_place(gpu):
     x = torch.zeros(1000, 1000, device=gpu, requires_grad=True)
     out = x[torch.arange(10, device=gpu)]
     gradient = torch.zeros_like(out)
-    before = torch.cuda.memory_allocated()
-    found = []
+    before, found = torch.cuda.memory_allocated(), []
     peak = peak_of(lambda: found.append(torch.autograd.grad(out, x, gradient, retain_graph=True)))
     assert 4_000_256 <= peak < 4_000_256 + MIB
     assert torch.cuda.memory_allocated() == before + 4_000_256
-    del found[:]
-    assert torch.cuda.memory_allocated() == before
 
 
-# ---- normalization -------------------------------------------------------------------------------------------------
-
-
-def test_rms_norm_keeps_one_number_per_row(gpu):
-    """8,000 rows of 1,024: 33,586,688 bytes after the forward pass on an H200."""
-    norm, x = nn.RMSNorm(1024, device=gpu), torch.zeros(8000, 1024, device=gpu, requires_grad=True)
-    before = torch.cuda.memory_allocated()
-    out = norm(x)
-    assert torch.cuda.memory_allocated() - before == 33_586_688
-    torch.autograd.grad(out, x, torch.zeros_like(out))
-
-
-def test_group_norm_keeps_scales_and_shifts_on_the_way(gpu):
-    """32 samples of 64 channels: 16,384 bytes on the way in the forward pass, 26,624 in the backward pass."""
-    norm, x = nn.GroupNorm(8, 64, device=gpu), torch.zeros(32, 64, 32, 32, device=gpu, requires_grad=True)
-    assert peak_of(lambda: norm(x)) == 8_388_608 + 2 * 1024 + 16_384
-    out = norm(x)
-    sizes = sizes_of(lambda: torch.autograd.grad(out, x, torch.zeros_like(out)))
-    assert sum(sizes[-5:]) == 26_624
-
-
-def test_batch_norm_of_channels_that_lie_together_takes_partial_sums(gpu):
-    """4,096 x 1,024: 262,656 bytes on an H200."""
+def test_batch_norm_of_few_rows_takes_no_partial_sums(gpu):
     norm, x = nn.BatchNorm1d(1024, device=gpu), torch.zeros(4096, 1024, device=gpu)
     sizes = sizes_of(lambda: norm(x))
     assert sum(sizes[-2:]) == 262_656 and sizes[-1] == 512
-    assert len(sizes_of(lambda: norm(x[:6]))) == len(sizes) - 2  # few rows: one block of threads
-    out = norm(x.requires_grad_())
-    assert sizes_of(lambda: torch.autograd.grad(out, x, torch.zeros_like(out)))[-1] == 512
+    assert len(sizes_of(lambda: norm(x[:6]))) == len(sizes) - 2  # one block of threads
 
 
 def test_packed_copies_of_expanded_gradients(gpu):
@@ -244,31 +177,6 @@ def test_a_kernel_that_runs_out_of_memory_on_the_way_leaves_nothing_behind():
         assert gradient.sum(0).shape == (20_000,)
 
 
-# ---- gradients that meet -------------------------------------------------------------------------------------------
-
-
-def residual(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Two paths that join: x times weight, and x."""
-    return (x * 1) @ weight + x
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
-def test_gradients_that_meet_are_added_in_place_unless_held(gpu, held):
-    """Where x's paths join, the engine adds the second gradient to the first, as it does without a dispatch mode."""
-    weight = torch.zeros(512, 512, device=gpu)
-    x = torch.zeros(1024, 512, device=gpu, requires_grad=True)
-    hidden = x * 1
-    out = residual(hidden, weight)
-    kept = []
-    if held:
-        out.register_hook(kept.append)
-    loss = (out * 2).sum()
-    sizes = sizes_of(lambda: torch.autograd.grad(loss, x))
-    whole = [size for size in sizes if size == 1024 * 512 * 4]
-    # the gradients of out * 2, of both factors on the way to x, and of their sum, where that is a tensor of its own
-    assert len(whole) == (5 if held else 4)
-
-
 def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
     """For a 3-dimensional input that is not packed, `linear` is a product and then a sum."""
     layer = nn.Linear(64, 512, device=gpu)
@@ -278,8 +186,8 @@ def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
         assert sizes_of(lambda: layer(x)).count(whole) == 1
         assert sizes_of(lambda: x @ layer.weight.t() + layer.bias).count(whole) == 2
         product = x @ layer.weight.t()
-        assert sizes_of(lambda: product + layer.bias).count(whole) == 1
-        assert sizes_of(lambda: product + layer.bias).count(whole) == 1
+        for _ in range(2):
+            assert sizes_of(lambda: product + layer.bias).count(whole) == 1
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
@@ -287,7 +195,6 @@ def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
 
 FUNCTIONS = {
     "indexed": lambda x, weight: x[torch.arange(400, device=x.device) % 7] * 2,
-    "joined": lambda x, weight: residual(residual(x, weight).relu(), weight).square(),
     "rms_norm": lambda x, weight: F.rms_norm(x, (8,)),
     "rms_norm with a weight": lambda x, weight: F.rms_norm(x, (8,), weight[0]),
 }

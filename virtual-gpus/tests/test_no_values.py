@@ -25,18 +25,12 @@ def test_a_tensor_prints_its_form():
 
 @virtual_gpus(2, shapes_only=True)
 def test_a_loss_in_a_training_loop_says_that_values_are_not_kept():
-    net = nn.Linear(4, 2).cuda()
-    optimizer = torch.optim.Adam(net.parameters())
+    loss = nn.Linear(4, 2).cuda()(torch.ones(3, 4, device="cuda")).square().mean().detach()
     total = 0.0
     for _ in range(2):
-        optimizer.zero_grad()
-        loss = net(torch.ones(3, 4, device="cuda")).square().mean()
-        loss.backward()
-        optimizer.step()
         total += loss.item() * 3
-    assert f"{total / 6:.4f} {loss.item()}" == "(values are not kept) (values are not kept)"
-    assert f"{loss.detach():.3f}" == "(values are not kept)"
-    assert math.isnan(total) and isinstance(total, float) and type(float(loss.detach())) is float
+    assert f"{total / 6:.4f} {loss.item()} {loss:.3f}" == " ".join(["(values are not kept)"] * 3)
+    assert math.isnan(total) and isinstance(total, float) and type(float(loss)) is float
     assert math.isnan(pickle.loads(pickle.dumps(total))) and not total < 1 and not total > 1
 
 

@@ -9,6 +9,7 @@ import gc
 import itertools
 import unittest.mock
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -61,77 +62,59 @@ def tensors(value) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def run(function, sample, device, with_grad: bool, seed: int = 0):
+def run(function, sample, device, with_grad: bool, seed: int = 0) -> list[torch.Tensor | None]:
     """All tensors that a call returns, and the gradients of its inputs. seed: added to what the table sets."""
-    set_seed = torch.manual_seed
-    with unittest.mock.patch.object(torch, "manual_seed", lambda number: set_seed(number + seed)):
-        return _run(function, sample, device, with_grad)
-
-
-def _run(function, sample, device, with_grad: bool):
     first, args, kwargs = arguments(sample, device)
     inputs = tensors((first, args, kwargs))
-    torch.manual_seed(7)
-    if inputs:
-        made = tensors(function(first, *args, **kwargs))
-    else:
-        with torch.device(device):
+    set_seed = torch.manual_seed
+    with unittest.mock.patch.object(torch, "manual_seed", lambda number: set_seed(number + seed)):
+        torch.manual_seed(7)
+        with nullcontext() if inputs else torch.device(device):
             made = tensors(function(first, *args, **kwargs))
-    gradients = ()
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     roots = [tensor for tensor in made if tensor.requires_grad]
-    if with_grad and leaves and roots:
-        ones = [torch.ones_like(root) for root in roots]
-        gradients = torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-    return made, gradients
+    if not (with_grad and leaves and roots):
+        return made
+    ones = [torch.ones_like(root) for root in roots]
+    return made + list(torch.autograd.grad(roots, leaves, ones, allow_unused=True))
 
 
-def differences(name: str, function, sample, with_grad: bool) -> list[str]:
-    """What is not as on the CPU."""
-    errors, results = [], []
+def check(name: str, function, sample, with_grad: bool) -> None:
+    """An error says what is not as on the CPU."""
+    results = []
     for device in ("cpu", "cuda:0"):
         try:
             results.append(run(function, sample, device, with_grad))
-            errors.append(None)
         except Exception as error:  # the operator's, which both must raise
-            results.append(((), ()))
-            errors.append(error)
-    if any(errors):
-        refused = name in NO_CUDA_KERNEL and isinstance(errors[1], NotImplementedError)
-        same = errors[0] is not None and errors[1] is not None
-        return [] if refused or same else [f"raises {errors[0]!r} on the CPU, {errors[1]!r} on the GPU"[:400]]
-    found = []
+            results.append(error)
+    on_cpu, on_gpu = results
+    failed = [isinstance(result, Exception) for result in results]
+    if any(failed):
+        refused = name in NO_CUDA_KERNEL and isinstance(on_gpu, NotImplementedError)
+        assert refused or all(failed), f"{on_cpu!r} on the CPU, {on_gpu!r} on the GPU"[:400]
+        return
     is_drawn = name in NO_VALUES
-    for what, on_cpu, on_gpu in zip(("result", "gradient"), *results, strict=True):
-        if len(on_cpu) != len(on_gpu):
-            found.append(f"{len(on_cpu)} and {len(on_gpu)} {what}s")
-        for one, other in zip(on_cpu, on_gpu, strict=False):
-            if (one is None) != (other is None):
-                found.append(f"a {what} is None on one of them")
-            elif one is not None:
-                found += [f"{what}: {text}" for text in _differ(name, one.detach(), other.detach())]
-                if not is_drawn and not found and not _close(one.detach(), other.detach().cpu()):
-                    is_drawn = not all(map(_close, *(run(function, sample, "cpu", False, seed)[0] for seed in (0, 1))))
-                    found += [] if is_drawn else [f"{what}: other values"]
-    return found
+    for one, other in zip(on_cpu, on_gpu, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
+        assert other.is_cuda or name in MAY_BE_ON_THE_CPU, other.device
+        assert (one.dtype, one.layout, one.shape) == (other.dtype, other.layout, other.shape)
+        if one.layout == torch.strided and one.numel() and name not in CUDAS_STRIDES:
+            assert one.stride() == other.stride()
+        if not is_drawn and not close(one, other):
+            draws = [run(function, sample, "cpu", False, seed) for seed in (0, 1)]
+            is_drawn = not all(map(close, *draws))
+            assert is_drawn, "other values"
 
 
-def _differ(name: str, one: torch.Tensor, other: torch.Tensor):
-    if other.device.type != "cuda" and name not in MAY_BE_ON_THE_CPU:
-        yield f"on {other.device}"
-    if (one.dtype, one.layout, one.shape) != (other.dtype, other.layout, other.shape):
-        yield f"{one.dtype} {one.layout} {one.shape}, and {other.dtype} {other.layout} {other.shape}"
-    elif one.layout == torch.strided and one.numel() and one.stride() != other.stride() and name not in CUDAS_STRIDES:
-        yield f"strides {one.stride()} and {other.stride()}"
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     tolerance = TOLERANCE.get(one.dtype, 1e-7)
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+    try:
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True, check_device=False)
+    except AssertionError:
+        return False
+    return True
 
 
 def wanted_dtype(op) -> torch.dtype | None:
@@ -158,9 +141,11 @@ def test_operators_are_as_on_the_cpu(part):
             samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), SAMPLES))
             gc.collect()
             before = torch.cuda.memory_allocated()
-            for index, sample in enumerate(samples):
-                if texts := differences(name, op, sample, with_grad):
-                    found[name] = f"sample {index}: {texts[0]}"
+            try:
+                for sample in samples:
+                    check(name, op, sample, with_grad)
+            except AssertionError as error:
+                found[name] = str(error)
             if torch.cuda.memory_allocated() != before:
                 gc.collect()
             if torch.cuda.memory_allocated() != before:

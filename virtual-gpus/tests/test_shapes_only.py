@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.reference.networks import GPT
-from nets import PyramidNet, pyramidnet_article, unfused_transformer
+from nets import PyramidNet, unfused_transformer
 from torch import nn
-from torchvision.models import resnet18
 from virtual_gpus import virtual_gpus
 
 NAMES = ("allocated_bytes.all", "reserved_bytes.all", "requested_bytes.all", "allocation.all", "segment.all")
@@ -20,9 +19,9 @@ def figures():
     return [{key: torch.cuda.memory_stats(i)[key] for key in wanted} for i in range(torch.cuda.device_count())]
 
 
-def train(net, batch, target, optimizer, parallel, steps=2):
+def train(net, batch, target, optimizer, steps=2):
     torch.manual_seed(0)
-    net = nn.DataParallel(net().cuda()) if parallel else net().cuda()
+    net = nn.DataParallel(net().cuda())
     optimizer = optimizer(net.parameters())
     for _ in range(steps):
         loss = F.cross_entropy(net(batch.cuda()).flatten(0, -2), target.cuda().flatten())
@@ -37,43 +36,22 @@ IMAGES = (torch.randn(6, 3, 32, 32), torch.randint(0, 10, (6,)))
 WORDS = (torch.randint(0, 100, (6, 12)), torch.randint(0, 100, (6, 12)))
 ADAM, SGD = torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
 JOBS = {
-    "mlp": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 10)), *IMAGES, ADAM),
-    "resnet": (lambda: resnet18(num_classes=10), *IMAGES, SGD),
-    "pyramidnet": (lambda: PyramidNet(20, 12), *IMAGES, SGD),
+    "pyramidnet": (lambda: PyramidNet(8, 12), *IMAGES, SGD),
     "unfused attention, dropout": (lambda: unfused_transformer(100, 32, 2, 2, 12, dropout=0.1), *WORDS, ADAM),
-    "fused attention": (lambda: GPT(0.0, 100, 32, 2, 2, 12), *WORDS, ADAM),
     "fused attention, dropout": (lambda: GPT(0.1, 100, 32, 2, 2, 12), *WORDS, ADAM),
 }
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["one GPU", "DataParallel"])
 @pytest.mark.parametrize("job", JOBS)
-def test_same_memory_as_with_numbers(job, parallel):
+def test_same_memory_as_with_numbers(job):
+    """Single GPUs and larger networks: test_reference_memory.py."""
     results = []
     for shapes_only in (False, True):
         with virtual_gpus(3, memory="8 GiB", shapes_only=shapes_only):
-            results.append(train(*JOBS[job], parallel))
+            results.append(train(*JOBS[job]))
     (loss, with_numbers), (unknown, with_shapes) = results
     assert math.isfinite(loss) and math.isnan(unknown)
     assert with_shapes == with_numbers
-
-
-MASKS = [(None, False), (None, True), ("bool", False), ("float", False), ("needs a gradient", False)]
-
-
-@pytest.mark.parametrize(("mask", "causal"), MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_takes_the_same_kernel(mask, causal, dtype):
-    results = []
-    for shapes_only in (False, True):
-        with virtual_gpus(1, shapes_only=shapes_only):
-            parts = [torch.randn(2, 4, 100, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv"]
-            allowed = torch.ones(100, 100, dtype=torch.bool, device="cuda").tril()
-            added = torch.zeros(2, 1, 100, 100, device="cuda", dtype=dtype, requires_grad=mask == "needs a gradient")
-            chosen = {None: None, "bool": allowed}.get(mask, added)
-            F.scaled_dot_product_attention(*parts, chosen, is_causal=causal).sum().backward()
-            results.append(figures())
-    assert results[0] == results[1]
 
 
 def test_what_needs_values_says_so():
@@ -118,17 +96,12 @@ def test_mixed_devices_and_out_of_memory_stay_errors():
             torch.empty(100, 2**30, device="cuda")
 
 
-def test_the_article_jobs_need_no_memory_of_this_computer():
-    """A transformer and a PyramidNet at an article's size: this would be 100 GB with numbers."""
+def test_a_large_job_needs_no_memory_of_this_computer():
+    """A transformer at an article's size, with fewer layers: the logits alone are 4 GB, and twice that is collected."""
     with virtual_gpus(4, memory="24 GiB", shapes_only=True):
-        net = nn.DataParallel(unfused_transformer(30_000, 256, 8, 8, 163, dropout=0.1).cuda())
+        net = nn.DataParallel(unfused_transformer(30_000, 256, 2, 8, 163, dropout=0.1).cuda())
         tokens = torch.randint(0, 30_000, (200, 163))
         F.cross_entropy(net(tokens.cuda()).flatten(0, 1), tokens.cuda().flatten()).backward()
         peaks = [torch.cuda.max_memory_allocated(i) for i in range(4)]
         logits = 200 * 163 * 30_000 * 4
         assert peaks[0] - peaks[1] > 2.5 * logits and max(peaks[1:]) - min(peaks[1:]) < 2**24
-    with virtual_gpus(4, memory="12 GiB", kind="K80", shapes_only=True):
-        net = nn.DataParallel(pyramidnet_article().cuda())
-        net(torch.randn(768, 3, 32, 32)).sum().backward()
-        peaks = [torch.cuda.max_memory_allocated(i) for i in range(4)]
-        assert max(peaks) < 1.05 * min(peaks)

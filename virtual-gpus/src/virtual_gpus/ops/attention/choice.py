@@ -1,9 +1,9 @@
 """Which kernel CUDA takes for scaled_dot_product_attention: flash, memory-efficient, cuDNN's or none of them (math).
 
 The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h, with what changed from
-PyTorch 2.11 to 2.15: each kernel has a list of conditions, the first kernel in the order of priority that meets all of
-its own is taken. torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp switch kernels off or set the
-order. A condition that fails gives its reason in PyTorch's words, for the warnings that come when nothing is left.
+PyTorch 2.11 to 2.15: each kernel has its conditions (`conditions`), and the first one in the order of priority that
+takes the call is taken. torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_*_sdp switch kernels off or set
+the order.
 """
 
 from __future__ import annotations
@@ -13,33 +13,21 @@ import warnings
 
 import torch
 
-from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH, HALF, MATH, AttentionCall, cudnn_version
-from virtual_gpus.ops.attention.conditions import CONDITIONS
+from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, cudnn_version
+from virtual_gpus.ops.attention.conditions import TAKES
 from virtual_gpus.settings import INSTALLED
 
 _ORDER = [FLASH, EFFICIENT, MATH]
 
 
 def choose(call: AttentionCall) -> int:
-    """MATH, FLASH, EFFICIENT or CUDNN. Raises PyTorch's RuntimeError, after its warnings, when none is allowed."""
-    half = call.query.dtype in HALF
+    """MATH, FLASH, EFFICIENT or CUDNN. Raises PyTorch's RuntimeError, after a warning, when none is allowed."""
     for backend in order(call.capability, call.version):
         if backend == MATH and torch.backends.cuda.math_sdp_enabled():
             return MATH
-        if not half and backend in (FLASH, CUDNN):  # one of their conditions, asked first since it is quickest
-            continue
-        if backend in CONDITIONS and why_not(backend, call) is None:
+        if backend in TAKES and TAKES[backend](call):
             return backend
     raise _nothing_left(call)
-
-
-def why_not(backend: int, call: AttentionCall) -> str | None:
-    """The first condition of FLASH, EFFICIENT or CUDNN that `call` does not meet; None if it meets all."""
-    for condition in CONDITIONS[backend]:
-        reason = condition(call)
-        if reason is not None:
-            return reason
-    return None
 
 
 def order(capability: tuple[int, int], version: tuple[int, int] = INSTALLED) -> list[int]:
@@ -63,9 +51,10 @@ def _nothing_left(call: AttentionCall) -> RuntimeError:
             "No viable backend for scaled_dot_product_attention was found. "
             "This is likely due to turning off both the math kernel and the fused kernels."
         )
-    names = {EFFICIENT: "Memory efficient", FLASH: "Flash attention", CUDNN: "cuDNN attention"}
-    for backend, name in names.items():
-        for text in (f"{name} kernel not used because:", why_not(backend, call)):
-            if text:  # a kernel that could run but that the order leaves out has no reason
-                warnings.warn(text, UserWarning, stacklevel=2)
+    query, (major, minor) = call.query, call.capability
+    text = (
+        f"No attention kernel that is switched on takes a query of {query.dtype} and of shape {tuple(query.shape)} "
+        f"with this key, value and mask and these options on a GPU of compute capability {major}.{minor}."
+    )
+    warnings.warn(text, UserWarning, stacklevel=2)
     return RuntimeError("No available kernel. Aborting execution.")

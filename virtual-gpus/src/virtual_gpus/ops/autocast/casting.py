@@ -6,7 +6,7 @@ first use of autocast, kernels in Python take their places, with CUDA's lists (`
 (`casts`); and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
 its operators. Composite operators follow the lists at every level, as on a GPU.
 
-Stand-ins that answer before the dispatcher is reached use `casting` or `cast_for`.
+Stand-ins that answer before the dispatcher is reached use `casting` or `cast_for_rnn`.
 """
 
 from __future__ import annotations
@@ -150,20 +150,12 @@ def casting(name: str):
     return decorate
 
 
-def cast_for(name: str, tensors):
-    """What operator `name` would be given for `tensors` (None among them stays): the same ones unless autocast is on.
+def cast_for_rnn(tensors):
+    """The inputs of a recurrent layer (None among them stays) as its kernel gets them: the same unless autocast is on.
 
-    "_cudnn_rnn" is cast to float16 whatever dtype autocast was given (aten/src/ATen/cudnn/AutocastRNN.cpp).
+    They become float16 whatever dtype autocast was given (aten/src/ATen/cudnn/AutocastRNN.cpp).
     """
-    if not _is_on():
-        return list(tensors)
-    if name in lists.ELSEWHERE:
-        dtype = torch.float16
-    elif name in lists.PROMOTE:
-        dtype = widest(tensors, _lower_dtype("cuda"))
-    else:
-        dtype = _FP32 if name in lists.FP32 else _lower_dtype("cuda")
-    return [cast(tensor, dtype) for tensor in reversed(tensors)][::-1]
+    return [cast(tensor, torch.float16) for tensor in reversed(tensors)][::-1] if _is_on() else list(tensors)
 
 
 # ---- on and off ------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def _on_cudnn(call: RecurrentCall):
 
 
 def _cast(call: RecurrentCall) -> None:
-    call.input, call.hx, call.cx = casting.cast_for("_cudnn_rnn", [call.input, call.hx, call.cx])
+    call.input, call.hx, call.cx = casting.cast_for_rnn([call.input, call.hx, call.cx])
     if casting.is_eligible(call.params[0]) and call.params[0].dtype != torch.float16:
         call.params = list(weights.CastFlat.apply(call.net, call.biases, call.gpu, *call.params))
         call.flat = True
