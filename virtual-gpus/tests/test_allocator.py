@@ -6,8 +6,9 @@ import json
 import random
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -30,11 +31,9 @@ METRICS = ("allocation", "allocated_bytes", "requested_bytes", "active", "active
 METRICS += ("reserved_bytes", "inactive_split", "inactive_split_bytes")
 
 
-def gpu_with(text, capacity=GIB, fraction=None):
+def gpu_with(text, capacity=GIB):
     gpu = CachingAllocator(capacity)
     gpu.set_options(parse(text), first=True)
-    if fraction is not None:
-        gpu.device.set_fraction(fraction)
     return gpu
 
 
@@ -51,18 +50,30 @@ def current(gpu, metric):
     return gpu.stats()[metric]["all"]["current"]
 
 
-def events_of(gpu):
-    events = []
-    gpu.observers.append(lambda what, address, size: events.append((what, size // MIB)))
-    return events
-
-
 def layout(gpu):
-    """Each segment as (MiB, [(state, MiB), ...])."""
-    short = {"active_allocated": "used", "inactive": "free", "active_pending_free": "waits"}
-    return [
-        (s["total_size"] / MIB, [(short[b["state"]], b["size"] / MIB) for b in s["blocks"]]) for s in gpu.snapshot()
-    ]
+    """The blocks of each segment in MiB: "30" is used, "(30)" is free, and "[30]" waits for a stream."""
+    forms = {"active_allocated": "{:g}", "inactive": "({:g})", "active_pending_free": "[{:g}]"}
+    return ", ".join(" ".join(forms[b["state"]].format(b["size"] / MIB) for b in s["blocks"]) for s in gpu.snapshot())
+
+
+def play(gpu, steps):
+    """Do "+30" (allocate 30 MiB), "-30" (free the first such block) and "empty" (the cache).
+
+    Returns what the last step took from the GPU and gave back, in MiB.
+    """
+    live, events = defaultdict(list), []
+    gpu.observers.append(lambda what, address, size: events.append((what, f"{what} {size // MIB}")))
+    for step in steps.split():
+        events.clear()
+        size = int(step[1:]) if step != "empty" else 0
+        if not size:
+            gpu.empty_cache()
+        elif step[0] == "-":
+            gpu.free(live[size].pop(0))
+        else:
+            with suppress(OutOfMemory):
+                live[size].append(gpu.malloc(size * MIB))
+    return ", ".join(text for what, text in events if what not in ("alloc", "free"))
 
 
 def sums_of(segments):
@@ -166,21 +177,29 @@ def test_sizes_in_messages():
     assert [format_size(size) for size in sizes] == printed
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "size", "segment"),
-    [
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB, 12 * MIB),  # the tail of 1 MiB is not split off and counts as allocated
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
-    ],
-)
-def test_sizes_of_blocks_and_segments(nbytes, size, segment):
-    gpu = CachingAllocator(GIB, first_address=1 << 40)
-    block = gpu.malloc(nbytes)
-    assert block.size == gpu.allocated == size and block.address == 1 << 40
+SIZES = [  # options, bytes, those of the block and of the segment
+    ("", MIB, MIB, 2 * MIB),
+    ("", MIB + 1, MIB + 512, 20 * MIB),
+    ("", 10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+    ("", 10 * MIB, 10 * MIB, 10 * MIB),
+    ("", 11 * MIB, 12 * MIB, 12 * MIB),  # the tail of 1 MiB is not split off and counts as allocated
+    ("", 11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
+    (PAGES, 20 * MIB - 512, 20 * MIB - 512, 20 * MIB),  # here each tail is
+    ("roundup_power2_divisions:4", 1200, 1536, 2 * MIB),  # not above 512 * 4: rounds to 512
+    ("roundup_power2_divisions:4", 9 * 1024, 10 * 1024, 2 * MIB),  # 8, 10, 12, 14, 16 KiB
+    ("roundup_power2_divisions:4", 8 * 1024, 8 * 1024, 2 * MIB),
+    ("roundup_power2_divisions:[2:1,4:8,>:2]", 5 * MIB + 1, 5 * MIB + MIB // 2, 20 * MIB),  # 4 MiB in 8 steps
+    ("roundup_power2_divisions:[2:1,4:8,>:2]", 9 * MIB, 12 * MIB, 12 * MIB),  # 8 MiB in 2 steps
+    ("roundup_power2_divisions:[2:0,4:8,>:2]", 3 * MIB + 1, 3 * MIB + 512, 20 * MIB),
+    ("roundup_power2_divisions:[2:4,4:8,>:2]", 9000, 10240, 2 * MIB),  # the first number counts for all below too
+    ("large_segment_size_mb:30", 9 * MIB, 9 * MIB, 30 * MIB),
+]
+
+
+@pytest.mark.parametrize(("text", "nbytes", "size", "segment"), SIZES)
+def test_sizes_of_blocks_and_segments(text, nbytes, size, segment):
+    gpu = gpu_with(text)
+    assert gpu.malloc(nbytes).size == gpu.allocated == size
     assert gpu.reserved == segment and current(gpu, "requested_bytes") == nbytes
 
 
@@ -250,81 +269,57 @@ def test_peaks_and_accumulated_figures_start_again():
 # ---- options, by hand from CUDACachingAllocator.cpp's rules
 
 
-def test_a_block_of_max_split_size_is_not_split_and_serves_large_requests_only():
-    gpu = gpu_with("max_split_size_mb:100")
-    gpu.free(gpu.malloc(200 * MIB))
-    small = gpu.malloc(50 * MIB)  # the cached 200 MiB are "oversize": a smaller request may not have them
-    assert gpu.reserved == 250 * MIB and small.size == 50 * MIB
-    large = gpu.malloc(190 * MIB)  # within 20 MiB (max_non_split_rounding_mb): may have them, whole
-    assert gpu.reserved == 250 * MIB and large.size == 200 * MIB
-    gpu.free(large)
-    other = gpu.malloc(180 * MIB)  # 200 >= 180 + 20: too much would be wasted
-    assert gpu.reserved == 430 * MIB and other.size == 180 * MIB
-    stats = gpu.stats()
-    assert stats["oversize_allocations"] == {"current": 1, "peak": 1, "allocated": 3, "freed": 2}
-    assert stats["oversize_segments"] == {"current": 2, "peak": 2, "allocated": 2, "freed": 0}
-    gpu.free(small)
-    assert gpu.malloc(40 * MIB).size == 40 * MIB  # below the limit blocks are split as ever
+SPLIT = "max_split_size_mb:100"
+COLLECT = "garbage_collection_threshold:0.625,per_process_memory_fraction:0.4"  # 250 of 400 MiB allowed
+HAND = [  # options, steps on a GPU of 1000 MiB, the segments then, what the last step took and gave back
+    # An "oversize" block serves large requests only, whole, where less than 20 MiB are wasted. Others split as ever.
+    (SPLIT, "+200 -200 +50", "(200), 50", "segment_alloc 50"),
+    (SPLIT, "+200 -200 +190", "200", ""),
+    (SPLIT, "+200 -200 +180", "(200), 180", "segment_alloc 180"),
+    (SPLIT, "+50 -50 +40", "40 (10)", ""),
+    # Such blocks go back first when memory runs out: the best fit, else the largest until there is enough.
+    (SPLIT, "+580 +110 +140 +130 -110 -140 -130 +85", "580, (140), (130), 86",
+     "segment_free 110, segment_alloc 86"),
+    (SPLIT, "+500 +150 +120 +130 +30 -150 -120 -130 -30 +200", "500, (120), (30), 200",
+     "segment_free 150, segment_free 130, segment_alloc 200"),
+    # After 5 searches 270 MiB are reserved, 20 too many. Ages are 2 and 1: that of the 20 is above the average.
+    (COLLECT, "+20 +30 +100 -20 +120 -30 +60", "(30), 100, 120, 60", "segment_free 20, segment_alloc 60"),
+    (COLLECT, "+20 +30 +100 -20 +120 -30 +60 +50", "100, 120, 60, 50", "segment_free 30, segment_alloc 50"),
+    ("garbage_collection_threshold:0.9,per_process_memory_fraction:0.4", "+100 -100 +120", "(100), 120",
+     "segment_alloc 120"),
+    ("garbage_collection_threshold:0.1", "+100 -100 +120", "(100), 120", "segment_alloc 120"),  # no limit
+    ("garbage_collection_threshold:0.1,per_process_memory_fraction:1.0", "+100 -100 +120", "(100), 120",
+     "segment_alloc 120"),
+    # Pages have 20 MiB. The second request needs 13 more than was free.
+    (PAGES, "+1", "1 (1)", "segment_map 2"),
+    (PAGES, "+3 +30", "3 30 (7)", "segment_map 20"),
+    (PAGES, "+50 +51 +52 -51", "50 (51) 52 (7)", ""),
+    (PAGES, "+50 +51 +52 -51 empty", "50 (10), (1) 52 (7)", "segment_unmap 40"),
+    (PAGES, "+50 +51 +52 -51 empty +60", "50 (10), (1) 52 60 (7)", "segment_map 60"),
+    (PAGES, "+50 +51 +52 -51 empty +45", "50 45 (6) 52 (7)", "segment_map 40"),
+    (PAGES, "+40 +41 +42 +43 +44 -43 -41 empty +30", "40 30 (11) 42 (17), (6) 44 (10)", "segment_map 40"),  # the lowest
+    # A hole is a better fit than the end, which can grow.
+    (PAGES, "+20 +30 +25 -30 +4", "20 4 (26) 25 (5)", ""),
+    # What is free below the end does not help, nor where it goes back.
+    (PAGES, "+300 +300 -300 +650", "300, 650 (10)", "segment_unmap 300, segment_map 660"),
+    (PAGES, "+400 +400 +180 -400 +500", "400 180", "segment_unmap 400, oom 500"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "steps", "segments", "last"), HAND)
+def test_options_by_hand(text, steps, segments, last):
+    gpu = gpu_with(text, 1000 * MIB)
+    assert (play(gpu, steps), layout(gpu)) == (last, segments)
+    check_invariants(gpu)
+
+
+def test_oversize_blocks_are_counted():
+    gpu = gpu_with(SPLIT)
+    play(gpu, "+200 -200 +50 +190 -190 +180")
+    assert gpu.stats()["oversize_allocations"] == {"current": 1, "peak": 1, "allocated": 3, "freed": 2}
+    assert gpu.stats()["oversize_segments"] == {"current": 2, "peak": 2, "allocated": 2, "freed": 0}
     gpu.reset_accumulated_stats()
     assert gpu.stats()["oversize_segments"] == {"current": 2, "peak": 2, "allocated": 0, "freed": 0}
-
-
-@pytest.mark.parametrize(
-    ("cached", "nbytes", "gone", "segment"),
-    [
-        ((150, 120, 130, 30), 200, [150, 130], 200),  # no single one has 200: the largest until 200 MiB are free
-        ((110, 140, 130, 115), 85, [110], 86),  # the best fit where one is enough
-    ],
-)
-def test_oversize_blocks_go_back_first_when_memory_runs_out(cached, nbytes, gone, segment):
-    gpu = gpu_with("max_split_size_mb:100", capacity=500 * MIB)
-    for block in [gpu.malloc(size * MIB) for size in cached]:
-        gpu.free(block)
-    events = events_of(gpu)
-    block = gpu.malloc(nbytes * MIB)
-    taken = [("segment_alloc", segment), ("alloc", block.size // MIB)]
-    assert events == [("segment_free", size) for size in gone] + taken
-    assert gpu.stats()["num_alloc_retries"] == 0
-
-
-def test_old_cached_blocks_go_back_before_new_memory_is_taken():
-    gpu = gpu_with("garbage_collection_threshold:0.625", fraction=0.4, capacity=1000 * MIB)  # 250 of 400 MiB allowed
-    a, b, _ = gpu.malloc(20 * MIB), gpu.malloc(30 * MIB), gpu.malloc(100 * MIB)
-    gpu.free(a)  # after 3 searches of the large pool
-    gpu.malloc(120 * MIB)
-    gpu.free(b)  # after 4
-    events = events_of(gpu)
-    gpu.malloc(60 * MIB)  # the fifth: 270 MiB are reserved, 20 too many. Ages are 2 and 1: a's is above the average
-    assert events == [("segment_free", 20), ("segment_alloc", 60), ("alloc", 60)]
-    assert gpu.stats()["num_alloc_retries"] == 0 and gpu.reserved == 310 * MIB
-    gpu.malloc(50 * MIB)  # 60 MiB too many, of which b has 30: all that can go goes
-    assert events[3:] == [("segment_free", 30), ("segment_alloc", 50), ("alloc", 50)]
-
-
-@pytest.mark.parametrize(("threshold", "fraction"), [(0.5, None), (0.5, 1.0), (0.9, 0.4)])
-def test_no_garbage_is_collected_without_a_limit_or_below_the_threshold(threshold, fraction):
-    gpu = gpu_with(f"garbage_collection_threshold:{threshold}", fraction=fraction, capacity=1000 * MIB)
-    gpu.free(gpu.malloc(250 * MIB))
-    gpu.malloc(20 * MIB)
-    gpu.malloc(40 * MIB)
-    gpu.free(gpu.malloc(30 * MIB))
-    assert gpu.stats()["num_device_free"] == 0
-
-
-@pytest.mark.parametrize(
-    ("divisions", "nbytes", "size"),
-    [
-        ("4", 1200, 1536),  # not above 512 * 4: rounds to 512
-        ("4", 9 * 1024, 10 * 1024),  # 8, 10, 12, 14, 16 KiB
-        ("4", 8 * 1024, 8 * 1024),
-        ("[2:1,4:8,>:2]", 5 * MIB + 1, 5 * MIB + MIB // 2),  # 4 MiB in 8 steps
-        ("[2:1,4:8,>:2]", 9 * MIB, 12 * MIB),  # 8 MiB in 2 steps
-        ("[2:0,4:8,>:2]", 3 * MIB + 1, 3 * MIB + 512),
-        ("[2:4,4:8,>:2]", 9000, 10240),  # the first interval's number counts for all below too
-    ],
-)
-def test_sizes_round_up_to_steps_between_powers_of_two(divisions, nbytes, size):
-    assert gpu_with(f"roundup_power2_divisions:{divisions}").malloc(nbytes).size == size
 
 
 def test_what_falls_back_to_its_default_and_what_stays():
@@ -342,83 +337,27 @@ def test_what_falls_back_to_its_default_and_what_stays():
 WRONG = ["max_split_size_mb:19", "max_split_size_mb:19x", "max_split_size_mb:30,large_segment_size_mb:31",
          "large_segment_size_mb:10", "max_non_split_rounding_mb:1", "garbage_collection_threshold:1.0",
          "garbage_collection_threshold:0", "per_process_memory_fraction:1.1", "expandable_segments:true",
-         "roundup_power2_divisions:3", "roundup_power2_divisions:[2:3]",
-         "roundup_power2_divisions:[3:4,>:2]"]  # fmt: skip
+         "roundup_power2_divisions:3", "roundup_power2_divisions:[2:3]", "roundup_power2_divisions:[3:4,>:2]",
+         "a", ",", "a:", "expandable_segments:True;", "roundup_power2_divisions:[2:4", "a:1"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_wrong_values(text):
-    with pytest.raises(ValueError, match=f"CachingAllocator option {text.partition(':')[0]}:.* is wrong: "):
+def test_wrong_settings(text):
+    with pytest.raises(ValueError, match="CachingAllocator option .* is wrong: |This is not: |Unrecognized key 'a'"):
         parse(text)
-
-
-@pytest.mark.parametrize("text", ["a", ",", "a:", "expandable_segments:True;", "roundup_power2_divisions:[2:4", "a:1"])
-def test_texts_that_are_no_settings(text):
-    with pytest.raises(ValueError, match="This is not: |True or False|Unrecognized key 'a'"):
-        parse(text)
-
-
-# ---- expandable segments
-
-
-def test_pages_of_2_mib_in_the_small_pool_and_20_mib_in_the_large_one():
-    gpu = gpu_with(PAGES)
-    events = events_of(gpu)
-    gpu.malloc(1000)
-    gpu.malloc(3 * MIB)
-    gpu.malloc(30 * MIB)
-    assert [e for e in events if e[0] != "alloc"] == [("segment_map", 2), ("segment_map", 20), ("segment_map", 20)]
-    assert gpu.stats()["num_device_alloc"] == 3
-    small, large = gpu.snapshot()
-    assert small["is_expandable"] and small["total_size"] == 2 * MIB and large["total_size"] == 40 * MIB
-    assert layout(gpu)[1] == (40, [("used", 3), ("used", 30), ("free", 7)])
-    assert gpu.malloc(7 * MIB - 512).size == 7 * MIB - 512  # in a fixed segment 1 MiB or less stays with the block
-
-
-def test_free_pages_go_back_from_the_middle_and_gaps_are_filled():
-    gpu = gpu_with(PAGES)
-    blocks = [gpu.malloc(50 * MIB) for _ in range(3)]
-    assert gpu.reserved == 160 * MIB
-    gpu.free(blocks[1])  # bytes 50 to 100 MiB: of these the pages from 60 to 100 MiB are wholly free
-    events = events_of(gpu)
-    gpu.empty_cache()
-    assert events == [("segment_unmap", 40)] and gpu.reserved == 120 * MIB
-    assert layout(gpu) == [(60, [("used", 50), ("free", 10)]), (60, [("used", 50), ("free", 10)])]
-    end = gpu.malloc(60 * MIB)  # 10 free and 40 MiB of addresses in the gap are too few: it goes to the end
-    assert end.address == blocks[2].address + 50 * MIB and gpu.reserved == 180 * MIB
-    gap = gpu.malloc(45 * MIB)  # fits the gap: 10 MiB that are free, and two pages
-    assert gap.address == blocks[0].address + 50 * MIB and gpu.reserved == 220 * MIB
-    assert gpu.stats()["num_device_free"] == 1
-    gpu = gpu_with(PAGES)
-    blocks = [gpu.malloc(40 * MIB) for _ in range(5)]
-    gpu.free(blocks[3])
-    gpu.free(blocks[1])
-    gpu.empty_cache()
-    assert gpu.malloc(30 * MIB).address == blocks[1].address and gpu.reserved == 160 * MIB  # the lowest first
-    assert gpu.malloc(40 * MIB).address == blocks[3].address and gpu.reserved == 200 * MIB
 
 
 def test_out_of_memory_with_expandable_segments():
     gpu = gpu_with(PAGES, capacity=100 * MIB)
-    held = [gpu.malloc(30 * MIB), gpu.malloc(30 * MIB)]
+    gpu.malloc(60 * MIB)
     with pytest.raises(OutOfMemory) as caught:
-        gpu.malloc(50 * MIB)  # 60 of 60 MiB are used: 60 MiB more in 20 MiB pages do not fit into 40
+        gpu.malloc(50 * MIB)  # 60 MiB in pages of 20 do not fit into 40
     error = caught.value
     assert (error.requested, error.free, error.reserved) == (50 * MIB, 40 * MIB, 60 * MIB)
     text = oom_message(error, 0, (2, 13))
     assert "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation" in text
     text = oom_message(error, 0, (2, 15))
     assert text.partition("unallocated.")[2].startswith(" expandable_segments is enabled. If instead the process is")
-    gpu.free(held[0])
-    assert gpu.malloc(50 * MIB).address == held[1].address + 30 * MIB  # 30 free below do not help; 10 + 40 MiB above
-    assert gpu.stats()["num_ooms"] == 1
-
-
-def test_best_fit_prefers_a_hole_to_the_end_that_can_grow():
-    gpu = gpu_with(PAGES)
-    blocks = [gpu.malloc(size * MIB) for size in (20, 30, 25)]
-    gpu.free(blocks[1])  # free: the hole of 30 MiB, and 5 MiB at the end of the mapped pages
-    assert gpu.malloc(4 * MIB).address == blocks[1].address  # 5 MiB would be the best fit but for what can grow
 
 
 def test_switched_off_again_new_blocks_come_from_fixed_segments():
@@ -448,7 +387,8 @@ def clock():
 
 def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
     gpu = CachingAllocator(GIB)
-    gpu.clock, events = clock(), events_of(gpu)
+    gpu.clock, events = clock(), []
+    gpu.observers.append(lambda what, address, size: events.append((what, size // MIB)))
     a, b = gpu.malloc(5 * MIB), gpu.malloc(5 * MIB)
     for stream in ((0, 1), (0, 2), (0, 0)):  # the last is its own
         gpu.record_stream(a, stream)
@@ -456,7 +396,7 @@ def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
     assert events[-1] == ("free_requested", 5) and gpu.allocated == 5 * MIB
     assert current(gpu, "allocation") == 1 and current(gpu, "active_bytes") == 10 * MIB
     gpu.free(b)
-    assert layout(gpu) == [(20, [("waits", 5), ("free", 15)])]
+    assert layout(gpu) == "[5] (15)"
     check_invariants(gpu)
     gpu.clock.done.add((0, 1))
     assert gpu.malloc(5 * MIB).address != a.address
@@ -478,7 +418,7 @@ def test_emptying_the_cache_waits_for_the_streams():
 # ---- at any moment: random programs, finalizers, threads, Ctrl-C
 
 
-OPTIONS = ("", PAGES, "max_split_size_mb:25", "garbage_collection_threshold:0.6",
+OPTIONS = ("backend:native", PAGES, "max_split_size_mb:25", "garbage_collection_threshold:0.6",
            "roundup_power2_divisions:8,expandable_segments:True",
            "large_segment_size_mb:30,max_split_size_mb:32")  # fmt: skip
 
@@ -486,7 +426,7 @@ OPTIONS = ("", PAGES, "max_split_size_mb:25", "garbage_collection_threshold:0.6"
 @pytest.mark.parametrize("text", OPTIONS)
 def test_invariants_hold_in_random_programs(text):
     rng = random.Random(text)
-    gpu, live, ooms = gpu_with(text, capacity=256 * MIB, fraction=0.9), [], 0
+    gpu, live, ooms = gpu_with(text + ",per_process_memory_fraction:0.9", 256 * MIB), [], 0
     gpu.clock = clock()
     for step in range(1200):
         choice = rng.random()
