@@ -222,15 +222,12 @@ def test_the_program_sets_sizes(monkeypatch):
     monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 13))
     settings = torch.backends.cuda
     with virtual_gpus(1):
-        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
         a = matrix(4, 4)
-        a @ a
-        assert settings.cublas_workspace_size(40 * MIB) == 40 * MIB
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + 40 * MIB
-        settings.cublas_workspace_size(MIB)
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + 40 * MIB  # what is there is large enough
+        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
+        for asked, held in ((CUBLAS, CUBLAS), (40 * MIB, 40 * MIB), (MIB, 40 * MIB)):  # what is there is large enough
+            assert settings.cublas_workspace_size(asked) == asked
+            a @ a
+            assert torch.cuda.memory_allocated() == 512 + held
         torch._C._cuda_clearCublasWorkspaces()
         a @ a
         assert torch.cuda.memory_allocated() == 512 + MIB

@@ -12,6 +12,7 @@ import torch
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.processes.shared_memory import FOLDER
+from virtual_gpus.testing import run_ranks
 
 MIB = 2**20
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
@@ -90,37 +91,22 @@ def test_a_fork_counts_for_itself_and_a_killed_process_gives_its_memory_back():
     assert not folder.exists() and FOLDER not in os.environ
 
 
-def test_two_cannot_both_take_the_last_memory():
-    """Each of four processes takes 20 MiB until there is no more: together no more is given out than the card has."""
-    with virtual_gpus(1, memory="4 GiB"):
-        ours, theirs = FORK.Pipe()
-        start, end = FORK.Event(), FORK.Event()
-        processes = [FORK.Process(target=take_pieces, args=(theirs, start, end)) for _ in range(4)]
-        for process in processes:
-            process.start()
-        assert [received(ours) for _ in processes] == ["here"] * 4  # each has its context
-        start.set()
-        taken = [received(ours) for _ in processes]
-        end.set()
-        for process in processes:
-            process.join(300)
-        context = taken[0][1]
-        given = sum(count for count, _ in taken) * 20 * MIB + 4 * context
-        assert 4096 * MIB - 20 * MIB < given <= 4096 * MIB
-
-
-def take_pieces(pipe, start, end):
+def take_pieces(rank):
+    torch.cuda.mem_get_info(0)
+    torch.distributed.barrier()  # each has its context
     held = []
-    torch.cuda.mem_get_info()
-    pipe.send("here")
-    start.wait(300)
-    try:
+    with pytest.raises(torch.OutOfMemoryError):
         while True:
-            held.append(empty(20 * MIB))
-    except torch.OutOfMemoryError:
-        pass
-    pipe.send([len(held), active_machine().gpus[0].allocator.device.context])
-    end.wait(300)
+            held.append(empty(20 * MIB, "cuda:0"))
+    torch.distributed.barrier()
+    return len(held) * 20 * MIB + active_machine().gpus[0].allocator.device.context
+
+
+def test_together_no_more_is_given_out_than_the_card_has():
+    """Each of four processes takes 20 MiB until there is no more."""
+    with virtual_gpus(4, memory="4 GiB"):
+        given = sum(run_ranks(take_pieces, ranks=4, show=False, timeout=300))
+    assert 4096 * MIB - 20 * MIB < given <= 4096 * MIB
 
 
 def test_a_full_card_takes_no_further_process():
@@ -191,14 +177,7 @@ def test_a_folder_may_go_while_it_is_locked(tmp_path, monkeypatch, moment):
         assert len(list(folder.iterdir())) == 2  # the lock, and what this process holds
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "cards").touch()
-    monkeypatch.setenv(FOLDER, str(tmp_path / "cards"))
-    with virtual_gpus(1), pytest.raises(FileExistsError, match="cards"):
-        empty(MIB)
-
-
-def test_folders_of_torchruns_workers_and_of_gpus_one_inside_another(monkeypatch):
+def test_folders_of_torchruns_workers_and_of_gpus_one_inside_another(monkeypatch, tmp_path):
     outer, inner = virtual_gpus(1), virtual_gpus(1)
     outer.start()
     first = os.environ[FOLDER]
@@ -213,6 +192,10 @@ def test_folders_of_torchruns_workers_and_of_gpus_one_inside_another(monkeypatch
         first = os.environ[FOLDER]
     with virtual_gpus(1):
         assert os.environ[FOLDER] == first and str(os.getppid()) in first
+    (tmp_path / "cards").touch()
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cards"))
+    with virtual_gpus(1), pytest.raises(FileExistsError, match="cards"):
+        empty(MIB)
 
 
 # ---- options through torch
