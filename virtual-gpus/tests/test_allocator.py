@@ -57,22 +57,24 @@ def layout(gpu):
 
 
 def play(gpu, steps):
-    """Do "+30" (allocate 30 MiB), "-30" (free the first such block) and "empty" (the cache).
+    """Do "+30" (allocate 30 MiB), "+30@7" (on stream 7), "-30" (free the first such block) and "empty" (the cache).
 
-    Returns what the last step took from the GPU and gave back, in MiB.
+    "True" and "False" switch expandable segments on and off. Returns what the last step took and gave back.
     """
     live, events = defaultdict(list), []
     gpu.observers.append(lambda what, address, size: events.append((what, f"{what} {size // MIB}")))
     for step in steps.split():
         events.clear()
-        size = int(step[1:]) if step != "empty" else 0
-        if not size:
+        size, _, stream = step[1:].partition("@")
+        if step == "empty":
             gpu.empty_cache()
+        elif step in ("True", "False"):
+            gpu.set_options(parse(f"expandable_segments:{step}", gpu.options))
         elif step[0] == "-":
             gpu.free(live[size].pop(0))
         else:
             with suppress(OutOfMemory):
-                live[size].append(gpu.malloc(size * MIB))
+                live[size].append(gpu.malloc(int(size) * MIB, int(stream or 0)))
     return ", ".join(text for what, text in events if what not in ("alloc", "free"))
 
 
@@ -203,30 +205,6 @@ def test_sizes_of_blocks_and_segments(text, nbytes, size, segment):
     assert gpu.reserved == segment and current(gpu, "requested_bytes") == nbytes
 
 
-def test_the_smallest_block_that_fits_is_reused_on_its_own_stream():
-    gpu = CachingAllocator(GIB)
-    blocks = [gpu.malloc(size * MIB, stream=7) for size in (40, 20, 30)]
-    addresses = [block.address for block in blocks]
-    for block in blocks:
-        gpu.free(block)
-    assert gpu.malloc(20 * MIB).address not in addresses and gpu.reserved == 110 * MIB
-    assert [gpu.malloc(size * MIB, stream=7).address for size in (20, 29, 31)] == [addresses[i] for i in (1, 2, 0)]
-    assert [segment["stream"] for segment in gpu.snapshot()] == [7, 7, 7, 0]
-
-
-def test_cached_segments_of_every_stream_and_pool_are_given_up_before_an_error():
-    gpu = CachingAllocator(100 * MIB)
-    for nbytes, stream in ((40 * MIB, 0), (30 * MIB, 1), (1000, 2)):
-        gpu.free(gpu.malloc(nbytes, stream))
-    held = gpu.malloc(90 * MIB)
-    assert gpu.stats()["num_alloc_retries"] == 1 and gpu.stats()["num_ooms"] == 0
-    with pytest.raises(OutOfMemory) as caught:
-        gpu.malloc(11 * MIB)
-    assert (caught.value.requested, caught.value.free, caught.value.used) == (12 * MIB, 10 * MIB, 90 * MIB)
-    gpu.free(held)  # work goes on after running out
-    assert gpu.malloc(95 * MIB).size == gpu.reserved == 96 * MIB
-
-
 def test_no_bytes_cost_nothing_and_freeing_twice_is_an_error():
     gpu = CachingAllocator(GIB)
     nothing = gpu.malloc(0)
@@ -271,7 +249,14 @@ def test_peaks_and_accumulated_figures_start_again():
 
 SPLIT = "max_split_size_mb:100"
 COLLECT = "garbage_collection_threshold:0.625,per_process_memory_fraction:0.4"  # 250 of 400 MiB allowed
+STREAM = "+40@7 +20@7 +30@7 -40 -20 -30"
 HAND = [  # options, steps on a GPU of 1000 MiB, the segments then, what the last step took and gave back
+    # The smallest that fits, on the block's own stream. All that is cached goes before memory runs out.
+    ("", f"{STREAM} +20", "(40), (20), (30), 20", "segment_alloc 20"),
+    ("", f"{STREAM} +21@7", "(40), (20), 21 (9)", ""),
+    ("", f"{STREAM} +1@2 -1 +979", "980",
+     "segment_free 20, segment_free 30, segment_free 40, segment_free 2, segment_alloc 980"),
+    ("", f"{STREAM} +911 +90", "912", "oom 90"),
     # An "oversize" block serves large requests only, whole, where less than 20 MiB are wasted. Others split as ever.
     (SPLIT, "+200 -200 +50", "(200), 50", "segment_alloc 50"),
     (SPLIT, "+200 -200 +190", "200", ""),
@@ -300,6 +285,9 @@ HAND = [  # options, steps on a GPU of 1000 MiB, the segments then, what the las
     (PAGES, "+40 +41 +42 +43 +44 -43 -41 empty +30", "40 30 (11) 42 (17), (6) 44 (10)", "segment_map 40"),  # the lowest
     # A hole is a better fit than the end, which can grow.
     (PAGES, "+20 +30 +25 -30 +4", "20 4 (26) 25 (5)", ""),
+    # Switched off, new blocks come from fixed segments, and cached pages serve nobody.
+    (PAGES, "+100 -100 False +100", "(100), 100", "segment_alloc 100"),
+    (PAGES, "+100 -100 False +100 -100 True +100", "(100), 100", ""),
     # What is free below the end does not help, nor where it goes back.
     (PAGES, "+300 +300 -300 +650", "300, 650 (10)", "segment_unmap 300, segment_map 660"),
     (PAGES, "+400 +400 +180 -400 +500", "400 180", "segment_unmap 400, oom 500"),
@@ -307,7 +295,7 @@ HAND = [  # options, steps on a GPU of 1000 MiB, the segments then, what the las
 
 
 @pytest.mark.parametrize(("text", "steps", "segments", "last"), HAND)
-def test_options_by_hand(text, steps, segments, last):
+def test_by_hand(text, steps, segments, last):
     gpu = gpu_with(text, 1000 * MIB)
     assert (play(gpu, steps), layout(gpu)) == (last, segments)
     check_invariants(gpu)
@@ -360,20 +348,6 @@ def test_out_of_memory_with_expandable_segments():
     assert text.partition("unallocated.")[2].startswith(" expandable_segments is enabled. If instead the process is")
 
 
-def test_switched_off_again_new_blocks_come_from_fixed_segments():
-    gpu = gpu_with(PAGES)
-    gpu.free(gpu.malloc(100 * MIB))
-    gpu.set_options(parse("expandable_segments:False", gpu.options))
-    block = gpu.malloc(100 * MIB)
-    assert gpu.reserved == 200 * MIB and block.arena is None
-    gpu.free(block)
-    gpu.set_options(parse(PAGES, gpu.options))
-    gpu.malloc(100 * MIB)
-    assert gpu.reserved == 200 * MIB
-    gpu.empty_cache()
-    assert gpu.reserved == 100 * MIB
-
-
 # ---- blocks that other streams use
 
 
@@ -402,17 +376,13 @@ def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
     assert gpu.malloc(5 * MIB).address != a.address
     assert gpu.stats()["active_bytes"]["all"]["peak"] == gpu.stats()["allocated_bytes"]["all"]["peak"] == 10 * MIB
     gpu.clock.done.add((0, 2))
-    assert gpu.malloc(5 * MIB).address == a.address and ("free_completed", 5) in events
-    check_invariants(gpu)
-
-
-def test_emptying_the_cache_waits_for_the_streams():
-    gpu = CachingAllocator(GIB)
-    gpu.clock, block = clock(), gpu.malloc(30 * MIB)
-    gpu.record_stream(block, (0, 3))
-    gpu.free(block)
+    again = gpu.malloc(5 * MIB)
+    assert again.address == a.address and ("free_completed", 5) in events
+    gpu.record_stream(again, (0, 3))
+    gpu.free(again)
     gpu.empty_cache()
-    assert gpu.clock.waited == [(0, 3)] and gpu.reserved == 0 and not gpu._waits.waiting
+    assert gpu.clock.waited == [(0, 3)] and not gpu._waits.waiting and layout(gpu) == "(5) 5 (10)"
+    check_invariants(gpu)
 
 
 # ---- at any moment: random programs, finalizers, threads, Ctrl-C

@@ -175,7 +175,7 @@ def test_backward_has_a_handle_of_its_own():
 
 def test_threads_at_once_have_handles_of_their_own_and_a_later_one_takes_what_is_left():
     with virtual_gpus(1):
-        a, meet = matrix(4, 4), threading.Barrier(2)
+        a, meet = matrix(4, 4), threading.Barrier(2, timeout=300)
 
         def work():
             a @ a

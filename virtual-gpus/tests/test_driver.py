@@ -35,11 +35,12 @@ def handle(library, slot):
 library = Library(lambda: GPUS)
 
 
-def test_nvml_fills_in_what_is_known():
-    count, memory, text = ctypes.c_uint(), Memory(), ctypes.create_string_buffer(96)
+def test_nvml_fills_in_what_is_known_and_says_what_is_not():
+    count, index, celsius = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    memory, rates, text = Memory(), Utilization(), ctypes.create_string_buffer(96)
     assert library.nvmlInitWithFlags(0) == library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
     assert count.value == 2
-    second, found, index = handle(library, 1), ctypes.POINTER(Memory)(), ctypes.c_uint()
+    second, found = handle(library, 1), ctypes.POINTER(Memory)()
     assert library.nvmlDeviceGetName(second, text, 96) == 0 and text.value == b"NVIDIA B"
     assert library.nvmlDeviceGetName(second, text, 4) == INSUFFICIENT_SIZE
     assert library.nvmlDeviceGetMemoryInfo(second, ctypes.byref(memory)) == 0
@@ -49,6 +50,11 @@ def test_nvml_fills_in_what_is_known():
     assert library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(b"GPU-7"), ctypes.byref(found)) == NOT_FOUND
     assert library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(2), ctypes.byref(found)) == INVALID_ARGUMENT
     assert library.nvmlDeviceGetMemoryInfo(ctypes.POINTER(Memory)(), ctypes.byref(memory)) == INVALID_ARGUMENT
+    assert library.nvmlDeviceGetUtilizationRates(second, ctypes.byref(rates)) == 0
+    assert (rates.gpu, rates.memory) == (26, 26)
+    assert library.nvmlDeviceGetTemperature(second, 0, ctypes.byref(celsius)) == NOT_SUPPORTED
+    assert library.nvmlErrorString(NOT_SUPPORTED) == b"Not Supported"
+    assert not hasattr(library, "cuInit")
 
 
 def test_nvml_lists_processes_in_two_calls():
@@ -60,15 +66,6 @@ def test_nvml_lists_processes_in_two_calls():
     assert [(process.pid, process.usedGpuMemory) for process in found[:2]] == [(7, 300), (9, 200)]
     count.value = 0
     assert ask(handle(library, 0), ctypes.byref(count), None) == 0 and count.value == 0
-
-
-def test_nvml_says_what_is_not_supported():
-    rates, celsius = Utilization(), ctypes.c_uint()
-    assert library.nvmlDeviceGetUtilizationRates(handle(library, 1), ctypes.byref(rates)) == 0
-    assert (rates.gpu, rates.memory) == (26, 26)
-    assert library.nvmlDeviceGetTemperature(handle(library, 0), 0, ctypes.byref(celsius)) == NOT_SUPPORTED
-    assert library.nvmlErrorString(NOT_SUPPORTED) == b"Not Supported"
-    assert not hasattr(library, "cuInit")
 
 
 def test_pynvml_finds_the_library_while_the_gpus_are_on(monkeypatch):

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import GPUtil
@@ -28,30 +29,29 @@ def empty(nbytes, device="cuda"):
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def holder(pipe, nbytes, index):
-    """A process that holds memory on a card until it is told to end."""
+def hold(pipe, nbytes, index):
     x = empty(nbytes, f"cuda:{index}")
     pipe.send([torch.cuda.device_memory_used(index), torch.cuda.mem_get_info(index)[0]])
     pipe.recv()
     del x
 
 
-def started(context, nbytes, index=0):
+@contextmanager
+def holding(context, nbytes, index=0):
+    """A process that holds memory on a card, and what it finds used and free there."""
     ours, theirs = context.Pipe()
-    process = context.Process(target=holder, args=(theirs, nbytes, index))
+    process = context.Process(target=hold, args=(theirs, nbytes, index))
     process.start()
-    return process, ours, received(ours)
+    yield process, *received(ours)
+    if process.is_alive():
+        ours.send("end")
+        process.join(300)
+        assert process.exitcode == 0
 
 
 def received(pipe):
     assert pipe.poll(300)
     return pipe.recv()
-
-
-def stop(process, pipe):
-    pipe.send("end")
-    process.join(300)
-    assert process.exitcode == 0
 
 
 # ---- processes see each other's memory
@@ -60,19 +60,18 @@ def stop(process, pipe):
 @pytest.mark.parametrize("context", [FORK, SPAWN], ids=["fork", "spawn"])
 def test_a_card_is_shared_with_a_child(context):
     with virtual_gpus(2, memory="2 GiB"):
-        process, pipe, (child, free) = started(context, 600 * MIB, 1)
-        assert 600 * MIB < child < 1200 * MIB and free == 2048 * MIB - child
-        assert [g.memoryUsed for g in GPUtil.getGPUs()] == [0, child / MIB]
-        assert torch.cuda.mem_get_info(1)[0] == 2048 * MIB - child - (child - 600 * MIB)  # and a context of our own
-        mine = active_machine().gpus[1].allocator.device
-        assert f"process {process.pid:>10d} uses" in torch.cuda.list_gpu_processes(1)
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            empty(1200 * MIB, "cuda:1")
-        assert f"Process {process.pid} has {child / MIB:.2f} MiB memory in use. Incl" in str(caught.value)
-        assert f"this process has {mine.context / MIB:.2f} MiB memory in use. Of the allocated" in str(caught.value)
-        assert f"of which {(2048 * MIB - child - mine.context) / MIB:.2f} MiB is free" in str(caught.value)
-        stop(process, pipe)
-        assert GPUtil.getGPUs()[1].memoryUsed == mine.context / MIB
+        with holding(context, 600 * MIB, 1) as (process, child, free):
+            assert 600 * MIB < child < 1200 * MIB and free == 2048 * MIB - child
+            assert [g.memoryUsed for g in GPUtil.getGPUs()] == [0, child / MIB]
+            assert torch.cuda.mem_get_info(1)[0] == 2048 * MIB - child - (child - 600 * MIB)  # and our own context
+            mine = active_machine().gpus[1].allocator.device.context
+            assert f"process {process.pid:>10d} uses" in torch.cuda.list_gpu_processes(1)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                empty(1200 * MIB, "cuda:1")
+            assert f"Process {process.pid} has {child / MIB:.2f} MiB memory in use. Incl" in str(caught.value)
+            assert f"this process has {mine / MIB:.2f} MiB memory in use. Of the allocated" in str(caught.value)
+            assert f"of which {(2048 * MIB - child - mine) / MIB:.2f} MiB is free" in str(caught.value)
+        assert GPUtil.getGPUs()[1].memoryUsed == mine / MIB
         assert empty(1200 * MIB, "cuda:1").is_cuda
 
 
@@ -80,11 +79,10 @@ def test_a_fork_counts_for_itself_and_a_killed_process_gives_its_memory_back():
     with virtual_gpus(1, memory="2 GiB"):
         x = empty(1100 * MIB)
         before = torch.cuda.device_memory_used(0)
-        process, pipe, (used, free) = started(FORK, 300 * MIB)
-        assert used == before + 300 * MIB == torch.cuda.device_memory_used(0) and free == 2048 * MIB - used
-        assert not pipe.closed  # the child would end by itself if nobody held the other end
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(300)
+        with holding(FORK, 300 * MIB) as (process, used, free):
+            assert used == before + 300 * MIB == torch.cuda.device_memory_used(0) and free == 2048 * MIB - used
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(300)
         assert torch.cuda.device_memory_used(0) == before
         folder = Path(os.environ[FOLDER])
         del x
@@ -111,10 +109,8 @@ def test_together_no_more_is_given_out_than_the_card_has():
 
 def test_a_full_card_takes_no_further_process():
     with virtual_gpus(1, memory="2 GiB"):
-        process, pipe, _ = started(FORK, 1700 * MIB)
-        with pytest.raises(torch.AcceleratorError, match="CUDA error: out of memory"):
+        with holding(FORK, 1700 * MIB), pytest.raises(torch.AcceleratorError, match="CUDA error: out of memory"):
             empty(1)
-        stop(process, pipe)
         assert empty(1).is_cuda
 
 
