@@ -40,7 +40,7 @@ def hold(pipe, nbytes, index):
 def holding(context, nbytes, index=0):
     """A process that holds memory on a card, and what it finds used and free there."""
     ours, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(theirs, nbytes, index))
+    process = context.Process(target=hold, args=(theirs, nbytes, index), daemon=True)
     process.start()
     yield process, *received(ours)
     if process.is_alive():
