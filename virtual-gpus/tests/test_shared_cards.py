@@ -42,6 +42,7 @@ def holding(context, nbytes, index=0):
     ours, theirs = context.Pipe()
     process = context.Process(target=hold, args=(theirs, nbytes, index), daemon=True)
     process.start()
+    theirs.close()  # else nobody hears that the process has ended early
     yield process, *received(ours)
     if process.is_alive():
         ours.send("end")
