@@ -1,4 +1,4 @@
-"""The caching allocator against a real H200, and under threads, finalizers and Ctrl-C."""
+"""The caching allocator against a real H200, with its options, and under threads, finalizers and Ctrl-C."""
 
 import gc
 import gzip
@@ -6,20 +6,35 @@ import json
 import random
 import sys
 import threading
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from virtual_gpus.memory import allocator
 from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory, format_size, oom_message
+from virtual_gpus.memory.options import Options, parse
 
 MEMORY = Path(allocator.__file__).parent
 MEASURED = Path(__file__).parent / "data" / "h200"
 H200 = 150_109_880_320
 MIB, GIB = 1 << 20, 1 << 30
 KEPT = 6_488_064  # bytes that cuDNN had kept when the H200 was measured
+PAGES = "expandable_segments:True"
+POOLS = "small_pool", "large_pool"
 METRICS = ("allocation", "allocated_bytes", "requested_bytes", "active", "active_bytes", "segment")
 METRICS += ("reserved_bytes", "inactive_split", "inactive_split_bytes")
+
+
+def gpu_with(text, capacity=GIB):
+    gpu = CachingAllocator(capacity)
+    gpu.set_options(parse(text), first=True)
+    return gpu
 
 
 def as_measured(**sizes):
@@ -35,31 +50,50 @@ def current(gpu, metric):
     return gpu.stats()[metric]["all"]["current"]
 
 
+def layout(gpu):
+    """The blocks of each segment in MiB: "30" is used, "(30)" is free, and "[30]" waits for a stream."""
+    forms = {"active_allocated": "{:g}", "inactive": "({:g})", "active_pending_free": "[{:g}]"}
+    return ", ".join(" ".join(forms[b["state"]].format(b["size"] / MIB) for b in s["blocks"]) for s in gpu.snapshot())
+
+
+def play(gpu, steps):
+    """Do "+30" (allocate 30 MiB), "+30@7" (on stream 7), "-30" (free the first such block) and "empty" (the cache).
+
+    "True" and "False" switch expandable segments on and off. Returns what the last step took and gave back.
+    """
+    live, events = defaultdict(list), []
+    gpu.observers.append(lambda what, address, size: events.append((what, f"{what} {size // MIB}")))
+    for step in steps.split():
+        events.clear()
+        size, _, stream = step[1:].partition("@")
+        if step == "empty":
+            gpu.empty_cache()
+        elif step in ("True", "False"):
+            gpu.set_options(parse(f"expandable_segments:{step}", gpu.options))
+        elif step[0] == "-":
+            gpu.free(live[size].pop(0))
+        else:
+            with suppress(OutOfMemory):
+                live[size].append(gpu.malloc(int(size) * MIB, int(stream or 0)))
+    return ", ".join(text for what, text in events if what not in ("alloc", "free"))
+
+
 def sums_of(segments):
-    """What the counters must say: metric -> pool -> the sum over the blocks of a snapshot."""
-    sums = {metric: {"small_pool": 0, "large_pool": 0} for metric in METRICS}
+    """What the counters must say: (metric, pool) -> the sum over the blocks of a snapshot."""
+    sums = Counter()
     for segment in segments:
-        blocks, pool = segment["blocks"], segment["segment_type"] + "_pool"
-        used = [block for block in blocks if block["state"] == "active_allocated"]
-        active = [block for block in blocks if block["state"] != "inactive"]
-        free = [block for block in blocks if block["state"] == "inactive"]
-        found = {
-            "allocation": len(used),
-            "allocated_bytes": sum(block["size"] for block in used),
-            "active": len(active),
-            "active_bytes": sum(block["size"] for block in active),
-            "requested_bytes": sum(block["requested_size"] for block in active),
-            "reserved_bytes": segment["total_size"],
-        }
-        assert [segment["allocated_size"], segment["active_size"], segment["requested_size"]] == [
-            found[name] for name in ("allocated_bytes", "active_bytes", "requested_bytes")
-        ]
-        if not segment["is_expandable"]:
-            found["segment"] = 1
-            if len(blocks) > 1:
-                found |= {"inactive_split": len(free), "inactive_split_bytes": sum(block["size"] for block in free)}
-        for name, value in found.items():
-            sums[name][pool] += value
+        found = Counter(reserved_bytes=segment["total_size"], segment=not segment["is_expandable"])
+        for block in segment["blocks"]:
+            size, requested = block["size"], block["requested_size"]
+            if block["state"] == "active_allocated":
+                found.update(allocation=1, allocated_bytes=size)
+            if block["state"] != "inactive":
+                found.update(active=1, active_bytes=size, requested_bytes=requested)
+            elif len(segment["blocks"]) > 1 and not segment["is_expandable"]:
+                found.update(inactive_split=1, inactive_split_bytes=size)
+        for name in ("allocated", "active", "requested"):
+            assert segment[f"{name}_size"] == found[f"{name}_bytes"]
+        sums.update({(name, segment["segment_type"] + "_pool"): value for name, value in found.items()})
     return sums
 
 
@@ -74,12 +108,13 @@ def check_invariants(gpu):
             place += block["size"]
         assert place == end
         assert ("inactive", "inactive") not in pairwise(block["state"] for block in segment["blocks"])
-    for metric, pools in sums_of(segments).items():
-        assert {pool: stats[metric][pool]["current"] for pool in pools} == pools, metric
+    sums = sums_of(segments)
+    for metric in METRICS:
+        assert [stats[metric][pool]["current"] for pool in POOLS] == [sums[metric, pool] for pool in POOLS], metric
         for figures in stats[metric].values():
             assert figures["current"] == figures["allocated"] - figures["freed"] <= figures["peak"], metric
         for key in ("current", "allocated", "freed"):
-            assert stats[metric]["all"][key] == sum(stats[metric][pool][key] for pool in pools), metric
+            assert stats[metric]["all"][key] == sum(stats[metric][pool][key] for pool in POOLS), metric
     assert (gpu.allocated, gpu.reserved) == (current(gpu, "allocated_bytes"), current(gpu, "reserved_bytes"))
     free_lists = [entry for pools in gpu._pools for pool in pools.values() for entry in pool.free]
     assert all((size, address) == (block.size, block.address) for size, address, block in free_lists)
@@ -135,106 +170,39 @@ def test_running_out_of_memory_as_on_a_real_h200():
     check_invariants(gpu)
 
 
-def test_the_message_without_a_limit():
-    error = OutOfMemory(200 * GIB, H200, 142_184 * MIB, 962 * MIB, None, 65 * MIB, 202 * MIB)
-    assert oom_message(error, 3).startswith(
-        "CUDA out of memory. Tried to allocate 200.00 GiB. GPU 3 has a total capacity of 139.80 GiB of which"
-        " 138.85 GiB is free. Including non-PyTorch memory, this process has 962.00 MiB memory in use. Of the"
-        " allocated memory 65.00 MiB is allocated by PyTorch, and 137.00 MiB is reserved by PyTorch but unallocated."
-    )
+# ---- the rules
+
+
+def test_sizes_in_messages():
     sizes = (0, 1024, 1025, MIB, MIB + 1, GIB, GIB + 10**7)
     printed = ["0 bytes", "1024 bytes", "1.00 KiB", "1024.00 KiB", "1.00 MiB", "1024.00 MiB", "1.01 GiB"]
     assert [format_size(size) for size in sizes] == printed
 
 
-# ---- the rules
+SIZES = [  # options, bytes, those of the block and of the segment
+    ("", MIB, MIB, 2 * MIB),
+    ("", MIB + 1, MIB + 512, 20 * MIB),
+    ("", 10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+    ("", 10 * MIB, 10 * MIB, 10 * MIB),
+    ("", 11 * MIB, 12 * MIB, 12 * MIB),  # the tail of 1 MiB is not split off and counts as allocated
+    ("", 11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
+    (PAGES, 20 * MIB - 512, 20 * MIB - 512, 20 * MIB),  # here each tail is
+    ("roundup_power2_divisions:4", 1200, 1536, 2 * MIB),  # not above 512 * 4: rounds to 512
+    ("roundup_power2_divisions:4", 9 * 1024, 10 * 1024, 2 * MIB),  # 8, 10, 12, 14, 16 KiB
+    ("roundup_power2_divisions:4", 8 * 1024, 8 * 1024, 2 * MIB),
+    ("roundup_power2_divisions:[2:1,4:8,>:2]", 5 * MIB + 1, 5 * MIB + MIB // 2, 20 * MIB),  # 4 MiB in 8 steps
+    ("roundup_power2_divisions:[2:1,4:8,>:2]", 9 * MIB, 12 * MIB, 12 * MIB),  # 8 MiB in 2 steps
+    ("roundup_power2_divisions:[2:0,4:8,>:2]", 3 * MIB + 1, 3 * MIB + 512, 20 * MIB),
+    ("roundup_power2_divisions:[2:4,4:8,>:2]", 9000, 10240, 2 * MIB),  # the first number counts for all below too
+    ("large_segment_size_mb:30", 9 * MIB, 9 * MIB, 30 * MIB),
+]
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "size", "segment"),
-    [
-        (1, 512, 2 * MIB),
-        (513, 1024, 2 * MIB),
-        (MIB, MIB, 2 * MIB),
-        (MIB + 1, MIB + 512, 20 * MIB),
-        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB, 12 * MIB),  # the tail of 1 MiB is not split off and counts as allocated
-        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
-    ],
-)
-def test_sizes_of_blocks_and_segments(nbytes, size, segment):
-    gpu = CachingAllocator(GIB, first_address=1 << 40)
-    block = gpu.malloc(nbytes)
-    assert block.size == gpu.allocated == size and block.address == 1 << 40
-    assert gpu.reserved == segment
-    assert current(gpu, "requested_bytes") == nbytes
-
-
-def test_freed_memory_stays_reserved_until_the_cache_is_emptied():
-    gpu = CachingAllocator(GIB, context=100 * MIB)
-    assert (gpu.device.used_bytes, gpu.device.free_bytes) == (100 * MIB, 924 * MIB)
-    block, first, second = (gpu.malloc(size * MIB) for size in (30, 4, 4))
-    gpu.free(block)
-    assert (gpu.allocated, gpu.reserved) == (8 * MIB, 50 * MIB)
-    assert (gpu.device.used_bytes, gpu.device.free_bytes) == (150 * MIB, 874 * MIB)
-    gpu.free(first)
-    gpu.empty_cache()  # a segment of which a part is in use stays
-    assert (gpu.allocated, gpu.reserved, gpu.device.used_bytes) == (4 * MIB, 20 * MIB, 120 * MIB)
-    gpu.free(second)
-    gpu.empty_cache()
-    assert (gpu.reserved, gpu.device.used_bytes, gpu.device.free_bytes) == (0, 100 * MIB, 924 * MIB)
-    assert (gpu.peak_allocated, gpu.peak_reserved) == (38 * MIB, 50 * MIB)
-    gpu.device.other = 24 * MIB
-    assert gpu.device.free_bytes == 900 * MIB
-
-
-def test_the_smallest_block_that_fits_is_reused_on_its_own_stream():
-    gpu = CachingAllocator(GIB)
-    blocks = [gpu.malloc(size * MIB, stream=7) for size in (40, 20, 30)]
-    addresses = [block.address for block in blocks]
-    for block in blocks:
-        gpu.free(block)
-    assert gpu.malloc(20 * MIB).address not in addresses and gpu.reserved == 110 * MIB
-    assert [gpu.malloc(size * MIB, stream=7).address for size in (20, 29, 31)] == [addresses[i] for i in (1, 2, 0)]
-    assert [segment["stream"] for segment in gpu.snapshot()] == [7, 7, 7, 0]
-    check_invariants(gpu)
-
-
-def test_cached_segments_of_every_stream_and_pool_are_given_up_before_an_error():
-    gpu = CachingAllocator(100 * MIB)
-    for nbytes, stream in ((40 * MIB, 0), (30 * MIB, 1), (1000, 2)):
-        gpu.free(gpu.malloc(nbytes, stream))
-    held = gpu.malloc(90 * MIB)
-    assert held.size == 90 * MIB
-    assert gpu.stats()["num_alloc_retries"] == 1 and gpu.stats()["num_ooms"] == 0
-    with pytest.raises(OutOfMemory) as caught:
-        gpu.malloc(11 * MIB)
-    error = caught.value
-    assert (error.requested, error.capacity, error.free) == (12 * MIB, 100 * MIB, 10 * MIB)
-    assert (error.used, error.allowed) == (90 * MIB, None)
-    assert (error.allocated, error.reserved) == (90 * MIB, 90 * MIB)
-    assert gpu.stats()["num_ooms"] == 1
-    gpu.free(held)  # work goes on after running out
-    assert gpu.malloc(95 * MIB).size == gpu.reserved == 96 * MIB
-    check_invariants(gpu)
-
-
-def test_the_fraction_limits_reserved_memory():
-    gpu = CachingAllocator(100 * MIB)
-    assert (gpu.device.fraction, gpu.device.allowed) == (1.0, None)
-    gpu.device.set_fraction(0.5)
-    assert (gpu.device.fraction, gpu.device.allowed) == (0.5, 50 * MIB)
-    gpu.malloc(50 * MIB)
-    with pytest.raises(OutOfMemory) as caught:
-        gpu.malloc(1)
-    assert caught.value.allowed == 50 * MIB and caught.value.free == 50 * MIB
-    for wrong in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="0~1"):
-            gpu.device.set_fraction(wrong)
-    assert gpu.device.fraction == 0.5
-    gpu.device.set_fraction(1.0)  # is no limit
-    assert (gpu.device.fraction, gpu.device.allowed) == (1.0, None)
+@pytest.mark.parametrize(("text", "nbytes", "size", "segment"), SIZES)
+def test_sizes_of_blocks_and_segments(text, nbytes, size, segment):
+    gpu = gpu_with(text)
+    assert gpu.malloc(nbytes).size == gpu.allocated == size
+    assert gpu.reserved == segment and current(gpu, "requested_bytes") == nbytes
 
 
 def test_no_bytes_cost_nothing_and_freeing_twice_is_an_error():
@@ -250,70 +218,216 @@ def test_no_bytes_cost_nothing_and_freeing_twice_is_an_error():
             gpu.free(one)
     assert gpu.allocated == neighbour.size
     check_invariants(gpu)
-
-
-@pytest.mark.parametrize(("capacity", "context"), [(0, 0), (-1, 0), (100, 100), (100, -1)])
-def test_impossible_gpus(capacity, context):
-    with pytest.raises(ValueError, match="cannot hold"):
-        CachingAllocator(capacity, context)
-
-
-# ---- figures
+    with pytest.raises(ValueError, match="0~1"):
+        gpu.device.set_fraction(float("nan"))
+    for sizes in ((0, 0), (100, 100), (100, -1)):
+        with pytest.raises(ValueError, match="cannot hold"):
+            CachingAllocator(*sizes)
 
 
 def test_peaks_and_accumulated_figures_start_again():
     gpu = CachingAllocator(100 * MIB)
-    large, small = gpu.malloc(40 * MIB), gpu.malloc(1000)
-    gpu.free(large)
+    for nbytes in (40 * MIB, 1000):
+        gpu.free(gpu.malloc(nbytes))
     gpu.malloc(20 * MIB)
-    assert gpu.peak_allocated == 40 * MIB + 1024
+    peaks = {pool: figures["peak"] for pool, figures in gpu.stats()["allocated_bytes"].items()}
+    assert peaks == {"small_pool": 1024, "large_pool": 40 * MIB, "all": 40 * MIB}  # they need not come together
     gpu.reset_peak_stats()
-    assert gpu.peak_allocated == gpu.allocated == 20 * MIB + 1024 and gpu.peak_reserved == gpu.reserved == 42 * MIB
-    kept = gpu.malloc(12 * MIB)
-    assert gpu.peak_allocated == gpu.allocated == 32 * MIB + 1024
+    assert gpu.peak_allocated == gpu.allocated == 20 * MIB and gpu.peak_reserved == gpu.reserved == 42 * MIB
     with pytest.raises(OutOfMemory):
         gpu.malloc(GIB)
     gpu.reset_accumulated_stats()
-    gpu.free(kept)
-    gpu.free(small)
-    gpu.malloc(2000)
+    gpu.free(gpu.malloc(2000))
     stats = gpu.stats()
     assert stats["allocated_bytes"]["all"] == {
-        "current": 20 * MIB + 2048, "peak": 32 * MIB + 1024, "allocated": 2048, "freed": 12 * MIB + 1024}  # fmt: skip
+        "current": 20 * MIB, "peak": 20 * MIB + 2048, "allocated": 2048, "freed": 2048}  # fmt: skip
     assert (stats["num_ooms"], stats["num_alloc_retries"]) == (0, 0)
 
 
-def test_peaks_of_the_pools_need_not_come_together():
+# ---- options, by hand from CUDACachingAllocator.cpp's rules
+
+
+SPLIT = "max_split_size_mb:100"
+COLLECT = "garbage_collection_threshold:0.625,per_process_memory_fraction:0.4"  # 250 of 400 MiB allowed
+STREAM = "+40@7 +20@7 +30@7 -40 -20 -30"
+HAND = [  # options, steps on a GPU of 1000 MiB, the segments then, what the last step took and gave back
+    # The smallest that fits, on the block's own stream. All that is cached goes before memory runs out.
+    ("", f"{STREAM} +20", "(40), (20), (30), 20", "segment_alloc 20"),
+    ("", f"{STREAM} +21@7", "(40), (20), 21 (9)", ""),
+    ("", f"{STREAM} +1@2 -1 +979", "980",
+     "segment_free 20, segment_free 30, segment_free 40, segment_free 2, segment_alloc 980"),
+    ("", f"{STREAM} +911 +90", "912", "oom 90"),
+    # An "oversize" block serves large requests only, whole, where less than 20 MiB are wasted. Others split as ever.
+    (SPLIT, "+200 -200 +50", "(200), 50", "segment_alloc 50"),
+    (SPLIT, "+200 -200 +190", "200", ""),
+    (SPLIT, "+200 -200 +180", "(200), 180", "segment_alloc 180"),
+    (SPLIT, "+50 -50 +40", "40 (10)", ""),
+    # Such blocks go back first when memory runs out: the best fit, else the largest until there is enough.
+    (SPLIT, "+580 +110 +140 +130 -110 -140 -130 +85", "580, (140), (130), 86",
+     "segment_free 110, segment_alloc 86"),
+    (SPLIT, "+500 +150 +120 +130 +30 -150 -120 -130 -30 +200", "500, (120), (30), 200",
+     "segment_free 150, segment_free 130, segment_alloc 200"),
+    # After 5 searches 270 MiB are reserved, 20 too many. Ages are 2 and 1: that of the 20 is above the average.
+    (COLLECT, "+20 +30 +100 -20 +120 -30 +60", "(30), 100, 120, 60", "segment_free 20, segment_alloc 60"),
+    (COLLECT, "+20 +30 +100 -20 +120 -30 +60 +50", "100, 120, 60, 50", "segment_free 30, segment_alloc 50"),
+    ("garbage_collection_threshold:0.9,per_process_memory_fraction:0.4", "+100 -100 +120", "(100), 120",
+     "segment_alloc 120"),
+    ("garbage_collection_threshold:0.1", "+100 -100 +120", "(100), 120", "segment_alloc 120"),  # no limit
+    ("garbage_collection_threshold:0.1,per_process_memory_fraction:1.0", "+100 -100 +120", "(100), 120",
+     "segment_alloc 120"),
+    # Pages have 20 MiB. The second request needs 13 more than was free.
+    (PAGES, "+1", "1 (1)", "segment_map 2"),
+    (PAGES, "+3 +30", "3 30 (7)", "segment_map 20"),
+    (PAGES, "+50 +51 +52 -51", "50 (51) 52 (7)", ""),
+    (PAGES, "+50 +51 +52 -51 empty", "50 (10), (1) 52 (7)", "segment_unmap 40"),
+    (PAGES, "+50 +51 +52 -51 empty +60", "50 (10), (1) 52 60 (7)", "segment_map 60"),
+    (PAGES, "+50 +51 +52 -51 empty +45", "50 45 (6) 52 (7)", "segment_map 40"),
+    (PAGES, "+40 +41 +42 +43 +44 -43 -41 empty +30", "40 30 (11) 42 (17), (6) 44 (10)", "segment_map 40"),  # the lowest
+    # A hole is a better fit than the end, which can grow.
+    (PAGES, "+20 +30 +25 -30 +4", "20 4 (26) 25 (5)", ""),
+    # Switched off, new blocks come from fixed segments, and cached pages serve nobody.
+    (PAGES, "+100 -100 False +100", "(100), 100", "segment_alloc 100"),
+    (PAGES, "+100 -100 False +100 -100 True +100", "(100), 100", ""),
+    # What is free below the end does not help, nor where it goes back.
+    (PAGES, "+300 +300 -300 +650", "300, 650 (10)", "segment_unmap 300, segment_map 660"),
+    (PAGES, "+400 +400 +180 -400 +500", "400 180", "segment_unmap 400, oom 500"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "steps", "segments", "last"), HAND)
+def test_by_hand(text, steps, segments, last):
+    gpu = gpu_with(text, 1000 * MIB)
+    assert (play(gpu, steps), layout(gpu)) == (last, segments)
+    check_invariants(gpu)
+
+
+def test_oversize_blocks_are_counted():
+    gpu = gpu_with(SPLIT)
+    play(gpu, "+200 -200 +50 +190 -190 +180 empty")
+    assert gpu.stats()["oversize_allocations"] == {"current": 1, "peak": 1, "allocated": 3, "freed": 2}
+    assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 2, "freed": 1}
+    gpu.reset_accumulated_stats()
+    assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 0, "freed": 0}
+
+
+def test_what_falls_back_to_its_default_and_what_stays():
+    first = parse("expandable_segments:True, max_split_size_mb:64, garbage_collection_threshold:0.5,"
+                  "large_segment_size_mb:30, roundup_power2_divisions:4, backend:native,")  # fmt: skip
+    assert first == Options(expandable=True, max_split=64 * MIB, gc_threshold=0.5, large_segment=30 * MIB,
+                            divisions=(4,) * 16, max_non_split_rounding=30 * MIB)  # fmt: skip
+    second = parse("max_non_split_rounding_mb:40", first)
+    assert second == Options(expandable=True, large_segment=30 * MIB, max_non_split_rounding=40 * MIB)
+    assert not first.plain and not second.plain and parse("per_process_memory_fraction:0.5").plain
+    allowed = [gpu_with(f"per_process_memory_fraction:{part}").device.allowed for part in (0.5, 1.0)]
+    assert allowed == [GIB // 2, None]
+
+
+WRONG = ["max_split_size_mb:19", "max_split_size_mb:19x", "max_split_size_mb:30,large_segment_size_mb:31",
+         "large_segment_size_mb:10", "max_non_split_rounding_mb:1", "garbage_collection_threshold:1.0",
+         "garbage_collection_threshold:0", "per_process_memory_fraction:1.1", "expandable_segments:true",
+         "roundup_power2_divisions:3", "roundup_power2_divisions:[2:3]", "roundup_power2_divisions:[3:4,>:2]",
+         "a", ",", "a:", "expandable_segments:True;", "roundup_power2_divisions:[2:4", "a:1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_settings(text):
+    with pytest.raises(ValueError, match="CachingAllocator option .* is wrong: |This is not: |Unrecognized key 'a'"):
+        parse(text)
+
+
+def test_out_of_memory_with_expandable_segments():
+    gpu = gpu_with(PAGES, capacity=100 * MIB)
+    gpu.malloc(60 * MIB)
+    with pytest.raises(OutOfMemory) as caught:
+        gpu.malloc(50 * MIB)  # 60 MiB in pages of 20 do not fit into 40
+    error = caught.value
+    assert (error.requested, error.free, error.reserved) == (50 * MIB, 40 * MIB, 60 * MIB)
+    text = oom_message(error, 0, (2, 13))
+    assert "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation" in text
+    text = oom_message(error, 0, (2, 15))
+    assert text.partition("unallocated.")[2].startswith(" expandable_segments is enabled. If instead the process is")
+
+
+# ---- blocks that other streams use
+
+
+def clock():
+    """Streams that pass a mark when told."""
+    done, waited = set(), []
+    return SimpleNamespace(
+        done=done, waited=waited, mark=lambda stream: stream, has_passed=done.__contains__, wait_for=waited.append
+    )
+
+
+def test_a_block_waits_for_the_last_of_its_streams_and_neighbours_merge_then():
     gpu = CachingAllocator(GIB)
-    for nbytes in (MIB, 4 * MIB):
-        gpu.free(gpu.malloc(nbytes))
-    peaks = {pool: figures["peak"] for pool, figures in gpu.stats()["allocated_bytes"].items()}
-    assert peaks == {"small_pool": MIB, "large_pool": 4 * MIB, "all": 4 * MIB}
+    gpu.clock, events = clock(), []
+    gpu.observers.append(lambda what, address, size: events.append((what, size // MIB)))
+    a, b = gpu.malloc(5 * MIB), gpu.malloc(5 * MIB)
+    for stream in ((0, 1), (0, 2), (0, 0)):  # the last is its own
+        gpu.record_stream(a, stream)
+    gpu.free(a)
+    assert events[-1] == ("free_requested", 5) and gpu.allocated == 5 * MIB
+    assert current(gpu, "allocation") == 1 and current(gpu, "active_bytes") == 10 * MIB
+    gpu.free(b)
+    assert layout(gpu) == "[5] (15)"
+    check_invariants(gpu)
+    gpu.clock.done.add((0, 1))
+    assert gpu.malloc(5 * MIB).address != a.address
+    assert gpu.stats()["active_bytes"]["all"]["peak"] == gpu.stats()["allocated_bytes"]["all"]["peak"] == 10 * MIB
+    gpu.clock.done.add((0, 2))
+    again = gpu.malloc(5 * MIB)
+    assert again.address == a.address and ("free_completed", 5) in events
+    gpu.record_stream(again, (0, 3))
+    gpu.free(again)
+    gpu.empty_cache()
+    assert gpu.clock.waited == [(0, 3)] and not gpu._waits.waiting and layout(gpu) == "(5) 5 (10)"
+    check_invariants(gpu)
 
 
-def test_observers_hear_everything_in_order_and_see_the_figures_after_it():
-    gpu, heard = CachingAllocator(64 * MIB), []
-    gpu.observers.append(lambda *event: heard.append((*event, gpu.allocated)))
-    block = gpu.malloc(30 * MIB)
-    address = block.address
-    gpu.free(block)
-    with pytest.raises(OutOfMemory):
-        gpu.malloc(65 * MIB)
-    assert heard[1:] == [
-        ("alloc", address, 30 * MIB, 30 * MIB),
-        ("free", address, 30 * MIB, 0),
-        ("segment_free", address, 30 * MIB, 0),
-        ("oom", 0, 65 * MIB, 0),
-    ]
-    assert heard[0][:3] == ("segment_alloc", address, 30 * MIB)
-    blocks = [gpu.malloc(1000) for _ in range(3)]
-    heard.clear()
-    for i in (0, 2, 1):  # with no neighbour to merge with, then with one, then with two
-        gpu.free(blocks[i])
-    assert [event[0] for event in heard] == ["free"] * 3 and [event[3] for event in heard] == [2048, 1024, 0]
+# ---- at any moment: random programs, finalizers, threads, Ctrl-C
 
 
-# ---- at any moment: finalizers, threads, Ctrl-C (random programs are in test_allocator_options.py)
+OPTIONS = ("backend:native", PAGES, "max_split_size_mb:25", "garbage_collection_threshold:0.6",
+           "roundup_power2_divisions:8,expandable_segments:True",
+           "large_segment_size_mb:30,max_split_size_mb:32")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OPTIONS)
+def test_invariants_hold_in_random_programs(text):
+    rng = random.Random(text)
+    gpu, live, ooms = gpu_with(text + ",per_process_memory_fraction:0.9", 256 * MIB), [], 0
+    gpu.clock = clock()
+    for step in range(1200):
+        choice = rng.random()
+        if choice < 0.55:
+            try:
+                live.append(gpu.malloc(int(2 ** rng.uniform(0, 26)), stream=rng.choice([0, 0, 0, 1])))
+                if rng.random() < 0.2:
+                    gpu.record_stream(live[-1], (0, rng.choice([2, 3])))
+            except OutOfMemory:
+                ooms += 1
+                for block in rng.sample(live, len(live) // 2):
+                    live.remove(block)
+                    gpu.free(block)
+        elif choice < 0.97 and live:
+            gpu.free(live.pop(rng.randrange(len(live))))
+        elif choice < 0.98:
+            gpu.clock.done ^= {(0, rng.choice([2, 3]))}
+        elif choice < 0.99 and "expandable" in text:
+            gpu.set_options(replace(gpu.options, expandable=not gpu.options.expandable))
+        else:
+            gpu.empty_cache()
+        assert gpu.allocated == sum(block.size for block in live)
+        assert gpu.reserved <= gpu.device.allowed
+        if step % 20 == 0:
+            check_invariants(gpu)
+    assert ooms == gpu.stats()["num_ooms"] > 0
+    for block in live:
+        gpu.free(block)
+    gpu.empty_cache()
+    assert (gpu.allocated, gpu.reserved, gpu.snapshot()) == (0, 0, [])
+    check_invariants(gpu)
 
 
 OUTER = {"malloc", "free", "exclusive", "_drain"}  # here the lock is taken and released
@@ -348,66 +462,72 @@ def interrupted_at(moment, action, interrupt, seen):
     sys.settrace(trace)
     try:
         action()
+    except KeyboardInterrupt:
+        assert interrupt is press
     finally:
         sys.settrace(before)
     return done
 
 
-def was_interrupted(moment, action, seen):
-    """As interrupted_at, by Ctrl-C."""
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    try:
-        return interrupted_at(moment, action, interrupt, seen)
-    except KeyboardInterrupt:
-        return True
+def press():
+    raise KeyboardInterrupt
 
 
-# What every allocation and every free runs through, and what one does that needs new memory: tests that interrupt at
-# every moment check that they came there.
-ALLOCATING = {"_allocate"}
-FREEING = {"_free_pending", "reclaim", "change_splits"}
+def crowded(text):
+    """A GPU that must give back much and take new memory for 50 MiB, and the blocks that it holds."""
+    gpu = gpu_with(text, capacity=104 * MIB)
+    held = [gpu.malloc(size * MIB) for size in (1, 3, 45, 5, 10)]
+    gpu.record_stream(held[4], (0, 1))
+    gpu.record_stream(held[0], (0, 1))
+    for block in (held[4], held[2]):
+        gpu.free(block)
+    return gpu, [held[i] for i in (0, 1, 3)]
+
+
+# What new memory takes, by options: tests that interrupt at every moment check that they came there.
 TAKING = {"_obtain", "_new_block", "release_cached"}
+REACHED = {"": TAKING | {"change_splits"},
+           "max_split_size_mb:25": TAKING - {"release_cached"} | {"release_oversize", "change_splits"},
+           PAGES: TAKING | {"expand", "_map", "map", "unmap_free_pages", "unmap"}}  # fmt: skip
 
 
-def busy_gpu():
-    """A GPU whose next malloc of 70 MiB must give back the cache and take a new segment."""
-    gpu = CachingAllocator(100 * MIB)
-    held = [gpu.malloc(2000) for _ in range(5)]
-    gpu.free(gpu.malloc(60 * MIB))
-    gpu.free(held.pop(1))
-    return gpu, held
-
-
-@pytest.mark.parametrize("nbytes", [2000, 70 * MIB])
+@pytest.mark.parametrize("nbytes", [2000, 50 * MIB])
 def test_a_finalizer_may_free_in_the_middle_of_a_malloc(nbytes):
     moment, found, seen = 0, True, set()
     while found:
-        moment += 1 if nbytes < MIB else 11
-        gpu, held = busy_gpu()
-        left = sum(block.size for block in held[1:])
-        found = interrupted_at(
-            moment, lambda g=gpu, h=held: h.append(g.malloc(nbytes)), lambda g=gpu, h=held: g.free(h[0]), seen
-        )
+        moment += 7 if nbytes < MIB else 29
+        gpu, held = crowded("")
+        free, malloc = partial(gpu.free, held[0]), lambda g=gpu, h=held: h.append(g.malloc(nbytes))
+        found = interrupted_at(moment, malloc, free, seen)
         if found:
-            assert gpu.allocated == left + held[-1].size
+            assert gpu.allocated == sum(block.size for block in held[1:])
             check_invariants(gpu)
-    assert seen >= ALLOCATING | (TAKING if nbytes > MIB else set())
+    assert seen >= {"_allocate"} | (TAKING if nbytes > MIB else set())
 
 
-def test_ctrl_c_in_the_middle_of_a_free_still_frees():
+@pytest.mark.parametrize("nbytes", [2000, 50 * MIB])
+@pytest.mark.parametrize("text", REACHED)
+def test_ctrl_c_in_the_middle_leaves_the_books_in_order(text, nbytes):
     moment, found, seen = 0, True, set()
     while found:
-        moment += 1
-        gpu, held = busy_gpu()
-        left = sum(block.size for block in held[2:])
-        gpu.free(held[0])
-        found = was_interrupted(moment, lambda g=gpu, h=held: g.free(h[1]), seen)
+        moment += 17 if nbytes < MIB else 37
+        gpu, held = crowded(text)
+        before = gpu.allocated
+        found = interrupted_at(moment, partial(gpu.malloc, nbytes), press, seen)
+        check_invariants(gpu)
+        assert not found or gpu.allocated == before or nbytes <= gpu.allocated - before <= nbytes + MIB
+        freed = held.pop(moment % 3)
+        left = gpu.allocated - freed.size
+        interrupted_at(moment % 199, partial(gpu.free, freed), press, seen)
         assert gpu.allocated == left
         check_invariants(gpu)
-    assert seen >= FREEING
+        for block in held:
+            gpu.free(block)
+        gpu.malloc(100)
+        check_invariants(gpu)
+        assert not gpu._waits.waiting  # nobody waits for ever
+    reached = REACHED[text] if nbytes > MIB else set()
+    assert seen >= {"_allocate", "passed", "_free_pending", "reclaim"} | reached
 
 
 def test_allocating_in_the_middle_of_a_malloc_is_refused_not_a_deadlock():
@@ -431,40 +551,32 @@ class Owner:
 
 
 def test_threads_with_finalizers_leave_nothing_behind():
-    gpu, failures = CachingAllocator(GIB), []
-    thresholds = gc.get_threshold()
+    gpu, meet = CachingAllocator(GIB), threading.Barrier(4)
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
 
     def work(seed):
-        rng = random.Random(seed)
-        try:
-            mine = []
-            for _ in range(300):
-                Owner(gpu, rng.randrange(1, 100_000))
-                mine.append(gpu.malloc(rng.randrange(1, 3 * MIB), stream=seed % 2))
-                if rng.random() < 0.5:
-                    gpu.free(mine.pop(rng.randrange(len(mine))))
-                if len(mine) > 50:
-                    gpu.free(mine.pop())
-            for block in mine:
-                gpu.free(block)
-        except Exception as error:  # noqa: BLE001 (a thread would lose it)
-            failures.append(error)
+        meet.wait()
+        rng, mine = random.Random(seed), []
+        for _ in range(300):
+            Owner(gpu, rng.randrange(1, 100_000))
+            mine.append(gpu.malloc(rng.randrange(1, 3 * MIB), stream=seed % 2))
+            if rng.random() < 0.5:
+                gpu.free(mine.pop(rng.randrange(len(mine))))
+            if len(mine) > 50:
+                gpu.free(mine.pop())
+        for block in mine:
+            gpu.free(block)
 
     gc.set_threshold(5)  # collect as often as possible, also inside malloc
-    interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
+    pool = ThreadPoolExecutor(4)
     try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=300)
-        assert not any(thread.is_alive() for thread in threads), "deadlock"
+        list(pool.map(work, range(4), timeout=300))  # raises what a thread raised, and for a deadlock
     finally:
         gc.set_threshold(*thresholds)
         sys.setswitchinterval(interval)
+        pool.shutdown(wait=False)
     gc.collect()
-    assert not failures
     assert gpu.allocated == 0 and not gpu._pending
     check_invariants(gpu)
     gpu.empty_cache()

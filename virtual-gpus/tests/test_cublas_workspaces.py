@@ -40,7 +40,7 @@ def with_bias(a):
     torch.addmm(a.new_zeros(4), a, a)
 
 
-# ---- versions and settings -----------------------------------------------------------------------------------------
+# ---- versions and settings
 
 
 UNIFIED_OFF = {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}
@@ -78,27 +78,27 @@ def test_by_kind_and_configuration(monkeypatch):
         assert kept(multiply) == size * 1024, config
 
 
-def events(function):
+ONCE = [("alloc", 512), ("alloc", CUBLAS), ("free", CUBLAS)]
+LT_ONCE = [("alloc", 512), ("alloc", LT), ("free", LT)]
+
+
+@pytest.mark.parametrize(
+    ("version", "function", "expected"),
+    [
+        ((2, 15), lambda a: a @ a, ONCE),
+        ((2, 15), lambda a: torch.addmm(a[0], a, a), LT_ONCE),
+        ((2, 11), lambda a: (a @ a, a @ a), [("alloc", 512), ("alloc", CUBLAS), ("alloc", 512)]),
+    ],
+)
+def test_since_2_15_each_operator_takes_and_returns_its_workspace(monkeypatch, version, function, expected):
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", version)
     with virtual_gpus(1):
-        a = matrix(4, 4)
-        found = []
+        a, found = matrix(4, 4), []
         active().gpus[0].allocator.observers.append(lambda what, _, size: found.append((what, size)))
         result = function(a)
         torch.cuda.memory_allocated()  # whoever looks at the figures sees what was given back
-        found = [event for event in found if not event[0].startswith("segment")]
+        assert [event for event in found if not event[0].startswith("segment")] == expected
         del result
-        return found
-
-
-def test_since_2_15_each_operator_takes_and_returns_its_workspace(monkeypatch):
-    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 15))
-    once = [("alloc", 512), ("alloc", CUBLAS), ("free", CUBLAS)]
-    assert events(lambda a: a @ a) == once
-    assert events(lambda a: torch.addmm(a[0], a, a)) == [("alloc", 512), ("alloc", LT), ("free", LT)]
-
-
-def test_until_2_14_the_first_operator_takes_it():
-    assert events(lambda a: (a @ a, a @ a)) == [("alloc", 512), ("alloc", CUBLAS), ("alloc", 512)]
 
 
 def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monkeypatch):
@@ -111,7 +111,7 @@ def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monk
             assert torch.cuda.memory_allocated() == 512
 
 
-# ---- which operators -----------------------------------------------------------------------------------------------
+# ---- which operators
 
 
 TAKERS = {
@@ -121,13 +121,11 @@ TAKERS = {
     "mv": (lambda a, v, b: torch.mv(a, v), CUBLAS),
     "dot": (lambda a, v, b: torch.dot(v, v), CUBLAS),
     "linear": (lambda a, v, b: nn.functional.linear(a, a, v), CUBLAS + LT),
-    "linear without a bias": (lambda a, v, b: nn.functional.linear(b, a), CUBLAS),
     "a row as bias": (lambda a, v, b: torch.addmm(v[None], a, a), CUBLAS + LT),
     "a matrix as bias": (lambda a, v, b: torch.addmm(a, a, a), CUBLAS),
     "beta": (lambda a, v, b: torch.addmm(v, a, a, beta=2), CUBLAS),
     "one number as bias": (lambda a, v, b: torch.addmm(v[:1], a, a), CUBLAS),
     "a bias with gaps": (lambda a, v, b: torch.addmm(a[:, 0], a, a), CUBLAS),
-    "one column": (lambda a, v, b: torch.addmm(v[:1], a, a[:, :1]), CUBLAS),
     "one row times many": (lambda a, v, b: torch.addmm(v, a[:1], a), CUBLAS + LT),
     "complex": (lambda a, v, b: torch.addmm(v + 0j, a + 0j, a + 0j), CUBLAS),
     "half": (lambda a, v, b: torch.addmm(v.half(), a.half(), a.half()), CUBLAS + LT),
@@ -162,7 +160,7 @@ def test_a_preferred_library():
         torch.backends.cuda.preferred_blas_library(chosen)
 
 
-# ---- threads, streams, GPUs ----------------------------------------------------------------------------------------
+# ---- threads, streams, GPUs
 
 
 def test_backward_has_a_handle_of_its_own():
@@ -175,51 +173,36 @@ def test_backward_has_a_handle_of_its_own():
         assert torch.cuda.memory_allocated() == forward + 512 + CUBLAS  # the gradient, and the workspace
 
 
-def test_threads_at_once_have_handles_of_their_own():
+def test_threads_at_once_have_handles_of_their_own_and_a_later_one_takes_what_is_left():
     with virtual_gpus(1):
-        a, meet = matrix(4, 4), threading.Barrier(3)
+        a, meet = matrix(4, 4), threading.Barrier(2, timeout=300)
 
         def work():
             a @ a
             meet.wait()
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
+        for _ in range(2):
+            thread = threading.Thread(target=work)
             thread.start()
-        a @ a
-        meet.wait()
-        for thread in threads:
+            a @ a
+            meet.wait()
             thread.join()
-        assert torch.cuda.memory_allocated() == 512 + 3 * CUBLAS
-
-
-def test_a_thread_takes_the_handle_that_another_left():
-    with virtual_gpus(1):
-        a = matrix(4, 4)
-        for _ in range(3):
-            thread = threading.Thread(target=multiply, args=(a,))
-            thread.start()
-            thread.join()
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + CUBLAS
+            assert torch.cuda.memory_allocated() == 512 + 2 * CUBLAS
 
 
 def test_each_stream_has_a_workspace_in_segments_of_its_own():
     with virtual_gpus(1):
-        a = matrix(4, 4)
+        a, side = matrix(4, 4), torch.cuda.Stream()
         a @ a
-        side = torch.cuda.Stream()
         for _ in range(2):
             with torch.cuda.stream(side):
                 b = a @ a
         assert torch.cuda.memory_allocated() == 2 * 512 + 2 * CUBLAS
         assert torch.cuda.memory_reserved() == 2 * 2 * MIB + 2 * CUBLAS
         del b
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + 2 * CUBLAS
 
 
-# ---- giving them back, other sizes ---------------------------------------------------------------------------------
+# ---- giving them back, other sizes
 
 
 def test_each_gpu_has_its_own_and_gives_them_back():
@@ -231,12 +214,7 @@ def test_each_gpu_has_its_own_and_gives_them_back():
         assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [CUBLAS + LT] * 2
         torch._C._cuda_clearCublasWorkspaces()
         assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [0, 0]
-        torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved(1) == 0
         assert kept(multiply) == CUBLAS  # on GPUs of its own
-        a = matrix(4, 4)
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + CUBLAS
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda, "cublas_workspace_size"), reason="new in PyTorch 2.13")
@@ -244,16 +222,12 @@ def test_the_program_sets_sizes(monkeypatch):
     monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 13))
     settings = torch.backends.cuda
     with virtual_gpus(1):
-        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
         a = matrix(4, 4)
-        a @ a
-        assert settings.cublas_workspace_size(40 * MIB) == 40 * MIB
-        assert torch.cuda.memory_allocated() == 512 + CUBLAS  # lazily
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + 40 * MIB
-        settings.cublas_workspace_size(MIB)
-        a @ a
-        assert torch.cuda.memory_allocated() == 512 + 40 * MIB  # what is there is large enough
+        assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
+        for asked, held in ((CUBLAS, CUBLAS), (40 * MIB, 40 * MIB), (MIB, 40 * MIB)):  # what is there is large enough
+            assert settings.cublas_workspace_size(asked) == asked
+            a @ a
+            assert torch.cuda.memory_allocated() == 512 + held
         torch._C._cuda_clearCublasWorkspaces()
         a @ a
         assert torch.cuda.memory_allocated() == 512 + MIB

@@ -16,16 +16,13 @@ GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 1000, (8, 0), [], 0.0),
         GPUView(1, "NVIDIA B", "GPU-1", 2000, (9, 0), [(7, 300), (9, 200)], 0.256)]  # fmt: skip
 
 
-def structure(kind, *names):
-    return type("Structure", (ctypes.Structure,), {"_fields_": [(name, kind) for name in names]})
+def structure(**fields):
+    return type("Structure", (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-Memory = structure(ctypes.c_ulonglong, "total", "free", "used")
-Utilization = structure(ctypes.c_uint, "gpu", "memory")
-
-
-class Process(ctypes.Structure):
-    _fields_ = [("pid", ctypes.c_uint), ("usedGpuMemory", ctypes.c_ulonglong)]
+Memory = structure(**dict.fromkeys(("total", "free", "used"), ctypes.c_ulonglong))
+Utilization = structure(gpu=ctypes.c_uint, memory=ctypes.c_uint)
+Process = structure(pid=ctypes.c_uint, usedGpuMemory=ctypes.c_ulonglong)
 
 
 def handle(library, slot):
@@ -35,18 +32,17 @@ def handle(library, slot):
     return found
 
 
-@pytest.fixture
-def library():
-    return Library(lambda: GPUS)
+library = Library(lambda: GPUS)
 
 
-def test_nvml_fills_in_what_is_known(library):
-    count, memory, text = ctypes.c_uint(), Memory(), ctypes.create_string_buffer(96)
+def test_nvml_fills_in_what_is_known_and_says_what_is_not():
+    count, index, celsius = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    memory, rates, text = Memory(), Utilization(), ctypes.create_string_buffer(96)
     assert library.nvmlInitWithFlags(0) == library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
     assert count.value == 2
-    second, found, index = handle(library, 1), ctypes.POINTER(Memory)(), ctypes.c_uint()
-    assert library.nvmlDeviceGetName(second, text, ctypes.c_uint(96)) == 0 and text.value == b"NVIDIA B"
-    assert library.nvmlDeviceGetName(second, text, ctypes.c_uint(4)) == INSUFFICIENT_SIZE
+    second, found = handle(library, 1), ctypes.POINTER(Memory)()
+    assert library.nvmlDeviceGetName(second, text, 96) == 0 and text.value == b"NVIDIA B"
+    assert library.nvmlDeviceGetName(second, text, 4) == INSUFFICIENT_SIZE
     assert library.nvmlDeviceGetMemoryInfo(second, ctypes.byref(memory)) == 0
     assert (memory.total, memory.used, memory.free) == (2000, 500, 1500)
     assert library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(b"GPU-1"), ctypes.byref(found)) == 0
@@ -54,9 +50,14 @@ def test_nvml_fills_in_what_is_known(library):
     assert library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(b"GPU-7"), ctypes.byref(found)) == NOT_FOUND
     assert library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(2), ctypes.byref(found)) == INVALID_ARGUMENT
     assert library.nvmlDeviceGetMemoryInfo(ctypes.POINTER(Memory)(), ctypes.byref(memory)) == INVALID_ARGUMENT
+    assert library.nvmlDeviceGetUtilizationRates(second, ctypes.byref(rates)) == 0
+    assert (rates.gpu, rates.memory) == (26, 26)
+    assert library.nvmlDeviceGetTemperature(second, 0, ctypes.byref(celsius)) == NOT_SUPPORTED
+    assert library.nvmlErrorString(NOT_SUPPORTED) == b"Not Supported"
+    assert not hasattr(library, "cuInit")
 
 
-def test_nvml_lists_processes_in_two_calls(library):
+def test_nvml_lists_processes_in_two_calls():
     count, second, found = ctypes.c_uint(0), handle(library, 1), (Process * 4)()
     ask = library.nvmlDeviceGetComputeRunningProcesses_v3
     assert ask(second, ctypes.byref(count), None) == INSUFFICIENT_SIZE and count.value == 2
@@ -67,15 +68,6 @@ def test_nvml_lists_processes_in_two_calls(library):
     assert ask(handle(library, 0), ctypes.byref(count), None) == 0 and count.value == 0
 
 
-def test_nvml_says_what_is_not_supported(library):
-    rates, celsius = Utilization(), ctypes.c_uint()
-    assert library.nvmlDeviceGetUtilizationRates(handle(library, 1), ctypes.byref(rates)) == 0
-    assert (rates.gpu, rates.memory) == (26, 26)
-    assert library.nvmlDeviceGetTemperature(handle(library, 0), 0, ctypes.byref(celsius)) == NOT_SUPPORTED
-    assert library.nvmlErrorString(NOT_SUPPORTED) == b"Not Supported"
-    assert not hasattr(library, "cuInit")
-
-
 def test_pynvml_finds_the_library_while_the_gpus_are_on(monkeypatch):
     fake = types.ModuleType("pynvml")  # the two names of pynvml that matter
     fake.nvmlLib, fake._nvmlGetFunctionPointer_cache = None, {}
@@ -83,12 +75,11 @@ def test_pynvml_finds_the_library_while_the_gpus_are_on(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # hides nothing from the driver
     with virtual_gpus(2):
         x = torch.ones(1000, device="cuda")
-        memory, count = Memory(), ctypes.c_uint()
-        assert fake.nvmlLib.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value == 2
+        memory = Memory()
         assert fake.nvmlLib.nvmlDeviceGetMemoryInfo(handle(fake.nvmlLib, 1), ctypes.byref(memory)) == 0
         device = active_machine().slots[1].allocator.device
         assert memory.used == device.context + (2 << 20) == device.used_bytes and x.is_cuda
-        found, count.value = (Process * 4)(), 4
+        found, count = (Process * 4)(), ctypes.c_uint(4)
         ask = fake.nvmlLib.nvmlDeviceGetComputeRunningProcesses
         assert ask(handle(fake.nvmlLib, 1), ctypes.byref(count), found) == 0
         assert (found[0].pid, found[0].usedGpuMemory) == (os.getpid(), memory.used)

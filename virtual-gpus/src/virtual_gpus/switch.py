@@ -75,7 +75,7 @@ class virtual_gpus:
                 raise RuntimeError("These virtual GPUs are already on. Call stop() first, or create new ones.")
             first = active() is None
             self._machine = made = VirtualMachine(self._settings)
-            made.first_options = lambda: patches.allocator_settings.from_environment(made)
+            made.first_options = patches.allocator_settings.from_environment
             made.no_room_for_context = errors.no_room_for_context
             made.start_in_child = start
             machine.push(made)

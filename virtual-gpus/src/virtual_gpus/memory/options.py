@@ -13,14 +13,15 @@ expandable_segments
 roundup_power2_divisions
     Sizes are rounded up to this number of steps between two powers of 2.
 
-A text is parsed as in c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp, with the same errors. All
-sizes are in bytes. This module does not import torch.
+The keys and their limits are those of c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp. All sizes are
+in bytes. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 MIB = 1 << 20
@@ -83,19 +84,17 @@ class Options:
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
 
-_SIZE, _DECIMAL = re.compile(r"[+-]?\d+"), re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_SETTING = re.compile(r"(\w+):(\[[^\[\]]*\]|[^,:\[\]]+)(,|$)")
 # What changes no figure of GPU memory: how host memory is pinned, when a lock is held, what a graph capture does.
 _WITHOUT_EFFECT = {
-    "pinned_use_background_threads": bool, "pinned_use_cuda_host_register": bool, "pinned_use_hip_host_register": bool,
-    "pinned_num_register_threads": int, "pinned_reserve_segment_size_mb": int, "pinned_max_round_threshold_mb": int,
-    "pinned_max_cached_size_mb": int, "pinned_free_catch_all": bool, "release_lock_on_cudamalloc": bool,
-    "release_lock_on_hipmalloc": bool, "graph_capture_record_stream_reuse": bool,
+    "pinned_use_background_threads", "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
+    "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "pinned_max_round_threshold_mb",
+    "pinned_max_cached_size_mb", "pinned_free_catch_all", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
+    "graph_capture_record_stream_reuse",
 }  # fmt: skip
-_NOT_MODELLED = {"expandable_segments_reserve", "expandable_segments_reserve_by_class"}
-# What PyTorch 2.11 does not know yet, with the first version that does (asked of each, 2.12 to 2.15).
-_NEWER = {"pinned_max_round_threshold_mb": (2, 13), "pinned_max_cached_size_mb": (2, 13),
-          "pinned_free_catch_all": (2, 12), "throw_on_cudamalloc_oom": (2, 12),
-          "expandable_segments_reserve": (2, 15), "expandable_segments_reserve_by_class": (2, 15)}  # fmt: skip
+# What is not modelled, with the value that asks for nothing.
+_NOT_MODELLED = {"backend": "native", "throw_on_cudamalloc_oom": "False", "expandable_segments_reserve": None,
+                 "expandable_segments_reserve_by_class": None}  # fmt: skip
 
 
 def environment_text() -> str:
@@ -103,204 +102,102 @@ def environment_text() -> str:
     return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
 
 
-def parse(text: str, before: Options | None = None, version: tuple[int, int] = (2, 15)) -> Options:
-    """The options after `text` was set, where `before` held, in the PyTorch of that version.
+def parse(text: str, before: Options | None = None) -> Options:
+    """The options after `text` was set, where `before` held.
 
     As in PyTorch max_split_size_mb, garbage_collection_threshold and roundup_power2_divisions fall back to their
-    defaults where `text` does not name them, and the others stay. Raises PyTorch's ValueError for a key or value that
-    it refuses, and its RuntimeError for a text that ends too early.
+    defaults where `text` does not name them, and the others stay. Raises ValueError for a text that is no list of
+    settings, for an unknown key, and for a value that PyTorch does not take.
     """
-    before = before or Options()
-    found = replace(before, max_split=UNLIMITED, gc_threshold=0.0, divisions=_NO_STEPS, unknown=())
-    tokens = _Tokens(text)
-    for i, token in enumerate(tokens.all):  # the limits of others depend on it: PyTorch looks for it first
-        if token == "large_segment_size_mb":
-            found = replace(found, large_segment=_large_segment(tokens, i + 2))
-    found = replace(found, max_non_split_rounding=found.large_segment)
-    i = 0
-    while i < len(tokens.all):
-        if tokens[i] in _NEWER and version < _NEWER[tokens[i]]:
-            raise _unknown(tokens[i])
-        changes, i = _option(tokens, i, found)
-        found = replace(found, **changes)
-        i += 2  # past the last token of the value, and the comma
+    given, before = dict(_settings(text)), before or Options()
+    for key in given:
+        if key not in _READERS and key not in _WITHOUT_EFFECT and key not in _NOT_MODELLED:
+            raise ValueError(f"Unrecognized key '{key}' in Accelerator allocator config.")
+    refused = tuple(f"{key}:{value}" for key, value in given.items() if _NOT_MODELLED.get(key, value) != value)
+    found = replace(before, max_split=UNLIMITED, max_non_split_rounding=before.large_segment, gc_threshold=0.0,
+                    divisions=_NO_STEPS, unknown=refused)  # fmt: skip
+    for key, read in _READERS.items():
+        if key in given:
+            try:
+                found = replace(found, **read(given[key], found))
+            except ValueError as error:
+                raise ValueError(f"CachingAllocator option {key}:{given[key]} is wrong: {error}") from None
     return found
 
 
-class _Tokens:
-    """Keys, values and the marks , : [ ] of a text without its white space. Marks are not checked, as in PyTorch."""
-
-    def __init__(self, text: str):
-        self.all = re.findall(r"[,:\[\]]|[^,:\[\]]+", "".join(text.split()))
-
-    def __getitem__(self, i: int) -> str:
-        if i >= len(self.all):
-            raise RuntimeError(
-                'i < config_.size() INTERNAL ASSERT FAILED at "c10/core/AllocatorConfig.h", please report a bug to '
-                "PyTorch. Index out of bounds in ConfigTokenizer"
-            )
-        return self.all[i]
-
-    def size(self, i: int) -> int:
-        """An integer, read as C++ does: as far as digits go, and a negative one from the top."""
-        found = _SIZE.match(self[i])
-        if not found:
-            raise ValueError("stoull")
-        if abs(int(found[0])) > UNLIMITED:
-            raise IndexError("stoull")
-        return int(found[0]) & UNLIMITED
-
-    def number(self, i: int) -> float:
-        """A number with or without a fraction."""
-        found = _DECIMAL.match(self[i])
-        if not found:
-            raise ValueError("stod")
-        return float(found[0])
-
-    def truth(self, i: int) -> bool:
-        """True or False, written so."""
-        if self[i] not in ("True", "False"):
-            raise ValueError(f"Expected 'True' or 'False' at index {i} in ConfigTokenizer but got '{self[i]}'")
-        return self[i] == "True"
-
-    def end(self, i: int) -> int:
-        """Where the value that begins at `i` ends."""
-        if self[i] == "[":
-            while self[i] != "]":
-                i += 1
-        return i
+def _settings(text: str) -> Iterator[tuple[str, str]]:
+    """Each key with its value."""
+    text, place = "".join(text.split()), 0
+    while place < len(text):
+        found = _SETTING.match(text, place)
+        if found is None:
+            raise ValueError(f"The allocator's settings are key:value,key:value. This is not: {text[place:]!r}")
+        yield found[1], found[2]
+        place = found.end()
 
 
-def _unknown(key: str) -> ValueError:
-    return ValueError(f"Unrecognized key '{key}' in Accelerator allocator config.")
+def _mib(text: str, least: int) -> int:
+    """A number of MiB in bytes. least: the bytes that it must have."""
+    size = int(text) * MIB
+    if size < least:
+        raise ValueError(f"it must be >= {least // MIB}")
+    return min(size, UNLIMITED)
 
 
-def _option(tokens: _Tokens, i: int, found: Options) -> tuple[dict, int]:
-    """What the option at `i` changes, and where its value ends."""
-    key, value = tokens[i], i + 2
-    if key in _READERS:
-        return _READERS[key](tokens, value, found), tokens.end(value)
-    if key in _NOT_MODELLED:
-        text = "".join(tokens.all[value : tokens.end(value) + 1])
-        return {"unknown": (*found.unknown, f"{key}:{text}")}, tokens.end(value)
-    if key not in _WITHOUT_EFFECT:
-        raise _unknown(key)
-    {bool: tokens.truth, int: tokens.size}[_WITHOUT_EFFECT[key]](value)
-    if key in _CHECKS:
-        _CHECKS[key](tokens.size(value))
-    return {}, value
-
-
-def _reserve_segment(size: int) -> None:
-    if not size:
-        raise ValueError("Pinned reserve segment size has to be greater than 0")
-
-
-def _register_threads(count: int) -> None:
-    if count.bit_count() != 1:
-        raise ValueError(f"Number of register threads has to be power of 2, got {count}")
-    if count > 128:
-        raise ValueError(f"Number of register threads should be less than or equal to 128, got {count}")
-
-
-_CHECKS = {"pinned_num_register_threads": _register_threads, "pinned_reserve_segment_size_mb": _reserve_segment}
-
-
-def _large_segment(tokens: _Tokens, i: int) -> int:
-    size = tokens.size(i)
-    if size <= 10:
-        raise ValueError("CachingAllocator option large_segment_size_mb must be > 10 MB")
-    return min(size * MIB, UNLIMITED)
-
-
-def _at_least_a_segment(name: str):
-    def read(tokens, i, found):
-        size, least = tokens.size(i), found.large_segment // MIB
-        if size < least:
-            raise ValueError(f"CachingAllocator option {name}_mb too small, must be >= {least}")
-        return min(size, UNLIMITED // MIB) * MIB
-
-    return read
-
-
-def _max_split(tokens, i, found):
-    return {"max_split": _at_least_a_segment("max_split_size")(tokens, i, found)}
-
-
-def _max_non_split_rounding(tokens, i, found):
-    return {"max_non_split_rounding": _at_least_a_segment("max_non_split_rounding")(tokens, i, found)}
-
-
-def _gc_threshold(tokens, i, found):
-    value = tokens.number(i)
-    if not 0 < value < 1:
-        raise ValueError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
-    return {"gc_threshold": value}
-
-
-def _fraction(tokens, i, found):
-    value = tokens.number(i)
+def _fraction(text: str) -> float:
+    value = float(text)
     if not 0 <= value <= 1:
-        raise ValueError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
-    return {"fraction": value}
+        raise ValueError("it must be in [0.0, 1.0]")
+    return value
 
 
-def _backend(tokens, i, found):
-    if tokens[i] not in ("native", "cudaMallocAsync"):
-        raise ValueError("Unknown allocator backend, options are native and cudaMallocAsync")
-    return {} if tokens[i] == "native" else {"unknown": (*found.unknown, f"backend:{tokens[i]}")}
+def _threshold(text: str) -> float:
+    value = _fraction(text)
+    if value in (0, 1):
+        raise ValueError("it must be in (0.0, 1.0)")
+    return value
 
 
-def _throw_early(tokens, i, found):
-    return {"unknown": (*found.unknown, "throw_on_cudamalloc_oom:True")} if tokens.truth(i) else {}
+def _truth(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise ValueError("it must be True or False")
+    return text == "True"
 
 
-def _divisions(tokens, i, found):
-    if tokens[i] != "[":
-        value = tokens.size(i)
-        if value.bit_count() != 1:
-            raise ValueError("For roundups, the divisions has to be power of 2 ")
-        return {"divisions": (value,) * INTERVALS}
-    made, last = [], -1
-    result = [0] * INTERVALS
-    while tokens[i + 1] != "]":
-        made.append(_interval(tokens, i + 1))
-        i += 4
-        if tokens[i] == "]":
-            break
-    for position, (boundary, value) in enumerate(made):
-        if boundary is None:
-            result[last + 1 :] = [value] * (INTERVALS - last - 1)
+def _power_of_2(text: str) -> int:
+    value = int(text)
+    if value < 1 or value.bit_count() != 1:
+        raise ValueError("divisions and intervals must be powers of 2")
+    return value
+
+
+def _divisions(text: str) -> tuple[int, ...]:
+    """One number for all sizes, or [MiB where an interval begins:number,...,>:number for all above]. 0: no steps."""
+    if text[0] != "[":
+        return (_power_of_2(text),) * INTERVALS
+    result, last = [0] * INTERVALS, -1
+    for entry in filter(None, text[1:-1].split(",")):
+        boundary, _, steps = entry.partition(":")
+        number = 0 if steps == "0" else _power_of_2(steps)
+        if boundary == ">":
+            result[last + 1 :] = [number] * (INTERVALS - last - 1)
             continue
-        last = min(boundary.bit_length() - 1, INTERVALS - 1)
-        if not position:
-            result[:last] = [value] * last
-        result[last] = value
-    return {"divisions": tuple(result)}
+        first, last = last < 0, min(_power_of_2(boundary).bit_length() - 1, INTERVALS - 1)
+        if first:
+            result[:last] = [number] * last
+        result[last] = number
+    return tuple(result)
 
 
-def _interval(tokens, i):
-    """(MiB where an interval begins, or None for all above the last one; its number of divisions)."""
-    value = tokens.size(i + 2)
-    if value and value.bit_count() != 1:
-        raise ValueError("For roundups, the divisions has to be power of 2 or 0 to disable roundup ")
-    if tokens[i] == ">":
-        return None, value
-    boundary = tokens.size(i)
-    if boundary.bit_count() != 1:
-        raise ValueError("For roundups, the intervals have to be power of 2 ")
-    tokens[i + 3]  # the comma or the bracket that has to follow
-    return boundary, value
-
-
-_READERS = {
-    "max_split_size_mb": _max_split,
-    "max_non_split_rounding_mb": _max_non_split_rounding,
-    "garbage_collection_threshold": _gc_threshold,
-    "expandable_segments": lambda tokens, i, found: {"expandable": tokens.truth(i)},
-    "roundup_power2_divisions": _divisions,
-    "large_segment_size_mb": lambda tokens, i, found: {},
-    "per_process_memory_fraction": _fraction,
-    "backend": _backend,
-    "throw_on_cudamalloc_oom": _throw_early,
+# The limits of others depend on large_segment_size_mb: PyTorch reads it first.
+_READERS: dict[str, Callable[[str, Options], dict]] = {
+    "large_segment_size_mb": lambda text, found: dict.fromkeys(
+        ("large_segment", "max_non_split_rounding"), _mib(text, 11 * MIB)
+    ),
+    "max_split_size_mb": lambda text, found: {"max_split": _mib(text, found.large_segment)},
+    "max_non_split_rounding_mb": lambda text, found: {"max_non_split_rounding": _mib(text, found.large_segment)},
+    "garbage_collection_threshold": lambda text, found: {"gc_threshold": _threshold(text)},
+    "expandable_segments": lambda text, found: {"expandable": _truth(text)},
+    "roundup_power2_divisions": lambda text, found: {"divisions": _divisions(text)},
+    "per_process_memory_fraction": lambda text, found: {"fraction": _fraction(text)},
 }

@@ -11,9 +11,9 @@ from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.memory.options import UNLIMITED, Options, environment_text, parse
 
 
-def from_environment(machine: VirtualMachine) -> Options:
+def from_environment() -> Options:
     """The options that PYTORCH_CUDA_ALLOC_CONF (else PYTORCH_ALLOC_CONF) asks for."""
-    return _modelled(parse(environment_text(), version=machine.settings.version))
+    return _modelled(parse(environment_text()))
 
 
 def apply(settings: str, machine: VirtualMachine) -> None:
@@ -22,7 +22,7 @@ def apply(settings: str, machine: VirtualMachine) -> None:
     per_process_memory_fraction counts until the first touch of a GPU, as in PyTorch.
     """
     before = machine.options or machine.first_options()
-    options = _modelled(parse(settings, before, machine.settings.version))
+    options = _modelled(parse(settings, before))
     if machine.options is None:
         machine.first_options = lambda: options
     else:
