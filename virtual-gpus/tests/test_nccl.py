@@ -119,7 +119,7 @@ def compressed(rank):
     """A hook whose callbacks do collectives: of the three buckets' parameters PowerSGD compresses all, some or none."""
     net = DistributedDataParallel(affine().cuda(), bucket_cap_mb=0.001)
     net.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
-    return [mean_gradients(net, rank + 1.0, "cuda") for _ in range(4)]
+    return [mean_gradients(net, rank + 1.0, "cuda") for _ in range(6)]
 
 
 def all_of_it(rank):
@@ -174,13 +174,8 @@ REFUSED = {
 
 def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
     """As torchrun starts a program: nobody else names a GPU or makes a group. Then what NCCL refuses."""
-    for name, value in {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
-        "LOCAL_RANK": 1,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 0,
-    }.items():
+    here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    for name, value in here.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with virtual_gpus(2):

@@ -146,12 +146,8 @@ def test_the_cause_is_the_earliest_and_no_rank_that_only_lost_a_connection():
     lost = failure(0, "lost", "raised RuntimeError: Connection closed by peer", when=0.1)
     died = failure(1, what="died with exit code 1.", when=0.2)
     later, sooner, late = failure(0), failure(2, when=0.3), failure(0, "late", "had reached:\n  x", when=0.0)
-    for failures, cause in (
-        ((lost, died), 1),
-        ((failure(0, what="another"), sooner), 2),
-        ((lost,), 0),
-        ((late, died), 1),
-    ):
+    causes = (((lost, died), 1), ((failure(0, what="another"), sooner), 2), ((lost,), 0), ((late, died), 1))
+    for failures, cause in causes:
         assert str(run_error(failures, 3, [], "late")).startswith(f"Rank {cause} of 3 ")
     error = run_error([sooner, failure(1, what="raised ValueError: another"), later], 3, [], "late")
     assert str(error) == "Ranks 0, 2 of 3 raised ValueError: same\n\nIn rank 0:\nof 0"
