@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from threading import Timer
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, record_timeline, virtual_gpus
 from virtual_gpus.patches import distributed, process_groups, processes
+from waiting import until
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -100,8 +102,8 @@ AT_IMPORT = torch.cuda.is_available() and torch.cuda.device_count()
 def timed_all_reduce(folder, rank):
     """Seconds of it on the clock of this process, one of two."""
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
-                            device_id=torch.device("cuda", rank))  # fmt: skip
+    meet, limit, here = f"file://{folder}/meet", timedelta(seconds=HANGS_S), torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=2, timeout=limit, device_id=here)
     x = torch.ones(2**22, device="cuda")
     dist.barrier()
     with record_timeline() as timeline:
@@ -118,6 +120,7 @@ class Worker(SPAWN.Process):
         self.folder, self.batch, self.net = folder, batch, net
 
     def run(self):
+        (self.folder / "has started").touch()
         with torch.no_grad():
             self.net.weight[0] = self.net.weight.new_tensor(5.0)  # the parent's own numbers, as in Hogwild training
         properties = torch.cuda.get_device_properties(0)
@@ -138,6 +141,8 @@ def test_a_spawned_process(tmp_path):
         net = nn.Linear(4, 2).to("cuda:1").share_memory()
         worker = Worker(tmp_path, torch.ones(100), net)
         worker.start()
+        until(lambda: (tmp_path / "has started").exists() or not worker.is_alive(), HANGS_S)
+        assert worker.is_alive()  # else nobody would come to the meeting
         seconds = timed_all_reduce(tmp_path, 0)
         assert join(worker) == 0 and net.weight[0].tolist() == [5.0] * 4
     wire = 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
