@@ -110,6 +110,8 @@ def test_the_other_ranks_hold_what_this_one_holds(capfd):
         parts = [torch.zeros(2, device="cuda") for _ in range(2)]
         dist.all_to_all(parts, [torch.full((2,), float(n), device="cuda") for n in (5, 6)])
         assert torch.stack(parts).tolist() == [[6, 6], [6, 6]]
+        dist.all_to_all_single(ones, torch.arange(4.0, device="cuda"))
+        assert ones.tolist() == [2, 3, 2, 3]
         counts = torch.tensor([1, 2])  # on the CPU, as programs count their samples
         dist.all_reduce(counts, group=dist.new_group(backend="gloo"))
         assert counts.tolist() == [2, 4]
