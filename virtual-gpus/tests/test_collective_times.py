@@ -96,14 +96,13 @@ def test_each_collective_of_pytorch_takes_its_time():
         x, part = torch.empty(NBYTES // 4, device="cuda"), torch.empty(NBYTES // 32, device="cuda")
         shards = [torch.empty_like(part) for _ in range(8)]
         spread = DTensor.from_local(part.view(8, -1), mesh["tp"], [Shard(0)])
-        ops, whole = torch.ops._c10d_functional, DTensor.from_local(x, mesh["tp"], [Partial()])
+        whole = DTensor.from_local(x, mesh["tp"], [Partial()])
         calls = {
             "all-reduce": (2, lambda: dist.all_reduce(x, group=tp)),
             "all-reduce, functional": (2, lambda: functional.all_reduce(x, "sum", tp) + 0),
             "all-reduce, coalesced": (4, lambda: functional.all_reduce_coalesced([x, x], "sum", tp)[1] + 0),
             "all-gather": (1, lambda: dist.all_gather_into_tensor(x, part, group=tp)),
             "all-gather, list": (1, lambda: dist.all_gather(shards, part, group=tp)),
-            "all-gather, functional": (1, lambda: ops.all_gather_into_tensor(part, 8, tp.group_name)),
             "all-gather, DTensor": (1, lambda: spread.redistribute(placements=[Replicate()]).to_local() + 0),
             "reduce-scatter": (1, lambda: dist.reduce_scatter_tensor(part, x, group=tp)),
             "reduce-scatter, list": (1, lambda: dist.reduce_scatter(part, shards, group=tp)),

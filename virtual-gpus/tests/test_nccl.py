@@ -103,15 +103,13 @@ def mixed(rank):
     return [tensor.tolist() for tensor in found], summed, name
 
 
-def affine_layers():
-    layers = torch.nn.Linear(40, 40, bias=False), torch.nn.Linear(40, 40), torch.nn.Linear(40, 1)
-    for layer in layers:
-        for parameter in layer.parameters():
-            torch.nn.init.constant_(parameter, 0.01)
-    return torch.nn.Sequential(*layers)
+def affine():
+    return torch.nn.Sequential(torch.nn.Linear(40, 40, bias=False), torch.nn.Linear(40, 40), torch.nn.Linear(40, 1))
 
 
 def mean_gradients(net, value, device):
+    for parameter in net.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
     net.zero_grad()
     net(torch.full((4, 40), value, device=device)).sum().backward()
     return [parameter.grad.mean().item() for parameter in net.parameters()]
@@ -119,9 +117,9 @@ def mean_gradients(net, value, device):
 
 def compressed(rank):
     """A hook whose callbacks do collectives: of the three buckets' parameters PowerSGD compresses all, some or none."""
-    net = DistributedDataParallel(affine_layers().cuda(), bucket_cap_mb=0.001)
+    net = DistributedDataParallel(affine().cuda(), bucket_cap_mb=0.001)
     net.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
-    return [mean_gradients(net, rank + 1.0, "cuda") for _ in range(12)]
+    return [mean_gradients(net, rank + 1.0, "cuda") for _ in range(6)]
 
 
 def all_of_it(rank):
@@ -152,7 +150,7 @@ def test_collectives_of_nccl(monkeypatch, capfd):
     }
     assert second["scattered from a flat tensor"] == [[[8.0, 10.0], [12.0, 14.0]]]
     assert second["scattered unevenly"] == [[3.0] * 3] and second["all to all"] == [[1.0, 1.0], [2.0]]
-    expected = mean_gradients(affine_layers(), 1.5, "cpu")
+    expected = mean_gradients(affine(), 1.5, "cpu")
     assert all(found == pytest.approx(expected, rel=1e-4) for found in gradients)
     assert mixture == ([[2.0, 2.0], [2.0, 2.0, 2.0]], [2.0], "cpu:gloo,cuda:nccl")
     assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000" in refused
@@ -160,7 +158,7 @@ def test_collectives_of_nccl(monkeypatch, capfd):
 
 REFUSED = {
     "No backend type associated with device type cpu": lambda: dist.all_reduce(torch.ones(2)),
-    "backend type associated with device type cpu": lambda: DistributedDataParallel(torch.nn.Linear(2, 2)),
+    "No backend type associated with device type .pu": lambda: DistributedDataParallel(torch.nn.Linear(2, 2)),
     "type associated with device type cpu": lambda: all_reduce(torch.ones(2), "sum", dist.group.WORLD),
     "Tensors must be contiguous": lambda: dist.all_reduce(ones(2, 3).t()),
     "Tensors must be CUDA and dense": lambda: dist.all_gather([torch.ones(2)], ones(2)),
@@ -174,30 +172,11 @@ REFUSED = {
 }
 
 
-def gathered_objects(rank):
-    dist.all_reduce(torch.ones(3, device="cuda"))
-    dist.barrier()
-    found = [None, None]
-    dist.all_gather_object(found, {"rank": rank})
-    return found
-
-
-def test_objects_travel_although_gpu_tensors_keep_no_values():
-    with virtual_gpus(2, shapes_only=True):
-        assert in_ranks(gathered_objects, count=2) == [[{"rank": 0}, {"rank": 1}]] * 2
-
-
 def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
     """As torchrun starts a program: nobody else names a GPU or makes a group. Then what NCCL refuses."""
-    here = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }
+    here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     for name, value in here.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with virtual_gpus(2):
         assert torch._C._distributed_c10d._hash_tensors([torch.ones(2)]) > 0
@@ -239,7 +218,7 @@ def test_a_group_of_a_python_class_works_and_what_it_inherits_has_no_backend():
         torch._C._distributed_c10d._unregister_process_group("own")
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl", "cpu:gloo,cuda:nccl"])
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
 def test_gloo_has_one_thread_for_each_group(backend):
     """Two of them crash the process once in some 30,000 collectives (`process_groups._with_one_thread`)."""
     with virtual_gpus(1):

@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from datetime import timedelta
 from threading import Timer
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import HANGS_S, in_ranks
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, record_timeline, virtual_gpus
-from virtual_gpus.patches import distributed, process_groups
+from virtual_gpus.patches import distributed, process_groups, processes
+from waiting import until
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -96,59 +99,70 @@ def test_ways_to_leave_a_process(capfd):
 AT_IMPORT = torch.cuda.is_available() and torch.cuda.device_count()
 
 
-class Worker(SPAWN.Process):
-    """A process class with a `run` of its own. One without a model chooses its GPU before it touches any."""
+def timed_all_reduce(folder, rank):
+    """Seconds of it on the clock of this process, one of two."""
+    torch.cuda.set_device(rank)
+    meet, limit, here = f"file://{folder}/meet", timedelta(seconds=HANGS_S), torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=2, timeout=limit, device_id=here)
+    x = torch.ones(2**22, device="cuda")
+    dist.barrier()
+    with record_timeline() as timeline:
+        dist.all_reduce(x)
+    dist.destroy_process_group()
+    return [span.end - span.start for span in timeline.spans if span.kind == "collective"]
 
-    def __init__(self, folder, rank, batch=None, net=None):
-        super().__init__(name=f"worker {rank}")
-        self.folder, self.rank, self.batch, self.net = folder, rank, batch, net
+
+class Worker(SPAWN.Process):
+    """A process class with a `run` of its own, which imports this module anew."""
+
+    def __init__(self, folder, batch, net):
+        super().__init__(name="worker")
+        self.folder, self.batch, self.net = folder, batch, net
 
     def run(self):
-        if self.net is None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-        else:
-            with torch.no_grad():
-                self.net.weight[0] = self.net.weight.new_tensor(5.0)  # the parent's own numbers, as in Hogwild training
-        x = torch.ones(100, device="cuda") if self.batch is None else self.batch.cuda()
+        (self.folder / "has started").touch()
+        with torch.no_grad():
+            self.net.weight[0] = self.net.weight.new_tensor(5.0)  # the parent's own numbers, as in Hogwild training
         properties = torch.cuda.get_device_properties(0)
         answer = {
             "name": self.name,
             "at import": AT_IMPORT,
-            "device": str((x + 1).device),
-            "gpus": torch.cuda.device_count(),
+            "device": str((self.batch.cuda() + 1).device),
             "kind": properties.name,
             "memory": properties.total_memory,
-            "slot": properties.pci_bus_id - 1,
-            "allocated": torch.cuda.memory_allocated(),
+            "seconds": timed_all_reduce(self.folder, 1),
         }
-        meet = f"file://{self.folder}/meet"
-        dist.init_process_group("nccl", init_method=meet, rank=self.rank, world_size=2)
-        x = torch.ones(2**22, device="cuda")
-        dist.barrier()
-        with record_timeline() as timeline:
-            dist.all_reduce(x)
-        dist.destroy_process_group()
-        answer["seconds"] = [span.end - span.start for span in timeline.spans if span.kind == "collective"]
-        with open(f"{self.folder}/{self.rank}.json", "w") as file:
-            json.dump(answer, file)
+        (self.folder / "answer.json").write_text(json.dumps(answer))
 
 
-def test_spawned_processes(tmp_path):
-    """They start bare, with the settings of their parent's GPUs, and agree on the time of a collective."""
+def test_a_spawned_process(tmp_path):
+    """It starts bare, with the settings of its parent's GPUs, and agrees with it on the time of a collective."""
     with virtual_gpus(2, memory="1 GiB", kind="RTX 4090"):
-        net = torch.nn.Linear(4, 2).to("cuda:1").share_memory()
-        workers = [Worker(tmp_path, 0, torch.ones(100), net), Worker(tmp_path, 1)]
-        for worker in workers:
-            worker.start()
-        assert [join(worker) for worker in workers] == [0, 0]
-        assert net.weight[0].tolist() == [5.0] * 4
-    for rank, gpus in enumerate((2, 1)):
-        answer = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert "4090" in answer.pop("kind")
-        wire = 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
-        assert answer.pop("seconds") == [pytest.approx(15e-6 + wire + 2 * 6.5e-6, rel=1e-6)]
-        assert answer == {"name": f"worker {rank}", "at import": 2, "device": "cuda:0", "gpus": gpus,
-                          "memory": 1 << 30, "slot": rank, "allocated": 512}  # fmt: skip
+        net = nn.Linear(4, 2).to("cuda:1").share_memory()
+        worker = Worker(tmp_path, torch.ones(100), net)
+        worker.start()
+        until(lambda: (tmp_path / "has started").exists() or not worker.is_alive(), HANGS_S)
+        assert worker.is_alive()  # else nobody would come to the meeting
+        seconds = timed_all_reduce(tmp_path, 0)
+        assert join(worker) == 0 and net.weight[0].tolist() == [5.0] * 4
+    wire = 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
+    assert seconds == [pytest.approx(15e-6 + wire + 2 * 6.5e-6, rel=1e-6)]
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer.pop("seconds") == pytest.approx(seconds) and "4090" in answer.pop("kind")
+    assert answer == {"name": "worker", "at import": 2, "device": "cuda:0", "memory": 1 << 30}
+
+
+def test_a_spawned_process_may_choose_its_gpu_before_it_touches_any():
+    """What it unpickles first of all, in a forked one, which starts faster."""
+
+    def chooses():
+        start(*arguments)
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        return torch.cuda.device_count(), torch.cuda.get_device_properties(0).pci_bus_id - 1
+
+    with virtual_gpus(2):
+        start, arguments = processes._FirstOfAll(active_machine(), {}).__reduce__()
+    assert in_fork(chooses) == [1, 1]
 
 
 # ---- tensors between processes -----------------------------------------------------------------------------
@@ -164,10 +178,9 @@ def doubled(queue, answers):
     queue.get()  # as with CUDA, a process must stay until its tensors have been received
 
 
-@pytest.mark.parametrize("make_queue", [FORK.Queue, FORK.SimpleQueue])
-def test_a_gpu_tensor_in_a_queue_is_shared(make_queue):
+def test_a_gpu_tensor_in_a_queue_is_shared():
     with virtual_gpus(2):
-        queue, answers = make_queue(), make_queue()
+        queue, answers = FORK.Queue(), FORK.SimpleQueue()
         process = FORK.Process(target=doubled, args=(queue, answers))
         process.start()
         x = torch.ones(1000, device="cuda:1")
@@ -185,7 +198,7 @@ def test_a_gpu_tensor_in_a_queue_is_shared(make_queue):
 
 def test_other_ways_to_share():
     with virtual_gpus(2):
-        net = torch.nn.Linear(4, 3).cuda().share_memory()
+        net = nn.Linear(4, 3).cuda().share_memory()
         assert net.weight.is_shared()
         process = FORK.Process(target=torch.nn.init.constant_, args=(net.weight, 7.0))
         process.start()
@@ -209,7 +222,7 @@ def test_other_ways_to_share():
 
 def network():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
+    return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 3))
 
 
 def training(net, inputs, targets):
@@ -230,61 +243,106 @@ def data():
     return torch.rand(8, 6, generator=generator), torch.rand(8, 3, generator=generator)
 
 
-@contextmanager
-def default_device(device):
-    torch.set_default_device(device)
-    yield
-    torch.set_default_device(None)
-
-
-def defaults(device):
-    """No default device, and both ways to have one."""
-    return nullcontext(), device, default_device(device)
-
-
 def ddp(rank):
-    """Losses, weights and bytes of a training under each default device. Then what else is sent under them."""
+    """Losses, weights and bytes of a training without a default device and with one."""
     found, there = [], torch.device("cuda", rank)
-    for default in defaults(there):
+    for default in (None, there):
         torch.cuda.reset_peak_memory_stats()
         net, parts = network(), [part.chunk(2)[rank] for part in data()]
-        with default:
+        with default or nullcontext():
             batch = [part.to(rank) for part in parts]
             net = DistributedDataParallel(net.to(rank), device_ids=[rank], bucket_cap_mb=0.001)
             losses = training(net, *batch)
         memory = [(torch.cuda.memory_allocated(i), torch.cuda.max_memory_allocated(i)) for i in range(2)]
         assert {p.get_device() for p in net.parameters()} == {p.grad.get_device() for p in net.parameters()} == {rank}
-        found.append((losses, [p.detach().cpu() for p in net.parameters()], memory))
+        found.append((losses, memory, [p.detach().cpu() for p in net.parameters()]))
         del net, batch
-    for default in defaults(there):
-        with default:
-            one = torch.ones(2, device=there)
-            dist.all_gather([torch.empty(2, device=there) for _ in range(2)], one)
-            dist.recv(one, 0) if rank else dist.send(one, 1)
-            dist.barrier()
+    return found
+
+
+NORMALIZED = [  # shape, samples per rank (unequal), and whether the norm has parameters
+    ((7, 5, 3, 3), [3, 4], True),
+    ((7, 5), [3, 4], False),
+    ((7, 5, 1, 1), [1, 6], True),
+]
+
+
+def normalized(shape, affine):
+    torch.manual_seed(1)
+    images = len(shape) == 4
+    norm = (nn.BatchNorm2d if images else nn.BatchNorm1d)(5, affine=affine)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return nn.Sequential(nn.Conv2d(5, 5, 1) if images else nn.Linear(5, 5), norm, nn.Tanh())
+
+
+def two_steps(net, x, y, share):
+    """Gradients of the second, and the running statistics."""
+    for _ in range(2):
+        net.zero_grad()
+        (((net(x) - y) ** 2).sum() * share).backward()
+    return [p.grad.cpu() for p in net.parameters()] + [b.cpu() for b in net.buffers()]
+
+
+def samples(shape):
+    torch.manual_seed(0)
+    return torch.randn(shape), torch.randn(shape)
+
+
+def synchronized(rank):
+    found = []
+    for shape, sizes, affine in NORMALIZED:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(normalized(shape, affine)).to("cuda")
+        net = DistributedDataParallel(net, device_ids=[rank])
+        x, y = (part.split(sizes)[rank].to("cuda") for part in samples(shape))
+        found.append(two_steps(net, x, y, share=2))  # DDP takes the mean of two ranks
+    return found
+
+
+def in_two_ranks(rank):
+    found = ddp(rank), synchronized(rank)
+    torch.set_default_device(rank)  # the other way to have a default device
+    one = torch.ones(2)
+    dist.all_gather([torch.empty(2) for _ in range(2)], one)
+    dist.recv(one, 0) if rank else dist.send(one, 1)
+    dist.barrier()
+    torch.set_default_device(None)
     return found
 
 
 def test_ddp_trains_as_one_process_does(capfd):
-    """The same memory is needed without values."""
+    """SyncBatchNorm has the statistics of all samples. The same memory is needed without values."""
     net = network()
     expected = training(net, *data())
     parameters = sum(p.nbytes for p in net.parameters())
     with virtual_gpus(2, memory="1 GiB"):
-        answers = in_ranks(ddp, count=2)
-    for (losses, _, memory), *others in answers:
-        assert [(other[0], other[2]) for other in others] == [(losses, memory)] * 2
-    losses = [sum(pair) / 2 for pair in zip(*(losses for (losses, *_), *_ in answers), strict=True)]
+        trained, norms = zip(*in_ranks(in_two_ranks, count=2), strict=True)
+    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
+        without_values = in_ranks(ddp, count=2)
+    losses = [sum(pair) / 2 for pair in zip(*(found[0][0] for found in trained), strict=True)]
     assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
-    for rank, ((_, weights, memory), *_) in enumerate(answers):
+    for rank, (first, again) in enumerate(trained):
+        losses, memory, weights = first
+        assert again[:2] == (losses, memory) and [each[1] for each in without_values[rank]] == [memory] * 2
         torch.testing.assert_close(weights, [p.detach() for p in net.parameters()])
         # weights, gradients and buckets: three times the parameters, and little more
         assert 3 * parameters <= memory[rank][0] <= 3 * parameters + 64 * 512 and memory[1 - rank] == (0, 0)
-    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
-        assert [[memory for *_, memory in found] for found in in_ranks(ddp, count=2)] == [
-            [memory for *_, memory in found] for found in answers
-        ]
+    torch.testing.assert_close(*norms)
+    expected = [two_steps(normalized(shape, affine), *samples(shape), share=1) for shape, _, affine in NORMALIZED]
+    torch.testing.assert_close(norms[0], expected, rtol=1e-4, atol=1e-4)
     assert "Warning" not in capfd.readouterr().err
+
+
+def test_synchronized_half_types_are_added_up_in_float32():
+    x = torch.randn(64, 3, 5, 5)
+    with virtual_gpus(1):
+        on_gpu = x.to("cuda", torch.bfloat16)
+        mean, invstd = torch.batch_norm_stats(on_gpu, 1e-5)
+        assert mean.dtype == invstd.dtype == torch.float32 and mean.is_cuda
+        normal = torch.batch_norm_elemt(on_gpu, None, None, mean, invstd, 1e-5)
+        assert normal.dtype == torch.bfloat16 and normal.float().mean().abs().item() < 1e-2
+        torch.testing.assert_close(mean.cpu(), x.bfloat16().float().mean((0, 2, 3)))
+        assert torch.cuda.memory_allocated() == 2 * (64 * 3 * 25 * 2 // 512 + 1) * 512 + 2 * 512
 
 
 def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go(monkeypatch):
@@ -299,7 +357,7 @@ def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go(m
 
 def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):
     process_groups._rest_at_exit.cache_clear()
-    for backend in ("nccl", "cpu:gloo,cuda:nccl", "NCCL", "gloo", None):
+    for backend in ("cpu:gloo,cuda:nccl", "NCCL", "gloo", None):
         monkeypatch.setattr(process_groups, "_said", False)
         with virtual_gpus(1):
             where = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": torch.device("cuda:0")}

@@ -47,6 +47,8 @@ def surroundings(rank, word, number):
     for _ in range(20):
         dist.all_reduce(total)
         total /= 3
+    with pytest.raises(RuntimeError, match="This process is already a rank"):
+        run_ranks(print, ranks=2)
     return {
         "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
         "given": (word, number),
@@ -123,13 +125,14 @@ def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch)
 
 
 def on_gpu(rank, parents):
-    """What the parent has on its GPU is on the CPU here."""
+    """What the parent has on its GPU is on the CPU here. It counts as the parent's."""
+    at_first = torch.cuda.memory_allocated(rank), torch.cuda.mem_get_info(rank)[0]
     found = str(parents.device), str(parents.to("cuda").device)
     net = DistributedDataParallel(torch.nn.Linear(100, 100, bias=False).to("cuda"))
     for _ in range(2):
         net(torch.ones(2, 100, device=f"cuda:{rank}")).sum().backward()
     allocated = [torch.cuda.memory_allocated(i) for i in range(2)]
-    return net.module.weight.grad, torch.cuda.current_device(), allocated, dist.get_backend(), found
+    return net.module.weight.grad, torch.cuda.current_device(), allocated, dist.get_backend(), found, at_first
 
 
 @pytest.mark.usefixtures("workspaces_given_back")
@@ -137,25 +140,18 @@ def test_virtual_gpus(capsys):
     with virtual_gpus(2, memory="1 GiB"):
         big = torch.ones(1 << 20, device="cuda:1", requires_grad=True)
         big.sum().backward()
-        mine = torch.cuda.memory_allocated(1)
+        mine, reserved = torch.cuda.memory_allocated(1), torch.cuda.memory_reserved(1)
+        free = torch.cuda.mem_get_info(1)[0]
         answers = run_ranks(on_gpu, ranks=2, args=[big])
         assert torch.cuda.memory_allocated(1) == mine and str(big.device) == "cuda:1"
+        assert torch.cuda.mem_get_info(1)[0] == free  # the rank is gone
     assert capsys.readouterr().out == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
-    for rank, (grad, current, allocated, backend, found) in enumerate(answers):
+    context = 2**30 - free - reserved
+    assert context > 0 and answers[1][-1] == (0, free - context)
+    for rank, (grad, current, allocated, backend, found, _) in enumerate(answers):
         assert str(grad.device) == "cpu" and grad[0, 0].item() == 4.0 and found == ("cpu", f"cuda:{rank}")
         assert current == rank and backend == "nccl"
         assert allocated[1 - rank] == 0 and 80_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
-
-
-def test_a_rank_shares_the_gpu_with_its_parent():
-    """It sees what the parent holds on the GPU, and none of it as its own."""
-    with virtual_gpus(1, memory="2 GiB", shapes_only=True) as (gpu,):
-        mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
-        context = 2**31 - torch.cuda.mem_get_info(gpu)[0] - 2**28
-        assert context > 0 and mine.is_cuda
-        seen = run_ranks(lambda rank: (torch.cuda.memory_allocated(), torch.cuda.mem_get_info()), ranks=1, show=False)
-        assert seen == [(0, (2**31 - 2**28 - 2 * context, 2**31))]
-        assert torch.cuda.mem_get_info(gpu)[0] == 2**31 - 2**28 - context  # the rank is gone
 
 
 # ---- output --------------------------------------------------------------------------------------------------

@@ -69,12 +69,6 @@ def test_a_spawned_rank_has_the_surroundings_of_its_parent(tmp_path, monkeypatch
     assert capsys.readouterr().out == "1 rank on 1 virtual GPU, backend gloo in place of nccl\n[rank 0] said by 0\n"
 
 
-@pytest.mark.outside  # a process imports PyTorch
-def test_a_spawned_rank_that_raises():
-    with pytest.raises(RankError, match=r"ZeroDivisionError(.|\n)*, in <lambda>\n"):
-        run_ranks(lambda rank: rank / 0, ranks=1, start="spawn", show=False)
-
-
 def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'virtual-gpus\[testing\]'"):
@@ -96,6 +90,8 @@ def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
     with virtual_gpus(1):
         (answer,) = run_ranks(job(), ranks=1, args=["changing"], start="forkserver", show=False)
     assert answer["environment"]["SAID"] == "now"
+    with pytest.raises(RankError, match=r"ZeroDivisionError(.|\n)*, in <lambda>\n"):
+        run_ranks(lambda rank: rank / 0, ranks=1, start="spawn", show=False)
 
 
 # ---- what other systems lack or name otherwise -----------------------------------------------------------------------
