@@ -73,6 +73,18 @@ def test_the_monitors_curve_is_the_allocators():
     assert not torch._C._cuda_isHistoryEnabled()
 
 
+def test_the_monitor_of_a_batch_that_is_mostly_activations():
+    net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.Tanh())]).to("cuda")
+    inputs = torch.ones(50_000, 512, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    with MemoryMonitor() as monitor:
+        net(inputs).sum().backward()
+    assert_curve(monitor, 0)
+    held = monitor.at_peak()
+    assert 3 <= held["activations"] / inputs.nbytes < 7.5  # four outputs, and gradients of outputs
+    assert held["parameters"] == pytest.approx(size_of(net), rel=0.2)  # blocks may be a little larger
+
+
 def test_the_monitor_when_memory_runs_out():
     kept = []
     with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as monitor:
