@@ -80,6 +80,10 @@ def test_losses_do_not_depend_on_the_processes_and_not_on_a_restart(options, tmp
     model = program["Llama"](**program["SIZES"]["tiny"])
     model.load_state_dict(torch.load(export, weights_only=True))
     text = torch.tensor(list(options[1].read_bytes())).unfold(0, 129, 128)
+    mapped = program["Text"](options[1], torch.uint8, options[1].stat().st_size, 128)
+    assert len(mapped) == len(text) and all(torch.equal(mapped[row].long(), text[row]) for row in range(len(text)))
+    # Such a tensor cannot be sent to the workers, which Python 3.14 does not fork.
+    assert not any(isinstance(value, torch.Tensor) for value in vars(mapped).values())
     (batch,) = program["batches"](len(text), 16, [STOP], 0, 1)
     loss = cross_entropy(model(text[batch][:, :-1]).flatten(0, 1), text[batch][:, 1:].flatten())
     assert loss.item() == pytest.approx(float(expected[STOP][1]), abs=1.1e-4)

@@ -18,7 +18,7 @@ def from_a_buffer(state, path):
 
 def into_an_open_file(state, path):
     with open(path, "wb") as file:
-        torch.save(state, file)
+        torch.save(obj=state, f=file)
         os.fsync(file.fileno())
 
 

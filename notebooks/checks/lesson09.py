@@ -165,10 +165,10 @@ def _killed(save: Callable, folder: Path, step: int, half: bool) -> None:
     real = {(torch, "save"): torch.save, (os, "replace"): os.replace, (os, "rename"): os.rename}
     saved = False
 
-    def write(content, file, *args, **kwargs):
+    def write(obj, f, *args, **kwargs):  # the names of torch.save, for answers that use them
         nonlocal saved
-        saved = True
-        real[torch, "save"](content, file, *args, **kwargs)
+        saved, file = True, f
+        real[torch, "save"](obj, f, *args, **kwargs)
         if not half:
             return
         if hasattr(file, "truncate"):

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, parallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 DATA = Path(__file__).parent / "../../data/pride_and_prejudice.txt"  # the novel that comes with the course
 RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
@@ -100,6 +100,19 @@ class Llama(nn.Module):  # tokens (N, T) -> logits (N, T, vocabulary)
             inputs = (x, angles.cos(), angles.sin())
             x = checkpoint(block, *inputs, use_reentrant=False) if self.recompute else block(*inputs)
         return self.output(self.norm(x))
+
+
+class Text(Dataset):  # sequences of length + 1 tokens; each begins with the last token of the one before
+    def __init__(self, path, dtype, count, length):
+        self.path, self.dtype, self.count, self.length = str(path), dtype, count, length
+
+    def __len__(self):
+        return (self.count - 1) // self.length
+
+    def __getitem__(self, row):
+        # The file is mapped, not read, and here, since a mapped tensor cannot be sent to a worker that is not forked.
+        tokens = torch.from_file(self.path, size=self.count, dtype=self.dtype)
+        return tokens[row * self.length : (row + 1) * self.length + 1]
 
 
 def plan():  # how tensor parallelism divides the layers; between them, each process has some tokens
@@ -244,8 +257,7 @@ def main():
     last = min(args.steps, first + (args.max_steps or args.steps))
     if first and RANK == 0:
         print(f"continues after step {first} of {args.steps}", flush=True)
-    tokens = torch.from_file(str(args.data), size=count, dtype=getattr(torch, args.token_type))  # mapped, not read
-    text = tokens.unfold(0, args.sequence + 1, args.sequence)  # each row begins with the last token of the one before
+    text = Text(args.data, getattr(torch, args.token_type), count, args.sequence)
     own = batches(len(text), args.batch_size, range(first, last), mesh.get_local_rank("data"), groups)
     loader = DataLoader(text, batch_sampler=own, num_workers=args.workers, pin_memory=DEVICE.type == "cuda")
     weights = sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel()

@@ -125,14 +125,3 @@ def test_old_names_warn_and_copies_of_storages_are_pinned():
     storage = torch.ones(2, device="cuda").untyped_storage()
     assert storage.to(device="cpu", non_blocking=True).is_pinned()
     assert not storage.to(device="cpu").is_pinned()
-
-
-def test_the_settings_of_cufft_s_plans():
-    plans = torch.backends.cuda.cufft_plan_cache
-    assert (plans.size, plans.max_size, plans["cuda:1"].max_size) == (0, 4096, 4096)
-    plans.max_size = 10
-    plans[1].max_size = 7
-    plans.clear()
-    assert (plans[0].max_size, plans[torch.device("cuda", 1)].max_size) == (10, 7)
-    with pytest.raises(RuntimeError, match="non-negative"):
-        plans.max_size = -1

@@ -17,10 +17,11 @@ PROGRAM = """\
 import sys
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("nccl")
 torch.cuda.set_device(0)
-layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 1024 * int(sys.argv[1])).cuda())
+layer = DDP(torch.nn.Linear(1024, 1024 * int(sys.argv[1]), device="cuda"))
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 for _ in range(int(sys.argv[2])):
     optimizer.zero_grad()
