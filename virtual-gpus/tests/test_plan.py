@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,38 @@ def test_a_program_gets_its_verdict_last(arguments, options, code, said, tmp_pat
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["exit_code"] == code and said.startswith(written["verdict"])
     assert written["report"]["world_size"] == (16 if code == plan.FITS else 1)
+
+
+@pytest.mark.parametrize(
+    ("largest", "low", "high", "tries"),
+    [(37, 1, 512, 12), (1, 1, 512, 2), (0, 1, 512, 1), (512, 1, 512, 10), (37, 30, 37, 2), (5, 5, 5, 1), (0, 3, 9, 1)],
+)
+def test_a_search_finds_the_largest_number(largest, low, high, tries, monkeypatch, capsys, tmp_path):
+    tried = []
+
+    def attempt(arguments, options, number):
+        tried.append(number)
+        code = plan.FITS if number <= largest else plan.DOES_NOT_FIT
+        return {"exit_code": code, "verdict": str(code), "why": "as told"}
+
+    monkeypatch.setattr(plan, "_try", attempt)
+    with pytest.raises(SystemExit) as left:
+        plan.search([], Namespace(search=(low, high), json=tmp_path / "found.json"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert left.value.code == (plan.FITS if largest else plan.DOES_NOT_FIT)
+    assert last.startswith(f"FITS: {largest} is" if largest else f"DOES NOT FIT: even {low}")
+    assert len(tried) == len(set(tried)) <= tries and all(low <= number <= high for number in tried)
+    assert json.loads((tmp_path / "found.json").read_text())["largest"] == (largest or None)
+
+
+def test_a_search_runs_the_program(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "virtual_gpus", "plan", "--search=64:99", "train.py"]
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    done = subprocess.run([*command, "{}", "1"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert (
+        done.returncode == plan.INCOMPLETE
+        and "64: INCOMPLETE: the program looked at numbers, at train.py:" in done.stdout
+    ), done.stdout
+    done = subprocess.run([*command, "8"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == plan.USAGE and "--search needs {}" in done.stderr

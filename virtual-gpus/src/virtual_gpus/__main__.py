@@ -96,7 +96,10 @@ def main(arguments: list[str] | None = None) -> None:
     The GPUs stay on until the process ends, because threads and exit handlers of the program need them too. As one rank
     of many, a report of the job is printed after the program, also after one that fails.
     """
-    options, rest = parse(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, rest = parse(given)
+    if options.plans and options.search:
+        plan.search(given[1:], options)
     options.made.start()
     machine = active_machine()
     assert machine is not None

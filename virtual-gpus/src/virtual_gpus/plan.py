@@ -10,7 +10,9 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -47,6 +49,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that only `plan` has."""
     parser.add_argument("--max-peak", help="the most memory that the job may need, such as 36GiB (default: the GPU's)")
     parser.add_argument("--json", type=Path, help="a file for verdict and report")
+    parser.add_argument(
+        "--search", metavar="LOW:HIGH", help="the largest number that fits in place of {} in its arguments"
+    )
     parser.add_argument("--values", action="store_true", help="keep values, for a program that looks at its numbers")
 
 
@@ -58,6 +63,72 @@ def prepare(options: argparse.Namespace) -> None:
     if options.rank is None:
         options.rank = 0
     options.limit = None if options.max_peak is None else parse_bytes(options.max_peak)
+    if options.search is not None:
+        bounds = re.fullmatch(r"(\d+):(\d+)", options.search)
+        if bounds is None or not 0 < int(bounds[1]) <= int(bounds[2]):
+            raise ValueError(f"--search is {options.search!r}. Write two numbers above 0, for example --search 1:512.")
+        if not any("{}" in argument for argument in options.arguments):
+            raise ValueError("--search needs {} among the program's arguments, for example: train.py --batch-size {}")
+        options.search = int(bounds[1]), int(bounds[2])
+
+
+def search(arguments: list[str], options: argparse.Namespace) -> None:
+    """Try numbers in place of {}, each in a process of its own, and exit with a verdict of the largest that fits.
+
+    arguments: all of the command line after "plan". A number that fits is taken to mean that all smaller ones do.
+    """
+    low, high = options.search
+    tried: dict[int, dict[str, Any]] = {}
+
+    def fits(number: int) -> bool:
+        if number not in tried:
+            tried[number] = found = _try(arguments, options, number)
+            print(f"{number}: {found['verdict']}: {found['why']}", flush=True)
+            if found["exit_code"] not in (FITS, DOES_NOT_FIT):
+                raise SystemExit(found["exit_code"])
+        return tried[number]["exit_code"] == FITS
+
+    best, number = 0, low
+    while number <= high and fits(number):  # doubles, so that a wide range takes few tries
+        best, number = number, min(2 * number, high) if number < high else high + 1
+    first_without = min(number, high + 1)
+    while best and first_without - best > 1:
+        middle = (best + first_without) // 2
+        best, first_without = (middle, first_without) if fits(middle) else (best, middle)
+    if options.json is not None:
+        _replace(options.json, {"largest": best or None, "tried": {str(key): tried[key] for key in sorted(tried)}})
+    if not best:
+        print(f"{_WORDS[DOES_NOT_FIT]}: even {low} does not fit.")
+        raise SystemExit(DOES_NOT_FIT)
+    print(f"{_WORDS[FITS]}: {best} is the largest number from {low} to {high} that fits.")
+    raise SystemExit(FITS)
+
+
+def _try(arguments: list[str], options: argparse.Namespace, number: int) -> dict[str, Any]:
+    """What `plan` says with this number. Raises SystemExit if it ends without a verdict."""
+    options_before = len(arguments) - len(options.arguments)
+    ours, theirs = arguments[:options_before], [each.replace("{}", str(number)) for each in options.arguments]
+    for name in ("--search", "--json"):
+        ours = _without(ours, name)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "virtual_gpus", "plan", "--json", str(file), *ours, *theirs]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if not file.exists():
+            print(done.stdout)
+            raise SystemExit(ERROR)
+        if done.returncode == ERROR:
+            print(done.stdout)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _without(arguments: list[str], name: str) -> list[str]:
+    """Without an option and its value, "--name value" or "--name=value"."""
+    kept = [each for each in arguments if not each.startswith(f"{name}=")]
+    if name in kept:
+        place = kept.index(name)
+        del kept[place : place + 2]
+    return kept
 
 
 def run(program: Callable[[], None], options: argparse.Namespace) -> None:
@@ -117,6 +188,10 @@ def _line(error: BaseException) -> str:
 
 def _write(path: Path, report: TrainingReport, verdict: Verdict) -> None:
     found: dict[str, Any] = {"verdict": _WORDS[verdict.exit_code], **asdict(verdict), "report": asdict(report)}
+    _replace(path, found)
+
+
+def _replace(path: Path, found: dict[str, Any]) -> None:
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
