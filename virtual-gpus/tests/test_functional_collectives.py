@@ -74,6 +74,8 @@ CASES = {
     "attention, not waited for": lambda x, mesh: attention(OPS.all_reduce(x, "sum", mesh.get_group().group_name)),
     "a whole DTensor": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor() * 2,
 }
+if not hasattr(OPS, "irecv"):  # 2.11 has not
+    del CASES["received"]
 
 
 def cases(shapes_only: bool) -> dict:
@@ -113,7 +115,8 @@ def test_no_second_block(shapes_only):
         made = OPS.all_gather_into_tensor(x, RANKS, mesh.get_group().group_name)
         assert torch.cuda.memory_allocated() - before == RANKS * 256 * 512 * 4
         assert OPS.wait_tensor(made) is made
-        assert all(a is b for a, b in zip(OPS.wait_tensors([made]), [made], strict=True))
+        if hasattr(OPS, "wait_tensors"):  # 2.11 has not
+            assert all(a is b for a, b in zip(OPS.wait_tensors([made]), [made], strict=True))
         later = functional.all_reduce(x, "sum", mesh)
         assert type(later) is functional.AsyncCollectiveTensor and later.device == x.device
         assert torch.cuda.memory_allocated() - before == (RANKS + 1) * 256 * 512 * 4
