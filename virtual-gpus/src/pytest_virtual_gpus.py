@@ -73,9 +73,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     import torch
     from virtual_gpus.testing import RankError, run_ranks
 
-    settings: dict[str, Any] = {"timeout": 60} | {
-        name: marker.kwargs[name] for name in _OF_RANKS if name in marker.kwargs
-    }
+    settings = {name: marker.kwargs[name] for name in _OF_RANKS if name in marker.kwargs}
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     for name, value in arguments.items():
         if any(isinstance(part, torch.Tensor) and part.is_cuda for part in _parts(value)):
@@ -84,17 +82,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
                 "the fixture return a function that makes it.",
                 pytrace=False,
             )
-    words, report = "", pytest.fail
+    failure: Exception | None = None
     try:
         with _sent_by_value(pyfuncitem):
             run_ranks(_Test(pyfuncitem.obj, arguments, pyfuncitem.repr_failure), **settings)
-    except RankError as error:
-        words = error.said if error.of in ("Skipped", "XFailed") else str(error)
-        report = {"Skipped": pytest.skip, "XFailed": pytest.xfail}.get(error.of, pytest.fail)
-    except (TimeoutError, ValueError) as error:  # ValueError: of the marker's arguments
-        words = str(error)
-    if words:
-        report(words, **({"pytrace": False} if report is pytest.fail else {}))
+    except (RankError, TimeoutError, ValueError) as error:  # ValueError: of the marker's arguments
+        failure = error
+    if isinstance(failure, RankError) and failure.of == "Skipped":
+        pytest.skip(failure.said)
+    if isinstance(failure, RankError) and failure.of == "XFailed":
+        pytest.xfail(failure.said)
+    if failure is not None:
+        pytest.fail(str(failure), pytrace=False)
     return True
 
 

@@ -8,9 +8,10 @@ call, however many functions are in between.
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -81,6 +82,18 @@ def calling_frame() -> FrameType:
     while frame.f_code is not ENTERED and frame.f_code is not _dispatch:
         frame = frame.f_back
     return frame.f_back or frame
+
+
+def program_line(frames: Iterable[tuple[FrameType, int]]) -> tuple[FrameType, int]:
+    """The innermost of frames (with their lines, from the inside out) outside PyTorch and this package; else the last.
+
+    `traceback.walk_stack` gives them in this order, `traceback.walk_tb` in the other one.
+    """
+    beside = (str(pathlib.Path(torch.__file__).parent) + os.sep, _HERE + os.sep, "<frozen")
+    for found in frames:
+        if not found[0].f_code.co_filename.startswith(beside):
+            break
+    return found
 
 
 def _beyond_this_package(traceback: TracebackType | None) -> TracebackType | None:

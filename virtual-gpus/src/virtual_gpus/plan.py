@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,9 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.entrance import program_line
 from virtual_gpus.errors import NeedsValues
+from virtual_gpus.files import write_whole
 from virtual_gpus.gpus import format_bytes, parse_bytes
 from virtual_gpus.timeline.training import TrainingReport, record_training
 
@@ -96,7 +97,8 @@ def search(arguments: list[str], options: argparse.Namespace) -> None:
         middle = (best + first_without) // 2
         best, first_without = (middle, first_without) if fits(middle) else (best, middle)
     if options.json is not None:
-        _replace(options.json, {"largest": best or None, "tried": {str(key): tried[key] for key in sorted(tried)}})
+        found = {"largest": best or None, "tried": {str(key): tried[key] for key in sorted(tried)}}
+        write_whole(options.json, json.dumps(found, indent=2) + "\n")
     if not best:
         print(f"{_WORDS[DOES_NOT_FIT]}: even {low} does not fit.")
         raise SystemExit(DOES_NOT_FIT)
@@ -179,19 +181,14 @@ def judge(report: TrainingReport, error: BaseException | None, limit: int | None
 
 
 def _line(error: BaseException) -> str:
-    """The program's line in a traceback: the innermost one outside Python, PyTorch and this package."""
-    beside = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parent) + os.sep, "<frozen")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(beside)] or list(frames)
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "an unknown line"
+    """The program's line in a traceback."""
+    steps = list(traceback.walk_tb(error.__traceback__))
+    if not steps:
+        return "an unknown line"
+    frame, line = program_line(reversed(steps))
+    return f"{Path(frame.f_code.co_filename).name}:{line}"
 
 
 def _write(path: Path, report: TrainingReport, verdict: Verdict) -> None:
     found: dict[str, Any] = {"verdict": _WORDS[verdict.exit_code], **asdict(verdict), "report": asdict(report)}
-    _replace(path, found)
-
-
-def _replace(path: Path, found: dict[str, Any]) -> None:
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, json.dumps(found, indent=2) + "\n")

@@ -13,16 +13,16 @@ import linecache
 import os
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.entrance import program_line
 
-_NOT_THE_PROGRAM = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _WORDS = 400  # bytes of what a rank says of itself
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 _KEY = "virtual GPUs: where rank {} is"
@@ -55,10 +55,9 @@ def number(words: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest(), "little"))
 
 
-def counted(group: object) -> int:
-    """How many collectives of GPU tensors this process has begun in a group, this one included."""
-    _counts[group] = count = _counts.get(group, 0) + 1
-    return count
+def count(group: object) -> None:
+    """This process begins a collective of GPU tensors in a group. Errors say which it was."""
+    _counts[group] = _counts.get(group, 0) + 1
 
 
 def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:
@@ -109,10 +108,8 @@ def _name(group: Any, ranks: list[int]) -> str:
 
 
 def _line() -> str:
-    """The program's line: the innermost one outside PyTorch and this package."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    """The program's line, with its code."""
+    frame, line = program_line(traceback.walk_stack(sys._getframe()))
+    file = frame.f_code.co_filename
     code = linecache.getline(file, line, frame.f_globals).strip()
     return f"{os.path.basename(file)}:{line}" + (f": {code}" if code else "")

@@ -29,7 +29,7 @@ import torch
 
 from virtual_gpus.clock.links import Route
 from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
-from virtual_gpus.dispatch.agreement import counted, mismatch, number, purpose, tell_who_is_missing
+from virtual_gpus.dispatch.agreement import count, mismatch, number, purpose, tell_who_is_missing
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.groups import (
     carrier,
@@ -126,7 +126,7 @@ class _Known:
 class Meeting(NamedTuple):
     """The ranks of a group that have come to a collective: when this one could begin, and when all can.
 
-    start: the modelled time at which the last one is there. links: those between the ranks.
+    start: the modelled time at which the last one is there. links: those between the ranks. nbytes: of the larger side.
     """
 
     gpu: VirtualGPU
@@ -134,6 +134,7 @@ class Meeting(NamedTuple):
     began: float
     start: float
     links: Route
+    nbytes: int
 
 
 def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
@@ -145,12 +146,11 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
     group = None if gpu is None or kind is None else _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         return None
-    if is_alone(group):
-        return _meet(gpu, group, kind, call.tensors)
-    nbytes = _size(kind, call.args[:2], [], group)
+    nbytes = _size(kind, call.args[:2], group)
     if kind == "all_gather" and call.func.namespace != "c10d":
         nbytes *= group.size()  # of the result, which is not there yet
-    return _meet(gpu, group, kind, call.tensors, purpose(call, kind, nbytes, group))
+    what = "" if is_alone(group) else purpose(call, kind, nbytes, group)
+    return _meet(gpu, group, kind, what, nbytes, call.tensors)
 
 
 def record_collective(
@@ -178,13 +178,13 @@ def record_collective(
             _note(gpu, [tensor], _message(kind == "isend", gpu, group, [tensor], peer, tag))
     elif meeting is not None:
         made = [] if call.func.namespace == "c10d" else _tensors([result])
-        end = _carry(meeting, _size(meeting.lane.kind, call.args[:2], made, group))
+        end = _carry(meeting, _bytes(made))  # an all-to-all may return more than it was given
         _note(gpu, made or _tensors(call.args[:1]), _Known(end))
 
 
 def record_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
-    gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", what="barrier"), 0), gpu.slot)
+    gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
 
 
 def remember(work: Any) -> None:
@@ -204,13 +204,15 @@ def await_work(work: Any) -> None:
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def _meet(gpu: VirtualGPU, group, kind: str, tensors: Iterable[torch.Tensor] = (), what: str = "") -> Meeting:
+def _meet(
+    gpu: VirtualGPU, group, kind: str, what: str, nbytes: int = 0, tensors: Iterable[torch.Tensor] = ()
+) -> Meeting:
     first_gpu_of.setdefault(group, gpu)
     lane = _lane(group, kind)
     began = _begins(gpu, lane, tensors)
     if is_alone(group):
-        return Meeting(gpu, lane, began, began, route_of(gpu, group))
-    counted(group)
+        return Meeting(gpu, lane, began, began, route_of(gpu, group), nbytes)
+    count(group)
     try:
         others = _exchange(group, [began, *place_of(gpu), number(what)])
     except RuntimeError as error:  # gloo's word for a time limit, or for a connection that was closed
@@ -221,12 +223,17 @@ def _meet(gpu: VirtualGPU, group, kind: str, tensors: Iterable[torch.Tensor] = (
     places = [(int(host), int(slot)) for _, host, slot, _ in others]
     if is_nccl(group):
         _refuse_shared_gpus(places)
-    return Meeting(gpu, lane, began, max(start for start, *_ in others), route(gpu, group, places))
+    start = max(start for start, *_ in others)
+    return Meeting(gpu, lane, began, start, route(gpu, group, places), nbytes)
 
 
-def _carry(meeting: Meeting, nbytes: int) -> float:
-    """Put a collective on this process's clock; returns its end, which is the same in all processes."""
-    gpu, lane, began, start, links = meeting
+def _carry(meeting: Meeting, made: int = 0) -> float:
+    """Put a collective on this process's clock; returns its end, which is the same in all processes.
+
+    made: the bytes of its result, if it makes one.
+    """
+    gpu, lane, began, start, links, given = meeting
+    nbytes = max(given, made)
     end = start + collective_seconds(links, lane.kind, nbytes)
     _occupy(gpu, lane, began, end, sent_bytes(links.count, lane.kind, nbytes))
     return end
@@ -478,9 +485,9 @@ def _tensors(values) -> list[torch.Tensor]:
     return [tensor for tensor in found if gpu_of(tensor) is not None]
 
 
-def _size(kind: str, given: Sequence[Any], made: list[torch.Tensor], group) -> int:
+def _size(kind: str, given: Sequence[Any], group) -> int:
     """The bytes of the larger side. Of what is gathered or scattered, which only the root has, each rank has a part."""
-    sides = [nbytes for side in (*given, made) if (nbytes := _bytes([side]))]
+    sides = [nbytes for side in given if (nbytes := _bytes([side]))]
     return min(sides, default=0) * group.size() if kind in ("gather", "scatter") else max(sides, default=0)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from virtual_gpus.files import write_whole
 from virtual_gpus.switch import active_machine, renew_inherited
 from virtual_gpus.testing.child import leave_the_parent, print_into
 from virtual_gpus.testing.failures import Failure
@@ -119,11 +120,11 @@ def run_rank(rank: int, job: Job) -> None:
         torch.save(function(rank, *args), result, pickle_module=pickler)
         _stop(timer)
     except BaseException as error:  # SystemExit and KeyboardInterrupt too, because the parent must hear of any end
-        _write(job.file(rank, "failure"), pickle.dumps(Failure.of_error(error, rank, job.labels)))
+        write_whole(job.file(rank, "failure"), pickle.dumps(Failure.of_error(error, rank, job.labels)))
         if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)  # what this rank has started too
         os._exit(1)  # at once, so that the other ranks see a closed connection and do not wait
-    _write(job.file(rank, "result"), result.getvalue())
+    write_whole(job.file(rank, "result"), result.getvalue())
     if torch.distributed.is_initialized():
         # Without this, connections would stay open. A rank that still waits for this one must see them close.
         torch.distributed.destroy_process_group()
@@ -144,7 +145,7 @@ def _set_up(rank: int, job: Job) -> None:
         torch.distributed.init_process_group(
             job.backend, store=store, rank=rank, world_size=job.ranks, device_id=device
         )
-    _write(job.file(rank, "ready"), b"")
+    write_whole(job.file(rank, "ready"), b"")
     while not job.is_connected():
         time.sleep(0.002)  # a rank that is done at once must not close the connection to one that still connects
 
@@ -173,11 +174,4 @@ def _stop(timer: threading.Timer) -> None:
 
 def _report_time_limit(rank: int, job: Job) -> None:
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    _write(job.file(rank, "failure"), pickle.dumps(Failure.of_time_limit(frame, rank, job.labels)))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes in one step: a file that exists is complete."""
-    unfinished = path.with_suffix(path.suffix + ".part")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+    write_whole(job.file(rank, "failure"), pickle.dumps(Failure.of_time_limit(frame, rank, job.labels)))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from virtual_gpus.clock.clock import Span
+from virtual_gpus.files import write_whole
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.threads import this_thread
 from virtual_gpus.timeline.communication import Communication, communication
@@ -170,10 +170,8 @@ class Timeline:
 
     def save(self, path: str | Path) -> None:
         """Write the timeline as JSON in Chrome's trace format, with times in microseconds. Perfetto opens it."""
-        path = Path(path)
-        half_done = path.with_name(path.name + ".part")
-        half_done.write_text(json.dumps({"traceEvents": list(self._events()), "displayTimeUnit": "ms"}), "utf-8")
-        os.replace(half_done, path)
+        events = {"traceEvents": list(self._events()), "displayTimeUnit": "ms"}
+        write_whole(Path(path), json.dumps(events))
 
     def _events(self):
         rows = rows_of(self.spans)
