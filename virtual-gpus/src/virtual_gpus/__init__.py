@@ -41,7 +41,9 @@ Time:
   CUDA's launch queue has no limit. Copies that use the same link share its bandwidth per GPU, not per switch. Of NCCL's
   algorithms, rings are modelled, and trees for all-reduces over several hosts.
 - Numbers never depend on streams. A program that forgets to wait gives correct results here, but may give wrong ones on
-  a real GPU.
+  a real GPU. `check_races=True` raises an error there. It compares the spans of bytes that tensors take, so two streams
+  that use different columns of one matrix count as a race. It does not look into CUDA graphs and CPU threads, nor at
+  what a NumPy array of pinned memory is used for later.
 - In torch.distributed, collectives and messages take modelled time for GPU tensors, but none for CPU tensors. With the
   backend "fake", each collective begins without waiting for the other ranks, which are not there. Groups of one host
   share its network adapters as if all ranks ran such collectives at the same time. On NVLink, groups do not slow each
@@ -122,18 +124,20 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from virtual_gpus.dispatch.races import RaceError
     from virtual_gpus.errors import NotModelled
     from virtual_gpus.placement.storages import block_address
     from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
     from virtual_gpus.timeline.record import record_timeline
     from virtual_gpus.timeline.training import record_training, transformer_flops
 
-__all__ = ["NotModelled", "active_machine", "block_address", "record_timeline", "record_training", "renew_inherited",
-           "transformer_flops", "virtual_gpus"]  # fmt: skip
+__all__ = ["NotModelled", "RaceError", "active_machine", "block_address", "record_timeline", "record_training",
+           "renew_inherited", "transformer_flops", "virtual_gpus"]  # fmt: skip
 __version__ = "0.2.0"
 
 _HOMES = {
     "NotModelled": "virtual_gpus.errors",
+    "RaceError": "virtual_gpus.dispatch.races",
     "active_machine": "virtual_gpus.switch",
     "block_address": "virtual_gpus.placement.storages",
     "record_timeline": "virtual_gpus.timeline.record",

@@ -58,6 +58,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--no-children", dest="children", action="store_false", help="programs that it starts have no virtual GPUs"
     )
+    parser.add_argument(
+        "--check-races", action="store_true", help="raise an error where streams use memory without an order"
+    )
     parser.add_argument("--as-rank", dest="rank", type=int, help="be this rank of a job whose other ranks do not exist")
     parser.add_argument("--of", dest="world_size", type=int, help="number of ranks of that job, --gpus on each host")
     parser.add_argument("--tokens", type=int, help="tokens of one step of that job, for its report")

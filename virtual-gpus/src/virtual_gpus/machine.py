@@ -134,6 +134,7 @@ class VirtualMachine:
         self.slots = [VirtualGPU(slot, settings, self) for slot in range(settings.count)]
         self.topology = settings.topology
         self.clock = Clock(settings.count)
+        self.races: Any = None  # with check_races, who looks for them (`dispatch.races.RaceChecker`)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
         self.captures: list[Any] = []  # of CUDA graphs, that are under way (`dispatch.graphs.Capture`)
@@ -193,7 +194,7 @@ class VirtualMachine:
     @contextmanager
     def without_time(self):
         """Use a separate clock in this block. The caller adds the work to the real clock in a different form."""
-        clock, self.clock = self.clock, Clock(len(self.slots), self.clock.host)
+        clock, self.clock = self.clock, self.clock.anew()
         try:
             yield
         finally:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from virtual_gpus import sanitizer
 from virtual_gpus.clock.links import Topology, arrange
 from virtual_gpus.gpus import GPUSpec, parse_bytes, spec
 
+sanitizer.switch_off()  # before any module of this package makes a tensor
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # the versions whose memory rules are known
 INSTALLED = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
 
@@ -33,6 +35,7 @@ class Settings:
     rank: int | None = None
     world_size: int | None = None
     adapters: int = 1
+    check_races: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from virtual_gpus import errors, machine, operators, ops, patches
-from virtual_gpus.dispatch import mode
+from virtual_gpus.dispatch import mode, races
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory import history
 from virtual_gpus.settings import Settings
@@ -39,6 +39,8 @@ class virtual_gpus:
         `help("virtual_gpus.clock.links.arrange")`.
     children: let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are
         started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
+    check_races: raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and
+        nothing orders them. `help("virtual_gpus.dispatch.races")` says how.
     rank, world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the job
         has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees.
 
@@ -61,10 +63,11 @@ class virtual_gpus:
         rank: int | None = None,
         world_size: int | None = None,
         adapters: int = 1,
+        check_races: bool = False,
     ) -> None:
         self._settings = Settings(
             count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children,
-            rank, world_size, adapters,
+            rank, world_size, adapters, check_races,
         )  # fmt: skip
         self._machine: VirtualMachine | None = None
 
@@ -80,6 +83,7 @@ class virtual_gpus:
             made.start_in_child = start
             machine.push(made)
             try:
+                races.watch(made)
                 if first:
                     patches.install()
                 mode.enter_thread()

@@ -18,6 +18,7 @@ the clock costs a few microseconds per operator. What is kept: for each GPU when
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from virtual_gpus.clock.calibration import HOST, HostCosts
@@ -149,6 +150,22 @@ class Clock:
             self.now = after
         if self.timelines and after > before:
             self._record(Span(None, HOST_LANE, before, after, "wait", "wait"))
+
+    def anew(self) -> Clock:
+        """Another clock for the same GPUs, which starts at 0."""
+        return Clock(len(self.tracks), self.host)
+
+    # What these say beyond times is for `dispatch.races`.
+
+    def latest(self, times: Iterable[float]) -> float:
+        """The latest of several times; 0 if there are none."""
+        return max(times, default=0.0)
+
+    def seen(self, until: float) -> None:
+        """The host has asked whether a time is past, and it is."""
+
+    def join(self, *lanes: tuple[int, int | str]) -> None:
+        """Each of several lanes, (GPU, stream), waits for all others."""
 
     def start_backward(self) -> None:
         """Autograd has a thread per GPU, in C++: they issue work side by side."""

@@ -69,6 +69,7 @@ def peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
     ends = (source.slot, source.stream, COPY_OUT), (target.slot, target.stream, COPY_IN)
     start = max(now, *(clock.ready(slot, lane) for slot, *lanes in ends for lane in lanes))
     end = start + link.latency + nbytes / (link.bandwidth * REACHED)
+    clock.join(*((slot, stream) for slot, stream, _ in ends))
     for slot, stream, lane in ends:
         clock.occupy(slot, lane, start, end, "copy", f"cuda:{source.index} to cuda:{target.index}", kernel=False)
         clock.hold(slot, stream, end)
@@ -151,5 +152,6 @@ def collective_here(gpus: Sequence[VirtualGPU], kind: str, nbytes: int) -> None:
         gpus[0].machine.topology.between(a, b) for a, b in zip(slots, [*slots[1:], slots[0]], strict=True) if a != b
     ]
     end = start + ring_seconds(links, len(slots), kind, nbytes)
+    clock.join(*((gpu.slot, gpu.stream) for gpu in gpus))
     for gpu in gpus:
         clock.occupy(gpu.slot, gpu.stream, start, end, "collective", kind, kernel=True)

@@ -84,7 +84,12 @@ class _Lane(NamedTuple):
 
 
 class Arrival:
-    """When a tensor from another process is here: known once the sender has said when it sent it."""
+    """When a tensor from another process is here: known once the sender has said when it sent it.
+
+    given: whether Python has the Work, so that the program must wait for it; else C++ does.
+    """
+
+    given = False
 
     def __init__(self, gpu: VirtualGPU, lane: _Lane, work, message: torch.Tensor, began: float, nbytes: int):
         self._gpu, self._lane, self._work, self._message = gpu, lane, work, message
@@ -113,8 +118,8 @@ class Arrival:
 class _Known:
     """An arrival whose time is known."""
 
-    __slots__ = ("_end",)
     known = True
+    given = False
 
     def __init__(self, end: float):
         self._end = end
@@ -165,6 +170,8 @@ def record_collective(
         return
     if name in ("wait_tensor", "wait_tensors"):
         await_tensors(gpu, gpu.stream, call.tensors)
+        if gpu.machine.races is not None:
+            gpu.machine.races.tensors_arrived(gpu, call.tensors)
         return
     group = _group_of(call)
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
@@ -172,19 +179,47 @@ def record_collective(
     if name in _SENDS or name in _RECEIVES:
         peer = call["dst"] if name in _SENDS else call["src"] if "src" in call.op.names else None
         tensors = _tensors([call.args[0]])
-        _note(gpu, tensors, _message(name in _SENDS, gpu, group, tensors, peer, call["tag"]))
+        arrival = _message(name in _SENDS, gpu, group, tensors, peer, call["tag"])
+        _note(gpu, tensors, arrival)
+        _look_for_races(gpu, group, name, name not in _SENDS, tensors, arrival)
     elif name == "batch_p2p_ops":
         for kind, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
-            _note(gpu, [tensor], _message(kind == "isend", gpu, group, [tensor], peer, tag))
+            arrival = _message(kind == "isend", gpu, group, [tensor], peer, tag)
+            _note(gpu, [tensor], arrival)
+            _look_for_races(gpu, group, kind, kind != "isend", [tensor], arrival)
     elif meeting is not None:
         made = [] if call.func.namespace == "c10d" else _tensors([result])
         end = _carry(meeting, _bytes(made))  # an all-to-all may return more than it was given
-        _note(gpu, made or _tensors(call.args[:1]), _Known(end))
+        arrival = _Known(end)
+        _note(gpu, made or _tensors(call.args[:1]), arrival)
+        if gpu.machine.races is not None:
+            arrival.given = call.func.namespace != "c10d"
+            written = made or _written(call, group)
+            reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]
+            gpu.machine.races.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
 
 
 def record_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
     gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
+    if gpu.machine.races is not None:
+        gpu.machine.races.host_waits(gpu)
+
+
+def _written(call: OpCall, group) -> list[torch.Tensor]:
+    """The tensors that a collective fills: the first ones, but for a root that broadcasts."""
+    if call.op.base == "broadcast_" and call["root_rank"] == group.rank():
+        return []
+    if call.op.written:
+        return [tensor for name, tensor in call.named_tensors() if name in call.op.written]
+    return _tensors(call.args[:1])
+
+
+def _look_for_races(gpu: VirtualGPU, group, name: str, receives: bool, tensors: list[torch.Tensor], arrival) -> None:
+    if gpu.machine.races is not None:
+        queue = _lane(group, "recv" if receives else "send").queue
+        parts = ([], tensors) if receives else (tensors, [])
+        gpu.machine.races.collective(gpu, queue, name, *parts, arrival)
 
 
 def remember(work: Any) -> None:
@@ -192,11 +227,20 @@ def remember(work: Any) -> None:
     noted, this_thread.collective = this_thread.collective, None
     if noted is not None and work is not None:
         _ends[work] = noted
+        noted[1].given = True
+
+
+def give_to_future(work: Any) -> None:
+    """C++ waits for the collective of a Work, before it calls what was given to its future."""
+    if work in _ends:
+        _ends[work][1].given = False
 
 
 def await_work(work: Any) -> None:
     """`work.wait()`: the current stream waits for the collective, and the host does not."""
     gpu, arrival = _ends.get(work, (None, None))
+    if arrival is not None and gpu.machine.races is not None:
+        gpu.machine.races.arrived(gpu, arrival)
     if arrival is not None and arrival.known:
         gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
 

@@ -97,7 +97,11 @@ def _copy_now(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_form
     made = _copied(tensor, source, target, dtype, memory_format)
     into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
     record_copy(source, target, tensor, dtype, blocking, into_pinned)
-    return pin(made) if into_pinned else made
+    made = pin(made) if into_pinned else made
+    races = (source or target).machine.races if source or target else None
+    if races is not None:
+        races.copy(tensor, made, blocking)
+    return made
 
 
 def _copy_of_wrapper(tensor, copy):

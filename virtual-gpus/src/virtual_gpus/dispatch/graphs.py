@@ -22,7 +22,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from virtual_gpus import errors
-from virtual_gpus.clock.clock import Clock
 from virtual_gpus.clock.graph_clock import GraphClock
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.mode import Placement, run
@@ -425,7 +424,7 @@ def _below_autograd():
 def _replaying(machine: VirtualMachine):
     """What runs here takes no time, and its memory comes from nowhere. Autocast is off: operators were cast before."""
     route = Route(allocator=CachingAllocator(1 << 60, first_address=_REPLAYED), thread=threading.get_ident())
-    outer, machine.clock = machine.clock, Clock(len(machine.slots), machine.clock.host)
+    outer, machine.clock = machine.clock, machine.clock.anew()
     cast, this_thread.autocast = this_thread.autocast, False
     for gpu in machine.gpus:
         gpu.routes.append(route)

@@ -56,7 +56,8 @@ class Placement(TorchDispatchMode):
                 raise errors.not_modelled("torch.jit.trace")
             if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
                 return _run_fake(func, args, kwargs or {})
-            return run(OpCall(func, args, kwargs or {}), machine)
+            call = OpCall(func, args, kwargs or {})
+            return run(call, machine) if machine.races is None else machine.races.follow(call, run)
         except BaseException as error:
             args = kwargs = None
             text = seen_from_outside(error)

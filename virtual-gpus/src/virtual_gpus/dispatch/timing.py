@@ -84,6 +84,8 @@ def record_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], output
     """`record_work` on tensors, for which it waits."""
     _await_late(gpu, inputs)
     record_work(gpu, name, operands(inputs), operands(outputs))
+    if gpu.machine.races is not None:
+        gpu.machine.races.kernel(name, inputs, outputs)
 
 
 def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
@@ -96,6 +98,8 @@ def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
     clock = gpu.machine.clock
     host = clock.host.operator + clock.host.product + clock.host.training
     clock.launch(gpu.slot, gpu.stream, found.seconds, host, name, clock.host.kernel * (found.kernels - 1))
+    if gpu.machine.races is not None:
+        gpu.machine.races.kernel(name, (query, key, value), ())
 
 
 def record_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backward: bool) -> None:
@@ -106,6 +110,8 @@ def record_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backw
     clock = gpu.machine.clock
     further = pace.kernel * _CHAINED * (found.kernels - 1)
     clock.launch(gpu.slot, gpu.stream, found.seconds, pace.operator + pace.training, name, further)
+    if gpu.machine.races is not None:
+        gpu.machine.races.kernel(name, inputs, ())
 
 
 def record_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches import streams
 from virtual_gpus.placement.storages import gpu_of
 
@@ -69,9 +69,9 @@ class _Pass:
                 stream._hold(self._ready.get(node, 0.0))
 
         def after(_, gradients) -> None:
-            done = max([streams.current_stream(gpu.index)._mark() for gpu in _gpus(gradients)], default=0.0)
+            marks = [streams.current_stream(gpu.index)._mark() for gpu in _gpus(gradients)]
             for following, _ in node.next_functions:
-                self._ready[following] = max(done, self._ready.get(following, 0.0))
+                self._ready[following] = active().clock.latest([*marks, self._ready.get(following, 0.0)])
 
         return [node.register_prehook(before), node.register_hook(after)]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch import alone
-from virtual_gpus.dispatch.collectives import remember
+from virtual_gpus.dispatch.collectives import give_to_future, remember
 from virtual_gpus.dispatch.groups import is_nccl, require_backend
 from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import active
@@ -362,6 +362,7 @@ def _get_future(function: Callable) -> Callable:
         if self in _collectives:
             with below():  # which keeps the current stream from waiting, too
                 self.wait()
+        give_to_future(self)
         return function(self)
 
     return get_future

@@ -76,8 +76,7 @@ class Stream:
     def query(self) -> bool:
         """True if all work given so far is done, on the modelled clock."""
         _refuse_if_captured(self._capture)
-        clock = self._gpu.machine.clock
-        return clock.ready(self._gpu.slot, self.stream_id) <= clock.now
+        return _is_past(self._gpu, self._mark())
 
     def synchronize(self) -> None:
         """The host waits for the work given so far."""
@@ -188,7 +187,7 @@ class Event:
     def query(self) -> bool:
         """True if all work before the mark is done, on the modelled clock."""
         _refuse_if_captured(self._capture, "Event")
-        return self._time is None or self._time <= self._stream._gpu.machine.clock.now
+        return self._time is None or _is_past(self._stream._gpu, self._time)
 
     def synchronize(self) -> None:
         """The host waits for the mark."""
@@ -229,6 +228,14 @@ def capture_of(gpu: VirtualGPU, stream: int):
 def _refuse_if_captured(capture, kind: str = "Unsupported") -> None:
     if capture is not None:
         raise capture.violation(kind)
+
+
+def _is_past(gpu: VirtualGPU, time: float) -> bool:
+    clock = gpu.machine.clock
+    if time > clock.now:
+        return False
+    clock.seen(time)
+    return True
 
 
 def _host_waits(gpu: VirtualGPU, until: float) -> None:

@@ -61,6 +61,7 @@ def get_device(self) -> int:
 def numpy(self, *, force: bool = False):
     """As PyTorch: a GPU tensor refuses, unless `force=True` copies it first."""
     if _gpu(self) is None:
+        _host_reads(self, "numpy")
         return _raw_numpy(self, force=force)
     if not force:
         device, self = device_of(self), None  # a kept traceback must not keep the tensor
@@ -75,7 +76,16 @@ def tolist(self):
         raise errors.needs_values("tolist()")
     if gpu is not None and this_thread.capture is not None:
         raise this_thread.capture.violation()
+    if gpu is None:
+        _host_reads(self, "tolist")
     return _raw_tolist(self)
+
+
+def _host_reads(tensor: torch.Tensor, name: str) -> None:
+    """Readers of CPU tensors that no dispatch mode sees."""
+    machine = active()
+    if machine is not None and machine.races is not None and not this_thread.inside:
+        machine.races.kernel(name, [tensor], ())
 
 
 def item(self):
@@ -115,6 +125,8 @@ def record_stream(self, stream) -> None:
     other = active().gpus[stream.device_index].slot, stream.stream_id
     for storage in storages(self):
         storage._record.gpu.allocator.record_stream(storage._record.block, other)
+        if active().races is not None:
+            active().races.used_by(storage._record, *other)
 
 
 def set_(self, source=None, *args, **kwargs):

@@ -29,7 +29,7 @@ class HostStorage:
     pinned: what `pin_memory` promised.
     """
 
-    __slots__ = ("creation_site", "pinned")
+    __slots__ = ("__weakref__", "creation_site", "pinned")
     gpu = product_site = None
 
     def __init__(self, creation_site=None, pinned: bool = False):
@@ -222,6 +222,9 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 def put(tensor: torch.Tensor, allocation: StorageAllocation) -> torch.Tensor:
     """Let `tensor` live in a block that was taken before it was made, or in that of another tensor."""
     tensor.untyped_storage()._record = allocation
+    races = allocation.gpu.machine.races
+    if races is not None:
+        races.kernel("a kernel", (), [tensor])
     return tensor
 
 

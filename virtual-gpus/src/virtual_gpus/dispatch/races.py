@@ -1,0 +1,410 @@
+"""Races: two accesses to the same memory, at least one of them a write, of which neither waits for the other.
+
+`virtual_gpus(check_races=True)` follows what CUDA guarantees, not what the modelled times happen to be: work of one
+stream runs in order, work that the host issues comes after all that the host has waited for, and events, `wait_stream`,
+`work.wait()` and `synchronize` carry such knowledge on (vector clocks, as in PyTorch's torch/cuda/_sanitizer.py). Every
+operator, copy and collective then looks up who used its bytes before. If nothing orders the two, it raises RaceError.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from virtual_gpus import sanitizer
+from virtual_gpus.clock.clock import Clock
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.entrance import program_line
+from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages
+from virtual_gpus.threads import this_thread
+
+Place = tuple[int, int | str]  # (GPU's slot, stream or queue of collectives): work in one place runs in order
+Past = dict[Place, int]  # of each place, the number of its last work that is known to be done
+_HOST: Place = (-1, "host")
+_WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
+_KEPT = 64  # freed blocks that other streams may still use
+
+
+class RaceError(RuntimeError):
+    """Two accesses to the same memory that nothing orders. On a real GPU, the numbers may be wrong."""
+
+
+class Moment(float):
+    """A modelled time that also says which work is done by then."""
+
+    __slots__ = ("past",)
+    past: Past
+
+
+class Order:
+    """Who knows of whose work that it is done."""
+
+    def __init__(self) -> None:
+        self.known: dict[Place, Past] = {_HOST: {}}
+
+    def past(self, place: Place) -> Past:
+        """What work that is given to a place now comes after."""
+        return self.known.setdefault(place, {})
+
+    def begin(self, place: Place) -> int:
+        """The host gives work to a place. Returns its number there."""
+        past = self.past(place)
+        _join(past, self.known[_HOST])
+        past[place] = number = past.get(place, 0) + 1
+        return number
+
+    def wait(self, place: Place, past: Past) -> None:
+        """What is given to a place from now on comes after `past`."""
+        _join(self.past(place), past)
+
+    def meet(self, places: Sequence[Place]) -> None:
+        """Each of several places waits for all others."""
+        for place in places:
+            for other in places:
+                self.wait(place, self.past(other))
+
+
+def _join(past: Past, other: Past) -> None:
+    for place, number in other.items():
+        if number > past.get(place, 0):
+            past[place] = number
+
+
+class OrderedClock(Clock):
+    """A clock whose marks carry what they order, so that events, streams and the host pass it on."""
+
+    order: Order
+
+    def anew(self) -> OrderedClock:
+        """See `Clock`."""
+        made = OrderedClock(len(self.tracks), self.host)
+        made.order = self.order
+        return made
+
+    def mark(self, gpu: int, stream: int) -> float:
+        """See `Clock`."""
+        return _moment(super().mark(gpu, stream), self.order.past((gpu, stream)))
+
+    def done(self, gpu: int) -> float:
+        """See `Clock`."""
+        past: Past = {}
+        for place, known in list(self.order.known.items()):
+            if place[0] == gpu:
+                _join(past, known)
+        return _moment(super().done(gpu), past)
+
+    def latest(self, times: Iterable[float]) -> float:
+        """See `Clock`."""
+        times, past = list(times), {}
+        for time in times:
+            _join(past, getattr(time, "past", {}))
+        return _moment(super().latest(times), past)
+
+    def hold(self, gpu: int, lane: int | str, until: float) -> None:
+        """See `Clock`."""
+        if isinstance(until, Moment):
+            self.order.wait((gpu, lane), until.past)
+        super().hold(gpu, lane, until)
+
+    def wait(self, until: float, gpu: int | None = None) -> None:
+        """See `Clock`."""
+        self.seen(until)
+        super().wait(until, gpu)
+
+    def seen(self, until: float) -> None:
+        """See `Clock`."""
+        if isinstance(until, Moment):
+            self.order.wait(_HOST, until.past)
+
+    def join(self, *lanes: Place) -> None:
+        """See `Clock`."""
+        self.order.meet(lanes)
+
+
+def _moment(time: float, past: Past) -> Moment:
+    made = Moment(time)
+    made.past = dict(past)
+    return made
+
+
+class _Access:
+    """Bytes `start` to `end` of a block or of pinned memory that work number `number` of a place reads or writes."""
+
+    __slots__ = ("arrival", "end", "freed", "line", "number", "place", "start", "what", "writes")
+
+    def __init__(self, place: Place, number: int, start: int, end: int, writes: bool, what: str, line: tuple[str, int]):
+        self.place, self.number, self.start, self.end, self.writes = place, number, start, end, writes
+        self.what, self.line = what, line
+        self.arrival: Any = None  # of a collective: whoever holds its Work waits for it
+        self.freed = False  # whether its tensor is gone, and the memory another tensor's
+
+
+class _History:
+    """The accesses to one storage that a later one may have to wait for."""
+
+    __slots__ = ("accesses", "address", "owner", "size", "slot", "stream", "waited_for")
+
+    def __init__(self, allocation: StorageAllocation, forget: Callable[[Any], None]):
+        self.owner = weakref.ref(allocation, forget)
+        block = allocation.block
+        self.slot, self.stream = allocation.gpu.slot, block.pool.stream
+        self.address, self.size = block.address, block.size
+        self.accesses: list[_Access] = []
+        self.waited_for: set[Place] = set()  # streams of `record_stream`, for which the allocator waits
+
+
+class RaceChecker:
+    """What `check_races` does on one machine."""
+
+    def __init__(self, machine: VirtualMachine):
+        self._machine, self._order = machine, Order()
+        clock = OrderedClock(len(machine.slots), machine.clock.host)
+        clock.order = self._order
+        machine.clock, machine.races = clock, self
+        self._of_blocks: dict[int, _History] = {}  # by the id of the StorageAllocation
+        self._freed: list[tuple[_History, list[_Access]]] = []
+        self._of_host: weakref.WeakKeyDictionary[HostStorage, list[_Access]] = weakref.WeakKeyDictionary()
+
+    # ---- what runs ----
+
+    def follow(self, call: OpCall, run: Callable[[OpCall, VirtualMachine], Any]) -> Any:
+        """Run an operator, after a look at what it reads and writes. Raises RaceError."""
+        op = call.op
+        if (
+            op.is_composite  # its parts come one by one
+            or op.is_view
+            or op.is_collective  # see `collective`
+            or op.base.startswith(_WITHOUT_ACCESS)
+            or this_thread.capture is not None
+        ):
+            return run(call, self._machine)
+        if op.base == "copy_" and len(call.tensors) == 2 and gpu_of(call.tensors[0]) is not gpu_of(call.tensors[1]):
+            result = run(call, self._machine)
+            self.copy(call.tensors[1], call.tensors[0], blocking=not call["non_blocking"])
+            return result
+        works = self._touch_inputs(call)
+        result = run(call, self._machine)
+        self._touch(op.base, _flat(result), {id(tensor) for tensor in call.tensors}, works)
+        return result
+
+    def kernel(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+        """Work on the current streams that the dispatch mode does not see."""
+        works: dict[int, tuple[Place, int]] = {}
+        for tensors, writing in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self._access(name, tensor, writing, works)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, blocking: bool) -> None:
+        """A copy between two devices. blocking: whether the program asked the host to wait for it."""
+        name = "copy_"
+        gpus = [gpu for gpu in (gpu_of(source), gpu_of(target)) if gpu is not None]
+        places = [(gpu.slot, gpu.stream) for gpu in gpus]
+        self._order.meet(places)  # a copy from GPU to GPU waits for both streams, and both wait for it
+        works = {gpu.slot: (place, self._order.begin(place)) for gpu, place in zip(gpus, places, strict=True)}
+        alone = works[gpus[0].slot]
+        for tensor, writing in ((source, False), (target, True)):
+            if gpu_of(tensor) is not None:
+                self._access(name, tensor, writing, works)
+        host = source if gpu_of(source) is None else target if gpu_of(target) is None else None
+        record = None if host is None else _pinned(host)
+        if record is not None and not blocking:
+            self._note(self._of_host.setdefault(record, []), alone, host, host is target, name, None)
+        elif host is not None:
+            self._order.wait(_HOST, self._order.past(alone[0]))
+        self._order.meet(places)
+
+    def collective(
+        self, gpu: VirtualGPU, queue: str, name: str, reads: Iterable[torch.Tensor], writes: Iterable, arrival: Any
+    ) -> None:
+        """A collective or message in a queue of its group, behind what the current stream was given so far."""
+        place, stream = (gpu.slot, queue), (gpu.slot, gpu.stream)
+        self._order.wait(place, self._order.past(stream))
+        works = {gpu.slot: (place, self._order.begin(place))}
+        arrival.past = dict(self._order.past(place))
+        for tensors, writing in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self._access(name, tensor, writing, works, arrival)
+
+    def arrived(self, gpu: VirtualGPU, arrival: Any) -> None:
+        """The current stream waits for a collective."""
+        if getattr(arrival, "past", None):
+            self._order.wait((gpu.slot, gpu.stream), arrival.past)
+
+    def tensors_arrived(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+        """The current stream waits for the collectives that fill some tensors."""
+        for tensor in tensors:
+            allocation = allocation_of(tensor)
+            history = None if allocation is None else self._of_blocks.get(id(allocation))
+            for access in history.accesses if history else ():
+                self.arrived(gpu, access.arrival)
+
+    def host_waits(self, gpu: VirtualGPU) -> None:
+        """The host waits for the current stream."""
+        self._order.wait(_HOST, self._order.past((gpu.slot, gpu.stream)))
+
+    def used_by(self, allocation: StorageAllocation, slot: int, stream: int) -> None:
+        """`record_stream`: the allocator waits for this stream before anybody else has the memory."""
+        self._history(allocation).waited_for.add((slot, stream))
+
+    # ---- what is used ----
+
+    def _touch_inputs(self, call: OpCall) -> dict[int, tuple[Place, int]]:
+        works: dict[int, tuple[Place, int]] = {}
+        written: set[int] = set()
+        if call.op.written:
+            written = {id(tensor) for name, tensor in call.named_tensors() if name in call.op.written}
+        for tensor in call.tensors:
+            self._access(call.op.base, tensor, id(tensor) in written, works)
+        return works
+
+    def _touch(self, name: str, made: Iterable[torch.Tensor], known: set[int], works: dict) -> None:
+        for tensor in made:
+            if id(tensor) not in known:
+                self._access(name, tensor, True, works)
+
+    def _access(
+        self, name: str, tensor: torch.Tensor, writes: bool, works: dict[int, tuple[Place, int]], arrival: Any = None
+    ) -> None:
+        """works: of each GPU's slot, the place and the number of the work. What is missing begins on the stream."""
+        allocation = allocation_of(tensor)
+        if allocation is None:
+            record = _pinned(tensor)
+            if record is not None and record in self._of_host:
+                self._note(self._of_host[record], (_HOST, 0), tensor, writes, name, None)
+            return
+        if allocation.block is None or allocation.block.pool is None:  # no bytes
+            return
+        slot = allocation.gpu.slot
+        if slot not in works:
+            place = slot, allocation.gpu.stream
+            works[slot] = place, self._order.begin(place)
+        self._note(self._history(allocation).accesses, works[slot], tensor, writes, name, arrival)
+
+    def _history(self, allocation: StorageAllocation) -> _History:
+        key = id(allocation)
+        found = self._of_blocks.get(key)
+        if found is None or found.address != allocation.block.address:
+            found = self._of_blocks[key] = _History(allocation, lambda _: self._forget(key))
+            for former, accesses in self._freed:
+                if former.address < found.address + found.size and found.address < former.address + former.size:
+                    found.accesses += accesses
+        return found
+
+    def _forget(self, key: int) -> None:
+        """A storage is gone. Its memory goes to others of its stream, which other streams may still use."""
+        gone = self._of_blocks.pop(key, None)
+        if gone is None:
+            return
+        host, safe = self._order.known[_HOST], {(gone.slot, gone.stream), *gone.waited_for}
+        left = []
+        for access in gone.accesses:
+            if access.place in safe or access.arrival is not None or access.number <= host.get(access.place, 0):
+                continue  # a collective's tensors are held until it is waited for
+            access.freed = True
+            access.start, access.end = gone.address, gone.address + gone.size
+            left.append(access)
+        if left:
+            self._freed.append((gone, left))
+            del self._freed[:-_KEPT]
+
+    def _note(
+        self, accesses: list[_Access], work: tuple[Place, int], tensor: torch.Tensor, writes: bool, name: str,
+        arrival: Any,
+    ) -> None:  # fmt: skip
+        place, number = work
+        start, end = _extent(tensor)
+        past = self._order.past(place)
+        kept = []
+        for old in accesses:
+            if not old.freed and (old.end <= start or end <= old.start):
+                kept.append(old)
+                continue
+            ordered = old.place == place or old.number <= past.get(old.place, 0)
+            if not ordered and old.arrival is not None and not old.arrival.given:  # C++ has its Work, and waits itself
+                _join(past, old.arrival.past)
+                ordered = True
+            if not ordered and (old.writes or writes):
+                new = _Access(place, number, start, end, writes, name, _line())
+                raise RaceError(self._text(old, new, tensor))
+            covered = ordered and start <= old.start and old.end <= end
+            if not covered or (old.writes and not writes and not old.freed):
+                kept.append(old)
+        if place != _HOST:
+            made = _Access(place, number, start, end, writes, name, _line())
+            made.arrival = arrival
+            kept.append(made)
+        accesses[:] = kept
+
+    # ---- what is said ----
+
+    def _text(self, old: _Access, new: _Access, tensor: torch.Tensor) -> str:
+        where = "the computer's pinned memory" if gpu_of(tensor) is None else f"the same memory of {tensor.device}"
+        advice = (
+            "Wait for the copy first, for example with torch.cuda.current_stream().synchronize()."
+            if new.place == _HOST or gpu_of(tensor) is None
+            else "The memory was freed while another stream still used it. Call tensor.record_stream(stream) before."
+            if old.freed
+            else "Call wait() of the Work, or of the tensor that the collective returned, before."
+            if old.arrival is not None
+            else "Let the second stream wait first, for example with stream.wait_stream(other) or stream.wait_event(e)."
+        )
+        return (
+            f"Race: two uses of {where}, and nothing orders them.\n  {self._said(old)}\n  {self._said(new)}\n{advice}"
+        )
+
+    def _said(self, access: _Access) -> str:
+        slot, lane = access.place
+        if access.place == _HOST:
+            where = "by the host"
+        elif isinstance(lane, str):
+            where = f"in the {lane} of cuda:{self._machine.slots[slot].index}"
+        else:
+            stream = f"stream {lane}" if lane else "the default stream"
+            where = f"on {stream} of cuda:{self._machine.slots[slot].index}"
+        file, number = access.line
+        code = linecache.getline(file, number).strip()
+        verb = "written" if access.writes else "read"
+        return f"{verb} by {access.what} {where}, {os.path.basename(file)}:{number}" + (f": {code}" if code else "")
+
+
+def watch(machine: VirtualMachine) -> None:
+    """Check a machine that is being switched on for races, if its settings or TORCH_CUDA_SANITIZER ask for it."""
+    if machine.settings.check_races or sanitizer.is_asked_for():
+        RaceChecker(machine)
+
+
+def _line() -> tuple[str, int]:
+    frame, line = program_line(traceback.walk_stack(sys._getframe()))
+    return frame.f_code.co_filename, line
+
+
+def _pinned(tensor: torch.Tensor) -> HostStorage | None:
+    parts = storages(tensor)
+    record = parts[0]._record if parts else None
+    return record if isinstance(record, HostStorage) and record.pinned else None
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans; all of them for one that is not strided."""
+    try:
+        if not tensor.numel():
+            return 0, 0
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * tensor.itemsize
+        return start, start + (last + 1) * tensor.itemsize
+    except (NotImplementedError, RuntimeError):
+        return 0, sys.maxsize
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for part in result for tensor in _flat(part)] if isinstance(result, (list, tuple)) else []
