@@ -4,8 +4,9 @@
     python -m benchmarks.step_cost --rounds 1     # a quick look
     python -m benchmarks.step_cost --cpu-time --threads 1    # on a machine that does other things as well
 
-Table 1: a step on one virtual GPU, and the same step on the CPU under a dispatch mode that does nothing (see
-`operator_cost`), under PyTorch's MemTracker and on FakeGPU where that is found, against the plain CPU step.
+Table 1: a step on one virtual GPU, with and without `check_races`, and the same step on the CPU under a dispatch mode
+that does nothing (see `operator_cost`), under MemTracker of PyTorch and on FakeGPU where that is found, against the plain
+CPU step.
 Table 2: nn.DataParallel over 1 to 16 virtual GPUs at a fixed total batch, against one virtual GPU.
 Each round times all columns one after the other, so that a busy machine slows them alike; the median of the rounds'
 ratios is shown, with the smallest and the largest.
@@ -52,6 +53,12 @@ def on_virtual_gpus(job, steps: int, gpus: int = 1) -> float:
         return seconds(job("cuda", gpus)[0], steps)
 
 
+def checked(job, steps: int) -> float:
+    """The same step on a virtual GPU that looks for races."""
+    with virtual_gpus(1, check_races=True):
+        return seconds(job("cuda", 1)[0], steps)
+
+
 def under_a_mode(job, steps: int) -> float:
     """The same step on the CPU under a dispatch mode that hands every operator on."""
     with DoNothing():
@@ -96,6 +103,7 @@ def table_of_steps(rounds: int, steps: int) -> list[str]:
     """One virtual GPU, and the other ways to watch a step, against the plain CPU step."""
     columns = {
         "one virtual GPU": on_virtual_gpus,
+        "check_races": checked,
         "do-nothing mode": under_a_mode,
         "MemTracker": under_mem_tracker,
     }

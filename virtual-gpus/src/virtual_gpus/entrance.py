@@ -89,11 +89,16 @@ def program_line(frames: Iterable[tuple[FrameType, int]]) -> tuple[FrameType, in
 
     `traceback.walk_stack` gives them in this order, `traceback.walk_tb` in the other one.
     """
-    beside = (str(pathlib.Path(torch.__file__).parent) + os.sep, _HERE + os.sep, "<frozen")
     for found in frames:
-        if not found[0].f_code.co_filename.startswith(beside):
+        if is_of_program(found[0].f_code.co_filename):
             break
     return found
+
+
+@functools.cache
+def is_of_program(filename: str) -> bool:
+    """True for the code of a file outside PyTorch and this package."""
+    return not filename.startswith((str(pathlib.Path(torch.__file__).parent) + os.sep, _HERE + os.sep, "<frozen"))
 
 
 def _beyond_this_package(traceback: TracebackType | None) -> TracebackType | None:

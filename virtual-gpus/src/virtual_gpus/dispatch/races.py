@@ -8,21 +8,22 @@ operator, copy and collective then looks up who used its bytes before. If nothin
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from virtual_gpus import sanitizer
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.entrance import program_line
+from virtual_gpus.entrance import is_of_program
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.operators import Operator
 from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages
 from virtual_gpus.threads import this_thread
 
@@ -135,16 +136,34 @@ def _moment(time: float, past: Past) -> Moment:
     return made
 
 
-class _Access:
-    """Bytes `start` to `end` of a block or of pinned memory that work number `number` of a place reads or writes."""
+class _Work:
+    """One operator, copy or collective: in which place it is which work, its name and the program's line."""
 
-    __slots__ = ("arrival", "end", "freed", "line", "number", "place", "start", "what", "writes")
+    __slots__ = ("arrival", "line", "number", "past", "place", "what")
 
-    def __init__(self, place: Place, number: int, start: int, end: int, writes: bool, what: str, line: tuple[str, int]):
-        self.place, self.number, self.start, self.end, self.writes = place, number, start, end, writes
-        self.what, self.line = what, line
-        self.arrival: Any = None  # of a collective: whoever holds its Work waits for it
-        self.freed = False  # whether its tensor is gone, and the memory another tensor's
+    def __init__(self, order: Order, place: Place, what: str, arrival: Any = None):
+        self.place, self.what, self.arrival = place, what, arrival
+        self.past = order.past(place)
+        self.number = order.begin(place) if place != _HOST else 0
+        self.line = _line()
+
+    def comes_after(self, other: _Work) -> bool:
+        if other.place == self.place or other.number <= self.past.get(other.place, 0):
+            return True
+        if other.arrival is None or other.arrival.given:  # whoever has a collective's Work waits for it
+            return False
+        _join(self.past, other.arrival.past)  # C++ has it, and waits itself
+        return True
+
+
+class _Access(NamedTuple):
+    """Bytes `start` to `end` of a storage that a work reads or writes. freed: the storage is gone since."""
+
+    work: _Work
+    start: int
+    end: int
+    writes: bool
+    freed: bool = False
 
 
 class _History:
@@ -178,60 +197,63 @@ class RaceChecker:
     def follow(self, call: OpCall, run: Callable[[OpCall, VirtualMachine], Any]) -> Any:
         """Run an operator, after a look at what it reads and writes. Raises RaceError."""
         op = call.op
-        if (
-            op.is_composite  # its parts come one by one
-            or op.is_view
-            or op.is_collective  # see `collective`
-            or op.base.startswith(_WITHOUT_ACCESS)
-            or this_thread.capture is not None
-        ):
+        if _has_no_access(op) or this_thread.capture is not None:
             return run(call, self._machine)
         if op.base == "copy_" and len(call.tensors) == 2 and gpu_of(call.tensors[0]) is not gpu_of(call.tensors[1]):
             result = run(call, self._machine)
             self.copy(call.tensors[1], call.tensors[0], blocking=not call["non_blocking"])
             return result
-        works = self._touch_inputs(call)
+        works = _Works(self._order, op.base)
+        written = ()
+        if op.written:
+            written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written}
+        for tensor in call.tensors:
+            self._access(tensor, id(tensor) in written, works)
         result = run(call, self._machine)
-        self._touch(op.base, _flat(result), {id(tensor) for tensor in call.tensors}, works)
+        for tensor in _flat(result):
+            if not any(tensor is given for given in call.tensors):
+                self._access(tensor, True, works)
         return result
 
     def kernel(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Work on the current streams that the dispatch mode does not see."""
-        works: dict[int, tuple[Place, int]] = {}
-        for tensors, writing in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                self._access(name, tensor, writing, works)
+        works = _Works(self._order, name)
+        for tensor in reads:
+            self._access(tensor, False, works)
+        for tensor in writes:
+            self._access(tensor, True, works)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, blocking: bool) -> None:
         """A copy between two devices. blocking: whether the program asked the host to wait for it."""
-        name = "copy_"
         gpus = [gpu for gpu in (gpu_of(source), gpu_of(target)) if gpu is not None]
         places = [(gpu.slot, gpu.stream) for gpu in gpus]
         self._order.meet(places)  # a copy from GPU to GPU waits for both streams, and both wait for it
-        works = {gpu.slot: (place, self._order.begin(place)) for gpu, place in zip(gpus, places, strict=True)}
-        alone = works[gpus[0].slot]
-        for tensor, writing in ((source, False), (target, True)):
+        works = _Works(self._order, "copy_")
+        for tensor in (source, target):
             if gpu_of(tensor) is not None:
-                self._access(name, tensor, writing, works)
-        host = source if gpu_of(source) is None else target if gpu_of(target) is None else None
-        record = None if host is None else _pinned(host)
-        if record is not None and not blocking:
-            self._note(self._of_host.setdefault(record, []), alone, host, host is target, name, None)
-        elif host is not None:
-            self._order.wait(_HOST, self._order.past(alone[0]))
+                self._access(tensor, tensor is target, works)
+                continue
+            pinned = _pinned(tensor)
+            work = works.on(gpus[0])
+            if pinned is not None and not blocking:
+                self._note(self._of_host.setdefault(pinned, []), work, tensor, tensor is target)
+            else:
+                self._order.wait(_HOST, work.past)
         self._order.meet(places)
 
     def collective(
         self, gpu: VirtualGPU, queue: str, name: str, reads: Iterable[torch.Tensor], writes: Iterable, arrival: Any
     ) -> None:
         """A collective or message in a queue of its group, behind what the current stream was given so far."""
-        place, stream = (gpu.slot, queue), (gpu.slot, gpu.stream)
-        self._order.wait(place, self._order.past(stream))
-        works = {gpu.slot: (place, self._order.begin(place))}
-        arrival.past = dict(self._order.past(place))
-        for tensors, writing in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                self._access(name, tensor, writing, works, arrival)
+        place = (gpu.slot, queue)
+        self._order.wait(place, self._order.past((gpu.slot, gpu.stream)))
+        works = _Works(self._order, name)
+        works[gpu.slot] = work = _Work(self._order, place, name, arrival)
+        arrival.past = dict(work.past)
+        for tensor in reads:
+            self._access(tensor, False, works)
+        for tensor in writes:
+            self._access(tensor, True, works)
 
     def arrived(self, gpu: VirtualGPU, arrival: Any) -> None:
         """The current stream waits for a collective."""
@@ -244,7 +266,7 @@ class RaceChecker:
             allocation = allocation_of(tensor)
             history = None if allocation is None else self._of_blocks.get(id(allocation))
             for access in history.accesses if history else ():
-                self.arrived(gpu, access.arrival)
+                self.arrived(gpu, access.work.arrival)
 
     def host_waits(self, gpu: VirtualGPU) -> None:
         """The host waits for the current stream."""
@@ -256,37 +278,14 @@ class RaceChecker:
 
     # ---- what is used ----
 
-    def _touch_inputs(self, call: OpCall) -> dict[int, tuple[Place, int]]:
-        works: dict[int, tuple[Place, int]] = {}
-        written: set[int] = set()
-        if call.op.written:
-            written = {id(tensor) for name, tensor in call.named_tensors() if name in call.op.written}
-        for tensor in call.tensors:
-            self._access(call.op.base, tensor, id(tensor) in written, works)
-        return works
-
-    def _touch(self, name: str, made: Iterable[torch.Tensor], known: set[int], works: dict) -> None:
-        for tensor in made:
-            if id(tensor) not in known:
-                self._access(name, tensor, True, works)
-
-    def _access(
-        self, name: str, tensor: torch.Tensor, writes: bool, works: dict[int, tuple[Place, int]], arrival: Any = None
-    ) -> None:
-        """works: of each GPU's slot, the place and the number of the work. What is missing begins on the stream."""
+    def _access(self, tensor: torch.Tensor, writes: bool, works: _Works) -> None:
         allocation = allocation_of(tensor)
         if allocation is None:
-            record = _pinned(tensor)
-            if record is not None and record in self._of_host:
-                self._note(self._of_host[record], (_HOST, 0), tensor, writes, name, None)
-            return
-        if allocation.block is None or allocation.block.pool is None:  # no bytes
-            return
-        slot = allocation.gpu.slot
-        if slot not in works:
-            place = slot, allocation.gpu.stream
-            works[slot] = place, self._order.begin(place)
-        self._note(self._history(allocation).accesses, works[slot], tensor, writes, name, arrival)
+            pinned = _pinned(tensor)
+            if pinned is not None and pinned in self._of_host:
+                self._note(self._of_host[pinned], _Work(self._order, _HOST, works.what), tensor, writes)
+        elif allocation.block is not None and allocation.block.pool is not None:  # it has bytes
+            self._note(self._history(allocation).accesses, works.on(allocation.gpu), tensor, writes)
 
     def _history(self, allocation: StorageAllocation) -> _History:
         key = id(allocation)
@@ -304,43 +303,32 @@ class RaceChecker:
         if gone is None:
             return
         host, safe = self._order.known[_HOST], {(gone.slot, gone.stream), *gone.waited_for}
-        left = []
-        for access in gone.accesses:
-            if access.place in safe or access.arrival is not None or access.number <= host.get(access.place, 0):
-                continue  # a collective's tensors are held until it is waited for
-            access.freed = True
-            access.start, access.end = gone.address, gone.address + gone.size
-            left.append(access)
+        left = [
+            access._replace(freed=True)
+            for access in gone.accesses
+            if access.work.place not in safe
+            and access.work.arrival is None  # a collective's tensors are held until it is waited for
+            and access.work.number > host.get(access.work.place, 0)
+        ]
         if left:
             self._freed.append((gone, left))
             del self._freed[:-_KEPT]
 
-    def _note(
-        self, accesses: list[_Access], work: tuple[Place, int], tensor: torch.Tensor, writes: bool, name: str,
-        arrival: Any,
-    ) -> None:  # fmt: skip
-        place, number = work
-        start, end = _extent(tensor)
-        past = self._order.past(place)
-        kept = []
+    def _note(self, accesses: list[_Access], work: _Work, tensor: torch.Tensor, writes: bool) -> None:
+        """An access to the storage whose earlier ones are `accesses`. Raises RaceError."""
+        start, end = _span(tensor)
+        new, kept = _Access(work, start, end, writes), []
         for old in accesses:
-            if not old.freed and (old.end <= start or end <= old.start):
-                kept.append(old)
-                continue
-            ordered = old.place == place or old.number <= past.get(old.place, 0)
-            if not ordered and old.arrival is not None and not old.arrival.given:  # C++ has its Work, and waits itself
-                _join(past, old.arrival.past)
-                ordered = True
-            if not ordered and (old.writes or writes):
-                new = _Access(place, number, start, end, writes, name, _line())
-                raise RaceError(self._text(old, new, tensor))
-            covered = ordered and start <= old.start and old.end <= end
-            if not covered or (old.writes and not writes and not old.freed):
-                kept.append(old)
-        if place != _HOST:
-            made = _Access(place, number, start, end, writes, name, _line())
-            made.arrival = arrival
-            kept.append(made)
+            if (old.freed or (old.start < end and start < old.end)) and (writes or old.writes):
+                if not work.comes_after(old.work):
+                    raise RaceError(self._text(old, new, tensor))
+                if writes and start <= old.start and old.end <= end:
+                    continue  # whoever comes after the new one comes after this one
+            elif old.work.place == work.place and old.start == start and old.end == end:
+                continue  # an earlier read of the same stream
+            kept.append(old)
+        if work.place != _HOST:
+            kept.append(new)
         accesses[:] = kept
 
     # ---- what is said ----
@@ -349,11 +337,11 @@ class RaceChecker:
         where = "the computer's pinned memory" if gpu_of(tensor) is None else f"the same memory of {tensor.device}"
         advice = (
             "Wait for the copy first, for example with torch.cuda.current_stream().synchronize()."
-            if new.place == _HOST or gpu_of(tensor) is None
+            if new.work.place == _HOST or gpu_of(tensor) is None
             else "The memory was freed while another stream still used it. Call tensor.record_stream(stream) before."
             if old.freed
             else "Call wait() of the Work, or of the tensor that the collective returned, before."
-            if old.arrival is not None
+            if old.work.arrival is not None
             else "Let the second stream wait first, for example with stream.wait_stream(other) or stream.wait_event(e)."
         )
         return (
@@ -361,18 +349,32 @@ class RaceChecker:
         )
 
     def _said(self, access: _Access) -> str:
-        slot, lane = access.place
-        if access.place == _HOST:
+        slot, lane = access.work.place
+        if access.work.place == _HOST:
             where = "by the host"
         elif isinstance(lane, str):
             where = f"in the {lane} of cuda:{self._machine.slots[slot].index}"
         else:
             stream = f"stream {lane}" if lane else "the default stream"
             where = f"on {stream} of cuda:{self._machine.slots[slot].index}"
-        file, number = access.line
+        file, number = access.work.line
         code = linecache.getline(file, number).strip()
         verb = "written" if access.writes else "read"
-        return f"{verb} by {access.what} {where}, {os.path.basename(file)}:{number}" + (f": {code}" if code else "")
+        line = f"{os.path.basename(file)}:{number}" + (f": {code}" if code else "")
+        return f"{verb} by {access.work.what} {where}, {line}"
+
+
+class _Works(dict[int, _Work]):
+    """The work of one operator on each GPU, by slot. It begins on the current stream when it is first asked for."""
+
+    def __init__(self, order: Order, what: str):
+        self._order, self.what = order, what
+
+    def on(self, gpu: VirtualGPU) -> _Work:
+        found = self.get(gpu.slot)
+        if found is None:
+            found = self[gpu.slot] = _Work(self._order, (gpu.slot, gpu.stream), self.what)
+        return found
 
 
 def watch(machine: VirtualMachine) -> None:
@@ -381,9 +383,18 @@ def watch(machine: VirtualMachine) -> None:
         RaceChecker(machine)
 
 
+@functools.cache
+def _has_no_access(op: Operator) -> bool:
+    """True for what changes no memory itself. The parts of composite operators come one by one; see `collective`."""
+    return op.is_composite or op.is_view or op.is_collective or op.base.startswith(_WITHOUT_ACCESS)
+
+
 def _line() -> tuple[str, int]:
-    frame, line = program_line(traceback.walk_stack(sys._getframe()))
-    return frame.f_code.co_filename, line
+    """The program's line: file and number."""
+    frame = sys._getframe()
+    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _pinned(tensor: torch.Tensor) -> HostStorage | None:
@@ -392,14 +403,16 @@ def _pinned(tensor: torch.Tensor) -> HostStorage | None:
     return record if isinstance(record, HostStorage) and record.pinned else None
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor spans; all of them for one that is not strided."""
     try:
-        if not tensor.numel():
-            return 0, 0
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.storage_offset() * tensor.itemsize
-        return start, start + (last + 1) * tensor.itemsize
+        nbytes, whole = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
+        if nbytes == whole or not nbytes:
+            return 0, nbytes
+        start, size = tensor.storage_offset(), 1
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size += (length - 1) * stride
+        return start * tensor.itemsize, (start + size) * tensor.itemsize
     except (NotImplementedError, RuntimeError):
         return 0, sys.maxsize
 
