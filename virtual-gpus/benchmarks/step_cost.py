@@ -5,8 +5,8 @@
     python -m benchmarks.step_cost --cpu-time --threads 1    # on a machine that does other things as well
 
 Table 1: a step on one virtual GPU, with and without `check_races`, and the same step on the CPU under a dispatch mode
-that does nothing (see `operator_cost`), under MemTracker of PyTorch and on FakeGPU where that is found, against the plain
-CPU step.
+that does nothing (see `operator_cost`), under MemTracker of PyTorch and on FakeGPU where that is found, against the
+plain CPU step.
 Table 2: nn.DataParallel over 1 to 16 virtual GPUs at a fixed total batch, against one virtual GPU.
 Each round times all columns one after the other, so that a busy machine slows them alike; the median of the rounds'
 ratios is shown, with the smallest and the largest.
