@@ -5,6 +5,7 @@
     python -m benchmarks.memory --operators            # single operators and optimizers
     python -m benchmarks.memory --second               # the second and third set: three steps and seven operators
     python -m benchmarks.memory --leave-one-out        # each case by rules that were fitted without it
+    python -m benchmarks.memory --margin               # how often a limit set to the estimate is too small
     python -m benchmarks.memory --trace gpt_small_b8   # every allocation of a step, real and virtual
     python -m benchmarks.memory --plot memory.png      # the peaks as a picture
     python -m benchmarks.memory --real-gpu here.json   # measure the real GPU of this machine, store, compare
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import leave_one_out, memory_plot, memory_tables, memory_trace
+from benchmarks import leave_one_out, memory_margin, memory_plot, memory_tables, memory_trace
 from benchmarks.reference import measure, real_gpu, second, third
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.further import FURTHER
@@ -122,6 +123,7 @@ def arguments() -> argparse.Namespace:
     what.add_argument("--operators", action="store_true", help="compare single operators and optimizers")
     what.add_argument("--second", action="store_true", help="compare the second and third set of steps and operators")
     what.add_argument("--leave-one-out", action="store_true", help="predict each case by rules fitted without it")
+    what.add_argument("--margin", action="store_true", help="how often a limit set to the estimate is too small")
     what.add_argument("--trace", metavar="CASE", help="lay the allocations of one step side by side")
     what.add_argument("--real-gpu", metavar="FILE", type=Path, help="measure this machine's GPU 0 and store it")
     parser.add_argument("--all", action="store_true", help="with --trace: also the allocations that agree")
@@ -153,6 +155,8 @@ def main() -> None:
         compare_second(options)
     elif options.leave_one_out:
         print("\n".join(leave_one_out.table()))
+    elif options.margin:
+        print("\n".join(memory_margin.table()))
     elif options.real_gpu:
         measure_real_gpu(options.names, options)
     else:
