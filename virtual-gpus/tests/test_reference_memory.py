@@ -7,7 +7,7 @@ import functools
 import math
 
 import pytest
-from benchmarks import leave_one_out
+from benchmarks import leave_one_out, memory_margin
 from benchmarks.reference import compare, further, measure, second, third
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.compare import GOAL, KNOWN_DIFFERENCES, OPERATOR_LIMIT, OPERATORS_WITHIN
@@ -144,3 +144,7 @@ def test_a_limit_that_only_one_case_knows_is_unknown_without_it(monkeypatch):
     fitted, without, known = found["conv3_s2"]
     assert without == fitted and known == []
     assert conv_workspaces.FITTED == conv_workspaces.Fitted()
+
+
+def test_a_margin_is_added_to_the_estimate():
+    assert [memory_margin.enough([-0.1, 0, 0.2], margin) for margin in (0, 0.1, 0.2)] == ["2 of 3", "2 of 3", "3 of 3"]
