@@ -3,8 +3,9 @@
     python -m benchmarks.memory                        # every training step, with PyTorch's MemTracker beside
     python -m benchmarks.memory resnet18_cifar_b64     # only that one
     python -m benchmarks.memory --operators            # single operators and optimizers
-    python -m benchmarks.memory --second               # the second set: three steps and three operators
+    python -m benchmarks.memory --second               # the second and third set: three steps and seven operators
     python -m benchmarks.memory --leave-one-out        # each case by rules that were fitted without it
+    python -m benchmarks.memory --margin               # how often a limit set to the estimate is too small
     python -m benchmarks.memory --trace gpt_small_b8   # every allocation of a step, real and virtual
     python -m benchmarks.memory --plot memory.png      # the peaks as a picture
     python -m benchmarks.memory --real-gpu here.json   # measure the real GPU of this machine, store, compare
@@ -23,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import leave_one_out, memory_plot, memory_tables, memory_trace
-from benchmarks.reference import measure, real_gpu, second
+from benchmarks import leave_one_out, memory_margin, memory_plot, memory_tables, memory_trace
+from benchmarks.reference import measure, real_gpu, second, third
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.further import FURTHER
 from benchmarks.reference.operators import OPERATORS
@@ -84,7 +85,10 @@ def compare_operators(names: list[str], options) -> None:
 
 
 def compare_second(options) -> None:
-    """Print the tables of the second set. What ran before it is not known: any step will do."""
+    """Print the tables of the second and third set.
+
+    Which step ran before is not known: any will do. Before the operators, an LSTM with dropout left its random states.
+    """
     measured, shapes_only = measure.load("second/steps.json"), not options.numbers
     torch_version = measured["meta"]["torch"]
     before = {"mlp_adamw_b256": CASES["mlp_adamw_b256"]}
@@ -93,9 +97,10 @@ def compare_second(options) -> None:
     virtual = {name: virtual[name] for name in second.STEPS}
     print("\n".join(memory_tables.peaks(measured["cases"], virtual, {})), end="\n\n")
     print("\n".join(memory_tables.steps(measured["cases"], virtual)), end="\n\n")
-    act = functools.partial(measure.operators_in_order, second.OPERATORS)
-    operators = measure.on_virtual_gpu(act, torch_version, shapes_only)
-    print("\n".join(memory_tables.operators(measure.load("second/operator_memory.json"), operators)))
+    builds = {"lstm_dropout": OPERATORS["lstm_dropout"]} | second.OPERATORS | third.OPERATORS
+    operators = measure.on_virtual_gpu(lambda: measure.operators_in_order(builds), torch_version, shapes_only)
+    measured = measure.load("second/operator_memory.json") | measure.load("third/operator_memory.json")
+    print("\n".join(memory_tables.operators(measured, operators)))
 
 
 def measure_real_gpu(names: list[str], options) -> None:
@@ -116,8 +121,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="only these training steps (or operators, with --operators)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--operators", action="store_true", help="compare single operators and optimizers")
-    what.add_argument("--second", action="store_true", help="compare the second set of steps and operators")
+    what.add_argument("--second", action="store_true", help="compare the second and third set of steps and operators")
     what.add_argument("--leave-one-out", action="store_true", help="predict each case by rules fitted without it")
+    what.add_argument("--margin", action="store_true", help="how often a limit set to the estimate is too small")
     what.add_argument("--trace", metavar="CASE", help="lay the allocations of one step side by side")
     what.add_argument("--real-gpu", metavar="FILE", type=Path, help="measure this machine's GPU 0 and store it")
     parser.add_argument("--all", action="store_true", help="with --trace: also the allocations that agree")
@@ -149,6 +155,8 @@ def main() -> None:
         compare_second(options)
     elif options.leave_one_out:
         print("\n".join(leave_one_out.table()))
+    elif options.margin:
+        print("\n".join(memory_margin.table()))
     elif options.real_gpu:
         measure_real_gpu(options.names, options)
     else:

@@ -37,6 +37,27 @@ class Passing(torch.autograd.Function):
         return gradient
 
 
+class Gapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.new_empty_strided(gradient.shape, (2 * len(gradient), 1)).fill_(1)
+
+
+class Comparing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ones = torch.ones_like(gradient[0])
+        return gradient * torch.nn.functional.cosine_embedding_loss(gradient, gradient, ones, reduction="none")
+
+
 def gradient_of(outputs, *args):
     return lambda: torch.autograd.grad(outputs, *args)
 
@@ -111,6 +132,7 @@ CASES = {
     "kept by the first hook": joined(times(3), Keeping.apply),
     "made in Python, and kept": joined(Keeping.apply, Keeping.apply),
     "passed on in Python": joined(Passing.apply, Passing.apply),
+    "with gaps between its rows": joined(times(3), Gapped.apply),
     "held by two paths": shared(0, 1),
     "held by two paths, later": shared(1, 0),
     "held by the caller": held_by_the_caller,
@@ -191,3 +213,8 @@ def test_gradients_are_added_as_without_virtual_gpus(name, way, monkeypatch):
     if way is not None:
         way(monkeypatch)
     assert expected and sums_on_a_gpu(CASES[name], monkeypatch) == expected
+
+
+def test_what_an_operator_adds_up_for_itself_is_no_sum_of_the_engine(monkeypatch):
+    """`cosine_embedding_loss` adds two tensors that only C++ holds (aten/src/ATen/native/Loss.cpp)."""
+    assert sums_on_a_gpu(lambda x: Comparing.apply(x).sum().backward, monkeypatch) == ["add"]

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 from virtual_gpus.memory import allocator
 from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory, format_size, oom_message
+from virtual_gpus.memory.blocks import USED
 from virtual_gpus.memory.options import Options, parse
 
 MEMORY = Path(allocator.__file__).parent
@@ -528,6 +529,16 @@ def test_ctrl_c_in_the_middle_leaves_the_books_in_order(text, nbytes):
         assert not gpu._waits.waiting  # nobody waits for ever
     reached = REACHED[text] if nbytes > MIB else set()
     assert seen >= {"_allocate", "passed", "_free_pending", "reclaim"} | reached
+
+
+@pytest.mark.parametrize("call", ["malloc", "empty_cache"])
+def test_what_dies_in_the_middle_of_a_call_is_free_when_the_call_returns(call):
+    gpu = CachingAllocator(GIB)
+    dying, cached = gpu.malloc(30 * MIB), gpu.malloc(30 * MIB)
+    gpu.free(cached)
+    gpu.observers.append(lambda *_: dying.state == USED and gpu.free(dying))
+    gpu.malloc(40 * MIB) if call == "malloc" else gpu.empty_cache()
+    assert not gpu._pending
 
 
 def test_allocating_in_the_middle_of_a_malloc_is_refused_not_a_deadlock():

@@ -198,6 +198,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
         optimizer.step()
         with torch.inference_mode():
             torch.addmm(torch.ones(10, device="cuda"), *[torch.ones(10, 10, device="cuda")] * 2)
+        nn.LSTM(8, 8).cuda()(torch.ones(3, 2, 8, device="cuda"))[0].sum().backward()
         torch.ones(3, device="cuda:1").to("cuda:0", torch.float16)
         worker = threading.Thread(target=train, args=(1,))
         worker.start()
@@ -209,6 +210,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
         names = [frame["filename"] for frame in frames]
         assert frames and not [name for name in names if name.startswith(PACKAGE) or name.endswith("torch/_ops.py")]
         assert places(frames) or names[0] == threading.__file__, names
+        assert not names[0].endswith(("/contextlib.py", "autograd/function.py"))  # what only our own code goes through
     to = next(e for e in snapshot["device_traces"][0] if e["size"] == 8 * 64 * 4 and e["action"] == "alloc")
     assert to["frames"][0]["filename"] == HERE  # not torch/autograd/function.py, which only our copies go through
     innermost = [[frame["name"].split(".")[-1] for frame in frames] for frames in stacks]

@@ -16,9 +16,13 @@ Sources of the numbers:
   of pinned memory took 13 microseconds. PyTorch's out-of-memory error reported 760 MiB for the context after matrix
   multiplications, and 0.75 GiB after about 80 kinds of operators of cuBLAS, cublasLt and cuDNN. Kernels that are loaded
   later add little, so one number is enough. nvidia-smi showed about 0.9 GiB. What else it counts is not known.
-- All other contexts are estimates. They vary by 100 MiB or more with the driver, CUDA and the loaded libraries. The L2
-  cache of TITAN Xp and the latencies of PCIe 3, PCIe 4 and NVLink are estimates, too. The latency of PCIe 3 and 4 is
-  assumed to be that of PCIe 5.
+- All other contexts are estimates. They vary by 100 MiB or more with the driver, CUDA and the loaded libraries. They
+  hold for kernels that are loaded when they are first used, as PyTorch asks CUDA 11.7 and later to do since version
+  1.13. Its pull request 86509 measured 274 MiB, and 636 MiB with all kernels, on a GPU that it does not name.
+  Before, NVML showed 1,343 MiB on a V100 (Hugging Face's "model memory anatomy" of 2022) and 1,687 MiB on an RTX 3090
+  (PyTorch's issue 55277, torch 1.8 with CUDA 11.1). CUDA_MODULE_LOADING=EAGER still loads all of them.
+- The L2 cache of TITAN Xp and the latencies of PCIe 3, PCIe 4 and NVLink are estimates, too. The latency of PCIe 3 and
+  4 is assumed to be that of PCIe 5.
 
 Every process on a GPU has its own context. NCCL needs additional buffers (a few hundred MiB per communicator), which
 are not modelled.
