@@ -8,7 +8,8 @@
 
 `published.json` has the rows with their sources, and docs/accuracy.md the rule by which they were chosen. Of the rows
 that nobody had compared before, the first, the third and so on are there to fit constants to, together with all rows
-that had been compared (`seen`). The others are held apart. `published_jobs` builds the jobs.
+that had been compared (`seen`). The others are held apart, except those to which a constant was fitted nevertheless
+(`fitted`). `published_jobs` builds the jobs.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def halves(rows: Iterable[dict[str, Any]]) -> list[str]:
     found, new = [], 0
     for row in rows:
         new += not row.get("seen")
-        found.append("fit" if row.get("seen") or new % 2 else "held")
+        found.append("fit" if row.get("seen") or row.get("fitted") or new % 2 else "held")
     return found
 
 
