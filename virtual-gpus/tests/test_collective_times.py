@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus.clock.clock import HELD_BY_COLLECTIVES, Clock
 from virtual_gpus.clock.links import arrange
 from virtual_gpus.clock.traffic import collective_seconds
 from virtual_gpus.gpus import spec
@@ -224,6 +225,30 @@ def test_bus_bandwidth_of_real_hosts(ranks, here, mebibytes, published, error):
     nbytes = mebibytes << 20
     seconds = collective_seconds(on_host(ranks, 8, here), "all_reduce", nbytes)
     assert 2 * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)
+
+
+def test_gathering_over_many_hosts_and_amazons_adapters():
+    """An all-gather of 2 GiB on 32 hosts: 200 GB/s (nccl, issue 1218). An all-reduce on 4 hosts: 29.6 (issue 527)."""
+    seconds = collective_seconds(on_host(256, 8), "all_gather", 2 << 30)
+    assert 255 / 256 * (2 << 30) / seconds == pytest.approx(200e9, rel=0.06)
+    efa = arrange(spec("A100"), 8, network="EFA 100", adapters=4)
+    route = efa.route([divmod(rank, 8) for rank in range(32)], per_host=8)
+    seconds = collective_seconds(route, "all_reduce", 1 << 30)
+    assert 2 * 31 / 32 * (1 << 30) / seconds == pytest.approx(29.6e9, rel=0.06)
+
+
+def test_kernels_beside_a_collective_are_slower():
+    """Before it is issued, and after; and those of a GPU that waits for it are not."""
+    clock = Clock(1)
+    clock.launch(0, 0, 1.0, 0.0, "mm")
+    clock.occupy(0, "nccl", 0.5, 2.5, "collective", "all_gather", kernel=True)
+    assert clock.ready(0, 0) == pytest.approx(1 + 0.5 * HELD_BY_COLLECTIVES)
+    before = clock.ready(0, 0)
+    clock.launch(0, 0, 1.0, 0.0, "mm")
+    assert clock.ready(0, 0) == pytest.approx(before + 1 + HELD_BY_COLLECTIVES)
+    clock.hold(0, 0, 2.5)
+    clock.launch(0, 0, 1.0, 0.0, "mm")
+    assert clock.ready(0, 0) == pytest.approx(3.5)
 
 
 def test_ddp_copies_the_order_of_new_buckets_back_to_the_computer():

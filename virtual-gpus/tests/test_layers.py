@@ -25,6 +25,7 @@ LAYERS = [
         "switch",
         "testing",
         "plan",
+        "measure",
     ),
     "virtual_gpus",  # the package's own __init__: the public names
     "__main__",

@@ -5,6 +5,7 @@ python -m virtual_gpus --gpus 2 -m package.module arguments
 torchrun --nproc-per-node 2 -m virtual_gpus --gpus 2 train.py
 python -m virtual_gpus --gpus 8 --kind H100 --shapes-only --as-rank 0 --of 1024 train.py
 python -m virtual_gpus plan --gpus 8 --kind H100 --of 64 train.py    # does it fit?
+python -m virtual_gpus measure --out mine.json train.py    # how long its operators take on a real GPU
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 
-from virtual_gpus import plan
+from virtual_gpus import measure, plan
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
 from virtual_gpus.gpus import kinds
 from virtual_gpus.settings import Settings
@@ -30,16 +31,18 @@ from virtual_gpus.timeline.training import record_training
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate our options from the program and its arguments. Invalid options print an error and exit with 2."""
-    plans = arguments[:1] == ["plan"]
+    plans, measures = arguments[:1] == ["plan"], arguments[:1] == ["measure"]
     words = "Say whether a training job fits: the last line is FITS, DOES NOT FIT, ERROR or INCOMPLETE."
     parser = argparse.ArgumentParser(
-        prog="python -m virtual_gpus plan" if plans else "python -m virtual_gpus",
+        prog=" ".join(["python -m virtual_gpus", *arguments[: plans or measures]]),
         description=words if plans else "Run a program on virtual GPUs.",
         epilog="Exit codes: 0 fits, 1 error, 2 wrong options, 3 does not fit, 4 incomplete." if plans else None,
         allow_abbrev=False,
     )
     if plans:
         plan.add_options(parser)
+    if measures:
+        measure.add_options(parser)
     parser.add_argument("--gpus", type=int, default=1, help="number of GPUs (default: 1)")
     parser.add_argument("--memory", default=None, help="memory of each GPU, such as 16GiB (default: that of the kind)")
     parser.add_argument("--kind", default="H200", help=f"one of {', '.join(kinds())} (default: H200)")
@@ -55,6 +58,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hosts", type=int, default=1, help="number of machines with these GPUs (default: 1)")
     parser.add_argument("--network", default="Ethernet 100", help=f"network between machines: {', '.join(NETWORKS)}")
     parser.add_argument("--adapters", type=int, default=1, help="network adapters of each machine (default: 1)")
+    parser.add_argument("--measured", help="a file or folder with measured seconds of operators")
     parser.add_argument(
         "--no-children", dest="children", action="store_false", help="programs that it starts have no virtual GPUs"
     )
@@ -68,8 +72,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="a script, or a module name after -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
-    options = parser.parse_args(arguments[plans:])
-    options.plans = plans
+    options = parser.parse_args(arguments[plans or measures :])
+    options.plans, options.measures = plans, measures
     if options.module and not _is_module(options.program):
         parser.error(f"There is no module named {options.program!r}.")
     if not options.module and not os.path.isfile(options.program):
@@ -103,6 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
     options, rest = parse(given)
     if options.plans and options.search:
         plan.search(given[1:], options)
+    if options.measures and not options.only_list:
+        return measure.command(given[1:], options.out)
     options.made.start()
     machine = active_machine()
     assert machine is not None
@@ -110,6 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
     sys.argv = [options.program, *rest]
     if options.plans:
         plan.run(lambda: _run(options), options)
+    if options.measures:
+        return measure.write_list(lambda: _run(options), machine, options.out)
     with contextlib.nullcontext() if options.rank is None else _reporting(options):
         _run(options)
 

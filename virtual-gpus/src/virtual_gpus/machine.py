@@ -133,6 +133,7 @@ class VirtualMachine:
         self.shapes_only = settings.shapes_only
         self.slots = [VirtualGPU(slot, settings, self) for slot in range(settings.count)]
         self.topology = settings.topology
+        self.measured = settings.table
         self.clock = Clock(settings.count)
         self.races: Any = None  # with check_races, who looks for them (`dispatch.races.RaceChecker`)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from virtual_gpus import sanitizer
 from virtual_gpus.clock.links import Topology, arrange
+from virtual_gpus.clock.measured import Measured, load
 from virtual_gpus.gpus import GPUSpec, parse_bytes, spec
 
 sanitizer.switch_off()  # before any module of this package makes a tensor
@@ -35,6 +37,7 @@ class Settings:
     rank: int | None = None
     world_size: int | None = None
     adapters: int = 1
+    measured: str | None = None
     check_races: bool = False
 
     def __post_init__(self) -> None:
@@ -42,7 +45,7 @@ class Settings:
             raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
         if self.rank is not None or self.world_size is not None:
             self._check_rank()
-        _ = self.bytes_per_gpu, self.version, self.topology  # each raises an error if its part is invalid
+        _ = self.bytes_per_gpu, self.version, self.topology, self.table  # each raises an error if its part is invalid
 
     def _check_rank(self) -> None:
         rank, world_size = _integer("rank", self.rank), _integer("world_size", self.world_size)
@@ -82,6 +85,11 @@ class Settings:
     def topology(self) -> Topology:
         """The links between the GPUs."""
         return arrange(self.spec, self.count, self.links, self.hosts, self.network, self.adapters)
+
+    @functools.cached_property
+    def table(self) -> Measured | None:
+        """The measured seconds of operators that win over the formulas."""
+        return None if self.measured is None else load(self.measured, self.spec.kind)
 
     def arguments(self) -> dict[str, Any]:
         """The settings as keyword arguments for `virtual_gpus(**settings.arguments())`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -37,6 +38,8 @@ class virtual_gpus:
         the installed version.
     links, hosts, network, adapters: the connections of the GPUs, for the modelled clock. They are explained in
         `help("virtual_gpus.clock.links.arrange")`.
+    measured: a file, or a folder of files, with measured seconds of operators, which the modelled clock prefers to its
+        formulas: `help("virtual_gpus.clock.measured")`.
     children: let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are
         started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
     check_races: raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and
@@ -63,11 +66,12 @@ class virtual_gpus:
         rank: int | None = None,
         world_size: int | None = None,
         adapters: int = 1,
+        measured: str | os.PathLike[str] | None = None,
         check_races: bool = False,
     ) -> None:
         self._settings = Settings(
             count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children,
-            rank, world_size, adapters, check_races,
+            rank, world_size, adapters, None if measured is None else os.path.abspath(measured), check_races,
         )  # fmt: skip
         self._machine: VirtualMachine | None = None
 

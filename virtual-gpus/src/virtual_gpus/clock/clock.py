@@ -7,8 +7,8 @@
 Times are modelled seconds since the machine was switched on. The rules are CUDA's. The host pays to issue each
 operator. A stream does its work in order, each piece once the host has issued it and the stream is free. Streams of one
 GPU share its multiprocessors, so their kernels take turns, and those of a stream with a priority come first. Copies and
-collectives run beside them. Events carry a time from one stream to another, or to the host. Nothing else makes anybody
-wait.
+collectives run beside them, and a kernel beside a collective is slower by the multiprocessors that this one holds.
+Events carry a time from one stream to another, or to the host. Nothing else makes anybody wait.
 
 Whatever is issued has its times at once, since nothing issued later can change them. So nothing needs to be kept, and
 the clock costs a few microseconds per operator. What is kept: for each GPU when it was busy during the last second
@@ -27,6 +27,9 @@ COPY_IN, COPY_OUT = "copy in", "copy out"
 HOST_LANE = "host"
 _WINDOW = 1.0  # seconds that nvidia-smi's utilization looks back: a sixth of a second to one second
 _KEPT_GAPS = 64
+# Part of the multiprocessors that NCCL's kernels hold while a collective runs. Fitted to published training on 8 to 512
+# GPUs (docs/accuracy.md). NCCL has 16 to 32 channels on an NVSwitch, with a multiprocessor of the 108 to 132 for each.
+HELD_BY_COLLECTIVES = 0.2
 
 
 class Span(NamedTuple):
@@ -47,7 +50,7 @@ class Span(NamedTuple):
 class Track:
     """One GPU: when each stream is free, and when the multiprocessors are."""
 
-    __slots__ = ("busy", "free", "gaps", "late", "streams", "urgent")
+    __slots__ = ("beside", "busy", "free", "gaps", "late", "streams", "urgent")
 
     def __init__(self):
         self.streams: dict[int | str, float] = {}
@@ -55,6 +58,7 @@ class Track:
         self.gaps: deque[list[float]] = deque(maxlen=_KEPT_GAPS)  # idle times before that, if streams share them
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
         self.urgent: set[int] = set()  # streams that were made with a priority
+        self.beside: deque[tuple[float, float]] = deque(maxlen=16)  # starts and ends of collectives, for later kernels
         self.late: dict = {}  # id of a storage's allocation -> what says when a collective fills it, see `collectives`
 
     def take(self, earliest: float, seconds: float, urgent: bool = False) -> float:
@@ -82,6 +86,25 @@ class Track:
                 return start
         self.free = free + seconds
         return free
+
+    def share(self, start: float, end: float) -> None:
+        """A collective holds some multiprocessors: kernels issued before end later, and later ones are slower."""
+        free = self.free
+        delay = HELD_BY_COLLECTIVES * max(0.0, min(end, free) - start)
+        if delay:
+            self.free = free + delay
+            for stream, until in list(self.streams.items()):
+                if until >= free and isinstance(stream, int):
+                    self.streams[stream] = until + delay
+        if end > free:
+            self.beside.append((max(start, free), end))
+
+    def slowed(self, start: float, seconds: float) -> float:
+        """The seconds of a kernel from `start` on, with the collectives beside it."""
+        while self.beside and self.beside[0][1] <= start:
+            self.beside.popleft()
+        together = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.beside)
+        return seconds + HELD_BY_COLLECTIVES * min(together, seconds)
 
     def note(self, start: float, end: float) -> None:
         """Remember a busy time for `load`."""
@@ -205,6 +228,8 @@ class Clock:
         start = streams.get(stream, 0.0)
         if now > start:
             start = now
+        if track.beside:
+            seconds = track.slowed(max(start, track.free), seconds)
         if start >= track.free and len(streams) < 2:  # `take` for a GPU that is free, without its call
             track.free = start + seconds
         else:
@@ -223,6 +248,8 @@ class Clock:
     ) -> None:
         """Note work whose times somebody else found: a copy or a collective on `lane`. kernel: if it counts as load."""
         track = self.tracks[gpu]
+        if kind == "collective" and end > start:
+            track.share(start, end)
         track.streams[lane] = max(track.streams.get(lane, 0.0), end)
         self.issued += 1
         if kernel:

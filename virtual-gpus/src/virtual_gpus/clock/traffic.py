@@ -10,13 +10,15 @@ each link, and the slowest link sets the pace (Patarasuk and Yuan 2009, "Bandwid
 clusters of workstations"). https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md derives these parts for
 all collectives. Each hop costs half of a link's latency, as in the alpha-beta model. That is 2.5 microseconds on NVLink
 and InfiniBand, an estimate. NCCL's own model has 3.4 and 9.6 for large messages, and 1.9 and 4.0 for smaller ones
-(src/graph/tuning.cc). All-reduces over several hosts go along a tree where that is faster. NVLink SHARP and reductions
+(src/graph/tuning.cc). All-reduces over several hosts go along a tree where that is faster. Other
+collectives over many hosts lose speed, see `_RING_LOSS`. NVLink SHARP and reductions
 in the network are not modelled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, log2
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:  # the machine lies above its clock
     from virtual_gpus.machine import VirtualGPU
 
 _COLLECTIVE_START = 15e-6  # seconds: NCCL's kernel, and its first handshake
+# What all-gathers and reduce-scatters lose with each doubling of the hosts above four. An all-gather of 2 GiB on 32
+# hosts reached 0.50 of their adapters (nccl, issue 1218). Never below the least, which is an estimate.
+_RING_LOSS, _RING_LEAST = 0.1, 0.4
 # Parts of the bytes that pass over each link of a ring of n, and the number of hops one after the other.
 _RING = {
     "all_reduce": (lambda n: 2 * (n - 1) / n, lambda n: 2 * (n - 1)),
@@ -101,7 +106,11 @@ def collective_seconds(route: Route, kind: str, nbytes: int) -> float:
     In an all-to-all, (count - here) / count of each GPU's bytes go to other hosts, and the members on a host send
     theirs through its adapters at the same time. The bytes for the same host travel meanwhile.
     """
-    ring = ring_seconds(route.links, route.count, kind, nbytes)
+    links = route.links
+    if kind in ("all_gather", "reduce_scatter") and route.across is not None and route.count > 4 * route.here:
+        kept = max(_RING_LEAST, 1 - _RING_LOSS * log2(route.count / route.here / 4))
+        links = (*route.inside, replace(route.across, bandwidth=route.across.bandwidth * kept))
+    ring = ring_seconds(links, route.count, kind, nbytes)
     if route.across is None or kind not in ("all_reduce", "all_to_all"):
         return ring
     if kind == "all_reduce":

@@ -17,6 +17,7 @@ from virtual_gpus.clock.cost import Operand, cost
 from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
 from virtual_gpus.clock.traffic import host_copy, peer_copy, read_value
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.described import key_of
 from virtual_gpus.errors import report_sync
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned
@@ -59,6 +60,8 @@ def record_op(call: OpCall, result: Any) -> None:
     if not seconds:
         clock.spend(host, gpu.slot)
         return
+    if gpu.machine.measured is not None:
+        seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     stream = gpu.stream if gpu.streams else 0
     if this_thread.in_backward or (_grad_enabled() and _is_trained(tensors)):
         host += clock.host.training  # autograd notes it down, which costs the host more
@@ -95,6 +98,10 @@ def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
     call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
                      bool(numbers.dropout))  # fmt: skip
     found = attention(call, gpu.spec, _precision("", [query]), name.endswith("_backward"))
+    if gpu.machine.measured is not None:
+        settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
+        asked = key_of(name, (query, key, value), settings)
+        found = found._replace(seconds=gpu.machine.measured.seconds(asked, found.seconds))
     clock = gpu.machine.clock
     host = clock.host.operator + clock.host.product + clock.host.training
     clock.launch(gpu.slot, gpu.stream, found.seconds, host, name, clock.host.kernel * (found.kernels - 1))
@@ -129,10 +136,13 @@ def record_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
         if found is None:
             made = () if op.base.endswith("_") else rows[0]
             found = _known[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
+        seconds, host, further = found
+        if gpu.machine.measured is not None and len(rows[0]) == len(gpus):
+            seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
         track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
         if track.late:
             await_tensors(gpu, stream, chain(*rows))
-        gpu.machine.clock.launch(gpu.slot, stream, found[0], found[1], op.base, found[2])
+        gpu.machine.clock.launch(gpu.slot, stream, seconds, host, op.base, further)
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -1,0 +1,111 @@
+"""Measured seconds of operators: they win over the formulas, and a program's operators can be written down."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from virtual_gpus import active_machine, measure, record_timeline, virtual_gpus
+from virtual_gpus.__main__ import main
+
+PROGRAM = """\
+import torch, torch.nn.functional as F
+net = torch.nn.Linear(64, 32).cuda()
+optimizer = torch.optim.Adam(net.parameters(), foreach=True)
+x = torch.zeros(16, 64, device="cuda")
+F.softmax(net(x), 0).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """A file that lists the operators of PROGRAM, by the command."""
+    program, out = tmp_path / "train.py", tmp_path / "listed.json"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "virtual_gpus", "measure", "--kind", "A100", "--out", str(out), str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "operators without times" in done.stdout or torch.cuda.is_available()
+    return out
+
+
+def times():
+    """The modelled seconds of one softmax over each dimension of 32 x 32 numbers, and of a product."""
+    x = torch.zeros(32, 32, device="cuda")
+    with record_timeline() as timeline:
+        F.softmax(x, 0), F.softmax(x, 1), x @ x
+    return [span.end - span.start for span in timeline.spans if span.gpu == 0]
+
+
+def written(path, rows, gpu="H200"):
+    path.write_text(json.dumps({"gpu": gpu, "rows": rows}))
+    return path
+
+
+def test_a_row_wins_over_the_formula_for_its_arguments_alone(tmp_path):
+    tensor = {"shape": [32, 32], "dtype": "float32", "strides": [32, 1]}
+    row = {"operator": "aten._softmax.default", "arguments": [[tensor, 1, False], {}], "seconds": 0.25}
+    with virtual_gpus(shapes_only=True):
+        formulas = times()
+    written(tmp_path / "softmax.json", [row, row | {"seconds": None}])
+    written(tmp_path / "other.json", [row | {"seconds": 9}], gpu="A100")
+    with virtual_gpus(shapes_only=True, measured=tmp_path):
+        assert times() == [pytest.approx(formulas[0]), pytest.approx(0.25), pytest.approx(formulas[2])]
+    with virtual_gpus(shapes_only=True):
+        assert times() == formulas  # what was looked up with a table is forgotten
+
+
+def test_a_programs_operators_are_listed_and_can_be_called(listed):
+    rows = json.loads(listed.read_text())["rows"]
+    operators = {row["operator"] for row in rows}
+    assert {"aten.addmm.default", "aten._softmax.default", "aten.mm.default"} <= operators
+    assert any(name.startswith("aten._foreach_") for name in operators)
+    for row in rows:
+        measure.prepared(row["operator"], row["arguments"], "cpu")()
+
+
+def test_attention_can_be_called_in_both_directions(tmp_path):
+    def program():
+        query = torch.zeros(1, 2, 128, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+        F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+
+    with virtual_gpus(shapes_only=True):
+        measure.write_list(program, active_machine(), tmp_path / "listed.json")
+    rows = json.loads((tmp_path / "listed.json").read_text())["rows"]
+    found = [row for row in rows if "attention" in row["operator"]]
+    assert len(found) == 2
+    for row in found:
+        measure.prepared(row["operator"], row["arguments"], "cpu")()
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "Cannot read measured operators"),
+        ("{", "Cannot read measured operators"),
+        ([], "holds no measured operators"),
+        ({"gpu": "A100", "rows": []}, "of A100, and none of H200"),
+        ({"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}, 'Row 1 of .* needs "operator"'),
+        ({"gpu": "H200", "rows": [{"operator": "a", "arguments": [], "seconds": -1}]}, "needs seconds above 0"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, content, words):
+    file = tmp_path / "bad.json"
+    if content is not None:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=words):
+        virtual_gpus(measured=str(file))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times operators on a real GPU, and this computer has none")
+def test_the_operators_are_timed_on_a_real_gpu(listed):
+    assert any(row["seconds"] for row in json.loads(listed.read_text())["rows"])
+
+
+def test_a_missing_out_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["measure", "train.py"])
+    assert "--out" in capsys.readouterr().err
