@@ -6,8 +6,8 @@ from math import ceil
 from typing import NamedTuple
 
 from virtual_gpus.clock.calibration import calibration
-from virtual_gpus.clock.cost import Cost
 from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
+from virtual_gpus.clock.work import Cost
 from virtual_gpus.gpus import GPUSpec
 
 _TILE = 64  # rows and columns of the scores that a block of threads works on

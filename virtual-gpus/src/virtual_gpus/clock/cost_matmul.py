@@ -40,22 +40,30 @@ def product(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, w
     """(seconds, kernels) of `batch` products of (m, k) and (k, n)."""
     if not m * n * k * batch:
         return 0.0, 0
+    seconds, kernels = in_tiles(spec, m, n, k, batch, precision, with_bias)
+    card = calibration(spec.kind)
+    least = _bytes(m, n, k, batch, 2 if precision in ("fp16", "bf16") else 4) / (spec.bandwidth * card.memory)
+    return max(seconds, least + card.kernel), kernels
+
+
+@lru_cache(maxsize=8192)
+def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, tiles=()):
+    """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS on tensor cores."""
     card, cores = calibration(spec.kind), tensor_cores(spec, precision)
     rate = peak(spec, precision) * (card.tensor if cores else card.simt) / spec.multi_processor_count
     start = card.kernel * (_TENSOR_START if cores else _START)
     best = None
-    for rows, columns, share in _TENSOR_TILES if cores else _SIMT_TILES:
-        tiles = ceil(m / rows) * ceil(n / columns) * batch
+    for rows, columns, share in tiles or (_TENSOR_TILES if cores else _SIMT_TILES):
+        number = ceil(m / rows) * ceil(n / columns) * batch
         for split in (1,) if with_bias else _SPLITS:
             if split > 1 and k / split < _LEAST_K:
                 break
-            waves = ceil(tiles * split / spec.multi_processor_count)
+            waves = ceil(number * split / spec.multi_processor_count)
             seconds = waves * 2 * rows * columns * ceil(k / split) / (rate * share)
             seconds += start + (split > 1) * _ADD_UP * card.kernel
             if best is None or seconds < best[0]:
                 best = seconds, 1 + (split > 1)
-    least = _bytes(m, n, k, batch, 2 if precision in ("fp16", "bf16") else 4) / (spec.bandwidth * card.memory)
-    return max(best[0] * (_WITH_BIAS if with_bias and not cores else 1), least + card.kernel), best[1]
+    return best[0] * (_WITH_BIAS if with_bias and not cores else 1), best[1]
 
 
 def _bytes(m, n, k, batch, itemsize) -> int:
