@@ -111,6 +111,19 @@ def test_costs_grow_with_size_and_no_product_is_faster_than_the_data_sheet():
             assert 2 * 8192**3 / product(card, precision=precision) < getattr(card.flops, precision)
 
 
+def test_words_that_do_not_fit_into_16_bytes_make_three_slower_products():
+    def seconds(words, precision="bf16", size=2):
+        hidden, table = Operand((8192, 768), size), Operand((words, 768), size, (768, 1))
+        turned, logits = Operand((768, words), size, (1, 768)), Operand((8192, words), size, (words, 1))
+        columns = Operand((words, 8192), size, (1, words))
+        wanted = ((hidden, turned), logits), ((logits, table), hidden), ((columns, hidden), table)
+        return [cost("mm", inputs, [output], spec("A100"), precision).seconds for inputs, output in wanted]
+
+    for odd, even in zip(seconds(50_257), seconds(50_304), strict=True):
+        assert 1.8 < odd / even < 2.1
+    assert seconds(50_257, "fp32", 4) == pytest.approx(seconds(50_304, "fp32", 4), rel=0.01)  # no tensor cores
+
+
 # ---- on virtual GPUs ----
 
 

@@ -49,9 +49,9 @@ def _lists(work: Work) -> Cost:
 def _mm(work: Work) -> Cost:
     first, second = work.inputs[-2:]
     with_bias = work.name.startswith(("addmm", "_addmm")) and len(work.inputs) > 2
-    seconds, kernels = product(
-        work.spec, first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2]), work.precision, with_bias
-    )
+    aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *work.outputs[:1]))
+    sizes = first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2])
+    seconds, kernels = product(work.spec, *sizes, work.precision, with_bias, aligned)
     return Cost(seconds, kernels, "product")
 
 

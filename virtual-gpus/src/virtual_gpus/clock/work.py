@@ -26,6 +26,11 @@ class Operand(NamedTuple):
         """True if the channels of a pixel lie side by side and those of other pixels further apart."""
         return len(self.strides) > 2 and self.strides[1] == 1 < self.strides[-1]
 
+    @property
+    def leading(self) -> int:
+        """Elements from one row of a matrix to the next (its columns, if those lie one after the other)."""
+        return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
+
 
 class Cost(NamedTuple):
     """seconds: of all its kernels on the GPU. kernels: how many the host starts. kind: "product", "convolution", ..."""
