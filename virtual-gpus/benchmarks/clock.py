@@ -4,7 +4,7 @@
     python -m benchmarks.clock resnet18_cifar_b64    # only that one
     python -m benchmarks.clock --operators           # single operators and copies
     python -m benchmarks.clock --kernels gpt_small_b8    # the kernels of a step, operator by operator
-    python -m benchmarks.clock --leave-one-out           # kernels of both sets, by rates fitted without the case
+    python -m benchmarks.clock --leave-one-out           # kernels of all sets, by rates fitted without the case
     python -m benchmarks.clock --plot clock.png      # steps as a picture
 
 Kernels: the seconds of all kernels of a step, of the run that timed operator by operator. Profiler: the sum that the
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import clock_plot
-from benchmarks.reference import measure, timing
+from benchmarks.reference import measure, second, timing
 from benchmarks.reference.cases import CASES
 
 _MS, _US = 1e3, 1e6
@@ -71,9 +71,9 @@ def table_of_operators(rows) -> list[str]:
 
 
 def kernels_of(name: str) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
-    """Operator -> measured seconds of a step, modelled seconds, calls; of a case of the first set or the second."""
+    """Operator -> measured seconds of a step, modelled seconds, calls; of a case of any set."""
     real, modelled, calls = defaultdict(float), defaultdict(float), defaultdict(int)
-    folder = "" if name in CASES else "second/"
+    folder = "" if name in CASES else "third/" if name in second.THIRD else "second/"
     for op, _, count, seconds in measure.load(f"{folder}operator_seconds.json.gz")[name]:
         op = op.removeprefix("aten::")
         real[_SAME.get(op, op)] += seconds
@@ -122,7 +122,7 @@ def leave_one_out() -> list[tuple[str, float, float, float]]:
 
 
 def table_of_leave_one_out() -> list[str]:
-    """One line per case of both sets, and the medians."""
+    """One line per case of all sets, and the medians."""
     rows = leave_one_out()
     lines = [f"{'kernels of a step':24} real, ms   as modelled   without the case"]
     lines += [f"{name:24} {ms * _MS:8.2f}     {percent(own)}          {percent(out)}" for name, ms, own, out in rows]
@@ -136,9 +136,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help=f"only these training steps, of: {', '.join(CASES)}")
     parser.add_argument("--operators", action="store_true", help="single operators and copies")
     parser.add_argument("--kernels", metavar="CASE", choices=list(timing.BUILDS), help="the kernels of one step")
-    parser.add_argument(
-        "--leave-one-out", action="store_true", help="the kernels of both sets, each case left out once"
-    )
+    parser.add_argument("--leave-one-out", action="store_true", help="the kernels of all sets, each case left out once")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the steps (.png, .svg, .pdf)")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in CASES]:

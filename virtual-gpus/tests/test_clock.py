@@ -7,7 +7,8 @@ import pytest
 import torch
 from virtual_gpus import active_machine, record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import Clock, ConcurrentThreads, Track
-from virtual_gpus.clock.cost import Operand, cost
+from virtual_gpus.clock.cost import cost
+from virtual_gpus.clock.work import Operand
 from virtual_gpus.gpus import kinds, spec
 
 MS = 1e-3
@@ -108,6 +109,19 @@ def test_costs_grow_with_size_and_no_product_is_faster_than_the_data_sheet():
             assert 0 < less < more < math.inf
         for precision in ("fp32", "fp16", "bf16", "fp64"):
             assert 2 * 8192**3 / product(card, precision=precision) < getattr(card.flops, precision)
+
+
+def test_words_that_do_not_fit_into_16_bytes_make_three_slower_products():
+    def seconds(words, precision="bf16", size=2):
+        hidden, table = Operand((8192, 768), size), Operand((words, 768), size, (768, 1))
+        turned, logits = Operand((768, words), size, (1, 768)), Operand((8192, words), size, (words, 1))
+        columns = Operand((words, 8192), size, (1, words))
+        wanted = ((hidden, turned), logits), ((logits, table), hidden), ((columns, hidden), table)
+        return [cost("mm", inputs, [output], spec("A100"), precision).seconds for inputs, output in wanted]
+
+    for odd, even in zip(seconds(50_257), seconds(50_304), strict=True):
+        assert 1.8 < odd / even < 2.1
+    assert seconds(50_257, "fp32", 4) == pytest.approx(seconds(50_304, "fp32", 4), rel=0.01)  # no tensor cores
 
 
 # ---- on virtual GPUs ----
@@ -229,21 +243,71 @@ def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
 # ---- convolutions on tensor cores, and group norms
 
 
-def convolution(out: int, into: int, kind: str = "H200", bias: bool = False, precision: str = "tf32") -> float:
-    """Seconds of a 3x3 convolution of 8 images of 128 x 128."""
-    images, filters, result = (8, into, 128, 128), (out, into, 3, 3), (8, out, 128, 128)
-    size = 4 if precision == "tf32" else 2
-    inputs = [Operand(images, size), Operand(filters, size)] + [Operand((out,), size)] * bias
-    return cost("convolution", inputs, [Operand(result, size)], spec(kind), precision).seconds
+def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, last=False, backward=False) -> float:
+    """Seconds of a 3x3 convolution of 8 images of 128 x 128. last: channels last."""
+    images, filters, result = (8, into, 128, 128), (out, into // groups, 3, 3), (8, out, 128, 128)
+    size = 4 if precision in ("tf32", "fp32") else 2
+    x, w, y = (Operand(shape, size, _strides(shape, last)) for shape in (images, filters, result))
+    if backward:
+        return cost("convolution_backward", [y, x, w], [x, w], spec(kind), precision).seconds
+    return cost("convolution", [x, w] + [Operand((out,), size)] * bias, [y], spec(kind), precision).seconds
+
+
+def _strides(shape, last: bool) -> tuple[int, ...]:
+    layout = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(shape, device="meta").contiguous(memory_format=layout).stride()
 
 
 def test_convolutions_on_tensor_cores():
     few, full, more = (convolution(out, 64) for out in (40, 64, 72))
     assert few > 0.9 * full and more > 1.5 * full  # a tile that is not full costs as much as a full one
     assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
-    assert 0.6 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.9  # not twice as fast as tf32
+    assert 0.2 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.5
     written = 2 * 8 * 64 * 128 * 128 * 4 / spec("H200").bandwidth
     assert convolution(64, 64, bias=True) - convolution(64, 64) > written  # a kernel of its own
+
+
+@pytest.mark.parametrize("kind", ["RTX3090", "V100", "A100", "B200"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_channels_last_need_no_rewriting(kind, backward):
+    first, last = (
+        convolution(256, 256, kind, precision="fp16", last=last, backward=backward) for last in (False, True)
+    )
+    nbytes = 2 * 8 * 256 * 128 * 128 * 2  # of images and results
+    assert first - last > 2 * (1 + backward) * (nbytes - spec(kind).l2_bytes) / spec(kind).bandwidth
+    flops = 2 * 8 * 256 * 256 * 9 * 128 * 128 * (1 + backward)
+    assert flops / last < spec(kind).flops.fp16
+    assert convolution(64, 64, kind, precision="fp32", last=True) <= convolution(64, 64, kind, precision="fp32")
+
+
+def test_groups_of_few_channels_do_not_fill_a_tile():
+    def seconds(groups, **how):
+        return convolution(1024, 1024, "RTX3090", precision="fp16", groups=groups, last=True, **how)
+
+    assert seconds(4) < 0.3 * seconds(1)  # 256 channels each: a quarter of the work
+    assert seconds(64) > 3 * seconds(1) / 64  # 16 channels each fill a quarter of a tile
+    assert seconds(16, backward=True) > 5 * seconds(32, backward=True)  # 64 each: no kernel for tensor cores
+    one_by_one = seconds(1024)
+    assert one_by_one >= 2 * 8 * 1024 * 128 * 128 * 2 / spec("RTX3090").bandwidth  # reads and writes
+    assert seconds(1024, backward=True) > 4 * one_by_one
+
+
+def test_the_order_of_channels_is_the_same_without_values():
+    found = []
+    for last in (torch.contiguous_format, torch.channels_last):
+        for shapes_only in (False, True):
+            with virtual_gpus(1, kind="RTX 3090", shapes_only=shapes_only), record_timeline() as timeline:
+                wide, thin = torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3, groups=32)
+                parts = wide, torch.nn.BatchNorm2d(32), torch.nn.MaxPool2d(2), thin
+                net = torch.nn.Sequential(*parts).cuda().to(memory_format=last)
+                images = torch.ones(64, 16, 34, 34, device="cuda").contiguous(memory_format=last)
+                with torch.autocast("cuda", torch.float16):
+                    net(images).sum().backward()
+                    with torch.no_grad():
+                        net.eval()(images)
+                torch.cuda.synchronize()
+            found.append([(span.name, round(span.end - span.start, 12)) for span in timeline.spans])
+    assert found[0] == found[1] != found[2] == found[3]
 
 
 def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():

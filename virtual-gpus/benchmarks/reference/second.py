@@ -93,6 +93,11 @@ STEPS: dict[str, Build] = {
     "gru_tagger_b64": training(Tagger, tagged, partial(torch.optim.SGD, lr=0.1)),
 }
 TIMED: dict[str, Build] = STEPS | {"unet_adam_b8": unet}
+THIRD: dict[str, Build] = {  # only its seconds, in tests/data/h200/third
+    "resnet50_bf16_64px_b64": training(
+        partial(models.resnet50, num_classes=100), images(64, 3, 64, 64, classes=100), autocast=torch.bfloat16
+    )
+}
 OPERATORS: dict[str, operators.Build] = {
     "conv3_256_8": operators.module(lambda: nn.Conv2d(256, 256, 3, padding=1, bias=False), 64, 256, 8, 8),
     "conv5": operators.module(lambda: nn.Conv2d(32, 64, 5, padding=2), 32, 32, 28, 28),

@@ -29,7 +29,7 @@ WALL_WHERE_BUSY, WALL_ELSEWHERE = 0.25, 0.60
 MOSTLY_BUSY = 0.60  # share of the wall time, as measured
 OPERATORS_EACH = 0.30
 _REPEATS = 30
-BUILDS = CASES | second.TIMED
+BUILDS = CASES | second.TIMED | second.THIRD
 _DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

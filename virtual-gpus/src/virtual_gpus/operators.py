@@ -53,6 +53,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
 # Which setting says whether fp32 numbers may be multiplied as TF32: that of matrix products or that of convolutions.
 _PRODUCTS = dict.fromkeys(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_addmm_activation"), "matmul")
 _PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
+_TIMED_BY_LAYOUT = frozenset(("native_batch_norm", "native_batch_norm_backward", "max_pool2d_with_indices_backward"))
 
 
 # By base name ("mm"), filled from `ops`, which lies above: what CUDA refuses or waits for before an operator runs, and
@@ -77,6 +78,7 @@ class Operator:
         "func",
         "has_device",
         "has_generator",
+        "has_layout",
         "has_products",
         "host_result",
         "is_collective",
@@ -147,6 +149,7 @@ class Operator:
         returns = func._schema.returns
         self.is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
         self.has_products = _PRODUCTS.get(self.base, "")
+        self.has_layout = bool(self.has_products) or self.base in _TIMED_BY_LAYOUT  # strides decide how long it takes
         self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
         self.keeps_answers = _keeps_answers(self, func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))

@@ -19,6 +19,13 @@ There is one set of constants per kind of GPU and class of operator, but none pe
 - GH200 and B200: `tensor` is what large matrix multiplications were measured to reach (0.84 and 0.78, the table of
   maximum achievable matmul FLOPS in compute/accelerator/README.md of github.com/stas00/ml-engineering), lowered as
   much as the H100's training is below its figure there (0.80). Other constants: those of the H200.
+- RTX 4090: `memory` and `tensor` were fitted to timm's inference (see `clock/cost_conv.py`), 20 networks.
+- `conv_in_two_bytes`: on GeForce cards, V100 and T4 it is `tensor`, as timm's figures and those of ResNet-50 in
+  NVIDIA's DeepLearningExamples bear out. A100: fitted to ResNet-50 there (2,470 images/s in training, batch 256,
+  channels last), with ResNeXt-101 as a check. H200: between what its convolutions of ResNet-50 in bf16 took
+  (tests/data/h200/third), which are too small to tell, and the A100's share of `tensor`. H100, GH200, B200: the H200's
+  share of `tensor`. All others: `tensor`.
+- `tensor_conv` of GeForce cards: an estimate from their convolutions in fp16, a little below those.
 - All other kinds, and all other constants of the K80: estimates from the fraction of the peak that large matrix
   multiplications, convolutions and copies are known to reach on these GPUs. On GeForce cards, sums in fp32 halve the
   tensor cores' peak, so they come close to the rest; cards of 72 to 300 W lower their clock rate. Values that follow
@@ -41,7 +48,8 @@ class Calibration(NamedTuple):
     simt: fraction of the fp32 and fp64 peak for matrix multiplications.
     tensor: fraction of the tensor cores' peak for matrix multiplications.
     conv: fraction of the fp32 and fp64 peak for convolutions.
-    tensor_conv: fraction of the tensor cores' peak for convolutions, whose kernels need a different image layout.
+    tensor_conv: fraction of the tensor cores' peak for convolutions in TF32, whose kernels need another image layout.
+    conv_in_two_bytes: fraction of the tensor cores' peak for large convolutions in fp16 and bf16, channels last.
     """
 
     kernel: float
@@ -50,26 +58,27 @@ class Calibration(NamedTuple):
     tensor: float
     conv: float
     tensor_conv: float
+    conv_in_two_bytes: float
 
 
 _CALIBRATIONS = {
-    "K80": Calibration(4e-6, 0.70, 0.62, 0.62, 0.27, 0.27),
-    "TITANXp": Calibration(2.5e-6, 0.75, 0.80, 0.80, 0.75, 0.75),
-    "V100": Calibration(2e-6, 0.84, 0.90, 0.70, 0.90, 0.40),
-    "T4": Calibration(2.2e-6, 0.80, 0.55, 0.40, 0.55, 0.25),
-    "A100": Calibration(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36),
-    "A100-80GB": Calibration(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36),
-    "RTX3090": Calibration(1.8e-6, 0.87, 0.75, 0.88, 0.65, 0.50),
-    "A10": Calibration(2e-6, 0.82, 0.60, 0.50, 0.55, 0.30),
-    "RTX4090": Calibration(1.5e-6, 0.88, 0.80, 0.90, 0.65, 0.50),
-    "RTX6000Ada": Calibration(1.5e-6, 0.86, 0.75, 0.62, 0.60, 0.36),
-    "L4": Calibration(2e-6, 0.82, 0.55, 0.45, 0.50, 0.25),
-    "L40S": Calibration(1.5e-6, 0.84, 0.75, 0.62, 0.60, 0.36),
-    "H100": Calibration(1e-6, 0.88, 0.77, 0.58, 0.60, 0.36),
-    "H200": Calibration(1e-6, 0.88, 0.77, 0.80, 0.60, 0.36),
-    "GH200": Calibration(1e-6, 0.88, 0.77, 0.62, 0.60, 0.36),
-    "B200": Calibration(1e-6, 0.88, 0.77, 0.56, 0.60, 0.30),
-    "RTX5090": Calibration(1.5e-6, 0.88, 0.80, 0.95, 0.65, 0.50),
+    "K80": Calibration(4e-6, 0.70, 0.62, 0.62, 0.27, 0.27, 0.62),
+    "TITANXp": Calibration(2.5e-6, 0.75, 0.80, 0.80, 0.75, 0.75, 0.80),
+    "V100": Calibration(2e-6, 0.84, 0.90, 0.70, 0.90, 0.40, 0.70),
+    "T4": Calibration(2.2e-6, 0.80, 0.55, 0.40, 0.55, 0.25, 0.40),
+    "A100": Calibration(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36, 0.44),
+    "A100-80GB": Calibration(1.5e-6, 0.86, 0.90, 0.80, 0.65, 0.36, 0.44),
+    "RTX3090": Calibration(1.8e-6, 0.87, 0.75, 0.88, 0.65, 0.75, 0.88),
+    "A10": Calibration(2e-6, 0.82, 0.60, 0.50, 0.55, 0.30, 0.50),
+    "RTX4090": Calibration(1.5e-6, 0.94, 0.80, 0.95, 0.65, 0.75, 0.95),
+    "RTX6000Ada": Calibration(1.5e-6, 0.86, 0.75, 0.62, 0.60, 0.36, 0.62),
+    "L4": Calibration(2e-6, 0.82, 0.55, 0.45, 0.50, 0.25, 0.45),
+    "L40S": Calibration(1.5e-6, 0.84, 0.75, 0.62, 0.60, 0.36, 0.62),
+    "H100": Calibration(1e-6, 0.88, 0.77, 0.58, 0.60, 0.36, 0.44),
+    "H200": Calibration(1e-6, 0.88, 0.77, 0.80, 0.60, 0.36, 0.60),
+    "GH200": Calibration(1e-6, 0.88, 0.77, 0.62, 0.60, 0.36, 0.46),
+    "B200": Calibration(1e-6, 0.88, 0.77, 0.56, 0.60, 0.30, 0.42),
+    "RTX5090": Calibration(1.5e-6, 0.88, 0.80, 0.95, 0.65, 0.75, 0.95),
 }
 
 

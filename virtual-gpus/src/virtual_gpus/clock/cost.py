@@ -11,57 +11,10 @@ One that is in no class reads its inputs and writes its results once, as most do
 from __future__ import annotations
 
 from math import ceil, prod
-from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import calibration
-from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
-from virtual_gpus.gpus import GPUSpec
-
-
-class Operand(NamedTuple):
-    """A tensor among the arguments or results: its shape and the bytes of an element."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return prod(self.shape) * self.itemsize
-
-
-class Cost(NamedTuple):
-    """seconds: of all its kernels on the GPU. kernels: how many the host starts. kind: "product", "convolution", ..."""
-
-    seconds: float
-    kernels: int
-    kind: str = "operator"
-
-
-class Work(NamedTuple):
-    """One operator: name, arguments, results, the GPU, the precision of its products ("fp32", "tf32", ...), and how
-    many tensors its first list has."""
-
-    name: str
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
-    spec: GPUSpec
-    precision: str
-    first: int = 0
-
-    def reading(self, nbytes: float, share: float = 1.0) -> float:
-        """Seconds to read or write bytes in GPU memory, at a share of the speed of an addition."""
-        return nbytes / (self.spec.bandwidth * calibration(self.spec.kind).memory * share)
-
-    @property
-    def kernel(self) -> float:
-        """Seconds of the shortest kernel."""
-        return calibration(self.spec.kind).kernel
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arguments and results."""
-        return sum(part.nbytes for part in (*self.inputs, *self.outputs))
+from virtual_gpus.clock.cost_conv import backward, forward
+from virtual_gpus.clock.cost_matmul import product
+from virtual_gpus.clock.work import Cost, Work
 
 
 def cost(name, inputs, outputs, spec, precision: str = "fp32", first: int = 0) -> Cost:
@@ -96,9 +49,9 @@ def _lists(work: Work) -> Cost:
 def _mm(work: Work) -> Cost:
     first, second = work.inputs[-2:]
     with_bias = work.name.startswith(("addmm", "_addmm")) and len(work.inputs) > 2
-    seconds, kernels = product(
-        work.spec, first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2]), work.precision, with_bias
-    )
+    aligned = all(part.leading * part.itemsize % 16 == 0 for part in (first, second, *work.outputs[:1]))
+    sizes = first.shape[-2], second.shape[-1], first.shape[-1], prod(first.shape[:-2])
+    seconds, kernels = product(work.spec, *sizes, work.precision, with_bias, aligned)
     return Cost(seconds, kernels, "product")
 
 
@@ -106,94 +59,23 @@ def _mv(work: Work) -> Cost:
     return Cost(work.kernel * 2 + work.reading(work.nbytes), 1, "product")
 
 
-# ---- convolutions: floors in microseconds of an H200, passes over filters and images ---------------------------------
-
-
-class _Conv(NamedTuple):
-    floor: float  # in shortest kernels
-    window: float  # more where the window is larger than a pixel
-    share: float  # of the speed that the forward pass reaches
-    filters: float  # passes over the filters, to bring them into the kernel's order
-    images: float
-    kernels: int
-
-
-_FORWARD = _Conv(4.9, 7.4, 1.0, 9.3, 0.8, 3)
-# Convolutions in fp16 and bf16 reach two thirds of the share of their peak that those in TF32 reach of theirs. Fitted
-# to one figure: a ResNet-50 step in bf16 on the H200, whose seconds were not kept, was a third too fast without it.
-_TWO_BYTES = 0.67
-_COLUMNS, _WIDE, _NARROW = 64, 128, 32  # of a tile on tensor cores: numbers of channels
-CONVOLUTIONS_BACKWARD = 0.83  # share of the forward pass's speed
-_BACKWARD = _Conv(15.1, 18.0, CONVOLUTIONS_BACKWARD, 24.0, 1.0, 7)
-
-
-def _convolution(work: Work) -> Cost:
-    """With a bias, which a kernel of its own adds to the result (aten/src/ATen/native/cudnn/ConvShared.cpp)."""
-    images, filters = work.inputs[:2]
-    cost = _conv(work, _FORWARD, images, filters, work.outputs[0], 1)
-    return _and(cost, work.kernel + work.reading(2 * work.outputs[0].nbytes)) if len(work.inputs) > 2 else cost
-
-
-def _convolution_backward(work: Work) -> Cost:
-    """With the gradient of a bias, which is a sum of its own."""
-    gradient, images, filters = work.inputs[:3]
-    halves = sum(part.shape in (images.shape, filters.shape) for part in work.outputs[:2])
-    cost = _conv(work, _BACKWARD, images, filters, gradient, max(1, halves))
-    has_bias = len(filters.shape) > 2 and any(len(part.shape) == 1 for part in work.outputs)
-    return _and(cost, 7.2 * work.kernel + work.reading(gradient.nbytes, 0.9)) if has_bias else cost
-
-
-def _and(cost: Cost, seconds: float) -> Cost:
-    """One kernel more."""
-    return cost._replace(seconds=cost.seconds + seconds, kernels=cost.kernels + 1)
-
-
-def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Operand, gradients: int) -> Cost:
-    cores = tensor_cores(work.spec, work.precision)
-    card, window = calibration(work.spec.kind), prod(filters.shape[2:]) > 1
-    groups = max(1, images.shape[1] // filters.shape[1]) if len(filters.shape) > 1 else 1
-    flops = 2 * prod(result.shape) * prod(filters.shape[1:]) * gradients
-    if cores and groups == 1 and len(filters.shape) > 2:
-        flops = _in_tiles(images, filters, result, conv is _BACKWARD, gradients)
-    if len(result.shape) > 1 and result.shape[1] != filters.shape[0]:  # transposed: filters are (in, out, ...)
-        flops, groups = 2 * prod(images.shape) * prod(filters.shape[1:]) * gradients, 1
-    speed = peak(work.spec, work.precision) * (card.tensor_conv if cores else card.conv) * conv.share
-    if cores and work.spec.capability >= (8, 0) and work.precision in ("fp16", "bf16"):
-        speed *= _TWO_BYTES
-    half = gradients / 2 if conv is _BACKWARD else 1
-    seconds = work.kernel * (conv.floor + conv.window * window) * half + flops / (speed / min(groups, 8))
-    passes = half if cores else half / 4  # other kernels take images and filters as they lie
-    seconds += passes * work.reading(conv.filters * filters.nbytes)
-    seconds += half * work.reading(conv.images * (images.nbytes + result.nbytes))
-    return Cost(seconds, max(1, round(conv.kernels * half)), "convolution")
-
-
-def _in_tiles(images: Operand, filters: Operand, result: Operand, backward: bool, gradients: int) -> float:
-    """Operations of whole tiles: columns of channels that are not full cost as much as full ones."""
-    taps, pixels = prod(filters.shape[2:]), prod(result.shape) / result.shape[1]
-    out, into = filters.shape[0], filters.shape[1]
-    if not backward:
-        return 2 * pixels * taps * into * _padded(out, _COLUMNS)
-    columns = taps * _padded(into, _WIDE) if into >= _NARROW else _padded(taps * into, _NARROW)
-    flops = 2 * pixels * _padded(out, _COLUMNS) * columns
-    return flops + (2 * pixels * taps * out * _padded(into, _COLUMNS) if gradients > 1 else 0)
-
-
-def _padded(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
-
-
 # ---- normalization, softmax, reductions, losses ----------------------------------------------------------------------
 
 
 def _batch_norm(work: Work) -> Cost:
-    """A block of threads per channel: few channels leave the GPU half idle."""
+    """A block of threads per channel: few channels leave the GPU half idle, unless the channels are last."""
     images = work.inputs[0] if work.name.endswith("norm") else work.inputs[1]
     backward = not work.name.endswith("norm")
     channels = images.shape[1] if len(images.shape) > 1 else 1
-    busy = min(1.0, max(0.3, channels / (1.5 * work.spec.multi_processor_count)))
-    nbytes = images.nbytes * (3 if backward else 2)
-    return Cost(3.2 * work.kernel + work.reading(nbytes, busy * (0.65 if backward else 1.0)), 1)
+    share = min(1.0, max(0.3, channels / (1.5 * work.spec.multi_processor_count))) * (0.65 if backward else 1.0)
+    if work.precision == "bf16" and len(images.shape) > 2 and not images.channels_last:
+        # PyTorch's own kernels: a block of threads goes through the pieces of its channel one after the other
+        numbers, waves = images.nbytes / 2 / channels, max(1.0, channels / work.spec.multi_processor_count)
+        chain = (1.0 + 0.9e-3 * numbers) if backward else (3.5 + 0.6e-3 * numbers)
+        return Cost((4 + waves * chain) * work.kernel + work.reading(images.nbytes), 3)
+    if images.channels_last:
+        share = 0.9 if backward else 1.0  # fitted as those of `cost_conv`
+    return Cost(3.2 * work.kernel + work.reading(images.nbytes * (3 if backward else 2), share), 1)
 
 
 def _group_norm(work: Work) -> Cost:
@@ -211,6 +93,10 @@ def _with(floor: float, share: float, kernels: int = 1):
         return Cost(floor * work.kernel + work.reading(work.nbytes, share), kernels)
 
     return of
+
+
+def _pool_backward(work: Work) -> Cost:
+    return Cost(2.0 * work.kernel + work.reading(work.nbytes, 0.3 if work.inputs[1].channels_last else 0.15), 1)
 
 
 def _reduction(work: Work) -> Cost:
@@ -259,7 +145,8 @@ def _rewritten(work: Work) -> Cost:
 
 
 def _copied_in(work: Work) -> Cost:
-    """FSDP2's copy of a rank's own part, the first result, into the tensor that is to be gathered, the second."""
+    """FSDP2's copy of a rank's own part, the first result, into the tensor that is to be gathered, the second. A batch
+    norm with kept statistics takes as long."""
     return Cost(work.kernel + work.reading(2 * work.outputs[0].nbytes), 1)
 
 
@@ -270,8 +157,8 @@ def _free(work: Work) -> Cost:
 _CLASSES = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_addmm_activation"), _mm),
     **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), _mv),
-    **dict.fromkeys(("convolution", "convolution_overrideable"), _convolution),
-    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), _convolution_backward),
+    **dict.fromkeys(("convolution", "convolution_overrideable"), forward),
+    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), backward),
     **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), _batch_norm),
     "native_layer_norm": _with(4.6, 1.0),
     "native_layer_norm_backward": _with(9.5, 0.6, 3),
@@ -283,7 +170,7 @@ _CLASSES = {
     "_log_softmax_backward_data": _with(1.0, 0.78),
     "_softmax_backward_data": _with(1.0, 0.78),
     "max_pool2d_with_indices": _with(1.5, 0.37),
-    "max_pool2d_with_indices_backward": _with(2.0, 0.15),
+    "max_pool2d_with_indices_backward": _pool_backward,
     "nll_loss_forward": _nll(0.0074),
     "nll_loss2d_forward": _nll(0.0074),
     "nll_loss_backward": _nll(0.0033),
@@ -300,5 +187,5 @@ _CLASSES = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
                      "resize_", "lift_fresh", "record_stream", "_reshape_alias", "record_grad_output_stream"), _free),
     **dict.fromkeys(("split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype"), _rewritten),
-    "all_gather_copy_in": _copied_in,
+    **dict.fromkeys(("all_gather_copy_in", "batch_norm_elemt"), _copied_in),
 }  # fmt: skip

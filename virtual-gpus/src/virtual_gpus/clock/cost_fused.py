@@ -6,13 +6,16 @@ from math import ceil
 from typing import NamedTuple
 
 from virtual_gpus.clock.calibration import calibration
-from virtual_gpus.clock.cost import Cost
 from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
+from virtual_gpus.clock.work import Cost
 from virtual_gpus.gpus import GPUSpec
 
 _TILE = 64  # rows and columns of the scores that a block of threads works on
 # Share of the peak that the kernels reach: the memory-efficient one works without fp32 tensor cores.
 _SHARE, _SHARE_ON_CORES = 0.21, 0.45
+# Smaller tensor cores do not wait for the exponentials: of what large products reach, fitted to timm's inference on
+# RTX 4090 (`benchmarks.timm_rows`), where the heads are 32 to 80 wide.
+_SHARE_OF_PRODUCTS, _SMALL_CORES = 0.75, ((8, 6), (8, 9), (12, 0))
 _BACKWARD_FLOPS = 2.5  # five products where the forward pass has two
 _DROPOUT = 1.25  # random numbers are drawn again in the backward pass
 # In shortest kernels: to start; and the backward pass's other kernels, which read the gradient and the output once.
@@ -39,7 +42,10 @@ def attention(call: Attention, spec: GPUSpec, precision: str, backward: bool) ->
         tiles = sum(min(across, row + 1) for row in range(down))
     flops = 4 * call.heads * tiles * _TILE * _TILE * call.width * (_BACKWARD_FLOPS if backward else 1)
     cores, card = tensor_cores(spec, precision), calibration(spec.kind)
-    share = (_SHARE_ON_CORES if cores else _SHARE) * (1 / _DROPOUT if call.dropout else 1)
+    share = _SHARE_ON_CORES if cores else _SHARE
+    if cores and call.itemsize == 2 and spec.capability in _SMALL_CORES:
+        share = _SHARE_OF_PRODUCTS * card.tensor
+    share /= _DROPOUT if call.dropout else 1
     read = call.heads * (2 * call.rows + 2 * call.columns) * call.width * call.itemsize
     seconds = max(flops / (peak(spec, precision) * share), read / (spec.bandwidth * card.memory))
     if not backward:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from virtual_gpus.clock.calibration import HOST, calibration
-from virtual_gpus.clock.cost import CONVOLUTIONS_BACKWARD
+from virtual_gpus.clock.cost_conv import CONVOLUTIONS_BACKWARD
 from virtual_gpus.clock.cost_matmul import peak, tensor_cores
 from virtual_gpus.clock.links import NETWORKS, REACHED, arrange
 from virtual_gpus.clock.traffic import ring_seconds

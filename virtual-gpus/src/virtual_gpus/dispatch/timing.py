@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.clock.cost import Operand, cost
+from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
 from virtual_gpus.clock.traffic import host_copy, peer_copy, read_value
+from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.described import key_of
 from virtual_gpus.errors import report_sync
@@ -30,7 +31,7 @@ _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form = attrgetter("shape", "dtype")
-_elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
+_elements, _itemsize, _strides = torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.stride
 
 
 def record_op(call: OpCall, result: Any) -> None:
@@ -49,11 +50,14 @@ def record_op(call: OpCall, result: Any) -> None:
             key = (gpu.spec.kind, op, shape, *map(_form, tensors))
     except RuntimeError:
         return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
-    if op.has_products:
-        key += (_allows_tf32("cuda", op.has_products),)
+    name = op.base
+    if op.has_layout:
+        if name == "native_batch_norm" and not call["training"]:
+            name = "batch_norm_elemt"  # it reads and writes once
+        key += (name, op.has_products and _allows_tf32("cuda", op.has_products), *map(_strides, tensors))
     found = _known.get(key)
     if found is None:
-        found = _known[key] = _look_up(gpu, op, tensors, result)
+        found = _known[key] = _look_up(gpu, op, name, tensors, result)
         if len(_known) > 65536:
             _known.clear()
     seconds, host, further = found
@@ -218,7 +222,7 @@ def _shape_of(result):
     return None
 
 
-def _look_up(gpu: VirtualGPU, op, tensors, result, first: int = 0) -> tuple[float, float, float]:
+def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, float, float]:
     if op.is_view:
         return 0.0, gpu.machine.clock.host.view, 0.0
     inputs = operands(tensors)
@@ -227,7 +231,7 @@ def _look_up(gpu: VirtualGPU, op, tensors, result, first: int = 0) -> tuple[floa
     else:
         outputs = () if op.by_element else inputs[:1]
     in_place = bool(op.written)
-    return times(gpu, op.base, inputs, outputs, _precision(op.has_products, tensors), first, in_place)
+    return times(gpu, name, inputs, outputs, _precision(op.has_products, tensors), in_place=in_place)
 
 
 def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):
@@ -250,7 +254,7 @@ def _flat(result):
 
 def operands(tensors) -> tuple[Operand, ...]:
     """Tensors as `cost` takes them."""
-    return tuple(Operand(tuple(t.shape), t.dtype.itemsize) for t in tensors)
+    return tuple(Operand(tuple(t.shape), t.dtype.itemsize, t.stride()) for t in tensors)
 
 
 def _precision(library: str, tensors) -> str:

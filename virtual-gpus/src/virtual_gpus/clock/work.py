@@ -1,0 +1,66 @@
+"""What the cost of an operator is found from, and what it is. No torch here."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from virtual_gpus.clock.calibration import calibration
+from virtual_gpus.gpus import GPUSpec
+
+
+class Operand(NamedTuple):
+    """A tensor among the arguments or results: its shape, the bytes of an element, and its strides (none: in order)."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    strides: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def channels_last(self) -> bool:
+        """True if the channels of a pixel lie side by side and those of other pixels further apart."""
+        return len(self.strides) > 2 and self.strides[1] == 1 < self.strides[-1]
+
+    @property
+    def leading(self) -> int:
+        """Elements from one row of a matrix to the next (its columns, if those lie one after the other)."""
+        return max(self.strides[-2:]) if len(self.strides) > 1 else self.shape[-1]
+
+
+class Cost(NamedTuple):
+    """seconds: of all its kernels on the GPU. kernels: how many the host starts. kind: "product", "convolution", ..."""
+
+    seconds: float
+    kernels: int
+    kind: str = "operator"
+
+
+class Work(NamedTuple):
+    """One operator: name, arguments, results, the GPU, the precision of its products ("fp32", "tf32", ...), and how
+    many tensors its first list has."""
+
+    name: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    spec: GPUSpec
+    precision: str
+    first: int = 0
+
+    def reading(self, nbytes: float, share: float = 1.0) -> float:
+        """Seconds to read or write bytes in GPU memory, at a share of the speed of an addition."""
+        return nbytes / (self.spec.bandwidth * calibration(self.spec.kind).memory * share)
+
+    @property
+    def kernel(self) -> float:
+        """Seconds of the shortest kernel."""
+        return calibration(self.spec.kind).kernel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arguments and results."""
+        return sum(part.nbytes for part in (*self.inputs, *self.outputs))
