@@ -1,6 +1,7 @@
 """What every test and every lesson that pytest runs has in common."""
 
 import functools
+import gc
 import os
 from pathlib import Path
 
@@ -19,7 +20,18 @@ def pytest_configure(config):
     """Lessons run on virtual GPUs unless GPUS says otherwise, so that their stored outputs compare."""
     config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests" / "nbval_sanitize.cfg")
     environment = run_all.kernel_environment(os.environ.get("GPUS", "virtual"))
+    environment["PYTHONSTARTUP"] = str(Path(__file__).parent / "tests" / "kernel_start.py")
     nbval.kernel.start_new_kernel = functools.partial(nbval.kernel.start_new_kernel, env=environment)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without gc, which would go through PyTorch's half million objects many times while they are imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(hookwrapper=True)
