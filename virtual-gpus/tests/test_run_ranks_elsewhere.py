@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_run_ranks import children
-from virtual_gpus import virtual_gpus
+from test_run_ranks import leaves_nothing  # noqa: F401  (a fixture for every test here too)
+from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.patches import process_groups
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.testing import RankError, network, run, run_ranks
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
-
-
-@pytest.fixture(autouse=True)
-def none_is_left():
-    before = set(children())
-    yield
-    assert set(children()) <= before
-
 
 # ---- ranks that are not forked ---------------------------------------------------------------------------------------
 
@@ -43,7 +35,8 @@ def job():
             "process": os.getpid(),
             "total": total,
             "taken": capacity - free - torch.cuda.memory_reserved(rank),
-            "module": __import__(module).number,
+            "kind": (torch.cuda.get_device_name(), capacity),
+            "at import": __import__(module).number,
             "folder": os.getcwd(),
             "environment": {name: os.environ.get(name) for name in ("RANK", "SAID")},
             "net": Net(),
@@ -52,18 +45,23 @@ def job():
     return seen
 
 
+MODULE = "import torch\nnumber = torch.cuda.device_count()"
+
+
 def test_a_spawned_rank_has_the_surroundings_of_its_parent(tmp_path, monkeypatch, capsys):
-    """Its GPU, its folder, its modules and its variables."""
-    (tmp_path / "changing.py").write_text("number = 5")
+    """Its GPUs from the first import on, its folder, its modules and its variables."""
+    (tmp_path / "changing.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAID", "now")
-    with virtual_gpus(1, memory="1 GiB") as (gpu,):
+    with virtual_gpus(2, memory="1 GiB", kind="RTX 4090") as (gpu, _):
         mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
         (answer,) = run_ranks(job(), ranks=1, args=["changing"], start="spawn")
-        assert answer["taken"] == 2 * 2**30 // 8 + mine.nbytes  # a context of each process, and the parent's tensor
-    assert answer["process"] != os.getpid()
-    assert (answer["total"], answer["module"]) == (torch.tensor(30.0), 5)
+        kind = torch.cuda.get_device_name(), 2**30
+        # a context of each process, and the parent's tensor
+        assert answer["taken"] == 2 * active_machine().gpus[0].allocator.device.context + mine.nbytes
+    assert answer["process"] != os.getpid() and answer["kind"] == kind
+    assert (answer["total"], answer["at import"]) == (torch.tensor(30.0), 2)
     assert (answer["folder"], answer["environment"]) == (str(tmp_path), {"RANK": "0", "SAID": "now"})
     assert type(answer["net"]).__name__ == "Net"
     assert capsys.readouterr().out == "1 rank on 1 virtual GPU, backend gloo in place of nccl\n[rank 0] said by 0\n"
@@ -78,7 +76,7 @@ def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch):
 @pytest.mark.outside  # starts a server, which then lives as long as the tests
 def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
     """Each is a new process that shares its GPU with the parent. A launch with another variable spawns."""
-    (tmp_path / "changing.py").write_text("number = 0")
+    (tmp_path / "changing.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     found = []
     for _ in range(2):
