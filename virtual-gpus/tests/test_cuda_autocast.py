@@ -232,27 +232,6 @@ def test_replicas_start_as_new_threads_do(gpus):
     assert made.dtype == torch.float16 and net.weight.grad.dtype == torch.float32
 
 
-def test_custom_functions(gpus):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda")
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x @ x
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx, gradient):
-            assert (gradient @ ctx.saved_tensors[0]).dtype == torch.bfloat16
-            return gradient
-
-    x = torch.ones(2, 2, device="cuda", requires_grad=True)
-    with region():
-        y = Square.apply(x)
-    y.sum().backward()
-    assert y.dtype == torch.bfloat16 and x.grad is not None
-
-
 def test_cpu_autocast_beside(gpus):
     host, there = torch.ones(2, 2), torch.ones(2, 2, device="cuda")
     with torch.autocast("cpu", dtype=torch.bfloat16), region(torch.float16):
@@ -332,37 +311,6 @@ def test_a_weight_that_went_is_not_mistaken_for_another(gpus):
         for number in range(20):
             weight = torch.full((2, 2), float(number), device="cuda", requires_grad=True)
             assert (torch.ones(1, 2, device="cuda") @ weight).tolist() == [[2.0 * number] * 2]
-
-
-# ---- memory --------------------------------------------------------------------------------------------------------
-
-
-def network():
-    """Images of 16 x 16 -> 10 logits, through what autocast runs in each precision."""
-    encoder = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True, norm_first=True)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 8, 2, 2), nn.PReLU(),
-                         nn.GroupNorm(2, 8), nn.Upsample(scale_factor=2, mode="bilinear"), nn.MaxPool2d(2),
-                         nn.AdaptiveAvgPool2d(4), nn.Flatten(2), encoder, nn.Flatten(), nn.Linear(128, 10))  # fmt: skip
-
-
-def test_training_takes_the_same_memory_with_shapes_only():
-    results = []
-    for shapes_only in (False, True):
-        with virtual_gpus(1, shapes_only=shapes_only):
-            net, batch = network().cuda(), torch.randn(4, 3, 16, 16).cuda()
-            optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cuda", init_scale=8.0)
-            for _ in range(2):
-                with region():
-                    loss = F.cross_entropy(net(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
-                optimizer.zero_grad()
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                results.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
-            results.append(torch.cuda.memory_reserved())
-    assert results[:3] == results[3:]
 
 
 # ---- GradScaler ----------------------------------------------------------------------------------------------------

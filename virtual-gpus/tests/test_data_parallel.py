@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DataParallel, comm, data_parallel, replicate
+from torch.nn.parallel import DataParallel, comm, data_parallel
 from virtual_gpus import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -294,16 +294,6 @@ def test_what_is_wrong(make, message):
 
 
 # ---- the functions below -------------------------------------------------------------------------------------------
-
-
-def test_replicate(gpus):
-    model = net()
-    first, second = replicate(model, [0, 2])
-    assert second[4].weight.device == gpus[2] and first[4].weight.data_ptr() == model[4].weight.data_ptr()
-    (second[4].weight.sum().to(gpus[0]) * 3 + first[4].weight.sum()).backward()
-    same(model[4].weight.grad, torch.full((5, 8 * 36), 4.0))
-    detached = replicate(model, [0, 1], detach=True)
-    assert detached[1][4].weight.device == gpus[1] and not detached[1][4].weight.requires_grad
 
 
 def test_communication_functions(gpus):

@@ -37,7 +37,6 @@ WORDS = (torch.randint(0, 100, (6, 12)), torch.randint(0, 100, (6, 12)))
 ADAM, SGD = torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
 JOBS = {
     "pyramidnet": (lambda: PyramidNet(8, 12), *IMAGES, SGD),
-    "unfused attention, dropout": (lambda: unfused_transformer(100, 32, 2, 2, 12, dropout=0.1), *WORDS, ADAM),
     "fused attention, dropout": (lambda: GPT(0.1, 100, 32, 2, 2, 12), *WORDS, ADAM),
 }
 
@@ -84,16 +83,6 @@ def test_module_to_keeps_the_parameters_that_an_optimizer_knows():
         net(torch.ones(2, 3, device="cuda:1")).sum().backward()
         optimizer.step()
         assert optimizer.state[weight]["momentum_buffer"].device.index == 1
-
-
-def test_mixed_devices_and_out_of_memory_stay_errors():
-    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
-        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
-            torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
-        with pytest.raises(RuntimeError, match="got mat2 is on cpu"):
-            torch.ones(2, 2, device="cuda:0") @ torch.ones(2, 2)
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 400.00 GiB"):
-            torch.empty(100, 2**30, device="cuda")
 
 
 def test_a_large_job_needs_no_memory_of_this_computer():
