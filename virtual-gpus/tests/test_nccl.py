@@ -1,7 +1,5 @@
 """Groups of the backend "nccl": what NCCL takes and refuses (see ProcessGroupNCCL.cpp), while gloo carries it."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
-from virtual_gpus.dispatch.groups import carrier
 from virtual_gpus.patches import process_groups
 
 
@@ -123,7 +120,20 @@ def compressed(rank):
     return [mean_gradients(net, rank + 1.0, "cuda") for _ in range(6)]
 
 
+def free_results():
+    """Bytes that are left after collectives whose tensors were let go at once."""
+    left, before = 0, torch.cuda.memory_allocated()
+    for _ in range(100):
+        tensor = torch.zeros(1000, device="cuda")
+        all_reduce(tensor, "sum", dist.group.WORLD).wait()
+        dist.all_gather_into_tensor(torch.empty(2000, device="cuda"), tensor, async_op=True).wait()
+        del tensor
+        left = max(left, torch.cuda.memory_allocated() - before)
+    return left
+
+
 def all_of_it(rank):
+    assert free_results() == 0
     return shapes(rank), compressed(rank), mixed(rank), both_on_the_first(rank)
 
 
@@ -213,18 +223,3 @@ def test_a_group_of_a_python_class_works_and_what_it_inherits_has_no_backend():
                     group.broadcast([tensor], dist.BroadcastOptions())
     finally:
         torch._C._distributed_c10d._unregister_process_group("own")
-
-
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
-def test_gloo_has_one_thread_for_each_group(backend):
-    """Two of them crash the process once in some 30,000 collectives (`process_groups._with_one_thread`)."""
-    with virtual_gpus(1):
-        limit = timedelta(seconds=7)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        try:
-            for group in (dist.group.WORLD, dist.new_group([0], timeout=limit)):
-                options = carrier(group)._get_backend(torch.device("cuda")).options
-                assert (options._threads, options._timeout) == (1, limit)
-                dist.all_reduce(ones(2), group=group)
-        finally:
-            dist.destroy_process_group()

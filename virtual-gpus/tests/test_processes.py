@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from threading import Timer
 
 import pytest
@@ -15,6 +16,7 @@ from ranks import HANGS_S, in_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
+from virtual_gpus.dispatch.groups import carrier
 from virtual_gpus.patches import distributed, process_groups, processes
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
@@ -288,12 +290,17 @@ def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):
     process_groups._rest_at_exit.cache_clear()
     for backend in ("cpu:gloo,cuda:nccl", "NCCL", "gloo", None):
         monkeypatch.setattr(process_groups, "_said", False)
-        with virtual_gpus(1):
-            where = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": torch.device("cuda:0")}
-            dist.init_process_group(backend, **where)
+        with virtual_gpus(1) as (gpu,):
+            limit = timedelta(seconds=7)
+            where = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": gpu}
+            dist.init_process_group(backend, timeout=limit, **where)
             try:
                 x = torch.ones(2, device="cuda")
-                dist.all_reduce(x)
+                for group in (dist.group.WORLD, dist.new_group([0], timeout=limit)):
+                    dist.all_reduce(x, group=group)
+                    # Two threads of gloo's crash the process once in some 30,000 collectives (`_with_one_thread`).
+                    options = carrier(group)._get_backend(gpu).options
+                    assert (options._threads, options._timeout) == (1, limit)
                 assert x.tolist() == [1.0, 1.0] and dist.get_backend() == str(backend or "nccl").lower()
                 coll_device = dist.distributed_c10d._get_object_coll_device()
                 assert coll_device == ("cpu" if "gloo" in str(backend) else "cuda")
