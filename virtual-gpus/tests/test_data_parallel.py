@@ -343,17 +343,3 @@ def test_communication_functions_refuse_what_cuda_refuses(gpus):
     for words, call in refused.items():
         with pytest.raises(RuntimeError, match=words):
             call()
-
-
-# ---- memory and random numbers -------------------------------------------------------------------------------------
-
-
-def test_every_replica_draws_from_its_own_gpu():
-    torch.manual_seed(0)
-    model = DataParallel(nn.Dropout(0.5))
-    first = model(torch.ones(4, 100)).cpu()
-    assert torch.equal(first[0], first[1]), "all GPUs begin with the same seed, as real ones do"
-    second = model(torch.ones(4, 100)).cpu()
-    assert not torch.equal(first, second)
-    torch.manual_seed(0)
-    assert torch.equal(model(torch.ones(4, 100)).cpu(), first)
