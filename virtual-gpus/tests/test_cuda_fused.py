@@ -100,7 +100,8 @@ def test_what_a_layer_keeps_is_made_anew_or_lies_on_the_cpu_and_dropout_stays_th
             del out
         for kept, numbers in found[1:]:
             assert kept < found[0][0] / 8
-            shapes_only or torch.testing.assert_close(numbers, found[0][1])
+            if not shapes_only:
+                torch.testing.assert_close(numbers, found[0][1])
 
 
 def reduction():

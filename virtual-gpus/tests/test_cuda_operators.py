@@ -75,6 +75,14 @@ def test_memory_is_the_h200s(name):
 # ---- matrices --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool])
+def test_reductions_give_the_same_numbers(dtype):
+    x = torch.randn(64, 96, 80).to(dtype)
+    with virtual_gpus(1):
+        for reduce in (lambda x: x.sum((0, 2)), lambda x: x.int().argmax(), lambda x: x.amax(0), torch.any):
+            assert torch.equal(reduce(x.cuda()).cpu(), reduce(x))
+
+
 def test_only_matrices_that_cublas_cannot_read_are_copied():
     matrix = torch.empty(6, 8, device="meta")
     for readable in (matrix, matrix.t(), matrix[:, :4], matrix[::2], matrix.t()[2:], torch.empty(3, 4, 5).mT):
