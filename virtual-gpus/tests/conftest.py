@@ -63,24 +63,6 @@ def ctrl_c_interrupts():
 
 
 @pytest.fixture
-def four():
-    """Four virtual GPUs."""
-    from virtual_gpus import virtual_gpus
-
-    with virtual_gpus(4) as gpus:
-        yield gpus
-
-
-@pytest.fixture
-def titans():
-    """The article's four cards, without values."""
-    from virtual_gpus import virtual_gpus
-
-    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
-        yield gpus
-
-
-@pytest.fixture
 def no_libuv(monkeypatch):
     """Stores in this process are as in PyTorch for Windows, which is built without libuv."""
     import torch.distributed as dist

@@ -33,7 +33,7 @@ CHILD = """\
 import importlib.util, json, os, subprocess
 assert importlib.util.find_spec("torch")  # as datasets and transformers ask before they import it
 from virtual_gpus import NotModelled  # the package alone is no wish for other GPUs
-import torch
+import virtual_gpus.patches.processes, torch  # as a spawned process unpickles it: it must not be switched on twice
 os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # before the first use, as programs do
 x = torch.ones(1000, device="cuda")
 found = {"count": torch.cuda.device_count(), "slot": torch.cuda.get_device_properties(0).pci_bus_id - 1}
@@ -52,12 +52,6 @@ def test_a_python_child_has_the_same_gpus():
     assert found["count"] == found["slot"] == 1 and found["processes"] == 2
     assert len(found["smi"].split()) == 2 and str(os.getpid()) in found["smi"].split()
     assert environment() == before
-
-
-def test_a_spawned_process_is_not_switched_on_twice():
-    """multiprocessing unpickles a name in `patches`, whose import is the first that imports torch."""
-    with virtual_gpus(2, children=True):
-        run(sys.executable, "-c", "import virtual_gpus.patches.processes")
 
 
 def test_nobody_inherits_who_was_not_asked_for(monkeypatch):
@@ -122,21 +116,20 @@ def test_nvidia_smi_answers_as_the_real_one(monkeypatch, capsys):
         "0, 0 MiB, 0 %, [N/A]",
         "1, 2 MiB, 50 %, [N/A]",
     ]
-    one = smi(monkeypatch, capsys, "-i", "1", "--query-gpu=count,uuid,compute_cap", "--format=csv,noheader,nounits")
-    assert one.out == "1, GPU-1, 9.0\n"
-    found = smi(monkeypatch, capsys, "--query-compute-apps=pid,used_memory,gpu_uuid", "--format=csv,noheader")
-    assert found.out == "7, 2 MiB, GPU-1\n"
+    for arguments, said in (
+        (["-i", "1", "--query-gpu=count,uuid,compute_cap", "--format=csv,noheader,nounits"], "1, GPU-1, 9.0\n"),
+        (["--query-compute-apps=pid,used_memory,gpu_uuid", "--format=csv,noheader"], "7, 2 MiB, GPU-1\n"),
+    ):
+        assert smi(monkeypatch, capsys, *arguments).out == said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [(["--query-gpu=colour"], 'Field "colour" is not a valid field to query.'), (["-i", "5"], "No devices were found"),
-     (["topo", "-m"], 2)],
-)  # fmt: skip
-def test_nvidia_smi_refuses_what_it_does_not_know(arguments, code, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as error:
-        smi(monkeypatch, capsys, *arguments)
-    assert error.value.code == code
-    with pytest.raises(SystemExit) as error:
-        smi(monkeypatch, capsys, gpus=None)
-    assert error.value.code == 9
+def test_nvidia_smi_refuses_what_it_does_not_know(monkeypatch, capsys):
+    for arguments, gpus, code in (
+        (["--query-gpu=colour"], GPUS, 'Field "colour" is not a valid field to query.'),
+        (["-i", "5"], GPUS, "No devices were found"),
+        (["topo", "-m"], GPUS, 2),
+        ([], None, 9),
+    ):
+        with pytest.raises(SystemExit) as error:
+            smi(monkeypatch, capsys, *arguments, gpus=gpus)
+        assert error.value.code == code

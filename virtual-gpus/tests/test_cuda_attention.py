@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from pairwise import pairwise, product, title
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 from virtual_gpus.ops.attention.call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose, order
@@ -104,35 +103,6 @@ def test_output_and_gradients_are_those_of_the_cpu(case):
         torch.testing.assert_close(mine, theirs, **close)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(FP32, "Efficient"), (BF16, "Cudnn")])
-def test_the_output_is_kept_and_only_the_plain_formula_has_second_derivatives(dtype, kind):
-    with virtual_gpus(1):
-        leaves = parts((1, 2, 4, 8), dtype=dtype)
-        out = F.scaled_dot_product_attention(*leaves)
-        assert type(out.grad_fn).__name__.startswith(f"ScaledDotProduct{kind}AttentionBackward")
-        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        with pytest.raises(RuntimeError, match=f"derivative for .*_{kind.lower()}_attention_backward is"):
-            first[0].sum().backward()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            F.scaled_dot_product_attention(*leaves).mul_(2).sum().backward()
-        with torch.no_grad():
-            F.scaled_dot_product_attention(*leaves).mul_(2)
-        with sdpa_kernel(SDPBackend.MATH):
-            out = F.scaled_dot_product_attention(*leaves)
-        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        assert torch.autograd.grad(first[0].sum(), leaves[1])[0].abs().sum() > 0
-
-
-def test_function_transforms_and_modes():
-    with virtual_gpus(1):
-        query, key, value = parts((3, 2, 4, 8))
-        attend = lambda q: F.scaled_dot_product_attention(q, key.detach(), value.detach()).square().sum()  # noqa: E731
-        gradient = torch.func.grad(attend)(query.detach())
-        with torch.device("cpu"):  # a mode for functions
-            attend(query).backward()
-        torch.testing.assert_close(gradient, query.grad)
-
-
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,14 +127,12 @@ def test_dropout_drops_the_same_weights_forward_and_backward():
 
 # ---- which kernel ----------------------------------------------------------------------------------------------------
 
-H200, A100, T4, V100, PASCAL, K80 = (9, 0), (8, 0), (7, 5), (7, 0), (6, 1), (3, 7)
+H200, A100, T4, V100, K80 = (9, 0), (8, 0), (7, 5), (7, 0), (3, 7)
 BASE = {"shape": (2, 4, 16, 64), "dtype": FP32}
 CHOICES = [
     (H200, {}, EFFICIENT),
-    (PASCAL, {}, EFFICIENT),
     (K80, {}, MATH),
     (H200, {"dtype": BF16}, CUDNN),
-    (H200, {"dtype": FP16}, CUDNN),
     (A100, {"dtype": BF16}, FLASH),
     (V100, {"dtype": FP16}, EFFICIENT),
     (T4, {"dtype": BF16}, MATH),
@@ -172,7 +140,6 @@ CHOICES = [
     (H200, {"shape": (2, 4, 16, 30)}, MATH),
     (T4, {"shape": (2, 4, 16, 30)}, EFFICIENT),
     (V100, {"shape": (2, 4, 16, 30), "dtype": FP16}, MATH),
-    (H200, {"shape": (2, 4, 16, 512)}, EFFICIENT),
     (H200, {"shape": (2, 4, 16, 60), "dtype": BF16}, FLASH),
     (H200, {"shape": (2, 4, 16, 192), "dtype": BF16}, FLASH),
     (H200, {"shape": (2, 4, 16, 192), "dtype": BF16, "value_width": 128}, CUDNN),
@@ -238,16 +205,6 @@ def test_switches_and_priorities(monkeypatch):
     assert choose(half) == FLASH
 
 
-@pytest.mark.filterwarnings("ignore:No attention kernel that is switched on takes a query of torch.float32")
-def test_no_kernel_left_is_an_error():
-    with (
-        virtual_gpus(1),
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-        pytest.raises(RuntimeError, match="^No available kernel. Aborting execution.$"),
-    ):
-        F.scaled_dot_product_attention(*parts((1, 2, 4, 8)))
-
-
 MISTAKES = [
     (lambda q: (q, q.to(BF16), q), "to have the same dtype"),
     (lambda q: (q, q.cpu(), q), "same device type, but got query.device: cuda:0 key.device: cpu"),
@@ -256,14 +213,17 @@ MISTAKES = [
     (lambda q: (q, q, q, None, 1.5), "dropout probability has to be between 0 and 1"),
     (lambda q: (q, q, q, q[0, 0, :, :4] > 0, 0.0, True), "Explicit attn_mask should"),
     (lambda q: (*[q.half()] * 3, q[..., :4].clone().requires_grad_()), "for bias"),
+    (lambda q: (q, q, q, q[..., :4] > 0), "^No available kernel. Aborting execution.$"),  # flash takes no mask
 ]
 
 
 @pytest.mark.parametrize(("make", "text"), MISTAKES)
+@pytest.mark.filterwarnings("ignore:No attention kernel that is switched on takes")
 def test_mistakes_get_pytorchs_words(make, text):
     with virtual_gpus(1):
         query = parts((2, 2, 4, 8))[0].detach()
-        with pytest.raises(RuntimeError, match=text):
+        flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if "kernel" in text else nullcontext()
+        with flash, pytest.raises(RuntimeError, match=text):
             F.scaled_dot_product_attention(*make(query))
 
 
@@ -313,43 +273,6 @@ def test_without_gradients_only_the_output_stays(shapes_only, dtype, kept):
             assert bytes_of(lambda: out.transpose(1, 2).reshape(2, 64, 256))[1] == 0
 
 
-@with_and_without_numbers
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_checkpoint_frees_what_the_kernel_keeps_and_draws_the_same_numbers(shapes_only, dtype):
-    block = lambda *parts: F.scaled_dot_product_attention(*[p * 2 for p in parts], dropout_p=0.25)  # noqa: E731
-    found = []
-    with virtual_gpus(1, shapes_only=shapes_only):
-        for context, run in (
-            (nullcontext, block),
-            (nullcontext, partial(checkpoint, block, use_reentrant=False)),
-            (torch.autograd.graph.save_on_cpu, block),
-        ):
-            torch.manual_seed(0)
-            leaves = parts((2, 4, 64, 64), dtype=dtype)
-            with context():
-                out, kept, _ = bytes_of(lambda run=run, leaves=leaves: run(*leaves))
-            out.sum().backward()
-            found.append((kept, leaves[0].grad))
-            assert leaves[0].grad.is_cuda and (shapes_only or torch.equal(found[0][1], leaves[0].grad))
-    assert found[1][0] == 2 * 4 * 64 * 64 * dtype.itemsize < found[0][0]
-
-
-@with_and_without_numbers
-def test_too_little_memory(shapes_only):
-    """The context takes 12 MiB; query, key, value and output 16 MiB each: the gradients, 16 MiB each, do not fit."""
-    refused = partial(pytest.raises, torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate 16.00 MiB")
-    with virtual_gpus(1, memory="96 MiB", shapes_only=shapes_only):
-        leaves = [torch.zeros(1, 1024, 16, 256, device="cuda", requires_grad=True) for _ in range(3)]
-        out = F.scaled_dot_product_attention(*leaves)
-        with refused():
-            out.sum().backward()
-        filled = torch.zeros(16 << 20, dtype=torch.uint8, device="cuda")
-        with refused():
-            F.scaled_dot_product_attention(*leaves)
-        del out, filled
-        assert torch.cuda.memory_allocated() == 48 << 20
-
-
 def test_flash_splits_keys_when_few_rows_would_leave_processors_idle():
     """The published heuristic's own example: 48 blocks on 108 processors are better off with 2 parts than with 3."""
     assert _best_split(48, 108, 100) == 2
@@ -386,28 +309,17 @@ def test_encoder_layers_fast_path_runs_the_layers_operators(shapes_only, first):
         net, x = layer.cuda(), x.cuda()
         net(x)
         out, stayed, peak = bytes_of(lambda: net(x))
-        assert stayed == 8 * 20 * 64 * 4
-        assert peak >= 8 * 20 * 256 * 4 + 8 * 20 * 64 * 4  # the wide middle
+        assert stayed == x.nbytes and peak >= 5 * x.nbytes  # the wide middle
         assert shapes_only or torch.allclose(out.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_multihead_attention_trains_as_on_the_cpu_and_keeps_scores_for_those_who_want_them(weights):
-    torch.manual_seed(0)
-    attention, x, results = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(4, 128, 32), []
-    with virtual_gpus(1, torch_version="2.11"):
-        for device in ("cpu", "cuda"):
-            attention.to(device).zero_grad()
-            run = partial(attention, *[x.to(device)] * 3, need_weights=weights)
-            out = run()[0]
-            out.square().sum().backward()
-            results.append([out.detach().cpu(), attention.in_proj_weight.grad.clone().cpu()])
-        for mine, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
-        attention.eval()
-        with torch.no_grad():
-            run()  # library workspaces
-            assert (bytes_of(run)[2] > 4 * 4 * 128 * 128 * 4) == weights
+def test_multihead_attention_keeps_scores_for_those_who_want_them(weights):
+    attention, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(4, 128, 32)
+    with virtual_gpus(1, torch_version="2.11"), torch.no_grad():
+        run = partial(attention.cuda(), *[x.cuda()] * 3, need_weights=weights)
+        run()  # library workspaces
+        assert (bytes_of(run)[2] > 4 * 4 * 128 * 128 * 4) == weights
 
 
 def test_backward_under_autocast_computes_in_the_inputs_own_precision():

@@ -17,6 +17,8 @@ from virtual_gpus import virtual_gpus
 from virtual_gpus.ops.autocast import casting, casts, lists
 
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
+BF16 = torch.bfloat16
+KINDS = [(torch.float32, BF16), (BF16, torch.float32), (BF16, BF16)]  # of floating-point arguments, in turn
 KEY = torch._C.DispatchKey.AutocastCUDA
 
 
@@ -81,47 +83,43 @@ def pytorch_cases(device) -> dict[str, tuple]:
 
 def more_cases(device) -> dict[str, tuple]:
     """Operators that PyTorch's tests leave out."""
-
-    def t(*size):
-        return torch.rand(size, device=device)
-
-    nn_functions, image, square, query = torch._C._nn, t(1, 2, 4, 4), t(4, 4), t(1, 2, 4, 8)
-    found = {
-        "attention": (F.scaled_dot_product_attention, query, query, query),
-        "attention, mask": (F.scaled_dot_product_attention, query, query, query, square),
-        "einsum": (torch.einsum, "ij,jk->ik", square, square),
-        "bilinear": (nn_functions.upsample_bilinear2d, image, [8, 8], False, None),
-        "bicubic": (nn_functions.upsample_bicubic2d, image, [8, 8], False, None),
-        "nearest exact": (nn_functions._upsample_nearest_exact1d, image[0], [8], None),
-        "trilinear": (nn_functions.upsample_trilinear3d, image[None], [8, 8, 8], False, None),
-        "huber": (F.huber_loss, square, square),
-        "vector norm": (torch.linalg.vector_norm, square),
-        "vector norm, dtype": (partial(torch.linalg.vector_norm, dtype=torch.float32), square),
-        "matrix norm": (torch.linalg.matrix_norm, square, "fro"),
-        "matrix norm, 1": (torch.linalg.matrix_norm, square, 1),
-        "norm, keepdim": (partial(torch.norm, dim=[0], keepdim=True), square, 2),
-        "softmax, dtype": (partial(torch.softmax, dtype=torch.float64), square, 0),
-        "sum, dtype": (partial(torch.sum, dtype=torch.float64), square),
-        "power of a number": (torch.pow, 2.0, square),
-        "cross entropy": (F.cross_entropy, square, torch.zeros(4, dtype=torch.long, device=device)),
-        "bce with logits": (F.binary_cross_entropy_with_logits, square, square),
-        "layer norm": (F.layer_norm, square, (4,), t(4), t(4)),
-        "batch norm": (F.batch_norm, image, t(2), t(2), t(2), t(2), True),
-        "bilinear form": (F.bilinear, square, square, t(3, 4, 4)),
-        "max pool": (F.max_pool2d, image, 2),
-        "cat": (torch.cat, [square, square]),
-        **{function.__name__: (function, square) for function in (F.gelu, torch.relu, torch.mean, torch.var)},
-    }
-    if hasattr(torch.linalg, "matrix_sqrth"):
-        found["matrix_sqrth"] = (torch.linalg.matrix_sqrth, square)
-    return {name: (function, tuple(arguments), {}) for name, (function, *arguments) in found.items()}
+    image, square, query = (torch.rand(size, device=device) for size in ((1, 2, 4, 4), (4, 4), (1, 2, 4, 8)))
+    pair, norm, up = image[0, :, 0, 0], torch.linalg, torch._C._nn
+    cases = [
+        (F.scaled_dot_product_attention, query, query, query),
+        (F.scaled_dot_product_attention, query, query, query, square),
+        (torch.einsum, "ij,jk->ik", square, square),
+        (up.upsample_bilinear2d, image, [8, 8], False, None),
+        (up.upsample_bicubic2d, image, [8, 8], False, None),
+        (up._upsample_nearest_exact1d, image[0], [8], None),
+        (up.upsample_trilinear3d, image[None], [8, 8, 8], False, None),
+        (F.huber_loss, square, square),
+        (norm.vector_norm, square),
+        (partial(norm.vector_norm, dtype=torch.float32), square),
+        (norm.matrix_norm, square, "fro"),
+        (norm.matrix_norm, square, 1),
+        (partial(torch.norm, dim=[0], keepdim=True), square, 2),
+        (partial(torch.softmax, dtype=torch.float64), square, 0),
+        (partial(torch.sum, dtype=torch.float64), square),
+        (torch.pow, 2.0, square),
+        (F.cross_entropy, square, torch.zeros(4, dtype=torch.long, device=device)),
+        (F.binary_cross_entropy_with_logits, square, square),
+        (F.layer_norm, square, (4,), square[0], square[1]),
+        (F.batch_norm, image, pair, pair, pair, pair, True),
+        (F.bilinear, square, square, square.expand(3, 4, 4)),
+        (F.max_pool2d, image, 2),
+        (torch.cat, [square, square]),
+        *((function, square) for function in (F.gelu, torch.relu, torch.mean, torch.var)),
+        *((norm.matrix_sqrth, square) for _ in range(hasattr(norm, "matrix_sqrth"))),
+    ]
+    return {f"more {n}": (function, tuple(args), {}) for n, (function, *args) in enumerate(cases)}
 
 
 def outcomes() -> dict[tuple, object]:
     """The dtypes that each case gives with these inputs, or the type of the error."""
     found = {}
     for name, (function, args, keywords) in {**pytorch_cases(torch.device("cuda")), **more_cases("cuda")}.items():
-        for kind in itertools.product((torch.float32, torch.bfloat16), repeat=2):
+        for kind in KINDS:
             dtypes = itertools.cycle(kind)
 
             def convert(value, dtypes=dtypes):
@@ -152,9 +150,7 @@ def in_pytorch() -> dict[tuple, object]:
             torch.clear_autocast_cache()
 
 
-@pytest.mark.skipif(
-    torch.version.cuda is None, reason="a CPU build of PyTorch makes no fake CUDA tensors to compare with"
-)
+@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU build of PyTorch makes no fake CUDA tensors")
 @pytest.mark.filterwarnings("ignore")
 def test_every_result_has_the_dtype_that_pytorch_gives_it():
     expected = in_pytorch()
@@ -163,17 +159,16 @@ def test_every_result_has_the_dtype_that_pytorch_gives_it():
     # Fake tensors cannot do everything that a GPU can; what gives no result there says nothing.
     expected = {key: dtypes for key, dtypes in expected.items() if isinstance(dtypes, list)}
     differ = {key: (ours[key], dtypes) for key, dtypes in expected.items() if ours[key] != dtypes}
-    assert differ == {} and len(expected) > 400
+    assert differ == {} and len(expected) > 300
 
 
 def test_what_is_not_eligible_stays_as_it_is(gpus):
     host = torch.ones(2, 2)
     double, whole = host.double().cuda(), host.long().cuda()
     with region():
-        assert (double @ double).dtype == torch.float64 and double.softmax(0).dtype == torch.float64
-        assert double.norm().dtype == torch.float64 and (host @ host).dtype == torch.float32
-        assert whole.sum().dtype == torch.int64 and host.half().softmax(0).dtype == torch.float16
-        assert host.bfloat16().norm().dtype == torch.bfloat16
+        assert {made.dtype for made in (double @ double, double.softmax(0), double.norm())} == {torch.float64}
+        assert (host @ host).dtype == torch.float32 and whole.sum().dtype == torch.int64
+        assert host.half().softmax(0).dtype == torch.float16 and host.bfloat16().norm().dtype == torch.bfloat16
         assert F.binary_cross_entropy(host, host).item() == 0.0
         with pytest.raises(RuntimeError, match="binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast"):
             F.binary_cross_entropy(host.cuda(), host.cuda())
@@ -181,16 +176,6 @@ def test_what_is_not_eligible_stays_as_it_is(gpus):
             host.cuda() @ host
         with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
             torch.dot(host[0].half().cuda(), host[0].half().cuda())
-
-
-def test_gradients_come_back_in_the_dtype_of_the_weights(gpus):
-    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)).to(gpus[1])
-    x = torch.randn(5, 4, device=gpus[1], requires_grad=True)
-    with region():
-        loss = F.cross_entropy(net(x), torch.zeros(5, dtype=torch.long, device=gpus[1]))
-    assert loss.dtype == torch.float32
-    loss.backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.device == gpus[1] for p in [x, *net.parameters()])
 
 
 # ---- regions -------------------------------------------------------------------------------------------------------
@@ -212,8 +197,10 @@ def test_every_way_to_enter_and_leave(gpus):
             with region(half):
                 assert product() == half
             assert product() == float32
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.ones(2, 3, device="cuda") @ torch.ones(2, 3, device="cuda")
         assert product() == bfloat16
-    with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=bfloat16):
+    with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=bfloat16), torch.inference_mode():
         assert product() == bfloat16
     with pytest.warns(FutureWarning):
         assert torch.cuda.amp.autocast()(product)() == half
@@ -224,17 +211,6 @@ def test_every_way_to_enter_and_leave(gpus):
     with pytest.raises(ZeroDivisionError), region():
         raise ZeroDivisionError
     assert product() == float32
-    with region():
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            torch.ones(2, 3, device="cuda") @ torch.ones(2, 3, device="cuda")
-        assert product() == bfloat16
-
-
-def test_composites_in_inference_mode(gpus):
-    x, target = torch.randn(4, 4, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda")
-    with torch.inference_mode(), region():
-        made = F.linear(x, x)
-        assert made.dtype == torch.bfloat16 and F.cross_entropy(made, target).dtype == torch.float32
 
 
 def test_other_threads_decide_for_themselves(gpus):
@@ -245,7 +221,6 @@ def test_other_threads_decide_for_themselves(gpus):
 
     with region(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(work).result() == (torch.float32, torch.float16)
-        assert pool.submit(product).result() == torch.float32
         assert product() == torch.bfloat16
 
 
@@ -254,31 +229,9 @@ def test_replicas_start_as_new_threads_do(gpus):
     net = nn.Linear(4, 2).cuda()
     with region():
         made = nn.DataParallel(net)(torch.randn(6, 4, device="cuda"))
-        assert torch.get_autocast_dtype("cuda") == torch.bfloat16 and product() == torch.bfloat16
-    assert made.dtype == torch.float16
+        assert product() == torch.bfloat16
     made.sum().backward()
-    assert net.weight.grad.dtype == torch.float32
-
-
-def test_custom_functions(gpus):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cuda")
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x @ x
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx, gradient):
-            assert (gradient @ ctx.saved_tensors[0]).dtype == torch.bfloat16
-            return gradient
-
-    x = torch.ones(2, 2, device="cuda", requires_grad=True)
-    with region():
-        y = Square.apply(x)
-    y.sum().backward()
-    assert y.dtype == torch.bfloat16 and x.grad is not None
+    assert made.dtype == torch.float16 and net.weight.grad.dtype == torch.float32
 
 
 def test_cpu_autocast_beside(gpus):
@@ -315,12 +268,6 @@ def test_gpus_that_go_off_within_a_region():
 # ---- the cache of cast weights ---------------------------------------------------------------------------------------
 
 
-def counter():
-    """A function: the bytes on cuda:0 above what was there at the start."""
-    start = torch.cuda.memory_allocated()
-    return lambda: torch.cuda.memory_allocated() - start
-
-
 @with_and_without_numbers
 def test_weights_that_need_gradients_are_cast_once_per_region(shapes_only, monkeypatch):
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
@@ -328,33 +275,30 @@ def test_weights_that_need_gradients_are_cast_once_per_region(shapes_only, monke
         weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
         x = torch.randn(4, 1024, device="cuda").bfloat16()
         others = weight * 1, weight.T, weight.detach().clone()
+
+        def held():
+            """Bytes that are kept after one more product."""
+            x @ weight
+            return torch.cuda.memory_allocated() - start
+
         with region():
             x @ weight  # workspaces
-        held = counter()
-        half = weight.numel() * 2
+        start, half = torch.cuda.memory_allocated(), weight.numel() * 2
         with region():
             for other in others:
                 x @ other
             with torch.inference_mode():
-                x @ weight
-            assert held() == 0
+                assert held() == 0
             with torch.no_grad():
-                x @ weight
-            assert held() == half
-            for _ in range(3):
-                x @ weight
+                assert held() == half
             assert held() == half
             with torch.autocast("cuda", enabled=False):
-                assert held() == half  # only the outermost region's end clears
-            assert held() == half
+                pass  # only the outermost region's end clears
+            assert torch.cuda.memory_allocated() - start == half
             torch.clear_autocast_cache()
-            assert held() == 0
-            with region():
-                x @ weight
-            assert held() == half
-        assert held() == 0
+            assert torch.cuda.memory_allocated() == start and held() == half
+        assert torch.cuda.memory_allocated() == start
         with region(cache_enabled=False):
-            x @ weight
             assert held() == 0
         with region():
             with torch.no_grad():
@@ -369,38 +313,6 @@ def test_a_weight_that_went_is_not_mistaken_for_another(gpus):
         for number in range(20):
             weight = torch.full((2, 2), float(number), device="cuda", requires_grad=True)
             assert (torch.ones(1, 2, device="cuda") @ weight).tolist() == [[2.0 * number] * 2]
-
-
-# ---- memory --------------------------------------------------------------------------------------------------------
-
-
-def network():
-    """Images of 16 x 16 -> 10 logits, through what autocast runs in each precision."""
-    encoder = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True, norm_first=True)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 8, 2, 2), nn.PReLU(),
-                         nn.GroupNorm(2, 8), nn.Upsample(scale_factor=2, mode="bilinear"), nn.MaxPool2d(2),
-                         nn.AdaptiveAvgPool2d(4), nn.Flatten(2), encoder, nn.Flatten(), nn.Linear(128, 10))  # fmt: skip
-
-
-def test_training_takes_the_same_memory_with_shapes_only():
-    results = []
-    for shapes_only in (False, True):
-        with virtual_gpus(1, shapes_only=shapes_only):
-            torch.manual_seed(0)
-            net, batch = network().cuda(), torch.randn(4, 3, 16, 16).cuda()
-            optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cuda", init_scale=8.0)
-            for _ in range(2):
-                with region():
-                    loss = F.cross_entropy(net(batch), torch.zeros(len(batch), dtype=torch.long, device="cuda"))
-                optimizer.zero_grad()
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                results.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
-            results.append((torch.cuda.memory_reserved(), scaler.state_dict()))
-    assert results[:3] == results[3:] and results[2][1]["_growth_tracker"] == 2
 
 
 # ---- GradScaler ----------------------------------------------------------------------------------------------------
@@ -425,11 +337,6 @@ def test_grad_scaler_finds_overflow_on_any_gpu(gpus):
         scaled_step(scaler, optimizer, weights, [float("inf") if place == other else 1.0 for other in range(3)])
         assert [w.tolist() for w in weights] == [[-1.0] * 3, [-2.0] * 3, [-4.0] * 3]
         assert scaler.get_scale() == 1024.0 / 2**place and scaler._get_growth_tracker() == 0
-    optimizer.zero_grad()
-    scaler.scale(sum(w.sum().to(gpus[0]) for w in weights)).backward()
-    scaler.unscale_(optimizer)
-    found = scaler._found_inf_per_device(optimizer)
-    assert [(gpu, value.device, value.item()) for gpu, value in found.items()] == [(gpu, gpu, 0.0) for gpu in gpus]
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
@@ -451,6 +358,4 @@ def test_shapes_only_counts_as_no_overflow(options):
                 assert again.get_scale() == scale and again._get_growth_tracker() == 1
                 assert again.scale(torch.ones((), device="cuda")).is_cuda
                 again.update(16.0)
-            scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0})
-            assert scaler.get_scale() == 2.0
     assert results[0] == results[1]

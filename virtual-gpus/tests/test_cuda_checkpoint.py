@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 
 import pytest
 import torch
@@ -98,7 +97,8 @@ def test_the_numbers_of_plain_training_and_the_memory_of_shapes(plain, autocast)
         assert found[variant][2] == train(run, autocast=autocast, shapes_only=True)[2]
     full, selective = (found[variant][2] for variant in ("non-reentrant", "selective"))
     assert full[3] < plain[autocast][2][3]
-    if not autocast:  # it keeps what it was told to
+    if not autocast:  # a block's tanh, sigmoid and mask are gone; the selective one keeps what it was told to
+        assert {plain[autocast][2][2] - found[form][2][2] for form in FORMS} == {2.25 * BLOCKS * ONE}
         assert full[2] < selective[2] and selective[2] - full[2] >= (2 * BLOCKS - 1) * ONE
 
 
@@ -131,34 +131,6 @@ def test_a_recomputation_that_differs_is_an_error():
         with pytest.raises(ckpt.CheckpointError, match="device': device\\(type='cuda', index=0\\)"):
             checkpoint(fickle, x, use_reentrant=False).sum().backward()
         checkpoint(torch.sin, x, use_reentrant=False, determinism_check="none").sum().backward()
-
-
-# ---- memory --------------------------------------------------------------------------------------------------------
-
-
-@both
-def test_activations_are_gone_between(form):
-    def step(run=None):
-        """Bytes held after forward, and the peak of backward."""
-        y = forward(net, x, run)
-        held = torch.cuda.memory_allocated() - start
-        torch.cuda.reset_peak_memory_stats()
-        y.sum().backward()
-        del y
-        gc.collect()  # in some versions of PyTorch the frames of a recomputation make a cycle
-        return held, torch.cuda.max_memory_allocated() - start
-
-    with virtual_gpus(1):
-        net, x, start = network().eval(), data(), 0
-        step(FORMS[form])  # pays for gradients and workspaces
-        start = torch.cuda.memory_allocated()
-        # Recomputing holds the outputs of all blocks, and both activations of one block.
-        plain, plain_peak = step()
-        held, peak = step(FORMS[form])
-        assert plain == 2 * BLOCKS * ONE
-        assert BLOCKS * ONE <= held <= BLOCKS * ONE + 512 * 8 * BLOCKS  # and the states of random generators
-        assert abs(plain_peak - peak - (BLOCKS - 2) * ONE) < 2 * ONE
-        assert torch.cuda.memory_allocated() == start
 
 
 # ---- activations in the computer's memory ----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ SHOWN = {
 }
 ELSEWHERE = {
     "Kernels on different streams": "test_clock.py::test_streams_of_one_gpu_share",
-    "Tensors that are made under FakeTensorMode": "test_no_values.py::test_fake_tensors_are_nobody_s_memory",
+    "Tensors that are made under FakeTensorMode": "test_shapes_only.py::test_fake_tensors_are_nobody_s_memory",
     "torch.compile returns PyTorch's own objects": "test_compile.py::test_what_is_returned_is_pytorch_s",
     "`torch.use_deterministic_algorithms(True)`": "test_cuda_refusals.py::test_operators_without_a_deterministic",
     "`nn.TransformerEncoder` packs": "test_correctness.py::an_encoder_packs_what_is_padded",
@@ -75,7 +75,7 @@ ELSEWHERE = {
     "With torch.distributed.autograd": "test_rpc.py::test_a_backward_pass_over_two_processes",
     "Programs that are started with `subprocess`": "test_children.py::test_nobody_inherits_who_was_not_asked_for",
     "A thread that was running before": "test_threads.py::test_an_old_thread_joins_when_it_first_names_a_gpu",
-    "When virtual GPUs are switched off": "test_no_values.py::test_a_tensor_of_gpus_that_are_off_is_named",
+    "When virtual GPUs are switched off": "test_shapes_only.py::test_a_tensor_of_gpus_that_are_off_is_named",
     "`torch.save` and": "test_correctness.py::test_",
 }
 

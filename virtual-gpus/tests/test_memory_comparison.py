@@ -25,25 +25,22 @@ def test_steps_are_printed_and_drawn(monkeypatch, capsys, tmp_path):
     assert lines[0].startswith("real: NVIDIA H200, torch 2.11")
     (peaks,) = [line.split() for line in lines if line.startswith(f"{CASE} ")]
     assert peaks[1] == "545.63" and len(peaks) == 8  # real, virtual, error, MemTracker's, error
-    assert sum(line.startswith(("   1  ", "   2  ", "   3  ")) for line in lines) == 3
     figures = ["allocated", "peak allocated", "reserved", "peak reserved"]
     found = [line.split("  ")[0] for line in lines if line.endswith((" reached", " missed"))]
     assert found == figures * 2  # in the H200's order, and each on a card of its own
-    assert max(map(len, lines)) <= 130
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_operators_are_printed(monkeypatch, capsys):
+def test_operators_and_allocations_are_printed(monkeypatch, capsys):
     lines = run(monkeypatch, capsys, "--operators", "dropout_fp32", "sgd")
     assert [line.split()[:2] for line in lines[-4:-2]] == [["dropout_fp32", "162.13"], ["sgd", "156.69"]]
     assert lines[-1].startswith("2 of 2 operators are within 3 %")
-
-
-def test_every_allocation_is_laid_beside_its_twin(monkeypatch, capsys):
     lines = run(monkeypatch, capsys, "--trace", CASE, "--all")
     assert "61 allocations real, 61 virtual, 61 agree in size and order" in lines
     assert sum("|" in line for line in lines) == 62  # and the heading
-    assert any(line.endswith("scratch  mm") or line.endswith("passing  mm") for line in lines)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsys, "resnet19")
+    assert "unknown: resnet19. There are: mlp_adamw_b256" in capsys.readouterr().err
 
 
 def test_differences_get_names():
@@ -54,12 +51,6 @@ def test_differences_get_names():
     assert lines[0] == "* only real, scratch, between mm and add"
     assert lines[2] == "* only virtual, kept, in sum"
     assert "3 allocations real, 3 virtual, 2 agree in size and order" in lines
-
-
-def test_a_block_is_scratch_passing_or_kept():
-    events = [memory_trace.Event(*event) for event in [(100, 1), (50, 2), (-50, 2), (-100, 1), (70, 1)]]
-    assert [request.life for request in memory_trace.requests(events)] == ["passing", "scratch", "kept"]
-    assert memory_trace.rise(events) == 1024
 
 
 def test_what_a_card_says_is_stored_and_compared(monkeypatch, capsys, tmp_path):
@@ -76,12 +67,6 @@ def test_what_a_card_says_is_stored_and_compared(monkeypatch, capsys, tmp_path):
     assert "+0.00 %" in peaks
 
 
-def test_without_a_card_it_says_so(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="no real GPU"):
-        real_gpu.measure_cases({})
-
-
 def test_a_card_is_compared_with_its_kind_or_the_next_older():
     kinds = {("NVIDIA A100-SXM4-80GB", (8, 0)): "A100-80GB", ("NVIDIA A100-PCIE-40GB", (8, 0)): "A100",
              ("NVIDIA GeForce RTX 4090", (8, 9)): "RTX4090", ("NVIDIA GeForce RTX 4080", (8, 9)): "L40S",
@@ -89,12 +74,6 @@ def test_a_card_is_compared_with_its_kind_or_the_next_older():
     assert real_gpu.kind_of({"gpu": "NVIDIA H200"}) == "H200"
     for (gpu, capability), kind in kinds.items():
         assert real_gpu.kind_of({"gpu": gpu, "capability": list(capability)}) == kind, gpu
-
-
-def test_unknown_names_are_refused(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, capsys, "resnet19")
-    assert "unknown: resnet19. There are: mlp_adamw_b256" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", ["bert_small_b16", "gpt_small_b8", "lstm_words_b32"])

@@ -15,39 +15,35 @@ from virtual_gpus.dispatch import collectives
 SECONDS = 15e-6 + 6.5e-6 + 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
 
 
-def to_the_odd_ranks(rank, x):
-    dist.recv(x, rank - 1) if rank % 2 else dist.send(x, rank + 1)
-
-
 def unread(rank):
     """Messages that nobody looks at, in tensors that are gone at once; then one that is read."""
-    for number in range(30):
-        x = torch.full((4,), float(number), device="cuda")
-        to_the_odd_ranks(rank, x)
-        del x
+    for number in range(31):
+        x = torch.full((4,), float(number if number < 30 else 7 * (1 - rank % 2)), device="cuda")
+        dist.recv(x, rank - 1) if rank % 2 else dist.send(x, rank + 1)
         torch.ones(8, device="cuda").sum().item()  # lets the clock forget what nobody holds
-    x = torch.full((4,), 7.0 * (1 - rank % 2), device="cuda")
-    to_the_odd_ranks(rank, x)
     return x.sum().item()
 
 
-def neighbours(rank, how):
-    """Send 16 MiB to the next rank while as much comes from the previous one: when both began and ended, and by when
-    the tensor was read."""
-    sent, received = torch.ones(2**22, device="cuda"), torch.zeros(2**22, device="cuda")
-    peers = (rank + 1) % dist.get_world_size(), (rank - 1) % dist.get_world_size()
-    dist.barrier()
-    with record_timeline() as timeline:
-        if how == "batch":
-            calls = [dist.P2POp(dist.isend, sent, peers[0]), dist.P2POp(dist.irecv, received, peers[1])]
-            works = dist.batch_isend_irecv(calls)
-        else:
-            works = [dist.isend(sent, peers[0]), dist.irecv(received, peers[1])]
-        for work in works:
-            work.wait()
-        received.add_(1)
-    times = {span.name: (span.start, span.end) for span in timeline.spans if span.kind == "collective"}
-    return times["send"], times["recv"], timeline.seconds
+def exchange(sent, received, batch=True):
+    """Send to the next rank while as much comes from the previous one."""
+    here, ranks = dist.get_rank(), dist.get_world_size()
+    calls = (dist.isend, sent, (here + 1) % ranks), (dist.irecv, received, (here - 1) % ranks)
+    works = dist.batch_isend_irecv([dist.P2POp(*c) for c in calls]) if batch else [act(*args) for act, *args in calls]
+    for work in works:
+        work.wait()
+
+
+def neighbours():
+    """An exchange of 16 MiB in both ways: when each message began and ended, and by when the tensor was read."""
+    found, (sent, received) = [], (torch.ones(2**22, device="cuda") for _ in range(2))
+    for batch in (True, False):
+        dist.barrier()
+        with record_timeline() as timeline:
+            exchange(sent, received, batch)
+            received.add_(1)
+        times = {span.name: (span.start, span.end) for span in timeline.spans if span.kind == "collective"}
+        found.append((times["send"], times["recv"], timeline.seconds))
+    return found
 
 
 def ring(rank):
@@ -57,11 +53,8 @@ def ring(rank):
     dist.barrier()
     with record_timeline() as by_hand:
         for step in range(2 * (ranks - 1)):
-            sent, there = pieces[(rank - step) % ranks], pieces[(rank - step - 1) % ranks]
-            to_next = dist.P2POp(dist.isend, sent, (rank + 1) % ranks)
-            from_previous = dist.P2POp(dist.irecv, incoming, (rank - 1) % ranks)
-            for work in dist.batch_isend_irecv([to_next, from_previous]):
-                work.wait()
+            there = pieces[(rank - step - 1) % ranks]
+            exchange(pieces[(rank - step) % ranks], incoming)
             there.add_(incoming) if step < ranks - 1 else there.copy_(incoming)
         torch.cuda.synchronize()
     dist.barrier()
@@ -103,15 +96,14 @@ def pipelined(rank):
 
 
 def with_values(rank):
-    at_once = [neighbours(rank, how) for how in ("batch", "two calls")]
-    return at_once, unread(rank), pipelined(rank)
+    return neighbours(), unread(rank), pipelined(rank)
 
 
 def without_values(rank):
     objects = [None] * 4  # which travel although GPU tensors keep no values
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": number} for number in range(4)]
-    return [neighbours(rank, how) for how in ("batch", "two calls")], ring(rank), both_ways_twice(rank)
+    return neighbours(), ring(rank), both_ways_twice(rank)
 
 
 def check_that_messages_are_at_once(found):
@@ -136,27 +128,22 @@ def test_messages_and_pipelines(monkeypatch):
         torch.testing.assert_close(gradient, net[0].weight.grad)
 
 
-def check_ring(by_hand, nccls):
-    """The same bytes over the same links, and between the messages the sums and copies of a quarter each."""
-    assert nccls < by_hand < 1.15 * nccls
-
-
 def test_messages_without_values(monkeypatch):
+    """With three other ranks, and as one rank of four."""
     monkeypatch.setattr(collectives, "_PATIENCE", timedelta(seconds=600))
-    with virtual_gpus(4, kind="RTX 4090", shapes_only=True):
+    options = {"kind": "RTX 4090", "shapes_only": True}
+    with virtual_gpus(4, **options):
         found = in_ranks(without_values, count=4)
-    for at_once, seconds, spans in found:
-        check_that_messages_are_at_once(at_once)
-        check_ring(*seconds)
+    for *_, spans in found:
         (reduced,) = (start for name, start, _ in spans if name == "all_reduce")
         for kind in ("send", "recv"):  # messages in one direction share the link
             (first, _), (second, end) = sorted((start, end) for name, start, end in spans if name == kind)
             assert second >= first + SECONDS - 50e-6 and end <= reduced + 1e-9
-
-
-def test_messages_of_one_rank_of_many():
-    with virtual_gpus(4, kind="RTX 4090", shapes_only=True, rank=1, world_size=4):
+    with virtual_gpus(4, **options, rank=1, world_size=4):
         dist.init_process_group("nccl")
         torch.cuda.set_device(1)
-        check_that_messages_are_at_once([neighbours(1, how) for how in ("batch", "two calls")])
-        check_ring(*ring(1))
+        alone = neighbours(), ring(1)
+    for at_once, (by_hand, nccls), *_ in [*found, alone]:
+        check_that_messages_are_at_once(at_once)
+        # The same bytes over the same links, and between the messages the sums and copies of a quarter each.
+        assert nccls < by_hand < 1.15 * nccls

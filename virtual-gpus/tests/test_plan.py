@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from virtual_gpus import __main__ as command_line
 from virtual_gpus import plan
 from virtual_gpus.errors import NeedsValues
 from virtual_gpus.timeline.training import TrainingReport
@@ -109,14 +110,13 @@ def test_a_search_finds_the_largest_number(largest, low, high, tries, monkeypatc
     assert json.loads((tmp_path / "found.json").read_text())["largest"] == (largest or None)
 
 
-def test_a_search_runs_the_program(tmp_path):
+def test_a_search_runs_the_program(tmp_path, capsys):
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "virtual_gpus", "plan", "--search=64:99", "train.py"]
     env = os.environ | {"PYTHONPATH": str(SRC)}
     done = subprocess.run([*command, "{}", "1"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert (
-        done.returncode == plan.INCOMPLETE
-        and "64: INCOMPLETE: the program looked at numbers, at train.py:" in done.stdout
-    ), done.stdout
-    done = subprocess.run([*command, "8"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == plan.USAGE and "--search needs {}" in done.stderr
+    assert done.returncode == plan.INCOMPLETE, done.stdout
+    assert "64: INCOMPLETE: the program looked at numbers, at train.py:" in done.stdout, done.stdout
+    with pytest.raises(SystemExit) as left:
+        command_line.main(["plan", "--search=64:99", str(tmp_path / "train.py"), "8"])
+    assert left.value.code == plan.USAGE and "--search needs {}" in capsys.readouterr().err

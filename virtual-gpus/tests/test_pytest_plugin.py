@@ -1,14 +1,32 @@
-"""The fixture and the marker, as a project that installs this package uses them."""
+"""The fixture, the marker and tests that run as several ranks, as a project uses them that installs this package."""
 
+import multiprocessing
 import os
-import subprocess
+import re
 import sys
+from pathlib import Path
 
 import pytest
+from ranks import HANGS_S
 
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+CONFTEST = """\
+import pytest
+
+
+@pytest.fixture
+def factor(request):
+    return Factor(getattr(request, "param", 2))
+
+
+class Factor:  # ranks that are not forked cannot import it
+    def __init__(self, number):
+        self.number = number
+"""
 PROJECT = """\
-import pytest
-import torch
+import os, subprocess, sys, time
+import pytest, torch
+import torch.distributed as dist
 
 
 @pytest.fixture
@@ -50,15 +68,129 @@ def test_other_tests_have_none():
 @pytest.mark.virtual_gpus(kind="Voodoo")
 def test_a_bad_argument_is_told():
     pass
+
+
+two = pytest.mark.virtual_gpus(2, ranks=2, timeout=60)
+
+
+def total(number):
+    x = torch.full((1,), float(number), device="cuda")
+    dist.all_reduce(x)
+    return x.item()
+
+
+@pytest.mark.parametrize("factor", [1, 2], indirect=True)
+@pytest.mark.virtual_gpus(3, ranks=3, memory="1 GiB")
+def test_passes(factor, tmp_path):
+    assert dist.get_backend() == "nccl" and os.environ["LOCAL_RANK"] == str(torch.cuda.current_device())
+    assert total(factor.number) == 3 * factor.number and torch.cuda.get_device_properties(0).total_memory == 2**30
+    (tmp_path / str(dist.get_rank())).touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.virtual_gpus(2, ranks=2, start="spawn")
+class TestSpawned:
+    def test_fails_in_rank_1(self, factor):
+        assert total(factor.number) == dist.get_rank() + 4, "spawned"
+
+
+@two
+def test_rank_1_is_named():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid)
+    values = [3, 4]
+    assert values[dist.get_rank()] == 3
+
+
+@pytest.mark.virtual_gpus(2, ranks=2, timeout=1)
+def test_hangs():
+    if dist.get_rank():
+        time.sleep(600)  # waits here
+    dist.barrier()
+
+
+@two
+def test_skips():
+    if dist.get_rank():
+        pytest.skip("no such library")
+    dist.barrier()
+
+
+@two
+def test_xfails():
+    pytest.xfail("known")
+
+
+@two
+@pytest.mark.xfail(strict=True)
+def test_fails_as_planned():
+    total("not a number")
+
+
+@pytest.fixture
+def layer():
+    return {"a layer": [torch.nn.Linear(2, 2).cuda()]}
+
+
+@two
+def test_gpu_tensor(layer):
+    pass
+
+
+@pytest.mark.virtual_gpus(2, ranks=3)
+def test_too_many():
+    pass
+
+
+@two
+async def test_coroutine():
+    pass
 """
+SAID = """\
+Rank 1 of 2 raised AssertionError: assert 4 == 3
+>       assert values[dist.get_rank()] == 3
+Rank 1 of 2 raised AssertionError: spawned
+The 2 ranks were not done within the time limit of 1 s
+    time.sleep(600)  # waits here
+The fixture 'layer' made a GPU tensor
+3 ranks need 3 GPUs, but PyTorch sees 2
+must be a plain function, not a coroutine
+no such library
+as planned
+no data sheet for a GPU of kind 'Voodoo'""".split("\n")
+
+
+def run_pytest(folder, *options):
+    """What pytest says of the project, in a fork: PyTorch is imported already."""
+
+    def work():
+        sys.stdout = sys.stderr = (folder / "said").open("w")
+        os.dup2(sys.stdout.fileno(), 1)
+        os.dup2(sys.stdout.fileno(), 2)
+        os.chdir(folder)
+        os.environ.update(PYTEST_ADDOPTS="", COLUMNS="200")
+        plugins = ("cacheprovider", "nbval", "xdist")
+        pytest.main(["-rs", "--strict-markers", *(f"-pno:{name}" for name in plugins), *options])
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(HANGS_S)
+    assert process.exitcode == 0, process.exitcode
+    return (folder / "said").read_text()
 
 
 @pytest.mark.skipif("__import__('torch').cuda.device_count() > 0", reason="expects a machine without real GPUs")
 def test_a_project_that_uses_the_plugin(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_project.py").write_text(PROJECT)
-    command = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "-p", "no:nbval"]
-    alone = os.environ | {"PYTEST_ADDOPTS": ""}
-    done = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=alone)
-    said = done.stdout + done.stderr
-    assert "5 passed, 1 error" in said.replace("1 failed, ", "") and "1 failed" in said, said
-    assert "as planned" in said and "no data sheet for a GPU of kind 'Voodoo'" in said
+    example = re.findall(r"```python\n(.*?)```", README.split("## Testing several ranks")[1], re.DOTALL)
+    (tmp_path / "test_readme.py").write_text("\n".join(example))
+    said = run_pytest(tmp_path)
+    assert "7 failed, 11 passed, 1 skipped, 2 xfailed, 1 error" in said, said
+    assert [line for line in SAID if line not in said] == [], said
+    for line in said.split("\n"):
+        if "] child " in line:
+            assert not os.path.exists(f"/proc/{line.split()[-1]}"), "a child of a rank was left"
+    skipped = run_pytest(tmp_path, "--real-gpus")
+    assert "21 skipped" in skipped and "the test needs 3 GPUs, and this machine has 0" in skipped, skipped

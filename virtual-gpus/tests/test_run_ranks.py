@@ -1,17 +1,22 @@
-"""run_ranks: results, environment, output, with virtual GPUs and without."""
+"""run_ranks: results, environment, output, with virtual GPUs and without; and as it works on other systems."""
 
+import io
 import os
 import socket
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from virtual_gpus import virtual_gpus
-from virtual_gpus.testing import run_ranks
+from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.patches import process_groups
+from virtual_gpus.processes import shared_memory
+from virtual_gpus.testing import RankError, network, run, run_ranks
+from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 from waiting import until
 
 
@@ -127,15 +132,12 @@ def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch)
 def on_gpu(rank, parents):
     """What the parent has on its GPU is on the CPU here. It counts as the parent's."""
     at_first = torch.cuda.memory_allocated(rank), torch.cuda.mem_get_info(rank)[0]
-    found = str(parents.device), str(parents.to("cuda").device)
-    net = DistributedDataParallel(torch.nn.Linear(100, 100, bias=False).to("cuda"))
-    for _ in range(2):
-        net(torch.ones(2, 100, device=f"cuda:{rank}")).sum().backward()
-    allocated = [torch.cuda.memory_allocated(i) for i in range(2)]
-    return net.module.weight.grad, torch.cuda.current_device(), allocated, dist.get_backend(), found, at_first
+    found = str(parents.device), str(parents.to("cuda").device), torch.cuda.current_device(), dist.get_backend()
+    x = torch.full((100, 100), rank + 1.0, device="cuda")
+    dist.all_reduce(x)
+    return x, [torch.cuda.memory_allocated(i) for i in range(2)], found, at_first
 
 
-@pytest.mark.usefixtures("workspaces_given_back")
 def test_virtual_gpus(capsys):
     with virtual_gpus(2, memory="1 GiB"):
         big = torch.ones(1 << 20, device="cuda:1", requires_grad=True)
@@ -148,60 +150,177 @@ def test_virtual_gpus(capsys):
     assert capsys.readouterr().out == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
     context = 2**30 - free - reserved
     assert context > 0 and answers[1][-1] == (0, free - context)
-    for rank, (grad, current, allocated, backend, found, _) in enumerate(answers):
-        assert str(grad.device) == "cpu" and grad[0, 0].item() == 4.0 and found == ("cpu", f"cuda:{rank}")
-        assert current == rank and backend == "nccl"
-        assert allocated[1 - rank] == 0 and 80_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
+    for rank, (x, allocated, found, _) in enumerate(answers):
+        assert str(x.device) == "cpu" and x[0, 0].item() == 3.0 and found == ("cpu", f"cuda:{rank}", rank, "nccl")
+        assert allocated[1 - rank] == 0 and 40_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
 
 
 # ---- output --------------------------------------------------------------------------------------------------
 
 
-def talk(rank):
-    print("rank", rank, end=" ")
-    print("says")
-    if rank == 1:
-        print("one\n\ntwo äöü")
-    print("oops", rank, file=sys.stderr)
-    os.write(1, b"raw\n")
-    os.system("echo a child")
-    print("no newline", end="")
+class Watcher(io.StringIO):
+    """A stdout that notes when rank 0's first line has come."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def write(self, text):
+        super().write(text)
+        if "[rank 0] rank 0 says\n" in self.getvalue():
+            self.seen.touch()
 
 
-def test_lines_come_in_rank_order(capsys):
+def test_lines_come_in_rank_order_and_those_of_rank_0_while_it_runs(capsys, tmp_path, monkeypatch):
+    def talk(rank):
+        print("rank", rank, end=" ")
+        print("says")
+        until((tmp_path / "seen").exists)
+        if rank == 1:
+            print("one\n\ntwo äöü")
+        print("oops", rank, file=sys.stderr)
+        os.write(1, b"raw\n")
+        os.system("echo a child")
+        print("no newline", end="")
+
+    monkeypatch.setattr(sys, "stdout", Watcher(tmp_path / "seen"))
     run_ranks(talk, ranks=2)
-    said = capsys.readouterr()
-    assert said.out.split("\n") == [
+    assert sys.stdout.getvalue().split("\n") == [
         "2 ranks on the CPU, backend gloo",
         "[rank 0] rank 0 says", "[rank 0] raw", "[rank 0] a child", "[rank 0] no newline",
         "[rank 1] rank 1 says", "[rank 1] one", "[rank 1] ", "[rank 1] two äöü", "[rank 1] raw",
         "[rank 1] a child", "[rank 1] no newline", "",
     ]  # fmt: skip
-    assert said.err == "[rank 0] oops 0\n[rank 1] oops 1\n"
+    assert capsys.readouterr().err == "[rank 0] oops 0\n[rank 1] oops 1\n"
 
 
-class Watcher:
-    """A stdout that notes when rank 0's first line has come."""
-
-    def __init__(self, seen):
-        self.text, self._seen = "", seen
-
-    def write(self, text):
-        self.text += text
-        if "[rank 0] first\n" in self.text:
-            self._seen.touch()
-
-    def flush(self):
-        pass
+# ---- ranks that are not forked ---------------------------------------------------------------------------------------
 
 
-def test_rank_0_can_be_watched_while_it_runs(tmp_path, monkeypatch):
-    def work(rank):
-        print("first")
-        until((tmp_path / "seen").exists)
-        print("second")
+def job():
+    """A function that tells what a rank sees. It travels by value, so that ranks need not import this module."""
 
-    monkeypatch.setattr(sys, "stdout", Watcher(tmp_path / "seen"))
-    run_ranks(work, ranks=2)
-    said = sys.stdout.text.splitlines()[1:]
-    assert said == [f"[rank {rank}] {word}" for rank in (0, 1) for word in ("first", "second")]
+    class Net(torch.nn.Module):  # cannot be imported either
+        def forward(self, x):
+            return 3 * x
+
+    def seen(rank, module):
+        total = Net()(torch.ones(10, device="cuda") + rank).sum()
+        dist.all_reduce(total)
+        torch.set_num_threads(7)
+        print("said by", rank)
+        free, capacity = torch.cuda.mem_get_info(rank)
+        return {
+            "process": os.getpid(),
+            "total": total,
+            "taken": capacity - free - torch.cuda.memory_reserved(rank),
+            "kind": (torch.cuda.get_device_name(), capacity),
+            "at import": __import__(module).number,
+            "folder": os.getcwd(),
+            "environment": {name: os.environ.get(name) for name in ("RANK", "SAID")},
+            "net": Net(),
+        }
+
+    return seen
+
+
+MODULE = "import torch\nnumber = torch.cuda.device_count()"
+
+
+def test_a_spawned_rank_has_the_surroundings_of_its_parent(tmp_path, monkeypatch, capsys):
+    """Its GPUs from the first import on, its folder, its modules and its variables."""
+    (tmp_path / "changing.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAID", "now")
+    with virtual_gpus(2, memory="1 GiB", kind="RTX 4090") as (gpu, _):
+        mine = torch.zeros(2**28, dtype=torch.uint8, device=gpu)
+        (answer,) = run_ranks(job(), ranks=1, args=["changing"], start="spawn")
+        kind = torch.cuda.get_device_name(), 2**30
+        # a context of each process, and the parent's tensor
+        assert answer["taken"] == 2 * active_machine().gpus[0].allocator.device.context + mine.nbytes
+    assert answer["process"] != os.getpid() and answer["kind"] == kind
+    assert (answer["total"], answer["at import"]) == (torch.tensor(30.0), 2)
+    assert (answer["folder"], answer["environment"]) == (str(tmp_path), {"RANK": "0", "SAID": "now"})
+    assert type(answer["net"]).__name__ == "Net"
+    assert capsys.readouterr().out == "1 rank on 1 virtual GPU, backend gloo in place of nccl\n[rank 0] said by 0\n"
+
+
+def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'virtual-gpus\[testing\]'"):
+        run_ranks(print, ranks=1, start="spawn")
+
+
+@pytest.mark.outside  # starts a server, which then lives as long as the tests
+def test_ranks_of_a_fork_server(monkeypatch, tmp_path):
+    """Each is a new process that shares its GPU with the parent. A launch with another variable spawns."""
+    (tmp_path / "changing.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for _ in range(2):
+        with virtual_gpus(2, memory="1 GiB"):
+            found.append(run_ranks(job(), ranks=2, args=["changing"], start="forkserver", show=False))
+    assert len({answer["process"] for answers in found for answer in answers}) == 4
+    assert all(answer["taken"] == 2**30 // 8 for answers in found for answer in answers)
+    monkeypatch.setenv("SAID", "now")
+    with virtual_gpus(1):
+        (answer,) = run_ranks(job(), ranks=1, args=["changing"], start="forkserver", show=False)
+    assert answer["environment"]["SAID"] == "now"
+    with pytest.raises(RankError, match=r"ZeroDivisionError(.|\n)*, in <lambda>\n"):
+        run_ranks(lambda rank: rank / 0, ranks=1, start="spawn", show=False)
+
+
+# ---- what other systems lack or name otherwise -----------------------------------------------------------------------
+
+
+def remove_as_on_windows(path, remove=os.remove):
+    """Windows does not remove a file that a process has open. The name of such a file ends with the process."""
+    process = str(path).rpartition("-")[2]
+    for file in Path("/proc", process, "fd").glob("*") if process.isdigit() else ():
+        with suppress(FileNotFoundError):
+            if os.readlink(file) == str(path):
+                raise PermissionError(path)
+    remove(path)
+
+
+def memory_and_interface(rank):
+    free, total = torch.cuda.mem_get_info(rank)
+    return total - free, os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_virtual_gpus_without_libuv_fcntl_and_proc(monkeypatch, tmp_path):
+    """Ranks see what their parent holds, and files of processes that have ended do not count."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(shared_memory, "fcntl", None)
+    monkeypatch.setattr(os, "remove", remove_as_on_windows)
+    monkeypatch.setattr(process_groups, "Path", lambda path: tmp_path / "missing")
+    monkeypatch.setattr(run, "Path", lambda path: tmp_path / "missing" if "/proc" in str(path) else Path(path))
+    with virtual_gpus(2, memory="1 GiB", shapes_only=True) as gpus:
+        mine = [torch.zeros(2**28, dtype=torch.uint8, device=gpu) for gpu in gpus]
+        for _ in range(2):  # the ranks of the first launch have ended
+            found = run_ranks(memory_and_interface, ranks=2, show=False)
+            assert found == [(2 * 2**30 // 8 + mine[0].nbytes, "lo")] * 2
+
+
+@pytest.mark.usefixtures("no_libuv")
+def test_torchrun_without_libuv(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    say = "import os; print('says', os.environ['RANK'], os.environ['GLOO_SOCKET_IFNAME'])"
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", 1, "--no-python", sys.executable, "-c", say]
+    assert "says 0 lo" in run_hosts({"A": command})["A"]
+
+
+@pytest.mark.parametrize(
+    ("system", "name"), [("linux", "lo"), ("darwin", "lo0"), ("win32", "Loopback Pseudo-Interface 1")]
+)
+def test_the_network_of_other_systems(system, name, monkeypatch):
+    """The loopback interface has another name, and PyTorch for Windows is built without libuv."""
+    monkeypatch.setattr(sys, "platform", system)
+    for variable in ("GLOO_SOCKET_IFNAME", "USE_LIBUV"):
+        monkeypatch.delenv(variable, raising=False)
+    assert network.interface() == {"GLOO_SOCKET_IFNAME": name} and network.has_libuv() == (system != "win32")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setenv("USE_LIBUV", "1")
+    assert network.interface() == {} and network.has_libuv()

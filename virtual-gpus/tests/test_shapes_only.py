@@ -1,6 +1,8 @@
-"""shapes_only: sizes without values. The figures must be those of a run with real numbers."""
+"""shapes_only, FakeTensorMode and GPUs that were switched off: tensors without values, or without a GPU, say so."""
 
 import math
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from benchmarks.reference.networks import GPT
 from nets import PyramidNet, unfused_transformer
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from virtual_gpus import virtual_gpus
 
 NAMES = ("allocated_bytes.all", "reserved_bytes.all", "requested_bytes.all", "allocation.all", "segment.all")
@@ -37,7 +40,6 @@ WORDS = (torch.randint(0, 100, (6, 12)), torch.randint(0, 100, (6, 12)))
 ADAM, SGD = torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
 JOBS = {
     "pyramidnet": (lambda: PyramidNet(8, 12), *IMAGES, SGD),
-    "unfused attention, dropout": (lambda: unfused_transformer(100, 32, 2, 2, 12, dropout=0.1), *WORDS, ADAM),
     "fused attention, dropout": (lambda: GPT(0.1, 100, 32, 2, 2, 12), *WORDS, ADAM),
 }
 
@@ -74,6 +76,8 @@ def test_cpu_tensors_keep_their_values():
         x = torch.zeros(4, 2, device="cuda")
         assert x[torch.tensor([0, 1])].shape == (2, 2) and x[0].shape == (2,)
         assert (x + torch.tensor(1.0)).device.index == 0
+        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
+            x + torch.ones(4, 2, device="cuda:1")
 
 
 def test_module_to_keeps_the_parameters_that_an_optimizer_knows():
@@ -86,16 +90,6 @@ def test_module_to_keeps_the_parameters_that_an_optimizer_knows():
         assert optimizer.state[weight]["momentum_buffer"].device.index == 1
 
 
-def test_mixed_devices_and_out_of_memory_stay_errors():
-    with virtual_gpus(2, memory="1 GiB", shapes_only=True):
-        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
-            torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
-        with pytest.raises(RuntimeError, match="got mat2 is on cpu"):
-            torch.ones(2, 2, device="cuda:0") @ torch.ones(2, 2)
-        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 400.00 GiB"):
-            torch.empty(100, 2**30, device="cuda")
-
-
 def test_a_large_job_needs_no_memory_of_this_computer():
     """A transformer at an article's size, with fewer layers: the logits alone are 4 GB, and twice that is collected."""
     with virtual_gpus(4, memory="24 GiB", shapes_only=True):
@@ -105,3 +99,85 @@ def test_a_large_job_needs_no_memory_of_this_computer():
         peaks = [torch.cuda.max_memory_allocated(i) for i in range(4)]
         logits = 200 * 163 * 30_000 * 4
         assert peaks[0] - peaks[1] > 2.5 * logits and max(peaks[1:]) - min(peaks[1:]) < 2**24
+
+
+@virtual_gpus(2, shapes_only=True)
+def test_a_tensor_prints_its_form():
+    x = torch.randn(3, 4, device="cuda:1", requires_grad=True)
+    assert str(x) == "tensor(values are not kept, size=(3, 4), device='cuda:1', requires_grad=True)"
+    assert "values are not kept, size=(2, 4)" in repr(nn.Linear(4, 2).cuda().weight)
+    assert str(torch.arange(4, device="cuda")) == "tensor(values are not kept, size=(4,), device='cuda:0')"
+    assert "values are not kept, size=()" in str(nn.BatchNorm1d(4).cuda().state_dict())
+    assert str(torch.ones(2)) == "tensor([1., 1.])"
+
+
+@virtual_gpus(2, shapes_only=True)
+def test_a_loss_in_a_training_loop_says_that_values_are_not_kept():
+    loss = nn.Linear(4, 2).cuda()(torch.ones(3, 4, device="cuda")).square().mean().detach()
+    total = 0.0
+    for _ in range(2):
+        total += loss.item() * 3
+    assert f"{total / 6:.4f} {loss.item()} {loss:.3f}" == " ".join(["(values are not kept)"] * 3)
+    assert math.isnan(total) and isinstance(total, float) and type(float(loss)) is float
+    assert math.isnan(pickle.loads(pickle.dumps(total))) and not total < 1 and not total > 1
+
+
+# ---- FakeTensorMode, which torch.compile, DTensor's sharding propagation and MemTracker use --------------------------
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_fake_tensors_are_nobody_s_memory(shapes_only):
+    with virtual_gpus(2, memory="1 GiB", shapes_only=shapes_only):
+        real = torch.ones(4, device="cuda:1")
+        before = torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            x = torch.empty(1 << 30, device="cuda")
+            net = nn.Linear(8, 4, device="cuda:1")
+            y = net(torch.empty(1 << 20, 8).to("cuda:1"))
+            y.sum().backward()
+            made = [x, x + x, y, net.weight.grad, x.cpu(), torch.empty(5).cuda(1), fake.from_tensor(real)]
+            if not shapes_only:
+                made += [real * 2, real.expand(1 << 30, 4).contiguous(), made[-1].expand(1 << 30, 4).contiguous() + 1]
+        made += [x.cuda(), x * 2, torch.empty_like(x), x.new_empty(1 << 30), made[-1] @ made[-1].T]  # after it as well
+        assert all(isinstance(tensor, FakeTensor) and tensor.device.type != "cuda" for tensor in made)
+        assert made[1].shape == (1 << 30,) and made[3].shape == (4, 8)
+        assert before == tuple(torch.cuda.max_memory_allocated(i) for i in range(2))
+
+
+def test_a_storage_of_the_meta_device_says_that_it_has_no_data():
+    with virtual_gpus(1):
+        storage = torch.ones(3, device="cuda").to("meta").untyped_storage()
+        for read in (storage.cpu, storage.cuda, lambda: storage[0]):
+            with pytest.raises(NotImplementedError, match="Cannot copy out of meta|Not available"):
+                read()
+
+
+# ---- GPUs that were switched off ------------------------------------------------------------------------------------
+
+
+def made_before(shapes_only=False):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        return nn.Linear(4, 2).to("cuda:1")
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_a_tensor_of_gpus_that_are_off_is_named_where_it_meets_one_that_is_on(shapes_only):
+    net, without_values = made_before(), made_before(shapes_only=True)
+    with virtual_gpus(2, shapes_only=shapes_only):
+        x = torch.ones(3, 4, device="cuda:0")
+        with pytest.raises(RuntimeError, match=r"same device, but one of them was made on cuda:1 of virtual GPUs that"):
+            net(x)
+        assert net.to("cuda:0")(x).shape == (3, 2)
+        with pytest.raises(RuntimeError, match="has no values, because those GPUs kept none"):
+            without_values(x)
+
+
+def test_computing_with_it_on_the_cpu_warns_once_at_the_caller_s_line():
+    net = made_before()
+    with virtual_gpus(1), pytest.warns(UserWarning, match="made on cuda:1 of virtual GPUs that are off") as told:
+        net.weight + 1
+        net.weight + 1
+    assert len(told) == 1 and told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made_before()(torch.ones(3, 4)).shape == (3, 2)  # no virtual GPUs are on: they are plain CPU tensors

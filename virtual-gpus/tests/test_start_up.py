@@ -98,11 +98,14 @@ def decorated(function):
 
 checked = decorated(torch.cuda.is_available)
 """
+    before = "torch._dynamo" in sys.modules, list(sys.meta_path)
     with virtual_gpus(1):
+        torch._dynamo.graph_break()
         exec(source, vars(module))
         module.checked.__module__ = module.__name__
         module.Interface.__module__ = module.__name__
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert ("torch._dynamo" in sys.modules, list(sys.meta_path)) == before  # no stand-in stays
     is_available, device_count = torch.cuda.is_available, torch.cuda.device_count
     assert module.functions == {is_available: 1, device_count: is_available, "other": None}
     assert module.names == {torch.Tensor.device.__get__, is_available}
@@ -128,10 +131,3 @@ def test_forked_ranks_that_need_it_have_it_from_their_parent(uses_dtensors, monk
         os._exit(0)
     os.waitpid(child, 0)
     assert imported == ["torch._dynamo"] * uses_dtensors
-
-
-def test_switching_on_and_off_leaves_no_stand_in_behind():
-    before = "torch._dynamo" in sys.modules, list(sys.meta_path)
-    with virtual_gpus(1):
-        torch._dynamo.graph_break()
-    assert ("torch._dynamo" in sys.modules, list(sys.meta_path)) == before
