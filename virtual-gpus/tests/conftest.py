@@ -29,10 +29,12 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True)
-def no_settings(request, monkeypatch):
+def no_settings(request):
     """Virtual GPUs are as they are by themselves, whatever the machine sets for its real ones."""
-    for name in SETTINGS if request.node.get_closest_marker("gpu") is None else ():
-        monkeypatch.delenv(name, raising=False)
+    with pytest.MonkeyPatch.context() as patch:  # of its own: a test's is undone while the test's GPUs are on
+        for name in SETTINGS if request.node.get_closest_marker("gpu") is None else ():
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture

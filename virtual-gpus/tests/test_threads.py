@@ -8,7 +8,7 @@ from multiprocessing.pool import ThreadPool
 import pytest
 import torch
 from ranks import HANGS_S
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from virtual_gpus import virtual_gpus
 
 
@@ -126,25 +126,17 @@ def test_four_threads_on_four_gpus():
         assert [torch.cuda.memory_reserved(i) for i in range(4)] == [0] * 4
 
 
-class Squares(Dataset):
-    """Eight numbers and their squares."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return torch.tensor([float(i)]), float(i * i)
-
-
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_and_the_pinning_thread(start):
     with virtual_gpus(2):
-        loader = DataLoader(Squares(), batch_size=2, num_workers=1, pin_memory=True, multiprocessing_context=start)
+        numbers = torch.arange(8.0)
+        squares = TensorDataset(numbers, numbers * numbers)
+        loader = DataLoader(squares, batch_size=2, num_workers=1, pin_memory=True, multiprocessing_context=start)
         seen = []
         for x, y in loader:
             assert x.is_pinned() and x.device.type == "cpu"
             on = x.to("cuda:1", non_blocking=True)
-            seen += zip((on * on).flatten().tolist(), y.tolist(), strict=True)
+            seen += zip((on * on).tolist(), y.tolist(), strict=True)
         assert seen == [(float(i * i), float(i * i)) for i in range(8)]
         del on
         gc.collect()
