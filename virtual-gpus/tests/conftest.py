@@ -7,8 +7,13 @@ import signal
 
 # Several test processes on few cores: one thread each, and the same last digits on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("VIRTUAL_GPUS_FOLDER", None)  # another program's cards
 
 import pytest
+
+SETTINGS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
+            "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUBLAS_WORKSPACE_CACHE",
+            "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
 
 
 def pytest_runtest_setup(item):
@@ -23,6 +28,15 @@ def pytest_runtest_setup(item):
         pytest.skip(f"needs {needed} real GPU(s), this machine has {torch.cuda.device_count()}")
 
 
+@pytest.fixture(autouse=True)
+def no_settings(request):
+    """Virtual GPUs are as they are by themselves, whatever the machine sets for its real ones."""
+    with pytest.MonkeyPatch.context() as patch:  # of its own: a test's is undone while the test's GPUs are on
+        for name in SETTINGS if request.node.get_closest_marker("gpu") is None else ():
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture
 def workspaces_given_back(monkeypatch):
     """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever.
@@ -31,7 +45,6 @@ def workspaces_given_back(monkeypatch):
     """
     from virtual_gpus import memory_model
 
-    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
     monkeypatch.setattr(memory_model, "keeps_workspaces", lambda version, environment: False)
 
 

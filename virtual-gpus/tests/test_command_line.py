@@ -101,9 +101,6 @@ def test_an_unmodified_package_that_spawns(tmp_path):
     assert done.stdout == "in a rank cuda:1\n"
 
 
-# ---- arguments, without starting anything ------------------------------------------------------------------
-
-
 BAD = {
     (): "the following arguments are required: program",
     ("nowhere.py",): "There is no file 'nowhere.py'. To run a module, write -m nowhere.py.",

@@ -1,19 +1,97 @@
-"""What tools hear from the driver: NVML for pynvml, gpustat and nvitop."""
+"""Memory figures through torch.cuda, and what tools hear from the driver: through GPUtil, NVML, gpustat and nvitop."""
 
 import ctypes
+import math
 import os
 import sys
 import types
 
+import GPUtil
 import pytest
 import torch
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.driver.nvml import Library
 from virtual_gpus.driver.view import GPUView
 
+MIB = 2**20
 NOT_SUPPORTED, INVALID_ARGUMENT, NOT_FOUND, INSUFFICIENT_SIZE = 3, 2, 6, 7
 GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 1000, (8, 0), [], 0.0),
         GPUView(1, "NVIDIA B", "GPU-1", 2000, (9, 0), [(7, 300), (9, 200)], 0.256)]  # fmt: skip
+
+
+def empty(nbytes, device="cuda"):
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+@virtual_gpus(2, memory="2 GiB")
+def test_allocated_reserved_and_peaks():
+    x, y = empty(100 * MIB, "cuda:1"), empty(50 * MIB, "cuda:1")
+    assert torch.cuda.memory_allocated(1) == 150 * MIB == torch.cuda.memory_reserved(1)
+    del y
+    assert torch.cuda.memory_allocated(1) == 100 * MIB and torch.cuda.memory_reserved(1) == 150 * MIB
+    assert torch.cuda.max_memory_allocated(1) == torch.cuda.max_memory_reserved(1) == 150 * MIB
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.cuda.max_memory_reserved(1) == 100 * MIB == torch.cuda.max_memory_allocated(1)
+    assert torch.cuda.memory_allocated(0) == 0 == torch.cuda.memory_allocated()
+    assert torch.accelerator.memory_allocated(1) == 100 * MIB and torch.accelerator.max_memory_reserved(1) == 100 * MIB
+    z = empty(1)
+    first, second = torch.cuda.memory_snapshot()
+    assert first["address"] != second["address"]
+    del x, z
+
+
+@virtual_gpus(2, memory="2 GiB")
+def test_stats_summary_and_snapshot():
+    x = empty(3 * MIB)
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.current"] == 3 * MIB and stats["allocation.all.current"] == 1
+    assert stats["reserved_bytes.large_pool.current"] == 20 * MIB and stats["segment.all.current"] == 1
+    assert stats["inactive_split_bytes.all.current"] == 17 * MIB and stats["max_split_size"] == -1
+    documented = {"active.all.peak", "requested_bytes.all.freed", "oversize_allocations.current", "num_alloc_retries"}
+    assert stats.keys() > documented | {"num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"}
+    summary = torch.cuda.memory_summary()
+    assert "Allocated memory" in summary and "3072 KiB" in summary and "CUDA OOMs: 0 " in summary
+    torch.cuda.reset_accumulated_memory_stats()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
+    del x
+
+
+@virtual_gpus(2, memory="2 GiB")
+def test_memory_fraction():
+    torch.cuda.set_per_process_memory_fraction(0.25, 0)
+    assert torch.cuda.get_per_process_memory_fraction(0) == 0.25
+    with pytest.raises(torch.OutOfMemoryError, match="512.00 MiB allowed"):
+        empty(600 * MIB)
+    assert empty(600 * MIB, "cuda:1").is_cuda
+    for wrong in (2.0, -1.0):
+        with pytest.raises(ValueError):
+            torch.cuda.set_per_process_memory_fraction(wrong)
+
+
+@virtual_gpus(2, memory="2 GiB")
+def test_the_driver_sees_reserved_memory_and_the_context(capsys):
+    assert GPUtil.getGPUs is GPUtil.GPUtil.getGPUs and [g.memoryUsed for g in GPUtil.getGPUs()] == [0, 0]
+    x = empty(1500 * MIB, "cuda:1")
+    first, second = GPUtil.getGPUs()
+    context = second.memoryUsed - 1500
+    assert isinstance(second, GPUtil.GPU) and first.memoryUsed == 0 and 0 < context < 548
+    assert second.memoryTotal == 2048 and second.memoryFree == 2048 - second.memoryUsed
+    free, total = torch.cuda.mem_get_info(1)
+    assert total == 2048 * MIB and total - free == second.memoryUsed * MIB == torch.cuda.device_memory_used(1)
+    assert (second.id, second.name, second.driver) == (1, torch.cuda.get_device_name(1), "virtual")
+    assert second.uuid == f"GPU-{torch.cuda.get_device_properties(1).uuid}"
+    assert second.memoryUtil == second.memoryUsed / second.memoryTotal and 0 <= second.load <= 1
+    assert second.memoryUsed == int(second.memoryUsed)  # MiB without decimals
+    assert (second.display_mode, second.display_active) == ("Disabled", "Disabled")
+    assert second.serial == "[N/A]" and math.isnan(second.temperature)  # as for a real GPU that has no such figure
+    assert GPUtil.getAvailable(limit=4) == [0] and GPUtil.getFirstAvailable() == [0]
+    GPUtil.showUtilization(all=True)
+    assert "NVIDIA H200" in capsys.readouterr().out
+    del x
+    assert GPUtil.getGPUs()[1].memoryUsed == second.memoryUsed  # del gives back to the cache only
+    torch.cuda.empty_cache()
+    assert GPUtil.getGPUs()[1].memoryUsed == context
 
 
 def structure(**fields):

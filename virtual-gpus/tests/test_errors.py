@@ -1,6 +1,7 @@
-"""Mistakes raise what they raise on a real GPU: the same types, the same words."""
+"""Mistakes raise what they raise on a real GPU, in its words; what CUDA refuses, waits for or can do unlike a CPU."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -13,10 +14,8 @@ from virtual_gpus import NotModelled, virtual_gpus
 def gpus():
     with virtual_gpus(2, memory="1 GiB"):
         yield
-
-
-def on(index):
-    return torch.device("cuda", index)
+        torch.use_deterministic_algorithms(False)
+        torch.cuda.set_sync_debug_mode(0)
 
 
 def found(device):
@@ -39,38 +38,38 @@ def one(*sizes, **options):
 
 
 MIXTURES = {
-    "two GPUs": (lambda: one(device=on(0)) + one(device=on(1)), found("cuda:0 and cuda:1")),
-    "GPU and CPU": (lambda: one(device=on(0)) + one(), found("cuda:0 and cpu")),
-    "CPU and GPU": (lambda: one() * one(device=on(1)), found("cuda:1 and cpu")),
-    "in place into a number on the CPU": (lambda: one()[0].add_(one(device=on(0))[0]), found("cuda:0 and cpu")),
-    "matrix product": (lambda: one(2, 3, device=on(0)) @ one(3, 2), got("mat2", "cpu", "cuda:0", "mm")),
-    "net on the CPU": (lambda: nn.Linear(3, 3)(one(2, 3, device=on(0))), got("mat1", "cuda:0", "cpu", "addmm")),
-    "batch on the CPU": (lambda: nn.Linear(3, 3).to(on(0))(one(2, 3)), got("mat1", "cpu", "cuda:0", "addmm")),
+    "two GPUs": (lambda: one(device=0) + one(device=1), found("cuda:0 and cuda:1")),
+    "GPU and CPU": (lambda: one(device=0) + one(), found("cuda:0 and cpu")),
+    "CPU and GPU": (lambda: one() * one(device=1), found("cuda:1 and cpu")),
+    "in place into a number on the CPU": (lambda: one()[0].add_(one(device=0)[0]), found("cuda:0 and cpu")),
+    "matrix product": (lambda: one(2, 3, device=0) @ one(3, 2), got("mat2", "cpu", "cuda:0", "mm")),
+    "net on the CPU": (lambda: nn.Linear(3, 3)(one(2, 3, device=0)), got("mat1", "cuda:0", "cpu", "addmm")),
+    "batch on the CPU": (lambda: nn.Linear(3, 3).to(0)(one(2, 3)), got("mat1", "cpu", "cuda:0", "addmm")),
     "targets on the CPU": (
-        lambda: F.cross_entropy(one(2, 3, device=on(0)), torch.tensor([0, 1])),
+        lambda: F.cross_entropy(one(2, 3, device=0), torch.tensor([0, 1])),
         got("target", "cpu", "cuda:0", "nll_loss_forward"),
     ),
     "words on the CPU": (
-        lambda: nn.Embedding(3, 3).to(on(1))(torch.tensor([1])),
+        lambda: nn.Embedding(3, 3).to(1)(torch.tensor([1])),
         got("index", "cpu", "cuda:1", "_index_select"),
     ),
-    "concatenation": (lambda: torch.cat([one(device=on(0)), one()]), got("tensors", "cpu", "cuda:0", "cat")),
+    "concatenation": (lambda: torch.cat([one(device=0), one()]), got("tensors", "cpu", "cuda:0", "cat")),
     "convolution": (
-        lambda: nn.Conv2d(1, 1, 1)(one(1, 1, 2, 2, device=on(0))),
+        lambda: nn.Conv2d(1, 1, 1)(one(1, 1, 2, 2, device=0)),
         "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same",
     ),
     "convolution on another GPU": (
-        lambda: nn.Conv2d(1, 1, 1).to(on(1))(one(1, 1, 2, 2, device=on(0))),
+        lambda: nn.Conv2d(1, 1, 1).to(1)(one(1, 1, 2, 2, device=0)),
         got("weight", "cuda:1", "cuda:0", "_cudnn_convolution"),
     ),
     "transposed convolution on another GPU": (
-        lambda: nn.ConvTranspose1d(1, 1, 1).to(on(1))(one(1, 1, 2, device=on(0))),
+        lambda: nn.ConvTranspose1d(1, 1, 1).to(1)(one(1, 1, 2, device=0)),
         got("weight", "cuda:1", "cuda:0", "_cudnn_convolution_transpose"),
     ),
-    "index on another GPU": (lambda: one(device=on(0))[torch.tensor([0], device=on(1))], elsewhere("cuda:0")),
-    "CPU tensor, GPU index": (lambda: one()[torch.tensor([0], device=on(1))], elsewhere("cpu")),
+    "index on another GPU": (lambda: one(device=0)[torch.tensor([0], device=1)], elsewhere("cuda:0")),
+    "CPU tensor, GPU index": (lambda: one()[torch.tensor([0], device=1)], elsewhere("cpu")),
     "mask": (
-        lambda: one(device=on(0)).masked_fill(one(dtype=torch.bool), 0),
+        lambda: one(device=0).masked_fill(one(dtype=torch.bool), 0),
         "expected self and mask to be on the same device, but got mask on cpu and self on cuda:0",
     ),
 }
@@ -85,20 +84,20 @@ def test_mixed_devices(name):
 
 
 def test_what_cuda_allows_to_mix():
-    x = torch.ones(4, device=on(0))
-    assert (x + torch.tensor(1.0)).sum().item() == 8 and (torch.tensor(2.0) * x).device == on(0)
-    assert torch.where(x > 0, x, torch.tensor(0.0)).device == on(0)
+    x = torch.ones(4, device=0)
+    assert (x + torch.tensor(1.0)).sum().item() == 8 and (torch.tensor(2.0) * x).get_device() == 0
+    assert torch.where(x > 0, x, torch.tensor(0.0)).get_device() == 0
     x[torch.tensor([0, 1])] = 5.0
     assert x.index_put((torch.tensor([3]),), torch.tensor(7.0)).tolist() == [5, 5, 1, 7]
     x.copy_(torch.arange(4.0))
-    y = torch.zeros(4, device=on(1)).copy_(x)
-    assert y.device == on(1) and y.tolist() == [0, 1, 2, 3]
-    packed = nn.utils.rnn.pack_padded_sequence(one(3, 2, 4, device=on(0)), torch.tensor([3, 2]))
-    assert nn.LSTM(4, 5).to(on(0))(packed)[0].data.device == on(0)
+    y = torch.zeros(4, device=1).copy_(x)
+    assert y.get_device() == 1 and y.tolist() == [0, 1, 2, 3]
+    packed = nn.utils.rnn.pack_padded_sequence(one(3, 2, 4, device=0), torch.tensor([3, 2]))
+    assert nn.LSTM(4, 5).to(0)(packed)[0].data.get_device() == 0
 
 
 def test_numpy_of_a_gpu_tensor():
-    x = torch.ones(2, device=on(1))
+    x = torch.ones(2, device=1)
     text = "can't convert cuda:1 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
     for act in (x.numpy, x.__array__):
         with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
@@ -110,7 +109,7 @@ def test_numpy_of_a_gpu_tensor():
 
 
 MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: one().cuda(2),
-           lambda: nn.Linear(1, 1).to(on(5)), lambda: torch.tensor([1], device="cuda:2"),
+           lambda: nn.Linear(1, 1).to(5), lambda: torch.tensor([1], device="cuda:2"),
            lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
 
 
@@ -126,22 +125,6 @@ def test_no_gpu_at_all(monkeypatch):
         one(device="cuda")
 
 
-def test_out_of_memory_text_has_the_right_figures():
-    keep = torch.empty(100 * 2**20, dtype=torch.uint8, device=on(1))
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        torch.empty(2**30, device=on(1))
-    text = str(error.value)
-    free, total = torch.cuda.mem_get_info(1)
-    assert text.startswith(
-        "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 1 has a total capacity of 1024.00 MiB of which "
-        f"{free / 2**20:.2f} MiB is free. Including non-PyTorch memory, this process has "
-        f"{(total - free) / 2**20:.2f} MiB memory in use. Of the allocated memory 100.00 MiB is allocated by PyTorch, "
-        "and 0 bytes is reserved by PyTorch but unallocated."
-    )
-    assert isinstance(error.value, torch.cuda.OutOfMemoryError) and isinstance(error.value, RuntimeError)
-    assert torch.cuda.memory_allocated(1) == keep.numel() and torch.cuda.memory_stats(1)["num_ooms"] == 1
-
-
 REFUSED = {
     "DLPack": lambda x: torch.utils.dlpack.to_dlpack(x),
     "__dlpack__|DLPack": lambda x: torch.from_dlpack(x),
@@ -155,13 +138,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_modelled_names_itself(name):
     with pytest.raises(NotModelled, match=f"Virtual GPUs do not model .*({name})"):
-        REFUSED[name](one(2, device=on(0)))
+        REFUSED[name](one(2, device=0))
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="only a CUDA build of PyTorch knows which kernels CUDA has")
 def test_an_operator_without_a_cuda_kernel():
     with pytest.raises(NotImplementedError, match="Could not run 'aten::to_mkldnn' with .* from the 'CUDA' backend"):
-        torch.ones(2, device=on(0)).to_mkldnn()
+        torch.ones(2, device=0).to_mkldnn()
 
 
 BAD = [({"count": 0}, "at least 1"), ({"count": 1.5}, "integer"), ({"memory": "16"}, "unit"),
@@ -181,3 +164,109 @@ def test_a_linear_layer_whose_weight_is_no_matrix():
             F.linear(torch.ones(2, 4), weight, torch.ones(1))
         with pytest.raises(RuntimeError, match=re.escape(str(refused.value))):
             F.linear(torch.ones(2, 4).cuda(), weight.cuda(), torch.ones(1).cuda())
+
+
+def image(*sizes):
+    return torch.rand(*sizes, device="cuda", requires_grad=True)
+
+
+ROWS = torch.tensor([0, 1])
+NOT_DETERMINISTIC = [
+    ("avg_pool3d_backward_cuda", lambda: F.avg_pool3d(image(1, 3, 3, 3), 3).sum().backward()),
+    ("adaptive_avg_pool2d_backward_cuda", lambda: F.adaptive_avg_pool2d(image(1, 3, 3), 2).sum().backward()),
+    ("reflection_pad1d_backward_out_cuda", lambda: F.pad(image(2, 4), (1, 1), "reflect").sum().backward()),
+    ("upsample_bicubic2d_backward_out_cuda",
+     lambda: torch._C._nn.upsample_bicubic2d(image(1, 1, 4, 4), (8, 8), False).sum().backward()),
+    ("embedding_bag_backward_cuda_max",
+     lambda: F.embedding_bag(ROWS[None].cuda(), image(4, 3), mode="max").sum().backward()),
+    ("grid_sampler_2d_backward_cuda",
+     lambda: F.grid_sample(image(1, 1, 2, 2), image(1, 1, 1, 2), align_corners=False).sum().backward()),
+    ("nll_loss2d_forward_out_cuda_template", lambda: F.nll_loss(image(1, 2, 1, 1), ROWS[:1, None, None].cuda())),
+    ("_histc_cuda with floating point input", lambda: image(4).detach().histc()),
+    ("_bincount_cuda", lambda: ROWS.cuda().bincount(weights=image(2).detach())),
+    ("median CUDA with indices output", lambda: image(4).median(0)),
+    ("put_", lambda: image(4).detach().put_(ROWS.cuda(), image(2).detach(), accumulate=True)),
+    ("index_reduce_cuda", lambda: image(4).detach().index_reduce_(0, ROWS.cuda(), image(2).detach(), "mean")),
+    ("scatter_reduce_cuda_prod_", lambda: image(4).scatter_reduce(0, ROWS.cuda(), image(2), "prod")),
+]  # fmt: skip
+
+
+def test_operators_without_a_deterministic_algorithm_are_refused():
+    torch.use_deterministic_algorithms(True)
+    for name, work in NOT_DETERMINISTIC:
+        with pytest.raises(RuntimeError, match=f"^{name} does not have a deterministic implementation"):
+            work()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        image(4).median()
+        ROWS.cuda().bincount()
+        ROWS.cuda().histc(bins=2, min=0, max=1)
+        image(4).scatter_reduce(0, ROWS.cuda(), image(2), "sum")
+        F.embedding_bag(ROWS[None].cuda(), image(4, 3), mode="sum").sum().backward()
+        F.grid_sample(image(1, 1, 2, 2), image(1, 1, 1, 2), align_corners=True).sum().backward()  # cuDNN's
+        F.interpolate(image(1, 1, 4, 4), 8, mode="bilinear").sum().backward()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="^put_ does not have a deterministic implementation"):
+        dict(NOT_DETERMINISTIC)["put_"]()
+
+
+def test_kernels_that_cuda_has_not():
+    number = torch.tensor(2.0)
+    x = torch.ones(2, device="cuda")
+    torch.addcmul(x, x, number)
+    with pytest.raises(RuntimeError, match="CPU Scalar support for tensor1 argument .* please swap"):
+        torch.addcmul(x, number, x)
+    with pytest.raises(RuntimeError, match="not implemented for 'ComplexFloat'"):
+        x.cfloat().scatter_(0, ROWS.cuda(), x.cfloat(), reduce="multiply")
+
+
+def test_kernels_that_only_cuda_has():
+    assert ROWS.cuda().histc(bins=2, min=0, max=1).tolist() == [1, 1]
+    x, weight, grid = image(1, 1, 4, 4).detach(), image(1, 1, 3, 3).detach(), image(1, 2, 2, 2).detach()
+    got = torch.cudnn_convolution(x, weight, (0, 0), (1, 1), (1, 1), 1, False, True, False)
+    assert torch.equal(got, F.conv2d(x, weight)) and got.is_cuda
+    assert torch.equal(torch.cudnn_grid_sampler(x, grid), F.grid_sample(x, grid, align_corners=True))
+    means, counted = image(2, 3).detach(), torch.full((2,), 4.0, device="cuda")
+    found = torch.batch_norm_gather_stats(x, means, means, None, None, 0.1, 1e-5, 4)
+    wanted = torch.batch_norm_gather_stats_with_counts(x, means, means, None, None, 0.1, 1e-5, counted)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_host_waits_for_a_gpu_where_cuda_s_does():
+    x, one, mask = image(4).detach(), image(1)[0].detach(), torch.tensor([True, False, True, False])
+    repeats = torch.full((1,), 2, device="cuda")
+    gpu_mask, gpu_rows = mask.cuda(), ROWS.cuda()
+    pairs = [  # what does not wait, and what does
+        (lambda: x.__setitem__(gpu_mask, 1.0), lambda: x.__setitem__(gpu_mask, one)),
+        (lambda: x.__setitem__(mask, one), lambda: x.__setitem__(ROWS, one)),
+        (lambda: x.__setitem__(gpu_rows, one), lambda: x[ROWS]),
+        (lambda: x[mask], lambda: x[gpu_mask]),
+        (lambda: F.one_hot(gpu_rows, 2), lambda: F.one_hot(gpu_rows)),
+        (lambda: x.repeat_interleave(repeats, output_size=8), lambda: x.repeat_interleave(repeats)),
+    ]
+    torch.cuda.set_sync_debug_mode("error")
+    for quiet, waiting in pairs:
+        quiet()
+        with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+            waiting()
+    torch.cuda.set_sync_debug_mode("warn")
+    for work in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x.cpu(), lambda: x.copy_(torch.ones(4))):
+        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+            work()
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.get_sync_debug_mode() == 0 and F.one_hot(gpu_rows, 3).tolist() == [[1, 0, 0], [0, 1, 0]]
+
+
+def test_old_names_warn_and_copies_of_storages_are_pinned():
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(UserWarning, match="DtypeTensor constructors are no longer recommended"):
+            torch.cuda.FloatTensor([0])
+        with pytest.warns(UserWarning, match="set_default_tensor_type.. is deprecated as of PyTorch 2.1"):
+            torch.set_default_tensor_type("torch.cuda.FloatTensor")
+    finally:
+        torch.set_warn_always(False)
+        torch.set_default_tensor_type("torch.FloatTensor")
+    storage = torch.ones(2, device="cuda").untyped_storage()
+    assert storage.to(device="cpu", non_blocking=True).is_pinned()
+    assert not storage.to(device="cpu").is_pinned()

@@ -56,7 +56,7 @@ ELSEWHERE = {
     "Kernels on different streams": "test_clock.py::test_streams_of_one_gpu_share",
     "Tensors that are made under FakeTensorMode": "test_shapes_only.py::test_fake_tensors_are_nobody_s_memory",
     "torch.compile returns PyTorch's own objects": "test_compile.py::test_what_is_returned_is_pytorch_s",
-    "`torch.use_deterministic_algorithms(True)`": "test_cuda_refusals.py::test_operators_without_a_deterministic",
+    "`torch.use_deterministic_algorithms(True)`": "test_errors.py::test_operators_without_a_deterministic",
     "`nn.TransformerEncoder` packs": "test_correctness.py::an_encoder_packs_what_is_padded",
     "Programs do not run faster": "benchmarks/step_cost.py",
     "Where the host is the bottleneck": "benchmarks/clock.py",

@@ -52,9 +52,6 @@ def zeros(*sizes, gpu=0, **options):
     return [torch.zeros(size, device=gpu, **options) for size in sizes]
 
 
-# ---- the communication functions -----------------------------------------------------------------------------------
-
-
 def test_broadcast_coalesced_sends_chunks_that_the_last_tensor_fills():
     with virtual_gpus(3):
         tensors = zeros(300, 100, 500, 200)
@@ -116,9 +113,6 @@ def test_inputs_from_the_cpu_are_copied_on_a_stream_of_their_own():
         y = torch.zeros(400_000, device="cuda:1")  # not from that segment, which belongs to the other stream
         assert torch.cuda.memory_reserved(1) == 40 * MIB
         del y
-
-
-# ---- DataParallel --------------------------------------------------------------------------------------------------
 
 
 class Scale(nn.Module):
@@ -183,9 +177,6 @@ def test_replicas_use_cublas_in_threads_of_their_own():
         net.module(torch.zeros(4, 4, device="cuda"))
         net(torch.zeros(4, 4))
         assert [size // MIB for size in allocated()] == [64, 32]
-
-
-# ---- DistributedDataParallel ---------------------------------------------------------------------------------------
 
 
 LAYERS = (300_000, 1000, 500)  # numbers: 1.2 MB, more than the first bucket's 1 MiB

@@ -71,17 +71,10 @@ def test_lands_on_the_named_gpu(name):
 
 def test_lands_on_the_cpu():
     x = torch.ones(3, device=ONE)
-    for made in (
-        x.cpu(),
-        x.to("cpu"),
-        x.to(torch.ones(1)),
-        x.new_zeros(3, device="cpu"),
-        torch.zeros_like(x, device="cpu"),
-        x.type_as(torch.ones(1, dtype=torch.float64)),
-        torch.as_tensor(x, device="cpu"),
-        nn.Linear(2, 2).to(ONE).cpu().weight,
-    ):
-        assert made.device == torch.device("cpu") and not made.is_cuda and made.get_device() == -1
+    made = [x.cpu(), x.to("cpu"), x.to(torch.ones(1)), x.new_zeros(3, device="cpu"), torch.zeros_like(x, device="cpu")]
+    made += [x.type_as(torch.ones(1, dtype=torch.float64)), torch.as_tensor(x, device="cpu")]
+    for tensor in [*made, nn.Linear(2, 2).to(ONE).cpu().weight]:
+        assert tensor.device == torch.device("cpu") and not tensor.is_cuda and tensor.get_device() == -1
 
 
 def test_new_has_the_dtype_and_refuses_as_cuda_does():
@@ -158,23 +151,22 @@ def test_queries():
 
 
 def test_streams_and_events_are_objects_that_work():
-    side = torch.cuda.Stream(device=1)
-    assert side.device == ONE and side != torch.cuda.current_stream(1) and isinstance(side, torch.Stream)
+    side, default = torch.cuda.Stream(device=1), torch.cuda.default_stream(1)
+    assert side.device == ONE and side != torch.cuda.current_stream(1) == default and isinstance(side, torch.Stream)
     with torch.cuda.stream(side):
         assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
-    assert torch.cuda.current_stream(1) == torch.cuda.default_stream(1) and torch.cuda.current_device() == 0
+    assert torch.cuda.current_stream(1) == default and torch.cuda.current_device() == 0
     torch.cuda.set_stream(side)
     assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
-    torch.accelerator.set_stream(torch.cuda.default_stream(1))
+    torch.accelerator.set_stream(default)
     torch.cuda.set_device(0)
-    assert torch.accelerator.current_stream(1) == torch.cuda.default_stream(1)
+    assert torch.accelerator.current_stream(1) == default
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with pytest.raises(ValueError, match="recorded"):
         start.elapsed_time(end)
     start.record()
     end.record(side)
     side.wait_event(start)
-    torch.cuda.current_stream().wait_stream(side)
     side.synchronize()
     assert end.query() and side.query()
     with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):

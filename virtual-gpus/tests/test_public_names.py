@@ -58,9 +58,6 @@ def test_a_stream_by_its_handle_is_that_stream():
         torch.cuda.ExternalStream(0x7F00_0000_1234)
 
 
-# ---- the typed names ------------------------------------------------------------------------------------------------
-
-
 def test_legacy_types_make_tensors_on_the_gpu():
     cuda = torch.cuda
     x = cuda.FloatTensor(2, 3)
@@ -109,9 +106,6 @@ def test_storages_are_made_on_the_gpu():
         torch.UntypedStorage(1 << 40, device="cuda")
 
 
-# ---- the runtime library --------------------------------------------------------------------------------------------
-
-
 def test_sleep_takes_modelled_time_by_cycles():
     start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
     start.record()
@@ -119,18 +113,6 @@ def test_sleep_takes_modelled_time_by_cycles():
     end.record()
     end.synchronize()
     assert start.elapsed_time(end) == pytest.approx(1.0, rel=0.02)  # milliseconds: an H200 has 1.98 GHz
-
-
-def test_the_sync_debug_mode_tells_of_reads():
-    x, other = torch.ones(3, device="cuda"), torch.ones(3)
-    assert torch.cuda.get_sync_debug_mode() == 0
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        for wait in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x.cpu(), lambda: x.copy_(other)):
-            with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
-                wait()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_raw_blocks_and_the_runtime_library():
@@ -147,8 +129,6 @@ def test_raw_blocks_and_the_runtime_library():
     assert torch.cuda.nccl.version() >= (2, 20)
 
 
-# ---- every public name ----------------------------------------------------------------------------------------------
-
 SOURCE = Path(virtual_gpus_package.__file__).parent
 REFUSALS = (SOURCE.parents[1] / "docs" / "refused.md").read_text(encoding="utf-8")
 NEVER = ("Found no NVIDIA", "compiled with CUDA", "driver version is insufficient", "libcuda", "no GPUs found")
@@ -158,42 +138,28 @@ def x(index: int = 0):
     return torch.ones(2, device=f"cuda:{index}")
 
 
-# What a name is called with, by its last part or its last two; all others with nothing, which Python itself may refuse.
+# What a name is called with that no other test calls, by its last part or its last two. All others are called with
+# nothing, which Python itself may refuse.
 ARGUMENTS = {
-    # torch.cuda
     "CudaError": lambda: [0], "ExternalStream": lambda: [0], "StreamContext": lambda: [None],
     "caching_allocator_alloc": lambda: [512], "caching_allocator_enable": lambda: [False], "mark": lambda: ["m"],
-    "can_device_access_peer": lambda: [0, 1], "check_error": lambda: [0], "device": lambda: [1],
-    "device_of": lambda: [x()], "get_stream_from_external": lambda: [0], "graph": lambda: [torch.cuda.CUDAGraph()],
-    "manual_seed": lambda: [1], "make_graphed_callables": lambda: [torch.relu, (x(),)],
-    "manual_seed_all": lambda: [1], "range": lambda: ["r"], "range_end": lambda: [0], "range_push": lambda: ["r"],
-    "range_start": lambda: ["r"], "set_device": lambda: [0], "set_per_process_memory_fraction": lambda: [1.0],
-    "set_rng_state": lambda: [torch.cuda.get_rng_state()],
-    "set_rng_state_all": lambda: [torch.cuda.get_rng_state_all()], "set_stream": lambda: [None],
-    "set_sync_debug_mode": lambda: [0], "stream": lambda: [None], "use_mem_pool": lambda: [torch.cuda.MemPool()],
-    "set_filename": lambda: ["results.csv"], "set_max_tuning_duration": lambda: [30],
-    "set_max_tuning_iterations": lambda: [100], "set_numerical_check_tolerances": lambda: [False],
-    "comm.broadcast": lambda: [x(), [0, 1]], "comm.broadcast_coalesced": lambda: [[x()], [0, 1]],
-    "comm.gather": lambda: [[x(), x(1)]], "comm.reduce_add": lambda: [[x(), x(1)]],
-    "nccl.reduce": lambda: [[x(), x(1)]], "comm.reduce_add_coalesced": lambda: [[[x()], [x(1)]]],
-    "comm.scatter": lambda: [x(), [0, 1]],
-    # torch.distributed
-    "DeviceMesh": lambda: ["cuda", [0]], "P2POp": lambda: [dist.isend, x(), 0], "all_gather": lambda: [[x()], x()],
-    "all_gather_coalesced": lambda: [[[x()]], [x()]], "all_gather_into_tensor": lambda: [x(), x()],
-    "all_gather_object": lambda: [[None], 1], "all_gather_single": lambda: [x(), x()], "all_reduce": lambda: [x()],
-    "all_reduce_coalesced": lambda: [[x()]], "all_to_all": lambda: [[x()], [x()]],
-    "all_to_all_single": lambda: [x(), x()], "broadcast": lambda: [x(), 0], "broadcast_object_list": lambda: [[1]],
-    "gather": lambda: [x(), [x()]], "gather_into_tensor": lambda: [x(), x()], "gather_object": lambda: [1, [None]],
-    "gather_single": lambda: [x(), x()], "get_default_backend_for_device": lambda: ["cuda"],
-    "get_global_rank": lambda: [dist.group.WORLD, 0], "get_group_rank": lambda: [dist.group.WORLD, 0],
-    "get_node_local_rank": lambda: [0], "get_process_group_ranks": lambda: [dist.group.WORLD],
-    "init_device_mesh": lambda: ["cuda", (1,)], "is_backend_available": lambda: ["nccl"],
-    "distributed.reduce": lambda: [x(), 0], "new_subgroups": lambda: [1],
-    "new_subgroups_by_enumeration": lambda: [[[0]]], "reduce_scatter": lambda: [x(), [x()]],
-    "reduce_scatter_single": lambda: [x(), x()], "reduce_scatter_tensor": lambda: [x(), x()],
-    "scatter": lambda: [x(), [x()]], "scatter_object_list": lambda: [[None], [1]],
-    "split_group": lambda: [None, [[0]]], "set_debug_level": lambda: [dist.DebugLevel.OFF],
-    "supports_complex": lambda: [dist.ReduceOp.SUM],
+    "check_error": lambda: [0], "device": lambda: [1], "get_stream_from_external": lambda: [0],
+    "graph": lambda: [torch.cuda.CUDAGraph()], "range": lambda: ["r"], "range_end": lambda: [0],
+    "range_push": lambda: ["r"], "range_start": lambda: ["r"], "set_stream": lambda: [None],
+    "set_sync_debug_mode": lambda: [0], "stream": lambda: [None], "set_filename": lambda: ["results.csv"],
+    "set_max_tuning_duration": lambda: [30], "set_max_tuning_iterations": lambda: [100],
+    "set_numerical_check_tolerances": lambda: [False], "comm.broadcast": lambda: [x(), [0, 1]],
+    "comm.reduce_add": lambda: [[x(), x(1)]], "comm.scatter": lambda: [x(), [0, 1]],
+    "nccl.reduce": lambda: [[x(), x(1)]],
+    "DeviceMesh": lambda: ["cuda", [0]], "all_gather_coalesced": lambda: [[[x()]], [x()]],
+    "all_gather_single": lambda: [x(), x()], "all_reduce_coalesced": lambda: [[x()]],
+    "gather_into_tensor": lambda: [x(), x()], "gather_object": lambda: [1, [None]], "gather_single": lambda: [x(), x()],
+    "get_default_backend_for_device": lambda: ["cuda"], "get_global_rank": lambda: [dist.group.WORLD, 0],
+    "get_group_rank": lambda: [dist.group.WORLD, 0], "get_node_local_rank": lambda: [0],
+    "get_process_group_ranks": lambda: [dist.group.WORLD], "is_backend_available": lambda: ["nccl"],
+    "new_subgroups": lambda: [1], "new_subgroups_by_enumeration": lambda: [[[0]]],
+    "reduce_scatter_single": lambda: [x(), x()], "set_debug_level": lambda: [dist.DebugLevel.OFF],
+    "split_group": lambda: [None, [[0]]], "supports_complex": lambda: [dist.ReduceOp.SUM],
 }  # fmt: skip
 # Messages need a second rank and breakpoint a person, the others would end what the walk stands on.
 LEFT_OUT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "batch_isend_irecv", "breakpoint",

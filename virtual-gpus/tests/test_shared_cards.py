@@ -19,12 +19,6 @@ MIB = 2**20
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 
 
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", FOLDER):
-        monkeypatch.delenv(name, raising=False)
-
-
 def empty(nbytes, device="cuda"):
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -53,9 +47,6 @@ def holding(context, nbytes, index=0):
 def received(pipe):
     assert pipe.poll(300)
     return pipe.recv()
-
-
-# ---- processes see each other's memory
 
 
 @pytest.mark.parametrize("context", [FORK, SPAWN], ids=["fork", "spawn"])
@@ -195,9 +186,6 @@ def test_folders_of_torchruns_workers_and_of_gpus_one_inside_another(monkeypatch
         empty(MIB)
 
 
-# ---- options through torch
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_the_environment_is_read_at_the_first_touch(monkeypatch, name):
     with virtual_gpus(1, memory="1 GiB"):
@@ -218,19 +206,17 @@ def test_the_environment_is_read_at_the_first_touch(monkeypatch, name):
         assert not torch.cuda.memory_snapshot()[0]["is_expandable"]
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
-    [
-        ("max_split_size_mb:3", ValueError, "option max_split_size_mb:3 is wrong: it must be >= 20"),
-        ("throw_on_cudamalloc_oom:True", NotModelled, 'the allocator setting "throw_on_cudamalloc_oom:True"'),
-    ],
-)
-def test_a_wrong_environment_shows_at_the_first_touch(monkeypatch, text, error, message):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
-    with virtual_gpus(1):
-        for _ in range(2):
-            with pytest.raises(error, match=message):
-                torch.ones(1, device="cuda")
+def test_a_wrong_environment_shows_at_the_first_touch(monkeypatch):
+    wrong = {
+        "max_split_size_mb:3": (ValueError, "option max_split_size_mb:3 is wrong: it must be >= 20"),
+        "throw_on_cudamalloc_oom:True": (NotModelled, 'the allocator setting "throw_on_cudamalloc_oom:True"'),
+    }
+    for text, (error, message) in wrong.items():
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+        with virtual_gpus(1):
+            for _ in range(2):
+                with pytest.raises(error, match=message):
+                    torch.ones(1, device="cuda")
 
 
 def test_a_call_changes_the_options_of_all_gpus():
@@ -246,27 +232,6 @@ def test_a_call_changes_the_options_of_all_gpus():
             set_options("expandable:False")
         assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
         del x
-
-
-# ---- history, streams and CPU offload with all that
-
-
-def test_the_history_of_an_expandable_segment(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with virtual_gpus(1, memory="1 GiB"):
-        torch.cuda.memory._record_memory_history()
-        x = empty(30 * MIB)
-        del x
-        torch.cuda.empty_cache()
-        y = empty(10)
-        snapshot = torch.cuda.memory._snapshot()
-        found = [(e["action"], e["size"]) for e in snapshot["device_traces"][0]]
-        assert found == [
-            ("segment_map", 40 * MIB), ("alloc", 30 * MIB), ("free_requested", 30 * MIB), ("free_completed", 30 * MIB),
-            ("segment_unmap", 40 * MIB), ("segment_map", 2 * MIB), ("alloc", 10),
-        ]  # fmt: skip
-        assert snapshot["segments"][0]["frames"][0]["name"].startswith("empty")
-        del y
 
 
 def address(tensor) -> int:

@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 import virtual_gpus as package
+from interrupts import interrupted_at, press
 from torch import nn
 from torch.cuda import _memory_viz as viz
 from virtual_gpus import NotModelled, virtual_gpus
@@ -83,9 +84,6 @@ def used_after_each(events):
         yield used
 
 
-# ---- structure -----------------------------------------------------------------------------------------------------
-
-
 def test_a_snapshot_has_the_keys_of_pytorch():
     memory._record_memory_history()
     x = torch.ones(1000, device="cuda:1")
@@ -140,7 +138,9 @@ def test_a_trace_replays_to_what_the_allocator_says():
     del held, nothing
 
 
-def test_every_action_has_its_event():
+@pytest.mark.parametrize(("taken", "given"), [("segment_alloc", "segment_free"), ("segment_map", "segment_unmap")])
+def test_every_action_has_its_event(monkeypatch, taken, given):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{taken == 'segment_map'}")
     memory._record_memory_history()
     x = empty(30 * MIB)
     del x
@@ -148,15 +148,17 @@ def test_every_action_has_its_event():
     with pytest.raises(torch.OutOfMemoryError):
         empty(3 * 2**30 + 1)
     memory._snapshot()
+    x = empty(30 * MIB)
+    (segment,) = memory._snapshot()["segments"]
+    assert segment["frames"][0]["name"].startswith("empty") and segment["total_size"] >= x.nbytes
     events = trace()
-    assert [event["action"] for event in events] == [
-        "segment_alloc", "alloc", "free_requested", "free_completed", "segment_free", "oom", "snapshot"]  # fmt: skip
-    assert events[5]["size"] == 3 * 2**30 + 512 and events[5]["device_free"] == torch.cuda.mem_get_info()[0]
+    life = [taken, "alloc", "free_requested", "free_completed", given]
+    assert [event["action"] for event in events] == [*life, "oom", "snapshot", *life[:2], "snapshot"]
+    assert events[0]["size"] == events[4]["size"] == segment["total_size"] and events[1]["size"] == x.nbytes
+    assert events[5]["size"] == 3 * 2**30 + 512
+    assert events[5]["device_free"] == torch.cuda.mem_get_info()[0] + segment["total_size"]
     assert "addr" not in events[5] and places(events[5]["frames"])
     assert events[6]["addr"] == events[6]["size"] == 0 and "frames" not in events[6]
-
-
-# ---- frames --------------------------------------------------------------------------------------------------------
 
 
 def test_frames_are_the_learners_lines_innermost_first():
@@ -235,9 +237,6 @@ def test_backward_names_the_line_that_called_it_and_with_anomaly_detection_the_f
     del x, y
 
 
-# ---- what is recorded ----------------------------------------------------------------------------------------------
-
-
 STACKS = [(None, 0, 0), ("state", 0, 1), ("alloc", 3, 1), ("all", 3, 1)]  # of events, of blocks in use
 
 
@@ -285,21 +284,20 @@ def test_the_same_events_without_stacks_and_without_values(max_entries):
     assert len(found[0]) == max_entries or 100 < len(found[0]) < max_entries
 
 
-@pytest.mark.parametrize("arguments", [{"enabled": "alloc"}, {"context": "none"}, {"stacks": "cpp"}])
-def test_wrong_arguments(arguments):
-    with pytest.raises(RuntimeError, match="expected (state|context|stacks) to be"):
-        memory._record_memory_history(**arguments)
-
-
+WRONG = [({name: "cpp"}, RuntimeError, f"expected {word} to be")
+         for name, word in (("enabled", "state"), ("context", "context"), ("stacks", "stacks"))]  # fmt: skip
 REFUSED = [{"enabled": True}, {"skip_actions": ["oom"]}, {"global_record_annotations": True}]
 REFUSED += [{"record_pinned_host_memory": True}] if VERSION >= (2, 14) else []
 
 
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_what_a_history_does_not_have_is_refused(arguments):
-    with pytest.raises(NotModelled, match="history"):
+@pytest.mark.parametrize(("arguments", "error", "words"), WRONG + [(one, NotModelled, "history") for one in REFUSED])
+def test_arguments_that_are_wrong_or_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
         memory._record_memory_history(**arguments)
     assert not torch._C._cuda_isHistoryEnabled()
+
+
+REFUSED += [{"record_pinned_host_memory": True}] if VERSION >= (2, 14) else []
 
 
 @pytest.mark.parametrize("arguments", [{"enabled": None}, {"enabled": False}])
@@ -323,12 +321,9 @@ def test_recording_ends_with_the_gpus():
         x = torch.ones(10, device="cuda")
         inner = active()
         assert len(trace()) == 2
-    assert not torch._C._cuda_isHistoryEnabled() and memory._snapshot()["device_traces"] == [[], []]
-    allocator = inner.gpus[0].allocator
-    assert allocator.observers == [] and not inner.history.recorders[0].entries
+    assert not torch._C._cuda_isHistoryEnabled() and trace() == []
+    assert inner.gpus[0].allocator.observers == [] and not inner.history.recorders[0].entries
     del x
-    with virtual_gpus(1):
-        assert trace() == [] and not torch._C._cuda_isHistoryEnabled()
 
 
 def test_recording_keeps_no_tensor_alive():
@@ -356,61 +351,17 @@ def test_settings_of_a_call_count_on_all_gpus_and_are_shown():
     assert memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == settings
 
 
-# ---- threads, interruptions -----------------------------------------------------------------------------------------
-
-
-def test_threads_on_two_gpus_leave_traces_that_make_sense():
-    memory._record_memory_history()
-
-    def work(number):
-        held = []
-        for n in range(40):
-            held.append(empty(1 + 997 * n * (number + 1), f"cuda:{n % 2}"))
-            if n % 3 == 0:
-                del held[n // 5]
-            if n % 20 == 0:
-                memory._snapshot()
-
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for device in range(2):
-        *_, used = used_after_each(trace(device))
-        assert used == {} and torch.cuda.memory_allocated(device) == 0
-
-
 def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
+    def work():
+        torch.ones(30, device="cuda").to("cuda:1")
+        torch.cuda.empty_cache()
+
     files = tuple(PACKAGE + name for name in ("memory/history.py", "memory/stacks.py"))
-    moment, happened, tracer = 0, True, sys.gettrace()
-    while happened:
-        happened, left = False, moment
-
-        def interrupt(frame, event, argument):
-            nonlocal happened, left
-            if event == "line" and frame.f_code.co_filename in files:
-                left -= 1
-                if left == 0:
-                    happened = True
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return interrupt
-
+    moment, place = 0, "start"
+    while place:
         memory._record_memory_history(clear_history=True)
         moment += 1
-        left = moment
-        sys.settrace(interrupt)
-        try:
-            x = torch.ones(30, device="cuda")
-            y = x.to("cuda:1")
-            del x, y
-            torch.cuda.empty_cache()
-        except KeyboardInterrupt:
-            assert happened
-        finally:
-            sys.settrace(tracer)
-        x = y = None
+        place = interrupted_at(moment, work, press, lambda code: code.co_filename in files, "line")
         z = torch.ones(40, device="cuda")
         assert torch.cuda.memory_allocated(0) == 512 and torch.cuda.memory_allocated(1) == 0
         assert [e["size"] for e in trace() if e["action"] == "alloc"][-1] == 160
@@ -419,9 +370,6 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
         assert [e["size"] for e in trace() if e["action"] == "free_completed"][-1] == 160
         torch.cuda.empty_cache()
     assert moment > 50
-
-
-# ---- out of memory -------------------------------------------------------------------------------------------------
 
 
 def test_an_observer_dumps_a_snapshot_when_memory_runs_out(tmp_path):
@@ -461,17 +409,11 @@ def test_an_observer_may_use_the_gpu_free_memory_and_raise():
             raise LookupError("from the observer")
 
     torch._C._cuda_attach_out_of_memory_observer(observer)
-    with pytest.raises(torch.OutOfMemoryError):
-        empty(600 * MIB)
-    assert made[0].device == torch.device("cuda:0") and made[0].tolist() == [2] * 10
-    assert torch.cuda.memory_allocated() == 512
+    for error in (torch.OutOfMemoryError, LookupError):
+        with pytest.raises(error, match="600.00 MiB|from the observer"):
+            held.append([empty(600 * MIB), empty(600 * MIB)])
+    assert [x.tolist() for x in made] == [[2] * 10] * 2 and torch.cuda.memory_allocated() == 1024
     assert empty(600 * MIB).is_cuda  # now it fits
-    with pytest.raises(LookupError, match="from the observer"):
-        empty(2**31)
-    assert torch.cuda.memory_allocated() == 1024 and torch.ones(3, device="cuda").is_cuda
-
-
-# ---- PyTorch's own tools -------------------------------------------------------------------------------------------
 
 
 def test_text_tools_and_a_file_that_names_no_class(tmp_path):

@@ -34,8 +34,7 @@ def all_imported():
 
 
 @pytest.fixture(autouse=True)
-def all_as_before(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def all_as_before():
     before = snapshots.picture()
     assert before[1]["machine"] is None and before[1]["dispatch modes"] == 0
     yield
@@ -55,9 +54,6 @@ def in_thread(function):
     """What `function` returns, or raises, in a thread of its own."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
-
-
-# ---- the three forms ---------------------------------------------------------------------------------------
 
 
 def test_start_and_stop():
@@ -86,30 +82,23 @@ def test_decorator_gives_fresh_gpus_to_every_call():
     assert allocate.__name__ == "allocate" and allocate.__doc__ == "A docstring."
 
 
-def test_decorated_generator_has_its_gpus_until_it_ends():
+def test_decorated_generators_and_coroutines_have_their_gpus_until_they_end():
     @virtual_gpus(2)
     def batches():
         for i in range(3):
             yield torch.full((2,), i, device="cuda:1")
+
+    @virtual_gpus(2)
+    async def work():
+        await asyncio.sleep(0)
+        return torch.ones(2, device="cuda:1").is_cuda
 
     assert [b.device.type for b in batches()] == ["cuda"] * 3  # asked while it ran
     unfinished = batches()
     assert active_machine() is None
     assert next(unfinished).is_cuda and active_machine() is not None
     unfinished.close()
-    assert active_machine() is None
-
-
-def test_decorated_coroutine():
-    @virtual_gpus(2)
-    async def work():
-        await asyncio.sleep(0)
-        return torch.ones(2, device="cuda:1").is_cuda
-
-    assert asyncio.run(work())
-
-
-# ---- nesting -----------------------------------------------------------------------------------------------
+    assert active_machine() is None and asyncio.run(work())
 
 
 def test_inner_gpus_are_other_cards():
@@ -165,9 +154,6 @@ def test_stopped_under_a_mode_that_stays():
         assert torch.ones(2).device.type == "cpu" and seen
 
 
-# ---- whatever happens inside -------------------------------------------------------------------------------
-
-
 @virtual_gpus(2)
 def fail(error):
     train()
@@ -205,9 +191,6 @@ def test_tensors_that_outlive_their_gpus_are_cpu_tensors():
         assert x.clone().untyped_storage().device.type == "cpu"
     loss.backward()
     assert weight.grad.tolist() == [2.0] * 3
-
-
-# ---- threads that switch -----------------------------------------------------------------------------------
 
 
 def test_started_in_one_thread_and_stopped_in_another():
@@ -251,8 +234,6 @@ def test_many_threads_switch_at_once():
         list(pool.map(work, range(1, 5)))
     assert active_machine() is None
 
-
-# ---- the public names --------------------------------------------------------------------------------------
 
 PUBLIC = {"NotModelled", "active_machine", "block_address", "record_timeline", "record_training",
           "renew_inherited", "transformer_flops", "virtual_gpus"}  # fmt: skip
