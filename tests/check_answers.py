@@ -165,6 +165,11 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
+def changed(right, change):
+    """A dict with another value than the right one; what is no dict stays."""
+    return right | change if type(change) is dict and change else change
+
+
 def raises(kind, *words):
     def function(*_):
         raise kind(*words)

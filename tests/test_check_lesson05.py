@@ -174,17 +174,6 @@ SCHEDULE = Answers(
 )  # fmt: skip
 
 
-def test_schedule_asks_for_its_gpus():
-    with virtual_gpus(4):
-        assert told(check.schedule(one_f_one_b), "shapes_only=True")
-    with virtual_gpus(2, shapes_only=True):
-        assert told(check.schedule(one_f_one_b), "needs 4 GPUs")
-    with virtual_gpus(4, shapes_only=True) as gpus:
-        held = torch.empty(2**28, device=gpus[1])
-        assert told(check.schedule(one_f_one_b), "Your cells still hold 1.0 GiB on a GPU")
-        del held
-
-
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 

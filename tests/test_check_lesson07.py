@@ -9,7 +9,7 @@ from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson07 as check
 from notebooks.checks import scores
-from tests.check_answers import Answers, answers_test, told
+from tests.check_answers import Answers, answers_test, changed, told
 
 
 def share(one, many, gpus):
@@ -179,7 +179,7 @@ CAUSES = Answers(
 CHANGED = {"A": {"micro_batches": 4}, "B": {"shares": (4096, 4096)}, "C": {"micro_batches": 8}, "D": {"average_on": 0}}
 ONE_OF = "Give a dict with one of these arguments: "
 CHANGES = Answers(
-    lambda answer: check.changes(CHANGED | answer if type(answer) is dict and len(answer) else answer),
+    lambda answer: check.changes(changed(CHANGED, answer)),
     right=[CHANGED, {"B": {"shares": [4096, 4096]}, "C": {"micro_batches": 16}}],
     wrong=[
         ({"A": {"micro_batches": 12}}, "no GPU of its process does anything most of the time"),
