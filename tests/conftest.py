@@ -50,12 +50,3 @@ def four():
 
     with virtual_gpus(4) as gpus:
         yield gpus
-
-
-@pytest.fixture
-def titans():
-    """The article's four cards, without values."""
-    from virtual_gpus import virtual_gpus
-
-    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
-        yield gpus

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lessonF as check
-from tests.check_answers import STRANGE_RESULTS, Answers, answers_test
+from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, then
 from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
 
 
@@ -48,15 +48,9 @@ def summed(model):
 
 
 def trained(
-    parts=part_of,
-    wrap=DistributedDataParallel,
-    weigh=True,
-    scale=lambda ranks: ranks,
-    seed=0,
-    place=None,
-    then=no_wrapper,
+    parts=part_of, wrap=DistributedDataParallel, weigh=True, scale=lambda n: n, seed=0, place=None, end=no_wrapper
 ):
-    """A program for the ranks, right unless told. scale: of the loss. then: done with the gradients."""
+    """A program for the ranks, right unless told. scale: of the loss. end: done with the gradients."""
 
     def ranked(rank, ranks, images, labels):
         gpu = rank if place is None else place
@@ -70,7 +64,7 @@ def trained(
             optimizer.zero_grad()
             loss = cross_entropy(forward(part), label, reduction="sum") / (len(x) if weigh else len(part))
             (loss * scale(ranks)).backward()
-            then(model)
+            end(model)
             optimizer.step()
         return model
 
@@ -99,11 +93,6 @@ def without_a_file_for_a_moment(old, new):
     os.rename(old, new)
 
 
-def removes_first(path, *job):
-    path.unlink(missing_ok=True)
-    saves()(path, *job)
-
-
 def restored_afterwards(path, *job):
     old = path.read_bytes() if path.exists() else b""
     try:
@@ -111,11 +100,6 @@ def restored_afterwards(path, *job):
     except BaseException:
         path.write_bytes(old)
         raise
-
-
-def leaves_a_file(path, *job):
-    saves()(path, *job)
-    path.with_name("old.pt").write_bytes(b"")
 
 
 RIGHT, LOSES = check.FAULTS, "loses the old checkpoint"
@@ -135,7 +119,7 @@ TABLE = {
         check.ranked,
         right=[
             trained(),
-            trained(every_other, no_wrapper, scale=lambda ranks: 1, then=summed),
+            trained(every_other, no_wrapper, scale=lambda ranks: 1, end=summed),
             trained(wrap=fully_shard),  # averages the gradients as DDP does
         ],
         wrong=[
@@ -178,9 +162,12 @@ TABLE = {
             *((saves(write), LOSES) for write in (in_place, into_an_open_file, from_a_buffer)),
             (saves(renamed(rename=copied)), LOSES),
             (saves(renamed(rename=without_a_file_for_a_moment)), LOSES),
-            (removes_first, LOSES),
+            (then(saves(), lambda path, *_: path.unlink(missing_ok=True)), LOSES),
             (restored_afterwards, LOSES),
-            (leaves_a_file, "Leave nothing except the checkpoint"),
+            (
+                then(lambda path, *_: path.with_name("old.pt").write_bytes(b""), saves()),
+                "Leave nothing except the checkpoint",
+            ),
             (saves(what=lambda m, o: state_of(m, o) | {"model": nn.Linear(3, 2).state_dict()}), "weights in the file"),
             (saves(what=lambda m, o: state_of(m, o) | {"model": m.module}), "cannot read the file"),
             (saves(what=lambda m, o: state_of(m, o) | {"model": m.state_dict()}), "begins with `module.`"),

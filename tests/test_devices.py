@@ -69,7 +69,7 @@ def test_one_gpu_and_shapes_only(capsys):
 )
 def test_what_cannot_be_is_refused(monkeypatch, real_cards, choice, count, options, words):
     monkeypatch.setenv("GPUS", choice)
-    with pytest.raises(RuntimeError if choice == "real" else ValueError, match=words):
+    with pytest.raises(RuntimeError if choice == "real" else ValueError, match=words or None):
         use_gpus(count, **options)
     assert active_machine() is None
 
@@ -130,13 +130,17 @@ def test_describe_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert devices.describe_machine() == "There is no GPU. Call use_gpus(4) to get virtual GPUs."
     use_gpus(4, memory="16 GiB", kind="A100", links="NVLink pairs")
-    gpus, links = devices.describe_machine().split("\n\n")
+
+    def parts():
+        gpus, links, *_ = devices.describe_machine().split("\n\n")
+        return gpus, [" ".join(row.split()[1:]) for row in links.splitlines()[1:]]
+
+    gpus, links = parts()
     assert [line[:8] for line in gpus.splitlines()] == [f"cuda:{gpu}  " for gpu in range(4)]
     assert "16.00 GiB" in gpus and "capability 8.0" in gpus
-    pairs = ["X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X"]
-    assert [" ".join(row.split()[1:]) for row in links.splitlines()[1:]] == pairs
+    assert links == ["X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X"]
     with virtual_gpus(4, kind="A100", hosts=2):  # nvidia-smi knows the machine that it runs on
-        assert devices.describe_machine().split()[-6:] == ["GPU0", "X", "NV12", "GPU1", "NV12", "X"]
+        assert parts()[1] == ["X NV12", "NV12 X"]
 
 
 def test_a_missing_engine_is_told_with_what_to_install(monkeypatch):
