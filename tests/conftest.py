@@ -50,3 +50,20 @@ def four():
 
     with virtual_gpus(4) as gpus:
         yield gpus
+
+
+@pytest.fixture
+def four_of_16_gib():
+    """As the lessons with exact figures ask for."""
+    from virtual_gpus import virtual_gpus
+
+    with virtual_gpus(4, memory="16 GiB"):
+        yield
+
+
+@pytest.fixture
+def two():
+    from virtual_gpus import virtual_gpus
+
+    with virtual_gpus(2):
+        yield

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import scatter
 from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson02 as check
@@ -231,9 +230,3 @@ ANSWERS = {
     ),
 }
 test_answers = answers_test(ANSWERS)
-
-
-def test_pieces_are_those_of_scatter():
-    with virtual_gpus(8) as gpus:
-        for batch in (1, 9, 34):
-            assert sizes(batch, 8) == [len(each) for each in scatter(torch.zeros(batch, 1), gpus)]

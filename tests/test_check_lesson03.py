@@ -11,7 +11,6 @@ from virtual_gpus import virtual_gpus
 
 from helpers.models import Llama
 from notebooks.checks import lesson03 as check
-from notebooks.checks.par import Score
 from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, changed, lesson_cell, measured_once, then, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program", "small_jobs")
@@ -233,12 +232,7 @@ ANSWERS = {
         COMBINE,
         fixtures="four",
     ),
-    "accumulate": Answers(
-        check.accumulate_words,
-        [accumulate, by(summed), by(weighted)],
-        ACCUMULATE,
-        fixtures="four",
-    ),
+    "accumulate": Answers(check.accumulate_words, [accumulate, by(summed), by(weighted)], ACCUMULATE, fixtures="four"),
     "losses": Answers(
         lambda change: check.losses(changed(LOSSES["answers_solution"], change), FIVE),
         [
@@ -265,7 +259,3 @@ test_answers = answers_test(ANSWERS)
 
 def test_the_losses_need_values(rtx):
     assert told(ANSWERS["losses"].check({"ranking": "not at all"}), "These GPUs keep no values")
-
-
-def test_a_score_out_of_memory_is_none(rtx):
-    assert check._score(check._gathered, list(rtx)) == Score(None, None)

@@ -13,19 +13,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
-from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson04 as check
 from notebooks.checks.gpus import plain
 from tests.check_answers import STRANGE_RESULTS, Answers, Hostile, answers_test
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
-
-
-@pytest.fixture
-def two():
-    with virtual_gpus(2) as gpus:
-        yield gpus
 
 
 @pytest.fixture

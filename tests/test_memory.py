@@ -282,8 +282,7 @@ def bounded(largest: int, tried: list[int]):
 
 
 @pytest.mark.parametrize(
-    ("largest", "start", "multiple_of"),
-    [(0, 1, 1), (1, 64, 1), (3, 1, 4), (63, 64, 1), (100, 7, 1), (10**9, 64, 3)],
+    ("largest", "start", "multiple_of"), [(0, 1, 1), (1, 64, 1), (3, 1, 4), (63, 64, 1), (100, 7, 1), (10**9, 64, 3)]
 )
 def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of):
     tried = []

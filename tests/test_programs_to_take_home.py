@@ -237,7 +237,7 @@ def test_ranks_of_ddp_continue_without_a_shared_disk(run, data, reference, monke
 # so that rank 1 would find the address of the killed process in a store that torchrun has kept.
 KILLED = """
 import os, runpy, signal, sys, time
-import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 place, steps = (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]), iter(range(8))
 
@@ -246,7 +246,7 @@ def killed(optimizer, *_):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if place == ("0", "0"):
-    torch.optim.optimizer.register_optimizer_step_pre_hook(killed)
+    register_optimizer_step_pre_hook(killed)
 elif place[0] == "0":
     time.sleep(3)
 sys.argv[0] = os.environ["PROGRAM"]
