@@ -80,11 +80,7 @@ def torchrun(*arguments, log, environment=None):
 
 
 def in_ranks(count, folder, program, *arguments):
-    """Run a program in `count` processes with torchrun's environment, forked if possible: PyTorch is imported once.
-
-    Returns what each has printed, with errors and warnings, which also stands in `folder`. A rank whose number is the
-    name of a folder works there.
-    """
+    """What a program prints in `count` processes with torchrun's environment; rank 0 in folder 0, if it is there."""
     place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     place["TORCHELASTIC_RESTART_COUNT"] = 0
     logs = [Path(folder).absolute() / f"rank_{rank}.log" for rank in range(count)]
@@ -109,11 +105,7 @@ def _as_rank(rank, place, logs, command):
 
 
 def free_port():
-    """A port for a program that is about to start.
-
-    None of those that the system gives away by itself, from 32768 on under Linux: before the program has opened it,
-    that port could be another test's, or one end of any connection.
-    """
+    """A port for a program about to start; not one that the system may give away meanwhile (from 32768 on, Linux)."""
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):  # a test's seed must not choose it
         with socket.socket() as server, suppress(OSError):
             server.bind(("", port))

@@ -1,7 +1,4 @@
-"""Lesson 10's programs print what one_gpu.py prints, on two virtual GPUs; and its benchmark.
-
-What needs the group `frameworks` is skipped where its packages are missing, and runs at the end of .ci/run.
-"""
+"""Lesson 10's programs print what one_gpu.py prints. Most tests need the group `frameworks`, at the end of .ci/run."""
 
 import importlib.util
 import runpy

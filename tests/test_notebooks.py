@@ -1,7 +1,4 @@
-"""The stored lessons are whole: run, in order, on the GPUs they ask for, and the same for every reader.
-
-nbval runs the lessons and compares what they print. `problems` looks at the rest, and `docs/lint.py` at the texts.
-"""
+"""The stored lessons are whole; run_all.py runs, stores, cuts and copies them. nbval compares what they print."""
 
 import json
 import runpy

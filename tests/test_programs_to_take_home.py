@@ -100,10 +100,7 @@ def read(path):
 
 
 def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_path):
-    """Each trains one more epoch as one_gpu.py does, in a folder where none of them lies.
-
-    ddp.py runs as rank 0 of 1, but second process of its machine: RANK is not the number of a GPU.
-    """
+    """Each trains one more epoch as one_gpu.py does, elsewhere. ddp.py is rank 0, but its machine's second process."""
     monkeypatch.chdir(tmp_path)
     set_rank(monkeypatch, local_rank=1)
     used = {"one_gpu": [True, False], "ddp": [False, True]}

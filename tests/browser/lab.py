@@ -118,10 +118,7 @@ class Lab:
 
 @contextmanager
 def jupyterlab(folder: Path, solutions: bool = True) -> Iterator[Lab]:
-    """JupyterLab on copies of the lessons without outputs in `folder`, and Chromium. Both end with the block.
-
-    Without `solutions`, they are a learner's copies.
-    """
+    """JupyterLab on copies of the lessons without outputs, or on a learner's (no `solutions`), and Chromium."""
     lessons = folder / "lessons"
     shutil.copytree(ROOT / "notebooks", lessons, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "images"))
     shutil.copytree(ROOT / "data", folder / "data")  # where the programs to take home look for it

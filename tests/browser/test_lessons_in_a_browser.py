@@ -1,7 +1,4 @@
-"""A lesson as a learner runs it: JupyterLab in a real browser, Run All Cells, and what then stands on the page.
-
-And a training under the live panel, which the test holds up until it has seen the panel change.
-"""
+"""In JupyterLab in a real browser: a lesson by Run All Cells, the explorer's slider, the live panel of a training."""
 
 from __future__ import annotations
 
