@@ -84,9 +84,6 @@ def test_less_than_the_share_is_no_matter_of_rounding():
     assert "rounding" not in verdict.text
 
 
-# ---- orders of a pipeline --------------------------------------------------------------------------------------------
-
-
 def frugal(stages, micro_batches, back="10"):
     """Two micro-batches at a time, which go back in the order `back`; the last of an odd number is alone."""
     each = []
@@ -172,9 +169,6 @@ SCHEDULE = Answers(
     ],
     fixtures="rtx",
 )  # fmt: skip
-
-
-# ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
 def in_parts(weight=lambda y, labels: len(y) / len(labels), log=None, clear=False, retain=False, smoothing=0.0):

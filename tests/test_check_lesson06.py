@@ -117,9 +117,6 @@ FEATURES = Answers(
 )
 
 
-# ---- a batch that fits -----------------------------------------------------------------------------------------------
-
-
 def halving(kind=torch.OutOfMemoryError, handle=lambda error: None, half=lambda batch: batch // 2):
     def answer(step, batch):
         while True:
@@ -177,8 +174,6 @@ HALVE = Answers(
     ],
     fixtures="odd",
 )
-
-# ---- one piece after the other ---------------------------------------------------------------------------------------
 
 
 def accumulate(net, x, y, pieces, weight=None, clear=False, log=torch.Tensor.item, back=None):
@@ -281,8 +276,6 @@ DRIFT = Answers(
     fixtures="gpu",
 )
 
-# ---- a budget --------------------------------------------------------------------------------------------------------
-
 
 def net():
     return nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 10))
@@ -329,9 +322,6 @@ def test_kept_workspaces_make_no_target_larger(gpu, monkeypatch):
     """PyTorch before 2.15 keeps cuBLAS's workspace from the first product on: the reference must not count it."""
     monkeypatch.setattr("virtual_gpus.memory_model.keeps_workspaces", lambda version, environment: True)
     assert told(check.validation_loss(keeps_graphs), "earlier batches")
-
-
-# ---- 1.2 billion parameters on 24 GB ---------------------------------------------------------------------------------
 
 
 def whole(net, tokens):

@@ -101,9 +101,6 @@ def test_the_budget_is_what_a_model_takes_that_fills_the_gpu(one_rank, states, t
     assert peak == pytest.approx(ddp_bytes(count, states, temporaries, 0, 1), 0.02)
 
 
-# ---- a deadline and a price list -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def bills(monkeypatch, tmp_path):
     """Bills without runs, and scores of nobody."""
@@ -155,8 +152,6 @@ def test_the_puzzle_is_one():
         check.bill("RTX 4090", 4, "DDP", 4)
     assert not dist.is_initialized()
 
-
-# ---- why does it wait? -----------------------------------------------------------------------------------------------
 
 RIGHT = {"A": "host", "B": "slower rank", "C": "other stage", "D": "link"}
 CAUSES = Answers(

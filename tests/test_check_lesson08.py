@@ -61,9 +61,6 @@ SENT = Answers(
     ],
 )
 
-# ---- what ranks compute ----------------------------------------------------------------------------------------------
-
-
 COLUMNS = {"open": ColwiseParallel(), "content": ColwiseParallel()}
 DIVIDED, WHOLE = ColwiseParallel(use_local_output=False), ColwiseParallel(output_layouts=Replicate())
 PARTIAL = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
@@ -142,9 +139,6 @@ SHARDED = Answers(
     fixtures="two",
     ranks=[2],
 )
-
-
-# ---- 70 billion parameters -------------------------------------------------------------------------------------------
 
 
 def micro_batch(tensor, sequences, recomputing, keeping):

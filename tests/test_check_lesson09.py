@@ -68,9 +68,6 @@ GUILTY = Answers(
 )  # fmt: skip
 
 
-# ---- snapshots -------------------------------------------------------------------------------------------------------
-
-
 def elsewhere(state, final):
     with tempfile.TemporaryDirectory() as folder:
         torch.save(state, f"{folder}/unfinished")
@@ -150,8 +147,6 @@ SNAPSHOTS = Answers(
     strange=[(answer, answer) for answer in STRANGE],
 )
 
-# ---- numbers and words -----------------------------------------------------------------------------------------------
-
 
 def interval(save_seconds, machine_days, machines):
     return math.sqrt(2 * save_seconds * machine_days * 86400 / machines) / 60
@@ -212,8 +207,6 @@ ARGUMENTS = Answers(
     ],
 )
 test_answers = answers_test({"guilty": GUILTY, "snapshots": SNAPSHOTS, "interval": INTERVAL, "arguments": ARGUMENTS})
-
-# ---- the helpers and the programs ------------------------------------------------------------------------------------
 
 
 def torchrun(program, *arguments):

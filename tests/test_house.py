@@ -116,9 +116,6 @@ def test_the_main_set_up_does_without_the_frameworks():
     assert not [name for name in frameworks if users_of(name, "helpers")]
 
 
-# ---- imports run one way: lessons -> helpers -> the doors -> virtual_gpus
-
-
 @cache
 def imported(path):
     """The modules that a file imports."""

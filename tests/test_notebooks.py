@@ -10,8 +10,6 @@ import run_all
 from docs.tools.stored import cell_problems, printed_text, problems, source
 from notebooks.checks import __main__ as checks
 
-# --- the lessons -----------------------------------------------------------------------------------------
-
 LESSONS = run_all.lessons()
 ROOT = run_all.FOLDER.parent
 
@@ -44,9 +42,6 @@ def test_the_lint_finds_nothing_in_the_texts_but_a_fault(monkeypatch, capsys, tm
     (tmp_path / LESSONS[0].name).write_text(json.dumps(notebook), encoding="utf-8")
     monkeypatch.setattr(run_all, "FOLDER", tmp_path)
     assert lint("00") == (1, f"{LESSONS[0].name}: cell 2: 'card': write GPU\n")
-
-
-# --- notebooks/run_all.py --------------------------------------------------------------------------------
 
 
 def code(text, *outputs, **metadata):
@@ -181,9 +176,6 @@ def test_the_answer_key_names_lesson_and_exercise_and_has_what_is_printed():
     solution = code("# Solution\nx = 2", stream("correct\n"))
     found = run_all.answers(lesson("# A lesson\n## You will", code("x = 1"), "### 2. Count", solution))
     assert found == "# A lesson\n\n### 2. Count\n\n```python\n# Solution\nx = 2\n```\n\n```text\ncorrect\n```\n"
-
-
-# --- copies cut to a plan of the guide for instructors, and restored -------------------------------------
 
 
 def test_a_plan_of_the_guide():

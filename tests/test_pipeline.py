@@ -13,8 +13,6 @@ from helpers.measure.timeline import record_timeline
 from helpers.parallel.pipeline import Pipeline, Task, bubble, gpipe, most_kept, one_f_one_b, simulate
 from helpers.show.schedule import explore_pipeline
 
-# ---- schedules ------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 def test_every_stage_does_every_task_once_and_the_bubble_is_the_formulas(schedule):
@@ -42,9 +40,6 @@ def test_orders_of_plain_pairs_and_orders_that_never_end():
     assert simulate(pairs) == simulate(one_f_one_b(2, 3)) and most_kept(pairs[0]) == 2
     with pytest.raises(ValueError, match="never end.*stage 0 before B0, stage 1 before F1"):
         simulate([[("F", 0), ("B", 0), ("F", 1), ("B", 1)], [("F", 1), ("F", 0), ("B", 0), ("B", 1)]])
-
-
-# ---- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 def gradients(net):
@@ -118,9 +113,6 @@ def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count=4, micro_
         assert idle == pytest.approx(bubble(count, micro_batches), abs=0.03)
     assert all(less < more for less, more in zip(peaks[one_f_one_b], peaks[gpipe], strict=True))
     assert peaks[one_f_one_b][-1] == min(peaks[one_f_one_b])
-
-
-# ---- the panel ------------------------------------------------------------------------------------------------------
 
 
 def test_the_panel_says_what_the_formula_says_and_follows_its_sliders():

@@ -1,7 +1,5 @@
 """JupyterLab in headless Chromium: start it on copies of the lessons, run all cells of one, read the page."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

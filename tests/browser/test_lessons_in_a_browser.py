@@ -1,7 +1,5 @@
 """In JupyterLab in a real browser: a lesson by Run All Cells, the explorer's slider, the live panel of a training."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
