@@ -96,9 +96,6 @@ def read(path):
     return dict(checkpoint["model"]), momenta, checkpoint["epoch"]
 
 
-# ---------------------------------------------------------------------------------------------- what they compute
-
-
 def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_path):
     """Each trains one more epoch as one_gpu.py does, elsewhere. ddp.py is rank 0, but its machine's second process."""
     monkeypatch.chdir(tmp_path)
@@ -205,9 +202,6 @@ def test_they_say_which_folder_gpus_or_launcher_they_want(name, run, monkeypatch
     if name != "one_gpu":
         with virtual_gpus(1), pytest.raises(SystemExit, match=rf"{needed} .*{name}\.py"):
             run(name)
-
-
-# ------------------------------------------------------------------------------------------------ as they are started
 
 
 def test_from_another_folder_with_the_bundled_images_and_workers(tmp_path):
@@ -342,9 +336,6 @@ def test_scaling_measures_llama_1b_and_its_batch_fits_one_h100():
         assert torch.cuda.max_memory_allocated() / 2**30 == pytest.approx(41, abs=1)  # as scaling.slurm says
 
 
-# ------------------------------------------------------------------------------------------------- what they are
-
-
 @pytest.mark.parametrize("name", [*PROGRAMS, "scaling", "drill", "who", "fragmentation", "train_llama"])
 def test_they_import_only_pytorch_and_the_standard_library(name):
     tree = ast.parse((SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
@@ -354,13 +345,14 @@ def test_they_import_only_pytorch_and_the_standard_library(name):
     assert roots <= {"torch", "torchvision", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        *("one_gpu data_parallel 10", "one_gpu ddp 45", "one_gpu model_parallel 15", "data_parallel parallel_loss 25"),
-        *("model_parallel pipeline 10", "ddp fsdp 40", "fsdp tensor_parallel 20", "fsdp pipeline_ranks 40"),
-    ],
+# A program, its neighbour, and by how many lines they may differ.
+NEIGHBOURS = (
+    "one_gpu data_parallel 10, one_gpu ddp 45, one_gpu model_parallel 15, data_parallel parallel_loss 25, "
+    "model_parallel pipeline 10, ddp fsdp 40, fsdp tensor_parallel 20, fsdp pipeline_ranks 40"
 )
+
+
+@pytest.mark.parametrize("pair", NEIGHBOURS.split(", "))
 def test_neighbours_are_short_and_differ_in_few_lines(pair):
     one, other, most = pair.split()
     shown = show_diff(one, other)
