@@ -95,7 +95,7 @@ VALIDATE = [
     (validation(numbers=lambda rank, count: DistributedSampler(range(count))), "twice. DistributedSampler does"),
     (validation(numbers=lambda rank, count: range(rank, count - count % 4, 4)), "looks at the samples [8, 9]"),
     (validation(numbers=lambda rank, count: range(count)), "one rank looks at 10 samples"),
-    (lambda rank, count, losses: [losses(dealt(rank, count)) for _ in range(2)], "the losses of a sample twice"),
+    (lambda rank, n, losses: by_sums([losses(dealt(rank, n)) for _ in range(2)][0]), "the losses of a sample twice"),
     (validation(collective=lambda sums: dist.reduce(sums, 0)), "only rank 0 has the mean of all samples. `dist.re"),
     (validation(lambda losses: by_sums(losses.cpu())), "got a tensor on the CPU. NCCL takes only tensors on GPUs"),
     (validation(numbers=lambda rank, count: range(rank, count + 4, 4)), "IndexError"),
