@@ -53,10 +53,7 @@ class Answers(NamedTuple):
 
 
 def one_launch(monkeypatch, rows):
-    """Let the check of `rows` start its ranks once for all answers: to start them takes longer than their work.
-
-    A check sets the generator back, so it passes the same numbers with each answer. No answer has a short time limit.
-    """
+    """Let the check of `rows`, whose numbers are the same each time, start its ranks once for all answers."""
     check = sys.modules[rows.check.__module__]
     every = [*rows.right, *(rows.strange or ()), *(answer for answer, _ in rows.wrong)]
     together = {ranks: rows.right if number else every for number, ranks in enumerate(rows.ranks)}
@@ -163,6 +160,11 @@ def then(damage, answer):
 class Unprintable(Exception):
     def __str__(self):
         raise RuntimeError("no text")
+
+
+def changed(right, change):
+    """A dict with another value than the right one; what is no dict stays."""
+    return right | change if type(change) is dict and change else change
 
 
 def raises(kind, *words):

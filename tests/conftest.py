@@ -9,10 +9,7 @@ import pytest
 
 @pytest.fixture
 def workspaces_given_back(monkeypatch):
-    """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever.
-
-    For tests that count what a training leaves behind, under every PyTorch from 2.11 on.
-    """
+    """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay."""
     from virtual_gpus import memory_model
 
     monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
@@ -21,10 +18,7 @@ def workspaces_given_back(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_program():
-    """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.
-
-    Many tests ask gc to collect, which takes half a second when it goes through all of them. It sees what tests make.
-    """
+    """gc forgets PyTorch's and pytest's half million objects for a module: to go through them takes half a second."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -34,10 +28,7 @@ def small_program():
 
 @pytest.fixture
 def ctrl_c_interrupts():
-    """SIGINT raises KeyboardInterrupt, also where a shell without job control started pytest in the background.
-
-    Such a program ignores SIGINT, and so does everything that it starts.
-    """
+    """SIGINT raises KeyboardInterrupt, also in a process of the background of a shell without job control."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -53,9 +44,17 @@ def four():
 
 
 @pytest.fixture
-def titans():
-    """The article's four cards, without values."""
+def four_of_16_gib():
+    """As the lessons with exact figures ask for."""
     from virtual_gpus import virtual_gpus
 
-    with virtual_gpus(4, kind="TITAN Xp", shapes_only=True) as gpus:
-        yield gpus
+    with virtual_gpus(4, memory="16 GiB"):
+        yield
+
+
+@pytest.fixture
+def two():
+    from virtual_gpus import virtual_gpus
+
+    with virtual_gpus(2):
+        yield

@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.multiprocessing as mp
 from virtual_gpus.testing.run import start_method
@@ -28,11 +29,8 @@ class Program:
 
     def __init__(self, command, log, environment=None):
         self.log = Path(log)
-        settings = {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'virtual-gpus' / 'src'}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
+        path = os.pathsep.join([str(ROOT), str(ROOT / "virtual-gpus" / "src")])
+        settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         with open(self.log, "wb") as file:
             self.process = subprocess.Popen(
@@ -49,11 +47,13 @@ class Program:
         return self
 
     def __exit__(self, *error):
+        ended = self.process.poll() is not None
+        started = [] if ended else psutil.Process(self.process.pid).children(recursive=True)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in descendants(self.process.pid):
-            with suppress(ProcessLookupError):  # it may end by itself meanwhile
-                os.kill(pid, signal.SIGKILL)
+        for each in started:
+            with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+                each.kill()
         self.process.wait()
 
     @property
@@ -80,11 +80,7 @@ def torchrun(*arguments, log, environment=None):
 
 
 def in_ranks(count, folder, program, *arguments):
-    """Run a program in `count` processes with torchrun's environment, forked if possible: PyTorch is imported once.
-
-    Returns what each has printed, with errors and warnings, which also stands in `folder`. A rank whose number is the
-    name of a folder works there.
-    """
+    """What a program prints in `count` processes with torchrun's environment; rank 0 in folder 0, if it is there."""
     place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     place["TORCHELASTIC_RESTART_COUNT"] = 0
     logs = [Path(folder).absolute() / f"rank_{rank}.log" for rank in range(count)]
@@ -109,11 +105,7 @@ def _as_rank(rank, place, logs, command):
 
 
 def free_port():
-    """A port for a program that is about to start.
-
-    None of those that the system gives away by itself, from 32768 on under Linux: before the program has opened it,
-    that port could be another test's, or one end of any connection.
-    """
+    """A port for a program about to start; not one that the system may give away meanwhile (from 32768 on, Linux)."""
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):  # a test's seed must not choose it
         with socket.socket() as server, suppress(OSError):
             server.bind(("", port))
@@ -141,16 +133,3 @@ def write_images(folder, train, test):
             shorter = content[:4] + np.array(count, ">i4").tobytes() + content[8 : header + count * each]
             (raw / f"{name}-{kind}-ubyte").write_bytes(shorter)
     return folder
-
-
-def descendants(pid):
-    """The numbers of all processes that `pid` started, directly or not (Linux)."""
-    found, left = [], [pid]
-    while left:
-        try:
-            children = Path(f"/proc/{left[0]}/task/{left.pop(0)}/children").read_text().split()
-        except OSError:
-            continue
-        found += map(int, children)
-        left += map(int, children)
-    return found

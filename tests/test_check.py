@@ -1,19 +1,25 @@
-"""The core of the checks and their comparisons: they tell right from wrong, explain, and survive any answer."""
+"""The core of the checks, their comparisons and scores: they tell right from wrong, explain, and survive any answer."""
 
+import importlib
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.measure import MiB
+from helpers.measure import GiB, MiB
+from helpers.parallel import one_f_one_b
 from notebooks.checks import core, scores
 from notebooks.checks.compare import alike, device, gradients, memory, names, number, tensor
 from notebooks.checks.core import NotYet, call, exercise, require, show
-from tests.check_answers import raises, survives_strange_answers
+from notebooks.checks.par import Score, compare_with_par, measured
+from tests.check_answers import raises, survives_strange_answers, told
+from tests.pictures import alt_text
 
 CPU, GPU_1 = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -38,14 +44,21 @@ def test_what_is_printed_is_the_verdict_and_it_displays_nothing(capsys):
 
 
 @pytest.fixture
-def notebook(monkeypatch, tmp_path):
+def own_scores(tmp_path, monkeypatch):
+    """A learner who has not begun."""
+    monkeypatch.delenv("COURSE_PROGRESS", raising=False)
+    monkeypatch.setattr(scores, "FOLDER", tmp_path / "progress")
+    monkeypatch.setattr(scores, "_here", {})
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def notebook(monkeypatch, own_scores):
     """Checks run as in a notebook whose cell is given; what they display comes back."""
     shell, shown = SimpleNamespace(user_ns={"In": [""]}, kernel=True), []
     monkeypatch.setattr(core, "_shell", lambda: shell)
     monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
-    monkeypatch.setattr(scores, "FOLDER", tmp_path / "progress")
-    monkeypatch.setattr(scores, "_here", {})
-    monkeypatch.delenv("COURSE_PROGRESS", raising=False)
 
     def run(check, answer, cell="check.it(answer)"):
         shell.user_ns["In"].append(cell)
@@ -230,3 +243,84 @@ def test_comparisons_are_quiet_or_say_what_is_wrong(comparison, answer, reason):
     except NotYet as wrong:
         said = str(wrong)
     assert reason in said and bool(reason) == bool(said)
+
+
+SHAPES, RTX_4090 = {"shapes_only": True}, {"shapes_only": True, "kind": "RTX 4090"}
+WITH_VALUES = "06.validation_loss 06.features 06.halve_until_it_fits 06.accumulate 06.train_with_drift"
+
+
+@pytest.mark.parametrize(
+    ("exercises", "count", "options", "words"),
+    [
+        ("00.total_memory 00.run_on 00.budget", 1, {}, "the number of GPUs is 1. Run the cell with use_gpus"),
+        ("02.largest 05.schedule", 2, SHAPES, "the exercise needs 4"),
+        ("02.largest 02.peak 03.largest 05.schedule 06.train", 4, {"memory": "24 GiB"}, "shapes_only=True"),
+        ("02.largest 02.peak 03.largest 06.train", 4, SHAPES, "the exercise asks for"),
+        ("02.largest 02.peak 03.largest 05.schedule", 4, RTX_4090, "Your cells still hold 1.0"),
+        ("02.damaged 03.combine 03.accumulate_words 04.validate 04.ranked", 4, SHAPES, "These GPUs keep no values"),
+        (WITH_VALUES, 4, SHAPES, "These GPUs keep no values"),
+    ],
+)
+def test_an_exercise_says_which_gpus_it_needs(exercises, count, options, words):
+    answers = {"largest": 64, "schedule": one_f_one_b}
+    with virtual_gpus(count, **options):
+        held = torch.empty(2**28 if "hold" in words else 1, device="cuda:0")
+        for lesson, _, name in (each.partition(".") for each in exercises.split()):
+            check = getattr(importlib.import_module(f"notebooks.checks.lesson{lesson}"), name)
+            assert told(check(answers.get(name, print)), words)
+        assert held.is_cuda
+
+
+# ---- scores beside a par --------------------------------------------------------------------------------------------
+
+NAIVE, PAR = Score(14 * GiB, 0.0601), Score(10 * GiB, 0.040)
+
+
+def scored(you, naive=NAIVE, par=PAR, puzzle="03 loss"):
+    """The sentence, which is the picture's text as well."""
+    words = compare_with_par(puzzle, naive=naive, par=par, you=you, unit_note="modelled")
+    assert words in alt_text(plt.gcf())
+    return words
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_the_last_step_is_measured_on_the_fullest_gpu(shapes_only):
+    with virtual_gpus(2, shapes_only=shapes_only):
+        sizes = iter((64, 8, 16))  # MiB
+
+        def step():
+            torch.empty(next(sizes) * 2**20, dtype=torch.uint8, device="cuda:1").zero_()
+
+        first = measured(step, steps=2)
+        assert first.peak == 8 * 2**20
+        assert measured(step, gpus=1, steps=1).seconds > first.seconds > 0
+
+
+def test_the_sentence_has_all_figures_of_par(own_scores):
+    others = "Par: 40.0 ms, 10.0 GiB. Naive: 60.1 ms, 14.0 GiB. "
+    assert scored(Score(9 * GiB, 1.25)) == (
+        f"You: 1.25 s (modelled), 9.00 GiB. {others}You beat par in memory. You are over par in time."
+    )
+    assert scored(PAR) == f"You: 40.0 ms (modelled), 10.0 GiB. {others}You reach par in memory and time."
+    assert len(plt.gcf().axes) == 2
+    words = scored(Score(None, 0.5), Score(None, None), Score(None, 1.0), puzzle="time")
+    assert words == "You: 500 ms (modelled). Par: 1.00 s. Naive: out of memory. You beat par in time."
+    (axes,) = plt.gcf().axes
+    assert [text.get_text() for text in axes.texts] == ["out of memory", "1.00 s", "500 ms, better than par"]
+
+
+def test_the_best_answer_is_kept_and_told_when_a_later_one_is_worse(own_scores, monkeypatch):
+    assert "best" not in scored(Score(9 * GiB, 0.030))
+    monkeypatch.setattr(scores, "_here", {})  # the next session
+    assert scored(Score(9 * GiB, 0.050)).endswith("Your best so far: 30.0 ms, 9.00 GiB.")
+    assert "best" not in scored(Score(9 * GiB, 0.050), puzzle="another")
+    assert "best" not in scored(Score(8 * GiB, 0.030))
+    assert json.loads((scores.FOLDER / "par.json").read_text())["03 loss"] == [8 * GiB, 0.030]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"03 loss": [1, 2, 3]}', '{"03 loss": ["a", null]}'])
+def test_a_damaged_file_is_no_best(own_scores, content):
+    scores.FOLDER.mkdir()
+    (scores.FOLDER / "par.json").write_text(content)
+    assert "best" not in scored(PAR)
+    assert "best" not in scored(PAR)

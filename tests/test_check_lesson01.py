@@ -7,16 +7,11 @@ import GPUtil
 import pytest
 import torch
 from torch import nn
-from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson01 as check
 from tests.check_answers import STRANGE, Answers, answers_test, lesson_cell
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    with virtual_gpus(4, memory="16 GiB") as devices:
-        yield devices
+pytestmark = pytest.mark.usefixtures("four_of_16_gib")
 
 
 def with_positions(x):
@@ -84,13 +79,11 @@ def trained_elsewhere(net, device, x, y):
     return classes
 
 
-def left_from(count):
-    """The program in which so many faults are mended."""
-    return {fault: fault for fault in list(MENDS)[count:]}
-
-
 MENDED = [
-    *((left_from(i), (words, "on cuda:3 your code stopped at `")) for i, (_, words) in enumerate(MENDS.values())),
+    *(  # where the first faults are mended
+        ({fault: fault for fault in list(MENDS)[i:]}, (words, "on cuda:3 your code stopped at `"))
+        for i, (_, words) in enumerate(MENDS.values())
+    ),
     ({"y.cuda()": 'y.to("cuda:3")'}, "on cuda:0 your code stopped at `loss = nn.functional.cross_entropy"),
     ({".numpy()": ".tolist()"}, "Return the classes as a NumPy array"),
     ({".numpy()": ".cpu().numpy() * 0"}, "the classes are"),

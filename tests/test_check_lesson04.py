@@ -13,19 +13,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
-from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson04 as check
 from notebooks.checks.gpus import plain
-from tests.check_answers import STRANGE_RESULTS, Answers, Hostile, answers_test, told
+from tests.check_answers import STRANGE_RESULTS, Answers, Hostile, answers_test
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
-
-
-@pytest.fixture
-def two():
-    with virtual_gpus(2) as gpus:
-        yield gpus
 
 
 @pytest.fixture
@@ -90,11 +83,6 @@ def validation(mean=by_sums, numbers=dealt, **options):
     return lambda rank, count, losses: mean(losses(numbers(rank, count)), **options)
 
 
-def asking_twice(rank, count, losses):
-    numbers = dealt(rank, count)
-    return by_sums(losses(numbers)[: len(losses(numbers))])
-
-
 VALIDATE = [
     (validation(total=mean_or_0, count=lambda _: 1), "the mean of the ranks' means, but the ranks have 3 + 3 + 2"),
     # A mean times its number is a sum, but for a rank that has none: right with 10 samples, not with 3.
@@ -107,7 +95,7 @@ VALIDATE = [
     (validation(numbers=lambda rank, count: DistributedSampler(range(count))), "twice. DistributedSampler does"),
     (validation(numbers=lambda rank, count: range(rank, count - count % 4, 4)), "looks at the samples [8, 9]"),
     (validation(numbers=lambda rank, count: range(count)), "one rank looks at 10 samples"),
-    (asking_twice, "a rank asks for the losses of a sample twice"),
+    (lambda rank, n, losses: by_sums([losses(dealt(rank, n)) for _ in range(2)][0]), "the losses of a sample twice"),
     (validation(collective=lambda sums: dist.reduce(sums, 0)), "only rank 0 has the mean of all samples. `dist.re"),
     (validation(lambda losses: by_sums(losses.cpu())), "got a tensor on the CPU. NCCL takes only tensors on GPUs"),
     (validation(numbers=lambda rank, count: range(rank, count + 4, 4)), "IndexError"),
@@ -264,9 +252,3 @@ ANSWERS = {
     ),
 }
 test_answers = answers_test(ANSWERS)
-
-
-def test_ranked_needs_gpus_with_values():
-    assert told(check.ranked(loop()), "the number of GPUs is 0")
-    with virtual_gpus(2, shapes_only=True):
-        assert told(check.ranked(loop()), "these GPUs keep no values")

@@ -84,9 +84,6 @@ def test_less_than_the_share_is_no_matter_of_rounding():
     assert "rounding" not in verdict.text
 
 
-# ---- orders of a pipeline --------------------------------------------------------------------------------------------
-
-
 def frugal(stages, micro_batches, back="10"):
     """Two micro-batches at a time, which go back in the order `back`; the last of an odd number is alone."""
     each = []
@@ -172,20 +169,6 @@ SCHEDULE = Answers(
     ],
     fixtures="rtx",
 )  # fmt: skip
-
-
-def test_schedule_asks_for_its_gpus():
-    with virtual_gpus(4):
-        assert told(check.schedule(one_f_one_b), "shapes_only=True")
-    with virtual_gpus(2, shapes_only=True):
-        assert told(check.schedule(one_f_one_b), "needs 4 GPUs")
-    with virtual_gpus(4, shapes_only=True) as gpus:
-        held = torch.empty(2**28, device=gpus[1])
-        assert told(check.schedule(one_f_one_b), "Your cells still hold 1.0 GiB on a GPU")
-        del held
-
-
-# ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
 def in_parts(weight=lambda y, labels: len(y) / len(labels), log=None, clear=False, retain=False, smoothing=0.0):

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from virtual_gpus.testing import hosts
@@ -17,7 +18,7 @@ from virtual_gpus.testing import hosts
 from helpers.parallel.hosts import TORCHRUN, run_hosts
 from notebooks.checks import lesson09 as check
 from tests.check_answers import STRANGE, Answers, answers_test
-from tests.programs import SCRIPTS, descendants, until
+from tests.programs import SCRIPTS, until
 from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
 
 
@@ -65,9 +66,6 @@ GUILTY = Answers(
         (first(lambda report: own(report) or "Timed" in report["error"], killed, silent), "none was killed"),
     ],
 )  # fmt: skip
-
-
-# ---- snapshots -------------------------------------------------------------------------------------------------------
 
 
 def elsewhere(state, final):
@@ -149,8 +147,6 @@ SNAPSHOTS = Answers(
     strange=[(answer, answer) for answer in STRANGE],
 )
 
-# ---- numbers and words -----------------------------------------------------------------------------------------------
-
 
 def interval(save_seconds, machine_days, machines):
     return math.sqrt(2 * save_seconds * machine_days * 86400 / machines) / 60
@@ -212,8 +208,6 @@ ARGUMENTS = Answers(
 )
 test_answers = answers_test({"guilty": GUILTY, "snapshots": SNAPSHOTS, "interval": INTERVAL, "arguments": ARGUMENTS})
 
-# ---- the helpers and the programs ------------------------------------------------------------------------------------
-
 
 def torchrun(program, *arguments):
     words = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable, "-uc", program, *arguments]
@@ -223,9 +217,8 @@ def torchrun(program, *arguments):
 def gone(pid):
     """Whether it has ended, also if nobody has asked for its exit code."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
 
 
@@ -274,9 +267,9 @@ def test_two_hosts_have_networks_of_their_own_and_leave_none_behind():
         if lines == [""] * 4:
             pytest.skip(done.stderr.read())
         assert lines == ["0\n", "1\n", "1\n", "1\n"]
-        inside = descendants(done.pid)
+        inside = psutil.Process(done.pid).children(recursive=True)
     finally:
         done.terminate()
     done.wait(60)
-    for pid in inside:
-        until(lambda: gone(pid))  # noqa: B023
+    for process in inside:
+        until(lambda: gone(process.pid))  # noqa: B023

@@ -10,31 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lessonF as check
-from tests.check_answers import STRANGE_RESULTS, Answers, answers_test
+from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, then
 from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    with virtual_gpus(4, memory="16 GiB") as devices:
-        yield devices
+pytestmark = pytest.mark.usefixtures("four_of_16_gib")
 
 
 @pytest.fixture
 def same_numbers(monkeypatch):
     """Each answer gets the same images."""
     monkeypatch.setattr(check.random, "randrange", lambda low, high: low)
-
-
-def part_of(x, ranks, rank):
-    return x.tensor_split(ranks)[rank]
-
-
-def every_other(x, ranks, rank):
-    return x[rank::ranks]
 
 
 def no_wrapper(model):
@@ -48,15 +35,9 @@ def summed(model):
 
 
 def trained(
-    parts=part_of,
-    wrap=DistributedDataParallel,
-    weigh=True,
-    scale=lambda ranks: ranks,
-    seed=0,
-    place=None,
-    then=no_wrapper,
+    parts=torch.tensor_split, wrap=DistributedDataParallel, weigh=True, scale=int, seed=0, place=None, end=no_wrapper
 ):
-    """A program for the ranks, right unless told. scale: of the loss. then: done with the gradients."""
+    """A program for the ranks, right unless told. scale: of the loss. end: done with the gradients."""
 
     def ranked(rank, ranks, images, labels):
         gpu = rank if place is None else place
@@ -66,22 +47,20 @@ def trained(
         forward = wrap(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for x, y in zip(images.split(32), labels.split(32), strict=True):
-            part, label = parts(x, ranks, rank).to(gpu), parts(y, ranks, rank).to(gpu)
+            part, label = (parts(each, ranks)[rank].to(gpu) for each in (x, y))
             optimizer.zero_grad()
             loss = cross_entropy(forward(part), label, reduction="sum") / (len(x) if weigh else len(part))
             (loss * scale(ranks)).backward()
-            then(model)
+            end(model)
             optimizer.step()
         return model
 
     return ranked
 
 
-def differs_on_later_ranks(rank, ranks, images, labels):
-    model = trained()(rank, ranks, images, labels)
-    if rank > 1:
-        with torch.no_grad():
-            model[1].weight.add_(1)
+def differs_on_later_ranks(rank, *job):
+    model = trained()(rank, *job)
+    model[1].bias.data.add_(rank // 2)
     return model
 
 
@@ -99,11 +78,6 @@ def without_a_file_for_a_moment(old, new):
     os.rename(old, new)
 
 
-def removes_first(path, *job):
-    path.unlink(missing_ok=True)
-    saves()(path, *job)
-
-
 def restored_afterwards(path, *job):
     old = path.read_bytes() if path.exists() else b""
     try:
@@ -111,11 +85,6 @@ def restored_afterwards(path, *job):
     except BaseException:
         path.write_bytes(old)
         raise
-
-
-def leaves_a_file(path, *job):
-    saves()(path, *job)
-    path.with_name("old.pt").write_bytes(b"")
 
 
 RIGHT, LOSES = check.FAULTS, "loses the old checkpoint"
@@ -135,12 +104,17 @@ TABLE = {
         check.ranked,
         right=[
             trained(),
-            trained(every_other, no_wrapper, scale=lambda ranks: 1, then=summed),
+            trained(
+                lambda x, ranks: [x[rank::ranks] for rank in range(ranks)],
+                no_wrapper,
+                scale=lambda ranks: 1,
+                end=summed,
+            ),
             trained(wrap=fully_shard),  # averages the gradients as DDP does
         ],
         wrong=[
             (trained(weigh=False, scale=lambda ranks: 1), "is not the mean of the batch if the parts differ"),
-            (trained(lambda x, ranks, rank: x), "Divide each batch"),
+            (trained(lambda x, ranks: [x] * ranks), "Divide each batch"),
             (trained(wrap=no_wrapper), "gradients added up"),
             (trained(place=0), "Duplicate GPU detected"),
             (trained(seed=1), "Compare seed"),
@@ -178,9 +152,9 @@ TABLE = {
             *((saves(write), LOSES) for write in (in_place, into_an_open_file, from_a_buffer)),
             (saves(renamed(rename=copied)), LOSES),
             (saves(renamed(rename=without_a_file_for_a_moment)), LOSES),
-            (removes_first, LOSES),
+            (then(saves(), lambda path, *_: path.unlink(missing_ok=True)), LOSES),
             (restored_afterwards, LOSES),
-            (leaves_a_file, "Leave nothing except the checkpoint"),
+            (then(lambda path, *_: path.with_name("old.pt").touch(), saves()), "Leave nothing except the checkpoint"),
             (saves(what=lambda m, o: state_of(m, o) | {"model": nn.Linear(3, 2).state_dict()}), "weights in the file"),
             (saves(what=lambda m, o: state_of(m, o) | {"model": m.module}), "cannot read the file"),
             (saves(what=lambda m, o: state_of(m, o) | {"model": m.state_dict()}), "begins with `module.`"),

@@ -57,16 +57,20 @@ def test_one_gpu_and_shapes_only(capsys):
     assert torch.cuda.memory_allocated(1) == kept.nbytes == 32 * GIB
 
 
-def test_bad_settings(monkeypatch):
-    for count in (0, 1.5, "4", True, None):
-        with pytest.raises(ValueError, match="integer of at least 1"):
-            use_gpus(count)
-    for arguments in ({"memory": "16 parsecs"}, {"memory": -1}, {"kind": "Voodoo 2"}):
-        with pytest.raises(ValueError):
-            use_gpus(2, **arguments)
-    monkeypatch.setenv("GPUS", "imaginary")
-    with pytest.raises(ValueError, match="'imaginary'.*auto, virtual, real"):
-        use_gpus(2)
+@pytest.mark.parametrize(
+    ("choice", "count", "options", "words"),
+    [
+        *(("auto", count, {}, "integer of at least 1") for count in (0, 1.5, "4", True, None)),
+        *(("auto", 2, options, "") for options in ({"memory": "16 parsecs"}, {"memory": -1}, {"kind": "Voodoo 2"})),
+        ("imaginary", 2, {}, "'imaginary'.*auto, virtual, real"),
+        ("real", 3, {}, "GPUS=real, but 3 GPUs are needed and PyTorch sees 2"),
+        ("real", 1, {"shapes_only": True}, "shapes_only=True needs virtual GPUs"),
+    ],
+)
+def test_what_cannot_be_is_refused(monkeypatch, real_cards, choice, count, options, words):
+    monkeypatch.setenv("GPUS", choice)
+    with pytest.raises(RuntimeError if choice == "real" else ValueError, match=words or None):
+        use_gpus(count, **options)
     assert active_machine() is None
 
 
@@ -78,23 +82,13 @@ def test_real_cards_where_there_are_enough(monkeypatch, real_cards, capsys, choi
     assert not devices.is_virtual()
 
 
-CASES = [("auto", {"count": 3}), ("auto", {"count": 1, "shapes_only": True}), ("virtual", {"count": 2})]
-
-
-@pytest.mark.parametrize(("choice", "arguments"), CASES)
-def test_virtual_ones_where_real_cards_will_not_do(monkeypatch, real_cards, capsys, choice, arguments):
+@pytest.mark.parametrize(
+    ("choice", "count", "options"), [("auto", 3, {}), ("auto", 1, {"shapes_only": True}), ("virtual", 2, {})]
+)
+def test_virtual_ones_where_real_cards_will_not_do(monkeypatch, real_cards, capsys, choice, count, options):
     monkeypatch.setenv("GPUS", choice)
-    assert len(use_gpus(**arguments)) == arguments["count"]
+    assert len(use_gpus(count, **options)) == count
     assert " virtual GPU" in capsys.readouterr().out and devices.is_virtual()
-
-
-def test_real_needs_enough_real_cards(monkeypatch, real_cards):
-    monkeypatch.setenv("GPUS", "real")
-    with pytest.raises(RuntimeError, match="GPUS=real, but 3 GPUs are needed and PyTorch sees 2"):
-        use_gpus(3)
-    with pytest.raises(RuntimeError, match="shapes_only=True needs virtual GPUs"):
-        use_gpus(1, shapes_only=True)
-    assert active_machine() is None
 
 
 def test_virtual_ones_do_not_count_as_real(monkeypatch):
@@ -135,22 +129,18 @@ def test_virtual_gpus_inside_use_gpus_leave_it_as_it_was(monkeypatch):
 def test_describe_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert devices.describe_machine() == "There is no GPU. Call use_gpus(4) to get virtual GPUs."
-    use_gpus(2, memory="16 GiB", kind="A100")
-    text = devices.describe_machine().splitlines()
-    assert text[0].startswith("cuda:0  ") and "16.00 GiB" in text[0] and "capability 8.0" in text[0]
-    assert text[1].startswith("cuda:1  ") and any("GPU0" in line for line in text[2:])
+    use_gpus(4, memory="16 GiB", kind="A100", links="NVLink pairs")
 
+    def parts():
+        gpus, links, *_ = devices.describe_machine().split("\n\n")
+        return gpus, [" ".join(row.split()[1:]) for row in links.splitlines()[1:]]
 
-def test_describe_machine_draws_the_links_that_the_gpus_have():
-    def drawn():
-        rows = devices.describe_machine().split("\n\n")[1].splitlines()
-        return [row.split()[1:] for row in rows[1:]]
-
-    use_gpus(4, kind="A100", links="NVLink pairs")
-    assert drawn() == [["X", "NV4", "SYS", "SYS"], ["NV4", "X", "SYS", "SYS"],
-                       ["SYS", "SYS", "X", "NV4"], ["SYS", "SYS", "NV4", "X"]]  # fmt: skip
-    with virtual_gpus(4, kind="A100", hosts=2):
-        assert drawn() == [["X", "NV12"], ["NV12", "X"]]  # nvidia-smi knows the machine that it runs on
+    gpus, links = parts()
+    assert [line[:8] for line in gpus.splitlines()] == [f"cuda:{gpu}  " for gpu in range(4)]
+    assert "16.00 GiB" in gpus and "capability 8.0" in gpus
+    assert links == ["X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X"]
+    with virtual_gpus(4, kind="A100", hosts=2):  # nvidia-smi knows the machine that it runs on
+        assert parts()[1] == ["X NV12", "NV12 X"]
 
 
 def test_a_missing_engine_is_told_with_what_to_install(monkeypatch):

@@ -73,8 +73,6 @@ def test_badges_open_lessons_that_exist():
     assert (ROOT / "notebooks" / "colab.py").is_file() and "course/notebooks/colab.py" in texts[page]
 
 
-# --- the cheat sheet -------------------------------------------------------------------------------------
-
 GIVEN = """
 def Net():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))

@@ -32,12 +32,16 @@ CPU_BUILD = "--torch-backend=cpu -e ./virtual-gpus -e ."
 PIN = re.compile(r"([a-z0-9-]+)==[\w.]+( ; [^@/]+)?")
 
 
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
 def pins():
-    return (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return text_of("requirements.txt").splitlines()
 
 
 def settings():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(text_of("pyproject.toml"))
 
 
 def names_of(group):
@@ -52,8 +56,7 @@ def test_requirements_are_exact_versions_without_addresses_and_all_roads_use_the
     assert not [line for line in pins() if re.match(r"nvidia-|cuda-|triton=", line)]
     assert settings()["project"]["dynamic"] == ["dependencies"]
     assert settings()["tool"]["setuptools"]["dynamic"]["dependencies"] == {"file": ["requirements.txt"]}
-    environment = (ROOT / "environment.yml").read_text(encoding="utf-8")
-    assert environment.rstrip().endswith("- pip:\n      - -e ./virtual-gpus\n      - -e .")
+    assert text_of("environment.yml").rstrip().endswith("- pip:\n      - -e ./virtual-gpus\n      - -e .")
 
 
 def first_try(words, printed):
@@ -68,8 +71,8 @@ def first_try(words, printed):
 
 
 def test_the_readme_s_first_try_needs_pytorch_alone_and_prints_what_the_readme_shows(tmp_path, monkeypatch):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    command, shown = re.search(r"```sh\n(PYTHONPATH=.*?)```.*?```text\n(.*?)```", readme, re.DOTALL).groups()
+    first = re.search(r"```sh\n(PYTHONPATH=.*?)```.*?```text\n(.*?)```", text_of("README.md"), re.DOTALL)
+    command, shown = first.groups()
     path, *words = shlex.split(command.replace("\\\n", ""))
     assert path == "PYTHONPATH=virtual-gpus/src" and words[:2] == ["python3", "-m"]
     monkeypatch.chdir(ROOT)
@@ -79,32 +82,23 @@ def test_the_readme_s_first_try_needs_pytorch_alone_and_prints_what_the_readme_s
     assert ran.exitcode == 0 and shown in (tmp_path / "printed").read_text(encoding="utf-8")
 
 
-def test_readme_ci_and_binder_use_the_same_commands():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_readme_ci_binder_and_containers_use_the_same_commands():
+    readme = text_of("README.md")
     assert TEST_COMMAND in readme and LAB_COMMAND in readme
-    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    ci = text_of(".ci/run").splitlines()
     assert all(any(line.strip().endswith(command) for line in ci) for command in TEST_COMMAND.split(" && "))
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
-    (job,) = workflow["jobs"].values()
+    (job,) = yaml.safe_load(text_of(".github/workflows/tests.yml"))["jobs"].values()
     systems, pythons = job["strategy"]["matrix"]["os"], job["strategy"]["matrix"]["python"]
     assert {system.split("-")[0] for system in systems} == {"ubuntu", "macos", "windows"}
     assert [step["run"] for step in job["steps"] if "run" in step] == [TEST_COMMAND]
-    binder = (ROOT / ".binder" / "runtime.txt").read_text(encoding="utf-8").strip().removeprefix("python-")
+    container, docker = json.loads(text_of(".devcontainer/devcontainer.json")), text_of("Dockerfile")
+    images = container["image"], re.search("^FROM (.*)$", docker, re.MULTILINE)[1]
+    pythons += [image.removeprefix("python:").removesuffix("-slim") for image in images]
     known = SpecifierSet(settings()["project"]["requires-python"])
-    assert all(version in known for version in [*pythons, binder])
-    post_build = (ROOT / ".binder" / "postBuild").read_text(encoding="utf-8").rstrip()
-    assert post_build.endswith(CPU_BUILD)
-
-
-def test_containers_install_what_binder_installs():
-    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
-    docker = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    known = SpecifierSet(settings()["project"]["requires-python"])
+    assert all(version in known for version in [*pythons, text_of(".binder/runtime.txt").strip()[len("python-") :]])
     assert container["postCreateCommand"].endswith(CPU_BUILD) and f"{CPU_BUILD}\n" in docker
-    for image in (container["image"], re.search("^FROM (.*)$", docker, re.MULTILINE)[1]):
-        assert image.removeprefix("python:").removesuffix("-slim") in known
-    for name, value in container["containerEnv"].items():
-        assert f"{name}={value}" in docker
+    assert text_of(".binder/postBuild").rstrip().endswith(CPU_BUILD)
+    assert all(f"{name}={value}" in docker for name, value in container["containerEnv"].items())
 
 
 def test_colab_gets_what_lessons_need_and_is_told_which_pytorch(monkeypatch):
@@ -120,9 +114,6 @@ def test_the_main_set_up_does_without_the_frameworks():
     assert frameworks == {name for names in run_all.NEEDS.values() for name in names}
     assert not frameworks & {PIN.fullmatch(line)[1] for line in pins()}
     assert not [name for name in frameworks if users_of(name, "helpers")]
-
-
-# ---- imports run one way: lessons -> helpers -> the doors -> virtual_gpus
 
 
 @cache

@@ -79,28 +79,22 @@ def outputs(tmp_path_factory):
     return found
 
 
-def test_a_function_of_a_cell_runs(outputs):
+def test_functions_of_cells_run_and_again_after_an_error_and_the_button_and_nothing_is_left(outputs):
+    assert outputs["works again"] == outputs["works"]
     assert outputs["works"] == {
         "stdout": "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
         "[rank 0] sum [9.0, 9.0]\n[rank 0] a child\n[rank 1] sum [9.0, 9.0]\n[rank 1] a child\n",
         "stderr": "[rank 0] oops\n[rank 1] oops\n",
         "result": "[(tensor([9., 9.]), Net()), (tensor([9., 9.]), Net())]",
     }
+    assert set(eval(outputs["left"]["stdout"])) <= {psutil.STATUS_ZOMBIE}
 
 
-def test_an_error_names_the_cells(outputs):
+def test_an_error_names_the_cells_and_the_button_interrupts(outputs):
     error = outputs["raises"]["error"]
     assert error.startswith("RankError: Rank 1 of 2 raised TypeError: unsupported operand")
     assert '  File "Cell In[3]", line 3, in bad\n    Net()(None)\n' in error
     assert '  File "Cell In[2]", line 3, in forward\n    return x * factor\n' in error
     assert '  File "torch/nn/modules/module.py", line' in error and "site-packages" not in error
-
-
-def test_the_button_interrupts(outputs):
     assert outputs["interrupted"]["error"] == "KeyboardInterrupt: The 2 ranks were interrupted and ended."
     assert "[rank 0] begun\n[rank 1] begun\n" in outputs["interrupted"]["stdout"]
-
-
-def test_it_works_again_and_nothing_is_left(outputs):
-    assert outputs["works again"] == outputs["works"]
-    assert set(eval(outputs["left"]["stdout"])) <= {psutil.STATUS_ZOMBIE}

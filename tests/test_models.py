@@ -96,11 +96,7 @@ def test_one_bert_block_equals_pytorch_s_own_layer():
 
 
 @pytest.mark.parametrize(
-    "build, inputs",
-    [
-        (models.pyramidnet_article, (2, 3, 32, 32)),
-        (models.bert_article, (2, 163)),
-    ],
+    "build, inputs", [(models.pyramidnet_article, (2, 3, 32, 32)), (models.bert_article, (2, 163))]
 )
 def test_full_size_nets_run_on_one_gpu_that_is_not_the_current_one(build, inputs):
     # A tensor that a forward pass makes without device= lies on the CPU or on GPU 0, and raises here.

@@ -1,7 +1,4 @@
-"""The stored lessons are whole: run, in order, on the GPUs they ask for, and the same for every reader.
-
-nbval runs the lessons and compares what they print. `problems` looks at the rest, and `docs/lint.py` at the texts.
-"""
+"""The stored lessons are whole; run_all.py runs, stores, cuts and copies them. nbval compares what they print."""
 
 import json
 import runpy
@@ -11,8 +8,7 @@ import pytest
 import run_all
 
 from docs.tools.stored import cell_problems, printed_text, problems, source
-
-# --- the lessons -----------------------------------------------------------------------------------------
+from notebooks.checks import __main__ as checks
 
 LESSONS = run_all.lessons()
 ROOT = run_all.FOLDER.parent
@@ -46,9 +42,6 @@ def test_the_lint_finds_nothing_in_the_texts_but_a_fault(monkeypatch, capsys, tm
     (tmp_path / LESSONS[0].name).write_text(json.dumps(notebook), encoding="utf-8")
     monkeypatch.setattr(run_all, "FOLDER", tmp_path)
     assert lint("00") == (1, f"{LESSONS[0].name}: cell 2: 'card': write GPU\n")
-
-
-# --- notebooks/run_all.py --------------------------------------------------------------------------------
 
 
 def code(text, *outputs, **metadata):
@@ -183,3 +176,63 @@ def test_the_answer_key_names_lesson_and_exercise_and_has_what_is_printed():
     solution = code("# Solution\nx = 2", stream("correct\n"))
     found = run_all.answers(lesson("# A lesson\n## You will", code("x = 1"), "### 2. Count", solution))
     assert found == "# A lesson\n\n### 2. Count\n\n```python\n# Solution\nx = 2\n```\n\n```text\ncorrect\n```\n"
+
+
+def test_a_plan_of_the_guide():
+    taken = run_all.plan("one day")
+    assert taken["00"] == (None, {1, 2}) and taken["04"] == ({1, 2, 3, 4, 5, 6}, {4}) and "05" not in taken
+    with pytest.raises(SystemExit, match="The plans are: Half a day; One day; Two days"):
+        run_all.plan("a week")
+
+
+TO_CUT = [  # each text and the code below it
+    ["# 77 Cut", "import torch"],
+    ["## 1. One", "def double(x):\n    return factor * x", "unused = [double for double in range(3)]"],
+    ["## 2. Two\n\n**Prediction.** Why?", "factor = 2", "%timeit factor = 3", "factor += 1\nsize = torch.ones(factor)"],
+    ["## 3. Three", "for i, x in enumerate(size):\n    print(i, double(x))"],
+    ["## 4. Four", "size = 4"],
+    ["## Exercises\n\n### 1. First", "from x import check\n\nanswer = ...", "# Solution\nsecret = 1"],
+    ["### 2. Second", "check.second(size)", "# Solution\ncheck.second(4)"],
+    ["## Going further", "further = 1"],
+]
+TO_CUT = lesson(*(cell for text, *codes in TO_CUT for cell in (text, *map(code, codes))))
+TO_CUT["cells"][8]["metadata"]["tags"] = ["raises-exception"]
+
+
+def test_a_cut_lesson_keeps_the_code_whose_names_it_needs():
+    found = run_all.learners_copy(run_all.cut(TO_CUT, {3}, {2}))
+    folded = [cell.source.splitlines()[0] for cell in found.cells if "left-out" in cell.metadata.get("tags", [])]
+    assert folded == ["def double(x):", "factor = 2", "factor += 1", "size = 4", "from x import check"]
+    hidden = [cell.metadata.get("jupyter", {}).get("source_hidden", False) for cell in found.cells]
+    assert sum(hidden) == len(folded)
+    text = "\n".join(cell.source for cell in found.cells if cell.cell_type == "markdown")
+    assert "*Not today: 1. One; 2. Two. Run the folded cells" in text and "Prediction" not in text
+    assert "## Exercises" in text and "## 3. Three" in text and "Going further" not in text
+    assert run_all.answers(run_all.cut(TO_CUT, {3}, {2})).count("```python") == 1
+    found = run_all.cut(TO_CUT, None, set())
+    assert [cell["source"] for cell in found["cells"]][:13] == [cell["source"] for cell in TO_CUT["cells"]][:13]
+    assert found["cells"][-1]["source"] == "*Not today: 1. First; 2. Second.*"
+
+
+def test_restored_lessons_keep_what_the_learner_did(tmp_path, capsys):
+    path, own = tmp_path / "77_cut.ipynb", tmp_path / "workshop"
+    path.write_text(json.dumps(TO_CUT))
+    with pytest.raises(SystemExit, match="There is no folder"):
+        run_all.restore(own, [path])
+    own.mkdir()
+    for text in ("mine", "mine again"):
+        (own / path.name).write_text(text)
+        run_all.restore(own, [path])
+    assert [(own / f"77_cut-Copy{n}.ipynb").read_text() for n in (1, 2)] == ["mine", "mine again"]
+    assert "Copy2" in capsys.readouterr().out and "# Solution" not in (own / path.name).read_text()
+    with pytest.raises(SystemExit):
+        run_all.main(["--restore", str(own)])
+
+
+def test_the_report_of_chosen_lessons(tmp_path):
+    (tmp_path / "ana").mkdir()
+    for name in ("00_start_here", "F_final_task"):
+        (tmp_path / "ana" / f"{name}.ipynb").write_text("{}")
+    assert list(checks.learners(tmp_path, ("F",))["ana"]) == ["F_final_task.ipynb"]
+    with pytest.raises(ValueError, match="No lesson begins with 77 or 78"):
+        checks.learners(tmp_path, ("77", "78"))

@@ -13,8 +13,6 @@ from helpers.measure.timeline import record_timeline
 from helpers.parallel.pipeline import Pipeline, Task, bubble, gpipe, most_kept, one_f_one_b, simulate
 from helpers.show.schedule import explore_pipeline
 
-# ---- schedules ------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 def test_every_stage_does_every_task_once_and_the_bubble_is_the_formulas(schedule):
@@ -44,9 +42,6 @@ def test_orders_of_plain_pairs_and_orders_that_never_end():
         simulate([[("F", 0), ("B", 0), ("F", 1), ("B", 1)], [("F", 1), ("F", 0), ("B", 0), ("B", 1)]])
 
 
-# ---- the pipeline ---------------------------------------------------------------------------------------------------
-
-
 def gradients(net):
     return torch.cat([parameter.grad.flatten().cpu() for parameter in net.parameters()])
 
@@ -60,11 +55,6 @@ def batch():
 def layers():
     torch.manual_seed(0)
     return [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
-
-
-def stages_of(parts, count):
-    cuts = [round(len(parts) * part / count) for part in range(count + 1)]
-    return [nn.Sequential(*parts[start:end]) for start, end in pairwise(cuts)]
 
 
 def gpipe_from_the_first(stages, micro_batches):
@@ -83,8 +73,8 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(schedule, count, micro_
     expected = cross_entropy(alone(batch()[0]), batch()[1])
     expected.backward()
     with virtual_gpus(count) as gpus:
-        parts = layers()
-        pipeline = Pipeline(stages_of(parts, count), gpus, schedule)
+        parts, cuts = layers(), [round(5 * part / count) for part in range(count + 1)]
+        pipeline = Pipeline([nn.Sequential(*parts[a:b]) for a, b in pairwise(cuts)], gpus, schedule)
         for steps in (1, 2):  # gradients add up
             loss = pipeline.step(*batch(), cross_entropy, micro_batches)
             assert loss.device == gpus[-1]
@@ -123,9 +113,6 @@ def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count=4, micro_
         assert idle == pytest.approx(bubble(count, micro_batches), abs=0.03)
     assert all(less < more for less, more in zip(peaks[one_f_one_b], peaks[gpipe], strict=True))
     assert peaks[one_f_one_b][-1] == min(peaks[one_f_one_b])
-
-
-# ---- the panel ------------------------------------------------------------------------------------------------------
 
 
 def test_the_panel_says_what_the_formula_says_and_follows_its_sliders():

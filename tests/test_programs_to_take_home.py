@@ -96,22 +96,20 @@ def read(path):
     return dict(checkpoint["model"]), momenta, checkpoint["epoch"]
 
 
-# ---------------------------------------------------------------------------------------------- what they compute
-
-
 def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_path):
-    """Each trains one more epoch as one_gpu.py does, in a folder where none of them lies. ddp.py is the only rank."""
+    """Each trains one more epoch as one_gpu.py does, elsewhere. ddp.py is rank 0, but its machine's second process."""
     monkeypatch.chdir(tmp_path)
-    set_rank(monkeypatch)
-    relay = ["one_gpu", *ON_SEVERAL_GPUS, "ddp", "one_gpu"]
+    set_rank(monkeypatch, local_rank=1)
+    used = {"one_gpu": [True, False], "ddp": [False, True]}
     continued = []
-    with virtual_gpus(2):
-        for epoch, name in enumerate(relay, 1):
-            expected = run("one_gpu", "--epochs", epoch, "--checkpoint", "alone.pt")
+    for epoch, name in enumerate(["one_gpu", *ON_SEVERAL_GPUS, "ddp", "one_gpu"], 1):
+        expected = run("one_gpu", "--epochs", epoch, "--checkpoint", "alone.pt")
+        with virtual_gpus(2):
             assert close(run(name, "--epochs", 1), continued[:1] or expected), name
             continued += run(name, "--epochs", epoch, "--checkpoint", "run/last.pt")
-            assert len(continued) == epoch and close(continued[-1:], expected), name
-            same_state(tmp_path / "run" / "last.pt", tmp_path / "alone.pt")
+            assert [torch.cuda.max_memory_allocated(gpu) > 0 for gpu in range(2)] == used.get(name, [True, True])
+        assert len(continued) == epoch and close(continued[-1:], expected), name
+        same_state(tmp_path / "run" / "last.pt", tmp_path / "alone.pt")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.pt"]
     losses = [float(line.split()[4]) for line in continued]
     assert losses[-1] < 0.9 * losses[0]
@@ -175,7 +173,7 @@ def test_a_killed_fsdp_leaves_the_old_checkpoints_intact(run, reference, monkeyp
         torch.distributed.destroy_process_group()
         assert {path.name for path in tmp_path.iterdir()} == {"epoch_0000", "temporary"}
         assert close(run(*options), reference[0][1:])
-        assert torch.cuda.max_memory_allocated(1) > torch.cuda.max_memory_allocated(0) == 0
+        assert torch.cuda.max_memory_allocated(1) > torch.cuda.max_memory_allocated(0) == 0  # LOCAL_RANK's
     assert {path.name for path in tmp_path.iterdir()} == {"epoch_0001"}
     assert same_state(tmp_path / "epoch_0001", reference[1])
 
@@ -206,9 +204,6 @@ def test_they_say_which_folder_gpus_or_launcher_they_want(name, run, monkeypatch
             run(name)
 
 
-# ------------------------------------------------------------------------------------------------ as they are started
-
-
 def test_from_another_folder_with_the_bundled_images_and_workers(tmp_path):
     """In a process of its own, because the workers are forks: pytest's process may have threads, which forks lose."""
     words = [sys.executable, "-m", "virtual_gpus", "--gpus", "2", SCRIPTS / "data_parallel.py", "--max-steps", "2"]
@@ -217,19 +212,8 @@ def test_from_another_folder_with_the_bundled_images_and_workers(tmp_path):
     assert done.returncode == 0 and re.fullmatch(line, done.stdout), done.stdout + done.stderr
 
 
-def test_ddp_takes_the_gpu_of_its_local_rank(run, reference, monkeypatch, tmp_path):
-    """As rank 0 of 1, but the second process of its machine: RANK is not the number of a GPU."""
-    set_rank(monkeypatch, local_rank=1)
-    with virtual_gpus(2):
-        printed = run("ddp", "--epochs", 2, "--checkpoint", tmp_path / "last.pt")
-        assert torch.cuda.max_memory_allocated(1) > torch.cuda.max_memory_allocated(0) == 0
-    assert close(printed, reference[0]) and same_state(tmp_path / "last.pt", reference[1])
-
-
-def test_ranks_of_ddp_continue_without_a_shared_disk_and_draw_numbers_of_their_own(
-    run, data, reference, monkeypatch, tmp_path
-):
-    """Each rank has a folder of its own, and only that of rank 0 has the checkpoint."""
+def test_ranks_of_ddp_continue_without_a_shared_disk(run, data, reference, monkeypatch, tmp_path):
+    """Each has a folder of its own, only that of rank 0 has the checkpoint, and each draws numbers of its own."""
     monkeypatch.chdir(tmp_path)
     os.mkdir("0"), os.mkdir("1")
     run("one_gpu", "--epochs", 1, "--checkpoint", "0/last.pt")
@@ -244,20 +228,17 @@ def test_ranks_of_ddp_continue_without_a_shared_disk_and_draw_numbers_of_their_o
 # so that rank 1 would find the address of the killed process in a store that torchrun has kept.
 KILLED = """
 import os, runpy, signal, sys, time
-import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-cross_entropy, steps = torch.nn.functional.cross_entropy, 0
+place, steps = (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]), iter(range(8))
 
-def counted(*args, **kwargs):
-    global steps
-    steps += torch.is_grad_enabled()
-    if steps == 8:
+def killed(optimizer, *_):
+    if next(steps) == 7:
         os.kill(os.getpid(), signal.SIGKILL)
-    return cross_entropy(*args, **kwargs)
 
-if os.environ["RANK"] == os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    torch.nn.functional.cross_entropy = counted
-elif os.environ["RANK"] == "0":
+if place == ("0", "0"):
+    register_optimizer_step_pre_hook(killed)
+elif place[0] == "0":
     time.sleep(3)
 sys.argv[0] = os.environ["PROGRAM"]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -355,9 +336,6 @@ def test_scaling_measures_llama_1b_and_its_batch_fits_one_h100():
         assert torch.cuda.max_memory_allocated() / 2**30 == pytest.approx(41, abs=1)  # as scaling.slurm says
 
 
-# ------------------------------------------------------------------------------------------------- what they are
-
-
 @pytest.mark.parametrize("name", [*PROGRAMS, "scaling", "drill", "who", "fragmentation", "train_llama"])
 def test_they_import_only_pytorch_and_the_standard_library(name):
     tree = ast.parse((SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
@@ -367,13 +345,18 @@ def test_they_import_only_pytorch_and_the_standard_library(name):
     assert roots <= {"torch", "torchvision", *sys.stdlib_module_names}
 
 
-def test_neighbours_are_short_and_differ_in_few_lines():
-    most = {"data_parallel": 10, "ddp": 45, "model_parallel": 15}
-    pairs = [("one_gpu", name, lines) for name, lines in most.items()]
-    pairs += [("data_parallel", "parallel_loss", 25), ("model_parallel", "pipeline", 10), ("ddp", "fsdp", 40)]
-    for one, other, lines in [*pairs, ("fsdp", "tensor_parallel", 20), ("fsdp", "pipeline_ranks", 40)]:
-        shown = show_diff(one, other)
-        whole = (SCRIPTS / f"{other}.py").read_text(encoding="utf-8").splitlines()
-        assert len(whole) <= 180 and whole[0] not in repr(shown)
-        assert 0 < len([line for line in shown.lines[2:] if line.startswith("+")]) <= lines, (one, other)
-        assert html.unescape(re.sub("<[^>]*>", "", shown._repr_html_())) == f"{shown}\n"  # as GitHub shows it
+# A program, its neighbour, and by how many lines they may differ.
+NEIGHBOURS = (
+    "one_gpu data_parallel 10, one_gpu ddp 45, one_gpu model_parallel 15, data_parallel parallel_loss 25, "
+    "model_parallel pipeline 10, ddp fsdp 40, fsdp tensor_parallel 20, fsdp pipeline_ranks 40"
+)
+
+
+@pytest.mark.parametrize("pair", NEIGHBOURS.split(", "))
+def test_neighbours_are_short_and_differ_in_few_lines(pair):
+    one, other, most = pair.split()
+    shown = show_diff(one, other)
+    whole = (SCRIPTS / f"{other}.py").read_text(encoding="utf-8").splitlines()
+    assert len(whole) <= 180 and whole[0] not in repr(shown)
+    assert 0 < len([line for line in shown.lines[2:] if line.startswith("+")]) <= int(most)
+    assert html.unescape(re.sub("<[^>]*>", "", shown._repr_html_())) == f"{shown}\n"  # as GitHub shows it

@@ -1,7 +1,4 @@
-"""The site builds without a warning, loads nothing from elsewhere, and its links lead to pages and headings.
-
-python3 -m uv run --group docs pytest -n0 -m outside tests/test_site.py
-"""
+"""The site (group `docs`) builds without a warning, loads nothing from elsewhere, and its links lead somewhere."""
 
 import re
 import subprocess

@@ -42,9 +42,6 @@ def build(name="cpu", make=mlp, optimizer=torch.optim.SGD, lr=0.01, loader=None)
     return runner
 
 
-# ---- the loop -------------------------------------------------------------------------------------------------------
-
-
 def test_one_epoch_equals_the_loop_written_by_hand():
     runner = build()
     torch.manual_seed(0)
@@ -100,9 +97,6 @@ def test_what_cannot_be_trained_is_refused():
         Trainer(model, sgd, nn.CrossEntropyLoss(reduction="sum"), [], "cpu")
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
         Trainer(mlp(), sgd, LOSS, [], "cpu")
-
-
-# ---- several GPUs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["cuda:2", "cuda:1,3"])

@@ -1,7 +1,5 @@
 """JupyterLab in headless Chromium: start it on copies of the lessons, run all cells of one, read the page."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,10 +7,9 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nbformat
@@ -20,7 +17,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Page, sync_playwright
 from run_all import METADATA, learners_copy, store, written
 
-from tests.programs import free_port
+from tests.programs import free_port, until
 
 ROOT = Path(__file__).parents[2]
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -69,10 +66,7 @@ class Lab:
         self.page.wait_for_function(_HAS_A_KERNEL, arg=f"{lesson}.ipynb", timeout=120_000)
 
     def run_all(self, timeout: float = 180) -> None:
-        """The command of the menu Run > Run All Cells, and wait for the last cell. Raises TimeoutError.
-
-        Given to JupyterLab itself: on a busy machine a menu may close again before it is clicked.
-        """
+        """The command of the menu Run > Run All Cells, which may close before it is clicked; wait for the last cell."""
         self.start()
         self.wait_for_the_end(timeout)
 
@@ -81,13 +75,9 @@ class Lab:
         self.page.evaluate(_RUN_ALL)
 
     def wait_for_the_end(self, timeout: float = 180) -> None:
-        """Of the last cell. Raises TimeoutError."""
-        deadline = time.monotonic() + timeout
-        while not self._all_ran():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"cells still run after {timeout:.0f} s: {self.counts()}")
-            time.sleep(0.5)
-        self._wait_until_idle()
+        """Of the last cell."""
+        until(lambda: all(count.strip("[]: ").isdigit() for count in self.counts() or ["none"]), timeout, every=0.5)
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)
 
     def counts(self) -> list[str]:
         """What stands beside each code cell that has code: "[3]:", "[*]:" while it runs or waits, "[ ]:" before."""
@@ -96,22 +86,16 @@ class Lab:
 
     def missing(self, lines: list[str]) -> list[str]:
         """Those of the lines that no output shows, when the page has had its time to draw what the kernel sent."""
-        deadline = time.monotonic() + 120
-        while left := [line for line in lines if line not in self.outputs()]:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
-        return left
+        with suppress(AssertionError):
+            until(lambda: all(line in self.outputs() for line in lines), 120, every=0.2)
+        return [line for line in lines if line not in self.outputs()]
 
     def outputs(self) -> str:
         """The text of all outputs."""
         return "\n".join(self.page.locator(".jp-Notebook .jp-OutputArea").all_inner_texts())
 
     def errors(self) -> list[str]:
-        """The text of each output that is an error, with or without traceback (`%xmode Minimal`).
-
-        JupyterLab draws them like what went to stderr.
-        """
+        """The text of each output that is an error, with or without traceback; drawn like what went to stderr."""
         drawn = self.page.locator('.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.stderr"]')
         return [text for text in drawn.all_inner_texts() if re.search(r"^\w*(Error|Interrupt|Exception)\b", text, re.M)]
 
@@ -129,25 +113,10 @@ class Lab:
             handle.press("ArrowRight" if steps > 0 else "ArrowLeft")
         return slider.locator(".widget-readout").inner_text()
 
-    def screenshot(self, path: Path) -> None:
-        """What the window shows, as a PNG."""
-        self.page.screenshot(path=str(path))
-
-    def _all_ran(self) -> bool:
-        counts = self.counts()
-        return bool(counts) and all(count.strip("[]: ").isdigit() for count in counts)
-
-    def _wait_until_idle(self) -> None:
-        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=120_000)
-
 
 @contextmanager
 def jupyterlab(folder: Path, solutions: bool = True) -> Iterator[Lab]:
-    """JupyterLab on copies of the lessons in `folder`, with its own settings, and Chromium. Both end with the block.
-
-    The copies have no outputs and counts: what stands on the page afterwards was made there. Without `solutions`, they
-    are a learner's copies.
-    """
+    """JupyterLab on copies of the lessons without outputs, or on a learner's (no `solutions`), and Chromium."""
     lessons = folder / "lessons"
     shutil.copytree(ROOT / "notebooks", lessons, ignore=shutil.ignore_patterns(".ipynb_checkpoints", "images"))
     shutil.copytree(ROOT / "data", folder / "data")  # where the programs to take home look for it
@@ -159,7 +128,7 @@ def jupyterlab(folder: Path, solutions: bool = True) -> Iterator[Lab]:
                               stderr=subprocess.DEVNULL)  # fmt: skip
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_for(server, f"{url}/api?token={token}")
+        until(lambda: _answers(server, f"{url}/api?token={token}"), every=0.3)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium(), args=list(_QUIET))
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
@@ -191,15 +160,8 @@ def _environment(folder: Path) -> dict[str, str]:
     return os.environ | {name: str(value) for name, value in own.items()}
 
 
-def _wait_for(server: subprocess.Popen, url: str, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5).read()
-            return
-        except OSError:
-            if server.poll() is not None:
-                raise RuntimeError(f"JupyterLab ended at once, with {server.returncode}") from None
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"JupyterLab does not answer after {seconds:.0f} s") from None
-            time.sleep(0.3)
+def _answers(server: subprocess.Popen, url: str) -> bool:
+    assert server.poll() is None, f"JupyterLab ended at once, with {server.returncode}"
+    with suppress(OSError):
+        return bool(urllib.request.urlopen(url, timeout=5).read())
+    return False

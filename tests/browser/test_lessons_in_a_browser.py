@@ -1,9 +1,4 @@
-"""A lesson as a learner runs it: JupyterLab in a real browser, Run All Cells, and what then stands on the page.
-
-And a training under the live panel, which the test holds up until it has seen the panel change.
-"""
-
-from __future__ import annotations
+"""In JupyterLab in a real browser: a lesson by Run All Cells, the explorer's slider, the live panel of a training."""
 
 import json
 import re
@@ -20,14 +15,20 @@ SCREENSHOTS = Path(__file__).parent / "screenshots"  # not in git
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
+def started(tmp_path_factory):
     with jupyterlab(tmp_path_factory.mktemp("jupyterlab")) as lab:
         yield lab
 
 
-def test_the_cells_of_a_lesson_run(lab):
-    """No errors except those that belong to the lesson, and the stored figures appear again. A screenshot is kept."""
+@pytest.fixture
+def lab(started, request):
+    yield started
     SCREENSHOTS.mkdir(exist_ok=True)
+    started.page.screenshot(path=SCREENSHOTS / f"{request.node.name}.png")
+
+
+def test_the_cells_of_a_lesson_run(lab):
+    """No errors except those that belong to the lesson, and the stored figures appear again."""
     cells = json.loads((ROOT / "notebooks" / "00_start_here.ipynb").read_text(encoding="utf-8"))["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
     fails = [any(output["output_type"] == "error" for output in cell["outputs"]) for cell in cells]
@@ -35,8 +36,6 @@ def test_the_cells_of_a_lesson_run(lab):
     lab.write("lesson", ["".join(cell["source"]) for cell in cells])
     lab.open("lesson")
     lab.run_all(timeout=480)
-    lab.screenshot(SCREENSHOTS / "00_start_here.png")
-    assert (SCREENSHOTS / "00_start_here.png").stat().st_size > 50_000
     outputs = [output for cell in cells for output in cell["outputs"]]
     printed = "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
     figures = [line for line in printed.splitlines() if re.search(r"\d [MG]iB", line)]
@@ -65,22 +64,28 @@ while not Path("door").exists():
     time.sleep(0.02)
 print(ones > 0, torch.cuda.get_device_properties(1).total_memory // 2**30)""",
 )
-# What a reader calls flicker: the page's height changes, or a frame is drawn without a whole picture.
-WATCH_EXPLORER = """
-() => {
-    const panel = document.querySelectorAll(".jp-Notebook .jp-CodeCell")[1].querySelector(".widget-vbox");
-    window.explored = {frames: 0, blank: 0, heights: [], signs: 0};
+# What a reader calls flicker: a panel leaves the page, its height changes, or a frame is drawn without a whole picture.
+WATCH = """
+(panel) => {
+    const cell = document.querySelectorAll(".jp-Notebook .jp-CodeCell")[1], shown = cell.querySelector(panel);
+    window.seen = {shown, removed: 0, blank: 0, frames: 0, signs: 0, heights: []};
+    const look = new MutationObserver((changes) => {
+        for (const change of changes) for (const node of change.removedNodes) seen.removed += node.contains(shown);
+    });
+    look.observe(cell, {childList: true, subtree: true});
     const frame = () => {
-        const image = panel.querySelector("img"), height = panel.getBoundingClientRect().height;
-        explored.frames += 1;
-        explored.signs += panel.innerText.includes("computing");
-        explored.blank += !(image && image.complete && image.naturalWidth);
-        if (explored.heights.at(-1) !== height) explored.heights.push(height);
+        const picture = cell.querySelector(".jp-OutputArea-output [role=img], .jp-OutputArea-output img");
+        const height = cell.querySelector(".jp-OutputArea-child")?.getBoundingClientRect().height ?? 0;
+        if (seen.heights.at(-1) !== height) seen.heights.push(height);
+        seen.frames += 1;
+        seen.signs += cell.innerText.includes("computing");
+        seen.blank += !(picture?.getBoundingClientRect().height > 100 && (picture.naturalWidth ?? 1));
         requestAnimationFrame(frame);
     };
     frame();
 }
 """
+SEEN = "() => ({...seen, shown: seen.shown.isConnected})"
 
 
 def test_a_slider_of_the_explorer_moves_and_the_bars_change(lab):
@@ -91,22 +96,19 @@ def test_a_slider_of_the_explorer_moves_and_the_bars_change(lab):
     lab.page.wait_for_selector(".widget-html img")
     before, picture = lab.explorer(), lab.explorer("src")
     assert before.startswith("batch 1,024, width 4,096; 2 x NVIDIA H200, ")
-    lab.page.evaluate(WATCH_EXPLORER)
+    lab.page.evaluate(WATCH, ".widget-vbox")
     assert lab.move_slider("batch", -5) == "384"
     time.sleep(2)
     assert lab.explorer() == before and lab.counts()[2] == "[*]:"
     (lab.folder / "door").touch()
-    lab.page.wait_for_function("() => explored.signs > 0")
-    SCREENSHOTS.mkdir(exist_ok=True)
-    lab.screenshot(SCREENSHOTS / "explorer_computes.png")
+    lab.page.wait_for_function("() => seen.signs > 0")
     lab.wait_for_the_end(timeout=120)
     lab.page.wait_for_function("() => document.querySelector('.widget-html img').alt.startsWith('batch 384,')")
     assert lab.explorer("src") != picture and "True 16" in lab.outputs()
     assert lab.move_slider("batch", 1) == "512"
     lab.page.wait_for_function("() => document.querySelector('.widget-html img').alt.startsWith('batch 512,')")
     lab.page.wait_for_function("() => !document.querySelector('.widget-vbox').innerText.includes('computing')")
-    lab.screenshot(SCREENSHOTS / "explorer.png")
-    seen = lab.page.evaluate("() => explored")
+    seen = lab.page.evaluate(SEEN)
     assert seen["blank"] == 0 and len(seen["heights"]) == 1 and seen["frames"] > seen["signs"] > 0, seen
     assert lab.errors() == []
 
@@ -142,27 +144,6 @@ figure = empty_figure(2)
 memory_bars(panel.readings, "Peaks of this run", figure)
 print(b64encode(png(figure)).decode())""",
 )
-# What a reader calls flicker: the panel leaves the page, its height changes, a frame is drawn without a picture.
-WATCH = """
-() => {
-    const cell = document.querySelectorAll(".jp-Notebook .jp-CodeCell")[1];
-    const picture = () => cell.querySelector(".jp-OutputArea-output [role=img], .jp-OutputArea-output img");
-    window.seen = {panel: cell.querySelector(".widget-html"), removed: 0, blank: 0, heights: []};
-    const look = new MutationObserver((changes) => {
-        for (const change of changes)
-            for (const node of change.removedNodes) window.seen.removed += node.contains(window.seen.panel);
-    });
-    look.observe(cell, {childList: true, subtree: true});
-    const frame = () => {
-        const height = cell.querySelector(".jp-OutputArea-child")?.getBoundingClientRect().height ?? 0;
-        if (window.seen.heights.at(-1) !== height) window.seen.heights.push(height);
-        window.seen.blank += !(picture()?.getBoundingClientRect().height > 100);
-        requestAnimationFrame(frame);
-    };
-    frame();
-}
-"""
-FLICKER = "() => ({removed: seen.removed, blank: seen.blank, heights: seen.heights, still: seen.panel.isConnected})"
 OTHER = """
 (before) => {
     const texts = [...document.querySelectorAll(".jp-Notebook .widget-html div div")].map((div) => div.textContent);
@@ -178,20 +159,19 @@ def test_the_live_panel_changes_without_flicker_and_leaves_the_peaks(lab):
     lab.open("live_panel")
     lab.start()
     shown = ["", lab.page.wait_for_function(OTHER, arg="").json_value()]
-    lab.page.evaluate(WATCH)
+    lab.page.evaluate(WATCH, ".widget-html")
     for door in range(2):
         (lab.folder / f"door_{door}").touch()
         shown.append(lab.page.wait_for_function(OTHER, arg=shown[-1]).json_value())
     assert shown[1].startswith("GPU 0: 0.00 MiB allocated, peak 0.00 MiB") and len(set(shown)) == 4, shown
-    flicker = lab.page.evaluate(FLICKER)
-    assert flicker["still"] and flicker["removed"] == flicker["blank"] == 0 and len(flicker["heights"]) == 1, flicker
+    flicker = lab.page.evaluate(SEEN)
+    assert flicker["shown"] and flicker["removed"] == flicker["blank"] == 0 and len(flicker["heights"]) == 1, flicker
 
     (lab.folder / "door_2").touch()
     lab.wait_for_the_end(timeout=120)
     image, words = lab.page.locator(".jp-RenderedImage img"), r"GPU 0 peaked at .* allocated and .* of 4.00 GiB"
     image.wait_for()
-    lab.screenshot(SCREENSHOTS / "live_panel.png")
-    flicker = lab.page.evaluate(FLICKER)
+    flicker = lab.page.evaluate(SEEN)
     assert flicker["removed"] == 1 and flicker["blank"] == 0, flicker  # the image took its place, all at once
     assert max(flicker["heights"]) - min(flicker["heights"]) < 5, flicker
     assert image.get_attribute("src").split(",")[1].strip() in lab.outputs().split() and re.search(words, lab.outputs())
