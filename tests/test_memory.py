@@ -45,7 +45,7 @@ def test_some_devices_in_any_spelling_each_once(four):
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has real GPUs")
 def test_without_any_gpu_a_sentence_says_what_to_do():
-    for read in (read_memory, memory.reset_peaks, lambda: memory.peak_memory(lambda: None)):
+    for read in (read_memory, memory.reset_peaks, lambda: memory.measure_memory().__enter__()):
         with pytest.raises(RuntimeError, match="Call use_gpus first"):
             read()
 
@@ -90,8 +90,11 @@ def test_the_peaks_of_a_step_come_back_the_same_every_time(four):
 
     step()
     take(GiB)  # a peak before the step
-    first = memory.peak_memory(step)
-    assert first == memory.peak_memory(step)
+    with memory.measure_memory() as first:
+        step()
+    with memory.measure_memory() as second:
+        step()
+    assert first == second
     assert all(GiB > reading.peak_allocated > reading.allocated for reading in first)
     assert first[0].peak_allocated > first[1].peak_allocated >= first[3].peak_allocated
     assert first[1].allocated == 0  # replicas and their outputs are gone
@@ -110,15 +113,12 @@ def bounded(largest: int, tried: list[int]):
 
 
 @pytest.mark.parametrize(
-    ("largest", "start", "multiple_of"),
-    [(0, 1, 1), (1, 64, 1), (3, 1, 4), (63, 64, 1), (100, 7, 1), (10**9, 64, 3)],
+    ("largest", "start"), [(0, 1), (1, 64), (3, 1), (63, 64), (100, 7), (10**9, 64), (10**9, 2000)]
 )
-def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of):
+def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start):
     tried = []
-    found = largest_batch(bounded(largest, tried), start, limit=1000, multiple_of=multiple_of, steps=1)
-    assert found == min(largest, 1000) // multiple_of * multiple_of
-    assert len(tried) == len(set(tried)) <= 20
-    assert all(batch % multiple_of == 0 and 0 < batch <= 1000 for batch in tried)
+    assert largest_batch(bounded(largest, tried), start, limit=1000, steps=1) == min(largest, 1000)
+    assert len(tried) == len(set(tried)) <= 20 and all(0 < batch <= 1000 for batch in tried)
 
 
 def test_every_try_is_two_steps_and_errors_pass_through():
@@ -127,7 +127,7 @@ def test_every_try_is_two_steps_and_errors_pass_through():
     assert tried == [1, 1, 2, 2, 4, 4, 8, 6, 5, 5]
     with pytest.raises(ZeroDivisionError):
         largest_batch(lambda batch: 1 / 0)
-    for nothing in ({"start": 0}, {"limit": 0}, {"limit": 3, "multiple_of": 4}, {"steps": 0}):
+    for nothing in ({"start": 0}, {"limit": 0}, {"steps": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             largest_batch(lambda batch: None, **nothing)
 
@@ -144,28 +144,28 @@ def test_the_largest_batch_of_a_training_fills_a_gpu_and_leaves_it_empty_and_the
             torch.rand(1)
 
         numbers, weights = torch.get_rng_state(), torch.cuda.memory_allocated(0)
-        largest = largest_batch(step, start=1000, multiple_of=4)
-        assert torch.equal(torch.get_rng_state(), numbers) and largest % 4 == 0
+        largest = largest_batch(step, start=1000)
+        assert torch.equal(torch.get_rng_state(), numbers)
         assert torch.cuda.memory_allocated(0) == weights and read_memory()[1].reserved == 0
         step(largest)
         gc.collect()
         torch.cuda.empty_cache()  # as between two tries: what fits depends on how the cache is cut up
         with pytest.raises(torch.OutOfMemoryError):
-            step(largest + 4)
+            step(largest + 4)  # one more in each piece
             step(largest + 4)
 
 
 def test_the_answer_does_not_depend_on_where_the_search_starts():
     """The state of the optimizer takes a place that depends on the batch of the very first step."""
     found = []
-    for start in (1, 96, 160):
+    for start in (1, 12, 20):
         with virtual_gpus(1, memory="256 MiB"):
             state = []
 
             def step(batch, state=state):
-                take(batch * MiB)
+                take(batch * 8 * MiB)
                 if not state:  # in the memory of the activations, which then cannot be given back
                     state.append(take(21 * MiB))
 
-            found.append(largest_batch(step, start=start, multiple_of=8))
-    assert len(set(found)) == 1 and found[0] % 8 == 0, found
+            found.append(largest_batch(step, start=start))
+    assert len(set(found)) == 1, found

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.measure import GiB, MiB, Refusal, measure_memory, peak_memory, read_memory
-from helpers.measure.refusals import read_refusal
+from helpers.measure import GiB, MiB, Refusal, measure_memory, read_memory
+from helpers.measure.readings import read_refusal
 
 MEASURED = (  # on an H200, with a limit of 8 GiB for the process
     "CUDA out of memory. Tried to allocate 528.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which "
@@ -100,7 +100,9 @@ def fill(device: str, count: int):
 
 def refused(step, devices=None):
     """The readings after a step that ran out of memory."""
-    return peak_memory(step, devices, catch=True)
+    with measure_memory(devices, catch=True) as readings:
+        step()
+    return readings
 
 
 @pytest.mark.parametrize(("size", "rounded"), [(801 * MiB - 5, 802 * MiB), (3 * MiB, 20 * MiB)])
@@ -149,7 +151,7 @@ def test_only_out_of_memory_is_caught():
     with virtual_gpus(1, memory="1 GiB"):
         with pytest.raises(RuntimeError, match="shapes do not match"):
             refused(other)
-        readings = peak_memory(handled)
+        readings = refused(handled)
         assert readings[0].refused is None and readings.note == ""
         readings = refused(unreadable)
     assert readings[0].refused is None
