@@ -19,9 +19,10 @@ except ModuleNotFoundError as error:
         "The package virtual_gpus is not installed. In the course's folder, run: pip install ./virtual-gpus",
         name="virtual_gpus",
     ) from None
+
+# What other modules and lessons take from the engine.
 from virtual_gpus import record_training
 from virtual_gpus.clock.clock import Span
-from virtual_gpus.gpus import GPUSpec
 from virtual_gpus.memory_model import replay
 from virtual_gpus.timeline.animate import animate
 from virtual_gpus.timeline.peak import KINDS as MEMORY_KINDS
@@ -189,11 +190,9 @@ def _links() -> str:
 # ---- other kinds of GPUs ---------------------------------------------------------------------------------------------
 
 
-def modelled_gpus(
-    count: int, kind: str, memory: int | str | None = None, links: str | None = None
-) -> engine.virtual_gpus:
+def modelled_gpus(count: int, kind: str, memory: int | str | None = None) -> engine.virtual_gpus:
     """Return virtual GPUs in shapes only for a `with` block, to compare kinds of GPUs. Other GPUs may be active."""
-    return _virtual_gpus(count, kind, memory, links=links, shapes_only=True)
+    return _virtual_gpus(count, kind, memory, shapes_only=True)
 
 
 def one_rank_of(world_size: int, adapters: int = 8) -> engine.virtual_gpus:

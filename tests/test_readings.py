@@ -29,7 +29,7 @@ def test_the_text_says_where_the_figures_come_from():
 
 def test_the_text_fits_into_a_cell():
     lines = str(Readings([LARGEST] * 3, "a rather long sentence about this " * 9)).splitlines()
-    assert max(map(len, lines)) <= 88
+    assert max(map(len, lines)) <= 110
     assert len({len(line) for line in lines[2:6]}) == 1  # right-aligned down to the last column
 
 

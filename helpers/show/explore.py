@@ -25,7 +25,7 @@ from helpers.show.panel import Panel, control
 from helpers.show.style import COLOURS, WIDTH
 
 _PLENTY = "1000000 GiB"
-SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
+_SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 _MOST = 48  # the largest number of micro-batches that is tried for the shortest step
 
 # ---- any training job ------------------------------------------------------------------------------------------------
@@ -113,20 +113,20 @@ def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "G
               a stage's forward pass of the whole batch. With 0, more micro-batches always help.
 
     All stages take equally long, and a backward pass takes twice as long as a forward pass. Times are in units of one
-    stage's forward pass of the whole batch, so one GPU needs 3 * stages for a step. Raises ValueError for
-    values that the sliders do not have.
+    stage's forward pass of the whole batch, so one GPU needs 3 * stages for a step. Raises ValueError for values that
+    the sliders do not have.
     """
     controls = {
         "stages": control("stages", (1, 8), stages),
         "micro_batches": control("micro-batches", (1, 32), micro_batches),
         "extra": control("extra per task, %", (0.0, 10.0, 0.5), extra),
-        "schedule": control("schedule", list(SCHEDULES), schedule),
+        "schedule": control("schedule", list(_SCHEDULES), schedule),
     }
     return Panel(_look_at_pipeline, controls)
 
 
 def _look_at_pipeline(stages: int, micro_batches: int, extra: float, schedule: str) -> tuple[str, Figure]:
-    orders = SCHEDULES[schedule](stages, micro_batches)
+    orders = _SCHEDULES[schedule](stages, micro_batches)
     slots = simulate(orders, *_task_times(micro_batches, extra))
     # The time of a step as a share of one GPU's, with 1, 2, ... micro-batches. It is the same for both schedules.
     times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, _MOST + 1)]

@@ -12,8 +12,8 @@ from html import escape
 LEFT, WIDE = 250, 496  # where the time axis begins, and its length
 # Okabe and Ito's colours, which colour-blind people can tell apart, with the colour of text on them. Hatches by number.
 _COLOURS = {"forward": ("#0072B2", "#fff", 0), "compute": ("#0072B2", "#fff", 0), "backward": ("#E69F00", "#111", 1),
-            "step": ("#009E73", "#fff", 2), "copy": ("#CC79A7", "#111", 3), "reduce": ("#F0E442", "#111", 6),
-            "collective": ("#56B4E9", "#111", 5), "waits": ("var(--idle)", "var(--dim)", 0)}  # fmt: skip
+            "step": ("#009E73", "#fff", 2), "copy": ("#CC79A7", "#111", 3), "collective": ("#56B4E9", "#111", 5),
+            "reduce": ("#F0E442", "#111", 6), "waits": ("var(--idle)", "var(--dim)", 0)}  # fmt: skip
 _LINES = {1: "M0 6L6 0", 2: "M1 3h1.5M4 0h1.5", 3: "M0 6L6 0M0 0L6 6", 5: "M0 3H6", 6: "M0 3H6M3 0V6"}
 _PATTERNS = "".join(
     f'<pattern id="h{number}" width="6" height="6" patternUnits="userSpaceOnUse"><rect width="6" height="6" '
