@@ -1,15 +1,27 @@
-"""Helpers of the multi-GPU course. The map:
+"""The package that the lessons import. Each module imports only modules that stand above it in this map:
 
-    gpus        `use_gpus` gives real GPUs where there are enough of them, and virtual ones otherwise. Only this module,
-                `parallel.launching` and `parallel.hosts` import the engine.
-    data        The images and texts to train on, and random batches.
-    models      The networks of the lessons.
-    train       One training loop, on one GPU or with DataParallel.
-    parallel    Several ranks or GPUs at one job: `launch`, pipelines.
-    measure     What GPUs hold and do: memory, the largest batch, timelines, reports of out-of-memory errors.
-    show        Pictures, words and panels of what was measured.
+    gpus                 `use_gpus` gives real GPUs where there are enough of them, and virtual ones otherwise.
+    data                 `fashion_mnist`, `masked_words` and random batches to train on.
+    models               From `relu_net` to `Llama`, the networks of the lessons.
+    train                `Trainer`, the training loop: on one device, or with DataParallel.
+    parallel.launching   `launch` and `run_hosts` start ranks, one process each.
+    parallel.pipeline    `Pipeline` sends micro-batches through stages on several GPUs.
+    measure.readings     What is read: `Reading`, `Refusal`, and `format_bytes`.
+    measure.memory       `read_memory` and `measure_memory`, with PyTorch's figures and GPUtil's; `largest_batch`.
+    measure.monitor      `MemoryMonitor` records every allocation, and what filled a GPU at its peak.
+    measure.oom          `explain_oom` says why a GPU ran out of memory, and what would have helped.
+    measure.timeline     `record_timeline` records what each GPU does, and `time_use` what it waits for.
+    show.style           The `COLOURS` and hatches of all pictures, and their text alternatives.
+    show.bars            `memory_bars` and `compare_bars` draw the memory of each GPU, and `describe` says it.
+    show.panel           `Panel` shows a picture that depends on sliders.
+    show.live            `live_memory` shows the memory of every GPU during training.
+    show.explore         `explore` has sliders for any training job, and `explore_pipeline` for a pipeline.
+    show.segments        `draw_segments` shows how PyTorch's allocator divides the memory of a GPU.
+    show.timelines       `timeline_bars` draws what each GPU did, and when.
+    show.programs        `show_diff` shows how two programs of notebooks/scripts differ.
 
-Importing has no side effect; `use_gpus` switches GPUs on.
+The packages `parallel`, `measure` and `show` offer the names of their modules. Only `gpus` and `parallel.launching`
+import the engine. Importing has no side effect; `use_gpus` switches GPUs on.
 """
 
 from helpers.gpus import use_gpus

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 from torchvision import datasets
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -55,8 +55,8 @@ def bundled(name: str) -> Path:
 # --- images -------------------------------------------------------------------------------------------------
 
 
-def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: int | None = None) -> Images:
-    """The bundled photographs of clothes, with 4,000 for training and 1,000 for testing. Classes are equally frequent.
+def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -> Images:
+    """The 4,000 bundled photographs of clothes for training. The ten classes are equally frequent.
 
     The images are normalized to mean 0 and standard deviation 1. `channels` is 1 (grey) or 3 (the grey image three
     times, for models that need colour images). `size` is the width and height in pixels (the originals have 28).
@@ -67,7 +67,7 @@ def fashion_mnist(train: bool = True, channels: int = 3, size: int = 32, count: 
     for part in ("train", "t10k"):  # torchvision checks that all four files exist
         bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
-    raw = datasets.FashionMNIST(DATA, train=train)
+    raw = datasets.FashionMNIST(DATA)
     if size < 1 or (count is not None and not 1 <= count <= len(raw)):
         raise ValueError(f"size={size} must be at least 1, and count={count} must be from 1 to {len(raw)}.")
     images = (raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255 - 0.289) / 0.354
@@ -113,7 +113,7 @@ def masked_words(length: int, vocabulary_size: int) -> TensorDataset:
     return TensorDataset(inputs, sequences.masked_fill(~picked, IGNORED))
 
 
-# --- random batches and loading -----------------------------------------------------------------------------
+# --- random batches -----------------------------------------------------------------------------------------
 
 
 def random_images(batch: int) -> tuple[Tensor, Tensor]:
@@ -126,8 +126,3 @@ def random_tokens(batch: int, length: int, vocabulary_size: int) -> tuple[Tensor
     shape, special = (batch, length), len(SPECIAL_TOKENS)
     inputs = torch.randint(special, vocabulary_size, shape)
     return inputs, torch.randint(special, vocabulary_size, shape)
-
-
-def loader(dataset: Dataset, batch_size: int, shuffle: bool = False) -> DataLoader:
-    """Return a DataLoader. With `shuffle`, every epoch has a different order, and every run has the same orders."""
-    return DataLoader(dataset, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,7 @@
 
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
 
-Only this module and two of `helpers.parallel` (launching, hosts) import `virtual_gpus`. Others import from here.
+Only this module and `helpers.parallel.launching` import `virtual_gpus`. Others import from here.
 """
 
 import os
@@ -19,12 +19,17 @@ except ModuleNotFoundError as error:
         "The package virtual_gpus is not installed. In the course's folder, run: pip install ./virtual-gpus",
         name="virtual_gpus",
     ) from None
+
+# What other modules and lessons take from the engine.
 from virtual_gpus import record_training
-from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.clock.clock import Span
 from virtual_gpus.memory_model import replay
-from virtual_gpus.timeline.peak import KINDS, PeakLog, kind_of, owned
+from virtual_gpus.timeline.animate import animate
+from virtual_gpus.timeline.peak import KINDS as MEMORY_KINDS
+from virtual_gpus.timeline.peak import PeakLog, kind_of, owned
 from virtual_gpus.timeline.record import name_work
-from virtual_gpus.timeline.spans import merged, seconds_covered
+from virtual_gpus.timeline.spans import busy_seconds, gpus_of, merged, seconds_covered
+from virtual_gpus.timeline.spans import describe as describe_timeline
 
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
 ENGINE_FOLDER = os.path.join(os.path.dirname(engine.__file__), "")
@@ -185,11 +190,9 @@ def _links() -> str:
 # ---- other kinds of GPUs ---------------------------------------------------------------------------------------------
 
 
-def modelled_gpus(
-    count: int, kind: str, memory: int | str | None = None, links: str | None = None
-) -> engine.virtual_gpus:
+def modelled_gpus(count: int, kind: str, memory: int | str | None = None) -> engine.virtual_gpus:
     """Return virtual GPUs in shapes only for a `with` block, to compare kinds of GPUs. Other GPUs may be active."""
-    return _virtual_gpus(count, kind, memory, links=links, shapes_only=True)
+    return _virtual_gpus(count, kind, memory, shapes_only=True)
 
 
 def one_rank_of(world_size: int, adapters: int = 8) -> engine.virtual_gpus:

@@ -1,7 +1,6 @@
 """One training loop for images: on one device, or with `nn.DataParallel` on several GPUs.
 
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), loader, device="cuda:0")
-    trainer = DataParallelTrainer(model, optimizer, nn.CrossEntropyLoss(), loader, devices=gpus)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), loader, gpus)
     trainer.train(epochs=2)         # [cuda:0-3] epoch 0 | batch 128 | steps 32 | lr 0.10 | loss 2.068 | ...
 
 The programs in notebooks/scripts contain the same loop in full, with validation and checkpoints, and the loop of
@@ -15,13 +14,17 @@ from torch import Tensor, nn
 
 
 class Trainer:
-    """Trains a model on one device. The model returns logits (N, classes) for images (N, ...) with labels (N,).
+    """Trains a model that returns logits (N, classes) for images (N, ...) with labels (N,).
 
-    model   is moved to `device`. An optimizer built before still holds its parameters, but must have no state yet
-    loss    a mean over images, such as nn.CrossEntropyLoss()
-    loader  gives (images, labels)
-    log     called with a line for each epoch. It is stored in notebooks, so it has few digits and no time, which would
-            differ from run to run
+    model    is moved to the first device. An optimizer built before still holds its parameters, but must have no state
+             yet
+    loss     a mean over images, such as nn.CrossEntropyLoss()
+    loader   gives (images, labels)
+    devices  a device, such as "cpu" or gpus[0], or a list of GPUs. With several GPUs, `nn.DataParallel` divides every
+             batch into one piece per GPU. The first GPU holds the parameters, the gradients and the optimizer's state,
+             gathers the outputs and computes the loss
+    log      called with a line for each epoch. It is stored in notebooks, so it has few digits and no time, which would
+             differ from run to run
 
     `history` has the mean loss over all images, and the share of correct answers from 0 to 1, of each epoch.
 
@@ -34,7 +37,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         loss: Callable[[Tensor, Tensor], Tensor],
         loader: Iterable[Sequence[Tensor]],
-        device: torch.device | str,
+        devices: torch.device | str | Sequence[torch.device | str],
         log: Callable[[str], object] = print,
     ):
         if getattr(loss, "reduction", "mean") != "mean":
@@ -45,11 +48,22 @@ class Trainer:
                 f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build "
                 "the optimizer from model.parameters(), after the model."
             )
-        self.device = torch.device(device)
-        self.name = str(self.device)
+        self.devices = [devices] if isinstance(devices, str | torch.device) else list(devices)
+        self.device = torch.device(self.devices[0])
         self.model = self.network = model.to(self.device)
+        if len(self.devices) > 1:
+            self.network = nn.DataParallel(self.model, self.devices)
         self.optimizer, self.loss, self.loader, self.log = optimizer, loss, loader, log
         self.history: list[tuple[float, float]] = []
+
+    @property
+    def name(self) -> str:
+        """The devices as text: "cpu", "cuda:0-3", "cuda:1,3"."""
+        if self.network is self.model:
+            return str(self.device)
+        first, *_, last = numbers = self.network.device_ids
+        consecutive = numbers == list(range(first, last + 1))
+        return f"cuda:{first}-{last}" if consecutive else "cuda:" + ",".join(map(str, numbers))
 
     def train(self, epochs: int) -> None:
         """Train `epochs` more epochs. Raises what `train_epoch` raises."""
@@ -79,7 +93,7 @@ class Trainer:
         self.history.append((loss, accuracy))
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """One optimizer step on one batch. Returns [sum of the losses, correct answers], (2,), on the device.
+        """One optimizer step on one batch. Returns [sum of the losses, correct answers], (2,), on the first device.
 
         They are sums because the last batch can be smaller than the others.
         """
@@ -96,37 +110,8 @@ class Trainer:
         A function of its own, so that the outputs have no name left when `backward` runs. A name would keep them in
         memory.
         """
-        outputs = self.network(self.place_inputs(images))
+        if self.network is self.model:  # DataParallel copies each piece straight to its GPU
+            images = images.to(self.device, non_blocking=True)
+        outputs = self.network(images)
         labels = labels.to(self.device, non_blocking=True)
         return self.loss(outputs, labels), (outputs.detach().argmax(1) == labels).sum()
-
-    def place_inputs(self, images: Tensor) -> Tensor:
-        """Images where the network wants them. With `non_blocking`, copies from pinned memory overlap other work."""
-        return images.to(self.device, non_blocking=True)
-
-
-class DataParallelTrainer(Trainer):
-    """The same loop with `nn.DataParallel`: every batch is divided into one piece per GPU.
-
-    devices  the GPUs. The first one holds the parameters, the gradients and the optimizer's state, gathers the outputs
-             and computes the loss
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        loader: Iterable[Sequence[Tensor]],
-        devices: Sequence[torch.device],
-        log: Callable[[str], object] = print,
-    ):
-        super().__init__(model, optimizer, loss, loader, devices[0], log)
-        self.network = nn.DataParallel(self.model, devices)
-        numbers = self.network.device_ids
-        consecutive = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
-        self.name = f"cuda:{numbers[0]}-{numbers[-1]}" if consecutive else "cuda:" + ",".join(map(str, numbers))
-
-    def place_inputs(self, images: Tensor) -> Tensor:
-        """As they are: DataParallel copies each piece straight to its GPU, and no GPU holds all of them."""
-        return images

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
-from helpers.measure import peak_memory
+from helpers.measure import measure_memory
 from notebooks.checks import lesson07 as check
 from notebooks.checks import scores
 from tests.check_answers import Answers, answers_test, changed, told
@@ -97,8 +97,9 @@ def test_the_budget_is_what_a_model_takes_that_fills_the_gpu(one_rank, states, t
         optimizer.step()
 
     step()
-    peak = peak_memory(step)[0].peak_allocated
-    assert peak == pytest.approx(ddp_bytes(count, states, temporaries, 0, 1), 0.02)
+    with measure_memory() as readings:
+        step()
+    assert readings[0].peak_allocated == pytest.approx(ddp_bytes(count, states, temporaries, 0, 1), 0.02)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 from virtual_gpus.testing import hosts
+from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 
-from helpers.parallel.hosts import TORCHRUN, run_hosts
 from notebooks.checks import lesson09 as check
 from tests.check_answers import STRANGE, Answers, answers_test
 from tests.programs import SCRIPTS, until

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
 # Through which the helpers reach the virtual GPUs.
-DOORS = {"helpers/gpus.py", "helpers/parallel/hosts.py", "helpers/parallel/launching.py"}
+DOORS = {"helpers/gpus.py", "helpers/parallel/launching.py"}
 NOT_EVERYBODYS = ("helpers", "torchvision", "matplotlib")
 CPU_BUILD = "--torch-backend=cpu -e ./virtual-gpus -e ."
 PIN = re.compile(r"([a-z0-9-]+)==[\w.]+( ; [^@/]+)?")
@@ -135,6 +135,17 @@ def test_only_the_doors_know_of_the_virtual_gpus():
     assert users_of("virtual_gpus", "helpers") == DOORS
     assert users_of("virtual_gpus", "notebooks") == set()
     assert users_of("helpers", "virtual-gpus/src") == set()
+
+
+def test_the_map_of_the_helpers_names_each_module_below_those_that_it_imports():
+    lines = re.findall(r"^ {4}(\S+) +(.*)", helpers.__doc__, re.MULTILINE)
+    modules = [module.name for module in pkgutil.walk_packages(helpers.__path__, "helpers.") if not module.ispkg]
+    assert sorted(f"helpers.{name}" for name, _ in lines) == sorted(modules)
+    for place, (name, said) in enumerate(lines):
+        module = importlib.import_module(f"helpers.{name}")
+        assert [word for word in re.findall(r"`(\w+)`", said) if not hasattr(module, word)] == []
+        above = [f"helpers.{each}" for each, _ in lines[:place]] + ["helpers.measure"] * name.startswith("show")
+        assert {used for used in imported(Path(module.__file__)) if used.startswith("helpers")} <= set(above)
 
 
 def test_importing_helpers_switches_nothing_on():

@@ -12,12 +12,19 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal, format_bytes, largest_batch, memory, read_memory
-from helpers.measure.memory import measure_memory, peak_memory
-from helpers.measure.refusals import read_refusal
+from helpers.measure.memory import measure_memory
+from helpers.measure.readings import read_refusal
 from tests.check_answers import raises
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 CONTEXT = 760 * MiB  # an H200's, which the driver counts from the first tensor on
+
+
+def peak_memory(step, devices=None, catch=False):
+    """The readings of one step."""
+    with measure_memory(devices, catch=catch) as readings:
+        step()
+    return readings
 
 
 def take(size: int, gpu: int = 0) -> torch.Tensor:
@@ -123,7 +130,7 @@ def test_the_text_says_where_the_figures_come_from_and_fits_into_a_cell():
     bare = Readings(replace(reading, driver_used=None, driver_total=None) for reading in two)
     assert all(line.split()[-2:] == ["-", "-"] for line in str(bare).splitlines()[3:])
     lines = str(Readings([Reading(0, "GPU", *[900 * GiB] * 7)] * 3, "a rather long sentence " * 13)).splitlines()
-    assert max(map(len, lines)) <= 88
+    assert max(map(len, lines)) <= 110
     assert len({len(line) for line in lines[2:6]}) == 1  # right-aligned down to the last column
 
 
@@ -282,14 +289,12 @@ def bounded(largest: int, tried: list[int]):
 
 
 @pytest.mark.parametrize(
-    ("largest", "start", "multiple_of"), [(0, 1, 1), (1, 64, 1), (3, 1, 4), (63, 64, 1), (100, 7, 1), (10**9, 64, 3)]
+    ("largest", "start"), [(0, 1), (1, 64), (3, 1), (63, 64), (100, 7), (10**9, 64), (10**9, 2000)]
 )
-def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start, multiple_of):
+def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start):
     tried = []
-    found = largest_batch(bounded(largest, tried), start, limit=1000, multiple_of=multiple_of, steps=1)
-    assert found == min(largest, 1000) // multiple_of * multiple_of
-    assert len(tried) == len(set(tried)) <= 20
-    assert all(batch % multiple_of == 0 and 0 < batch <= 1000 for batch in tried)
+    assert largest_batch(bounded(largest, tried), start, limit=1000, steps=1) == min(largest, 1000)
+    assert len(tried) == len(set(tried)) <= 20 and all(0 < batch <= 1000 for batch in tried)
 
 
 def test_every_try_is_two_steps_and_errors_pass_through():
@@ -298,7 +303,7 @@ def test_every_try_is_two_steps_and_errors_pass_through():
     assert tried == [1, 1, 2, 2, 4, 4, 8, 6, 5, 5]
     with pytest.raises(ZeroDivisionError):
         largest_batch(lambda batch: 1 / 0)
-    for nothing in ({"start": 0}, {"limit": 3, "multiple_of": 4}, {"steps": 0}):
+    for nothing in ({"start": 0}, {"limit": 0}, {"steps": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             largest_batch(lambda batch: None, **nothing)
 
@@ -315,28 +320,28 @@ def test_the_largest_batch_of_a_training_fills_a_gpu_and_leaves_it_empty_and_the
             torch.rand(1)
 
         numbers, weights = torch.get_rng_state(), torch.cuda.memory_allocated(0)
-        largest = largest_batch(step, start=1000, multiple_of=4)
-        assert torch.equal(torch.get_rng_state(), numbers) and largest % 4 == 0
+        largest = largest_batch(step, start=1000)
+        assert torch.equal(torch.get_rng_state(), numbers)
         assert torch.cuda.memory_allocated(0) == weights and read_memory()[1].reserved == 0
         step(largest)
         gc.collect()
         torch.cuda.empty_cache()  # as between two tries: what fits depends on how the cache is cut up
         with pytest.raises(torch.OutOfMemoryError):
-            step(largest + 4)
+            step(largest + 4)  # one more in each piece
             step(largest + 4)
 
 
 def test_the_answer_does_not_depend_on_where_the_search_starts():
     """The state of the optimizer takes a place that depends on the batch of the very first step."""
     found = []
-    for start in (1, 96, 160):
+    for start in (1, 12, 20):
         with virtual_gpus(1, memory="256 MiB"):
             state = []
 
             def step(batch, state=state):
-                take(batch * MiB)
+                take(batch * 8 * MiB)
                 if not state:  # in the memory of the activations, which then cannot be given back
                     state.append(take(21 * MiB))
 
-            found.append(largest_batch(step, start=start, multiple_of=8))
-    assert len(set(found)) == 1 and found[0] % 8 == 0, found
+            found.append(largest_batch(step, start=start))
+    assert len(set(found)) == 1, found

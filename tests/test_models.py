@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from article_nets import Bert, BertBlock, PyramidBlock, PyramidNet, bert_article, pyramidnet_article
 from torch import nn
 from virtual_gpus import virtual_gpus
 
@@ -15,22 +16,22 @@ def seeded():
 
 
 def test_article_pyramidnet_has_the_article_s_parameters():
-    net = models.pyramidnet_article()
+    net = pyramidnet_article()
     assert parameter_count(net) == 24_253_410
     assert [block.conv2.out_channels for block in net.blocks] == list(range(21, 272, 5)) and len(net.blocks) == 3 * 17
     assert [number for number, block in enumerate(net.blocks) if block.stride == 2] == [17, 34]
-    rounded = models.PyramidNet(depth=14, alpha=20).blocks
+    rounded = PyramidNet(depth=14, alpha=20).blocks
     assert [block.conv2.out_channels for block in rounded] == [19, 23, 26, 29, 33, 36]
 
 
 @pytest.mark.parametrize("size", [32, 27])
 def test_pyramidnet_takes_even_and_odd_image_sizes(size):
-    net = models.PyramidNet(depth=8, alpha=12, classes=7)
+    net = PyramidNet(depth=8, alpha=12, classes=7)
     assert net(torch.randn(2, 3, size, size)).shape == (2, 7)
 
 
 def test_pyramid_shortcut_is_a_pooled_input_with_channels_of_zeros():
-    block = models.PyramidBlock(3, 5, stride=2)
+    block = PyramidBlock(3, 5, stride=2)
     nn.init.zeros_(block.bn3.weight)
     x = torch.randn(2, 3, 4, 4)
     y = block(x)
@@ -47,10 +48,10 @@ def test_group_norm_treats_each_sample_alone_and_batch_norm_does_not():
 
 
 def test_bert_shapes_and_sizes():
-    net = models.bert_small(vocabulary=50, length=8)
+    net = models.Bert(vocabulary=50, length=8)
     for length in (8, 5):
         assert net(torch.randint(0, 50, (3, length))).shape == (3, length, 50)
-    article = models.bert_article()
+    article = bert_article()
     assert (article.token.num_embeddings, article.token.embedding_dim) == (30_000, 256)
     assert article.place.num_embeddings == 163 and len(article.blocks) == 8
     assert {block.heads for block in article.blocks} == {8}
@@ -63,29 +64,16 @@ def test_bert_shapes_and_sizes():
 
 def test_wrong_sizes_are_named():
     with pytest.raises(ValueError, match="A sample has 9 tokens, but the model has 8 positions"):
-        models.bert_small(vocabulary=50, length=8)(torch.zeros(1, 9, dtype=torch.long))
+        Bert(50, 16, 1, 4, length=8)(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="multiple of heads"):
-        models.Bert(50, hidden=10, layers=1, heads=4, length=8)
+        Bert(50, hidden=10, layers=1, heads=4, length=8)
     for depth in (9, 2):
         with pytest.raises(ValueError, match=r"6 n \+ 2"):
-            models.PyramidNet(depth=depth, alpha=10)
-
-
-def test_fused_and_written_out_attention_are_equal_forward_and_backward_and_drop_in_training_only():
-    nets = [models.Bert(40, 16, 2, 4, 9, dropout=0.5, fused=fused) for fused in (False, True)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    tokens = torch.randint(0, 40, (3, 9))
-    assert not any(torch.equal(net(tokens), net(tokens)) for net in nets)
-    outputs = [net.eval()(tokens) for net in nets]
-    torch.testing.assert_close(*outputs, atol=1e-6, rtol=1e-5)
-    for output in outputs:
-        output.square().sum().backward()
-    for one, other in zip(*(net.parameters() for net in nets), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
+            PyramidNet(depth=depth, alpha=10)
 
 
 def test_one_bert_block_equals_pytorch_s_own_layer():
-    block = models.BertBlock(16, 4, dropout=0.0, fused=False)
+    block = BertBlock(16, 4, dropout=0.0)
     layer = nn.TransformerEncoderLayer(16, 4, 64, 0.0, "gelu", batch_first=True, norm_first=True)
     block.project, block.up, block.down = layer.self_attn.out_proj, layer.linear1, layer.linear2
     with torch.no_grad():
@@ -95,9 +83,7 @@ def test_one_bert_block_equals_pytorch_s_own_layer():
     torch.testing.assert_close(block(x), layer(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "build, inputs", [(models.pyramidnet_article, (2, 3, 32, 32)), (models.bert_article, (2, 163))]
-)
+@pytest.mark.parametrize("build, inputs", [(pyramidnet_article, (2, 3, 32, 32)), (bert_article, (2, 163))])
 def test_full_size_nets_run_on_one_gpu_that_is_not_the_current_one(build, inputs):
     # A tensor that a forward pass makes without device= lies on the CPU or on GPU 0, and raises here.
     with virtual_gpus(2, memory="16 GiB", shapes_only=True):

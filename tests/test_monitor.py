@@ -320,7 +320,7 @@ def test_segments_in_words_and_drawn(gpu):
     del second
     said = "1 segment, 24.0 MiB reserved: 12.0 MiB used in 1 block, 12.0 MiB free in 1 piece, the largest 12.0 MiB."
     assert describe_segments(gpu) == said and first.is_cuda
-    ax = draw_segments(gpu, title="holes")
+    (ax,) = draw_segments(gpu, title="holes").axes
     assert alt_text(ax) == f"holes\n{said}"
     assert ax.get_title(loc="left") == "holes"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["segment 1"]

@@ -12,6 +12,7 @@ from virtual_gpus import active_machine, virtual_gpus
 
 from helpers.measure import GiB, MiB, Reading, Readings, format_bytes
 from helpers.show import explore, live, live_memory
+from helpers.show.bars import bars_now
 from helpers.show.panel import Panel, control, size_of, view
 from tests.programs import until
 
@@ -255,9 +256,9 @@ def test_the_scale_and_the_figures_of_the_bars_are_said():
     """A learner reads off how long a frame is: a power of two, or the capacity."""
     frames = {0: "1.00 MiB", 128 * MiB: "128 MiB", 129 * MiB: "256 MiB", 2 * GiB: "16.0 GiB"}
     for reserved, frame in frames.items():
-        page = live._now(Readings([Reading(0, "GPU", 16 * GiB, 0, 0, reserved, reserved)]), "")
+        page = bars_now(Readings([Reading(0, "GPU", 16 * GiB, 0, 0, reserved, reserved)]), "")
         assert f"frame: {frame}" in page
-    page = live._now(Readings([Reading(0, "GPU", 16 * GiB, GiB, 2 * GiB, 4 * GiB, 4 * GiB, 5 * GiB, 16 * GiB)]), "")
+    page = bars_now(Readings([Reading(0, "GPU", 16 * GiB, GiB, 2 * GiB, 4 * GiB, 4 * GiB, 5 * GiB, 16 * GiB)]), "")
     said = "GPU 0: 1.00 GiB allocated, peak 2.00 GiB, 4.00 GiB reserved, driver 5.00 GiB, of 16.0 GiB"
     assert page.count(said) == 2  # one of them is for screen readers
     assert re.findall(r"width: ([\d.]+)%", page) == ["31.25", "25.00", "6.25"]  # each bar on the one before

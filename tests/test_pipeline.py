@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
-from helpers.measure import peak_memory
+from helpers.measure import measure_memory
 from helpers.measure.timeline import record_timeline
 from helpers.parallel.pipeline import Pipeline, Task, bubble, gpipe, most_kept, one_f_one_b, simulate
-from helpers.show.schedule import explore_pipeline
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
@@ -108,23 +107,10 @@ def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count=4, micro_
             step()
             with record_timeline() as timeline:
                 step()
-            peaks[schedule] = [reading.peak_allocated for reading in peak_memory(step)]
+            with measure_memory() as readings:
+                step()
+            peaks[schedule] = [reading.peak_allocated for reading in readings]
         idle = 1 - sum(map(timeline.utilisation, range(count))) / count
         assert idle == pytest.approx(bubble(count, micro_batches), abs=0.03)
     assert all(less < more for less, more in zip(peaks[one_f_one_b], peaks[gpipe], strict=True))
     assert peaks[one_f_one_b][-1] == min(peaks[one_f_one_b])
-
-
-def test_the_panel_says_what_the_formula_says_and_follows_its_sliders():
-    panel = explore_pipeline(stages=4, micro_batches=8, extra=0)
-    assert "27.3 % of the step, 3/11" in panel.words and "at most 8 of 8" in panel.words
-    assert "shortest with 48 or more micro-batches" in panel.words
-    before = panel._picture.value
-    panel.controls["schedule"].value = "1F1B"
-    assert "at most 4 of 8" in panel.words and panel._picture.value != before
-    panel.controls["micro_batches"].value = 1
-    assert "75.0 % of the step, 3/4" in panel.words
-    panel.controls["extra"].value = 2  # where each micro-batch costs something, the best number lies in the middle
-    assert int(panel.words.split("shortest with ")[1].split()[0]) in range(10, 20)
-    with pytest.raises(ValueError, match="none of the options"):
-        explore_pipeline(schedule="GPype")

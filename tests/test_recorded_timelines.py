@@ -9,16 +9,14 @@ from matplotlib.colors import to_hex
 from torch import nn
 from virtual_gpus import virtual_gpus
 
+from helpers.gpus import Span, describe_timeline
 from helpers.measure.timeline import (
     BLOCK,
     Timeline,
-    Work,
     describe_time_use,
-    describe_timeline,
-    format_time,
     record_timeline,
+    spans_of,
     time_use,
-    work_of,
 )
 from helpers.show import timeline_bars
 from tests.pictures import alt_text
@@ -26,7 +24,8 @@ from tests.pictures import alt_text
 
 def of(seconds, *work, modelled=True):
     timeline = Timeline()
-    timeline.seconds, timeline.work, timeline.modelled = seconds, [Work(*each, "") for each in work], modelled
+    timeline.seconds, timeline.modelled = seconds, modelled
+    timeline.spans = [Span(gpu, 0, *rest, "") for gpu, *rest in work]
     return timeline
 
 
@@ -43,7 +42,7 @@ def two_gpus():
 
 
 def test_a_modelled_timeline(two_gpus):
-    kinds = {(w.gpu, w.kind) for w in two_gpus.work}
+    kinds = {(w.gpu, w.kind) for w in two_gpus.spans}
     assert two_gpus.modelled and two_gpus.gpus == [0, 1] and describe_timeline(two_gpus).startswith("modelled ")
     assert {(gpu, kind) for gpu in (0, 1) for kind in ("forward", "backward", "step", "copy")} <= kinds
     assert two_gpus.utilisation(0) + two_gpus.utilisation(1) < 1.01  # they take turns
@@ -133,7 +132,8 @@ def test_a_table_of_what_each_gpu_does():
         "a cuda:1        10.0        6.0        0.0        0.0        4.0        0.0",
     ]
     assert describe_time_use(of(1.0, (3, 0, 1, "step"), modelled=False)).startswith("measured ms")
-    assert [*map(format_time, (1.1324, 0.0123456, 2e-5))] == ["1,132 ms", "12.3 ms", "0.02 ms"]
+    for seconds, words in ((1.1324, "1,132 ms"), (0.0123456, "12.3 ms"), (2e-5, "0.02 ms")):
+        assert describe_timeline(of(seconds)) == f"modelled {words} | busy: "
 
 
 # ---- torch.profiler's trace -----------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_a_trace_is_read_as_work():
         event("gpu_memcpy", "Memcpy HtoD", 1250, 5, 7, device=1, correlation=10),
         kernel(77, "launched before the trace", 1400, 5),
     ]  # fmt: skip
-    seconds, work = work_of(trace)
+    seconds, work = spans_of(trace)
     assert seconds == pytest.approx(500e-6)
     assert [(w.gpu, w.kind) for w in work] == [
         (0, "forward"), (0, "collective"), (1, "backward"), (0, "copy"), (1, "copy"), (1, "copy"), (0, "step"),
@@ -174,6 +174,6 @@ def test_a_trace_is_read_as_work():
     ]  # fmt: skip
     assert (work[0].start, work[0].end) == (pytest.approx(10e-6), pytest.approx(30e-6))
     measured = Timeline()
-    measured.seconds, measured.work, measured.modelled = seconds, work, False
+    measured.seconds, measured.spans, measured.modelled = seconds, work, False
     in_us = [1e6 * part for part in time_use(measured, 0)]  # 20 + 10 + 5 computing; 40 of the other, and its copy
     assert in_us == pytest.approx([35, 30, 5, 45, 385])

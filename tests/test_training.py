@@ -12,12 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from virtual_gpus import virtual_gpus
 
 from helpers.models import group_norm, small_resnet
-from helpers.train import DataParallelTrainer, Trainer
+from helpers.train import Trainer
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 LOSS = nn.CrossEntropyLoss()
-FORMS = {"cpu": Trainer, "cuda:2": Trainer, "cuda:0-3": DataParallelTrainer, "cuda:1,3": DataParallelTrainer}
 GPUS = {"cuda:0-3": [torch.device("cuda", gpu) for gpu in range(4)], "cuda:1,3": ["cuda:1", "cuda:3"]}
 
 
@@ -37,7 +36,7 @@ def build(name="cpu", make=mlp, optimizer=torch.optim.SGD, lr=0.01, loader=None)
     torch.manual_seed(0)
     model = make()
     loader = images() if loader is None else loader
-    runner = FORMS[name](model, optimizer(model.parameters(), lr=lr), LOSS, loader, GPUS.get(name, name))
+    runner = Trainer(model, optimizer(model.parameters(), lr=lr), LOSS, loader, GPUS.get(name, name))
     assert runner.name == name
     return runner
 
@@ -102,7 +101,7 @@ def test_what_cannot_be_trained_is_refused():
 @pytest.mark.parametrize("name", ["cuda:2", "cuda:1,3"])
 def test_losses_accuracies_and_weights_equal_the_cpu_s(four, name):
     """Without BatchNorm: a net with it is meant to differ when a batch is cut into pieces."""
-    resnet, sgd = partial(small_resnet, 5, norm=group_norm), partial(torch.optim.SGD, momentum=0.9)
+    resnet, sgd = partial(small_resnet, norm=group_norm), partial(torch.optim.SGD, momentum=0.9)
     expected, runner = build("cpu", resnet, sgd), build(name, resnet, sgd)
     runner.train(2), expected.train(2)
     for (loss, accuracy), (right, share) in zip(runner.history, expected.history, strict=True):

@@ -15,9 +15,7 @@ from math import isnan
 
 import torch
 
-from helpers.measure.readings import Reading, Readings
-from helpers.measure.refusals import read_refusal
-from helpers.measure.sizes import MiB
+from helpers.measure.readings import MiB, Reading, Readings, describe_oom, read_refusal
 
 
 def read_memory(devices=None) -> Readings:
@@ -55,9 +53,7 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
     try:
         yield readings
     except torch.OutOfMemoryError as error:  # keep only its figures, because the error keeps the block's tensors alive
-        refusal = read_refusal(error)
-        first_line, *_ = str(error).splitlines() or [""]
-        said = f"{refusal}." if refusal else f"Memory ran out; PyTorch does not say where: {first_line}"
+        refusal, said = read_refusal(error), describe_oom(error)
         if not catch:
             raise
         error.__traceback__ = None  # its frames form a reference cycle, which only gc frees
@@ -68,11 +64,36 @@ def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
         readings.note = " ".join(filter(None, [said, found.note]))
 
 
-def peak_memory(fn: Callable[[], object], devices=None, catch: bool = False) -> Readings:
-    """Run `fn()` and return the readings of `measure_memory`."""
-    with measure_memory(devices, catch) as readings:
-        fn()
-    return readings
+def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2**16, steps: int = 2) -> int:
+    """Return the largest batch size, in samples and up to `limit`, for which `step(batch)` runs, or 0 if none does.
+
+    Each try runs `steps` steps, because the optimizer creates its state in the first one, and the second runs beside
+    it. A torch.OutOfMemoryError means that the batch is too large; any other error is passed on. The search tries the
+    smallest batch, so that the answer does not depend on `start`, then `start`, doubles until a try fails, and bisects.
+    The random number generators are afterwards as before. Raises ValueError for an empty search range.
+
+    step: best a function that builds model and optimizer and then trains two steps (with `steps=1`), because that is
+    what a fresh program does. Where the state of an optimizer lies that lives on from try to try, more may fit.
+    """
+    if min(start, limit, steps) < 1:
+        raise ValueError("start, limit and steps must be at least 1.")
+    good, bad, size = 0, limit + 1, 1
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        while bad - good > 1:
+            good, bad = (size, bad) if all(fits(step, size) for _ in range(steps)) else (good, size)
+            gc.collect()  # an error's traceback keeps the step's tensors alive, in reference cycles
+            torch.cuda.empty_cache()
+            size = min(max(2 * good, start), limit) if bad > limit else (good + bad) // 2
+    return good
+
+
+def fits(step: Callable, *args) -> bool:
+    """Return whether `step(*args)` runs without a torch.OutOfMemoryError. Other errors are passed on."""
+    try:
+        step(*args)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 def gpu_indices(devices=None) -> list[int]:

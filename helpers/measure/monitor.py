@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from helpers.gpus import PeakLog, block_address, kind_of, owned, replay
 from helpers.measure.memory import gpu_indices
-from helpers.measure.sizes import format_bytes
+from helpers.measure.readings import format_bytes
 
 MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
 place_of = itemgetter("filename", "name")  # of a frame in a snapshot

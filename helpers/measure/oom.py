@@ -17,14 +17,12 @@ from textwrap import fill
 import torch
 from torch import Tensor
 
-from helpers.gpus import KINDS, block_address, kind_of
+from helpers.gpus import MEMORY_KINDS, block_address, kind_of
 from helpers.measure.monitor import blocks_by_kind, memory_history, objects_of, place_of
-from helpers.measure.refusals import Refusal, read_refusal
-from helpers.measure.sizes import format_bytes
+from helpers.measure.readings import LINE, Refusal, describe_oom, format_bytes, read_refusal
 
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
 _STDLIB = sysconfig.get_path("stdlib")
-_WIDTH = 110  # characters per line of a notebook's output
 _MOST_ROWS = 5
 
 
@@ -66,7 +64,7 @@ def origin(frames: list[dict]) -> str:
 class Explanation:
     """The memory of a GPU when it ran out, in bytes. It is false if memory did not run out. Print it.
 
-    outside: memory in use outside PyTorch's allocator. said: the text that is printed if there is nothing to explain.
+    outside: memory in use outside PyTorch's allocator. said: what happened, in one line.
     """
 
     refused: Refusal | None = None
@@ -80,7 +78,7 @@ class Explanation:
         return self.refused is not None
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes per kind: the existing kinds of `KINDS`, then memory that is gone, cached, used by others, or free."""
+        """Bytes per kind: those of `MEMORY_KINDS`, then memory that is gone, cached, used by others, or free."""
         found, refused = Counter(), self.refused
         for size, kind, _ in self.blocks:
             found[kind] += size
@@ -90,7 +88,7 @@ class Explanation:
         found["cached by PyTorch"] = max(0, self.reserved - found.total())
         found["context and other programs"] = self.outside
         found["free"] = max(0, self.capacity - self.reserved - self.outside)
-        return {kind: found[kind] for kind in (*KINDS, *found) if found[kind] or kind == "free"}
+        return {kind: found[kind] for kind in (*MEMORY_KINDS, *found) if found[kind] or kind == "free"}
 
     def advice(self) -> list[tuple[int, str]]:
         """(bytes saved, what to do) pairs, largest first. Advice that saves less than 2 % is left out."""
@@ -118,7 +116,7 @@ class Explanation:
         for size, _, text in self.blocks:
             sizes[text].append(size)
         groups = sorted(sizes.items(), key=lambda group: (-sum(group[1]), group[0]))
-        lines = [f"{self.refused}.", "", "what is there"]
+        lines = [self.said, "", "what is there"]
         lines += [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
         lines += ["", "the largest, and the line that made them"]
         for text, each in groups[:_MOST_ROWS]:
@@ -130,7 +128,7 @@ class Explanation:
             lacking = self.refused.over - size
             enough = f"not enough: {format_bytes(lacking)} are missing" if lacking > 0 else "enough"
             told = f"{format_bytes(size):>9}  {text} ({enough})"
-            lines.append(fill(told, _WIDTH, initial_indent="  ", subsequent_indent=" " * 13))
+            lines.append(fill(told, LINE, initial_indent="  ", subsequent_indent=" " * 13))
         return "\n".join(lines)
 
 
@@ -148,7 +146,7 @@ def explain_oom() -> Iterator[Explanation]:
             found.said = "Memory did not run out."
         except torch.OutOfMemoryError as error:  # while it is alive, so are the frames and their variables
             found.refused = refused = read_refusal(error)
-            found.said = f"Memory ran out; PyTorch does not say where: {error}"
+            found.said = describe_oom(error)
             if refused is not None:
                 free, found.capacity = torch.cuda.mem_get_info(refused.gpu)
                 found.reserved = torch.cuda.memory_reserved(refused.gpu)

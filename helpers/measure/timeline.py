@@ -22,35 +22,28 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from helpers.gpus import modelled_timeline, seconds_covered
+from helpers.gpus import Span, busy_seconds, gpus_of, modelled_timeline, seconds_covered
 
-KINDS = ("forward", "backward", "step", "copy", "collective")
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
 
 
-class Work(NamedTuple):
-    """A kernel, copy or collective on one GPU. `start` and `end` are in seconds since the block began."""
-
-    gpu: int
-    start: float
-    end: float
-    kind: str
-    name: str
-
-
 @dataclass
 class Timeline:
-    """The recording, which is filled when the block ends. It can be pickled, so a rank can return it."""
+    """The recording, which is filled when the block ends. It can be pickled, so a rank can return it.
+
+    spans: the kernels, copies and collectives, each with its GPU, its start and end in seconds since the block began,
+    its kind ("forward", "backward", "step", "copy" or "collective") and its name.
+    """
 
     seconds: float = 0.0
-    work: list[Work] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     modelled: bool = True
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # by GPU: (second, allocated bytes)
 
     def busy_seconds(self, gpu: int) -> float:
         """Seconds in which a GPU ran kernels. Collectives count, and copies do not. Overlapping kernels count once."""
-        return seconds_covered((w.start, w.end) for w in self.work if w.gpu == gpu and w.kind != "copy")
+        return busy_seconds(self.spans, gpu)
 
     def utilisation(self, gpu: int) -> float:
         """The share of the block's time, from 0 to 1, in which a GPU ran kernels."""
@@ -59,7 +52,7 @@ class Timeline:
     @property
     def gpus(self) -> list[int]:
         """The indices of the GPUs that did something, in ascending order."""
-        return sorted({w.gpu for w in self.work})
+        return gpus_of(self.spans)
 
 
 class TimeUse(NamedTuple):
@@ -105,7 +98,7 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     with clock:
         yield found
     found.seconds = clock.seconds
-    found.work = [Work(s.gpu, s.start, s.end, s.kind, s.name) for s in clock.spans if s.gpu is not None]
+    found.spans = [span for span in clock.spans if span.gpu is not None]
     found.memory = clock.memory
 
 
@@ -123,29 +116,29 @@ def _measured(found: Timeline) -> Iterator[Timeline]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    found.seconds, found.work = work_of(events)
+    found.seconds, found.spans = spans_of(events)
 
 
-def work_of(events: Sequence[dict]) -> tuple[float, list[Work]]:
-    """Return the seconds of the block and its work, from the events of torch.profiler's trace.
+def spans_of(events: Sequence[dict]) -> tuple[float, list[Span]]:
+    """Return the seconds of the block and what the GPUs did, from the events of torch.profiler's trace.
 
     A kernel belongs to "step" if it was launched inside the optimizer's step, to "backward" if it was launched by
     another thread (autograd has one per GPU), and otherwise to "forward".
     """
-    spans = [event for event in events if event.get("ph") == "X"]
-    block = next(e for e in spans if e["name"] == BLOCK and e.get("cat") == "user_annotation")
-    steps = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"].startswith("Optimizer.step")]
-    launched = [e for e in spans if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    events = [event for event in events if event.get("ph") == "X"]
+    block = next(e for e in events if e["name"] == BLOCK and e.get("cat") == "user_annotation")
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("Optimizer.step")]
+    launched = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = {e.get("args", {}).get("correlation"): e for e in launched}
-    work = []
-    for event in spans:
+    spans = []
+    for event in events:
         if event.get("cat") in _ON_GPU:
             launch = launches.get(event["args"].get("correlation"))
             kind = _ON_GPU[event["cat"]] or _phase(event["name"], launch, block["tid"], steps)
             start = (event["ts"] - block["ts"]) / 1e6
             end = start + event["dur"] / 1e6
-            work += [Work(gpu, start, end, kind, event["name"]) for gpu in _gpus(event["args"])]
-    return block["dur"] / 1e6, sorted(work, key=lambda each: each.start)
+            spans += [Span(gpu, 0, start, end, kind, event["name"]) for gpu in _gpus(event["args"])]
+    return block["dur"] / 1e6, sorted(spans, key=lambda span: span.start)
 
 
 def _gpus(args: dict) -> list[int]:
@@ -175,19 +168,12 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
     if gpu not in timeline.gpus:
         raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {timeline.gpus}.")
     kinds = ([], [], [], [])  # computing, collective, copying, others
-    for work in timeline.work:
-        place = 3 if work.gpu != gpu else {"collective": 1, "copy": 2}.get(work.kind, 0)
-        kinds[place].append((work.start, work.end))
+    for span in timeline.spans:
+        place = 3 if span.gpu != gpu else {"collective": 1, "copy": 2}.get(span.kind, 0)
+        kinds[place].append((span.start, span.end))
     until = [seconds_covered(sum(kinds[:count], [])) for count in range(5)]
     parts = [after - before for before, after in zip(until, until[1:], strict=False)]
     return TimeUse(*parts, nothing=max(0.0, timeline.seconds - until[-1]))
-
-
-def describe_timeline(timeline: Timeline) -> str:
-    """Describe a timeline in one line: its length, modelled or measured, and the utilisation of each GPU."""
-    how = "modelled" if timeline.modelled else "measured"
-    busy = ", ".join(f"cuda:{gpu} {100 * timeline.utilisation(gpu):.0f} %" for gpu in timeline.gpus)
-    return f"{how} {format_time(timeline.seconds)} | busy: {busy}"
 
 
 def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
@@ -201,9 +187,3 @@ def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
         figures = "".join(f"{1e3 * seconds:11.1f}" for seconds in time_use(timeline, gpu))
         lines.append(f"{name:{wide}} {1e3 * timeline.seconds:8.1f}{figures}")
     return "\n".join(lines)
-
-
-def format_time(seconds: float) -> str:
-    """Format seconds as milliseconds with at least three digits, for example "12.3 ms" or "1,234 ms"."""
-    ms = 1e3 * seconds
-    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, one process each, from a notebook cell.
+"""Starts ranks from a notebook cell, one process each: a function with `launch`, a program with `run_hosts`.
 
     def train(rank):
         model = DistributedDataParallel(Net().to("cuda"))
@@ -10,13 +10,13 @@
 The package of the virtual GPUs starts the processes, on real GPUs too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from virtual_gpus.testing import RankError, run_ranks
-from virtual_gpus.testing.network import interface
+from virtual_gpus.testing.network import free_port, interface
 
-__all__ = ["RankError", "interface", "launch"]
+__all__ = ["RankError", "free_port", "interface", "launch", "run_hosts"]
 
 
 def launch(
@@ -36,3 +36,14 @@ def launch(
     """
     __tracebackhide__ = True  # IPython shows the line of the cell
     return run_ranks(fn, ranks, args, gpus=gpus, timeout=timeout, show=show)
+
+
+def run_hosts(commands: Mapping[str, Sequence[object]], timeout: float = 240) -> dict[str, str]:
+    """Run torchrun once per host, all at the same time on this machine. Return what each of them printed.
+
+    commands: by host, `[sys.executable, "-m", "torch.distributed.run", ...]`. timeout: in seconds. Raises ValueError
+    for another command, and TimeoutError with all that was printed. `virtual_gpus.testing.hosts` says more.
+    """
+    from virtual_gpus.testing import hosts  # here, because torchrun takes a third of a second to import
+
+    return hosts.run_hosts(commands, timeout)

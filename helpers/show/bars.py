@@ -1,7 +1,8 @@
-"""Draws the memory of each GPU as three bars, one inside the other, with the figures on the right.
+"""The memory of each GPU as three bars, one inside the other, with the figures on the right, and as text.
 
     memory_bars(readings)                            one situation
     compare_bars({"one": readings, "two": others})   several, below each other
+    describe(readings)                               the same as text, for readers who cannot see the picture
 
 The widest bar is what the driver counts (GPUtil's `memoryUsed`): the memory of all programs, and CUDA's context. Inside
 it is the most that PyTorch has reserved (`torch.cuda.max_memory_reserved`), and inside that the most that tensors have
@@ -10,6 +11,7 @@ other two are peaks: after the cache was emptied, a peak can exceed it.
 """
 
 from collections.abc import Mapping
+from html import escape
 from textwrap import fill
 
 import matplotlib.pyplot as plt
@@ -17,12 +19,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure import Readings, format_bytes, unit_of
-from helpers.show.style import FRAME, MEMORY, OVER, WIDTH, open_frame, set_alt_text
-from helpers.show.words import describe
+from helpers.measure import MiB, Reading, Readings, format_bytes, unit_of
+from helpers.show.style import COLOURS, FRAME, MEMORY, OVER, WIDTH, open_frame, set_alt_text
 
-_FIELDS = {"driver": "driver_used", "reserved": "peak_reserved", "allocated": "peak_allocated"}  # from the outside in
+# The bars from the outside in: their kind, their field of a reading at the peak and now, and their share of the row.
+_BARS = (
+    ("driver", "driver_used", "driver_used", 0.78),
+    ("reserved", "peak_reserved", "reserved", 0.52),
+    ("allocated", "peak_allocated", "allocated", 0.26),
+)
 _NAMES = {"driver": "driver (GPUtil)", "reserved": "peak reserved", "allocated": "peak allocated"}
+_STRIPED = f"repeating-linear-gradient(135deg, {COLOURS[5]} 0 4px, white 4px 6px)"
+_CSS = {"driver": "#dedede", "reserved": _STRIPED, "allocated": COLOURS[0]}
 
 
 def memory_bars(readings: Readings, title: str | None = None, figure: Figure | None = None) -> Figure:
@@ -38,12 +46,12 @@ def memory_bars(readings: Readings, title: str | None = None, figure: Figure | N
 def compare_bars(situations: Mapping[str, Readings], title: str | None = None, figure: Figure | None = None) -> Figure:
     """Draw several situations below each other, on the same scale. Otherwise like `memory_bars`."""
     if not situations or not all(situations.values()):
-        raise ValueError("There are no readings to draw. Pass the result of read_memory() or peak_memory(step).")
+        raise ValueError("There are no readings to draw. Pass the result of read_memory().")
     counts = [len(readings) for readings in situations.values()]
     if figure is None:
         figure = plt.figure(figsize=(WIDTH, _height(sum(counts)) + 0.3 * len(counts) - 0.3), layout="constrained")
     found = [reading for readings in situations.values() for reading in readings]
-    top = max(getattr(reading, field) or 0 for reading in found for field in _FIELDS.values())
+    top = max(getattr(reading, field) or 0 for reading in found for _, field, _, _ in _BARS)
     capacity = max(reading.capacity for reading in found)
     zoomed = 0 < top < capacity / 8
     length = top if zoomed else max(top, capacity)
@@ -54,7 +62,7 @@ def compare_bars(situations: Mapping[str, Readings], title: str | None = None, f
         ax.set_title(fill(name, 80), loc="left", fontsize=10)
     axes[-1].set_xlim(0, 1.03 * length / unit)
     axes[-1].set_xlabel(f"memory in {unit_name}" + (" (the axis ends before the capacity)" if zoomed else ""))
-    shown = [kind for kind, field in _FIELDS.items() if any(getattr(reading, field) is not None for reading in found)]
+    shown = [kind for kind, field, _, _ in _BARS if any(getattr(reading, field) is not None for reading in found)]
     keys = [Patch(**MEMORY[kind], label=_NAMES[kind]) for kind in shown] + [Patch(**FRAME, label="capacity")]
     if any(max(reading.peak_reserved, reading.peak_allocated) > reading.capacity for reading in found):
         keys.append(Patch(**OVER, label="over the capacity"))
@@ -79,7 +87,7 @@ def _draw(ax: Axes, readings: Readings, unit: int) -> None:
     for row, reading in enumerate(readings):
         ax.barh(row, reading.capacity / unit, 0.86, zorder=1, **FRAME)
         figures = []
-        for (kind, field), height in zip(_FIELDS.items(), (0.78, 0.52, 0.26), strict=True):
+        for kind, field, _, height in _BARS:
             size = getattr(reading, field)
             if size is None:
                 continue
@@ -95,3 +103,74 @@ def _draw(ax: Axes, readings: Readings, unit: int) -> None:
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(labels) - 0.5, -0.5)
     open_frame(ax, grid="x")
+
+
+# ---- the same bars now, as HTML --------------------------------------------------------------------------------------
+
+
+def bars_now(readings: Readings, heading: str) -> str:
+    """Return HTML with the figures of this moment and their bars. Matplotlib would need a fifth of a second.
+
+    The height is that of `empty_figure`. The frame is as long as the capacity, or as a power of two if all GPUs hold
+    little, so that the scale rarely changes while memory grows.
+    """
+    capacity = max(reading.capacity for reading in readings)
+    most = max(max(reading.driver_used or 0, reading.peak_reserved) for reading in readings)
+    length = capacity if 8 * most >= capacity else max(1 << (most - 1).bit_length(), MiB)
+    return (
+        f'<div role="img" aria-label="{"; ".join(map(_now, readings))}" style="width: {100 * WIDTH:.0f}px; '
+        f'height: {100 * _height(len(readings)):.0f}px; line-height: 20px; font-size: 13px; overflow: hidden">'
+        f"<b>{escape(heading[:96])}</b><br>light: driver (GPUtil), striped: reserved, dark: allocated; "
+        f"frame: {format_bytes(length)}{''.join(_row_now(reading, length) for reading in readings)}</div>"
+    )
+
+
+def _now(reading: Reading) -> str:
+    peak = format_bytes(reading.peak_allocated)
+    driver = "" if reading.driver_used is None else f", driver {format_bytes(reading.driver_used)}"
+    return escape(
+        f"GPU {reading.index}: {format_bytes(reading.allocated)} allocated, peak {peak}, "
+        f"{format_bytes(reading.reserved)} reserved{driver}, of {format_bytes(reading.capacity)}"
+    )
+
+
+def _row_now(reading: Reading, length: int) -> str:
+    bars = ""
+    for kind, _, field, height in _BARS:
+        width, margin = min(1, (getattr(reading, field) or 0) / length), (1 - height) / 2
+        place = f"left: 0; top: {margin:.0%}; bottom: {margin:.0%}; width: {width:.2%}"
+        bars += f'<div style="position: absolute; {place}; background: {_CSS[kind]}"></div>'
+    frame = "position: relative; height: 26px; border: 1px solid #666; box-sizing: border-box"
+    return f'<div style="padding-top: 14px">{_now(reading)}</div><div style="{frame}">{bars}</div>'
+
+
+# ---- the text --------------------------------------------------------------------------------------------------------
+
+
+def describe(readings: Readings | Mapping[str, Readings]) -> str:
+    """Describe each GPU's peaks of allocated and reserved memory and what the driver counts, equal GPUs in one line.
+
+    readings: of one situation, or of several by name. A GPU that ran out of memory has the request that failed.
+    """
+    if isinstance(readings, Mapping):
+        return "\n".join(f"{name}: {line}" for name, each in readings.items() for line in describe(each).splitlines())
+    lines: dict[str, list[str]] = {}
+    for reading in readings:
+        lines.setdefault(_said(reading), []).append(str(reading.index))
+    return "\n".join(f"{_names(gpus)} {figures}." for figures, gpus in lines.items()) or "No readings yet."
+
+
+def _said(reading: Reading) -> str:
+    if reading.refused:
+        return str(reading.refused).removeprefix(f"GPU {reading.index} ")
+    capacity = format_bytes(reading.capacity)
+    peaks = f"{format_bytes(reading.peak_allocated)} allocated and {format_bytes(reading.peak_reserved)} reserved"
+    if reading.peak_allocated > reading.capacity:
+        return f"would need {peaks}, {format_bytes(reading.peak_allocated - reading.capacity)} more than its {capacity}"
+    if reading.driver_used is None:
+        return f"peaked at {peaks} of {capacity}"
+    return f"peaked at {peaks}; the driver counts {format_bytes(reading.driver_used)} of {capacity}"
+
+
+def _names(gpus: list[str]) -> str:
+    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]} each"

@@ -14,19 +14,14 @@ import threading
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from html import escape
 
 import ipywidgets
 from IPython import get_ipython
 from IPython.display import display
 
-from helpers.measure import MiB, Reading, Readings, format_bytes, measure_memory, read_memory
-from helpers.show.bars import empty_figure, memory_bars
+from helpers.measure import Readings, measure_memory, read_memory
+from helpers.show.bars import bars_now, describe, empty_figure, memory_bars
 from helpers.show.panel import image, png, size_of, view
-from helpers.show.style import COLOURS
-from helpers.show.words import describe
-
-DARK, LIGHT = COLOURS[0], COLOURS[5]
 
 
 class LivePanel:
@@ -66,7 +61,7 @@ class LivePanel:
                 self._look()
 
     def _look(self) -> None:
-        self._picture.value = _now(read_memory(), self._line)
+        self._picture.value = bars_now(read_memory(), self._line or "Memory now")
 
     def _close(self) -> None:
         """Show the peaks as an image and as text. The notebook's file keeps both, and they need no kernel."""
@@ -102,43 +97,3 @@ def live_memory(every: float = 0.5) -> Iterator[LivePanel]:
 
 def _in_a_notebook() -> bool:
     return getattr(get_ipython(), "kernel", None) is not None
-
-
-def _now(readings: Readings, line: str) -> str:
-    """Return HTML with the figures of this moment and their bars. Matplotlib would need a fifth of a second.
-
-    `line`: the last line that training logged. The height is that of the picture of the peaks. The frame is as long as
-    the capacity, or as a power of two if all GPUs hold little, so that the scale rarely changes while memory grows.
-    """
-    capacity = max(reading.capacity for reading in readings)
-    most = max(max(reading.driver_used or 0, reading.peak_reserved) for reading in readings)
-    length = capacity if 8 * most >= capacity else max(1 << (most - 1).bit_length(), MiB)
-    rows = "".join(_row(reading, length) for reading in readings)
-    said = "; ".join(map(_figures, readings))
-    return (
-        f'<div role="img" aria-label="{said}" style="width: 700px; '
-        f'height: {120 + 62 * len(readings)}px; line-height: 20px; font-size: 13px; overflow: hidden">'
-        f"<b>{escape((line or 'Memory now')[:96])}</b><br>light: driver (GPUtil), striped: reserved, dark: allocated; "
-        f"frame: {format_bytes(length)}{rows}</div>"
-    )
-
-
-def _figures(reading: Reading) -> str:
-    peak = format_bytes(reading.peak_allocated)
-    driver = "" if reading.driver_used is None else f", driver {format_bytes(reading.driver_used)}"
-    return escape(
-        f"GPU {reading.index}: {format_bytes(reading.allocated)} allocated, peak {peak}, "
-        f"{format_bytes(reading.reserved)} reserved{driver}, of {format_bytes(reading.capacity)}"
-    )
-
-
-def _row(reading: Reading, length: int) -> str:
-    striped = f"repeating-linear-gradient(135deg, {LIGHT} 0 4px, white 4px 6px)"
-    bars = ""
-    for size, inset, fill in (
-        (reading.driver_used or 0, 0, "#dedede"), (reading.reserved, 4, striped), (reading.allocated, 8, DARK)
-    ):  # fmt: skip
-        place = f"left: 0; top: {inset}px; bottom: {inset}px; width: {min(100, 100 * size / length):.2f}%"
-        bars += f'<div style="position: absolute; {place}; background: {fill}"></div>'
-    frame = "position: relative; height: 26px; border: 1px solid #666; box-sizing: border-box"
-    return f'<div style="padding-top: 14px">{_figures(reading)}</div><div style="{frame}">{bars}</div>'

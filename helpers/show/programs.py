@@ -5,10 +5,8 @@ import html
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "notebooks" / "scripts"
-
-
 # Green and red, transparent enough for light and dark themes. The signs + and - say the same without colour.
-TINTS = {"+": "rgba(46, 160, 67, 0.22)", "-": "rgba(248, 81, 73, 0.22)"}
+_TINTS = {"+": "rgba(46, 160, 67, 0.22)", "-": "rgba(248, 81, 73, 0.22)"}
 
 
 class Difference:
@@ -33,8 +31,8 @@ def _tinted(line: str) -> str:
     text = html.escape(line, quote=False) + "\n"
     if line.startswith(("+++ ", "--- ")):  # the names of the files
         return f"<b>{text}</b>"
-    if line[:1] in TINTS:
-        return f'<span style="display: block; background-color: {TINTS[line[0]]}">{text}</span>'
+    if line[:1] in _TINTS:
+        return f'<span style="display: block; background-color: {_TINTS[line[0]]}">{text}</span>'
     return text
 
 

@@ -6,23 +6,23 @@ piece that is large enough. With many small gaps, memory can run out although en
 
 import matplotlib.pyplot as plt
 import torch
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from helpers.measure import format_bytes, read_memory, unit_of
 from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
 
 
-def draw_segments(gpu=0, title: str | None = None) -> Axes:
+def draw_segments(gpu=0, title: str | None = None) -> Figure:
     """Draw one row per segment of a GPU, the largest first. Blocks in use are coloured, and gaps are white.
 
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
-    axes. Raises what `read_memory` raises, and ValueError for a GPU without segments.
+    figure. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
     segments = _segments(gpu)
     if not segments:
         raise ValueError("PyTorch has not reserved any memory on this GPU, so there is no segment to draw.")
-    _, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(segments)), layout="constrained")
+    figure, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(segments)), layout="constrained")
     unit, unit_name = unit_of(segments[0]["total_size"])
     style = bar_style(0) | {"linewidth": 0.6}
     for row, segment in enumerate(segments):
@@ -36,9 +36,9 @@ def draw_segments(gpu=0, title: str | None = None) -> Axes:
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(title or "", loc="left", fontsize=11)
     free = Patch(facecolor="white", edgecolor="0.3", label="free, kept by PyTorch")
-    legend_below(ax.figure, [Patch(**style, label="in use"), free])
-    set_alt_text(ax.figure, title, describe_segments(gpu))
-    return ax
+    legend_below(figure, [Patch(**style, label="in use"), free])
+    set_alt_text(figure, title, describe_segments(gpu))
+    return figure
 
 
 def describe_segments(gpu=0) -> str:

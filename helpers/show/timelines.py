@@ -8,13 +8,15 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.gpus import merged, seconds_covered
-from helpers.measure.timeline import KINDS, Timeline, describe_timeline
-from helpers.show.style import WIDTH, WORK, bar_style, set_alt_text
+from helpers.gpus import describe_timeline, merged, seconds_covered
+from helpers.measure.timeline import Timeline
+from helpers.show.style import WIDTH, bar_style, set_alt_text
 
-LOOKS = {kind: bar_style(WORK[kind], WORK[kind]) for kind in KINDS}
+# By kind of work, with the colours of `animate`.
+_NUMBERS = {"forward": 0, "backward": 1, "step": 2, "copy": 3, "collective": 5}
+_LOOKS = {kind: bar_style(number, number) for kind, number in _NUMBERS.items()}
 # The strip of the copies is too narrow for a hatch. An edge makes copies visible that are shorter than a pixel.
-LOOKS["copy"] |= {"hatch": "", "edgecolor": LOOKS["copy"]["facecolor"], "linewidth": 1.2}
+_LOOKS["copy"] |= {"hatch": "", "edgecolor": _LOOKS["copy"]["facecolor"], "linewidth": 1.2}
 _GAP = 0.002  # of the width; kernels with a smaller gap between them are drawn as one bar
 
 
@@ -25,7 +27,7 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work.
     """
     timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
-    if not timelines or not all(timeline.work for timeline in timelines.values()):
+    if not timelines or not all(timeline.spans for timeline in timelines.values()):
         raise ValueError("There is nothing to draw, because a timeline does not contain any work of a GPU.")
     rows = [len(timeline.gpus) for timeline in timelines.values()]
     size = WIDTH, 0.75 + sum(0.3 + 0.36 * count for count in rows)
@@ -40,8 +42,8 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
         said.append(f"{name}: {describe_timeline(timeline)}" if name else describe_timeline(timeline))
     how = "modelled" if all(timeline.modelled for timeline in timelines.values()) else "measured"
     axes[-1, 0].set(xlabel=f"{how} time in ms", xlim=(0, 1e3 * longest))
-    used = [kind for kind in KINDS if any(w.kind == kind for each in timelines.values() for w in each.work)]
-    handles = [Patch(label=kind, **LOOKS[kind]) for kind in used]
+    used = [kind for kind in _LOOKS if any(s.kind == kind for each in timelines.values() for s in each.spans)]
+    handles = [Patch(label=kind, **_LOOKS[kind]) for kind in used]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(used), frameon=False, fontsize=9)
     set_alt_text(figure, *said)
     return figure
@@ -49,10 +51,10 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
 
 def _draw_rows(ax, timeline: Timeline, gap: float) -> None:
     for row, gpu in enumerate(timeline.gpus):
-        for kind in ("collective", *KINDS[:-1]):  # first, so that they are behind simultaneous kernels
-            spans = sorted((w.start, w.end) for w in timeline.work if (w.gpu, w.kind) == (gpu, kind))
+        for kind in sorted(_LOOKS, key=lambda kind: kind != "collective"):  # which is behind simultaneous kernels
+            spans = sorted((s.start, s.end) for s in timeline.spans if (s.gpu, s.kind) == (gpu, kind))
             bars = [_bar(row, kind, piece, spans) for piece in merged(spans, gap)]
-            ax.add_collection(PolyCollection(bars, **LOOKS[kind]))
+            ax.add_collection(PolyCollection(bars, **_LOOKS[kind]))
     ax.set_yticks(range(len(timeline.gpus)), [f"cuda:{gpu}" for gpu in timeline.gpus])
     ax.set_ylim(len(timeline.gpus) - 0.5, -0.5)
     ax.spines[["top", "right"]].set_visible(False)

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 from helpers.data import random_tokens
 from helpers.gpus import engine, modelled_gpus
 from helpers.measure import MiB, format_bytes
-from helpers.measure.batch_size import fits
+from helpers.measure.memory import fits
 from helpers.models import LLAMA_1B, Llama
 from notebooks.checks import compare
 from notebooks.checks.core import call, exercise, given, require, show

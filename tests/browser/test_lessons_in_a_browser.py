@@ -119,7 +119,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from helpers import use_gpus
-from helpers.train import DataParallelTrainer
+from helpers.train import Trainer
 from helpers.show import live_memory
 from helpers.show.bars import empty_figure, memory_bars
 from helpers.show.panel import png
@@ -138,7 +138,7 @@ job = net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntr
 batches = Batches([(torch.ones(8, 1024), torch.zeros(8, dtype=torch.long))])""",
     """with live_memory(every=0.1) as panel:
     gate()
-    DataParallelTrainer(*job, batches, gpus, log=panel.log).train(2)""",
+    Trainer(*job, batches, gpus, log=panel.log).train(2)""",
     """from base64 import b64encode
 figure = empty_figure(2)
 memory_bars(panel.readings, "Peaks of this run", figure)

@@ -6,6 +6,7 @@
     t.busy_seconds(0)     # the part in which GPU 0 ran kernels
     t.communication(0)    # its collectives: bytes, seconds, and those not hidden behind computation
     t.plot()              # one row per stream
+    animate(t, title="A step")      # of virtual_gpus.timeline.animate: the same as a picture that moves
     t.save("step.json")   # opens in Perfetto (https://ui.perfetto.dev) and chrome://tracing
 
 With `record_timeline(memory=True)`, `t.memory[0]` is what GPU 0 holds at which moment.
@@ -32,7 +33,7 @@ from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.threads import this_thread
 from virtual_gpus.timeline.communication import Communication, communication
 from virtual_gpus.timeline.plot import draw
-from virtual_gpus.timeline.spans import lane_name, rows_of, seconds_covered
+from virtual_gpus.timeline.spans import busy_seconds, lane_name, rows_of
 
 if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
@@ -45,6 +46,8 @@ class Timeline:
     memory: (moment, allocated bytes) for each GPU, in order, if it was asked for. The moment of an allocation or a free
     is the one at which the GPU's default stream has done what was issued before it, as the GPU may be behind the host.
     """
+
+    modelled = True  # other recordings are measured, see `timeline.spans.Recording`
 
     def __init__(self, machine: VirtualMachine, memory: bool = False) -> None:
         self._machine = machine
@@ -143,8 +146,7 @@ class Timeline:
 
         nvidia-smi counts in the same way. copies: also count copies, as a profiler does for all work on the GPU.
         """
-        index = self._index(gpu)
-        return seconds_covered((s.start, s.end) for s in self.spans if s.gpu == index and (copies or s.kind != "copy"))
+        return busy_seconds(self.spans, self._index(gpu), copies)
 
     def _index(self, gpu: int | str | torch.device) -> int:
         index = gpu if isinstance(gpu, int) else torch.device(gpu).index

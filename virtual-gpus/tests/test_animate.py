@@ -2,16 +2,16 @@
 
 import base64
 import re
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import nn
-from virtual_gpus import virtual_gpus
-
-from helpers.gpus import name_work
-from helpers.measure.timeline import Timeline, Work, record_timeline
-from helpers.show import animate
+from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus.clock.clock import Span
+from virtual_gpus.timeline.animate import animate
+from virtual_gpus.timeline.record import name_work
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,6 +28,12 @@ def data_parallel():
                 net(torch.empty(4096, 2048, device="cuda")).sum().backward()
                 sgd.step()
         return timeline, [torch.cuda.max_memory_allocated(gpu) for gpu in range(4)]
+
+
+def of(seconds, *spans, measured=False):
+    """What another recorder gives."""
+    found = [Span(gpu, 0, *rest) for gpu, *rest in spans]
+    return SimpleNamespace(seconds=seconds, spans=found, modelled=not measured, memory={})
 
 
 def texts(animation):
@@ -80,21 +86,24 @@ def test_parts_are_visible_at_their_time_and_the_still_picture_is_one_of_its_mom
 
 def test_ranks_are_joined_and_what_each_sends_goes_to_the_next():
     """A ring in which each of two GPUs sends once, receives, and adds."""
-    spans = [(0, 1, "collective", "send Pa"), (1, 2, "collective", "recv Pa"), (2, 2.5, "forward", "add_ F3")]
-    work = [[Work(gpu, 1e-3 * start, 1e-3 * end, *rest) for start, end, *rest in spans] for gpu in range(2)]
-    animation = animate([Timeline(2.5e-3, each) for each in work], title="Ring")
-    assert {"GPU 0", "GPU 1", "compute", "a", "3"} <= set(texts(animation))
+    spans = [
+        (0, 1e-3, "collective", "send Pa"),
+        (1e-3, 2e-3, "collective", "recv Pa"),
+        (2e-3, 2.5e-3, "forward", "add F3"),
+    ]
+    ranks = [of(2.5e-3, *[(gpu, *span) for span in spans], measured=True) for gpu in range(2)]
+    animation = animate(ranks, title="Ring")
+    assert {"GPU 0", "GPU 1", "compute", "a", "3", "measured time"} <= set(texts(animation))
+    assert "measured 2.5 ms | busy: cuda:0 100 %" in str(animation)
     assert "what travels: 2 × send" in str(animation) and animation.svg.count('href="#block-send"') == 2
 
 
 def test_a_sentence_stands_while_its_work_goes_on():
     story = {"all-gather": "Gather.", "reduce-scatter": "Scatter."}
-    ranks = [
-        [Work(gpu, 0.0, 0.1, "collective", "all_gather"), Work(gpu, 0.1, 0.3, "backward", "mm"),
-         Work(gpu, 0.2, 0.4, "collective", "reduce_scatter, data")]
-        for gpu in range(2)
-    ]  # fmt: skip
-    animation = animate([Timeline(0.4, work) for work in ranks], title="Two ranks", story=story)
+    gathers, computes = (0.0, 0.1, "collective", "all_gather"), (0.1, 0.3, "backward", "mm")
+    spans = [gathers, computes, (0.2, 0.4, "collective", "reduce_scatter, data")]
+    ranks = [of(0.4, *[(gpu, *span) for span in spans]) for gpu in range(2)]
+    animation = animate(ranks, title="Two ranks", story=story)
     told = [each for each in ElementTree.fromstring(animation.svg).iter(f"{SVG}text") if each.get("class") == "w s"]
     begins = {each.text: float(re.search(r"--a:([\d.]+)", each.get("style"))[1]) for each in told}
     assert begins == {"Gather.": 0, "Scatter.": pytest.approx(0.5, abs=0.01)}
@@ -103,11 +112,11 @@ def test_a_sentence_stands_while_its_work_goes_on():
 
 def test_nothing_to_draw_is_said_and_work_is_named_in_timelines_only():
     with pytest.raises(ValueError, match="nothing to animate"):
-        animate(Timeline(1.0), title="Nothing")
+        animate(of(1.0), title="Nothing")
     with virtual_gpus(1), record_timeline() as timeline:
         with name_work("F3"):
             torch.ones(2, device="cuda") + 1
         torch.ones(2, device="cuda")
-    assert any(work.name == "add F3" for work in timeline.work) and not timeline.work[-1].name.endswith(" F3")
+    assert any(s.name == "add F3" for s in timeline.spans) and not timeline.spans[-1].name.endswith(" F3")
     with name_work("F1"):  # no GPUs
         pass
