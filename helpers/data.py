@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 from torch.utils.data import TensorDataset
-from torchvision import datasets
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 NOVEL = "pride_and_prejudice.txt"
@@ -67,7 +66,9 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
     for part in ("train", "t10k"):  # torchvision checks that all four files exist
         bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
-    raw = datasets.FashionMNIST(DATA)
+    from torchvision.datasets import FashionMNIST  # here, since it imports the compiler unless virtual GPUs are on
+
+    raw = FashionMNIST(DATA)
     if size < 1 or (count is not None and not 1 <= count <= len(raw)):
         raise ValueError(f"size={size} must be at least 1, and count={count} must be from 1 to {len(raw)}.")
     images = (raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255 - 0.289) / 0.354

@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchvision.models import ResNet
-from torchvision.models.resnet import BasicBlock
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -42,13 +40,15 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(8, channels)
 
 
-def small_resnet(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> ResNet:
+def small_resnet(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Module:
     """A ResNet-10, which is torchvision's ResNet with one block per stage: images (N, 3, H, W) -> logits (N, 10).
 
     An epoch takes seconds on a CPU. With `norm=group_norm`, the model has no BatchNorm. BatchNorm averages over the
     samples that one GPU sees, so DataParallel on 4 GPUs computes a different function than one GPU. Without BatchNorm,
     the results are equal up to rounding error.
     """
+    from torchvision.models.resnet import BasicBlock, ResNet  # as in data.py
+
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10, norm_layer=norm)
 
 

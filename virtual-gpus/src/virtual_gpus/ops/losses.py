@@ -20,7 +20,9 @@ def reduced_in_place(call: OpCall):
     if call["reduction"] == _NONE:
         return call.run()
     result = call.compute()
-    shape = torch.broadcast_shapes(call["self"].shape, call["target"].shape)
+    shape, other = call["self"].shape, call["target"].shape
+    if other != shape:
+        shape = torch.broadcast_shapes(shape, other)  # its first call imports sympy, for half a second
     whole = torch.Size(shape).numel() * result.element_size()
     put(result, StorageAllocation(call.gpu, whole))
     with call.scratch(whole):
