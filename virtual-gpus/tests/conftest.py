@@ -8,12 +8,12 @@ import signal
 # Several test processes on few cores: one thread each, and the same last digits on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("VIRTUAL_GPUS_FOLDER", None)  # another program's cards
+os.environ.pop("TORCH_CUBLAS_WORKSPACE_CACHE", None)  # fixtures of whole modules set it
 
 import pytest
 
 SETTINGS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG",
-            "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUBLAS_WORKSPACE_CACHE",
-            "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
+            "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "DISABLE_ADDMM_CUDA_LT")  # fmt: skip
 
 
 def pytest_runtest_setup(item):

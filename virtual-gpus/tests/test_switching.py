@@ -235,7 +235,7 @@ def test_many_threads_switch_at_once():
     assert active_machine() is None
 
 
-PUBLIC = {"NotModelled", "active_machine", "block_address", "record_timeline", "record_training",
+PUBLIC = {"NotModelled", "RaceError", "active_machine", "block_address", "record_timeline", "record_training",
           "renew_inherited", "transformer_flops", "virtual_gpus"}  # fmt: skip
 
 

@@ -31,7 +31,7 @@ _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
 _form = attrgetter("shape", "dtype")
-_elements, _itemsize, _strides = torch.Tensor.numel, torch.Tensor.element_size, torch.Tensor.stride
+_elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 
 
 def record_op(call: OpCall, result: Any) -> None:
@@ -254,7 +254,11 @@ def _flat(result):
 
 def operands(tensors) -> tuple[Operand, ...]:
     """Tensors as `cost` takes them."""
-    return tuple(Operand(tuple(t.shape), t.dtype.itemsize, t.stride()) for t in tensors)
+    return tuple(Operand(tuple(t.shape), t.dtype.itemsize, _strides(t)) for t in tensors)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _precision(library: str, tensors) -> str:
