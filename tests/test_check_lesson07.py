@@ -126,7 +126,7 @@ PLAN = Answers(
          "A cheaper plan meets the deadline, too. Your best so far: 8.36 euros."),
     ],
     wrong=[
-        (check.PAR | {"gpus": 4}, "1,000,000,000 tokens take 5.50 hours, and the deadline is 3.15 hours"),
+        (check.PAR | {"gpus": 4}, "1,000,000,000 tokens take 5.50 hours, and the deadline is 3.2 hours"),
         (check.PAR | {"gpus": 4, "sequences": 4}, "the RTX 4090 runs out of memory"),
         (check.PAR | {"sequences": 4}, "8 GPUs with 4 sequences each train on 32 at once, and a step has only 16"),
         (check.PAR | {"gpus": True}, "The plan says True for gpus. It can be 1, 2, 4, 8"),
