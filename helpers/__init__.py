@@ -10,7 +10,7 @@
     measure.memory       `read_memory` and `measure_memory`, with PyTorch's figures and GPUtil's; `largest_batch`.
     measure.monitor      `MemoryMonitor` records every allocation, and what filled a GPU at its peak.
     measure.oom          `explain_oom` says why a GPU ran out of memory, and what would have helped.
-    measure.timeline     `record_timeline` records what each GPU does, and `time_use` what it waits for.
+    measure.timeline     `record_timeline` records what each GPU does. `describe_time_use` says what it waits for.
     show.style           The `COLOURS` and hatches of all pictures, and their text alternatives.
     show.bars            `memory_bars` and `compare_bars` draw the memory of each GPU, and `describe` says it.
     show.panel           `Panel` shows a picture that depends on sliders.
@@ -20,7 +20,7 @@
     show.timelines       `timeline_bars` draws what each GPU did, and when.
     show.programs        `show_diff` shows how two programs of notebooks/scripts differ.
 
-The packages `parallel`, `measure` and `show` offer the names of their modules. Only `gpus` and `parallel.launching`
+The packages `parallel`, `measure` and `show` offer the names that lessons use. Only `gpus` and `parallel.launching`
 import the engine. Importing has no side effect; `use_gpus` switches GPUs on.
 """
 

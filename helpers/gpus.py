@@ -50,9 +50,10 @@ def use_gpus(
 ) -> list[torch.device]:
     """Return `count` GPUs as a list of torch.device, and print a line that says whether they are real or virtual.
 
-    memory, kind, links, shapes_only: properties of virtual GPUs (see `virtual_gpus.virtual_gpus`). They do not affect
-    real GPUs, or virtual GPUs that were started around this program. The environment variable GPUS overrides the
-    choice with "virtual", "real" or "auto" (the default). A new call replaces the virtual GPUs of the last call. Raises
+    memory, kind, links: properties of virtual GPUs (see `virtual_gpus.virtual_gpus`). They do not affect real GPUs, or
+    virtual GPUs that were started around this program. shapes_only: sizes without values, which only virtual GPUs have,
+    so real ones are not chosen then. The environment variable GPUS overrides the choice with "virtual", "real" or
+    "auto" (the default). A new call replaces the virtual GPUs of the last call. Raises
     RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError for an invalid
     argument.
     """
@@ -159,7 +160,7 @@ def block_address(tensor: torch.Tensor) -> int | None:
 
     For a tensor on a virtual GPU, `data_ptr()` is a different address, that of its values in the CPU's memory.
     """
-    return engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr()
+    return engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
 
 
 def describe_machine() -> str:

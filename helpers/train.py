@@ -28,7 +28,8 @@ class Trainer:
 
     `history` has the mean loss over all images, and the share of correct answers from 0 to 1, of each epoch.
 
-    Raises ValueError for a loss that is not a mean, and for an optimizer that holds none of the model's parameters.
+    Raises ValueError for a loss whose `reduction` is not "mean", and for an optimizer that holds none of the model's
+    parameters.
     """
 
     def __init__(

@@ -70,10 +70,10 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     Each try runs `steps` steps, because the optimizer creates its state in the first one, and the second runs beside
     it. A torch.OutOfMemoryError means that the batch is too large; any other error is passed on. The search tries the
     smallest batch, so that the answer does not depend on `start`, then `start`, doubles until a try fails, and bisects.
-    The random number generators are afterwards as before. Raises ValueError for an empty search range.
+    PyTorch's random number generators are afterwards as before. Raises ValueError for an empty search range.
 
     step: best a function that builds model and optimizer and then trains two steps (with `steps=1`), because that is
-    what a fresh program does. Where the state of an optimizer lies that lives on from try to try, more may fit.
+    what a fresh program does. If an optimizer lives on from one try to the next, more may fit.
     """
     if min(start, limit, steps) < 1:
         raise ValueError("start, limit and steps must be at least 1.")
@@ -104,7 +104,10 @@ def gpu_indices(devices=None) -> list[int]:
     devices = range(count) if devices is None else devices
     found = []
     for device in [devices] if isinstance(devices, (int, str, torch.device)) else devices:
-        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        try:
+            device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        except RuntimeError:  # a negative index, or a name that PyTorch does not know
+            raise ValueError(f"{device!r} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.") from None
         if device.type != "cuda":
             raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
         found.append(torch.cuda.current_device() if device.index is None else device.index)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from helpers.gpus import MEMORY_KINDS, block_address, kind_of
+from helpers.measure.memory import gpu_indices
 from helpers.measure.monitor import blocks_by_kind, memory_history, objects_of, place_of
 from helpers.measure.readings import LINE, Refusal, describe_oom, format_bytes, read_refusal
 
@@ -62,7 +63,9 @@ def origin(frames: list[dict]) -> str:
 
 @dataclass
 class Explanation:
-    """The memory of a GPU when it ran out, in bytes. It is false if memory did not run out. Print it.
+    """The memory of a GPU when it ran out, in bytes. Print it.
+
+    It is false if memory did not run out, or if the error has no figures.
 
     outside: memory in use outside PyTorch's allocator. said: what happened, in one line.
     """
@@ -123,8 +126,9 @@ class Explanation:
             lines.append(f"  {format_bytes(sum(each)):>9}  {f'{len(each)} x ' if len(each) > 1 else ''}{text}")
         others = [size for _, each in groups[_MOST_ROWS:] for size in each]
         lines += [f"  {format_bytes(sum(others)):>9}  in {len(others)} others"] if others else []
-        lines += ["", "what would have helped"]
-        for size, text in self.advice():
+        advice = self.advice()
+        lines += ["", "what would have helped"] if advice else []
+        for size, text in advice:
             lacking = self.refused.over - size
             enough = f"not enough: {format_bytes(lacking)} are missing" if lacking > 0 else "enough"
             told = f"{format_bytes(size):>9}  {text} ({enough})"
@@ -139,6 +143,7 @@ def explain_oom() -> Iterator[Explanation]:
     The explanation is filled when the block ends. The program continues after the block, and the failed block's tensors
     are not kept alive. Other errors are passed on. Raises RuntimeError if there is no GPU.
     """
+    gpu_indices()
     found = Explanation()
     with memory_history():
         try:

@@ -39,8 +39,9 @@ def _tinted(line: str) -> str:
 def show_diff(before: str, after: str) -> Difference:
     """Return the changes from one program to another, for example `show_diff("one_gpu", "ddp")`.
 
-    Lines that begin with - are only in the first program, and lines that begin with + only in the second. The
-    docstrings at the top of the files, which explain the programs, are left out.
+    Lines that begin with - are only in the first program, and lines that begin with + only in the second. What
+    stands above `import argparse`, the docstrings that explain the programs, is left out. Raises FileNotFoundError for
+    a name that no program of notebooks/scripts has.
     """
     programs = [code(name) for name in (before, after)]
     lines = difflib.unified_diff(*programs, f"{before}.py", f"{after}.py", n=1, lineterm="")

@@ -9,7 +9,8 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure import format_bytes, read_memory, unit_of
+from helpers.measure import format_bytes, unit_of
+from helpers.measure.memory import gpu_indices
 from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
 
 
@@ -56,7 +57,7 @@ def describe_segments(gpu=0) -> str:
 
 
 def _segments(gpu) -> list[dict]:
-    index = read_memory(gpu)[0].index
+    (index,) = gpu_indices(gpu)
     found = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
     return sorted((each for each in found if each["device"] == index), key=lambda each: -each["total_size"])
 
