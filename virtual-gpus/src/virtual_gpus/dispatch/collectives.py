@@ -193,7 +193,7 @@ def record_collective(
         arrival = _Known(end)
         _note(gpu, made or _tensors(call.args[:1]), arrival)
         if gpu.machine.races is not None:
-            arrival.given = call.func.namespace != "c10d"
+            arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
             written = made or _written(call, group)
             reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]
             gpu.machine.races.collective(gpu, meeting.lane.queue, name, reads, written, arrival)

@@ -25,7 +25,6 @@ from virtual_gpus.entrance import is_of_program
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.operators import Operator
 from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages
-from virtual_gpus.threads import this_thread
 
 Place = tuple[int, int | str]  # (GPU's slot, stream or queue of collectives): work in one place runs in order
 Past = dict[Place, int]  # of each place, the number of its last work that is known to be done
@@ -197,7 +196,7 @@ class RaceChecker:
     def follow(self, call: OpCall, run: Callable[[OpCall, VirtualMachine], Any]) -> Any:
         """Run an operator, after a look at what it reads and writes. Raises RaceError."""
         op = call.op
-        if _has_no_access(op) or this_thread.capture is not None:
+        if _has_no_access(op) or self._machine.captures:
             return run(call, self._machine)
         if op.base == "copy_" and len(call.tensors) == 2 and gpu_of(call.tensors[0]) is not gpu_of(call.tensors[1]):
             result = run(call, self._machine)
@@ -217,6 +216,8 @@ class RaceChecker:
 
     def kernel(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Work on the current streams that the dispatch mode does not see."""
+        if self._machine.captures:
+            return
         works = _Works(self._order, name)
         for tensor in reads:
             self._access(tensor, False, works)
@@ -225,6 +226,8 @@ class RaceChecker:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, blocking: bool) -> None:
         """A copy between two devices. blocking: whether the program asked the host to wait for it."""
+        if self._machine.captures:
+            return
         gpus = [gpu for gpu in (gpu_of(source), gpu_of(target)) if gpu is not None]
         places = [(gpu.slot, gpu.stream) for gpu in gpus]
         self._order.meet(places)  # a copy from GPU to GPU waits for both streams, and both wait for it
