@@ -8,12 +8,13 @@ call, however many functions are in between.
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -84,15 +85,18 @@ def calling_frame() -> FrameType:
     return frame.f_back or frame
 
 
-def program_line(frames: Iterable[tuple[FrameType, int]]) -> tuple[FrameType, int]:
-    """The innermost of frames (with their lines, from the inside out) outside PyTorch and this package; else the last.
+def program_frame() -> FrameType:
+    """The innermost frame of this thread outside PyTorch and this package; the outermost one if there is none."""
+    frame = sys._getframe()
+    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
-    `traceback.walk_stack` gives them in this order, `traceback.walk_tb` in the other one.
-    """
-    for found in frames:
-        if is_of_program(found[0].f_code.co_filename):
-            break
-    return found
+
+def quoted_line(file: str, line: int, names: dict[str, Any] | None = None) -> str:
+    """ "train.py:12: loss.backward()". names: the module's globals, by which code outside files is found."""
+    code = linecache.getline(file, line, names).strip()
+    return f"{os.path.basename(file)}:{line}" + (f": {code}" if code else "")
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.entrance import program_line
+from virtual_gpus.entrance import is_of_program
 from virtual_gpus.errors import NeedsValues
 from virtual_gpus.files import write_whole
 from virtual_gpus.gpus import format_bytes, parse_bytes
@@ -182,11 +182,11 @@ def judge(report: TrainingReport, error: BaseException | None, limit: int | None
 
 def _line(error: BaseException) -> str:
     """The program's line in a traceback."""
-    steps = list(traceback.walk_tb(error.__traceback__))
+    steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not steps:
         return "an unknown line"
-    frame, line = program_line(reversed(steps))
-    return f"{Path(frame.f_code.co_filename).name}:{line}"
+    file, line = next((step for step in reversed(steps) if is_of_program(step[0])), steps[0])
+    return f"{Path(file).name}:{line}"
 
 
 def _write(path: Path, report: TrainingReport, verdict: Verdict) -> None:

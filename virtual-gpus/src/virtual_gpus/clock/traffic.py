@@ -74,7 +74,6 @@ def peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
     ends = (source.slot, source.stream, COPY_OUT), (target.slot, target.stream, COPY_IN)
     start = max(now, *(clock.ready(slot, lane) for slot, *lanes in ends for lane in lanes))
     end = start + link.latency + nbytes / (link.bandwidth * REACHED)
-    clock.join(*((slot, stream) for slot, stream, _ in ends))
     for slot, stream, lane in ends:
         clock.occupy(slot, lane, start, end, "copy", f"cuda:{source.index} to cuda:{target.index}", kernel=False)
         clock.hold(slot, stream, end)

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import linecache
-import os
-import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +17,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.entrance import program_line
+from virtual_gpus.entrance import program_frame, quoted_line
 
 _WORDS = 400  # bytes of what a rank says of itself
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
@@ -109,7 +105,5 @@ def _name(group: Any, ranks: list[int]) -> str:
 
 def _line() -> str:
     """The program's line, with its code."""
-    frame, line = program_line(traceback.walk_stack(sys._getframe()))
-    file = frame.f_code.co_filename
-    code = linecache.getline(file, line, frame.f_globals).strip()
-    return f"{os.path.basename(file)}:{line}" + (f": {code}" if code else "")
+    frame = program_frame()
+    return quoted_line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)

@@ -9,8 +9,6 @@ operator, copy and collective then looks up who used its bytes before. If nothin
 from __future__ import annotations
 
 import functools
-import linecache
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +19,8 @@ import torch
 from virtual_gpus import sanitizer
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.entrance import is_of_program
+from virtual_gpus.dispatch.timing import flat
+from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.operators import Operator
 from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages
@@ -144,7 +143,8 @@ class _Work:
         self.place, self.what, self.arrival = place, what, arrival
         self.past = order.past(place)
         self.number = order.begin(place) if place != _HOST else 0
-        self.line = _line()
+        frame = program_frame()
+        self.line = frame.f_code.co_filename, frame.f_lineno
 
     def comes_after(self, other: _Work) -> bool:
         if other.place == self.place or other.number <= self.past.get(other.place, 0):
@@ -209,7 +209,7 @@ class RaceChecker:
         for tensor in call.tensors:
             self._access(tensor, id(tensor) in written, works)
         result = run(call, self._machine)
-        for tensor in _flat(result):
+        for tensor in flat(result):
             if not any(tensor is given for given in call.tensors):
                 self._access(tensor, True, works)
         return result
@@ -360,11 +360,8 @@ class RaceChecker:
         else:
             stream = f"stream {lane}" if lane else "the default stream"
             where = f"on {stream} of cuda:{self._machine.slots[slot].index}"
-        file, number = access.work.line
-        code = linecache.getline(file, number).strip()
         verb = "written" if access.writes else "read"
-        line = f"{os.path.basename(file)}:{number}" + (f": {code}" if code else "")
-        return f"{verb} by {access.work.what} {where}, {line}"
+        return f"{verb} by {access.work.what} {where}, {quoted_line(*access.work.line)}"
 
 
 class _Works(dict[int, _Work]):
@@ -392,14 +389,6 @@ def _has_no_access(op: Operator) -> bool:
     return op.is_composite or op.is_view or op.is_collective or op.base.startswith(_WITHOUT_ACCESS)
 
 
-def _line() -> tuple[str, int]:
-    """The program's line: file and number."""
-    frame = sys._getframe()
-    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
 def _pinned(tensor: torch.Tensor) -> HostStorage | None:
     parts = storages(tensor)
     record = parts[0]._record if parts else None
@@ -418,9 +407,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         return start * tensor.itemsize, (start + size) * tensor.itemsize
     except (NotImplementedError, RuntimeError):
         return 0, sys.maxsize
-
-
-def _flat(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [tensor for part in result for tensor in _flat(part)] if isinstance(result, (list, tuple)) else []

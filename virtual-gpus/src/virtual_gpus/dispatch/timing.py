@@ -228,7 +228,7 @@ def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, fl
         return 0.0, gpu.machine.clock.host.view, 0.0
     inputs = operands(tensors)
     if not op.written:
-        outputs = operands(_flat(result))
+        outputs = operands(flat(result))
     else:
         outputs = () if op.by_element else inputs[:1]
     in_place = bool(op.written)
@@ -247,10 +247,11 @@ def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", 
     return found.seconds, host, pace.kernel * (found.kernels - 1)
 
 
-def _flat(result):
+def flat(result: Any) -> list[torch.Tensor]:
+    """The tensors in what an operator returned: one, none, or lists of them."""
     if isinstance(result, torch.Tensor):
         return [result]
-    return [t for part in result for t in _flat(part)] if isinstance(result, (list, tuple)) else []
+    return [t for part in result for t in flat(part)] if isinstance(result, (list, tuple)) else []
 
 
 def operands(tensors) -> tuple[Operand, ...]:
