@@ -1,6 +1,7 @@
 """The stored lessons are whole; run_all.py runs, stores, cuts and copies them. nbval compares what they print."""
 
 import json
+import os
 import runpy
 import shutil
 
@@ -152,8 +153,7 @@ def test_a_run_is_stored_and_the_next_one_changes_nothing(stored, monkeypatch, c
 
 
 def test_learners_copies_are_the_lessons_without_outputs_and_solutions(tmp_path):
-    made = ROOT / "workshop-of-the-tests"
-    shutil.rmtree(made, ignore_errors=True)
+    made = ROOT / f"workshop-of-the-tests-{os.getpid()}"
     try:
         assert run_all.main(["--learners", str(made)]) == 0
         key = (made / "answer_key.md").read_text(encoding="utf-8")
