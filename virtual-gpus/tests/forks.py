@@ -1,4 +1,4 @@
-"""`python -m virtual_gpus` in a fork of this process, which has imported PyTorch: starting Python anew takes seconds."""
+"""`python -m virtual_gpus` in a fork of this process: starting Python and importing PyTorch anew takes seconds."""
 
 import os
 import signal

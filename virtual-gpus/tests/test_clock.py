@@ -220,14 +220,6 @@ def test_load_and_utilization_answer_from_the_clock(gpus):
     assert GPUtil.getGPUs()[1].load == pytest.approx(torch.cuda.utilization(1) / 100, abs=0.01)
 
 
-def test_each_machine_has_a_clock_of_its_own(gpus):
-    matrix() @ matrix()
-    outer = gpus.clock.now
-    with virtual_gpus(1, shapes_only=True):
-        assert active_machine().clock.now == 0.0
-    assert gpus.clock.now == outer > 0
-
-
 def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
     found = []
     for shapes_only in (False, True):
@@ -300,7 +292,7 @@ def test_the_order_of_channels_is_the_same_without_values():
                 wide, thin = torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3, groups=32)
                 parts = wide, torch.nn.BatchNorm2d(32), torch.nn.MaxPool2d(2), thin
                 net = torch.nn.Sequential(*parts).cuda().to(memory_format=last)
-                images = torch.ones(64, 16, 34, 34, device="cuda").contiguous(memory_format=last)
+                images = torch.ones(4, 16, 34, 34, device="cuda").contiguous(memory_format=last)
                 with torch.autocast("cuda", torch.float16):
                     net(images).sum().backward()
                     with torch.no_grad():

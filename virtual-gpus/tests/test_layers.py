@@ -10,27 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "virtual_gpus"
 # From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
-LAYERS = [
-    *("gpus", "files", "sanitizer", "memory", "memory_model", "clock", "settings", "processes", "driver", "machine"),
-    *("errors", "entrance"),
-    *(
-        "threads",
-        "placement",
-        "operators",
-        "shapes",
-        "dispatch",
-        "ops",
-        "timeline",
-        "patches",
-        "switch",
-        "testing",
-        "plan",
-        "measure",
-    ),
-    "virtual_gpus",  # the package's own __init__: the public names
-    "__main__",
-    "children",  # run by other processes, see processes/children.py
-]
+# "virtual_gpus" is the package's own __init__. "children" is run by other processes, see processes/children.py.
+LAYERS = """
+gpus files sanitizer memory memory_model clock settings processes driver machine errors entrance threads placement
+operators shapes dispatch ops timeline patches switch testing plan measure virtual_gpus __main__ children
+""".split()
 
 
 def imports(path, known):

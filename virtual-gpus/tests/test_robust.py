@@ -2,18 +2,22 @@
 
 import gc
 import inspect
+import os
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import snapshots
 import torch
 from torch import nn
 from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.dispatch import timing
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 MIB = 1 << 20
+STATM = Path("/proc/self/statm")
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +41,10 @@ class Training:
         self.net = nn.DataParallel(net.to("cuda:0"))
         self.optimizer = torch.optim.Adam(self.net.parameters())
 
-    def step(self, batch=4):
+    def step(self, batch=None):
         self.optimizer.zero_grad()
-        self.net(torch.rand(batch, 8).to("cuda:0")).square().mean().backward()
+        batch = torch.rand(4, 8).to("cuda:0") if batch is None else batch
+        self.net(batch).square().mean().backward()
         self.optimizer.step()
 
 
@@ -199,19 +204,46 @@ def test_an_error_keeps_nothing_alive(name):
         assert (x + 1).sum().item() == 8 * MIB
 
 
-def test_twenty_steps_take_no_more_than_three():
-    def taken():
-        return [(torch.cuda.memory_allocated(i), torch.cuda.memory_reserved(i)) for i in range(2)]
+def counted():
+    """What could grow, and what needs the garbage collector."""
+    held = [(torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)) for gpu in range(2)]
+    gc.collect()
+    tracks = active_machine().clock.tracks
+    return {
+        "objects": len(gc.get_objects()),
+        "tensors": sum(isinstance(found, torch.Tensor) for found in gc.get_objects()),
+        "held": held,
+        "segments": len(torch.cuda.memory_snapshot()),
+        "known times": len(timing._known),
+        "collectives on their way": sum(len(track.late) for track in tracks),
+        "streams": sum(len(track.streams) for track in tracks),
+        "resident": int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0,
+    }
 
+
+@pytest.mark.parametrize("steps", [20, pytest.param(10_000, marks=pytest.mark.outside)])
+def test_many_steps_take_no_more_than_a_few(steps):
     with virtual_gpus(2):
-        training = Training()
-        gc.disable()  # nothing may need the garbage collector
+        training, side, event = Training(), torch.cuda.Stream(0), torch.cuda.Event()
+        noted = []
+        gc.disable()
         try:
-            early, *_, late = [(training.step(32), taken())[1] for _ in range(20)][2:]
-            assert late == early and early[0][0] > 0
+            for step in range(steps):
+                with torch.cuda.stream(side):
+                    batch = torch.randn(32, 8, pin_memory=True).to("cuda:0", non_blocking=True)
+                    event.record()
+                event.wait()
+                training.step(batch)
+                if step in (steps // 5, steps - 1):
+                    noted.append(counted())
         finally:
             gc.enable()
-        del training
+        early, late = noted
+        # The last modelled second's busy times are kept, and up to 4096 changes of streams for backward passes to come.
+        assert abs(late.pop("objects") - early.pop("objects")) < 4096 + 1000
+        assert late.pop("resident") - early.pop("resident") < 8 << 20
+        assert late == early and early["held"][0][0] > 0
+        del training, batch
         gc.collect()
         torch.cuda.empty_cache()
-        assert taken() == [(0, 0)] * 2
+        assert [torch.cuda.memory_reserved(gpu) for gpu in range(2)] == [0, 0]
