@@ -17,17 +17,6 @@ MS = 1e-3
 # ---- the rules, without torch ----
 
 
-def test_a_stream_starts_when_the_host_has_issued_and_the_stream_is_free():
-    clock = Clock(1)
-    clock.launch(0, 0, seconds=5.0, host=1.0, name="first")
-    assert clock.now == 1.0 and clock.mark(0, 0) == 6.0
-    clock.launch(0, 0, seconds=2.0, host=1.0, name="second")  # waits for the first
-    assert clock.now == 2.0 and clock.mark(0, 0) == 8.0
-    clock.wait(clock.mark(0, 0))
-    clock.launch(0, 0, seconds=2.0, host=1.0, name="third")  # the GPU waits for the host
-    assert clock.now == 9.0 and clock.mark(0, 0) == 11.0
-
-
 def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
     clock = Clock(1)
     clock.launch(0, 0, 4.0, 0.0, "a")

@@ -115,11 +115,3 @@ def test_bad_arguments(capsys):
             parse(list(arguments))
         said = capsys.readouterr().err
         assert error.value.code == 2 and said.startswith("usage: python -m virtual_gpus") and words in said, arguments
-
-
-def test_defaults_and_the_rest():
-    options, rest = parse([__file__, "--gpus", "4", "-m", "--help"])
-    assert (options.gpus, options.memory, options.kind, options.shapes_only) == (1, None, "H200", False)
-    assert options.program == __file__ and not options.module and rest == ["--gpus", "4", "-m", "--help"]
-    options, rest = parse(["--gpus", "2", "--shapes-only", "--memory", "12 GiB", "-m", "json.tool", "x"])
-    assert options.module and options.program == "json.tool" and rest == ["x"] and options.shapes_only
