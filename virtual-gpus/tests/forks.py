@@ -35,6 +35,7 @@ def _run_and_end(arguments, folder, environment, out, err):
         os.chdir(folder)
         os.environ.update(environment)
         sys.path.insert(0, str(folder))  # as `python -m` does
+        sys.excepthook = sys.__excepthook__  # PyTorch puts in one of its own for a process group
         for file, descriptor in ((out, 1), (err, 2)):
             os.dup2(file.fileno(), descriptor)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w")

@@ -78,15 +78,6 @@ def the_event_is_recorded_too_early(mended):
         (early if mended else late) * 2
 
 
-def the_event_is_never_recorded(mended):
-    x, stream, event = ones(), torch.cuda.Stream(), torch.cuda.Event()
-    if mended:
-        event.record()
-    stream.wait_event(event)
-    with torch.cuda.stream(stream):
-        x * 2
-
-
 def the_event_is_of_another_stream(mended):
     x = ones()
     stream, _ = on_another_stream(lambda: x.add_(1))
@@ -184,8 +175,8 @@ def a_copy_from_another_gpu(mended):
 
 CASES = [
     starts_too_early, result_is_read_too_early, is_overwritten_while_it_is_read, two_write, a_part_of_it,
-    the_event_is_recorded_too_early, the_event_is_never_recorded, the_event_is_of_another_stream,
-    the_event_is_not_asked, freed_while_another_stream_reads, a_pinned_buffer_is_filled_again,
+    the_event_is_recorded_too_early, the_event_is_of_another_stream, the_event_is_not_asked,
+    freed_while_another_stream_reads, a_pinned_buffer_is_filled_again,
     reads_before_the_copy_is_here, *(reads_by(methodcaller(name)) for name in ("numpy", "tolist", "item")),
     a_prefetched_batch, attention, an_lstm, the_optimizer, a_copy_from_another_gpu,
 ]  # fmt: skip
