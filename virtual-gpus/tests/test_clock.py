@@ -165,6 +165,7 @@ def test_another_stream_waits_only_if_it_is_told(gpus):
     x, y, side = matrix(), torch.empty(10, device="cuda"), torch.cuda.Stream()
     x @ x
     pinned = torch.empty(10).pin_memory()
+    side.wait_event(torch.cuda.Event())  # which was never recorded
     with torch.cuda.stream(side):
         y.copy_(pinned, non_blocking=True)
     assert side.record_event()._time < PRODUCT  # beside the product

@@ -109,7 +109,7 @@ def test_a_search_runs_the_program(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan.subprocess, "run", run)
     for arguments, code in ((["{}", "1"], plan.INCOMPLETE), (["8"], plan.USAGE)):
         with pytest.raises(SystemExit) as left:
-            main(["plan", "--search=64:99", str(tmp_path / "train.py"), *arguments])
+            main(["plan", "--search=64:99", "--json", "found.json", str(tmp_path / "train.py"), *arguments])
         assert left.value.code == code
     said = capsys.readouterr()
     assert "64: INCOMPLETE: the program looked at numbers, at train.py:" in said.out

@@ -94,6 +94,7 @@ def test_ctrl_c_at_any_moment():
         training = Training()
         training.step()
         training.step()
+        torch.cuda.set_device(1)
         base, total = allocated(), moments(training.step)
         assert total > 1000
         for n in range(1, total, total // 60):
@@ -103,7 +104,7 @@ def test_ctrl_c_at_any_moment():
                 continue
             assert not snapshots.this_thread.inside, cut.place
             assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1, cut.place
-            assert torch.cuda.current_device() == 0 and torch.is_grad_enabled(), cut.place
+            assert torch.cuda.current_device() == 1 and torch.is_grad_enabled(), cut.place
             training.step()
             assert allocated() == base, cut.place
             clock = active_machine().clock
@@ -123,26 +124,6 @@ def test_ctrl_c_while_switching_on_and_off():
         CtrlCAtCall(n).hits(gpus.start)
         gpus.stop()
         assert snapshots.differences(before) == [], n
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failing_replica_leaves_nothing_behind(error):
-    def fail(module, inputs):
-        if inputs[0].get_device() == 1:
-            raise error
-
-    with virtual_gpus(3):
-        torch.cuda.set_device(2)
-        net, x = nn.DataParallel(nn.Linear(4, 4).to("cuda:0")), torch.ones(6, 4).to("cuda:0")
-        net(x).sum().backward()
-        base, handle = allocated(3), net.module.register_forward_pre_hook(fail)
-        for _ in range(2):
-            with pytest.raises(error):
-                net(x)
-            assert torch.cuda.current_device() == 2 and torch.is_grad_enabled() and not snapshots.this_thread.inside
-        handle.remove()
-        net(x).sum().backward()
-        assert allocated(3) == base
 
 
 def test_a_failed_backward_leaves_no_gradients_waiting():
