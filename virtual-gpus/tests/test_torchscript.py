@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import nn
 from torch.jit import trace
-from virtual_gpus import NotModelled
+from virtual_gpus import NotModelled, virtual_gpus
 
-pytestmark = [pytest.mark.virtual_gpus(2), pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_gpus():
+    with virtual_gpus(2):
+        yield
 
 
 def network():
