@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,14 +27,14 @@ READ_EARLY = ("GPUS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "P
 
 def start_server(folder, environment):
     """Start the process for kernels in `folder`; what is returned ends it with `close()`."""
-    place = tempfile.TemporaryDirectory(prefix="kernels_")  # closed to other users
-    address = os.path.join(place.name, "socket")
+    place = tempfile.mkdtemp(prefix="kernels_")  # closed to other users; the server removes it
+    address = os.path.join(place, "socket")
     backend = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}  # ipykernel's, which matplotlib reads at once
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
         server = subprocess.Popen(
-            [sys.executable, __file__, str(listener.fileno())], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            [sys.executable, __file__, place, str(listener.fileno())], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, pass_fds=[listener.fileno()], cwd=folder, env=environment | backend,
             start_new_session=True,
         )  # fmt: skip
@@ -43,7 +44,6 @@ def start_server(folder, environment):
         os.environ.pop(ADDRESS, None)
         server.stdin.close()
         server.wait()
-        place.cleanup()
 
     return close
 
@@ -97,9 +97,9 @@ class Forked:
 @functools.cache
 def _import_all():
     gc.disable()
-    # Not pyplot, which looks whether it is in a kernel.
+    # Not pyplot, which looks whether it is in a kernel, nor what imports torch._dynamo, for which the engine answers.
     for name in ("ipykernel.ipkernel", "ipykernel.kernelapp", "ipywidgets", "matplotlib.figure",
-                 "matplotlib.backends.backend_agg", "torch.distributed.fsdp"):  # fmt: skip
+                 "matplotlib.backends.backend_agg", "torch"):  # fmt: skip
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
@@ -141,10 +141,10 @@ def _serve(listener):
 
 def _main():
     del sys.path[0]  # this folder
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
+    with socket.socket(fileno=int(sys.argv[2])) as listener:
         order = _serve(listener)
     if order is None:
-        return
+        return shutil.rmtree(sys.argv[1])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(order["environment"], JPY_PARENT_PID=str(os.getppid()))
