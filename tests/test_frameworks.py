@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import run_all
 import torch
+from virtual_gpus import virtual_gpus
 
-from tests.programs import SCRIPTS, Program, torchrun, write_images
+from tests.programs import SCRIPTS, Program, in_ranks, torchrun, write_images
 from tests.test_programs_to_take_home import close, execute, lines
 
 # 6 steps per epoch. The test images can be shared evenly by two processes: Lightning would repeat one of 17.
@@ -33,28 +34,36 @@ def expected(options):
     return execute("one_gpu", *options, "--workers", 0)
 
 
+def in_two_ranks(folder, program, *arguments):
+    """What a program prints on two virtual GPUs in processes forked from this one, which has imported what it needs."""
+    import accelerate  # noqa: F401
+    import lightning  # noqa: F401
+
+    with virtual_gpus(2):
+        return "".join(in_ranks(2, folder, SCRIPTS / program, "--workers", 0, *arguments))
+
+
 @needs_frameworks
 def test_lightning_prints_what_one_gpu_prints_and_continues(options, expected, tmp_path):
-    program = [sys.executable, *VIRTUAL, SCRIPTS / "lightning_ddp.py", "--devices", "2", "--workers", "0", *options]
-
-    def run(*more):
-        with Program([*program, "--checkpoint", tmp_path / "run", *more], tmp_path / "log") as started:
-            return started.wait()
-
-    assert "epoch 0" in run("--max-steps", 2)
+    """The last time as a learner starts it."""
+    options = ["--devices", 2, "--checkpoint", tmp_path / "run", *options]
+    assert "epoch 0" in in_two_ranks(tmp_path, "lightning_ddp.py", *options, "--max-steps", 2)
     assert not (tmp_path / "run").exists()  # it saves complete epochs only
-    assert close(lines(run("--epochs", 1)), expected[:1])
-    assert close(lines(run()), expected[1:])
+    assert close(lines(in_two_ranks(tmp_path, "lightning_ddp.py", *options, "--epochs", 1)), expected[:1])
+    program = [sys.executable, *VIRTUAL, SCRIPTS / "lightning_ddp.py", "--workers", "0", *options]
+    with Program(program, tmp_path / "log") as started:
+        assert close(lines(started.wait()), expected[1:])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.ckpt"]
 
 
 @needs_frameworks
 def test_accelerate_prints_what_one_gpu_prints_and_continues(options, expected, tmp_path):
+    """The last time as a learner starts it."""
+    options = ["--checkpoint", tmp_path / "last.pt", *options]
+    assert close(lines(in_two_ranks(tmp_path, "accelerate_ddp.py", *options, "--epochs", 1)), expected[:1])
     program = ["--standalone", "--nproc-per-node", "2", *VIRTUAL, SCRIPTS / "accelerate_ddp.py", "--workers", "0"]
-    program += ["--checkpoint", tmp_path / "last.pt", *options]
-    for more, printed in (["--epochs", 1], expected[:1]), ([], expected[1:]):
-        with torchrun(*program, *more, log=tmp_path / "log") as started:
-            assert close(lines(started.wait()), printed)
+    with torchrun(*program, *options, log=tmp_path / "log") as started:
+        assert close(lines(started.wait()), expected[1:])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs `uv run --group tensorflow`")
