@@ -4,7 +4,6 @@ import atexit
 import functools
 import gc
 import os
-import sys
 from pathlib import Path
 
 # Two test processes on two cores: one thread each, and the same last digits on every machine.
@@ -14,9 +13,6 @@ os.environ["COURSE_PROGRESS"] = "off"  # tests leave a learner's own scores alon
 import nbval.kernel
 import pytest
 import run_all
-from jupyter_client.provisioning import local_provisioner
-
-from tests import kernels
 
 OUTPUT_TIMEOUT_S = 60  # from the end of a cell until its outputs have come; nbval's 5 are short for a busy machine
 
@@ -27,16 +23,10 @@ def pytest_configure(config):
     environment = run_all.kernel_environment(os.environ.get("GPUS", "virtual"))
     environment["PYTHONSTARTUP"] = str(Path(__file__).parent / "tests" / "kernel_start.py")
     nbval.kernel.start_new_kernel = functools.partial(nbval.kernel.start_new_kernel, env=environment)
-    is_worker = hasattr(config, "workerinput")
-    if is_worker:  # the last thing at exit: the system takes everything back at once, and Python within seconds
-        atexit.register(os._exit, 0)
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)  # runs last: the system takes everything back at once, Python in two seconds
     else:
         atexit.register(gc.unfreeze)
-    if sys.platform == "linux":
-        others = run_all.FOLDER, environment, local_provisioner.launch_kernel
-        local_provisioner.launch_kernel = functools.partial(kernels.fork_or_launch, *others)
-        if not is_worker:  # one server for all test processes
-            config.add_cleanup(kernels.start_server(run_all.FOLDER, environment))
 
 
 @pytest.hookimpl(optionalhook=True)
