@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks
+from ranks import HANGS_S, in_ranks
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from virtual_gpus import virtual_gpus
@@ -100,9 +100,10 @@ def of_a_part(rank):
     dist.barrier()
 
 
-def test_run_ranks_says_it_as_an_error_of_its_own():
+def test_run_ranks_says_it_as_an_error_of_its_own(monkeypatch):
+    monkeypatch.setattr("virtual_gpus.testing.run._GRACE_S", HANGS_S)  # for the second of the two to say it as well
     with virtual_gpus(3), pytest.raises(RankError, match="Ranks 1, 2 of 3 raised .*CollectiveMismatch") as caught:
-        run_ranks(of_a_part, 3, timeout=60, show=False)
+        run_ranks(of_a_part, 3, timeout=HANGS_S, show=False)
     assert "collective number 1 of the process group of ranks [1, 2]:\n  rank 1: all_reduce" in str(caught.value)
     assert "\n  rank 2: barrier, at test_agreement.py:" in str(caught.value)
 
@@ -131,7 +132,7 @@ def in_vain(rank):
 
 def test_who_waits_hears_where_the_others_are():
     with virtual_gpus(4):
-        first, second, *_ = run_ranks(in_vain, 4, timeout=60, show=False)
+        first, second, *_ = run_ranks(in_vain, 4, timeout=HANGS_S, show=False)
     assert first[0].startswith(
         "Rank 0 waited in all_reduce of float32, 12 bytes, number 1 of the process group of ranks [0, 1, 2, 3], at "
         "test_agreement.py:"

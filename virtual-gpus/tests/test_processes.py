@@ -272,7 +272,7 @@ def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):
     for backend in ("cpu:gloo,cuda:nccl", "NCCL", "gloo", None):
         monkeypatch.setattr(process_groups, "_said", False)
         with virtual_gpus(1) as (gpu,):
-            limit = timedelta(seconds=7)
+            limit = timedelta(seconds=HANGS_S)
             where = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": gpu}
             dist.init_process_group(backend, timeout=limit, **where)
             try:
