@@ -144,7 +144,7 @@ def test_evaluation_in_inference_mode():
     model, x = net().eval(), draw(9, 3, 8, 8)
     with torch.inference_mode():
         out = DataParallel(model)(x)
-    assert not out.requires_grad
+        assert not torch.is_grad_enabled() and not out.requires_grad
     close(out, model(x.cuda()))
 
 
@@ -172,6 +172,9 @@ def test_communication_functions(gpus):
     lists = comm.broadcast_coalesced([x, x[0] * 2], [1, 3])
     assert [t.device for t in lists[1]] == [gpus[3]] * 2
     same(lists[1][1], x[0] * 2)
+    sparse, dense = comm.broadcast_coalesced([x.to_sparse(), x], [1, 3])[1]
+    assert sparse.is_sparse and sparse.device == dense.device == gpus[3]
+    same(sparse.to_dense(), dense)
     sums = comm.reduce_add_coalesced([[x, x + 1], [c.to(gpus[2]) for c in (x, x)]], destination=1)
     assert [t.device for t in sums] == [gpus[1]] * 2
     close(sums[1], 2 * x + 1)
@@ -209,3 +212,5 @@ def test_communication_functions_refuse_what_cuda_refuses(gpus):
     for words, call in refused.items():
         with pytest.raises(RuntimeError, match=words):
             call()
+    with pytest.raises(AssertionError, match="Invalid device id"):
+        DataParallel(nn.Linear(2, 2).cuda(), [0, 4])

@@ -225,7 +225,7 @@ def stages(rank):
         stages[name] = [size - MODEL - rounded(1) for size in found]
         del net, x
         gc.collect()
-        assert allocated() == [0] * 2
+        assert allocated() == [0] * 4
     return stages
 
 
@@ -244,6 +244,27 @@ def several_buckets(rank):
     return [e // KIB for e in built], rebuilt
 
 
+class TwoGPUs(nn.Module):
+    def __init__(self, first):
+        super().__init__()
+        self.last = first + 1
+        self.first, self.second = Layers([1000, 500]).to(first), Layers([2000]).to(self.last)
+
+    def forward(self, x):
+        return self.second(self.first(x).to(self.last))
+
+
+def model_parallel(rank):
+    torch.cuda.set_device(2 * rank)
+    net = DistributedDataParallel(TwoGPUs(2 * rank))
+    built = allocated()
+    x = torch.zeros(1, device="cuda")
+    for _ in range(3):
+        net.zero_grad()
+        net(x).sum().backward()
+    return built, allocated(), [str(parameter.grad.device) for parameter in net.parameters()]
+
+
 def lists(rank):
     """Peaks of collectives on lists, above what is there."""
     x, parts = torch.zeros(1000, device=rank), [torch.zeros(1000, device=rank) for _ in range(2)]
@@ -259,19 +280,26 @@ def lists(rank):
 
 def all_of_it(rank):
     found = []
-    for function in (stages, several_buckets, lists):
+    for function in (stages, several_buckets, lists, model_parallel):
         found.append(function(rank))
         gc.collect()
-        assert allocated() == [0] * 2
+        assert allocated() == [0] * 4
     return found
 
 
 def test_memory_of_distributed_data_parallel():
-    with virtual_gpus(2):
+    with virtual_gpus(4):
         answers = in_ranks(all_of_it, count=2)
-    for at_stages, rebuilt, peaks in answers:
+    for rank, (at_stages, rebuilt, peaks, (built, trained, places)) in enumerate(answers):
         assert at_stages == {name: expected for name, (_, _, expected) in CASES.items()}
         # Buckets are made anew before the second forward pass: all parameters in one flat tensor to send them, then the
         # bucket. Later three gradients go, and the old bucket before the new ones come.
         assert rebuilt == ([2100, 2100], [-700, -700, -700, -2100, 1400, 700])
         assert peaks == [rounded(2000)] * 2  # lists go through a flat tensor
+        # A model on two GPUs has buckets on both.
+        models, buckets = (rounded(1000, 500), rounded(2000)), (rounded(1500), rounded(2000))
+        mine, others = slice(2 * rank, 2 * rank + 2), slice(2 - 2 * rank, 4 - 2 * rank)
+        assert built[mine] == [sum(pair) for pair in zip(models, buckets, strict=True)]
+        assert trained[mine] == [2 * models[0] + buckets[0] + 512, 2 * models[1] + buckets[1]]
+        assert built[others] == trained[others] == [0, 0]
+        assert places == [f"cuda:{2 * rank}"] * 2 + [f"cuda:{2 * rank + 1}"]
