@@ -175,8 +175,8 @@ def test_communication_functions(gpus):
     sparse, dense = comm.broadcast_coalesced([x.to_sparse(), x], [1, 3])[1]
     assert sparse.is_sparse and sparse.device == dense.device == gpus[3]
     same(sparse.to_dense(), dense)
-    sums = comm.reduce_add_coalesced([[x, x + 1], [c.to(gpus[2]) for c in (x, x)]], destination=1)
-    assert [t.device for t in sums] == [gpus[1]] * 2
+    sums = comm.reduce_add_coalesced([[x, x + 1, x[:0]], [c.to(gpus[2]) for c in (x, x, x[:0])]], destination=1)
+    assert [t.device for t in sums] == [gpus[1]] * 3  # the one without elements too
     close(sums[1], 2 * x + 1)
     halves = comm.scatter(x, [0, 3], chunk_sizes=[1, 2])
     assert [len(h) for h in halves] == [1, 2] and comm.scatter(x, [1, 0])[0].data_ptr() == x.data_ptr()
