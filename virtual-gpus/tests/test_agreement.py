@@ -1,14 +1,14 @@
 """Ranks that call different collectives: each is told at once what every rank called, and the group works on."""
 
 import functools
-import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks
+from ranks import HANGS_S, in_ranks
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from virtual_gpus import virtual_gpus
 from virtual_gpus.testing import CollectiveMismatch, RankError, run_ranks
 
@@ -100,20 +100,24 @@ def of_a_part(rank):
     dist.barrier()
 
 
-def test_run_ranks_says_it_as_an_error_of_its_own():
+def test_run_ranks_says_it_as_an_error_of_its_own(monkeypatch):
+    monkeypatch.setattr("virtual_gpus.testing.run._GRACE_S", HANGS_S)  # for the second of the two to say it as well
     with virtual_gpus(3), pytest.raises(RankError, match="Ranks 1, 2 of 3 raised .*CollectiveMismatch") as caught:
-        run_ranks(of_a_part, 3, timeout=60, show=False)
+        run_ranks(of_a_part, 3, timeout=HANGS_S, show=False)
     assert "collective number 1 of the process group of ranks [1, 2]:\n  rank 1: all_reduce" in str(caught.value)
     assert "\n  rank 2: barrier, at test_agreement.py:" in str(caught.value)
 
 
 def in_vain(rank):
     """Rank 0 waits for the three others: 1 waits in another group, 2 computes, 3 has left."""
-    other = dist.new_group([1, 2], timeout=timedelta(seconds=1))
-    whole = dist.new_group(timeout=timedelta(seconds=5))  # rank 1 has left word by then
-    dist.barrier()
+    other, whole = dist.new_group([1, 2]), dist.new_group()
+    store = _get_default_store()
+    for group in (other, whole):  # which took its time to connect
+        if rank in dist.get_process_group_ranks(group):
+            _set_pg_timeout(timedelta(seconds=0.1), group)
     try:
         if rank == 0:
+            store.wait(["1 has waited", "3 has left"])
             dist.all_reduce(ones(3), group=whole)
         if rank == 1:
             dist.broadcast(ones(3), 1, group=other)
@@ -122,12 +126,13 @@ def in_vain(rank):
     finally:
         if rank == 3:
             dist.destroy_process_group()
-        time.sleep(7 * (rank > 0))
+        store.set(f"{rank} has {'left' if rank == 3 else 'waited'}", "")
+        store.wait(["0 has waited"])
 
 
 def test_who_waits_hears_where_the_others_are():
     with virtual_gpus(4):
-        first, second, *_ = run_ranks(in_vain, 4, timeout=60, show=False)
+        first, second, *_ = run_ranks(in_vain, 4, timeout=HANGS_S, show=False)
     assert first[0].startswith(
         "Rank 0 waited in all_reduce of float32, 12 bytes, number 1 of the process group of ranks [0, 1, 2, 3], at "
         "test_agreement.py:"

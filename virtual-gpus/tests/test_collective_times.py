@@ -42,9 +42,9 @@ def collectives(function) -> list:
     return [span for span in timeline.spans if span.kind == "collective"]
 
 
-def on_host(count: int, adapters: int = 1, here: int = GPUS):
+def on_host(count: int, adapters: int = 1, here: int = GPUS, kind: str = "H100", network: str = "InfiniBand NDR"):
     """The links of a group of `count` ranks, of which every host has `here`."""
-    topology = arrange(spec("H100"), GPUS, network="InfiniBand NDR", adapters=adapters)
+    topology = arrange(spec(kind), GPUS, network=network, adapters=adapters)
     return topology.route([divmod(rank, here) for rank in range(count)], per_host=GPUS)
 
 
@@ -209,32 +209,26 @@ def test_queues_streams_and_waits():
 # ---- published figures -----------------------------------------------------------------------------------------------
 
 
-PUBLISHED = [  # ranks, of which a host has so many, MiB, bytes per second, relative error
-    (8, 8, 8192, 370e9, 0.06),  # NCCL_ALGO=RING, github.com/NVIDIA/nccl-tests/issues/212, nccl/issues/1455
-    (32, 8, 8192, 320e9, 0.04),  # 4 hosts, github.com/NVIDIA/nccl/issues/1221
-    (256, 8, 2048, 340e9, 0.17),  # 32 hosts, github.com/NVIDIA/nccl/issues/1218
-    (1984, 8, 512, 350e9, 0.23),  # 248 hosts of 8 H200, github.com/NVIDIA/nccl-tests/issues/283
-    (2, 1, 8192, 47e9, 0.18),  # an adapter for each GPU: 46 to 48, github.com/NVIDIA/nccl-tests/issues/290
+H100, A100 = {"adapters": 8}, {"kind": "A100", "network": "EFA 100", "adapters": 4}
+PUBLISHED = [  # kind, ranks, of which a host has so many, its GPUs and adapters, MiB, bytes per second, relative error
+    ("all_reduce", 8, 8, H100, 8192, 370e9, 0.06),  # NCCL_ALGO=RING, NVIDIA/nccl-tests, issue 212; nccl, issue 1455
+    ("all_reduce", 32, 8, H100, 8192, 320e9, 0.04),  # 4 hosts, nccl, issue 1221
+    ("all_reduce", 256, 8, H100, 2048, 340e9, 0.17),  # 32 hosts, nccl, issue 1218
+    ("all_gather", 256, 8, H100, 2048, 200e9, 0.06),  # the same
+    ("all_reduce", 1984, 8, H100, 512, 350e9, 0.23),  # 248 hosts of 8 H200, nccl-tests, issue 283
+    ("all_reduce", 2, 1, H100, 8192, 47e9, 0.18),  # an adapter for each GPU: 46 to 48, nccl-tests, issue 290
+    ("all_reduce", 32, 8, A100, 1024, 29.6e9, 0.06),  # 4 hosts, nccl, issue 527
 ]
 
 
-@pytest.mark.parametrize("ranks, here, mebibytes, published, error", PUBLISHED)
-def test_bus_bandwidth_of_real_hosts(ranks, here, mebibytes, published, error):
-    """All-reduces on hosts of 8 H100 with 8 adapters of 400 Gbit/s. Where an adapter is the slowest link, the model is
-    too slow, since its 0.78 is the fraction of NVLink that is reached."""
+@pytest.mark.parametrize("kind, ranks, here, host, mebibytes, published, error", PUBLISHED)
+def test_bus_bandwidth_of_real_hosts(kind, ranks, here, host, mebibytes, published, error):
+    """On hosts of 8 GPUs. Where an adapter of 400 Gbit/s is the slowest link, the model is too slow, since its 0.78 is
+    the fraction of NVLink that is reached."""
     nbytes = mebibytes << 20
-    seconds = collective_seconds(on_host(ranks, 8, here), "all_reduce", nbytes)
-    assert 2 * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)
-
-
-def test_gathering_over_many_hosts_and_amazons_adapters():
-    """An all-gather of 2 GiB on 32 hosts: 200 GB/s (nccl, issue 1218). An all-reduce on 4 hosts: 29.6 (issue 527)."""
-    seconds = collective_seconds(on_host(256, 8), "all_gather", 2 << 30)
-    assert 255 / 256 * (2 << 30) / seconds == pytest.approx(200e9, rel=0.06)
-    efa = arrange(spec("A100"), 8, network="EFA 100", adapters=4)
-    route = efa.route([divmod(rank, 8) for rank in range(32)], per_host=8)
-    seconds = collective_seconds(route, "all_reduce", 1 << 30)
-    assert 2 * 31 / 32 * (1 << 30) / seconds == pytest.approx(29.6e9, rel=0.06)
+    sent = 2 if kind == "all_reduce" else 1
+    seconds = collective_seconds(on_host(ranks, here=here, **host), kind, nbytes)
+    assert sent * (ranks - 1) / ranks * nbytes / seconds == pytest.approx(published, rel=error)
 
 
 def test_kernels_beside_a_collective_are_slower():

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from ranks import in_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -134,19 +133,6 @@ def tensor_parallel(rank):
     losses, _ = steps(net, x, torch.ones(8, 4, device="cuda"))
     assert net(x).get_device() == (rank or 0)
     return losses, before, sent(lambda: net(x))
-
-
-def too_large(rank):
-    net = mlp().cuda()
-    fully_shard(net)  # 1 MiB in shares of 0.5 MiB; the whole is gathered at once
-    ballast = torch.empty(torch.cuda.mem_get_info()[0] - 2**20, dtype=torch.uint8, device="cuda")
-    net(torch.randn(8, WIDTH, device="cuda"))
-    return ballast
-
-
-def test_gathering_what_does_not_fit_runs_out_of_memory():
-    with virtual_gpus(2, memory="700 MiB"), pytest.raises(mp.ProcessRaisedException, match="CUDA out of memory"):
-        in_ranks(too_large, count=2)
 
 
 def from_meta(rank):

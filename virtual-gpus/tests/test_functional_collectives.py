@@ -57,6 +57,9 @@ CASES = {
         x, "sum", RANKS, mesh.get_group().group_name, out=torch.empty(len(x) // RANKS, x.shape[1], device="cuda")
     ).add_(1),
     "received": lambda x, mesh: OPS.wait_tensor(OPS.irecv(x, 1, 0, mesh.get_group().group_name)) * 2,
+    "waited for together": lambda x, mesh: (
+        OPS.wait_tensors([OPS.all_reduce(x, "sum", mesh.get_group().group_name)])[0] * 2
+    ),
     "a view of it": lambda x, mesh: functional.all_reduce(x, "sum", mesh).view(-1)[8:].exp(),
     "an element": lambda x, mesh: functional.all_reduce(x[0, 0], "sum", mesh).item(),
     "a copy to the CPU": lambda x, mesh: functional.all_reduce(x, "sum", mesh).cpu(),
@@ -66,7 +69,7 @@ CASES = {
     "a whole DTensor": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor() * 2,
 }
 if not hasattr(OPS, "irecv"):  # 2.11 has not
-    del CASES["received"]
+    del CASES["received"], CASES["waited for together"]
 
 
 def cases(shapes_only: bool) -> dict:
@@ -84,35 +87,16 @@ def cases(shapes_only: bool) -> dict:
 def test_what_reads_a_result_starts_when_it_has_arrived():
     found, with_values = cases(shapes_only=True), cases(shapes_only=False)
     kinds = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "recv"}
-    for name, (spans, peak, _) in found.items():
-        assert (spans, peak) == with_values[name][:2], name
+    for name, (spans, peak, left) in found.items():
+        assert (spans, peak, left) == (*with_values[name][:2], 0), name
         collectives = [span for span in spans if span[0] in kinds]
         assert collectives, name
         if name != "an element":  # the copy of a number is no span
             assert spans[-1][1] >= collectives[-1][2] - 1, name
     for name, parts in {"all_reduce": 1, "all_gather": RANKS, "reduce_scatter": 1 / RANKS, "all_to_all": 1}.items():
-        spans, peak, _ = found[name]  # the result of the collective, and its reader's
+        spans, peak, _ = found[name]  # the result of the collective, and its reader's: waiting takes no second block
         assert [span[0] for span in spans] == [name, "mul"] and spans[1][1] == spans[0][2]
         assert peak == 2 * parts * 256 * 256 * 4
-
-
-@pytest.mark.parametrize("shapes_only", [True, False])
-def test_no_second_block(shapes_only):
-    """`wait_tensor` returns what it is given, and what waits at its first use is nobody's memory."""
-    with virtual_gpus(RANKS, shapes_only=shapes_only, rank=0, world_size=RANKS):
-        mesh = init_device_mesh("cuda", (RANKS,))
-        x = torch.zeros(256, 512, device="cuda")
-        before = torch.cuda.memory_allocated()
-        made = OPS.all_gather_into_tensor(x, RANKS, mesh.get_group().group_name)
-        assert torch.cuda.memory_allocated() - before == RANKS * 256 * 512 * 4
-        assert OPS.wait_tensor(made) is made
-        if hasattr(OPS, "wait_tensors"):  # 2.11 has not
-            assert all(a is b for a, b in zip(OPS.wait_tensors([made]), [made], strict=True))
-        later = functional.all_reduce(x, "sum", mesh)
-        assert type(later) is functional.AsyncCollectiveTensor and later.device == x.device
-        assert torch.cuda.memory_allocated() - before == (RANKS + 1) * 256 * 512 * 4
-        del later, made
-        assert torch.cuda.memory_allocated() == before
 
 
 def test_work_beside_the_collective_does_not_wait():

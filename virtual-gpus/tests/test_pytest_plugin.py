@@ -80,19 +80,18 @@ def total(number):
 
 
 @pytest.mark.parametrize("factor", [1, 2], indirect=True)
-@pytest.mark.virtual_gpus(3, ranks=3, memory="1 GiB")
+@pytest.mark.virtual_gpus(2, ranks=2, memory="1 GiB")
 def test_passes(factor, tmp_path):
     assert dist.get_backend() == "nccl" and os.environ["LOCAL_RANK"] == str(torch.cuda.current_device())
-    assert total(factor.number) == 3 * factor.number and torch.cuda.get_device_properties(0).total_memory == 2**30
+    assert total(factor.number) == 2 * factor.number and torch.cuda.get_device_properties(0).total_memory == 2**30
     (tmp_path / str(dist.get_rank())).touch()
     dist.barrier()
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.virtual_gpus(2, ranks=2, start="spawn")
-class TestSpawned:
-    def test_fails_in_rank_1(self, factor):
-        assert total(factor.number) == dist.get_rank() + 4, "spawned"
+@pytest.mark.virtual_gpus(1, ranks=1, start="spawn")
+def test_fails_in_a_spawned_rank(factor):
+    assert total(factor.number) == 3, "spawned"
 
 
 @two
@@ -103,11 +102,9 @@ def test_rank_1_is_named():
     assert values[dist.get_rank()] == 3
 
 
-@pytest.mark.virtual_gpus(2, ranks=2, timeout=1)
+@pytest.mark.virtual_gpus(2, ranks=2, timeout=0.1)
 def test_hangs():
-    if dist.get_rank():
-        time.sleep(600)  # waits here
-    dist.barrier()
+    time.sleep(600)
 
 
 @two
@@ -120,12 +117,6 @@ def test_skips():
 @two
 def test_xfails():
     pytest.xfail("known")
-
-
-@two
-@pytest.mark.xfail(strict=True)
-def test_fails_as_planned():
-    total("not a number")
 
 
 @pytest.fixture
@@ -150,9 +141,8 @@ async def test_coroutine():
 SAID = """\
 Rank 1 of 2 raised AssertionError: assert 4 == 3
 >       assert values[dist.get_rank()] == 3
-Rank 1 of 2 raised AssertionError: spawned
-The 2 ranks were not done within the time limit of 1 s
-    time.sleep(600)  # waits here
+Rank 0 of 1 raised AssertionError: spawned
+The 2 ranks were not done within the time limit of 0.1 s
 The fixture 'layer' made a GPU tensor
 3 ranks need 3 GPUs, but PyTorch sees 2
 must be a plain function, not a coroutine
@@ -187,10 +177,10 @@ def test_a_project_that_uses_the_plugin(tmp_path):
     example = re.findall(r"```python\n(.*?)```", README.split("## Testing several ranks")[1], re.DOTALL)
     (tmp_path / "test_readme.py").write_text("\n".join(example))
     said = run_pytest(tmp_path)
-    assert "7 failed, 11 passed, 1 skipped, 2 xfailed, 1 error" in said, said
+    assert "7 failed, 11 passed, 1 skipped, 1 xfailed, 1 error" in said, said
     assert [line for line in SAID if line not in said] == [], said
     for line in said.split("\n"):
         if "] child " in line:
             assert not os.path.exists(f"/proc/{line.split()[-1]}"), "a child of a rank was left"
     skipped = run_pytest(tmp_path, "--real-gpus")
-    assert "21 skipped" in skipped and "the test needs 3 GPUs, and this machine has 0" in skipped, skipped
+    assert "20 skipped" in skipped and "the test needs 3 GPUs, and this machine has 0" in skipped, skipped

@@ -130,27 +130,23 @@ def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch)
 
 
 def on_gpu(rank, parents):
-    """What the parent has on its GPU is on the CPU here. It counts as the parent's."""
-    at_first = torch.cuda.memory_allocated(rank), torch.cuda.mem_get_info(rank)[0]
+    """What the parent has on its GPU is on the CPU here, and it counts as the parent's."""
     found = str(parents.device), str(parents.to("cuda").device), torch.cuda.current_device(), dist.get_backend()
     x = torch.full((100, 100), rank + 1.0, device="cuda")
     dist.all_reduce(x)
-    return x, [torch.cuda.memory_allocated(i) for i in range(2)], found, at_first
+    return x, [torch.cuda.memory_allocated(i) for i in range(2)], found
 
 
 def test_virtual_gpus(capsys):
     with virtual_gpus(2, memory="1 GiB"):
         big = torch.ones(1 << 20, device="cuda:1", requires_grad=True)
         big.sum().backward()
-        mine, reserved = torch.cuda.memory_allocated(1), torch.cuda.memory_reserved(1)
-        free = torch.cuda.mem_get_info(1)[0]
+        mine = torch.cuda.memory_allocated(1), torch.cuda.mem_get_info(1)[0]
         answers = run_ranks(on_gpu, ranks=2, args=[big])
-        assert torch.cuda.memory_allocated(1) == mine and str(big.device) == "cuda:1"
-        assert torch.cuda.mem_get_info(1)[0] == free  # the rank is gone
+        assert (torch.cuda.memory_allocated(1), torch.cuda.mem_get_info(1)[0]) == mine  # the rank is gone
+        assert str(big.device) == "cuda:1"
     assert capsys.readouterr().out == "2 ranks on 2 virtual GPUs, backend gloo in place of nccl\n"
-    context = 2**30 - free - reserved
-    assert context > 0 and answers[1][-1] == (0, free - context)
-    for rank, (x, allocated, found, _) in enumerate(answers):
+    for rank, (x, allocated, found) in enumerate(answers):
         assert str(x.device) == "cpu" and x[0, 0].item() == 3.0 and found == ("cpu", f"cuda:{rank}", rank, "nccl")
         assert allocated[1 - rank] == 0 and 40_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
 
