@@ -3,7 +3,7 @@
     gpus                 `use_gpus` gives real GPUs where there are enough of them, and virtual ones otherwise.
     data                 `fashion_mnist`, `masked_words` and random batches to train on.
     models               From `relu_net` to `Llama`, the networks of the lessons.
-    train                `Trainer`, the training loop: on one device, or with DataParallel.
+    train                `train_epochs`, the training loop: on one device, with DataParallel, or with DDP.
     parallel.launching   `launch` and `run_hosts` start ranks, one process each.
     parallel.pipeline    `Pipeline` sends micro-batches through stages on several GPUs.
     measure.readings     What is read: `Reading`, `Refusal`, and `format_bytes`.

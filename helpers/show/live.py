@@ -1,10 +1,10 @@
 """A live panel that shows the memory of every GPU during training, on real and on virtual GPUs.
 
     with live_memory():
-        trainer.train(epochs=2)
+        train()
 
     with live_memory() as panel:                      # also shows the line of each epoch on the panel
-        Trainer(..., log=panel.log).train(epochs=2)
+        train_epochs(..., log=panel.log)
 
 A thread calls `read_memory` every half second and updates one picture. After the block, the panel shows the peaks as a
 picture and as text. On virtual GPUs, the peaks are the same in every run.
@@ -36,7 +36,7 @@ class LivePanel:
         self._ended = threading.Event()
 
     def log(self, line: str) -> None:
-        """Print a line and show it on the panel. Pass this method to a `Trainer` as its `log`."""
+        """Print a line and show it on the panel. Pass this method to `train_epochs` as its `log`."""
         self._line = line
         print(line)
 
