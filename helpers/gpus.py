@@ -23,10 +23,9 @@ except ModuleNotFoundError as error:
 # What other modules and lessons take from the engine.
 from virtual_gpus import record_training
 from virtual_gpus.clock.clock import Span
-from virtual_gpus.memory_model import replay
 from virtual_gpus.timeline.animate import animate
 from virtual_gpus.timeline.peak import KINDS as MEMORY_KINDS
-from virtual_gpus.timeline.peak import PeakLog, kind_of, owned
+from virtual_gpus.timeline.peak import kind_of, owned
 from virtual_gpus.timeline.record import name_work
 from virtual_gpus.timeline.spans import busy_seconds, gpus_of, merged, seconds_covered
 from virtual_gpus.timeline.spans import describe as describe_timeline
