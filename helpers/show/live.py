@@ -20,7 +20,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from helpers.measure import Readings, measure_memory, read_memory
-from helpers.show.bars import bars_now, describe, empty_figure, memory_bars
+from helpers.show.bars import bars_now, describe_memory, empty_figure, memory_bars
 from helpers.show.panel import image, png, size_of, view
 
 
@@ -65,7 +65,7 @@ class LivePanel:
 
     def _close(self) -> None:
         """Show the peaks as an image and as text. The notebook's file keeps both, and they need no kernel."""
-        self.words, figure = describe(self.readings), empty_figure(len(self.readings))
+        self.words, figure = describe_memory(self.readings), empty_figure(len(self.readings))
         memory_bars(self.readings, "Peaks of this run", figure)
         picture = png(figure)
         self._picture.value = image(picture, self.words)  # until the output below replaces it
