@@ -133,12 +133,13 @@ class Batches(list):
         gate()
         return super().__iter__()
 gpus = use_gpus(2, memory="4 GiB")
-net = nn.Linear(1024, 1024).to(gpus[0])
-job = nn.DataParallel(net, gpus), torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
+net = nn.Linear(1024, 1024)
+job = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
 batches = Batches([(torch.ones(8, 1024), torch.zeros(8, dtype=torch.long))])""",
     """with live_memory(every=0.1) as panel:
     gate()
-    train_epochs(*job, batches, gpus[0], epochs=2, log=panel.log)""",
+    network = nn.DataParallel(net.to(gpus[0]), gpus)
+    train_epochs(network, *job, batches, gpus[0], epochs=2, log=panel.log)""",
     """from base64 import b64encode
 figure = empty_figure(2)
 memory_bars(panel.readings, "Peaks of this run", figure)
