@@ -23,10 +23,9 @@ except ModuleNotFoundError as error:
 # What other modules and lessons take from the engine.
 from virtual_gpus import record_training
 from virtual_gpus.clock.clock import Span
-from virtual_gpus.memory_model import replay
 from virtual_gpus.timeline.animate import animate
 from virtual_gpus.timeline.peak import KINDS as MEMORY_KINDS
-from virtual_gpus.timeline.peak import PeakLog, kind_of, owned
+from virtual_gpus.timeline.peak import kind_of, owned
 from virtual_gpus.timeline.record import name_work
 from virtual_gpus.timeline.spans import busy_seconds, gpus_of, merged, seconds_covered
 from virtual_gpus.timeline.spans import describe as describe_timeline
@@ -163,28 +162,20 @@ def block_address(tensor: torch.Tensor) -> int | None:
     return engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
 
 
-def describe_machine() -> str:
-    """Describe the machine's GPUs, their memory, and the links between them (as `nvidia-smi topo -m` draws them)."""
-    count = torch.cuda.device_count()
-    if count == 0:
+def topology() -> str:
+    """Return the links between all GPUs of the machine, as `nvidia-smi topo -m` draws them.
+
+    CUDA_VISIBLE_DEVICES hides no GPU in it.
+    """
+    if torch.cuda.device_count() == 0:
         return "There is no GPU. Call use_gpus(4) to get virtual GPUs."
-    found = [torch.cuda.get_device_properties(i) for i in range(count)]
-    lines = [
-        f"cuda:{i}  {gpu.name}, {gpu.total_memory / 2**30:.2f} GiB, {gpu.multi_processor_count} multiprocessors, "
-        f"compute capability {gpu.major}.{gpu.minor}"
-        for i, gpu in enumerate(found)
-    ]
-    return "\n".join([*lines, "", _links()])
-
-
-def _links() -> str:
-    """The links between all GPUs. nvidia-smi ignores CUDA_VISIBLE_DEVICES, so hidden GPUs are included."""
     machine = engine.active_machine()
     if machine is not None:
         return machine.topology.drawn()
+    command = ["nvidia-smi", "topo", "-m"]
     try:
-        return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30).stdout.rstrip()
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.rstrip()
+    except (OSError, subprocess.SubprocessError):
         return "The links between these GPUs are not known, because nvidia-smi topo -m did not answer."
 
 

@@ -2,7 +2,6 @@
 
     relu_net        linear layers, for thousands of steps in a few seconds
     small_resnet    images; torchvision's ResNet, small enough for a laptop's CPU
-    Bert            masked words; its output is far larger than its input
     Llama           next words; the shapes of today's large language models
 
 No model here names a device. Every tensor that a `forward` creates has the device of its input, so `nn.DataParallel`
@@ -13,7 +12,6 @@ model again, call `torch.manual_seed(...)` before the constructor. Nothing is do
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -50,25 +48,6 @@ def small_resnet(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Module
     from torchvision.models.resnet import BasicBlock, ResNet  # as in data.py
 
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10, norm_layer=norm)
-
-
-class Bert(nn.Module):
-    """A small BERT for masked words: tokens (N, T) with T <= length -> logits (N, T, vocabulary).
-
-    It has learned embeddings of token and position, PyTorch's Transformer layers, and a linear head that is not tied to
-    the embedding. It has no dropout, no segments and no padding mask. Source: "BERT", arXiv 1810.04805.
-    """
-
-    def __init__(self, vocabulary: int = 2_000, width: int = 64, layers: int = 2, heads: int = 4, length: int = 32):
-        super().__init__()
-        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.layers(self.token(tokens) + self.place(places)))
 
 
 # ---- Llama -----------------------------------------------------------------------------------------------------------

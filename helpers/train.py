@@ -1,118 +1,103 @@
-"""One training loop for images: on one device, or with `nn.DataParallel` on several GPUs.
+"""One training loop for images: on one device, with `nn.DataParallel`, or in the ranks of `DistributedDataParallel`.
 
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), loader, gpus)
-    trainer.train(epochs=2)         # [cuda:0-3] epoch 0 | batch 128 | steps 32 | lr 0.10 | loss 2.068 | ...
+    history = train_epochs(network, optimizer, nn.CrossEntropyLoss(), loader, gpus[0], epochs=2)
+    # [4 GPUs] epoch 0 | batch 128 | steps 32 | lr 0.10 | loss 2.068 | accuracy 24.10 %
 
-The programs in notebooks/scripts contain the same loop in full, with validation and checkpoints, and the loop of
-DistributedDataParallel.
+The programs in notebooks/scripts contain the same loop in full, with validation and checkpoints.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 
-class Trainer:
-    """Trains a model that returns logits (N, classes) for images (N, ...) with labels (N,).
+def train_epochs(
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    loader: Iterable[Sequence[Tensor]],
+    device: torch.device | str,
+    epochs: int = 1,
+    log: Callable[[str], object] = print,
+) -> list[tuple[float, float]]:
+    """Train, and return the mean loss over all images and the share of correct answers, from 0 to 1, of each epoch.
 
-    model    is moved to the first device. An optimizer built before still holds its parameters, but must have no state
-             yet
-    loss     a mean over images, such as nn.CrossEntropyLoss()
-    loader   gives (images, labels)
-    devices  a device, such as "cpu" or gpus[0], or a list of GPUs. With several GPUs, `nn.DataParallel` divides every
-             batch into one piece per GPU. The first GPU holds the parameters, the gradients and the optimizer's state,
-             gathers the outputs and computes the loss
+    network  returns logits (N, classes) for images (N, ...). It is on `device`, plain or wrapped by nn.DataParallel,
+             whose first GPU is then `device`. If it is wrapped by DistributedDataParallel, every rank calls this
+             function. All ranks return the figures of all images, and rank 0 alone logs
+    loss     a mean over images, such as nn.CrossEntropyLoss(). DistributedDataParallel takes the mean of the ranks'
+             means, so it trains like one GPU only if the ranks have equal parts of each batch
+    loader   gives (images, labels). Its DistributedSampler, if it has one, is told the epoch, which begins at 0
     log      called with a line for each epoch. It is stored in notebooks, so it has few digits and no time, which would
              differ from run to run
 
-    `history` has the mean loss over all images, and the share of correct answers from 0 to 1, of each epoch.
-
-    Raises ValueError for a loss whose `reduction` is not "mean", and for an optimizer that holds none of the model's
-    parameters.
+    Raises ValueError for a loss whose `reduction` is not "mean", for an optimizer that holds none of the model's
+    parameters, and for a loader that gives no batch.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        loader: Iterable[Sequence[Tensor]],
-        devices: torch.device | str | Sequence[torch.device | str],
-        log: Callable[[str], object] = print,
-    ):
-        if getattr(loss, "reduction", "mean") != "mean":
-            raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in held for parameter in model.parameters()):
-            raise ValueError(
-                f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build "
-                "the optimizer from model.parameters(), after the model."
-            )
-        self.devices = [devices] if isinstance(devices, str | torch.device) else list(devices)
-        self.device = torch.device(self.devices[0])
-        self.model = self.network = model.to(self.device)
-        if len(self.devices) > 1:
-            self.network = nn.DataParallel(self.model, self.devices)
-        self.optimizer, self.loss, self.loader, self.log = optimizer, loss, loader, log
-        self.history: list[tuple[float, float]] = []
-
-    @property
-    def name(self) -> str:
-        """The devices as text: "cpu", "cuda:0-3", "cuda:1,3"."""
-        if self.network is self.model:
-            return str(self.device)
-        first, *_, last = numbers = self.network.device_ids
-        consecutive = numbers == list(range(first, last + 1))
-        return f"cuda:{first}-{last}" if consecutive else "cuda:" + ",".join(map(str, numbers))
-
-    def train(self, epochs: int) -> None:
-        """Train `epochs` more epochs. Raises what `train_epoch` raises."""
-        for _ in range(epochs):
-            self.train_epoch()
-
-    def train_epoch(self) -> None:
-        """One pass over the loader. Raises ValueError for a loader that gives no batch."""
-        self.network.train()
-        rate = self.optimizer.param_groups[0]["lr"]
-        sums, sizes = torch.zeros(2, device=self.device), []
-        for images, labels in self.loader:
-            sums += self.step(images, labels)
+    if getattr(loss, "reduction", "mean") != "mean":
+        raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in network.parameters()):
+        raise ValueError(
+            f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build "
+            "the optimizer from model.parameters(), after the model."
+        )
+    group, ranks, where = None, 1, str(device)
+    if isinstance(network, DistributedDataParallel):
+        group, ranks = network.process_group, network.process_group.size()
+        where = f"{ranks} ranks"
+    elif isinstance(network, nn.DataParallel) and len(network.device_ids) > 1:
+        where = f"{len(network.device_ids)} GPUs"
+    sampler = getattr(loader, "sampler", None)
+    history = []
+    for epoch in range(epochs):
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(epoch)
+        network.train()
+        rate = optimizer.param_groups[0]["lr"]
+        sums, sizes = torch.zeros(3, device=device), []
+        for images, labels in loader:
+            # Before the forward pass, so that old gradients and new activations are never in memory together.
+            optimizer.zero_grad()
+            mean, correct = _forward(network, loss, images, labels, device)
+            mean.backward()
+            optimizer.step()
+            # Sums, because the last batch can be smaller than the others.
+            sums[:2] += torch.stack([mean.detach() * len(labels), correct])
             sizes.append(len(labels))
         if not sizes:
             raise ValueError(
                 "The loader gave no batch. Its data set is empty or smaller than one batch with drop_last=True, or it "
                 "is a generator that is used up."
             )
+        sums[2] = sum(sizes)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
         # The sums are read only here, because the host then waits until the GPU has done all its work. A wait in every
         # step would leave the GPU idle.
-        loss, accuracy = (each.item() for each in sums / sum(sizes))
-        self.log(
-            f"[{self.name}] epoch {len(self.history)} | batch {max(sizes)} | steps {len(sizes)} | lr {rate:#.2g} | "
-            f"loss {loss:.3f} | accuracy {100 * accuracy:.2f} %"
-        )
-        self.history.append((loss, accuracy))
+        mean_loss, accuracy = (each.item() for each in sums[:2] / sums[2])
+        history.append((mean_loss, accuracy))
+        if group is None or dist.get_rank(group) == 0:
+            log(
+                f"[{where}] epoch {epoch} | batch {ranks * max(sizes)} | steps {len(sizes)} | lr {rate:#.2g} | "
+                f"loss {mean_loss:.3f} | accuracy {100 * accuracy:.2f} %"
+            )
+    return history
 
-    def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """One optimizer step on one batch. Returns [sum of the losses, correct answers], (2,), on the first device.
 
-        They are sums because the last batch can be smaller than the others.
-        """
-        # Before the forward pass, so that old gradients and new activations are never in memory together.
-        self.optimizer.zero_grad()
-        loss, correct = self.forward(images, labels)
-        loss.backward()
-        self.optimizer.step()
-        return torch.stack([loss.detach() * len(labels), correct])
+def _forward(
+    network: nn.Module, loss: Callable, images: Tensor, labels: Tensor, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """The mean loss of a batch, with its graph, and the number of correct answers.
 
-    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of a batch, with its graph, and the number of correct answers.
-
-        A function of its own, so that the outputs have no name left when `backward` runs. A name would keep them in
-        memory.
-        """
-        if self.network is self.model:  # DataParallel copies each piece straight to its GPU
-            images = images.to(self.device, non_blocking=True)
-        outputs = self.network(images)
-        labels = labels.to(self.device, non_blocking=True)
-        return self.loss(outputs, labels), (outputs.detach().argmax(1) == labels).sum()
+    A function of its own, so that the outputs have no name left when `backward` runs. A name would keep them in memory.
+    """
+    if not isinstance(network, nn.DataParallel):  # which copies each piece straight to its GPU
+        images = images.to(device, non_blocking=True)
+    outputs = network(images)
+    labels = labels.to(device, non_blocking=True)
+    return loss(outputs, labels), (outputs.detach().argmax(1) == labels).sum()

@@ -1,4 +1,4 @@
-"""helpers/data.py: bundled images and text."""
+"""helpers/data.py: bundled images, and random words."""
 
 import re
 import shutil
@@ -27,9 +27,9 @@ def test_a_changed_byte_a_missing_file_and_a_missing_folder_are_noticed(tmp_path
     path.write_bytes(content)
     with pytest.raises(data.DamagedData, match="The checksum of .*train-images-idx3-ubyte is wrong.*git checkout data"):
         data.fashion_mnist()
-    (copy / data.NOVEL).unlink()
+    (copy / "pride_and_prejudice.txt").unlink()
     with pytest.raises(data.DamagedData, match="pride_and_prejudice.txt.* missing.*git checkout data"):
-        data.masked_words(32, 100)
+        data.bundled("pride_and_prejudice.txt")
     monkeypatch.setattr(data, "DATA", tmp_path / "site-packages" / "data")
     with pytest.raises(data.DamagedData, match="There is no folder .*pip install -e ."):
         data.fashion_mnist()
@@ -57,49 +57,9 @@ def test_what_there_is_not_is_refused():
     for wrong in ({"channels": 2}, {"size": 0}, {"count": 0}, {"count": 4001}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             data.fashion_mnist(**wrong)
-    with pytest.raises(ValueError, match="length must be at least 3"):
-        data.masked_words(2, 100)
-    with pytest.raises(ValueError, match="vocabulary_size must exceed 5"):
-        data.masked_words(64, 5)
 
 
-def test_masked_words_are_the_novel_between_cls_and_sep():
-    # The sequences before words were hidden.
-    large, small = (
-        torch.where(labels == data.IGNORED, inputs, labels)
-        for inputs, labels in (data.masked_words(64, size).tensors for size in (8000, 100))
-    )
-    assert (large[:, 0] == data.CLS).all() and (large[:, -1] == data.SEP).all()
-    ids = large[:, 1:-1].flatten().tolist()
-    assert len(ids) > 120_000 and min(ids) == 5  # no special token, and the most frequent word
-    said = "pride and prejudice by jane austen chapter 1 it is a truth universally acknowledged , that a single man"
-    pairs = set(zip(said.split(), ids, strict=False))
-    assert len(pairs) == len(set(said.split())) == len({number for _, number in pairs})
-    known = small != data.UNK  # a small vocabulary keeps the frequent words
-    assert torch.equal(small[known], large[known]) and small.max() == 99 and large[~known].min() == 100
-
-
-def test_masked_words_have_berts_shares():
-    inputs, labels = data.masked_words(64, 8000).tensors
-    assert inputs.shape == labels.shape and inputs.shape[1] == 64
-    picked = labels != data.IGNORED
-    words = inputs[picked]
-
-    def share(condition):
-        return condition.float().mean().item()
-
-    assert (picked.sum(1) == round(0.15 * 62)).all()
-    assert share(words == data.MASK) == pytest.approx(0.8, abs=0.01)
-    assert share(words == labels[picked]) == pytest.approx(0.1, abs=0.01)
-    assert words[words != data.MASK].min() > data.MASK  # random words are never special tokens
-    assert torch.equal(inputs, data.masked_words(64, 8000).tensors[0])  # the same in every call
-    _, labels = data.masked_words(3, 100).tensors  # every row has something to guess
-    assert ((labels != data.IGNORED) == torch.tensor([False, True, False])).all()
-
-
-def test_random_batches():
-    images, labels = data.random_images(6)
-    assert images.shape == (6, 3, 32, 32) and labels.shape == (6,) and labels.max() < 10
+def test_random_tokens():
     inputs, targets = data.random_tokens(6, length=5, vocabulary_size=30)
     assert inputs.shape == targets.shape == (6, 5) and inputs.dtype == targets.dtype == torch.int64
-    assert 5 <= inputs.min() and inputs.max() < 30 and not torch.equal(inputs, targets)
+    assert 0 <= inputs.min() and inputs.max() < 30 and not torch.equal(inputs, targets)

@@ -47,10 +47,7 @@ def test_group_norm_treats_each_sample_alone_and_batch_norm_does_not():
         assert torch.allclose(net(x), pieces, atol=1e-5) is alone
 
 
-def test_bert_shapes_and_sizes():
-    net = models.Bert(vocabulary=50, length=8)
-    for length in (8, 5):
-        assert net(torch.randint(0, 50, (3, length))).shape == (3, length, 50)
+def test_article_bert_has_the_article_s_sizes():
     article = bert_article()
     assert (article.token.num_embeddings, article.token.embedding_dim) == (30_000, 256)
     assert article.place.num_embeddings == 163 and len(article.blocks) == 8

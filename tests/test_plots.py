@@ -12,7 +12,7 @@ from IPython.core.pylabtools import print_figure
 from matplotlib.colors import to_hex
 
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal
-from helpers.show import compare_bars, describe, memory_bars
+from helpers.show import describe_memory, memory_bars
 from helpers.show.bars import empty_figure
 from tests.pictures import alt_text
 
@@ -44,8 +44,8 @@ PICTURES = {
     "four GPUs": lambda: memory_bars(BERT, title="DataParallel"),
     "tiny, no driver": lambda: memory_bars(readings(0.05, 0)),
     "sixteen GPUs": lambda: memory_bars(readings(*range(16)), title="sixteen"),
-    "many situations": lambda: compare_bars({f"{i} {LONG[:60]}": BERT for i in range(5)}, title=LONG),
-    "one and four": lambda: compare_bars({"one": readings(9.2), "four": readings(8, 8, 8, 8, capacity_gib=12)}),
+    "many situations": lambda: memory_bars({f"{i} {LONG[:60]}": BERT for i in range(5)}, title=LONG),
+    "one and four": lambda: memory_bars({"one": readings(9.2), "four": readings(8, 8, 8, 8, capacity_gib=12)}),
     "over, one GPU": lambda: memory_bars(readings(13, capacity_gib=11.8), title=LONG),
     "far over": lambda: memory_bars(readings(400, 2, capacity_gib=12)),
     "hardly over": lambda: memory_bars(readings(12.01, 11.99, capacity_gib=12)),
@@ -136,7 +136,7 @@ def test_without_gputil_there_are_two_bars_and_small_peaks_are_enlarged_and_the_
 
 
 def test_situations_have_the_same_scale():
-    figure = compare_bars({"DataParallel": BERT, "output_device=1": MOVED})
+    figure = memory_bars({"DataParallel": BERT, "output_device=1": MOVED})
     before, after = figure.axes
     assert before.get_title(loc="left") == "DataParallel" and before.get_xlim() == after.get_xlim()
     assert pieces(figure)["peak allocated"][::4] == [(0, 16.1), (0, 12)]
@@ -146,9 +146,9 @@ def test_what_is_over_the_capacity_is_drawn_apart_and_what_cannot_be_drawn_is_re
     assert pieces(memory_bars(readings(13, 3, capacity_gib=12)))["over the capacity"] == [(12, 13.65), (12, 13)]
     assert "over the capacity" not in pieces(memory_bars(readings(12 / 1.05, capacity_gib=12)))
     plt.close("all")
-    for draw, nothing in ((memory_bars, Readings()), (compare_bars, {"a": Readings()})):
+    for nothing in (Readings(), {}, {"a": Readings()}):
         with pytest.raises(ValueError, match="no readings to draw"):
-            draw(nothing)
+            memory_bars(nothing)
     assert plt.get_fignums() == []  # refused before a figure is made
 
 
@@ -173,7 +173,7 @@ RAN_OUT = Readings([replace(readings(10)[0], refused=Refusal(0, 3 * GiB, 16 * Gi
     ],
 )  # fmt: skip
 def test_a_picture_in_words(given, words):
-    assert describe(given) == words
+    assert describe_memory(given) == words
 
 
 def test_a_picture_carries_its_words_into_the_notebook():
@@ -183,8 +183,8 @@ def test_a_picture_carries_its_words_into_the_notebook():
     formatter.formatters["image/png"].enabled = formatter.mimebundle_formatter.enabled = True
     both = {"one": BERT, "two": MOVED}
     for figure, words in (
-        (memory_bars(BERT, title="BERT"), f"BERT\n{describe(BERT)}"),
-        (compare_bars(both), describe(both)),
+        (memory_bars(BERT, title="BERT"), f"BERT\n{describe_memory(BERT)}"),
+        (memory_bars(both), describe_memory(both)),
     ):
         data, metadata = formatter.format(figure)
         assert metadata["image/png"]["alt"] == alt_text(figure.axes[0]) == words

@@ -12,9 +12,8 @@ import torch
 
 from helpers import use_gpus
 from helpers.gpus import is_virtual
-from helpers.measure import MemoryMonitor, explain_oom, read_memory
+from helpers.measure import explain_oom, read_memory
 from helpers.show import describe_segments
-from tests.test_monitor import check_peaks, of_activations, recorded
 
 pytestmark = pytest.mark.gpu
 
@@ -35,27 +34,11 @@ def test_readings_see_the_card():
     assert reading.driver_used is None or reading.driver_used > reading.reserved
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
-def test_the_monitors_curve_is_the_allocators(count):
-    """Replicas of DataParallel run in threads of their own, and so do the GPUs' backward passes."""
-    monitor = recorded(count)
-    check_peaks(monitor, count)
-    assert count > 1 or "gradients" in monitor.at_peak()
-    assert not torch._C._cuda_isHistoryEnabled()
-
-
-def test_the_monitor_of_a_batch_that_is_mostly_activations():
-    assert 3 <= of_activations() < 7.5
-
-
-def test_memory_that_runs_out_is_recorded_and_explained():
+def test_memory_that_runs_out_is_explained():
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
-    with pytest.raises(torch.OutOfMemoryError), MemoryMonitor() as monitor:
-        kept = torch.zeros(2**26, device="cuda")
-        torch.empty(2**40, dtype=torch.uint8, device="cuda")  # more than any card has
-    assert len(monitor.allocated[0]) == 2 and monitor.allocated[0][-1] == torch.cuda.memory_allocated()
+    kept = torch.zeros(2**26, device="cuda")
     with explain_oom() as why:
-        torch.empty(2**40, dtype=torch.uint8, device="cuda")
+        torch.empty(2**40, dtype=torch.uint8, device="cuda")  # more than any card has
     torch.cuda.memory._record_memory_history(None)
     assert why.refused.requested == pytest.approx(2**40, rel=0.01) and why.by_kind()["other"] >= kept.nbytes
     assert "kept = torch.zeros(2**26" in str(why) and "larger than the whole GPU" in str(why)

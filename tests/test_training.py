@@ -8,41 +8,43 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from virtual_gpus import virtual_gpus
 
 from helpers.models import group_norm, small_resnet
-from helpers.train import Trainer
+from helpers.parallel import launch
+from helpers.train import train_epochs
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 LOSS = nn.CrossEntropyLoss()
-GPUS = {"cuda:0-3": [torch.device("cuda", gpu) for gpu in range(4)], "cuda:1,3": ["cuda:1", "cuda:3"]}
 
 
-def images(samples=26, **options):
-    """Batches of 8, 8, 8 and 2: the last one has fewer samples than there are GPUs."""
+def images(samples=26, batch=8, ranks=None, **options):
+    """Batches of 8, 8, 8 and 2: the last one has fewer samples than there are GPUs. ranks: the sampler's arguments."""
     make = torch.Generator().manual_seed(1)
     x, y = torch.randn(samples, 3, 16, 16, generator=make), torch.randint(0, 5, (samples,), generator=make)
-    return DataLoader(TensorDataset(x, y), 8, **options)
+    data = TensorDataset(x, y)
+    return DataLoader(data, batch, sampler=ranks and DistributedSampler(data, *ranks, shuffle=False), **options)
 
 
 def mlp():
     return nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.ReLU(), nn.Linear(16, 5))
 
 
-def build(name="cpu", make=mlp, optimizer=torch.optim.SGD, lr=0.01, loader=None):
-    """A trainer, by what its log line calls it."""
+def build(gpus=(), make=mlp, optimizer=torch.optim.SGD, lr=0.01, loader=None):
+    """A model, and a function that trains it for `epochs` epochs, on the CPU, on one GPU or with DataParallel."""
     torch.manual_seed(0)
-    model = make()
-    loader = images() if loader is None else loader
-    runner = Trainer(model, optimizer(model.parameters(), lr=lr), LOSS, loader, GPUS.get(name, name))
-    assert runner.name == name
-    return runner
+    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
+    model = make().to(device)
+    network = nn.DataParallel(model, gpus) if len(gpus) > 1 else model
+    optimizer = optimizer(model.parameters(), lr=lr)
+    return model, partial(train_epochs, network, optimizer, LOSS, images() if loader is None else loader, device)
 
 
 def test_one_epoch_equals_the_loop_written_by_hand():
-    runner = build()
+    model, train = build()
     torch.manual_seed(0)
     by_hand = mlp()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.01)
@@ -55,21 +57,42 @@ def test_one_epoch_equals_the_loop_written_by_hand():
         optimizer.step()
         losses += loss.item() * len(y)
         right += (logits.argmax(1) == y).sum().item()
-    runner.train(1)
-    assert all(torch.equal(a, b) for a, b in zip(runner.model.parameters(), by_hand.parameters(), strict=True))
-    assert runner.history == [pytest.approx((losses / 26, right / 26), rel=1e-6)]
+    assert train() == [pytest.approx((losses / 26, right / 26), rel=1e-6)]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_hand.parameters(), strict=True))
+
+
+def said(where, history, rate="0.010", batch=8, steps=4):
+    return [
+        f"[{where}] epoch {epoch} | batch {batch} | steps {steps} | lr {rate} | loss {loss:.3f} | "
+        f"accuracy {100 * accuracy:.2f} %"
+        for epoch, (loss, accuracy) in enumerate(history)
+    ]
 
 
 def test_a_line_for_each_epoch(capsys):
-    runner = build(lr=2.5e-5)
-    runner.train(1)
-    runner.optimizer.param_groups[0]["lr"] = 0.001
-    runner.train(2)
-    rates = ["2.5e-05", "0.0010", "0.0010"]
-    assert capsys.readouterr().out.splitlines() == [
-        f"[cpu] epoch {epoch} | batch 8 | steps 4 | lr {rate} | loss {loss:.3f} | accuracy {100 * accuracy:.2f} %"
-        for epoch, (rate, (loss, accuracy)) in enumerate(zip(rates, runner.history, strict=True))
-    ]
+    _, train = build(lr=2.5e-5)
+    history = train(2)
+    assert len(history) == 2 and capsys.readouterr().out.splitlines() == said("cpu", history, "2.5e-05")
+
+
+def in_a_rank(rank, ranks):
+    """Two epochs of DDP: (history, lines, the sampler's last epoch, weights)."""
+    torch.manual_seed(0)
+    network, lines = DistributedDataParallel(mlp()), []
+    loader = images(batch=8 // ranks, samples=24, ranks=(ranks, rank))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    history = train_epochs(network, optimizer, LOSS, loader, "cpu", 2, log=lines.append)
+    return history, lines, loader.sampler.epoch, torch.cat([each.detach().flatten() for each in network.parameters()])
+
+
+def test_ranks_of_ddp_train_like_one_device_and_all_know_the_figures_of_all_images():
+    model, train = build(loader=images(24))
+    expected = train(2)
+    found = launch(in_a_rank, 2, ranks=2, gpus=False)
+    for history, _, epoch, weights in found:
+        assert history == found[0][0] == [pytest.approx(each, rel=1e-5) for each in expected] and epoch == 1
+        torch.testing.assert_close(weights, torch.cat([each.detach().flatten() for each in model.parameters()]))
+    assert found[0][1] == said("2 ranks", expected, steps=3) and found[1][1] == []
 
 
 def test_the_outputs_are_gone_when_backward_runs():
@@ -82,32 +105,33 @@ def test_the_outputs_are_gone_when_backward_runs():
             self.bias.register_hook(lambda grad: alive.append(outputs[-1]() is not None))
             return y
 
-    build(make=lambda: Watched(768, 5), loader=images(samples=8)).train(1)
+    build(make=lambda: Watched(768, 5), loader=images(samples=8))[1]()
     assert alive == [False]
 
 
 def test_what_cannot_be_trained_is_refused():
     for empty in (images(samples=5, drop_last=True), []):
         with pytest.raises(ValueError, match="The loader gave no batch"):
-            build(loader=empty).train(1)
+            build(loader=empty)[1]()
     model = mlp()
     sgd = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match='reduction="mean", not "sum"'):
-        Trainer(model, sgd, nn.CrossEntropyLoss(reduction="sum"), [], "cpu")
+        train_epochs(model, sgd, nn.CrossEntropyLoss(reduction="sum"), [], "cpu")
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
-        Trainer(mlp(), sgd, LOSS, [], "cpu")
+        train_epochs(mlp(), sgd, LOSS, [], "cpu")
 
 
-@pytest.mark.parametrize("name", ["cuda:2", "cuda:1,3"])
-def test_losses_accuracies_and_weights_equal_the_cpu_s(four, name):
+@pytest.mark.parametrize("gpus", [[2], [1, 3]])
+def test_losses_accuracies_and_weights_equal_the_cpu_s(four, gpus, capsys):
     """Without BatchNorm: a net with it is meant to differ when a batch is cut into pieces."""
     resnet, sgd = partial(small_resnet, norm=group_norm), partial(torch.optim.SGD, momentum=0.9)
-    expected, runner = build("cpu", resnet, sgd), build(name, resnet, sgd)
-    runner.train(2), expected.train(2)
-    for (loss, accuracy), (right, share) in zip(runner.history, expected.history, strict=True):
+    (one_cpu, on_cpu), (model, train) = build((), resnet, sgd), build(gpus, resnet, sgd)
+    history, expected = train(2), on_cpu(2)
+    assert capsys.readouterr().out.splitlines()[:2] == said("cuda:2" if gpus == [2] else "2 GPUs", history)
+    for (loss, accuracy), (right, share) in zip(history, expected, strict=True):
         assert loss == pytest.approx(right, abs=1e-5) and accuracy == share
-    for one, other in zip(runner.model.parameters(), expected.model.parameters(), strict=True):
-        assert one.device == runner.optimizer.state[one]["momentum_buffer"].device == torch.device(name[:6])
+    for one, other in zip(model.parameters(), one_cpu.parameters(), strict=True):
+        assert one.device == train.args[1].state[one]["momentum_buffer"].device == torch.device("cuda", gpus[0])
         torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-4)
 
 
@@ -120,7 +144,7 @@ def test_inputs_never_lie_on_the_first_gpu_as_a_whole(four):
             return super().forward(x)
 
     x, y = torch.randn(8, 2**18), torch.zeros(8, dtype=torch.long)
-    build("cuda:0-3", lambda: Watched(2**18, 2), loader=DataLoader(TensorDataset(x, y), 8)).train(1)
+    build(range(4), lambda: Watched(2**18, 2), loader=DataLoader(TensorDataset(x, y), 8))[1]()
     assert [(gpu, samples) for gpu, samples, _ in seen] == [(0, 2), (1, 2), (2, 2), (3, 2)]
     # 2 MiB of weights and 2 samples of 1 MiB; the whole batch would be 8 MiB.
     assert max(allocated for _, _, allocated in seen) < 6 * 2**20
@@ -128,19 +152,17 @@ def test_inputs_never_lie_on_the_first_gpu_as_a_whole(four):
 
 def test_memory_does_not_grow_from_epoch_to_epoch_and_goes_back(four):
     start = [torch.cuda.memory_allocated(gpu) for gpu in four]
-    runner = build("cuda:0-3", optimizer=torch.optim.Adam)
+    model, train = build(range(4), optimizer=torch.optim.Adam)
     seen = []
     for _ in range(3):
-        runner.train(1)
+        train()
         seen.append([torch.cuda.memory_allocated(gpu) for gpu in four])
     assert seen[0] == seen[1] == seen[2] != start
-    del runner
+    del model, train
     gc.collect()
     assert [torch.cuda.memory_allocated(gpu) for gpu in four] == start
 
 
 def test_shapes_only_runs_the_loop_without_values():
     with virtual_gpus(4, shapes_only=True):
-        runner = build("cuda:0-3")
-        runner.train(1)
-        assert math.isnan(runner.history[0][0])
+        assert math.isnan(build(range(4))[1]()[0][0])

@@ -80,20 +80,33 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     good, bad, size = 0, limit + 1, 1
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         while bad - good > 1:
-            good, bad = (size, bad) if all(fits(step, size) for _ in range(steps)) else (good, size)
-            gc.collect()  # an error's traceback keeps the step's tensors alive, in reference cycles
-            torch.cuda.empty_cache()
+            good, bad = (size, bad) if fits(_repeat, steps, step, size) else (good, size)
             size = min(max(2 * good, start), limit) if bad > limit else (good + bad) // 2
+    _let_go()
     return good
 
 
-def fits(step: Callable, *args) -> bool:
-    """Return whether `step(*args)` runs without a torch.OutOfMemoryError. Other errors are passed on."""
+def fits(step: Callable, *args, **options) -> bool:
+    """Return whether `step(*args, **options)` runs without a torch.OutOfMemoryError. Other errors are passed on.
+
+    Before that, it frees what an earlier error has left behind, and empties PyTorch's cache.
+    """
+    _let_go()
     try:
-        step(*args)
+        step(*args, **options)
     except torch.OutOfMemoryError:
         return False
     return True
+
+
+def _repeat(times: int, step: Callable, batch: int) -> None:
+    for _ in range(times):
+        step(batch)
+
+
+def _let_go() -> None:
+    gc.collect()  # an error's traceback keeps the step's tensors alive, in reference cycles
+    torch.cuda.empty_cache()
 
 
 def gpu_indices(devices=None) -> list[int]:

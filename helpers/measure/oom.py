@@ -5,26 +5,58 @@ block is known if PyTorch's memory history has the stack of the allocation: in t
 `torch.cuda.memory._record_memory_history()` on.
 """
 
+import gc
 import linecache
 import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
-from helpers.gpus import MEMORY_KINDS, block_address, kind_of
+from helpers.gpus import MEMORY_KINDS, block_address, kind_of, owned
 from helpers.measure.memory import gpu_indices
-from helpers.measure.monitor import blocks_by_kind, memory_history, objects_of, place_of
 from helpers.measure.readings import LINE, Refusal, describe_oom, format_bytes, read_refusal
 
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
 _STDLIB = sysconfig.get_path("stdlib")
 _MOST_ROWS = 5
+_MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
+_place_of = itemgetter("filename", "name")  # of a frame in a snapshot
+
+
+@contextmanager
+def memory_history() -> Iterator[None]:
+    """Let PyTorch record each allocation with its stack in the block. If somebody records already, that goes on."""
+    torch.cuda.init()
+    already = torch._C._cuda_isHistoryEnabled()
+    if not already:
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=_MOST_EVENTS)
+    try:
+        yield
+    finally:
+        if not already:
+            torch.cuda.memory._record_memory_history(None)
+
+
+def blocks_by_kind() -> Iterator[tuple[int, int | None, str]]:
+    """Yield (GPU, address, kind) for each block that contains a parameter, a gradient, or optimizer state."""
+    for kind, tensor in owned(objects_of(nn.Parameter, Optimizer)):
+        if tensor.is_cuda and tensor.layout is torch.strided:
+            yield tensor.get_device(), block_address(tensor), kind
+
+
+def objects_of(*kinds: type) -> list:
+    """Return the objects of these classes that Python's gc knows, by `type`, as `__class__` may be overridden."""
+    objects = gc.get_objects()
+    wanted = {each for each in set(map(type, objects)) if issubclass(each, kinds)}
+    return [each for each in objects if type(each) in wanted]
 
 
 def live_blocks(gpu: int) -> list[tuple[int, str, str]]:
@@ -38,7 +70,7 @@ def live_blocks(gpu: int) -> list[tuple[int, str, str]]:
         for block in segment["blocks"] if segment["device"] == gpu else ():
             if block["state"].startswith("active"):
                 frames, tensor = block.get("frames", []), tensors.get(block["address"])
-                made = kind_of(map(place_of, frames)) if frames or tensor is None else "other"
+                made = kind_of(map(_place_of, frames)) if frames or tensor is None else "other"
                 kind, what = kinds.get(block["address"], made), "held by autograd or a library"
                 if tensor is not None:
                     what = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from virtual_gpus.testing import RankError, run_ranks
-from virtual_gpus.testing.network import free_port, interface
+from virtual_gpus.testing.network import interface
 
-__all__ = ["RankError", "free_port", "interface", "launch", "run_hosts"]
+__all__ = ["RankError", "interface", "launch", "run_hosts"]
 
 
 def launch(

@@ -4,7 +4,7 @@ Every picture has a text alternative. Colour-blind readers can tell the colours 
 """
 
 from helpers.gpus import animate
-from helpers.show.bars import compare_bars, describe, memory_bars
+from helpers.show.bars import describe_memory, memory_bars
 from helpers.show.explore import explore, explore_pipeline
 from helpers.show.live import live_memory
 from helpers.show.panel import Panel, control

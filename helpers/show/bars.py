@@ -1,8 +1,8 @@
 """The memory of each GPU as three bars, one inside the other, with the figures on the right, and as text.
 
-    memory_bars(readings)                            one situation
-    compare_bars({"one": readings, "two": others})   several, below each other
-    describe(readings)                               the same as text, for readers who cannot see the picture
+    memory_bars(readings)                           one situation
+    memory_bars({"one": readings, "two": others})   several, below each other
+    describe_memory(readings)                       the same as text, for readers who cannot see the picture
 
 The widest bar is what the driver counts (GPUtil's `memoryUsed`): the memory of all programs, and CUDA's context. Inside
 it is the most that PyTorch has reserved (`torch.cuda.max_memory_reserved`), and inside that the most that tensors have
@@ -33,32 +33,31 @@ _STRIPED = f"repeating-linear-gradient(135deg, {COLOURS[5]} 0 4px, white 4px 6px
 _CSS = {"driver": "#dedede", "reserved": _STRIPED, "allocated": COLOURS[0]}
 
 
-def memory_bars(readings: Readings, title: str | None = None, figure: Figure | None = None) -> Figure:
+def memory_bars(
+    readings: Readings | Mapping[str, Readings], title: str | None = None, figure: Figure | None = None
+) -> Figure:
     """Draw for each GPU its peaks of allocated and reserved memory, and what the driver counts now.
 
-    If all figures are small, the axis ends before the capacity, and its label says so. What exceeds the capacity has
-    its own colour. `figure`: an empty figure to draw in, such as `empty_figure`. Returns the figure. Raises ValueError
-    if there are no readings.
+    readings: of one situation, or of several by name, which are drawn below each other, on the same scale. If all
+    figures are small, the axis ends before the capacity, and its label says so. What exceeds the capacity has its own
+    colour. figure: an empty figure to draw in, such as `empty_figure`. Returns the figure. Raises ValueError if there
+    are no readings.
     """
-    return compare_bars({"": readings}, title, figure)
-
-
-def compare_bars(situations: Mapping[str, Readings], title: str | None = None, figure: Figure | None = None) -> Figure:
-    """Draw several situations below each other, on the same scale. Otherwise like `memory_bars`."""
+    situations = readings if isinstance(readings, Mapping) else {"": readings}
     if not situations or not all(situations.values()):
         raise ValueError("There are no readings to draw. Pass the result of read_memory().")
-    counts = [len(readings) for readings in situations.values()]
+    counts = [len(each) for each in situations.values()]
     if figure is None:
         figure = plt.figure(figsize=(WIDTH, _height(sum(counts)) + 0.3 * len(counts) - 0.3), layout="constrained")
-    found = [reading for readings in situations.values() for reading in readings]
+    found = [reading for each in situations.values() for reading in each]
     top = max(getattr(reading, field) or 0 for reading in found for _, field, _, _ in _BARS)
     capacity = max(reading.capacity for reading in found)
     zoomed = 0 < top < capacity / 8
     length = top if zoomed else max(top, capacity)
     unit, unit_name = unit_of(length)
     axes = figure.subplots(len(counts), sharex=True, squeeze=False, height_ratios=counts)[:, 0]
-    for ax, (name, readings) in zip(axes, situations.items(), strict=True):
-        _draw(ax, readings, unit)
+    for ax, (name, each) in zip(axes, situations.items(), strict=True):
+        _draw(ax, each, unit)
         ax.set_title(fill(name, 80), loc="left", fontsize=10)
     axes[-1].set_xlim(0, 1.03 * length / unit)
     axes[-1].set_xlabel(f"memory in {unit_name}" + (" (the axis ends before the capacity)" if zoomed else ""))
@@ -68,8 +67,7 @@ def compare_bars(situations: Mapping[str, Readings], title: str | None = None, f
         keys.append(Patch(**OVER, label="over the capacity"))
     figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), frameon=False, fontsize=9, alignment="left",
                   title=fill(title or "", 66), title_fontsize=11, columnspacing=1.2, handlelength=1.6)  # fmt: skip
-    alone = len(situations) == 1
-    set_alt_text(figure, title, describe(next(iter(situations.values())) if alone else situations))
+    set_alt_text(figure, title, describe_memory(readings))
     return figure
 
 
@@ -147,13 +145,15 @@ def _row_now(reading: Reading, length: int) -> str:
 # ---- the text --------------------------------------------------------------------------------------------------------
 
 
-def describe(readings: Readings | Mapping[str, Readings]) -> str:
+def describe_memory(readings: Readings | Mapping[str, Readings]) -> str:
     """Describe each GPU's peaks of allocated and reserved memory and what the driver counts, equal GPUs in one line.
 
     readings: of one situation, or of several by name. A GPU that ran out of memory has the request that failed.
     """
     if isinstance(readings, Mapping):
-        return "\n".join(f"{name}: {line}" for name, each in readings.items() for line in describe(each).splitlines())
+        return "\n".join(
+            f"{name}: {line}" for name, each in readings.items() for line in describe_memory(each).splitlines()
+        )
     lines: dict[str, list[str]] = {}
     for reading in readings:
         lines.setdefault(_said(reading), []).append(str(reading.index))

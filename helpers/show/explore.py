@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from helpers.gpus import modelled_gpus
 from helpers.measure import Readings, format_bytes, measure_memory
 from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_b, simulate
-from helpers.show.bars import describe, empty_figure, memory_bars
+from helpers.show.bars import describe_memory, empty_figure, memory_bars
 from helpers.show.panel import Panel, control
 from helpers.show.style import COLOURS, WIDTH
 
@@ -74,11 +74,11 @@ def _run_and_look(job: Callable, name: str, gpus: int, kind: str, memory: int | 
     readings = Readings(replace(reading, capacity=room, driver_used=None) for reading in readings)  # PyTorch's alone
     lines = [f"{name}; {on}, {format_bytes(room)} each for PyTorch."]
     if refusal:
-        lines += [f"Out of memory: {refusal}.", f"With more memory: {describe(readings)}"]
+        lines += [f"Out of memory: {refusal}.", f"With more memory: {describe_memory(readings)}"]
         if max(reading.peak_allocated for reading in readings) <= room:
             lines[-1] += " Enough would be free, but in pieces that are too small (fragmentation)."
     else:
-        lines.append(f"The job runs: {describe(readings)}")
+        lines.append(f"The job runs: {describe_memory(readings)}")
     figure = empty_figure(gpus)
     memory_bars(readings, f"{on}: {'out of memory' if refusal else 'the job runs'}", figure)
     return "\n".join(lines), figure

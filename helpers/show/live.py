@@ -1,10 +1,10 @@
 """A live panel that shows the memory of every GPU during training, on real and on virtual GPUs.
 
     with live_memory():
-        trainer.train(epochs=2)
+        train()
 
     with live_memory() as panel:                      # also shows the line of each epoch on the panel
-        Trainer(..., log=panel.log).train(epochs=2)
+        train_epochs(..., log=panel.log)
 
 A thread calls `read_memory` every half second and updates one picture. After the block, the panel shows the peaks as a
 picture and as text. On virtual GPUs, the peaks are the same in every run.
@@ -20,7 +20,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from helpers.measure import Readings, measure_memory, read_memory
-from helpers.show.bars import bars_now, describe, empty_figure, memory_bars
+from helpers.show.bars import bars_now, describe_memory, empty_figure, memory_bars
 from helpers.show.panel import image, png, size_of, view
 
 
@@ -36,7 +36,7 @@ class LivePanel:
         self._ended = threading.Event()
 
     def log(self, line: str) -> None:
-        """Print a line and show it on the panel. Pass this method to a `Trainer` as its `log`."""
+        """Print a line and show it on the panel. Pass this method to `train_epochs` as its `log`."""
         self._line = line
         print(line)
 
@@ -65,7 +65,7 @@ class LivePanel:
 
     def _close(self) -> None:
         """Show the peaks as an image and as text. The notebook's file keeps both, and they need no kernel."""
-        self.words, figure = describe(self.readings), empty_figure(len(self.readings))
+        self.words, figure = describe_memory(self.readings), empty_figure(len(self.readings))
         memory_bars(self.readings, "Peaks of this run", figure)
         picture = png(figure)
         self._picture.value = image(picture, self.words)  # until the output below replaces it

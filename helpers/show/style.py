@@ -10,19 +10,12 @@ WIDTH = 7.0  # inches; 700 pixels at matplotlib's 100 dots per inch, which is th
 # Okabe and Ito's palette, which colour-blind readers can tell apart, ordered for large differences in lightness.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "----", "++++")
-_ALARM = 4  # colour and hatch of memory that does not fit; no series uses them
-_SERIES = [number for number in range(len(COLOURS)) if number != _ALARM]
+_ALARM = 4  # colour and hatch of memory that does not fit
 
 
 def bar_style(colour: int, hatch: int = 0) -> dict:
     """Return the arguments of `Axes.barh` and of patches for a colour and a hatch, given by their numbers."""
     return {"facecolor": COLOURS[colour], "hatch": HATCHES[hatch], "edgecolor": "white", "linewidth": 0}
-
-
-def series_style(place: int) -> dict:
-    """Return the style of series `place`. The first 6 differ in colour and hatch, the first 36 in one or both."""
-    times, rest = divmod(place, len(_SERIES))
-    return bar_style(_SERIES[rest], _SERIES[(rest + times) % len(_SERIES)])
 
 
 OVER = bar_style(_ALARM, _ALARM)

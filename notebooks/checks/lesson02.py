@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from helpers.data import random_tokens
-from helpers.measure import GiB, MiB, format_bytes
+from helpers.measure import GiB, MiB, fits, format_bytes
 from helpers.models import LLAMA_1B, Llama
 from notebooks.checks import compare
 from notebooks.checks.core import NotYet, call, exercise, require, show
@@ -192,13 +192,7 @@ def _peak(gpus: list[torch.device], batch: int, vocabulary: int) -> int:
 
 
 def _fits(gpus: list[torch.device], batch: int) -> bool:
-    gc.collect()
-    torch.cuda.empty_cache()
-    try:
-        _train(gpus, batch, 512, VOCABULARY, output_device=1)
-    except torch.OutOfMemoryError:
-        return False
-    return True
+    return fits(_train, gpus, batch, 512, VOCABULARY, output_device=1)
 
 
 @exercise

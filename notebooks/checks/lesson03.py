@@ -11,8 +11,7 @@ from torch.nn.utils import parameters_to_vector
 
 from helpers.data import random_tokens
 from helpers.gpus import engine, modelled_gpus
-from helpers.measure import MiB, format_bytes
-from helpers.measure.memory import fits
+from helpers.measure import MiB, fits, format_bytes
 from helpers.models import LLAMA_1B, Llama
 from notebooks.checks import compare
 from notebooks.checks.core import call, exercise, given, require, show
@@ -277,14 +276,9 @@ def largest(answer):
             _divided(model, gpus, tokens, labels, in_chunks=False).backward()
             optimizer.step()
 
-    def room_for(batch: int) -> bool:
-        gc.collect()
-        torch.cuda.empty_cache()
-        return fits(two_steps, batch)
-
     least = "A new job with two steps runs out of memory. A smaller batch before it, or a single step, hides that."
-    require(room_for(int(value)), f"With {shown}, a GPU runs out of memory.", least)
-    require(not room_for(int(value) + STEP), f"{shown} are not the most: {STEP} more still fit.")
+    require(fits(two_steps, int(value)), f"With {shown}, a GPU runs out of memory.", least)
+    require(not fits(two_steps, int(value) + STEP), f"{shown} are not the most: {STEP} more still fit.")
     gc.collect()
     torch.cuda.empty_cache()
     return f"With {STEP} sequences more, a GPU runs out of memory."

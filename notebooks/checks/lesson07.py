@@ -19,7 +19,7 @@ from helpers.measure.timeline import Timeline, TimeUse, record_timeline, time_us
 from helpers.models import LLAMA_1B, Llama
 from helpers.parallel import launch
 from helpers.parallel.pipeline import Pipeline, one_f_one_b
-from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
+from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 from notebooks.checks import compare, scores
 from notebooks.checks.core import NotYet, call, exercise, require, show
 from notebooks.checks.gpus import need_plan
@@ -464,7 +464,7 @@ def _draw(bills: dict[str, Bill], alt: str) -> None:
     for ax, field, unit in zip(axes, ("euros", "hours"), ("euros", "h"), strict=True):
         values = [getattr(each, field) for each in bills.values()]
         for row, value in enumerate(values):
-            ax.barh(row, value, 0.7, **series_style(row))
+            ax.barh(row, value, 0.7, **bar_style(row, row))
             ax.text(value + 0.03 * max(values), row, f"{value:.2f} {unit}", va="center", fontsize=9)
         ax.set(xlim=(0, 1.5 * max(values)), xticks=[])
         ax.set_title({"euros": "price", "hours": "time, modelled"}[field], loc="left", fontsize=10)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from helpers.gpus import is_virtual, modelled_timeline
 from helpers.measure import format_bytes
 from helpers.measure.memory import gpu_indices, reset_peaks
-from helpers.show.style import WIDTH, open_frame, series_style, set_alt_text
+from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 from notebooks.checks import scores
 
 OUT = "out of memory"
@@ -105,7 +105,7 @@ def draw_scores(title: str, rows: dict[str, Score], note: str, alt: str) -> Figu
         values = [getattr(score, field) for score in rows.values()]
         most, goal = max(value or 0 for value in values) or 1, getattr(par, field)
         for row, value in enumerate(values):
-            ax.barh(row, value or 0, 0.7, **series_style(row))
+            ax.barh(row, value or 0, 0.7, **bar_style(row, row))
             mark = f", {_word(value, goal)}" if values[row] is not None and row == len(values) - 1 else ""
             text = OUT if value is None else words(value) + mark
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1}

@@ -119,7 +119,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from helpers import use_gpus
-from helpers.train import Trainer
+from helpers.train import train_epochs
 from helpers.show import live_memory
 from helpers.show.bars import empty_figure, memory_bars
 from helpers.show.panel import png
@@ -134,11 +134,12 @@ class Batches(list):
         return super().__iter__()
 gpus = use_gpus(2, memory="4 GiB")
 net = nn.Linear(1024, 1024)
-job = net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
+job = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), nn.CrossEntropyLoss()
 batches = Batches([(torch.ones(8, 1024), torch.zeros(8, dtype=torch.long))])""",
     """with live_memory(every=0.1) as panel:
     gate()
-    Trainer(*job, batches, gpus, log=panel.log).train(2)""",
+    network = nn.DataParallel(net.to(gpus[0]), gpus)
+    train_epochs(network, *job, batches, gpus[0], epochs=2, log=panel.log)""",
     """from base64 import b64encode
 figure = empty_figure(2)
 memory_bars(panel.readings, "Peaks of this run", figure)

@@ -1,0 +1,137 @@
+"""What filled a GPU that ran out of memory: kinds that add up to its capacity; and its segments."""
+
+import matplotlib
+import pytest
+import torch
+from torch import nn
+from virtual_gpus import virtual_gpus
+
+from helpers.measure import MiB, Refusal, explain_oom
+from helpers.measure.oom import Explanation, origin
+from helpers.show import describe_segments, draw_segments
+from tests.pictures import alt_text
+
+matplotlib.use("Agg")
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+
+@pytest.fixture
+def gpu():
+    with virtual_gpus(1, memory="256 MiB") as devices:
+        yield devices[0]
+
+
+def mebibytes(count, gpu):
+    return torch.zeros(count, MiB // 4, device=gpu)
+
+
+def test_kinds_add_up_to_the_capacity(gpu):
+    net = nn.Sequential(nn.Linear(512, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 512)).to(gpu)
+    adam = torch.optim.Adam(net.parameters())
+    net(torch.zeros(8, 512, device=gpu)).sum().backward()
+    adam.step()
+    with explain_oom() as why:
+        x = torch.zeros(2048, 512, device=gpu)
+        graph = net(x).sum()
+        mebibytes(250, gpu)
+    kinds = why.by_kind()
+    size = sum(p.numel() * 4 for p in net.parameters())
+    for kind, expected in {"parameters": size, "gradients": size, "optimizer state": 2 * size}.items():
+        assert expected <= kinds[kind] <= expected + 2 * MiB
+    assert kinds["other"] >= x.nbytes
+    assert kinds["activations"] >= 2048 * (1024 + 1024) * 4  # BatchNorm's and ReLU's outputs
+    assert sum(kinds.values()) == 256 * MiB and graph.is_cuda
+
+
+def test_out_of_memory_is_explained_and_cleaned_up(gpu):
+    def hungry():
+        held = [mebibytes(20, gpu) for _ in range(5)]
+        return held, mebibytes(100, gpu)
+
+    kept = mebibytes(50, gpu)
+    with explain_oom() as why:
+        hungry()
+    assert why and why.refused.requested == 100 * MiB
+    assert why.by_kind()["other"] == 150 * MiB
+    assert "(50, 262144) float32, other: made before the memory history began" in str(why) and kept.is_cuda
+    row = "100 MiB  5 x (20, 262144) float32, other: `return torch.zeros(count, MiB // 4, device=gpu)` in mebibytes"
+    assert f"{row} (tests/test_oom.py:" in str(why)
+    assert torch.cuda.memory_allocated(gpu) == kept.nbytes and not torch._C._cuda_isHistoryEnabled()
+    cell = {"filename": "ipykernel_1/2.py", "name": "<module>", "line": 3}
+    assert origin([{"filename": torch.__file__, "name": "zeros", "line": 1}, cell]) == "`<module>`"
+
+
+def test_what_is_no_such_error(gpu):
+    with explain_oom() as why:
+        mebibytes(3, gpu)
+    assert not why and str(why) == "Memory did not run out."
+    with explain_oom() as why:
+        raise torch.OutOfMemoryError("No figures.")
+    assert not why and str(why) == "Memory ran out; PyTorch does not say where: No figures."
+    with pytest.raises(ZeroDivisionError), explain_oom():
+        1 / 0  # noqa: B018
+
+
+def test_who_was_recording_goes_on(gpu):
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=1000)
+    with explain_oom():
+        kept = mebibytes(3, gpu)
+    assert torch._C._cuda_isHistoryEnabled()
+    (made,) = [entry for entry in torch.cuda.memory._snapshot()["device_traces"][0] if entry["action"] == "alloc"]
+    torch.cuda.memory._record_memory_history(None)
+    assert made["size"] == kept.nbytes and made["frames"]
+
+
+def test_the_gpu_that_ran_out_is_the_one_explained():
+    with virtual_gpus(2, memory="256 MiB"):
+        kept = mebibytes(200, "cuda:0")
+        with explain_oom() as why:
+            mebibytes(250, "cuda:1")
+        assert why.refused.gpu == 1 and why.by_kind().keys().isdisjoint({"other"}) and kept.is_cuda
+
+
+@pytest.mark.parametrize(("held", "gone"), [(590, 90), (501, 0)])
+def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
+    """The blocks are looked at after the refusal. Its text is rounded: a small difference says nothing."""
+    refused = Refusal(0, 300 * MiB, 1000 * MiB, 200 * MiB, held * MiB, 700 * MiB)
+    shown = Explanation(refused, 1000 * MiB, 700 * MiB, 100 * MiB, [(500 * MiB, "activations", "here")])
+    kinds = shown.by_kind()
+    assert kinds.get("inside the failed operation", 0) == gone * MiB
+    assert kinds["cached by PyTorch"] == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "requested", "reserved", "first", "size"),
+    [
+        ("other", 1, 2000, 1, "larger than the whole GPU", 2000),
+        ("parameters", 500, 300, 900, "expandable_segments", 400),
+        ("activations", 600, 500, 600, "inference_mode", 600),
+        ("parameters", 900, 200, 900, None, None),  # no cheap cure
+    ],
+)
+def test_advice(kind, held, requested, reserved, first, size):
+    refused = Refusal(0, requested * MiB, 1000 * MiB, (1000 - reserved) * MiB, held * MiB, reserved * MiB)
+    shown = Explanation(refused, 1000 * MiB, reserved * MiB, 0, [(held * MiB, kind, "here")])
+    advice = shown.advice()
+    assert bool(advice) == bool(first)
+    for found, text in advice[:1]:
+        assert found == size * MiB and first in text and text[:20] in str(shown)
+
+
+# --- segments --------------------------------------------------------------------------------------------
+
+
+def test_segments_in_words_and_drawn(gpu):
+    with pytest.raises(ValueError, match="has not reserved any memory"):
+        draw_segments(gpu)
+    torch.empty(24 * MiB, dtype=torch.uint8, device=gpu)
+    first, second = (torch.empty(12 * MiB, dtype=torch.uint8, device=gpu) for _ in range(2))
+    assert describe_segments(gpu) == "1 segment, 24.0 MiB reserved: 24.0 MiB used in 2 blocks, no gaps."
+    del second
+    said = "1 segment, 24.0 MiB reserved: 12.0 MiB used in 1 block, 12.0 MiB free in 1 piece, the largest 12.0 MiB."
+    assert describe_segments(gpu) == said and first.is_cuda
+    (ax,) = draw_segments(gpu, title="holes").axes
+    assert alt_text(ax) == f"holes\n{said}"
+    assert ax.get_title(loc="left") == "holes"
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["segment 1"]
+    assert [bar.get_width() for bar in ax.patches] == [24, 12]
