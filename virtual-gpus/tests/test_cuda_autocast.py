@@ -84,32 +84,20 @@ def pytorch_cases(device) -> dict[str, tuple]:
 def more_cases(device) -> dict[str, tuple]:
     """Operators that PyTorch's tests leave out."""
     image, square, query = (torch.rand(size, device=device) for size in ((1, 2, 4, 4), (4, 4), (1, 2, 4, 8)))
-    pair, norm, up = image[0, :, 0, 0], torch.linalg, torch._C._nn
+    norm, up = torch.linalg, torch._C._nn
     cases = [
         (F.scaled_dot_product_attention, query, query, query),
-        (F.scaled_dot_product_attention, query, query, query, square),
         (torch.einsum, "ij,jk->ik", square, square),
         (up.upsample_bilinear2d, image, [8, 8], False, None),
         (up.upsample_bicubic2d, image, [8, 8], False, None),
         (up._upsample_nearest_exact1d, image[0], [8], None),
         (up.upsample_trilinear3d, image[None], [8, 8, 8], False, None),
         (F.huber_loss, square, square),
-        (norm.vector_norm, square),
-        (partial(norm.vector_norm, dtype=torch.float32), square),
         (norm.matrix_norm, square, "fro"),
         (norm.matrix_norm, square, 1),
-        (partial(torch.norm, dim=[0], keepdim=True), square, 2),
         (partial(torch.softmax, dtype=torch.float64), square, 0),
         (partial(torch.sum, dtype=torch.float64), square),
         (torch.pow, 2.0, square),
-        (F.cross_entropy, square, torch.zeros(4, dtype=torch.long, device=device)),
-        (F.binary_cross_entropy_with_logits, square, square),
-        (F.layer_norm, square, (4,), square[0], square[1]),
-        (F.batch_norm, image, pair, pair, pair, pair, True),
-        (F.bilinear, square, square, square.expand(3, 4, 4)),
-        (F.max_pool2d, image, 2),
-        (torch.cat, [square, square]),
-        *((function, square) for function in (F.gelu, torch.relu, torch.mean, torch.var)),
         *((norm.matrix_sqrth, square) for _ in range(hasattr(norm, "matrix_sqrth"))),
     ]
     return {f"more {n}": (function, tuple(args), {}) for n, (function, *args) in enumerate(cases)}
@@ -318,27 +306,6 @@ def test_a_weight_that_went_is_not_mistaken_for_another(gpus):
 # ---- GradScaler ----------------------------------------------------------------------------------------------------
 
 
-def scaled_step(scaler, optimizer, weights, factors):
-    """One step with gradients of these factors."""
-    optimizer.zero_grad()
-    scaler.scale(sum((w * f).sum().to(weights[0].device) for w, f in zip(weights, factors, strict=True))).backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def test_grad_scaler_finds_overflow_on_any_gpu(gpus):
-    weights = [torch.ones(3, device=gpu, requires_grad=True) for gpu in gpus]
-    optimizer = torch.optim.SGD(weights, lr=1.0)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
-    for factors, scale in (((1.0, 2.0, 4.0), 1024.0), ((1.0, 1.0, 1.0), 2048.0)):
-        scaled_step(scaler, optimizer, weights, factors)
-        assert scaler.get_scale() == scale
-    for place in range(3):
-        scaled_step(scaler, optimizer, weights, [float("inf") if place == other else 1.0 for other in range(3)])
-        assert [w.tolist() for w in weights] == [[-1.0] * 3, [-2.0] * 3, [-4.0] * 3]
-        assert scaler.get_scale() == 1024.0 / 2**place and scaler._get_growth_tracker() == 0
-
-
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])
 def test_shapes_only_counts_as_no_overflow(options):
     results = []
@@ -348,7 +315,11 @@ def test_shapes_only_counts_as_no_overflow(options):
             optimizer = torch.optim.Adam(weights, **options)
             scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=2)
             for _ in range(3):
-                scaled_step(scaler, optimizer, weights, [1.0, 1.0])
+                optimizer.zero_grad()
+                scaler.scale(sum(w.sum().to("cuda:0") for w in weights)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 8.0
             assert all("exp_avg" in optimizer.state[w] for w in weights)
             figures = [(torch.cuda.memory_allocated(i), torch.cuda.max_memory_allocated(i)) for i in range(2)]
             results.append((figures, scaler.state_dict()))

@@ -16,7 +16,6 @@ NO_SECOND_DERIVATIVE = {
     "attention": "derivative for .*_efficient_attention_backward is",
     "attention in bfloat16": "derivative for .*_cudnn_attention_backward is",
     "LSTM": "Double backwards is not supported for CuDNN RNNs",
-    "GRU": "Double backwards is not supported for CuDNN RNNs",
 }
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [True, False], ids=["shapes", "numbers"])
 every_kind = pytest.mark.parametrize("kind", NO_SECOND_DERIVATIVE)

@@ -93,28 +93,6 @@ def test_a_whole_training_step_equals_eager_steps(make, optimizer, autocast):
     assert train(make, optimizer, autocast, True) == train(make, optimizer, autocast, False)
 
 
-def test_graphed_callables_equal_their_modules():
-    def run(graphed):
-        torch.manual_seed(3)
-        nets = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)).cuda() for _ in range(3)]
-        stepper, losses = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1), []
-        if graphed:
-            x, h = torch.randn(6, 8, device="cuda"), torch.randn(6, 8, device="cuda", requires_grad=True)
-            nets = torch.cuda.make_graphed_callables(tuple(nets), ((x,), (h,), (h,)))
-        first, *others = nets
-        torch.manual_seed(11)
-        for _ in range(4):
-            stepper.zero_grad(set_to_none=True)
-            h = first(torch.randn(6, 8, device="cuda"))
-            loss = others[h.sum().item() > 0](h).square().mean()
-            loss.backward()
-            stepper.step()
-            losses.append(loss.item())
-        return losses
-
-    assert run(True) == run(False)
-
-
 def test_nothing_runs_before_the_first_replay_and_storages_stay():
     x = torch.arange(6.0, device="cuda")
     rows = x.view(2, 3)

@@ -40,7 +40,6 @@ def one(*sizes, **options):
 MIXTURES = {
     "two GPUs": (lambda: one(device=0) + one(device=1), found("cuda:0 and cuda:1")),
     "GPU and CPU": (lambda: one(device=0) + one(), found("cuda:0 and cpu")),
-    "CPU and GPU": (lambda: one() * one(device=1), found("cuda:1 and cpu")),
     "in place into a number on the CPU": (lambda: one()[0].add_(one(device=0)[0]), found("cuda:0 and cpu")),
     "matrix product": (lambda: one(2, 3, device=0) @ one(3, 2), got("mat2", "cpu", "cuda:0", "mm")),
     "net on the CPU": (lambda: nn.Linear(3, 3)(one(2, 3, device=0)), got("mat1", "cuda:0", "cpu", "addmm")),
@@ -48,10 +47,6 @@ MIXTURES = {
     "targets on the CPU": (
         lambda: F.cross_entropy(one(2, 3, device=0), torch.tensor([0, 1])),
         got("target", "cpu", "cuda:0", "nll_loss_forward"),
-    ),
-    "words on the CPU": (
-        lambda: nn.Embedding(3, 3).to(1)(torch.tensor([1])),
-        got("index", "cpu", "cuda:1", "_index_select"),
     ),
     "concatenation": (lambda: torch.cat([one(device=0), one()]), got("tensors", "cpu", "cuda:0", "cat")),
     "convolution": (
@@ -108,8 +103,7 @@ def test_numpy_of_a_gpu_tensor():
             act()
 
 
-MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: one().cuda(2),
-           lambda: nn.Linear(1, 1).to(5), lambda: torch.tensor([1], device="cuda:2"),
+MISSING = [lambda: one(device="cuda:2"), lambda: one().to("cuda:7"), lambda: torch.tensor([1], device="cuda:2"),
            lambda: torch.cuda.set_device(2), lambda: torch.cuda.device(3).__enter__()]  # fmt: skip
 
 
@@ -173,10 +167,7 @@ def image(*sizes):
 ROWS = torch.tensor([0, 1])
 NOT_DETERMINISTIC = [
     ("avg_pool3d_backward_cuda", lambda: F.avg_pool3d(image(1, 3, 3, 3), 3).sum().backward()),
-    ("adaptive_avg_pool2d_backward_cuda", lambda: F.adaptive_avg_pool2d(image(1, 3, 3), 2).sum().backward()),
     ("reflection_pad1d_backward_out_cuda", lambda: F.pad(image(2, 4), (1, 1), "reflect").sum().backward()),
-    ("upsample_bicubic2d_backward_out_cuda",
-     lambda: torch._C._nn.upsample_bicubic2d(image(1, 1, 4, 4), (8, 8), False).sum().backward()),
     ("embedding_bag_backward_cuda_max",
      lambda: F.embedding_bag(ROWS[None].cuda(), image(4, 3), mode="max").sum().backward()),
     ("grid_sampler_2d_backward_cuda",
@@ -186,7 +177,6 @@ NOT_DETERMINISTIC = [
     ("_bincount_cuda", lambda: ROWS.cuda().bincount(weights=image(2).detach())),
     ("median CUDA with indices output", lambda: image(4).median(0)),
     ("put_", lambda: image(4).detach().put_(ROWS.cuda(), image(2).detach(), accumulate=True)),
-    ("index_reduce_cuda", lambda: image(4).detach().index_reduce_(0, ROWS.cuda(), image(2).detach(), "mean")),
     ("scatter_reduce_cuda_prod_", lambda: image(4).scatter_reduce(0, ROWS.cuda(), image(2), "prod")),
 ]  # fmt: skip
 

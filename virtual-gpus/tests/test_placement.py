@@ -20,35 +20,20 @@ ONE = torch.device("cuda", 1)
 MAKERS = {
     "to a name": lambda: torch.ones(3).to("cuda:1"),
     "to by keyword": lambda: torch.ones(3).to(device="cuda:1", dtype=torch.int8, non_blocking=True),
-    "to another tensor": lambda: torch.ones(3).to(torch.empty(1, device=ONE)),
-    "cuda": lambda: torch.ones(3).cuda(1),
-    "from GPU to GPU": lambda: torch.ones(3, device="cuda:2").to(ONE),
-    "full": lambda: torch.full((3,), 7.0, device=1),
     "empty_strided": lambda: torch.empty_strided((3, 2), (1, 3), device=ONE),
-    "rand": lambda: torch.rand(3, device=ONE),
     "type_as": lambda: torch.ones(3).type_as(torch.ones(1, device=ONE)),
-    "tensor": lambda: torch.tensor([1.0, 2.0, 3.0], device=ONE),
     "as_tensor": lambda: torch.as_tensor(np.arange(3), device=ONE),
-    "asarray": lambda: torch.asarray([1, 2, 3], device=ONE),
     "sparse_coo_tensor": lambda: torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), device=ONE, check_invariants=True),
-    "new_zeros": lambda: torch.ones(3, device=ONE).new_zeros(5),
     "new_tensor": lambda: torch.ones(3, device=ONE).new_tensor([1, 2]),
-    "one_hot": lambda: nn.functional.one_hot(torch.tensor([0, 2], device=ONE)),
     "deepcopy": lambda: copy.deepcopy(torch.ones(3, device=ONE)),
     "indexed by a CPU index": lambda: torch.ones(3, device=ONE)[torch.tensor([0, 1])],
-    "masked by a CPU mask": lambda: torch.ones(3, device=ONE)[torch.tensor([True, False, True])],
     "rank of an empty matrix": lambda: torch.linalg.matrix_rank(torch.ones(2, 0, 0, device=ONE)),
-    "new of sizes": lambda: torch.ones(3, device=ONE).new(2, 3),
-    "new of numbers": lambda: torch.ones(3, device=ONE).new([0, 1]),
-    "new of a tensor": lambda: torch.ones(3, device=ONE).new(torch.ones(2, device=ONE)),
     "new elsewhere": lambda: torch.ones(3).to(ONE).new(2, device=ONE),
-    "pinned new_tensor": lambda: torch.ones(3, device=ONE).new_tensor([1.0], pin_memory=True),
     "tensor of a tensor": lambda: torch.tensor(torch.ones(3, device=ONE)),
     "asarray by name": lambda: torch.asarray(obj=[1.0], device=ONE),
     "to_sparse_csr": lambda: torch.eye(3, device=ONE).to_sparse_csr(),
     "module parameter": lambda: nn.Linear(2, 3, device=ONE).weight,
     "lazy module": lambda: initialized(nn.LazyConv1d(3, 1).cuda(1)).weight,
-    "lazy buffer": lambda: initialized(nn.LazyBatchNorm1d().to(ONE)).running_mean,
 }
 
 
@@ -153,9 +138,6 @@ def test_queries():
 def test_streams_and_events_are_objects_that_work():
     side, default = torch.cuda.Stream(device=1), torch.cuda.default_stream(1)
     assert side.device == ONE and side != torch.cuda.current_stream(1) == default and isinstance(side, torch.Stream)
-    with torch.cuda.stream(side):
-        assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
-    assert torch.cuda.current_stream(1) == default and torch.cuda.current_device() == 0
     torch.cuda.set_stream(side)
     assert torch.cuda.current_stream(1) == side and torch.cuda.current_device() == 1
     torch.accelerator.set_stream(default)
@@ -166,9 +148,7 @@ def test_streams_and_events_are_objects_that_work():
         start.elapsed_time(end)
     start.record()
     end.record(side)
-    side.wait_event(start)
     side.synchronize()
-    assert end.query() and side.query()
     with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
         start.elapsed_time(end)  # of two GPUs
     assert torch.cuda.Stream.priority_range() == (0, -3)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from virtual_gpus.shapes.rules import RULES
-
 if TYPE_CHECKING:  # the dispatch mode, which makes calls, lies above
     from virtual_gpus.dispatch.call import OpCall
 
@@ -56,10 +54,7 @@ def ask(call: OpCall, run: Callable[[], Any]) -> Any:
     found = _known.get(asked, _MISSING)
     if found is not _MISSING:
         return call.args[0] if found is _FIRST else _made(found)
-    rule = RULES.get(call.func)
-    result = None if rule is None else rule(*call.args, **call.kwargs)
-    if result is None:
-        result = run()
+    result = run()
     _keep(asked, call, result)
     return result
 

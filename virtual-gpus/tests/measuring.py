@@ -1,0 +1,28 @@
+"""What a piece of work takes of the first GPU's memory."""
+
+import torch
+from virtual_gpus.machine import active
+
+
+def bytes_of(work):
+    """What `work()` returns, the bytes that it leaves in use, and their peak, above what was in use before."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = work()
+    return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+
+
+def peak_of(work):
+    """What `work()` returns, and the peak of its bytes."""
+    result, _, peak = bytes_of(work)
+    return result, peak
+
+
+def events_of(work):
+    """What `work()` returns, and every allocation and free that it made, as (what, bytes)."""
+    events, observers = [], active().gpus[0].allocator.observers
+    observers.append(lambda what, _, nbytes: events.append((what, nbytes)))
+    try:
+        return work(), events
+    finally:
+        observers.pop()
