@@ -7,11 +7,12 @@ Only this module and `helpers.parallel.launching` import `virtual_gpus`. Others 
 
 import os
 import subprocess
+from typing import Any
 
 import torch
 
 try:
-    import virtual_gpus as engine
+    import virtual_gpus as _engine
 except ModuleNotFoundError as error:
     if error.name != "virtual_gpus":
         raise
@@ -32,7 +33,7 @@ from virtual_gpus.timeline.spans import busy_seconds, gpus_of, merged, seconds_c
 from virtual_gpus.timeline.spans import describe as describe_timeline
 
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
-ENGINE_FOLDER = os.path.join(os.path.dirname(engine.__file__), "")
+ENGINE_FOLDER = os.path.join(os.path.dirname(_engine.__file__), "")
 _CHOICES = ("auto", "virtual", "real")
 _ours: tuple | None = None  # the virtual GPUs of the last call and their machine, to replace them in the next
 
@@ -63,8 +64,8 @@ def use_gpus(
     choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"The environment variable GPUS is {choice!r}. It must be one of {', '.join(_CHOICES)}.")
-    wanted = _virtual_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
-    if engine.active_machine() is not (_ours and _ours[1]):  # started by python -m virtual_gpus or a test
+    wanted = modelled_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
+    if _engine.active_machine() is not (_ours and _ours[1]):  # started by python -m virtual_gpus or a test
         _refuse_what_is_on(count, choice, shapes_only)
         return _say_virtual(_devices(count))
     _switch_off()
@@ -76,7 +77,7 @@ def use_gpus(
         print(f"{_number(count, 'real')} ({_names(devices)})")
         return devices
     devices = wanted.start()
-    _ours = wanted, engine.active_machine()
+    _ours = wanted, _engine.active_machine()
     return _say_virtual(devices)
 
 
@@ -85,11 +86,6 @@ def _switch_off() -> None:
     if _ours is not None:
         _ours[0].stop()
         _ours = None
-
-
-def _virtual_gpus(count: int, kind: str, memory: int | str | None, **settings) -> engine.virtual_gpus:
-    # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
-    return engine.virtual_gpus(count, kind=kind, memory=memory, honour_visible_devices=False, **settings)
 
 
 def _refuse_real(count: int, real: int, shapes_only: bool) -> None:
@@ -106,7 +102,7 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
     visible = torch.cuda.device_count()
     if choice == "real":
         raise RuntimeError("GPUS=real, but this program runs inside virtual GPUs. Unset GPUS, or run it without them.")
-    if shapes_only and not engine.active_machine().shapes_only:
+    if shapes_only and not _engine.active_machine().shapes_only:
         raise RuntimeError(
             "shapes_only=True, but the virtual GPUs of this program keep values. Start it with --shapes-only."
         )
@@ -119,7 +115,7 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
 
 def _say_virtual(devices: list[torch.device]) -> list[torch.device]:
     meaning = "real numbers, real errors, memory counted per GPU"
-    if engine.active_machine().shapes_only:
+    if _engine.active_machine().shapes_only:
         meaning = "sizes and memory are real, values are not kept"
     print(f"{_number(len(devices), 'virtual')} ({_names(devices)}): {meaning}")
     return devices
@@ -147,12 +143,12 @@ def _names(devices: list[torch.device]) -> str:
 
 def is_virtual() -> bool:
     """Return True if virtual GPUs are active."""
-    return engine.active_machine() is not None
+    return _engine.active_machine() is not None
 
 
 def modelled_timeline(memory: bool = False):
     """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
-    return engine.record_timeline(memory) if is_virtual() else None
+    return _engine.record_timeline(memory) if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
@@ -160,7 +156,7 @@ def block_address(tensor: torch.Tensor) -> int | None:
 
     For a tensor on a virtual GPU, `data_ptr()` is a different address, that of its values in the CPU's memory.
     """
-    return engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
+    return _engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
 
 
 def describe_machine() -> str:
@@ -179,7 +175,7 @@ def describe_machine() -> str:
 
 def _links() -> str:
     """The links between all GPUs. nvidia-smi ignores CUDA_VISIBLE_DEVICES, so hidden GPUs are included."""
-    machine = engine.active_machine()
+    machine = _engine.active_machine()
     if machine is not None:
         return machine.topology.drawn()
     try:
@@ -191,16 +187,14 @@ def _links() -> str:
 # ---- other kinds of GPUs ---------------------------------------------------------------------------------------------
 
 
-def modelled_gpus(count: int, kind: str, memory: int | str | None = None) -> engine.virtual_gpus:
-    """Return virtual GPUs in shapes only for a `with` block, to compare kinds of GPUs. Other GPUs may be active."""
-    return _virtual_gpus(count, kind, memory, shapes_only=True)
+def modelled_gpus(
+    count: int, kind: str = "H200", memory: int | str | None = None, *, shapes_only: bool = True, **settings: Any
+) -> _engine.virtual_gpus:
+    """Return virtual GPUs for a `with` block, to compare kinds of GPUs or settings. Other GPUs may be active.
 
-
-def one_rank_of(world_size: int, adapters: int = 8) -> engine.virtual_gpus:
-    """Return virtual GPUs in shapes only for a `with` block in which this process is rank 0 of `world_size` ranks.
-
-    The other ranks do not exist: process groups work and send nothing, and collectives take modelled time. Each machine
-    has up to 8 H100s and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
+    settings: those of `virtual_gpus.virtual_gpus`. With `rank=0, world_size=64`, this process is one rank of 64: the
+    other ranks do not exist, process groups work and send nothing, and collectives take modelled time.
     """
-    network = {"network": "InfiniBand NDR", "adapters": adapters}
-    return _virtual_gpus(min(8, world_size), "H100", None, shapes_only=True, rank=0, world_size=world_size, **network)
+    # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
+    settings = {"honour_visible_devices": False, "shapes_only": shapes_only} | settings
+    return _engine.virtual_gpus(count, kind=kind, memory=memory, **settings)
