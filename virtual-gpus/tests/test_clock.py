@@ -17,17 +17,6 @@ MS = 1e-3
 # ---- the rules, without torch ----
 
 
-def test_a_stream_starts_when_the_host_has_issued_and_the_stream_is_free():
-    clock = Clock(1)
-    clock.launch(0, 0, seconds=5.0, host=1.0, name="first")
-    assert clock.now == 1.0 and clock.mark(0, 0) == 6.0
-    clock.launch(0, 0, seconds=2.0, host=1.0, name="second")  # waits for the first
-    assert clock.now == 2.0 and clock.mark(0, 0) == 8.0
-    clock.wait(clock.mark(0, 0))
-    clock.launch(0, 0, seconds=2.0, host=1.0, name="third")  # the GPU waits for the host
-    assert clock.now == 9.0 and clock.mark(0, 0) == 11.0
-
-
 def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
     clock = Clock(1)
     clock.launch(0, 0, 4.0, 0.0, "a")
@@ -176,6 +165,7 @@ def test_another_stream_waits_only_if_it_is_told(gpus):
     x, y, side = matrix(), torch.empty(10, device="cuda"), torch.cuda.Stream()
     x @ x
     pinned = torch.empty(10).pin_memory()
+    side.wait_event(torch.cuda.Event())  # which was never recorded
     with torch.cuda.stream(side):
         y.copy_(pinned, non_blocking=True)
     assert side.record_event()._time < PRODUCT  # beside the product
@@ -218,26 +208,6 @@ def test_load_and_utilization_answer_from_the_clock(gpus):
     torch.cuda.synchronize(1)
     assert torch.cuda.utilization(1) > 90 and torch.cuda.utilization(0) == 0
     assert GPUtil.getGPUs()[1].load == pytest.approx(torch.cuda.utilization(1) / 100, abs=0.01)
-
-
-def test_each_machine_has_a_clock_of_its_own(gpus):
-    matrix() @ matrix()
-    outer = gpus.clock.now
-    with virtual_gpus(1, shapes_only=True):
-        assert active_machine().clock.now == 0.0
-    assert gpus.clock.now == outer > 0
-
-
-def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
-    found = []
-    for shapes_only in (False, True):
-        for watcher in (nullcontext, record_timeline):
-            with virtual_gpus(1, shapes_only=shapes_only), watcher():
-                net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.5)).to("cuda")
-                net(torch.ones(8, 64, device="cuda")).sum().backward()
-                torch.cuda.synchronize()
-                found.append(active_machine().clock.now)
-    assert found == pytest.approx([found[0]] * 4, rel=1e-12)
 
 
 # ---- convolutions on tensor cores, and group norms
@@ -292,22 +262,23 @@ def test_groups_of_few_channels_do_not_fill_a_tile():
     assert seconds(1024, backward=True) > 4 * one_by_one
 
 
-def test_the_order_of_channels_is_the_same_without_values():
+def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
+    """Nor does the order of the channels, which counts."""
     found = []
     for last in (torch.contiguous_format, torch.channels_last):
-        for shapes_only in (False, True):
-            with virtual_gpus(1, kind="RTX 3090", shapes_only=shapes_only), record_timeline() as timeline:
+        for shapes_only, watcher in ((False, record_timeline), (True, record_timeline), (True, nullcontext)):
+            with virtual_gpus(1, kind="RTX 3090", shapes_only=shapes_only), watcher():
                 wide, thin = torch.nn.Conv2d(16, 32, 3), torch.nn.Conv2d(32, 32, 3, groups=32)
-                parts = wide, torch.nn.BatchNorm2d(32), torch.nn.MaxPool2d(2), thin
+                parts = wide, torch.nn.BatchNorm2d(32), torch.nn.MaxPool2d(2), thin, torch.nn.Dropout(0.5)
                 net = torch.nn.Sequential(*parts).cuda().to(memory_format=last)
-                images = torch.ones(64, 16, 34, 34, device="cuda").contiguous(memory_format=last)
+                images = torch.ones(8, 16, 34, 34, device="cuda").contiguous(memory_format=last)
                 with torch.autocast("cuda", torch.float16):
                     net(images).sum().backward()
                     with torch.no_grad():
                         net.eval()(images)
                 torch.cuda.synchronize()
-            found.append([(span.name, round(span.end - span.start, 12)) for span in timeline.spans])
-    assert found[0] == found[1] != found[2] == found[3]
+                found.append(round(active_machine().clock.now, 12))
+    assert found[0] == found[1] == found[2] != found[3] == found[4] == found[5]
 
 
 def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():

@@ -37,32 +37,22 @@ print("trained", net.module.weight.grad.device, [torch.cuda.max_memory_allocated
 """
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder of what `uv build` makes; with the setuptools that is installed, so that nothing is fetched."""
+def test_a_program_runs_from_the_wheel_alone_and_names_a_missing_extra(tmp_path):
+    """The wheel is made with the setuptools that is installed, so that nothing is fetched."""
     if UV is None:
         pytest.skip("uv is not on the PATH: run the tests with `python3 -m uv run pytest`")
-    folder = tmp_path_factory.mktemp("built")
     left_out = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
-    source = shutil.copytree(ROOT, folder / "source", ignore=left_out)
-    command = [UV, "build", "--no-build-isolation", "--python", sys.executable, "--out-dir", folder, source]
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=left_out)
+    command = [UV, "build", "--no-build-isolation", "--python", sys.executable, "--out-dir", tmp_path, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    return folder
-
-
-def test_what_the_wheel_and_the_source_distribution_hold(built):
-    (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     names, sources = zipfile.ZipFile(wheel).namelist(), tarfile.open(source).getnames()
     assert {"virtual_gpus/__init__.py", "virtual_gpus/py.typed", "pytest_virtual_gpus.py"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "helpers"))]
     assert any(name.endswith("src/virtual_gpus/__init__.py") for name in sources)
     assert not [name for name in sources if "benchmarks/outside" in name]
-
-
-def test_a_program_runs_from_the_wheel_alone_and_names_a_missing_extra(built, tmp_path):
-    (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-c", START, "--gpus", "3", "--memory", "1GiB", "train.py"]

@@ -10,13 +10,9 @@ import GPUtil
 import pytest
 import torch
 from virtual_gpus import active_machine, virtual_gpus
-from virtual_gpus.driver.nvml import Library
-from virtual_gpus.driver.view import GPUView
 
 MIB = 2**20
 NOT_SUPPORTED, INVALID_ARGUMENT, NOT_FOUND, INSUFFICIENT_SIZE = 3, 2, 6, 7
-GPUS = [GPUView(0, "NVIDIA A", "GPU-0", 1000, (8, 0), [], 0.0),
-        GPUView(1, "NVIDIA B", "GPU-1", 2000, (9, 0), [(7, 300), (9, 200)], 0.256)]  # fmt: skip
 
 
 def empty(nbytes, device="cuda"):
@@ -24,25 +20,13 @@ def empty(nbytes, device="cuda"):
 
 
 @virtual_gpus(2, memory="2 GiB")
-def test_allocated_reserved_and_peaks():
+def test_peaks_stats_summary_and_fraction():
     x, y = empty(100 * MIB, "cuda:1"), empty(50 * MIB, "cuda:1")
-    assert torch.cuda.memory_allocated(1) == 150 * MIB == torch.cuda.memory_reserved(1)
     del y
-    assert torch.cuda.memory_allocated(1) == 100 * MIB and torch.cuda.memory_reserved(1) == 150 * MIB
-    assert torch.cuda.max_memory_allocated(1) == torch.cuda.max_memory_reserved(1) == 150 * MIB
+    assert torch.accelerator.memory_allocated(1) == 100 * MIB and torch.accelerator.max_memory_reserved(1) == 150 * MIB
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(1)
     assert torch.cuda.max_memory_reserved(1) == 100 * MIB == torch.cuda.max_memory_allocated(1)
-    assert torch.cuda.memory_allocated(0) == 0 == torch.cuda.memory_allocated()
-    assert torch.accelerator.memory_allocated(1) == 100 * MIB and torch.accelerator.max_memory_reserved(1) == 100 * MIB
-    z = empty(1)
-    first, second = torch.cuda.memory_snapshot()
-    assert first["address"] != second["address"]
-    del x, z
-
-
-@virtual_gpus(2, memory="2 GiB")
-def test_stats_summary_and_snapshot():
     x = empty(3 * MIB)
     stats = torch.cuda.memory_stats()
     assert stats["allocated_bytes.all.current"] == 3 * MIB and stats["allocation.all.current"] == 1
@@ -55,10 +39,6 @@ def test_stats_summary_and_snapshot():
     torch.cuda.reset_accumulated_memory_stats()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
     del x
-
-
-@virtual_gpus(2, memory="2 GiB")
-def test_memory_fraction():
     torch.cuda.set_per_process_memory_fraction(0.25, 0)
     assert torch.cuda.get_per_process_memory_fraction(0) == 0.25
     with pytest.raises(torch.OutOfMemoryError, match="512.00 MiB allowed"):
@@ -110,57 +90,43 @@ def handle(library, slot):
     return found
 
 
-library = Library(lambda: GPUS)
-
-
-def test_nvml_fills_in_what_is_known_and_says_what_is_not():
-    count, index, celsius = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
-    memory, rates, text = Memory(), Utilization(), ctypes.create_string_buffer(96)
-    assert library.nvmlInitWithFlags(0) == library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
-    assert count.value == 2
-    second, found = handle(library, 1), ctypes.POINTER(Memory)()
-    assert library.nvmlDeviceGetName(second, text, 96) == 0 and text.value == b"NVIDIA B"
-    assert library.nvmlDeviceGetName(second, text, 4) == INSUFFICIENT_SIZE
-    assert library.nvmlDeviceGetMemoryInfo(second, ctypes.byref(memory)) == 0
-    assert (memory.total, memory.used, memory.free) == (2000, 500, 1500)
-    assert library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(b"GPU-1"), ctypes.byref(found)) == 0
-    assert library.nvmlDeviceGetIndex(found, ctypes.byref(index)) == 0 and index.value == 1
-    assert library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(b"GPU-7"), ctypes.byref(found)) == NOT_FOUND
-    assert library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(2), ctypes.byref(found)) == INVALID_ARGUMENT
-    assert library.nvmlDeviceGetMemoryInfo(ctypes.POINTER(Memory)(), ctypes.byref(memory)) == INVALID_ARGUMENT
-    assert library.nvmlDeviceGetUtilizationRates(second, ctypes.byref(rates)) == 0
-    assert (rates.gpu, rates.memory) == (26, 26)
-    assert library.nvmlDeviceGetTemperature(second, 0, ctypes.byref(celsius)) == NOT_SUPPORTED
-    assert library.nvmlErrorString(NOT_SUPPORTED) == b"Not Supported"
-    assert not hasattr(library, "cuInit")
-
-
-def test_nvml_lists_processes_in_two_calls():
-    count, second, found = ctypes.c_uint(0), handle(library, 1), (Process * 4)()
-    ask = library.nvmlDeviceGetComputeRunningProcesses_v3
-    assert ask(second, ctypes.byref(count), None) == INSUFFICIENT_SIZE and count.value == 2
-    count.value = 4
-    assert ask(second, ctypes.byref(count), found) == 0 and count.value == 2
-    assert [(process.pid, process.usedGpuMemory) for process in found[:2]] == [(7, 300), (9, 200)]
-    count.value = 0
-    assert ask(handle(library, 0), ctypes.byref(count), None) == 0 and count.value == 0
-
-
-def test_pynvml_finds_the_library_while_the_gpus_are_on(monkeypatch):
+def test_pynvml_finds_a_library_that_fills_in_what_is_known_and_says_what_is_not(monkeypatch):
     fake = types.ModuleType("pynvml")  # the two names of pynvml that matter
     fake.nvmlLib, fake._nvmlGetFunctionPointer_cache = None, {}
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # hides nothing from the driver
-    with virtual_gpus(2):
+    count, index, celsius = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    memory, rates, text = Memory(), Utilization(), ctypes.create_string_buffer(96)
+    with virtual_gpus(2, kind="A100", memory="2 GiB"):
+        library, device = fake.nvmlLib, active_machine().slots[1].allocator.device
         x = torch.ones(1000, device="cuda")
-        memory = Memory()
-        assert fake.nvmlLib.nvmlDeviceGetMemoryInfo(handle(fake.nvmlLib, 1), ctypes.byref(memory)) == 0
-        device = active_machine().slots[1].allocator.device
+        torch.cuda._sleep(2_000_000_000)  # for longer than the second of which the load is told
+        torch.cuda.synchronize()
+        assert library.nvmlInitWithFlags(0) == library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+        assert count.value == 2
+        first, second, found = handle(library, 0), handle(library, 1), ctypes.POINTER(Memory)()
+        assert library.nvmlDeviceGetName(second, text, 96) == 0 and text.value == b"NVIDIA A100-SXM4-40GB"
+        assert library.nvmlDeviceGetName(second, text, 4) == INSUFFICIENT_SIZE
+        assert library.nvmlDeviceGetMemoryInfo(second, ctypes.byref(memory)) == 0
         assert memory.used == device.context + (2 << 20) == device.used_bytes and x.is_cuda
-        found, count = (Process * 4)(), ctypes.c_uint(4)
-        ask = fake.nvmlLib.nvmlDeviceGetComputeRunningProcesses
-        assert ask(handle(fake.nvmlLib, 1), ctypes.byref(count), found) == 0
-        assert (found[0].pid, found[0].usedGpuMemory) == (os.getpid(), memory.used)
+        assert memory.total == memory.used + memory.free == 2 << 30
+        assert library.nvmlDeviceGetUUID(second, text, 96) == 0
+        assert library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(text.value), ctypes.byref(found)) == 0
+        assert library.nvmlDeviceGetIndex(found, ctypes.byref(index)) == 0 and index.value == 1
+        assert library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(b"GPU-7"), ctypes.byref(found)) == NOT_FOUND
+        assert library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(2), ctypes.byref(found)) == INVALID_ARGUMENT
+        assert library.nvmlDeviceGetMemoryInfo(ctypes.POINTER(Memory)(), ctypes.byref(memory)) == INVALID_ARGUMENT
+        assert library.nvmlDeviceGetUtilizationRates(second, ctypes.byref(rates)) == 0
+        assert (rates.gpu, rates.memory) == (100, 100)
+        assert library.nvmlDeviceGetTemperature(second, 0, ctypes.byref(celsius)) == NOT_SUPPORTED
+        assert library.nvmlErrorString(NOT_SUPPORTED) == b"Not Supported" and not hasattr(library, "cuInit")
+        processes, count.value = (Process * 4)(), 0
+        ask = library.nvmlDeviceGetComputeRunningProcesses_v3
+        assert ask(second, ctypes.byref(count), None) == INSUFFICIENT_SIZE and count.value == 1
+        count.value = 4
+        assert ask(second, ctypes.byref(count), processes) == 0 and count.value == 1
+        assert (processes[0].pid, processes[0].usedGpuMemory) == (os.getpid(), memory.used)
+        assert ask(first, ctypes.byref(count), processes) == 0 and count.value == 0
     assert fake.nvmlLib is None
 
 

@@ -5,32 +5,14 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "virtual_gpus"
 # From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
-LAYERS = [
-    *("gpus", "files", "sanitizer", "memory", "memory_model", "clock", "settings", "processes", "driver", "machine"),
-    *("errors", "entrance"),
-    *(
-        "threads",
-        "placement",
-        "operators",
-        "shapes",
-        "dispatch",
-        "ops",
-        "timeline",
-        "patches",
-        "switch",
-        "testing",
-        "plan",
-        "measure",
-    ),
-    "virtual_gpus",  # the package's own __init__: the public names
-    "__main__",
-    "children",  # run by other processes, see processes/children.py
-]
+# "virtual_gpus" is the package's own __init__. "children" is run by other processes, see processes/children.py.
+LAYERS = """
+gpus files sanitizer memory memory_model clock settings processes driver machine errors entrance threads placement
+operators shapes dispatch ops timeline patches switch testing plan measure virtual_gpus __main__ children
+""".split()
 
 
 def imports(path, known):
@@ -55,22 +37,17 @@ def imports(path, known):
                     yield whole if whole in known else node.module
 
 
-@pytest.fixture(scope="module")
-def graph():
-    """Every module of the package by its dotted name, with those that it imports."""
-    known = {}
-    for path in SOURCE.rglob("*.py"):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        known[".".join(("virtual_gpus", *parts)).removesuffix(".__init__")] = path
-    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
-
-
 def layer(name):
     parts = name.split(".")
     return LAYERS.index(parts[1] if len(parts) > 1 else "virtual_gpus")
 
 
-def test_no_module_imports_a_higher_layer_or_itself_by_a_detour(graph):
+def test_no_module_imports_a_higher_layer_or_itself_by_a_detour():
+    known = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        known[".".join(("virtual_gpus", *parts)).removesuffix(".__init__")] = path
+    graph = {name: set(imports(path, known)) - {name} for name, path in known.items()}
     assert {layer(name) for name in graph} == set(range(len(LAYERS)))
     assert {f"{a} -> {b}" for a, used in graph.items() for b in used if layer(b) > layer(a)} == set()
     TopologicalSorter(graph).prepare()

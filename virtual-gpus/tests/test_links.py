@@ -43,10 +43,11 @@ def test_gpus_of_several_machines_meet_on_the_network():
     assert topology.drawn().count("GPU") == 4 + 4  # one machine's
 
 
-def test_the_command_line_takes_links_hosts_and_network():
+def test_the_command_line_takes_links_hosts_network_and_version():
     across = ["--hosts", "2", "--network", "Ethernet 25", "--adapters", "4"]
-    options, _ = parse(["--gpus", "4", "--links", "PCIe 3", *across, __file__])
+    options, _ = parse(["--gpus", "4", "--links", "PCIe 3", "--torch", "2.11", *across, __file__])
     with options.made:
+        assert active_machine().settings.version == (2, 11)
         topology = active_machine().topology
         assert topology.between(0, 1).name.startswith("PCIe 3") and topology.between(1, 2) is NETWORKS["Ethernet 25"]
         assert topology.adapters == 4

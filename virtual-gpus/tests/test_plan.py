@@ -1,20 +1,16 @@
 """`python -m virtual_gpus plan`: the verdict, its reason and the exit code."""
 
 import json
-import os
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
-from virtual_gpus import __main__ as command_line
+from forks import command, run
 from virtual_gpus import plan
+from virtual_gpus.__main__ import main
 from virtual_gpus.errors import NeedsValues
 from virtual_gpus.timeline.training import TrainingReport
 
-SRC = Path(__file__).resolve().parents[1] / "src"
 PROGRAM = """\
 import sys
 import torch
@@ -79,9 +75,7 @@ def test_a_verdict(found, error, limit, code, margin, words):
 )
 def test_a_program_gets_its_verdict_last(arguments, options, code, said, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "virtual_gpus", "plan", *options, "--json", "plan.json", "train.py", *arguments]
-    env = os.environ | {"PYTHONPATH": str(SRC)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = command(["plan", *options, "--json", "plan.json", "train.py", *arguments], tmp_path)
     assert done.returncode == code and done.stdout.splitlines()[-1].startswith(said), done.stdout + done.stderr
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["exit_code"] == code and said.startswith(written["verdict"])
@@ -110,13 +104,13 @@ def test_a_search_finds_the_largest_number(largest, low, high, tries, monkeypatc
     assert json.loads((tmp_path / "found.json").read_text())["largest"] == (largest or None)
 
 
-def test_a_search_runs_the_program(tmp_path, capsys):
+def test_a_search_runs_the_program(tmp_path, capsys, monkeypatch):
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "virtual_gpus", "plan", "--search=64:99", "train.py"]
-    env = os.environ | {"PYTHONPATH": str(SRC)}
-    done = subprocess.run([*command, "{}", "1"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == plan.INCOMPLETE, done.stdout
-    assert "64: INCOMPLETE: the program looked at numbers, at train.py:" in done.stdout, done.stdout
-    with pytest.raises(SystemExit) as left:
-        command_line.main(["plan", "--search=64:99", str(tmp_path / "train.py"), "8"])
-    assert left.value.code == plan.USAGE and "--search needs {}" in capsys.readouterr().err
+    monkeypatch.setattr(plan.subprocess, "run", run)
+    for arguments, code in ((["{}", "1"], plan.INCOMPLETE), (["8"], plan.USAGE)):
+        with pytest.raises(SystemExit) as left:
+            main(["plan", "--search=64:99", "--json", "found.json", str(tmp_path / "train.py"), *arguments])
+        assert left.value.code == code
+    said = capsys.readouterr()
+    assert "64: INCOMPLETE: the program looked at numbers, at train.py:" in said.out
+    assert "--search needs {}" in said.err

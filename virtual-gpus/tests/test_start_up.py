@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -115,6 +116,25 @@ checked = decorated(torch.cuda.is_available)
     assert module.Interface.available is is_available and module.Interface.device is torch.Tensor.device
     assert module.checked.__closure__[0].cell_contents is is_available
     assert module.checked.__defaults__ == (device_count,)
+
+
+def test_a_finalizer_may_change_what_a_module_holds_while_gpus_go_off(monkeypatch):
+    """The garbage collector comes at any line."""
+
+    def grow(phase, info):
+        module.table[len(module.table)] = None
+
+    module, thresholds = types.ModuleType("torch._captured"), gc.get_threshold()
+    module.table = dict.fromkeys(range(100), torch.add)
+    try:
+        with virtual_gpus(1):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            gc.callbacks.append(grow)
+            gc.set_threshold(50, 1, 1)
+    finally:
+        gc.callbacks.remove(grow)
+        gc.set_threshold(*thresholds)
+    assert len(module.table) > 100
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")

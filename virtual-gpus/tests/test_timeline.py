@@ -22,15 +22,12 @@ def recorded():
     return timeline
 
 
-def test_kinds_of_work_are_told_apart(recorded):
+def test_kinds_of_work_are_told_apart_and_times_add_up(recorded):
     kinds = {(s.gpu, s.kind) for s in recorded.spans}
     assert kinds >= {(g, k) for g in (0, 1) for k in ("forward", "backward", "step", "copy")}
     assert {s.name for s in recorded.spans if s.kind == "backward"} >= {"mm", "sum"}
     assert all(s.name.startswith("_foreach") for s in recorded.spans if s.kind == "step" and s.gpu is not None)
     assert {lane for gpu, lane in {(s.gpu, s.lane) for s in recorded.spans} if gpu == 1} == {0, "copy in", "copy out"}
-
-
-def test_times_add_up(recorded):
     assert all(0 <= s.start <= s.end <= recorded.seconds + 1e-12 for s in recorded.spans)
     for gpu in (0, 1):
         kernels = sum(s.end - s.start for s in recorded.spans if s.gpu == gpu)

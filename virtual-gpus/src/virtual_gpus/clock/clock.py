@@ -93,7 +93,7 @@ class Track:
         delay = HELD_BY_COLLECTIVES * max(0.0, min(end, free) - start)
         if delay:
             self.free = free + delay
-            for stream, until in list(self.streams.items()):
+            for stream, until in self.streams.copy().items():
                 if until >= free and isinstance(stream, int):
                     self.streams[stream] = until + delay
         if end > free:

@@ -95,7 +95,7 @@ class OrderedClock(Clock):
     def done(self, gpu: int) -> float:
         """See `Clock`."""
         past: Past = {}
-        for place, known in list(self.order.known.items()):
+        for place, known in self.order.known.copy().items():
             if place[0] == gpu:
                 _join(past, known)
         return _moment(super().done(gpu), past)

@@ -201,7 +201,7 @@ def _await_late(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
 def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor]) -> None:
     """Work on what a collective fills waits for the collective. What is past is forgotten.
 
-    Another thread may launch a collective or forget one meanwhile, so this goes through a copy.
+    Another thread or a finalizer may launch a collective or forget one meanwhile, so this goes through a copy.
     """
     clock = gpu.machine.clock
     late, ready = clock.tracks[gpu.slot].late, clock.ready(gpu.slot, stream)
@@ -210,7 +210,7 @@ def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor])
         arrival, owner = late.get(id(allocation), (None, None))
         if arrival is not None and owner() is allocation:
             clock.hold(gpu.slot, stream, arrival.time())
-    for key, (arrival, owner) in list(late.items()):
+    for key, (arrival, owner) in late.copy().items():
         if owner() is None or (arrival.known and arrival.time() <= ready):
             late.pop(key, None)
 

@@ -95,13 +95,14 @@ class _Walk:
             for cell in value.__closure__ or ():
                 self._correct_cell(cell)
         else:
-            for name, attribute in list(vars(value).items()):
+            for name, attribute in vars(value).copy().items():
                 right = self.corrected(attribute)
                 if right is not attribute:
                     setattr(value, name, right)
 
     def _correct_dict(self, value: dict) -> None:
-        for key, content in list(value.items()):
+        # Of a copy, as in `table.modules_of`: a list of pairs calls the garbage collector, and so finalizers.
+        for key, content in dict.copy(value).items():
             right_key, right = self.corrected(key), self.corrected(content)
             if right_key is not key or right is not content:
                 value[right_key] = right  # before the old key goes: Ctrl-C may come between any two lines

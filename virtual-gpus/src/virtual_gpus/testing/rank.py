@@ -78,7 +78,7 @@ def cells() -> dict[str, tuple[str, Any]]:
     """The source of a notebook's cells for tracebacks: file name -> (name of the cell, linecache's entry)."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     found: dict[str, tuple[str, Any]] = {}
-    for name, entry in list(linecache.cache.items()):
+    for name, entry in linecache.cache.copy().items():
         if len(entry) == 4 and entry[1] is None:  # a text that was not read from a file
             label = shell.compile.format_code_name(name) if shell else None
             found[name] = (" ".join(label) if label else name, entry)
