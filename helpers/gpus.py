@@ -21,21 +21,35 @@ except ModuleNotFoundError as error:
         name="virtual_gpus",
     ) from None
 
-# What other modules and lessons take from the engine.
 from virtual_gpus import record_training
-from virtual_gpus.clock.clock import Span
-from virtual_gpus.memory_model import replay
-from virtual_gpus.timeline.animate import animate
-from virtual_gpus.timeline.peak import KINDS as MEMORY_KINDS
-from virtual_gpus.timeline.peak import PeakLog, kind_of, owned
-from virtual_gpus.timeline.record import name_work
-from virtual_gpus.timeline.spans import busy_seconds, gpus_of, merged, seconds_covered
-from virtual_gpus.timeline.spans import describe as describe_timeline
+
+# What other modules of the helpers take from the engine, and partly offer.
+from virtual_gpus.memory_model import replay  # noqa: F401
+from virtual_gpus.timeline import (  # noqa: F401
+    COLOURS,
+    MEMORY_KINDS,
+    PeakLog,
+    Span,
+    animate,
+    busy_seconds,
+    describe_timeline,
+    gpus_of,
+    kind_of,
+    merged,
+    name_work,
+    owned,
+    seconds_covered,
+)
+from virtual_gpus.timeline import Timeline as ModelledTimeline
+
+__all__ = ["describe_machine", "is_virtual", "modelled_gpus", "record_training", "use_gpus"]
 
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
 ENGINE_FOLDER = os.path.join(os.path.dirname(_engine.__file__), "")
 _CHOICES = ("auto", "virtual", "real")
-_ours: tuple | None = None  # the virtual GPUs of the last call and their machine, to replace them in the next
+_ours: tuple[_engine.virtual_gpus, Any] | None = (
+    None  # the virtual GPUs of the last call and their machine, to replace them in the next
+)
 
 
 # ---- the switch ------------------------------------------------------------------------------------------------------
@@ -54,9 +68,10 @@ def use_gpus(
     memory, kind, links: properties of virtual GPUs (see `virtual_gpus.virtual_gpus`). They do not affect real GPUs, or
     virtual GPUs that were started around this program. shapes_only: sizes without values, which only virtual GPUs have,
     so real ones are not chosen then. The environment variable GPUS overrides the choice with "virtual", "real" or
-    "auto" (the default). A new call replaces the virtual GPUs of the last call. Raises
-    RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError for an invalid
-    argument.
+    "auto" (the default). A new call replaces the virtual GPUs of the last call.
+
+    Raises RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError for an
+    invalid argument.
     """
     global _ours
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -102,7 +117,7 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
     visible = torch.cuda.device_count()
     if choice == "real":
         raise RuntimeError("GPUS=real, but this program runs inside virtual GPUs. Unset GPUS, or run it without them.")
-    if shapes_only and not _engine.active_machine().shapes_only:
+    if shapes_only and not _keeps_no_values():
         raise RuntimeError(
             "shapes_only=True, but the virtual GPUs of this program keep values. Start it with --shapes-only."
         )
@@ -115,10 +130,15 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
 
 def _say_virtual(devices: list[torch.device]) -> list[torch.device]:
     meaning = "real numbers, real errors, memory counted per GPU"
-    if _engine.active_machine().shapes_only:
+    if _keeps_no_values():
         meaning = "sizes and memory are real, values are not kept"
     print(f"{_number(len(devices), 'virtual')} ({_names(devices)}): {meaning}")
     return devices
+
+
+def _keeps_no_values() -> bool:
+    machine = _engine.active_machine()
+    return machine is not None and machine.shapes_only
 
 
 def _devices(count: int) -> list[torch.device]:
@@ -146,7 +166,7 @@ def is_virtual() -> bool:
     return _engine.active_machine() is not None
 
 
-def modelled_timeline(memory: bool = False):
+def modelled_timeline(memory: bool = False) -> ModelledTimeline | None:
     """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
     return _engine.record_timeline(memory) if is_virtual() else None
 
@@ -179,8 +199,9 @@ def _links() -> str:
     if machine is not None:
         return machine.topology.drawn()
     try:
-        return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30).stdout.rstrip()
-    except (OSError, subprocess.TimeoutExpired):
+        command = ["nvidia-smi", "topo", "-m"]
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=30).stdout.rstrip()
+    except (OSError, subprocess.SubprocessError):
         return "The links between these GPUs are not known, because nvidia-smi topo -m did not answer."
 
 
@@ -196,5 +217,5 @@ def modelled_gpus(
     other ranks do not exist, process groups work and send nothing, and collectives take modelled time.
     """
     # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
-    settings = {"honour_visible_devices": False, "shapes_only": shapes_only} | settings
-    return _engine.virtual_gpus(count, kind=kind, memory=memory, **settings)
+    settings.setdefault("honour_visible_devices", False)
+    return _engine.virtual_gpus(count, kind=kind, memory=memory, shapes_only=shapes_only, **settings)
