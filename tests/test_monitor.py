@@ -312,7 +312,7 @@ def test_advice(kind, held, requested, reserved, first, size):
 
 
 def test_segments_in_words_and_drawn(gpu):
-    with pytest.raises(ValueError, match="has not reserved any memory on GPU 0"):
+    with pytest.raises(ValueError, match="has not reserved any memory"):
         draw_segments(gpu)
     torch.empty(24 * MiB, dtype=torch.uint8, device=gpu)
     first, second = (torch.empty(12 * MiB, dtype=torch.uint8, device=gpu) for _ in range(2))

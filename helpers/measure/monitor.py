@@ -10,7 +10,7 @@ every free. `replay` adds the allocator's rounding, so that the sum equals `torc
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from operator import itemgetter
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from helpers.gpus import PeakLog, block_address, kind_of, owned, replay
-from helpers.measure.memory import Device, gpu_indices
+from helpers.measure.memory import gpu_indices
 from helpers.measure.readings import format_bytes
 
 MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
@@ -34,7 +34,7 @@ class MemoryMonitor:
     Raises what `read_memory` raises, and RuntimeError at the end of a run that is too long for the history.
     """
 
-    def __init__(self, gpus: Device | Iterable[Device] | None = None):
+    def __init__(self, gpus=None):
         self.allocated: dict[int, list[int]] = {}
         self._gpus = gpus
         self._peaks: dict[int, PeakLog] = {}
