@@ -37,7 +37,7 @@ Two to four sentences: what goes wrong without this, and what the lesson does ab
         new_code_cell,
         """import torch
 
-from helpers.gpus import use_gpus
+from helpers import use_gpus
 
 gpus = use_gpus(4, memory="16 GiB")""",
     ),

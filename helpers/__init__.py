@@ -17,7 +17,7 @@
     show.explore         `explore` has sliders for any training job, and `explore_pipeline` for a pipeline.
     show.segments        `draw_segments` shows how PyTorch's allocator divides the memory of a GPU.
     show.timelines       `timeline_bars` draws what each GPU did, and when.
-    show.programs        `show_diff` shows how two programs of notebooks/scripts differ.
+    show.programs        `show_diff` shows how two programs differ.
 
 The packages `parallel`, `measure` and `show` offer the names that lessons use. Only `gpus` and `parallel.launching`
 import the engine. Importing has no side effect; `use_gpus` switches GPUs on.

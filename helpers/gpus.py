@@ -7,11 +7,12 @@ Only this module and `helpers.parallel.launching` import `virtual_gpus`. Others 
 
 import os
 import subprocess
+from typing import Any
 
 import torch
 
 try:
-    import virtual_gpus as engine
+    import virtual_gpus as _engine
 except ModuleNotFoundError as error:
     if error.name != "virtual_gpus":
         raise
@@ -20,20 +21,32 @@ except ModuleNotFoundError as error:
         name="virtual_gpus",
     ) from None
 
-# What other modules and lessons take from the engine.
 from virtual_gpus import record_training
-from virtual_gpus.clock.clock import Span
-from virtual_gpus.timeline.animate import animate
-from virtual_gpus.timeline.peak import KINDS as MEMORY_KINDS
-from virtual_gpus.timeline.peak import kind_of, owned
-from virtual_gpus.timeline.record import name_work
-from virtual_gpus.timeline.spans import busy_seconds, gpus_of, merged, seconds_covered
-from virtual_gpus.timeline.spans import describe as describe_timeline
+
+# What other modules of the helpers take from the engine, and partly offer.
+from virtual_gpus.timeline import (  # noqa: F401
+    COLOURS,
+    MEMORY_KINDS,
+    Span,
+    animate,
+    busy_seconds,
+    describe_timeline,
+    gpus_of,
+    kind_of,
+    merged,
+    name_work,
+    owned,
+    seconds_covered,
+)
+from virtual_gpus.timeline import Timeline as ModelledTimeline
+
+__all__ = ["is_virtual", "modelled_gpus", "record_training", "topology", "use_gpus"]
 
 # The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
-ENGINE_FOLDER = os.path.join(os.path.dirname(engine.__file__), "")
+ENGINE_FOLDER = os.path.join(os.path.dirname(_engine.__file__), "")
 _CHOICES = ("auto", "virtual", "real")
-_ours: tuple | None = None  # the virtual GPUs of the last call and their machine, to replace them in the next
+# The virtual GPUs of the last call and their machine, to replace them in the next.
+_ours: tuple[_engine.virtual_gpus, Any] | None = None
 
 
 # ---- the switch ------------------------------------------------------------------------------------------------------
@@ -52,9 +65,10 @@ def use_gpus(
     memory, kind, links: properties of virtual GPUs (see `virtual_gpus.virtual_gpus`). They do not affect real GPUs, or
     virtual GPUs that were started around this program. shapes_only: sizes without values, which only virtual GPUs have,
     so real ones are not chosen then. The environment variable GPUS overrides the choice with "virtual", "real" or
-    "auto" (the default). A new call replaces the virtual GPUs of the last call. Raises
-    RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError for an invalid
-    argument.
+    "auto" (the default). A new call replaces the virtual GPUs of the last call.
+
+    Raises RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError for an
+    invalid argument.
     """
     global _ours
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -62,8 +76,8 @@ def use_gpus(
     choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"The environment variable GPUS is {choice!r}. It must be one of {', '.join(_CHOICES)}.")
-    wanted = _virtual_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
-    if engine.active_machine() is not (_ours and _ours[1]):  # started by python -m virtual_gpus or a test
+    wanted = modelled_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
+    if _engine.active_machine() is not (_ours and _ours[1]):  # started by python -m virtual_gpus or a test
         _refuse_what_is_on(count, choice, shapes_only)
         return _say_virtual(_devices(count))
     _switch_off()
@@ -75,7 +89,7 @@ def use_gpus(
         print(f"{_number(count, 'real')} ({_names(devices)})")
         return devices
     devices = wanted.start()
-    _ours = wanted, engine.active_machine()
+    _ours = wanted, _engine.active_machine()
     return _say_virtual(devices)
 
 
@@ -84,11 +98,6 @@ def _switch_off() -> None:
     if _ours is not None:
         _ours[0].stop()
         _ours = None
-
-
-def _virtual_gpus(count: int, kind: str, memory: int | str | None, **settings) -> engine.virtual_gpus:
-    # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
-    return engine.virtual_gpus(count, kind=kind, memory=memory, honour_visible_devices=False, **settings)
 
 
 def _refuse_real(count: int, real: int, shapes_only: bool) -> None:
@@ -105,7 +114,7 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
     visible = torch.cuda.device_count()
     if choice == "real":
         raise RuntimeError("GPUS=real, but this program runs inside virtual GPUs. Unset GPUS, or run it without them.")
-    if shapes_only and not engine.active_machine().shapes_only:
+    if shapes_only and not _keeps_no_values():
         raise RuntimeError(
             "shapes_only=True, but the virtual GPUs of this program keep values. Start it with --shapes-only."
         )
@@ -118,10 +127,15 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
 
 def _say_virtual(devices: list[torch.device]) -> list[torch.device]:
     meaning = "real numbers, real errors, memory counted per GPU"
-    if engine.active_machine().shapes_only:
+    if _keeps_no_values():
         meaning = "sizes and memory are real, values are not kept"
     print(f"{_number(len(devices), 'virtual')} ({_names(devices)}): {meaning}")
     return devices
+
+
+def _keeps_no_values() -> bool:
+    machine = _engine.active_machine()
+    return machine is not None and machine.shapes_only
 
 
 def _devices(count: int) -> list[torch.device]:
@@ -146,12 +160,12 @@ def _names(devices: list[torch.device]) -> str:
 
 def is_virtual() -> bool:
     """Return True if virtual GPUs are active."""
-    return engine.active_machine() is not None
+    return _engine.active_machine() is not None
 
 
-def modelled_timeline(memory: bool = False):
+def modelled_timeline(memory: bool = False) -> ModelledTimeline | None:
     """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
-    return engine.record_timeline(memory) if is_virtual() else None
+    return _engine.record_timeline(memory) if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
@@ -159,7 +173,7 @@ def block_address(tensor: torch.Tensor) -> int | None:
 
     For a tensor on a virtual GPU, `data_ptr()` is a different address, that of its values in the CPU's memory.
     """
-    return engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
+    return _engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
 
 
 def topology() -> str:
@@ -169,7 +183,7 @@ def topology() -> str:
     """
     if torch.cuda.device_count() == 0:
         return "There is no GPU. Call use_gpus(4) to get virtual GPUs."
-    machine = engine.active_machine()
+    machine = _engine.active_machine()
     if machine is not None:
         return machine.topology.drawn()
     command = ["nvidia-smi", "topo", "-m"]
@@ -182,16 +196,14 @@ def topology() -> str:
 # ---- other kinds of GPUs ---------------------------------------------------------------------------------------------
 
 
-def modelled_gpus(count: int, kind: str, memory: int | str | None = None) -> engine.virtual_gpus:
-    """Return virtual GPUs in shapes only for a `with` block, to compare kinds of GPUs. Other GPUs may be active."""
-    return _virtual_gpus(count, kind, memory, shapes_only=True)
+def modelled_gpus(
+    count: int, kind: str = "H200", memory: int | str | None = None, *, shapes_only: bool = True, **settings: Any
+) -> _engine.virtual_gpus:
+    """Return virtual GPUs for a `with` block, to compare kinds of GPUs or settings. Other GPUs may be active.
 
-
-def one_rank_of(world_size: int, adapters: int = 8) -> engine.virtual_gpus:
-    """Return virtual GPUs in shapes only for a `with` block in which this process is rank 0 of `world_size` ranks.
-
-    The other ranks do not exist: process groups work and send nothing, and collectives take modelled time. Each machine
-    has up to 8 H100s and this number of InfiniBand adapters of 400 Gbit/s. Raises ValueError for half-filled machines.
+    settings: those of `virtual_gpus.virtual_gpus`. With `rank=0, world_size=64`, this process is one rank of 64: the
+    other ranks do not exist, process groups work and send nothing, and collectives take modelled time.
     """
-    network = {"network": "InfiniBand NDR", "adapters": adapters}
-    return _virtual_gpus(min(8, world_size), "H100", None, shapes_only=True, rank=0, world_size=world_size, **network)
+    # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
+    settings.setdefault("honour_visible_devices", False)
+    return _engine.virtual_gpus(count, kind=kind, memory=memory, shapes_only=shapes_only, **settings)

@@ -106,8 +106,8 @@ class Llama(nn.Module):
 
     It has no positions (Llama rotates queries and keys), which changes no parameter. Source: "The Llama 3 Herd of
     Models", arXiv 2407.21783. The defaults make a model that a CPU trains in milliseconds. tied: the output layer has
-    the weight of the embedding, as in Llama 3.2 1B. With `recompute = True`, the blocks keep only their inputs and
-    compute the rest again in the backward pass (activation checkpointing).
+    the weight of the embedding, as in Llama 3.2 1B. After `model.recompute = True`, the blocks keep only their inputs
+    and compute the rest again in the backward pass (activation checkpointing).
     """
 
     def __init__(

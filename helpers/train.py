@@ -38,8 +38,8 @@ def train_epochs(
     Raises ValueError for a loss whose `reduction` is not "mean", for an optimizer that holds none of the model's
     parameters, and for a loader that gives no batch.
     """
-    if getattr(loss, "reduction", "mean") != "mean":
-        raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{loss.reduction}".')
+    if (reduction := getattr(loss, "reduction", "mean")) != "mean":
+        raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{reduction}".')
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in network.parameters()):
         raise ValueError(
@@ -48,18 +48,20 @@ def train_epochs(
         )
     group, ranks, where = None, 1, str(device)
     if isinstance(network, DistributedDataParallel):
-        group, ranks = network.process_group, network.process_group.size()
+        group = network.process_group
+        ranks = dist.get_world_size(group)
         where = f"{ranks} ranks"
     elif isinstance(network, nn.DataParallel) and len(network.device_ids) > 1:
         where = f"{len(network.device_ids)} GPUs"
     sampler = getattr(loader, "sampler", None)
-    history = []
+    history: list[tuple[float, float]] = []
     for epoch in range(epochs):
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
         network.train()
         rate = optimizer.param_groups[0]["lr"]
-        sums, sizes = torch.zeros(3, device=device), []
+        sums = torch.zeros(3, device=device)
+        sizes: list[int] = []
         for images, labels in loader:
             # Before the forward pass, so that old gradients and new activations are never in memory together.
             optimizer.zero_grad()
@@ -90,7 +92,11 @@ def train_epochs(
 
 
 def _forward(
-    network: nn.Module, loss: Callable, images: Tensor, labels: Tensor, device: torch.device | str
+    network: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    images: Tensor,
+    labels: Tensor,
+    device: torch.device | str,
 ) -> tuple[Tensor, Tensor]:
     """The mean loss of a batch, with its graph, and the number of correct answers.
 

@@ -126,6 +126,15 @@ def test_virtual_gpus_inside_use_gpus_leave_it_as_it_was(monkeypatch):
     assert active_machine() is machine and torch.cuda.device_count() == 4
 
 
+def test_modelled_gpus_are_all_there_where_the_environment_names_a_real_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    for settings in ({}, {"rank": 0, "world_size": 2}):
+        with devices.modelled_gpus(2, "A100", "8 GiB", **settings) as gpus:
+            assert torch.cuda.device_count() == len(gpus) == 2 and active_machine().shapes_only
+    with devices.modelled_gpus(4, shapes_only=False, honour_visible_devices=True):
+        assert torch.cuda.device_count() == 1 and not active_machine().shapes_only
+
+
 def test_topology(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert devices.topology() == "There is no GPU. Call use_gpus(4) to get virtual GPUs."

@@ -8,6 +8,8 @@ import pkgutil
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -27,6 +29,17 @@ TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
 # Through which the helpers reach the virtual GPUs.
 DOORS = {"helpers/gpus.py", "helpers/parallel/launching.py"}
+# From which lessons import, and which of their names are for one lesson alone, and why.
+OFFERS = {"helpers", *(f"helpers.{name}" for name in "gpus data models train parallel measure show".split())}
+FOR_ONE_LESSON = {
+    "visualizers of memory, which the package is for": "live_memory explore describe_memory "
+    "draw_segments describe_segments",
+    "for training that runs out of memory": "explain_oom largest_batch",
+    "a part or a kind of what several lessons use": "Attention LLAMA_70B RankError gpipe run_hosts",
+    "what the panels are made of, for a panel in a lesson": "Panel control",
+    "drawing, of which nothing is to be learned in the cell": "explore_pipeline",
+    "exercises of other lessons tell learners to call it": "describe_time_use",
+}
 NOT_EVERYBODYS = ("helpers", "torchvision", "matplotlib")
 CPU_BUILD = "--torch-backend=cpu -e ./virtual-gpus -e ."
 PIN = re.compile(r"([a-z0-9-]+)==[\w.]+( ; [^@/]+)?")
@@ -131,10 +144,58 @@ def users_of(package, folder):
     return {name for name, path in files.items() if any(f"{m}.".startswith(f"{package}.") for m in imported(path))}
 
 
+@cache
+def lessons_that_import():
+    """By module and name, as in `from module import name`, the lessons in whose cells it stands."""
+    found = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        lines = [line for cell in cells if cell["cell_type"] == "code" for line in "".join(cell["source"]).splitlines()]
+        for node in ast.walk(ast.parse("\n".join("" if line.startswith(("%", "!")) else line for line in lines))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    name = (alias.name, "") if isinstance(node, ast.Import) else (node.module, alias.name)
+                    found.setdefault(name, set()).add(path.name.partition("_")[0])
+    return found
+
+
 def test_only_the_doors_know_of_the_virtual_gpus():
     assert users_of("virtual_gpus", "helpers") == DOORS
     assert users_of("virtual_gpus", "notebooks") == set()
+    assert [name for name in lessons_that_import() if name[0].startswith("virtual_gpus")] == []
     assert users_of("helpers", "virtual-gpus/src") == set()
+
+
+def test_lessons_import_what_the_packages_offer_and_few_names_are_for_one_lesson():
+    used = {name: found for name, found in lessons_that_import().items() if name[0].partition(".")[0] == "helpers"}
+    used = {name: found for name, found in used.items() if ".".join(name) not in OFFERS}  # a package itself
+    offered = {(module, name) for module in OFFERS for name in offered_by(module)}
+    assert used.keys() - offered == set()
+    homes = [name for _, name in used]
+    assert len(homes) == len(set(homes)), "a name has one home"
+    alone = " ".join(FOR_ONE_LESSON.values()).split()
+    assert {name for (_, name), found in used.items() if len(found) == 1} == set(alone) and len(alone) == len(
+        set(alone)
+    )
+
+
+def offered_by(module):
+    module = importlib.import_module(module)
+    return getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+
+
+def test_types_of_the_helpers_are_right_and_complete():
+    pyrefly = shutil.which("pyrefly", path=str(Path(sys.executable).parent)) or shutil.which("pyrefly")
+    if pyrefly is None:
+        pytest.skip("pyrefly is not installed")
+    files = (ROOT / "helpers").rglob("*.py")
+    command = [pyrefly, "check", "--preset", "strict", "--python-interpreter-path", sys.executable]
+    command += ["--search-path", ROOT, "--search-path", ROOT / "virtual-gpus" / "src", "--output-format", "min-text"]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=300)
+    assert "error" in done.stderr + done.stdout, done.stderr  # its last line counts them
+    found = [line for line in done.stdout.splitlines() if line.lstrip().startswith("ERROR")]
+    # PyTorch's classes are made to be overridden. typing.override is of Python 3.12, one above the course's first.
+    assert [line for line in found if "[missing-override-decorator]" not in line] == []
 
 
 def test_the_map_of_the_helpers_names_each_module_below_those_that_it_imports():

@@ -11,7 +11,7 @@ from torch import nn
 from virtual_gpus import active_machine, virtual_gpus
 
 from helpers.measure import GiB, MiB, Reading, Readings, format_bytes
-from helpers.show import explore, live, live_memory
+from helpers.show import explore, explore_pipeline, live, live_memory
 from helpers.show.bars import bars_now
 from helpers.show.panel import Panel, control, size_of, view
 from tests.programs import until
@@ -92,7 +92,7 @@ def two_steps(batch=64, width=1024, wrap=nn.DataParallel):
 def explorer():
     options = {"batch": (64, 2**20, 64), "width": [1024, 4096]}
     wrap = {"one GPU": lambda net: net, "two GPUs": nn.DataParallel}
-    return explore(two_steps, **options, wrap=wrap, gpus=2, memory="2 GiB")
+    return explore(two_steps, **options, wrap=wrap, count=2, memory="2 GiB")
 
 
 def peaks_of(batch) -> list[str]:
@@ -134,6 +134,21 @@ def test_memory_in_pieces_that_are_too_small_and_an_error_of_the_job():
     assert needed.endswith("too small (fragmentation).")
     panel.controls["size"].value = 9
     assert re.match(r"Not possible: IndexError in line \d+, torch.empty\(1\)\[2\].*: index 2 is out", panel.words)
+
+
+def test_the_panel_of_a_pipeline_says_what_a_step_takes_and_which_number_of_micro_batches_is_best():
+    panel = explore_pipeline(stages=4, micro_batches=8, schedule="1F1B")
+    idle, kept, step = panel.words.splitlines()
+    assert idle == "1F1B, 4 stages, 8 micro-batches: each GPU is idle for 27.3 % of the step, 3/11."
+    assert kept == "Stage 0 keeps the activations of at most 4 of 8 micro-batches, 50 % of the batch."
+    # (8 + 4 - 1) tasks of each kind, of (1 + 2) / 8 + 2 % of a forward pass, in 3 * 4 of them
+    assert (
+        f"takes {11 * (3 / 8 + 0.02) / 12:.2f} of one GPU's time" in step and "shortest with 21 micro-batches" in step
+    )
+    assert "at most 8 of 8" in panel.at(schedule="GPipe") and "or more micro-batches" in panel.at(extra=0.0)
+    assert size_of(panel._png)["width"] == 980
+    with pytest.raises(ValueError, match="stages=9 is none of the options"):
+        explore_pipeline(stages=9)
 
 
 def test_the_explorer_leaves_gpus_and_random_numbers_as_they_are():

@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -355,8 +356,19 @@ NEIGHBOURS = (
 @pytest.mark.parametrize("pair", NEIGHBOURS.split(", "))
 def test_neighbours_are_short_and_differ_in_few_lines(pair):
     one, other, most = pair.split()
-    shown = show_diff(one, other)
+    shown = show_diff(*(SCRIPTS / f"{name}.py" for name in (one, other)))
     whole = (SCRIPTS / f"{other}.py").read_text(encoding="utf-8").splitlines()
     assert len(whole) <= 180 and whole[0] not in repr(shown)
     assert 0 < len([line for line in shown.lines[2:] if line.startswith("+")]) <= int(most)
     assert html.unescape(re.sub("<[^>]*>", "", shown._repr_html_())) == f"{shown}\n"  # as GitHub shows it
+
+
+def test_any_two_programs_are_compared_below_their_docstrings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("one.py").write_text("x = 1\nprint(x)\n")
+    Path("two.py").write_text('"""Two\nlines."""\n\nx = 2\nprint(x)\n')
+    assert str(show_diff("one.py", "two.py")).splitlines() == "--- one.py,+++ two.py,,-x = 1,+x = 2, print(x)".split(
+        ","
+    )
+    with pytest.raises(FileNotFoundError, match=r"no program 'three\.py' in the folder .*\. Pass its path"):
+        show_diff("one.py", "three.py")

@@ -9,7 +9,8 @@ from matplotlib.colors import to_hex
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.gpus import Span, describe_timeline
+from helpers.gpus import Span
+from helpers.measure import describe_timeline
 from helpers.measure.timeline import (
     BLOCK,
     Timeline,
@@ -92,8 +93,8 @@ def test_kernels_lie_in_front_of_the_collective_that_runs_meanwhile():
 
 
 def test_nothing_to_draw_or_to_record_is_refused_and_errors_in_the_block_pass_through():
-    for nothing in ({}, {"a": Timeline()}):
-        with pytest.raises(ValueError, match="nothing to draw"):
+    for nothing, said in (({}, "no timeline"), ({"a": Timeline()}, "'a' has no work")):
+        with pytest.raises(ValueError, match=said):
             timeline_bars(nothing)
     with virtual_gpus(1), pytest.raises(KeyError), record_timeline():
         raise KeyError("mine")

@@ -8,17 +8,20 @@ PyTorch's caching allocator keeps freed memory for the next tensor, so three fig
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isnan
+from typing import Any
 
 import torch
 
 from helpers.measure.readings import MiB, Reading, Readings, describe_oom, read_refusal
 
+Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
-def read_memory(devices=None) -> Readings:
+
+def read_memory(devices: Device | Iterable[Device] | None = None) -> Readings:
     """Read the memory of `devices` (a device, an index, or a list of them; None means all visible GPUs).
 
     Raises RuntimeError if there is no GPU, and ValueError for a device that is not a GPU or does not exist.
@@ -28,7 +31,7 @@ def read_memory(devices=None) -> Readings:
     return Readings((_read_one(index, driver.get(index)) for index in indices), note)
 
 
-def reset_peaks(devices=None) -> None:
+def reset_peaks(devices: Device | Iterable[Device] | None = None) -> None:
     """Reset the peaks of `devices` (None means all GPUs) to the memory in use now. Raises what `read_memory` raises."""
     indices = gpu_indices(devices)
     torch.cuda.init()  # PyTorch cannot reset peaks before CUDA is initialized
@@ -37,7 +40,7 @@ def reset_peaks(devices=None) -> None:
 
 
 @contextmanager
-def measure_memory(devices=None, catch: bool = False) -> Iterator[Readings]:
+def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool = False) -> Iterator[Readings]:
     """Reset the peaks, run the block, and read the memory when it ends. The yielded list is filled at that time.
 
     The list is also filled if the block fails. If the block runs out of memory, `refused` of that GPU's reading says
@@ -76,7 +79,7 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     what a fresh program does. If an optimizer lives on from one try to the next, more may fit.
     """
     if min(start, limit, steps) < 1:
-        raise ValueError("start, limit and steps must be at least 1.")
+        raise ValueError(f"start={start}, limit={limit} and steps={steps} must be at least 1.")
     good, bad, size = 0, limit + 1, 1
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         while bad - good > 1:
@@ -86,7 +89,7 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     return good
 
 
-def fits(step: Callable, *args, **options) -> bool:
+def fits(step: Callable[..., object], *args: Any, **options: Any) -> bool:
     """Return whether `step(*args, **options)` runs without a torch.OutOfMemoryError. Other errors are passed on.
 
     Before that, it frees what an earlier error has left behind, and empties PyTorch's cache.
@@ -99,7 +102,7 @@ def fits(step: Callable, *args, **options) -> bool:
     return True
 
 
-def _repeat(times: int, step: Callable, batch: int) -> None:
+def _repeat(times: int, step: Callable[[int], object], batch: int) -> None:
     for _ in range(times):
         step(batch)
 
@@ -109,7 +112,7 @@ def _let_go() -> None:
     torch.cuda.empty_cache()
 
 
-def gpu_indices(devices=None) -> list[int]:
+def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
     """Return the indices of `devices`, which are as in `read_memory`. Raises what `read_memory` raises."""
     count = torch.cuda.device_count()
     if count == 0:
@@ -129,7 +132,7 @@ def gpu_indices(devices=None) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _read_one(index: int, gpu) -> Reading:
+def _read_one(index: int, gpu: Any) -> Reading:
     """Read GPU number `index`. gpu is GPUtil's object for it, or None."""
     properties = torch.cuda.get_device_properties(index)
     return Reading(
@@ -145,7 +148,7 @@ def _read_one(index: int, gpu) -> Reading:
     )
 
 
-def _driver_view(indices: list[int]) -> tuple[dict, str]:
+def _driver_view(indices: list[int]) -> tuple[dict[int, Any], str]:
     """Return GPUtil's object for each of PyTorch's GPUs, and a note if the numbering differs or figures are missing.
 
     nvidia-smi, and therefore GPUtil, lists every GPU of the machine. PyTorch sees only the GPUs in
@@ -168,7 +171,7 @@ def _driver_view(indices: list[int]) -> tuple[dict, str]:
     return found, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {matched} (matched by UUID)."
 
 
-def _uuid(uuid) -> str:
+def _uuid(uuid: object) -> str:
     return str(uuid).lower().removeprefix("gpu-")  # nvidia-smi writes the prefix, PyTorch does not
 
 

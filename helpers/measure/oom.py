@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def blocks_by_kind() -> Iterator[tuple[int, int | None, str]]:
             yield tensor.get_device(), block_address(tensor), kind
 
 
-def objects_of(*kinds: type) -> list:
+def objects_of(*kinds: type) -> list[Any]:
     """Return the objects of these classes that Python's gc knows, by `type`, as `__class__` may be overridden."""
     objects = gc.get_objects()
     wanted = {each for each in set(map(type, objects)) if issubclass(each, kinds)}
@@ -78,7 +79,7 @@ def live_blocks(gpu: int) -> list[tuple[int, str, str]]:
     return found
 
 
-def origin(frames: list[dict]) -> str:
+def origin(frames: list[dict[str, Any]]) -> str:
     """Describe the innermost of `frames` (innermost first, as in a snapshot) outside PyTorch and Python, for example
     "`x = net(x)` in train (scripts/train.py:12)". A line in a notebook cell is described without its file name."""
     for frame in frames:
@@ -112,9 +113,14 @@ class Explanation:
     def __bool__(self) -> bool:
         return self.refused is not None
 
+    def _refused(self) -> Refusal:
+        if self.refused is None:
+            raise RuntimeError(f"There is nothing to explain. {self.said}")
+        return self.refused
+
     def by_kind(self) -> dict[str, int]:
         """Bytes per kind: those of `MEMORY_KINDS`, then memory that is gone, cached, used by others, or free."""
-        found, refused = Counter(), self.refused
+        found, refused = Counter[str](), self._refused()
         for size, kind, _ in self.blocks:
             found[kind] += size
         gone = refused.allocated - found.total()  # the failed operation has freed its own blocks since the failure
@@ -127,7 +133,7 @@ class Explanation:
 
     def advice(self) -> list[tuple[int, str]]:
         """(bytes saved, what to do) pairs, largest first. Advice that saves less than 2 % is left out."""
-        kinds, refused = self.by_kind(), self.refused
+        kinds, refused = self.by_kind(), self._refused()
         graph, cached = kinds.get("activations", 0), kinds.get("cached by PyTorch", 0)
         checkpoint = "Put torch.utils.checkpoint around the model's blocks, or use autocast to bfloat16: half of "
         found = [
@@ -161,7 +167,7 @@ class Explanation:
         advice = self.advice()
         lines += ["", "what would have helped"] if advice else []
         for size, text in advice:
-            lacking = self.refused.over - size
+            lacking = self._refused().over - size
             enough = f"not enough: {format_bytes(lacking)} are missing" if lacking > 0 else "enough"
             told = f"{format_bytes(size):>9}  {text} ({enough})"
             lines.append(fill(told, LINE, initial_indent="  ", subsequent_indent=" " * 13))

@@ -73,7 +73,8 @@ class Refusal:
     @property
     def over(self) -> int:
         """The bytes by which `requested` exceeds what PyTorch could still reserve. Further requests are not known."""
-        return max(0, self.requested - (max(0, self.allowed - self.reserved) if self.limited else self.free))
+        room = self.free if self.allowed is None else min(self.free, max(0, self.allowed - self.reserved))
+        return max(0, self.requested - room)
 
     def __str__(self) -> str:
         limit = f"its {format_bytes(self.capacity)}"
@@ -94,11 +95,12 @@ def read_refusal(error: BaseException) -> Refusal | None:
     text = found + text
     gpu = re.search(r"GPU (\d+) has a total capacity", text)
     matches = {name: re.search(pattern, text) for name, pattern in _FIGURES.items()}
-    sizes = {name: round(float(each[1]) * _UNITS[each[2]]) if each else None for name, each in matches.items()}
-    unallocated, allowed = sizes.pop("unallocated"), sizes.pop("allowed")
-    if not found or gpu is None or unallocated is None or None in sizes.values():
+    sizes = {name: round(float(each[1]) * _UNITS[each[2]]) for name, each in matches.items() if each}
+    allowed = sizes.pop("allowed", None)
+    if not found or gpu is None or len(sizes) < len(_FIGURES) - 1:
         return None
-    return Refusal(int(gpu[1]), **sizes, reserved=sizes["allocated"] + unallocated, allowed=allowed)
+    reserved = sizes["allocated"] + sizes.pop("unallocated")
+    return Refusal(int(gpu[1]), **sizes, reserved=reserved, allowed=allowed)
 
 
 def describe_oom(error: BaseException) -> str:
@@ -136,7 +138,7 @@ class Reading:
     refused: Refusal | None = None
 
 
-class Readings(UserList):
+class Readings(UserList[Reading]):
     """A list of `Reading` that is displayed as a table. note: sentences about what the figures do not show."""
 
     def __init__(self, readings: Iterable[Reading] = (), note: str = ""):

@@ -1,5 +1,7 @@
 """Records what every GPU does during a block of code, in modelled or measured time.
 
+The engine's `record_timeline` has modelled time only, and more detail. A `Timeline` of this module can be pickled.
+
     with record_timeline() as timeline:
         step()
     timeline.seconds, timeline.utilisation(0)
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -119,7 +121,7 @@ def _measured(found: Timeline) -> Iterator[Timeline]:
     found.seconds, found.spans = spans_of(events)
 
 
-def spans_of(events: Sequence[dict]) -> tuple[float, list[Span]]:
+def spans_of(events: Sequence[dict[str, Any]]) -> tuple[float, list[Span]]:
     """Return the seconds of the block and what the GPUs did, from the events of torch.profiler's trace.
 
     A kernel belongs to "step" if it was launched inside the optimizer's step, to "backward" if it was launched by
@@ -130,7 +132,7 @@ def spans_of(events: Sequence[dict]) -> tuple[float, list[Span]]:
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("Optimizer.step")]
     launched = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = {e.get("args", {}).get("correlation"): e for e in launched}
-    spans = []
+    spans: list[Span] = []
     for event in events:
         if event.get("cat") in _ON_GPU:
             launch = launches.get(event["args"].get("correlation"))
@@ -141,12 +143,12 @@ def spans_of(events: Sequence[dict]) -> tuple[float, list[Span]]:
     return block["dur"] / 1e6, sorted(spans, key=lambda span: span.start)
 
 
-def _gpus(args: dict) -> list[int]:
+def _gpus(args: dict[str, Any]) -> list[int]:
     """Return the GPU of an event, or both GPUs of a copy, which has the two ends instead of "device"."""
     return [args["device"]] if "device" in args else sorted({args["fromDevice"], args["toDevice"]})
 
 
-def _phase(name: str, launch: dict | None, thread: int, steps: Sequence[tuple[float, float]]) -> str:
+def _phase(name: str, launch: dict[str, Any] | None, thread: int, steps: Sequence[tuple[float, float]]) -> str:
     if name.startswith("nccl"):
         return "collective"
     if launch is None:

@@ -1,4 +1,7 @@
 """Several ranks or GPUs at one job: functions and torchruns in processes, and the pipeline in one process."""
 
-from helpers.parallel.launching import RankError, interface, launch, run_hosts
-from helpers.parallel.pipeline import Pipeline, bubble, gpipe, one_f_one_b, simulate
+from helpers.parallel.launching import RankError, launch, run_hosts
+from helpers.parallel.pipeline import Pipeline, Slot, Task, bubble, gpipe, one_f_one_b, simulate
+
+__all__ = ["Pipeline", "RankError", "Slot", "Task", "bubble", "gpipe", "launch", "one_f_one_b", "run_hosts",
+           "simulate"]  # fmt: skip

@@ -10,18 +10,17 @@
 The package of the virtual GPUs starts the processes, on real GPUs too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from virtual_gpus.testing import RankError, run_ranks
-from virtual_gpus.testing.network import interface
+from virtual_gpus.testing import RankError, run_hosts, run_ranks
 
-__all__ = ["RankError", "interface", "launch", "run_hosts"]
+__all__ = ["RankError", "launch", "run_hosts"]
 
 
 def launch(
-    fn: Callable, *args: Any, ranks: int, gpus: bool = True, timeout: float | None = 60, show: bool = True
-) -> list:
+    fn: Callable[..., Any], *args: Any, ranks: int, gpus: bool = True, timeout: float | None = 60, show: bool = True
+) -> list[Any]:
     """Call `fn(rank, *args)` in `ranks` processes that form a process group. Return their results, rank 0's first.
 
     gpus: True uses one GPU per rank, or the CPU if there is no GPU. False uses the CPU. timeout: the time limit in
@@ -36,14 +35,3 @@ def launch(
     """
     __tracebackhide__ = True  # IPython shows the line of the cell
     return run_ranks(fn, ranks, args, gpus=gpus, timeout=timeout, show=show)
-
-
-def run_hosts(commands: Mapping[str, Sequence[object]], timeout: float = 240) -> dict[str, str]:
-    """Run torchrun once per host, all at the same time on this machine. Return what each of them printed.
-
-    commands: by host, `[sys.executable, "-m", "torch.distributed.run", ...]`. timeout: in seconds. Raises ValueError
-    for another command, and TimeoutError with all that was printed. `virtual_gpus.testing.hosts` says more.
-    """
-    from virtual_gpus.testing import hosts  # here, because torchrun takes a third of a second to import
-
-    return hosts.run_hosts(commands, timeout)

@@ -83,7 +83,8 @@ def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: f
     ValueError if the stages would wait for each other forever.
     """
     waiting = [[Task(*task) for task in order] for order in orders]  # also takes plain pairs
-    free, ends, slots = [0.0] * len(waiting), {}, []
+    free, slots = [0.0] * len(waiting), list[Slot]()
+    ends: dict[tuple[int, Task], float] = {}
     while any(waiting):
         ready = [
             stage
@@ -112,6 +113,11 @@ def _needs(stage: int, task: Task, stages: int) -> set[tuple[int, Task]]:
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
+Device = int | str | torch.device
+Schedule = Callable[[int, int], Sequence[Sequence[Task]]]  # the orders for (stages, micro_batches)
+Criterion = Callable[[Tensor, Tensor], Tensor]
+_Sent = dict[tuple[int, int], tuple[Tensor, torch.Event]]  # by (stage, micro-batch): a tensor and its arrival
+
 
 class Pipeline:
     """Runs training steps through stages on several GPUs, in the order of a schedule.
@@ -120,7 +126,7 @@ class Pipeline:
     micro_batches) that returns the orders.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], gpus: Sequence, schedule: Callable = gpipe):
+    def __init__(self, stages: Sequence[nn.Module], gpus: Sequence[Device], schedule: Schedule = gpipe):
         self.stages = [stage.to(gpu) for stage, gpu in zip(stages, gpus, strict=True)]
         self.gpus, self.schedule = list(gpus), schedule
         self.copies = [torch.cuda.Stream(gpu) for gpu in gpus]
@@ -129,7 +135,7 @@ class Pipeline:
         """The parameters of all stages, for an optimizer."""
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
-    def step(self, inputs: Tensor, targets: Tensor, criterion: Callable, micro_batches: int) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, criterion: Criterion, micro_batches: int) -> Tensor:
         """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
 
         criterion(outputs, targets) must be a mean over samples. Each micro-batch is weighted by its size, so loss and
@@ -152,12 +158,14 @@ class Pipeline:
 class _Step:
     """The tensors that a step has sent and that it keeps for the backward pass. Keys are (stage, micro-batch)."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], criterion: Callable):
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], criterion: Criterion):
         self.pipeline, self.inputs, self.targets, self.criterion = pipeline, inputs, targets, criterion
         self.last, self.samples = len(pipeline.stages) - 1, sum(map(len, targets))
-        self.activations: dict = {}  # the inputs of a stage, each with the event of its arrival
-        self.gradients: dict = {}
-        self.kept: dict = {}  # the input and output of a stage, with the graph between them
+        self.activations: _Sent = {}  # the inputs of a stage, each with the event of its arrival
+        self.gradients: _Sent = {}
+        self.kept: dict[
+            tuple[int, int], tuple[Tensor, Tensor]
+        ] = {}  # the input and output of a stage, with the graph between them
         self.losses: list[Tensor] = []
 
     def forward(self, stage: int, number: int) -> None:
@@ -176,9 +184,10 @@ class _Step:
         x, y = self.kept.pop((stage, number))
         y.backward(self._receive(self.gradients, stage, number) if stage < self.last else None)
         if stage:
+            assert x.grad is not None
             self._send(x.grad, self.gradients, stage, stage - 1, number)
 
-    def _send(self, tensor: Tensor, sent: dict, source: int, target: int, number: int) -> None:
+    def _send(self, tensor: Tensor, sent: _Sent, source: int, target: int, number: int) -> None:
         """Copy to a neighbour on separate streams. On the current streams, both GPUs would wait for the copy."""
         gpus, copies = self.pipeline.gpus, self.pipeline.copies
         copies[source].wait_stream(torch.cuda.current_stream(gpus[source]))
@@ -187,7 +196,7 @@ class _Step:
             sent[target, number] = copy, copies[target].record_event()
         tensor.record_stream(copies[source])  # so that its memory is not reused before it has been sent
 
-    def _receive(self, sent: dict, stage: int, number: int) -> Tensor:
+    def _receive(self, sent: _Sent, stage: int, number: int) -> Tensor:
         copy, arrival = sent.pop((stage, number))
         stream = torch.cuda.current_stream(self.pipeline.gpus[stage])
         stream.wait_event(arrival)

@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure import MiB, Reading, Readings, format_bytes, unit_of
+from helpers.measure import MiB, Reading, Readings, format_bytes
+from helpers.measure.readings import unit_of
 from helpers.show.style import COLOURS, FRAME, MEMORY, OVER, WIDTH, open_frame, set_alt_text
 
 # The bars from the outside in: their kind, their field of a reading at the peak and now, and their share of the row.

@@ -4,14 +4,15 @@ def job(batch=64, width=1024):
     net = nn.DataParallel(nn.Linear(width, width).to("cuda:0"))
     net(torch.empty(batch, width, device="cuda:0")).sum().backward()
 
-explore(job, batch=(8, 512, 8), width=[256, 1024, 4096], gpus=4, memory="1 GiB")
+explore(job, batch=(8, 512, 8), width=[256, 1024, 4096], count=4, memory="1 GiB")
 explore_pipeline(stages=4, micro_batches=8, schedule="1F1B")
 """
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -31,18 +32,25 @@ _MOST = 48  # the largest number of micro-batches that is tried for the shortest
 # ---- any training job ------------------------------------------------------------------------------------------------
 
 
-def explore(step: Callable, *, gpus: int = 1, kind: str = "H200", memory: int | str | None = None, **options) -> Panel:
+def explore(
+    step: Callable[..., object],
+    *,
+    count: int = 1,
+    kind: str = "H200",
+    memory: int | str | None = None,
+    **options: Sequence[Any] | Mapping[str, Any],
+) -> Panel:
     """Return a panel that runs `step` with the values of its controls, and shows the peak memory of every GPU.
 
     step: a function that builds and trains a model, for two steps if the optimizer's state should count. It runs in
     shapes only, so it must not read values. options: for each argument of `step`, (low, high) or (low, high, step) for
     a slider, a list of choices, or a dict of choices by name. A control starts at the argument's default value.
-    gpus, kind, memory: the virtual GPUs of the job, as for `use_gpus`. Active GPUs do not change.
+    count, kind, memory: the virtual GPUs of the job, as for `use_gpus`. Active GPUs do not change.
 
     If the job runs out of memory, it runs again with more memory to show how much it needs. Raises TypeError if `step`
     does not accept the options, and ValueError for a default outside the options or for GPUs that do not exist.
     """
-    modelled_gpus(gpus, kind, memory)  # checks its arguments
+    modelled_gpus(count, kind, memory)  # checks its arguments
     parameters = inspect.signature(step).parameters
     inspect.signature(step).bind(**options)
     controls = {}
@@ -52,25 +60,27 @@ def explore(step: Callable, *, gpus: int = 1, kind: str = "H200", memory: int | 
             begin = next((label for label, value in each.items() if value is begin), begin)
         controls[name] = control(name, list(each) if isinstance(each, Mapping) else each, begin)
 
-    def look(**chosen) -> tuple[str, Figure]:
-        values, said = {}, []
+    def look(**chosen: Any) -> tuple[str, Figure]:
+        values, said = dict[str, Any](), list[str]()
         for name, value in chosen.items():
             values[name] = options[name][value] if isinstance(options[name], Mapping) else value
             said.append(f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}")
         try:
-            return _run_and_look(lambda: step(**values), ", ".join(said), gpus, kind, memory)
+            return _run_and_look(lambda: step(**values), ", ".join(said), count, kind, memory)
         except Exception as error:
             raise RuntimeError(_where(error, inspect.getfile(step))) from error
 
     return Panel(look, controls, slow=True)
 
 
-def _run_and_look(job: Callable, name: str, gpus: int, kind: str, memory: int | str | None) -> tuple[str, Figure]:
-    readings, room = _run(job, gpus, kind, memory)
+def _run_and_look(
+    job: Callable[[], object], name: str, count: int, kind: str, memory: int | str | None
+) -> tuple[str, Figure]:
+    readings, room = _run(job, count, kind, memory)
     refusal = next((reading.refused for reading in readings if reading.refused), None)
     if refusal:
-        readings, _ = _run(job, gpus, kind, _PLENTY)
-    on = f"{gpus} x {readings[0].name}"
+        readings, _ = _run(job, count, kind, _PLENTY)
+    on = f"{count} x {readings[0].name}"
     readings = Readings(replace(reading, capacity=room, driver_used=None) for reading in readings)  # PyTorch's alone
     lines = [f"{name}; {on}, {format_bytes(room)} each for PyTorch."]
     if refusal:
@@ -79,14 +89,14 @@ def _run_and_look(job: Callable, name: str, gpus: int, kind: str, memory: int | 
             lines[-1] += " Enough would be free, but in pieces that are too small (fragmentation)."
     else:
         lines.append(f"The job runs: {describe_memory(readings)}")
-    figure = empty_figure(gpus)
+    figure = empty_figure(count)
     memory_bars(readings, f"{on}: {'out of memory' if refusal else 'the job runs'}", figure)
     return "\n".join(lines), figure
 
 
-def _run(job: Callable, gpus: int, kind: str, memory: int | str | None) -> tuple[Readings, int]:
+def _run(job: Callable[[], object], count: int, kind: str, memory: int | str | None) -> tuple[Readings, int]:
     """Return the peaks of each GPU, and the bytes that each has for PyTorch. Random number generators do not change."""
-    with modelled_gpus(gpus, kind, memory), torch.random.fork_rng(devices=[]):
+    with modelled_gpus(count, kind, memory), torch.random.fork_rng(devices=[]):
         room, _ = torch.cuda.mem_get_info(0)  # the capacity without CUDA's context
         with measure_memory(catch=True) as readings:
             job()
@@ -160,7 +170,7 @@ def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
         ax.barh(stage, stop - start, 0.8, start, color=COLOURS[0 if forward else 1], edgecolor="white", linewidth=0.8)
         if (stop - start) / end > 0.012 * len(str(number)) + 0.004:  # there is room for it
             middle, colour = (start + stop) / 2, "white" if forward else "black"
-            ax.text(middle, stage, number, ha="center", va="center", fontsize=7, color=colour)
+            ax.text(middle, stage, str(number), ha="center", va="center", fontsize=7, color=colour)
     ax.set(xlim=(0, end), ylim=(stages - 0.5, -0.5), xticks=[])
     ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)], fontsize=8)
     ax.spines[:].set_visible(False)

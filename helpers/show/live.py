@@ -14,6 +14,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import ipywidgets
 from IPython import get_ipython
@@ -32,7 +33,8 @@ class LivePanel:
             raise ValueError(f"every={every}, but the number of seconds between two updates must be positive.")
         self.readings, self.words = Readings(), ""
         self._every, self._line = every, ""
-        self._picture = self._display = None
+        self._picture: Any = None  # a widget, and where it is displayed, from the moment at which it is shown
+        self._display: Any = None
         self._ended = threading.Event()
 
     def log(self, line: str) -> None:

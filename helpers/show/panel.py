@@ -10,10 +10,11 @@ Readers without a kernel see the picture and the text for the initial values.
 
 import struct
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from inspect import Parameter
 from io import BytesIO
+from typing import Any
 
 import ipywidgets
 from matplotlib.figure import Figure
@@ -33,7 +34,12 @@ class Panel:
     words     the text that is shown
     """
 
-    def __init__(self, look: Callable[..., tuple[str, Figure]], controls: Mapping, slow: bool = False):
+    def __init__(
+        self,
+        look: Callable[..., tuple[str, Figure]],
+        controls: Mapping[str, ipywidgets.ValueWidget],
+        slow: bool = False,
+    ):
         self.controls, self.words = dict(controls), ""
         self._look, self._slow = look, slow
         self._answers: dict[str, tuple[str, bytes]] = {}
@@ -44,20 +50,20 @@ class Panel:
         self._panel = ipywidgets.VBox([top, *([self._sign] if slow else []), self._picture, self._said])
         self._follow()
         for widget in self.controls.values():
-            if slow and hasattr(widget, "continuous_update"):
-                widget.continuous_update = False
+            if slow and widget.has_trait("continuous_update"):
+                widget.set_trait("continuous_update", False)
             widget.observe(self._follow, names="value")
 
     @property
-    def chosen(self) -> dict:
+    def chosen(self) -> dict[str, Any]:
         """The values of the controls, by name."""
         return {name: widget.value for name, widget in self.controls.items()}
 
-    def at(self, **values) -> str:
+    def at(self, **values: Any) -> str:
         """Return the text for `values`, and for the controls' values otherwise. The panel itself does not change."""
         return self._answer(self.chosen | values)[0]
 
-    def _follow(self, change=None) -> None:
+    def _follow(self, change: object = None) -> None:
         """Show the result for the values of the controls."""
         self._sign.value = _SIGN
         if self._png and repr(self.chosen) not in self._answers:
@@ -72,7 +78,7 @@ class Panel:
         self._said.value = f'<div style="line-height: 1.4; max-width: 980px; min-height: {room}">{lines}</div>'
         self._sign.value = "&nbsp;"
 
-    def _answer(self, chosen: dict) -> tuple[str, bytes]:
+    def _answer(self, chosen: dict[str, Any]) -> tuple[str, bytes]:
         """Return text and picture for `chosen`. After an error, the picture is empty."""
         key = repr(chosen)
         if key not in self._answers:
@@ -88,7 +94,9 @@ class Panel:
     def __repr__(self) -> str:
         return self.words
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> tuple[dict, dict]:
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the panel for a notebook, and a static picture and the text for readers without a kernel."""
         bundle = {"text/plain": self.words} | view(self._panel)
         picture = self._answer(self.chosen)[1]
@@ -97,7 +105,7 @@ class Panel:
         return bundle | {"image/png": b64encode(picture).decode()}, {"image/png": {"alt": self.words}}
 
 
-def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidget:
+def control(label: str, options: Sequence[Any], value: object = Parameter.empty) -> ipywidgets.ValueWidget:
     """Return a slider for (low, high), (low, high, step) or a list of numbers, and a menu for another list. It starts
     at `value`.
 
@@ -113,7 +121,7 @@ def control(label: str, options, value=Parameter.empty) -> ipywidgets.ValueWidge
     return widget
 
 
-def view(widget: ipywidgets.Widget) -> dict[str, dict]:
+def view(widget: ipywidgets.Widget) -> dict[str, dict[str, Any]]:
     """Return what shows a widget in a notebook, with ipywidgets 8 and with Colab's ipywidgets 7."""
     return {"application/vnd.jupyter.widget-view+json": widget.get_view_spec()}
 
@@ -125,7 +133,7 @@ def png(figure: Figure, dpi: int = 100) -> bytes:
     return file.getvalue()
 
 
-def size_of(picture: bytes) -> dict:
+def size_of(picture: bytes) -> dict[str, int]:
     """Return the width and the height of a PNG file in pixels, from its header."""
     return dict(zip(("width", "height"), struct.unpack(">II", picture[16:24]), strict=True))
 

@@ -1,10 +1,11 @@
-"""Shows the difference between two programs of `notebooks/scripts`, with tinted lines in a notebook."""
+"""Shows the difference between two Python programs, with tinted lines in a notebook."""
 
+import ast
 import difflib
 import html
+from itertools import dropwhile
 from pathlib import Path
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "notebooks" / "scripts"
 # Green and red, transparent enough for light and dark themes. The signs + and - say the same without colour.
 _TINTS = {"+": "rgba(46, 160, 67, 0.22)", "-": "rgba(248, 81, 73, 0.22)"}
 
@@ -36,20 +37,23 @@ def _tinted(line: str) -> str:
     return text
 
 
-def show_diff(before: str, after: str) -> Difference:
-    """Return the changes from one program to another, for example `show_diff("one_gpu", "ddp")`.
+def show_diff(before: str | Path, after: str | Path) -> Difference:
+    """Return the changes from one program to another: `show_diff("scripts/one_gpu.py", "scripts/ddp.py")`.
 
-    Lines that begin with - are only in the first program, and lines that begin with + only in the second. What
-    stands above `import argparse`, the docstrings that explain the programs, is left out. Raises FileNotFoundError for
-    a name that no program of notebooks/scripts has.
+    Lines that begin with - are only in the first program, and lines that begin with + only in the second. The
+    docstrings that explain the programs are left out. Raises FileNotFoundError for a missing file, and SyntaxError for
+    one that is no Python program.
     """
-    programs = [code(name) for name in (before, after)]
-    lines = difflib.unified_diff(*programs, f"{before}.py", f"{after}.py", n=1, lineterm="")
+    lines = difflib.unified_diff(_code(before), _code(after), str(before), str(after), n=1, lineterm="")
     # Without the files, the line numbers of a change are of no use. An empty line separates the changes instead.
     return Difference(["" if line.startswith("@@") else line for line in lines])
 
 
-def code(name: str) -> list[str]:
-    """Return the lines of a program from the line `import argparse` on."""
-    lines = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    return lines[lines.index("import argparse") :]
+def _code(program: str | Path) -> list[str]:
+    """Return the lines of a program below its docstring."""
+    if not Path(program).is_file():
+        raise FileNotFoundError(f"There is no program {str(program)!r} in the folder {Path.cwd()}. Pass its path.")
+    text = Path(program).read_text(encoding="utf-8")
+    tree = ast.parse(text, str(program))
+    lines = text.splitlines()[tree.body[0].end_lineno if ast.get_docstring(tree) else 0 :]
+    return list(dropwhile(lambda line: not line.strip(), lines))

@@ -4,17 +4,20 @@ PyTorch takes a segment from the driver in one request and divides it into block
 piece that is large enough. With many small gaps, memory can run out although enough of it is free (fragmentation).
 """
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure import format_bytes, unit_of
-from helpers.measure.memory import gpu_indices
+from helpers.measure import format_bytes
+from helpers.measure.memory import Device, gpu_indices
+from helpers.measure.readings import unit_of
 from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
 
 
-def draw_segments(gpu=0, title: str | None = None) -> Figure:
+def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
     """Draw one row per segment of a GPU, the largest first. Blocks in use are coloured, and gaps are white.
 
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
@@ -22,7 +25,8 @@ def draw_segments(gpu=0, title: str | None = None) -> Figure:
     """
     segments = _segments(gpu)
     if not segments:
-        raise ValueError("PyTorch has not reserved any memory on this GPU, so there is no segment to draw.")
+        (index,) = gpu_indices(gpu)
+        raise ValueError(f"PyTorch has not reserved any memory on GPU {index}, so there is no segment to draw.")
     figure, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(segments)), layout="constrained")
     unit, unit_name = unit_of(segments[0]["total_size"])
     style = bar_style(0) | {"linewidth": 0.6}
@@ -42,7 +46,7 @@ def draw_segments(gpu=0, title: str | None = None) -> Figure:
     return figure
 
 
-def describe_segments(gpu=0) -> str:
+def describe_segments(gpu: Device = 0) -> str:
     """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
     segments = _segments(gpu)
     blocks = [block for segment in segments for block in segment["blocks"]]
@@ -56,11 +60,11 @@ def describe_segments(gpu=0) -> str:
     return f"{said}, {format_bytes(sum(free))} free in {_count(free, 'piece')}, the largest {format_bytes(max(free))}."
 
 
-def _segments(gpu) -> list[dict]:
+def _segments(gpu: Device) -> list[dict[str, Any]]:
     (index,) = gpu_indices(gpu)
     found = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
     return sorted((each for each in found if each["device"] == index), key=lambda each: -each["total_size"])
 
 
-def _count(items: list, word: str) -> str:
+def _count(items: list[Any], word: str) -> str:
     return f"{len(items):,} {word}" + ("" if len(items) == 1 else "s")

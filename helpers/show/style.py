@@ -1,6 +1,7 @@
 """The common style of all pictures: width, colours with hatches, legends, and text alternatives."""
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -13,15 +14,15 @@ HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "----", "++++")
 _ALARM = 4  # colour and hatch of memory that does not fit
 
 
-def bar_style(colour: int, hatch: int = 0) -> dict:
+def bar_style(colour: int, hatch: int = 0) -> dict[str, Any]:
     """Return the arguments of `Axes.barh` and of patches for a colour and a hatch, given by their numbers."""
     return {"facecolor": COLOURS[colour], "hatch": HATCHES[hatch], "edgecolor": "white", "linewidth": 0}
 
 
 OVER = bar_style(_ALARM, _ALARM)
-FRAME = {"facecolor": "white", "edgecolor": "0.4", "linewidth": 1}  # the capacity of a GPU
+FRAME: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.4", "linewidth": 1}  # the capacity of a GPU
 # The memory of a GPU, each figure inside the one before: lighter outside, darker inside, and two of three have a hatch.
-MEMORY = {
+MEMORY: dict[str, dict[str, Any]] = {
     "driver": {"facecolor": "0.87", "hatch": "....", "edgecolor": "0.6", "linewidth": 1},
     "reserved": bar_style(5, 1),
     "allocated": bar_style(0),
@@ -30,13 +31,13 @@ MEMORY = {
 
 def legend_below(figure: Figure, handles: Sequence[Artist]) -> None:
     """Draw a legend at the bottom of the figure, with as many entries in a row as fit."""
-    longest = max(len(line) for handle in handles for line in handle.get_label().splitlines())
+    longest = max(len(line) for handle in handles for line in str(handle.get_label()).splitlines())
     columns = max(1, min(5, len(handles), 92 // (longest + 9)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def open_frame(ax: Axes, grid: str) -> None:
-    """Remove the upper and the right line of the frame, and draw a grid behind everything: "x", "y" or "both"."""
+def open_frame(ax: Axes, grid: Literal["x", "y", "both"]) -> None:
+    """Remove the upper and the right line of the frame, and draw a grid behind everything."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis=grid, color="0.9")
     ax.set_axisbelow(True)
@@ -49,4 +50,5 @@ def set_alt_text(figure: Figure, *words: str | None) -> None:
     the description, too.
     """
     said = "\n".join(filter(None, words))
-    figure._repr_mimebundle_ = lambda include=None, exclude=None: ({}, {"image/png": {"alt": said}})
+    metadata: dict[str, Any] = {"image/png": {"alt": said}}
+    vars(figure)["_repr_mimebundle_"] = lambda include=None, exclude=None: ({}, metadata)

@@ -4,17 +4,18 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.gpus import describe_timeline, merged, seconds_covered
+from helpers.gpus import COLOURS, describe_timeline, merged, seconds_covered
 from helpers.measure.timeline import Timeline
 from helpers.show.style import WIDTH, bar_style, set_alt_text
 
 # By kind of work, with the colours of `animate`.
-_NUMBERS = {"forward": 0, "backward": 1, "step": 2, "copy": 3, "collective": 5}
-_LOOKS = {kind: bar_style(number, number) for kind, number in _NUMBERS.items()}
+_HATCHES = {"forward": 0, "backward": 1, "step": 2, "copy": 3, "collective": 5}
+_LOOKS = {kind: bar_style(0, hatch) | {"facecolor": COLOURS[kind]} for kind, hatch in _HATCHES.items()}
 # The strip of the copies is too narrow for a hatch. An edge makes copies visible that are shorter than a pixel.
 _LOOKS["copy"] |= {"hatch": "", "edgecolor": _LOOKS["copy"]["facecolor"], "linewidth": 1.2}
 _GAP = 0.002  # of the width; kernels with a smaller gap between them are drawn as one bar
@@ -27,8 +28,11 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work.
     """
     timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
-    if not timelines or not all(timeline.spans for timeline in timelines.values()):
-        raise ValueError("There is nothing to draw, because a timeline does not contain any work of a GPU.")
+    if not timelines:
+        raise ValueError("There is no timeline to draw. Pass one, or several by name.")
+    for name, timeline in timelines.items():
+        if not timeline.spans:
+            raise ValueError(f"The timeline {name!r} has no work of a GPU to draw. Record a block that does some.")
     rows = [len(timeline.gpus) for timeline in timelines.values()]
     size = WIDTH, 0.75 + sum(0.3 + 0.36 * count for count in rows)
     figure, axes = plt.subplots(
@@ -49,7 +53,7 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     return figure
 
 
-def _draw_rows(ax, timeline: Timeline, gap: float) -> None:
+def _draw_rows(ax: Axes, timeline: Timeline, gap: float) -> None:
     for row, gpu in enumerate(timeline.gpus):
         for kind in sorted(_LOOKS, key=lambda kind: kind != "collective"):  # which is behind simultaneous kernels
             spans = sorted((s.start, s.end) for s in timeline.spans if (s.gpu, s.kind) == (gpu, kind))
@@ -60,7 +64,9 @@ def _draw_rows(ax, timeline: Timeline, gap: float) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def _bar(row: int, kind: str, piece: tuple[float, float], spans: list[tuple[float, float]]) -> list:
+def _bar(
+    row: int, kind: str, piece: tuple[float, float], spans: list[tuple[float, float]]
+) -> list[tuple[float, float]]:
     """Return the corners of a bar, in ms and rows."""
     start, end = piece
     low, high = (row + 0.44, row + 0.34) if kind == "copy" else (row + 0.32, row - 0.4)

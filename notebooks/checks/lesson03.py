@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, linear_cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 from helpers.data import random_tokens
-from helpers.gpus import engine, modelled_gpus
+from helpers.gpus import modelled_gpus
 from helpers.measure import MiB, fits, format_bytes
 from helpers.models import LLAMA_1B, Llama
 from notebooks.checks import compare
@@ -288,7 +288,7 @@ def largest(answer):
 def llama_loss(answer):
     """Exercise 5: loss and gradients of one GPU; then the peak and the modelled time of the Llama beside a par."""
     require(callable(answer), f"{show(answer)} cannot be called. Pass the function itself: its name without brackets.")
-    with engine.virtual_gpus(4) as gpus:
+    with modelled_gpus(4, shapes_only=False) as gpus:
         _equal_to_one_gpu(answer, list(gpus))
     with modelled_gpus(4, "RTX 4090") as gpus:
         you = _score(answer, list(gpus))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.gpus import engine, modelled_gpus, record_training
+from helpers.gpus import modelled_gpus, record_training
 from helpers.measure.timeline import Timeline, TimeUse, record_timeline, time_use
 from helpers.models import LLAMA_1B, Llama
 from helpers.parallel import launch
@@ -375,7 +375,7 @@ class _WithLoss(nn.Module):
 def bill(kind: str, gpus: int, method: str, sequences: int, recompute: bool = False, fused: bool = False) -> Bill:
     """What a plan costs, from a run of one rank. Raises torch.OutOfMemoryError if it does not fit on these GPUs."""
     rounds = _SEQUENCES // (gpus * sequences)
-    with engine.virtual_gpus(gpus, kind=kind, shapes_only=True, rank=0, world_size=gpus, honour_visible_devices=False):
+    with modelled_gpus(gpus, kind, rank=0, world_size=gpus):
         dist.init_process_group("nccl")
         try:
             step = _planned_step(method, sequences, rounds, recompute, fused)

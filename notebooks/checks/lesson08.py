@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from helpers.gpus import one_rank_of, record_training
+from helpers.gpus import modelled_gpus, record_training
 from helpers.models import LLAMA_70B, Llama
 from helpers.parallel import RankError
 from notebooks.checks import compare
@@ -339,7 +339,8 @@ def _micro_batch(tensor: int, sequences: int, recomputing: int, keeping: int) ->
     """Peak and time of rank 0 for one micro-batch and the optimizer's step, of a model with so many blocks."""
     groups = GPUS // tensor
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with one_rank_of(GPUS), record_training() as recorded:
+    network = {"network": "InfiniBand NDR", "adapters": 8}
+    with modelled_gpus(8, "H100", rank=0, world_size=GPUS, **network), record_training() as recorded:
         mesh = init_device_mesh("cuda", (groups, tensor), mesh_dim_names=("data", "tensor"))
         with torch.device("meta"):
             model = _PartlyRecomputing(**(LLAMA_70B | {"layers": recomputing + keeping}))

@@ -56,7 +56,7 @@ gpus = use_gpus(2, memory="16 GiB")
 def job(batch=1024, width=4096):
     net = nn.DataParallel(nn.Linear(width, width).to("cuda:0"))
     net(torch.empty(batch, width, device="cuda:0")).sum().backward()""",
-    """panel = explore(job, batch=(128, 4096, 128), width=[1024, 4096], gpus=2, memory="4 GiB")
+    """panel = explore(job, batch=(128, 4096, 128), width=[1024, 4096], count=2, memory="4 GiB")
 panel""",
     """ones = 0
 while not Path("door").exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from forks import command
 from virtual_gpus.__main__ import parse
+from virtual_gpus.testing.network import interface
 
 ROOT = str(Path(__file__).resolve().parents[1] / "src")
 
@@ -95,6 +96,22 @@ def test_an_unmodified_package_that_spawns(tmp_path):
     assert first == "Traceback (most recent call last):" and last == "ValueError: --epochs 1"
     assert "runpy" not in done.stderr and "virtual_gpus" not in done.stderr and 'trainer.py", line' in done.stderr
     assert done.stdout == "in a rank cuda:1\n"
+
+
+@pytest.mark.parametrize(
+    ("set_already", "found"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, interface()),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, {}),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth9"}, {"GLOO_SOCKET_IFNAME": "eth9"}),
+        ({}, {}),
+    ],
+)
+def test_gloo_stays_on_this_machine_if_all_ranks_are_here(set_already, found, tmp_path, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    (tmp_path / "say.py").write_text("import os; print(os.environ.get('GLOO_SOCKET_IFNAME'))")
+    done = command(["say.py"], tmp_path, **set_already)
+    assert done.stdout == f"{found.get('GLOO_SOCKET_IFNAME')}\n"
 
 
 BAD = {

@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
         plan.search(given[1:], options)
     if options.measures and not options.only_list:
         return measure.command(given[1:], options.out)
+    _stay_on_this_machine()
     options.made.start()
     machine = active_machine()
     assert machine is not None
@@ -120,6 +121,14 @@ def main(arguments: list[str] | None = None) -> None:
         return measure.write_list(lambda: _run(options), machine, options.out)
     with contextlib.nullcontext() if options.rank is None else _reporting(options):
         _run(options)
+
+
+def _stay_on_this_machine() -> None:
+    """Let gloo use the loopback interface if torchrun has started all ranks here."""
+    if os.environ.get("WORLD_SIZE") and os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE"):
+        from virtual_gpus.testing.network import interface  # here, because only ranks need it
+
+        os.environ.update(interface())
 
 
 @contextlib.contextmanager

@@ -13,10 +13,12 @@
             assert run_ranks(average, ranks=4, args=(1.0,), timeout=30) == [2.5] * 4
 
 The same function runs on real GPUs, and on the CPU if PyTorch sees no GPU.
+`run_hosts` runs torchrun, as one host or as several.
 """
 
 from virtual_gpus.dispatch.agreement import CollectiveMismatch
 from virtual_gpus.testing.failures import RankError
+from virtual_gpus.testing.hosts import run_hosts
 from virtual_gpus.testing.run import run_ranks
 
-__all__ = ["CollectiveMismatch", "RankError", "run_ranks"]
+__all__ = ["CollectiveMismatch", "RankError", "run_hosts", "run_ranks"]

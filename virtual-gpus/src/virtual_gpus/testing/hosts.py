@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-import psutil
-import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
-from torch.distributed.run import main
+from typing import TYPE_CHECKING
 
 from virtual_gpus.switch import active_machine
 from virtual_gpus.testing.child import leave_the_parent, print_into
 from virtual_gpus.testing.network import has_libuv, interface
+
+if TYPE_CHECKING:
+    import psutil
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -38,6 +37,8 @@ def run_hosts(commands: Mapping[str, Sequence[object]], timeout: float = 240, le
     Raises ValueError for another command, and TimeoutError after `timeout` seconds, with all that was printed. No
     process is left behind in any case.
     """
+    import torch.distributed.run  # noqa: F401 (for the hosts; here, because it takes a third of a second)
+
     words = {name: [str(word) for word in command] for name, command in commands.items()}
     for name, command in words.items():
         if command[: len(TORCHRUN)] != TORCHRUN:
@@ -67,6 +68,10 @@ def run_hosts(commands: Mapping[str, Sequence[object]], timeout: float = 240, le
 
 def _host(arguments: list[str], log: Path) -> None:
     """torchrun, in the process of a host."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+    from torch.distributed.run import main
+
     leave_the_parent(_ask_to_end)
     print_into(log, log)
     tempfile.tempdir = str(log.parent)  # torchrun makes a folder for logs and leaves it
@@ -89,6 +94,8 @@ def _ask_to_end() -> None:
 
 def _end(processes: Sequence[BaseProcess], leave_s: float) -> None:
     """End what still runs, and the processes that it has started, which have sessions of their own."""
+    import psutil
+
     started = [each for process in processes for each in _descendants(process)]
     for process in processes:
         process.terminate()
@@ -105,6 +112,8 @@ def _end(processes: Sequence[BaseProcess], leave_s: float) -> None:
 
 def _descendants(process: BaseProcess) -> list[psutil.Process]:
     """The children of a process that runs, their children, and so on."""
+    import psutil
+
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
     return []

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from virtual_gpus.clock.clock import Span
-from virtual_gpus.timeline.spans import KINDS, Row, lane_name, merged, rows_of
+from virtual_gpus.timeline.spans import COLOURS, KINDS, Row, lane_name, merged, rows_of
 
 if TYPE_CHECKING:  # matplotlib is an extra
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-_COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#BBBBBB"), strict=True))
 _HEIGHT = 0.8
 
 
@@ -33,7 +31,7 @@ def draw(spans: Sequence[Span], seconds: float, axes: Axes | None = None) -> Fig
             pieces = merged([(s.start, s.end) for s in spans if (s.gpu, s.lane) == row and s.kind == kind])
             bars = [(1e3 * start, 1e3 * (end - start)) for start, end in pieces]
             label = kind if place == _first_with(kind, rows, spans) else None
-            axes.broken_barh(bars, (place - _HEIGHT / 2, _HEIGHT), color=_COLOURS[kind], linewidth=0, label=label)
+            axes.broken_barh(bars, (place - _HEIGHT / 2, _HEIGHT), color=COLOURS[kind], linewidth=0, label=label)
     axes.set_yticks(range(len(rows)), [_title(row) for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("modelled time in ms")

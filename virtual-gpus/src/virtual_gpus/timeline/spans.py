@@ -9,6 +9,8 @@ from virtual_gpus.clock.clock import HOST_LANE, Span
 
 Row = tuple[int | None, int | str]  # GPU (None: the host), and its stream or engine
 KINDS = ("forward", "backward", "step", "copy", "collective", "wait")
+# By kind, in all pictures: of Okabe and Ito's colours, which colour-blind people can tell apart.
+COLOURS = dict(zip(KINDS, ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#BBBBBB"), strict=True))
 
 Curve = Sequence[tuple[float, int]]  # (second, allocated bytes), in order
 

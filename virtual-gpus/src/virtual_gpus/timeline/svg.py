@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from html import escape
 
+from virtual_gpus.timeline.spans import COLOURS
+
 LEFT, WIDE = 250, 496  # where the time axis begins, and its length
-# Okabe and Ito's colours, which colour-blind people can tell apart, with the colour of text on them. Hatches by number.
-_COLOURS = {"forward": ("#0072B2", "#fff", 0), "compute": ("#0072B2", "#fff", 0), "backward": ("#E69F00", "#111", 1),
-            "step": ("#009E73", "#fff", 2), "copy": ("#CC79A7", "#111", 3), "collective": ("#56B4E9", "#111", 5),
+# The colours of the kinds, that of text on them, and a hatch by its number.
+_COLOURS = {"forward": (COLOURS["forward"], "#fff", 0), "compute": (COLOURS["forward"], "#fff", 0),
+            "backward": (COLOURS["backward"], "#111", 1), "step": (COLOURS["step"], "#fff", 2),
+            "copy": (COLOURS["copy"], "#111", 3), "collective": (COLOURS["collective"], "#111", 5),
             "reduce": ("#F0E442", "#111", 6), "waits": ("var(--idle)", "var(--dim)", 0)}  # fmt: skip
 _LINES = {1: "M0 6L6 0", 2: "M1 3h1.5M4 0h1.5", 3: "M0 6L6 0M0 0L6 6", 5: "M0 3H6", 6: "M0 3H6M3 0V6"}
 _PATTERNS = "".join(
