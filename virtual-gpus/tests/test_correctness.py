@@ -201,20 +201,6 @@ def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
     check_equal(found, PROGRAMS[name]("cpu"), gpus[1])
 
 
-def test_every_gradient_comes_back_to_where_its_tensor_is(gpus):
-    leaves = [draw(3, seed=i).to(device).requires_grad_() for i, device in enumerate(["cpu", *gpus])]
-    seen = {}
-    for number, leaf in enumerate(leaves):
-        leaf.register_hook(lambda g, number=number: seen.update({number: g.device}))
-        leaf.register_post_accumulate_grad_hook(lambda p, n=number: seen.update({(n, "grad"): p.grad.device}))
-    total = sum((leaf.to(gpus[1]) * (i + 1)).to(gpus[0]) for i, leaf in enumerate(leaves))
-    total.double().sum().cpu().backward()
-    for number, leaf in enumerate(leaves):
-        assert leaf.grad.device == leaf.device == seen[number] == seen[number, "grad"]
-        assert leaf.grad.dtype == torch.float32
-        same(leaf.grad, torch.full((3,), number + 1.0))
-
-
 class Halves(torch.autograd.Function):
     """Two results, of which a program may use only one."""
 
@@ -579,21 +565,6 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus):
     for wrong, error in ((later[:5], RuntimeError), (later.float(), TypeError), (later.to(gpus[1]), TypeError)):
         with pytest.raises(error, match="RNG state"):
             torch.cuda.set_rng_state(wrong)
-
-
-def test_fork_rng(gpus):
-    def draws():
-        return [torch.rand(3, device=place).tolist() for place in (*gpus, "cpu")]
-
-    with torch.random.fork_rng(devices=[1]):
-        inside = draws()
-    assert [one == other for one, other in zip(inside, draws(), strict=True)] == [False, True, False, True]
-    states = torch.cuda.get_rng_state_all()
-    with pytest.warns(UserWarning, match="CUDA reports that you have 3 available devices"), torch.random.fork_rng():
-        everywhere = draws()
-    assert draws() == everywhere
-    torch.cuda.set_rng_state_all(states)
-    assert draws()[:3] == everywhere[:3]
 
 
 def test_generators_of_one_s_own(gpus):

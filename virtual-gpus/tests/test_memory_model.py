@@ -1,52 +1,10 @@
-"""The rules of memory as functions: a replay of a history, and the buffers of reductions.
+"""The rules of memory as functions: the buffers of reductions, and a replay of what is not known.
 
-The sizes of blocks and segments: test_allocator.py. The workspaces of cuBLAS: test_cublas_workspaces.py.
+Sizes of blocks and segments, and replays: test_allocator.py. The workspaces of cuBLAS: test_cublas_workspaces.py.
 """
 
-import random
-
-import pytest
 import torch
-from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory
-from virtual_gpus.memory.options import parse
 from virtual_gpus.memory_model import reduction_scratch, replay, round_size
-
-MIB = 1 << 20
-PAGES, LARGE = "expandable_segments:True", "large_segment_size_mb:30"
-
-
-@pytest.mark.parametrize("text, known", [("", True), (PAGES, True), (PAGES, False), (LARGE, False)])
-def test_a_replay_follows_the_allocator_to_the_byte(text, known):
-    rng, gpu, live, trace, asked = random.Random(text), CachingAllocator(80 * MIB), [], [], []
-    gpu.set_options(parse(text))
-    if known:  # something is there before the history begins
-        live = [gpu.malloc(size) for size in (1000, 3 * MIB, 11 * MIB, 700)]
-        gpu.free(live.pop(1))
-    segments = gpu.snapshot()
-
-    def hear(event, address, size):
-        size = asked[-1] if event == "alloc" else size
-        actions = ("free_requested", "free_completed") if event == "free" else (event,)
-        trace.extend({"action": action, "addr": address, "size": size} for action in actions)
-
-    gpu.observers.append(hear)
-    expected = {}  # how many events there were -> what the allocator says then
-    for _ in range(600):
-        choice = rng.random()
-        if choice < 0.55:
-            asked.append(int(2 ** rng.uniform(0, 25)))
-            try:
-                live.append(gpu.malloc(asked[-1]))
-            except OutOfMemory:
-                gpu.free(live.pop(0))
-        elif choice < 0.97 and live:
-            gpu.free(live.pop(rng.randrange(len(live))))
-        else:
-            gpu.empty_cache()
-        expected[len(trace)] = gpu.allocated, gpu.reserved, gpu.stats()["segment"]["all"]["current"]
-    states = list(replay(trace, segments, parse(text)))
-    assert len(states) == len(trace) + 1 > 600 and {event["action"] for event in trace} > {"oom"}
-    assert {place: states[place] for place in expected} == expected
 
 
 def test_a_replay_of_what_it_does_not_know():
@@ -56,8 +14,6 @@ def test_a_replay_of_what_it_does_not_know():
              {"action": "free_requested", "addr": 4096, "size": 1000}]  # fmt: skip
     assert [state.allocated for state in replay(trace)] == [0, 1024, 0, 0, 0, -1024]
 
-
-# ---- reductions
 
 # Rows, columns of matrices whose rows were added up; bytes of partial results and of semaphores, both rounded up to
 # blocks of 512, in traces of training steps on an H200.

@@ -130,32 +130,6 @@ def test_weights_are_the_cpus_and_states_beside_their_parameters(name, way):
     assert allocated() == before
 
 
-def test_foreach_is_the_default_on_a_gpu(gpus):
-    """As on a real GPU, and unlike on the CPU: it needs memory for temporaries as large as the parameters."""
-
-    def peak(foreach):
-        net = nn.Linear(256, 256, bias=False, device=gpus[1])
-        net.weight.grad = torch.ones_like(net.weight)
-        optimizer = torch.optim.Adam([net.weight], foreach=foreach)
-        optimizer.step()
-        torch.cuda.reset_peak_memory_stats(1)
-        start = torch.cuda.memory_allocated(1)
-        optimizer.step()
-        return torch.cuda.max_memory_allocated(1) - start
-
-    assert peak(None) == peak(True) >= 256 * 256 * 4
-
-
-def test_fused_needs_floating_point_parameters_of_a_gpu(gpus):
-    for name in filter(refuses_fused_on_cuda, OPTIMIZERS):
-        with pytest.raises(RuntimeError, match="but torch.float32 and cuda"):
-            steps(name, ["cuda:1"], fused=True)
-    turn = nn.Parameter(torch.ones(3, dtype=torch.complex64, device=gpus[1]))
-    turn.grad = torch.ones_like(turn)
-    with pytest.raises(RuntimeError, match="`fused=True` requires all the params to be floating point Tensors"):
-        torch.optim.Adam([turn], fused=True).step()
-
-
 @pytest.mark.parametrize("way", [{"foreach": True}, {"fused": True}, {"capturable": True}])
 def test_an_optimizer_goes_on_after_its_state_was_loaded(gpus, way):
     layers, first = steps("AdamW", ["cuda:1"], count=2, **way)

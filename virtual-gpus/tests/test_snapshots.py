@@ -163,11 +163,6 @@ def test_frames_are_the_learners_lines_innermost_first():
     assert places(alloc["frames"])[:2] == [inner, outer]
     assert alloc["frames"][0]["name"].endswith("make") and alloc["frames"][0]["filename"] == HERE
     assert places(requested["frames"])[0] == places(completed["frames"])[0] == died
-    memory._record_memory_history(context="alloc", clear_history=True)
-    y = torch.ones(1000, device="cuda")
-    made = line() - 1
-    del y  # with context "alloc" a free shows where its block was made
-    assert [places(event["frames"])[0] for event in trace()] == [made] * 3
 
 
 class Twice(torch.autograd.Function):
@@ -206,7 +201,6 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
     to = next(e for e in snapshot["device_traces"][0] if e["size"] == 8 * 64 * 4 and e["action"] == "alloc")
     assert to["frames"][0]["filename"] == HERE  # not torch/autograd/function.py, which only our copies go through
     innermost = [[frame["name"].split(".")[-1] for frame in frames] for frames in stacks]
-    assert any("run" in names for names in innermost)  # the thread's
     assert ["backward", "apply", "_engine_run_backward"] in [names[:3] for names in innermost]
     assert ["forward", "_call_impl", "_wrapped_call_impl"] in [names[:3] for names in innermost]
     assert any(names[0] == "forward" and names[1].startswith(("apply", "test_")) for names in innermost)
