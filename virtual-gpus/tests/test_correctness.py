@@ -146,30 +146,12 @@ def an_encoder_packs_what_is_padded(device):
 
 
 @program
-def integer_operators(device):
-    x = whole(100, 40).to(device)
-    values, counts = x.unique(return_counts=True)
-    return [values, counts, x.bincount(), x.sort().indices, x // 3, x % 7, x << 1, x.cumsum(0), x.nonzero(),
-            F.one_hot(x % 5), x.topk(3).values, torch.searchsorted(values, x)]  # fmt: skip
-
-
-@program
 def complex_numbers(device):
     z = torch.complex(draw(8), draw(8, seed=2)).to(device).requires_grad_()
     spectrum = torch.fft.ifft(torch.fft.fft(z) * z.conj())
     loss = spectrum.abs().square().sum() + torch.view_as_real(z).sum() + z.imag.prod()
     loss.backward()
     return [loss, z.grad, z.grad.conj(), z.grad.imag, z.conj().imag]
-
-
-@program
-def linear_algebra(device):
-    a = draw(4, 4).to(device).requires_grad_()
-    b = a @ a.mT + torch.eye(4, device=device)
-    results = [torch.linalg.inv(b), torch.linalg.cholesky(b), torch.linalg.det(b), torch.linalg.svdvals(b),
-               torch.linalg.solve(b, a), torch.einsum("ij,kj->ik", a, b), torch.linalg.eigvalsh(b)]  # fmt: skip
-    sum(r.sum() for r in results).backward()
-    return [*results, a.grad]
 
 
 @program

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import virtual_gpus as package
-from interrupts import interrupted_at, press
+from interrupts import interrupted_at
 from torch import nn
 from torch.cuda import _memory_viz as viz
 from virtual_gpus import NotModelled, virtual_gpus
@@ -130,14 +130,15 @@ def test_a_trace_replays_to_what_the_allocator_says():
 
 @pytest.mark.parametrize(("taken", "given"), [("segment_alloc", "segment_free"), ("segment_map", "segment_unmap")])
 def test_every_action_has_its_event(monkeypatch, taken, given):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{taken == 'segment_map'}")
+    settings = f"expandable_segments:{taken == 'segment_map'}"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     memory._record_memory_history()
     x = empty(30 * MIB)
     del x
     torch.cuda.empty_cache()
     with pytest.raises(torch.OutOfMemoryError):
         empty(3 * 2**30 + 1)
-    memory._snapshot()
+    assert memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == settings
     x = empty(30 * MIB)
     (segment,) = memory._snapshot()["segments"]
     assert segment["frames"][0]["name"].startswith("empty") and segment["total_size"] >= x.nbytes
@@ -165,23 +166,13 @@ def test_frames_are_the_learners_lines_innermost_first():
     assert places(requested["frames"])[0] == places(completed["frames"])[0] == died
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
 @pytest.mark.parametrize("shapes_only", [False, True])
 def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
     with virtual_gpus(2, shapes_only=shapes_only):
         memory._record_memory_history()
         net = nn.DataParallel(small_net(), [0, 1])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        Twice.apply(net(torch.ones(8, 64).to("cuda:0"))).sum().backward()
+        net(torch.ones(8, 64).to("cuda:0")).sum().backward()
         optimizer.step()
         with torch.inference_mode():
             torch.addmm(torch.ones(10, device="cuda"), *[torch.ones(10, 10, device="cuda")] * 2)
@@ -201,9 +192,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
     to = next(e for e in snapshot["device_traces"][0] if e["size"] == 8 * 64 * 4 and e["action"] == "alloc")
     assert to["frames"][0]["filename"] == HERE  # not torch/autograd/function.py, which only our copies go through
     innermost = [[frame["name"].split(".")[-1] for frame in frames] for frames in stacks]
-    assert ["backward", "apply", "_engine_run_backward"] in [names[:3] for names in innermost]
     assert ["forward", "_call_impl", "_wrapped_call_impl"] in [names[:3] for names in innermost]
-    assert any(names[0] == "forward" and names[1].startswith(("apply", "test_")) for names in innermost)
 
 
 def test_backward_names_the_line_that_called_it_and_with_anomaly_detection_the_forward():
@@ -323,14 +312,6 @@ def test_recording_keeps_no_tensor_alive():
         gc.enable()
 
 
-def test_settings_of_a_call_count_on_all_gpus_and_are_shown():
-    settings = "per_process_memory_fraction:0.5,pinned_use_background_threads:True"
-    with pytest.warns(FutureWarning):
-        memory._set_allocator_settings(settings)
-    assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
-    assert memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == settings
-
-
 def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
     def work():
         torch.ones(30, device="cuda").to("cuda:1")
@@ -341,7 +322,7 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
     while place:
         memory._record_memory_history(clear_history=True)
         moment += 1
-        place = interrupted_at(moment, work, press, lambda code: code.co_filename in files, "line")
+        place = interrupted_at(moment, work, lambda code: code.co_filename in files, "line")
         z = torch.ones(40, device="cuda")
         assert torch.cuda.memory_allocated(0) == 512 and torch.cuda.memory_allocated(1) == 0
         assert [e["size"] for e in trace() if e["action"] == "alloc"][-1] == 160
@@ -352,48 +333,33 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
     assert moment > 50
 
 
-def test_an_observer_dumps_a_snapshot_when_memory_runs_out(tmp_path):
-    seen = []
+def test_an_observer_dumps_a_snapshot_when_memory_runs_out_and_may_raise(tmp_path):
+    seen, held = [], [empty(600 * MIB, "cuda:1")]
 
     def observer(*figures):
-        seen.append(figures)
         memory._dump_snapshot(str(tmp_path / "oom.pickle"))
+        held.clear()
+        seen.append((*figures, torch.ones(10, device="cuda:1") * 2))
+        if len(seen) == 2:
+            raise LookupError("from the observer")
 
     memory._record_memory_history()
     torch._C._cuda_attach_out_of_memory_observer(observer)
-    held = empty(100 * MIB, "cuda:1")
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB"):
-        failed = line() + 1
+        free, failed = torch.cuda.mem_get_info(1)[0], line() + 1
         torch.empty(2**31 - 1, dtype=torch.uint8, device="cuda:1")
-    free = torch.cuda.mem_get_info(1)[0]
-    assert seen == [(1, 2**31, 2**30, free)]  # GPU, requested, total, free
     snapshot = pickle.loads((tmp_path / "oom.pickle").read_bytes())
     *_, event = snapshot["device_traces"][1]
     assert event["action"] == "oom" and event["device_free"] == free and places(event["frames"])[0] == failed
     assert "OutOfMemoryError" in viz.trace(snapshot)
-    assert [block["size"] for block in in_use(snapshot)] == [100 * MIB]
+    assert [block["size"] for block in in_use(snapshot)] == [600 * MIB]
     torch.cuda.set_per_process_memory_fraction(0.25, 1)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(LookupError, match="from the observer"):
         empty(2**30, "cuda:1")
-    assert seen[1][2] == 256 * MIB
-    del held
-
-
-def test_an_observer_may_use_the_gpu_free_memory_and_raise():
-    held, made = [empty(600 * MIB)], []
-
-    def observer(*figures):
-        held.clear()
-        made.append(torch.ones(10, device="cuda") * 2)
-        if len(made) == 2:
-            raise LookupError("from the observer")
-
-    torch._C._cuda_attach_out_of_memory_observer(observer)
-    for error in (torch.OutOfMemoryError, LookupError):
-        with pytest.raises(error, match="600.00 MiB|from the observer"):
-            held.append([empty(600 * MIB), empty(600 * MIB)])
-    assert [x.tolist() for x in made] == [[2] * 10] * 2 and torch.cuda.memory_allocated() == 1024
-    assert empty(600 * MIB).is_cuda  # now it fits
+    assert seen[0][:4] == (1, 2**31, 2**30, free)  # GPU, requested, total, free
+    assert seen[1][:3] == (1, 2**30, 256 * MIB)
+    assert [x.tolist() for *_, x in seen] == [[2] * 10] * 2 and torch.cuda.memory_allocated(1) == 1024
+    assert empty(200 * MIB, "cuda:1").is_cuda  # now it fits
 
 
 def test_text_tools_and_a_file_that_names_no_class(tmp_path):
