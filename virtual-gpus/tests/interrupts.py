@@ -1,11 +1,15 @@
-"""Ctrl-C at a chosen moment."""
+"""Interrupting code at a chosen moment: the worst that garbage collection and signals can do."""
 
-import contextlib
 import sys
 
 
-def interrupted_at(moment, action, is_ours, unit="opcode"):
-    """Run `action`, with Ctrl-C before the bytecode or line number `moment` of what `is_ours(code)`.
+def press():
+    """Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def interrupted_at(moment, action, interrupt, is_ours, unit="opcode"):
+    """Run `action`, calling `interrupt` before the bytecode or line number `moment` of what `is_ours(code)`.
 
     unit: "opcode" or "line". Returns the name of the function that was interrupted, "" if there was no such moment.
     """
@@ -22,15 +26,16 @@ def interrupted_at(moment, action, is_ours, unit="opcode"):
             count += 1
             if count == moment:
                 place = frame.f_code.co_name
-                raise KeyboardInterrupt
+                interrupt()
         return trace
 
     before = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # else Python 3.12 reports no opcodes the first time
     sys.settrace(trace)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            action()
+        action()
+    except KeyboardInterrupt:
+        assert interrupt is press
     finally:
         sys.settrace(before)
     return place

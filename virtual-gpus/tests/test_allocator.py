@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from interrupts import interrupted_at
+from interrupts import interrupted_at, press
 from virtual_gpus.memory import allocator
 from virtual_gpus.memory.allocator import CachingAllocator, OutOfMemory, format_size, oom_message
 from virtual_gpus.memory.options import Options, parse
@@ -447,6 +447,21 @@ REACHED = {"": TAKING | {"change_splits"},
 
 
 @pytest.mark.parametrize("nbytes", [2000, 50 * MIB])
+def test_a_finalizer_may_free_in_the_middle_of_a_malloc(nbytes):
+    moment, place, seen = 0, "start", set()
+    while place:
+        moment += 7 if nbytes < MIB else 29
+        gpu, held = crowded("")
+        free, malloc = partial(gpu.free, held[0]), lambda g=gpu, h=held: h.append(g.malloc(nbytes))
+        place = interrupted_at(moment, malloc, free, ours)
+        seen.add(place)
+        if place:
+            assert gpu.allocated == sum(block.size for block in held[1:])
+            check_invariants(gpu)
+    assert seen >= {"_allocate"} | (TAKING if nbytes > MIB else set())
+
+
+@pytest.mark.parametrize("nbytes", [2000, 50 * MIB])
 @pytest.mark.parametrize("text", REACHED)
 def test_ctrl_c_in_the_middle_leaves_the_books_in_order(text, nbytes):
     moment, place, seen = 0, "start", set()
@@ -454,12 +469,12 @@ def test_ctrl_c_in_the_middle_leaves_the_books_in_order(text, nbytes):
         moment += 17 if nbytes < MIB else 37
         gpu, held = crowded(text)
         before = gpu.allocated
-        place = interrupted_at(moment, partial(gpu.malloc, nbytes), ours)
+        place = interrupted_at(moment, partial(gpu.malloc, nbytes), press, ours)
         check_invariants(gpu)
         assert not place or gpu.allocated == before or nbytes <= gpu.allocated - before <= nbytes + MIB
         freed = held.pop(moment % 3)
         left = gpu.allocated - freed.size
-        seen |= {place, interrupted_at(moment % 199, partial(gpu.free, freed), ours)}
+        seen |= {place, interrupted_at(moment % 199, partial(gpu.free, freed), press, ours)}
         assert gpu.allocated == left
         check_invariants(gpu)
         for block in held:
@@ -482,13 +497,10 @@ def test_allocating_in_the_middle_of_a_malloc_is_refused_not_a_deadlock():
 
 
 class Owner:
-    """Frees its block when collected, as a tensor's finalizer does; a cycle, so that only gc finds it."""
+    """In a cycle, as tensors may be: only gc finds it."""
 
-    def __init__(self, gpu, nbytes):
-        self.gpu, self.block, self.cycle = gpu, gpu.malloc(nbytes), self
-
-    def __del__(self):
-        self.gpu.free(self.block)
+    def __init__(self):
+        self.cycle = self
 
 
 def test_threads_with_finalizers_leave_nothing_behind():
@@ -499,7 +511,7 @@ def test_threads_with_finalizers_leave_nothing_behind():
         meet.wait()
         rng, mine = random.Random(seed), []
         for _ in range(300):
-            Owner(gpu, rng.randrange(1, 100_000))
+            gpu.malloc(rng.randrange(1, 100_000), owner=Owner())
             mine.append(gpu.malloc(rng.randrange(1, 3 * MIB), stream=seed % 2))
             if rng.random() < 0.5:
                 gpu.free(mine.pop(rng.randrange(len(mine))))

@@ -292,13 +292,7 @@ def device_inside(x):
 
 FUNCTIONAL = {
     "vmap asks for the device": lambda x, d: torch.vmap(device_inside)(x.to(d)),
-    "grad of grad": lambda x, d: torch.func.grad(
-        lambda v: torch.func.grad(lambda w: (w.to(d) ** 3).sum())(v).square().sum()
-    )(x),
     "jacfwd": lambda x, d: torch.func.jacfwd(lambda v: v.to(d).exp())(x[0]),
-    "vmap of a loss": lambda x, d: torch.vmap(
-        lambda row: nn.functional.cross_entropy(row.to(d), torch.ones((), device=d).long())
-    )(x),
     "vmap of a cast": lambda x, d: torch.vmap(lambda row: row.to(d).to(torch.float64))(x),
     "hessian of a loss": lambda x, d: torch.func.hessian(
         lambda v: nn.functional.cross_entropy(v.to(d), torch.ones((), device=d).long(), label_smoothing=0.1)
@@ -310,8 +304,8 @@ FUNCTIONAL = {
 def test_function_transforms(gpus, name):
     x = draw(4, 3)
     expected, found = FUNCTIONAL[name](x, "cpu"), FUNCTIONAL[name](x, gpus[2])
-    back_on_the_cpu = name in ("grad of grad", "hessian of a loss")  # as is what they are taken of
-    assert found.device == (torch.device("cpu") if back_on_the_cpu else gpus[2])
+    back = name == "hessian of a loss"  # on the CPU, as is what it is taken of
+    assert found.device == (torch.device("cpu") if back else gpus[2])
     same(found, expected)
 
 
@@ -476,11 +470,10 @@ def test_clipping(gpus, second, foreach):
     norm = nn.utils.clip_grad_norm_(found, 1.5, foreach=foreach)
     assert norm.device == gpus[1]
     torch.testing.assert_close(norm.cpu(), torch.stack(values).norm())
-    for limit in (10.0, 0.1):  # the first one clips nothing
-        nn.utils.clip_grad_value_(found, limit, foreach=foreach)
-        for parameter, value in zip(found, values, strict=True):
-            assert parameter.grad.device == parameter.device
-            torch.testing.assert_close(parameter.grad.cpu(), (value * 1.5 / norm.cpu()).clamp(-limit, limit))
+    nn.utils.clip_grad_value_(found, 0.1, foreach=foreach)
+    for parameter, value in zip(found, values, strict=True):
+        assert parameter.grad.device == parameter.device
+        torch.testing.assert_close(parameter.grad.cpu(), (value * 1.5 / norm.cpu()).clamp(-0.1, 0.1))
 
 
 def test_dropout_drops_what_it_should(gpus):

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import virtual_gpus as package
-from interrupts import interrupted_at
+from interrupts import interrupted_at, press
 from torch import nn
 from torch.cuda import _memory_viz as viz
 from virtual_gpus import NotModelled, virtual_gpus
@@ -322,7 +322,7 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
     while place:
         memory._record_memory_history(clear_history=True)
         moment += 1
-        place = interrupted_at(moment, work, lambda code: code.co_filename in files, "line")
+        place = interrupted_at(moment, work, press, lambda code: code.co_filename in files, "line")
         z = torch.ones(40, device="cuda")
         assert torch.cuda.memory_allocated(0) == 512 and torch.cuda.memory_allocated(1) == 0
         assert [e["size"] for e in trace() if e["action"] == "alloc"][-1] == 160
