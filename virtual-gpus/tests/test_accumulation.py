@@ -30,6 +30,16 @@ class Keeping(torch.autograd.Function):
         return kept[-1]
 
 
+class Gapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.new_empty_strided(gradient.shape, (2 * len(gradient), 1)).fill_(1)
+
+
 class Comparing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -61,7 +71,7 @@ def joined(*branches, hook=lambda node: None):
 def shared(x):
     """The gradient of a sum goes to both terms, which have other paths too."""
     one, two = x * 2, x * 3
-    return gradient_of(((one + two) * 2).sum() + (one * 3).sum() + (two * 5).sum(), x)
+    return gradient_of((one * 3).sum() + (two * 5).sum() + ((one + two) * 2).sum(), x)
 
 
 def held_by_the_caller(x):
@@ -108,6 +118,7 @@ CASES = {
     "part of a tensor and all": joined(lambda x: x[0] * 2, times(3)),
     "kept by a hook": joined(times(3), times(4), hook=keep),
     "made in Python, and kept": joined(Keeping.apply, Keeping.apply),
+    "with gaps between its rows": joined(times(3), Gapped.apply),
     "held by two paths": shared,
     "held by the caller": held_by_the_caller,
     "kept as .grad": kept_as_grad,

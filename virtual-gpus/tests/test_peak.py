@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 from virtual_gpus import record_training, virtual_gpus
-from virtual_gpus.timeline.peak import ACTIVATIONS, OTHER, PARAMETERS, kind_of
+from virtual_gpus.timeline.peak import ACTIVATIONS, OTHER, PARAMETERS, PeakLog, kind_of
 
 TORCH = "/site-packages/torch"
 
@@ -17,6 +17,17 @@ def test_the_stack_of_an_allocation_says_its_kind():
     assert kind_of([(f"{TORCH}/nn/modules/linear.py", "__init__")]) == PARAMETERS
     # The innermost one that says something counts.
     assert kind_of([(f"{TORCH}/nn/parallel/replicate.py", "replicate"), call]) == PARAMETERS
+
+
+def test_a_block_counts_by_its_kind_at_the_peak_though_another_takes_its_address():
+    log = PeakLog([(1, 100)])
+    log.mark(PARAMETERS, 1)
+    log.allocated(2, 70, OTHER)
+    log.freed(2, 70)
+    log.allocated(2, 50, ACTIVATIONS)
+    log.freed(9, 5)  # nobody knows it
+    log.fold()
+    assert log.peak == 170 and (log.by_kind[PARAMETERS], log.by_kind[OTHER]) == (100, 70)
 
 
 def test_the_history_gives_the_kinds_that_the_recorder_finds():
