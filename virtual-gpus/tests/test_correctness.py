@@ -164,17 +164,6 @@ def sparse_matrices(device):
     return [x._values(), x._indices(), x.coalesce().values(), x.to_dense(), rows.values(), *products]
 
 
-@program
-def recurrent_cells(device):
-    lstm, gru = nn.LSTMCell(3, 4).to(device), nn.GRUCell(4, 4).to(device)
-    x, state = draw(2, 3).to(device), None
-    for _ in range(3):
-        state = lstm(x, state)
-    out = gru(state[0])
-    out.sum().backward()
-    return [out, *gradients_of(lstm, gru)]
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ def allocated():
     return [torch.cuda.memory_allocated(gpu) for gpu in range(3)]
 
 
-SPECIAL = {"LBFGS", "SparseAdam"}  # in PROGRAMS below
+SPECIAL = {"LBFGS", "SparseAdam"}  # the first has no operator of its own, the second is in PROGRAMS below
 NEEDS_MATRICES = {"Muon"}  # refuses parameters that are not 2-D
 OPTIMIZERS = {
     name: value
@@ -141,19 +141,6 @@ def test_an_optimizer_goes_on_after_its_state_was_loaded(gpus, way):
     assert_same_weights(moved, on_the_cpu("AdamW", 4))
 
 
-def lbfgs(places):
-    layers = net_on("LBFGS", places[:1])
-    optimizer = torch.optim.LBFGS(layers.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = forward(layers)
-        loss.backward()
-        return loss
-
-    return [*layers.parameters()], [optimizer.step(closure).item() for _ in range(2)]
-
-
 def sparse(places, make):
     torch.manual_seed(0)
     tables = [nn.Embedding(8, 3, sparse=True).to(places[i % len(places)]) for i in range(2)]
@@ -184,7 +171,6 @@ def schedule(places, rate_on):
 
 
 PROGRAMS = {
-    "L-BFGS": [lbfgs],
     "sparse": (sparse, torch.optim.SparseAdam),
     "sparse, with momentum": (sparse, functools.partial(torch.optim.SGD, momentum=0.9)),
     "a rate on the CPU": (schedule, "cpu"),
