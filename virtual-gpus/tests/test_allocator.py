@@ -274,7 +274,7 @@ HAND = [  # options, steps on a GPU of 1000 MiB, the segments then, what the las
     # What is free below the end does not help, nor where it goes back.
     (PAGES, "+300 +300 -300 +650", "300, 650 (10)", "segment_unmap 300, segment_map 660"),
     (PAGES, "+400 +400 +180 -400 +500", "400 180", "segment_unmap 400, oom 500"),
-    (PAGES, "+1000 +1", "1000", "oom 1"),
+    (PAGES, "+990 +30", "990 (10)", "oom 30"),
 ]  # fmt: skip
 
 
