@@ -1,7 +1,7 @@
 """A few of many combinations, in which every two values that can meet still do."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 
 
 def pairwise(cases: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
@@ -9,7 +9,9 @@ def pairwise(cases: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]
 
     cases: parameter -> value, with the same parameters in each. Takes at each step the first case with most new pairs.
     """
-    pairs = [frozenset(combinations(((name, repr(value)) for name, value in case.items()), 2)) for case in cases]
+    pairs = [
+        frozenset(itertools.combinations(((name, repr(value)) for name, value in case.items()), 2)) for case in cases
+    ]
     missing, chosen = frozenset().union(*pairs), []
     while missing:
         best = max(range(len(cases)), key=lambda i: len(pairs[i] & missing))
@@ -20,10 +22,7 @@ def pairwise(cases: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]
 
 def product(**parameters: Sequence) -> list[dict[str, object]]:
     """Every combination of the parameters' values, as cases."""
-    cases: list[dict[str, object]] = [{}]
-    for name, values in parameters.items():
-        cases = [case | {name: value} for case in cases for value in values]
-    return cases
+    return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
 
 
 def title(case: Mapping[str, object]) -> str:

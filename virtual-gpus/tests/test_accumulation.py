@@ -30,16 +30,6 @@ class Keeping(torch.autograd.Function):
         return kept[-1]
 
 
-class Passing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 class Gapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -78,15 +68,10 @@ def joined(*branches, hook=lambda node: None):
     return case
 
 
-def shared(first, second):
+def shared(x):
     """The gradient of a sum goes to both terms, which have other paths too."""
-
-    def case(x):
-        one, two = x * 2, x * 3
-        parts = [lambda: ((one + two) * 2).sum(), lambda: (one * 3).sum() + (two * 5).sum()]
-        return gradient_of(parts[first]() + parts[second](), x)
-
-    return case
+    one, two = x * 2, x * 3
+    return gradient_of((one * 3).sum() + (two * 5).sum() + ((one + two) * 2).sum(), x)
 
 
 def held_by_the_caller(x):
@@ -132,12 +117,9 @@ CASES = {
     "expanded from one number": joined(times(3), torch.sum),
     "part of a tensor and all": joined(lambda x: x[0] * 2, times(3)),
     "kept by a hook": joined(times(3), times(4), hook=keep),
-    "kept by the first hook": joined(times(3), Keeping.apply),
     "made in Python, and kept": joined(Keeping.apply, Keeping.apply),
-    "passed on in Python": joined(Passing.apply, Passing.apply),
     "with gaps between its rows": joined(times(3), Gapped.apply),
-    "held by two paths": shared(0, 1),
-    "held by two paths, later": shared(1, 0),
+    "held by two paths": shared,
     "held by the caller": held_by_the_caller,
     "kept as .grad": kept_as_grad,
     "to a leaf": to_a_leaf,
@@ -148,9 +130,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def forget():
-    tracer = sys.gettrace()
     yield
-    sys.settrace(tracer)
     kept.clear()
 
 
@@ -180,20 +160,10 @@ def sums_on_a_gpu(case, monkeypatch) -> list[str]:
     return found
 
 
-def debugger(frame, event, value):
-    """It reads all local variables at every line; Python 3.11 and 3.12 keep what it has read beside the frame."""
-    dict(frame.f_locals)
-    return debugger
-
-
-SOME = ("three paths", "kept by a hook", "made in Python, and kept", "checkpoints")
-
-
-@pytest.mark.parametrize(("name", "way"), [(name, None) for name in CASES] + [(n, debugger) for n in SOME])
-def test_gradients_are_added_as_without_virtual_gpus(name, way, monkeypatch):
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_added_as_without_virtual_gpus(name, monkeypatch):
     expected = sums_on_the_cpu(CASES[name])
     kept.clear()
-    sys.settrace(way or sys.gettrace())
     assert expected and sums_on_a_gpu(CASES[name], monkeypatch) == expected
 
 

@@ -155,25 +155,17 @@ def test_threads_at_once_have_handles_of_their_own_and_a_later_one_takes_what_is
             assert torch.cuda.memory_allocated() == 512 + 2 * CUBLAS
 
 
-def test_each_stream_has_a_workspace_in_segments_of_its_own():
-    with virtual_gpus(1):
-        a, side = matrix(4, 4), torch.cuda.Stream()
-        a @ a
-        for _ in range(2):
-            with torch.cuda.stream(side):
-                b = a @ a
-        assert torch.cuda.memory_allocated() == 2 * 512 + 2 * CUBLAS
-        assert torch.cuda.memory_reserved() == 2 * 2 * MIB + 2 * CUBLAS
-        del b
-
-
-def test_each_gpu_has_its_own_and_gives_them_back():
+def test_each_gpu_and_stream_has_its_own_in_segments_of_its_own_and_gives_them_back():
     with virtual_gpus(2):
         for index in (0, 1):
             a = torch.zeros(4, 4, device=index)
             torch.addmm(a[0], a, a)
-            del a
-        assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [CUBLAS + LT] * 2
+            with torch.cuda.stream(torch.cuda.Stream(index)):
+                for _ in range(2):
+                    b = a @ a
+            assert torch.cuda.memory_allocated(index) == 2 * 512 + 2 * CUBLAS + LT
+            assert torch.cuda.memory_reserved(index) == 2 * 2 * MIB + 2 * CUBLAS
+            del a, b
         torch._C._cuda_clearCublasWorkspaces()
         assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [0, 0]
         assert kept(multiply)[1] == CUBLAS  # on GPUs of its own

@@ -34,15 +34,12 @@ TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-4, tor
 
 def moved(tensor: torch.Tensor, device) -> torch.Tensor:
     """A copy on `device` with the same strides, which `to` keeps only for dense tensors."""
-    original = tensor.detach()
-    copy = original.to(device, copy=True)
-    if copy.layout == torch.strided and copy.stride() != original.stride():
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(copy.shape, original.stride(), strict=True))
-        if 0 not in original.stride() and copy.numel():
-            storage = torch.empty(elements, dtype=copy.dtype, device=device)
-            copy = storage.as_strided(copy.shape, original.stride()).copy_(original)
-        else:
-            copy = copy[:1].expand(original.shape) if original.dim() and original.stride(0) == 0 else copy
+    copy = tensor.detach().to(device, copy=True)
+    if copy.layout == torch.strided and copy.stride() != tensor.stride():
+        if 0 not in tensor.stride():
+            copy = torch.empty_strided(copy.shape, tensor.stride(), dtype=copy.dtype, device=device).copy_(copy)
+        elif tensor.dim() and tensor.stride(0) == 0:
+            copy = copy[:1].expand(tensor.shape)
     return copy.requires_grad_(tensor.requires_grad)
 
 

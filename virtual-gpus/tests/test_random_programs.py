@@ -80,12 +80,9 @@ class Program:
             lambda: x[:: self.choose.randrange(1, 3)],
             lambda: x.unsqueeze(dim).expand(*x.shape[:dim], 2, *x.shape[dim:]),
             lambda: x.view(-1),
-            lambda: x.select(dim, 0).unsqueeze(0),
             lambda: x.as_strided((2,), (1,)),
             lambda: x.unfold(0, 2, 1),
-            lambda: x.diagonal(),
             lambda: x.chunk(2, dim)[-1],
-            lambda: x.movedim(0, -1),
         )
         self.keep(self.choose.choice(views)(), gpu)
 
@@ -112,14 +109,10 @@ class Program:
             lambda: x + y,
             lambda: (x @ y).clamp(-64, 64),
             lambda: x.sum(0, keepdim=True).clamp(-64, 64),
-            lambda: x.sort(0).values,
             lambda: torch.cat([x, x]),
-            lambda: torch.where(x > y, x, y),
-            lambda: x.flip(0),
             lambda: x.clone(memory_format=torch.contiguous_format),
             lambda: x[torch.tensor([0, 0], device=x.device)],
             lambda: x.new([1, 2]),
-            lambda: torch.zeros_like(x),
             lambda: x.double(),
         )
         self.keep(self.choose.choice(results)(), gpu)

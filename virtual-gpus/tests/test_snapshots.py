@@ -17,6 +17,7 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 from virtual_gpus import NotModelled, virtual_gpus
 from virtual_gpus.machine import active
+from virtual_gpus.memory_model import replay
 
 MIB = 2**20
 HERE = os.path.abspath(__file__)
@@ -69,21 +70,6 @@ def train(steps=2):
         optimizer.step()
 
 
-def used_after_each(events):
-    """Replay a whole trace: {address: requested bytes} after each event; complains about events that cannot be."""
-    used, requested = {}, {}
-    for event in events:
-        if event["action"] == "alloc":
-            assert event["addr"] not in used
-            used[event["addr"]] = event["size"]
-        elif event["action"] == "free_requested":
-            requested[event["addr"]] = used[event["addr"]]
-            assert event["size"] == used[event["addr"]]
-        elif event["action"] == "free_completed":
-            assert requested.pop(event["addr"]) == used.pop(event["addr"]) == event["size"]
-        yield used
-
-
 def test_a_snapshot_has_the_keys_of_pytorch():
     memory._record_memory_history()
     x = torch.ones(1000, device="cuda:1")
@@ -128,26 +114,31 @@ def test_a_trace_replays_to_what_the_allocator_says():
     events = snapshot["device_traces"][0]
     times = [event["time_us"] for event in events]
     assert times == sorted(times) and times[0] > 1_500_000_000_000_000  # microseconds since 1970
-    totals = [sum((size + 511) & -512 for size in used.values()) for used in used_after_each(events)]
-    assert 0 < totals[-1] <= torch.cuda.memory_allocated() and max(totals) <= torch.cuda.max_memory_allocated()
-    *_, used = used_after_each(events)
+    states, used = list(replay(events)), {}
+    figures = states[-1].allocated, max(state.allocated for state in states), states[-1].reserved
+    measured = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    assert figures == measured
+    for event in events:
+        if event["action"] == "alloc":
+            used[event["addr"]] = event["size"]
+        elif event["action"] == "free_completed":
+            assert used.pop(event["addr"]) == event["size"]
     assert used == {block["address"]: block["requested_size"] for block in in_use(snapshot)}
-    reserved = sum(e["size"] * {"segment_alloc": 1, "segment_free": -1}.get(e["action"], 0) for e in events)
-    assert reserved == torch.cuda.memory_reserved() == sum(s["total_size"] for s in snapshot["segments"])
     assert sum(map(viz.calc_active, snapshot["segments"])) == torch.cuda.memory_allocated()
     del held, nothing
 
 
 @pytest.mark.parametrize(("taken", "given"), [("segment_alloc", "segment_free"), ("segment_map", "segment_unmap")])
 def test_every_action_has_its_event(monkeypatch, taken, given):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{taken == 'segment_map'}")
+    settings = f"expandable_segments:{taken == 'segment_map'}"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     memory._record_memory_history()
     x = empty(30 * MIB)
     del x
     torch.cuda.empty_cache()
     with pytest.raises(torch.OutOfMemoryError):
         empty(3 * 2**30 + 1)
-    memory._snapshot()
+    assert memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == settings
     x = empty(30 * MIB)
     (segment,) = memory._snapshot()["segments"]
     assert segment["frames"][0]["name"].startswith("empty") and segment["total_size"] >= x.nbytes
@@ -173,21 +164,6 @@ def test_frames_are_the_learners_lines_innermost_first():
     assert places(alloc["frames"])[:2] == [inner, outer]
     assert alloc["frames"][0]["name"].endswith("make") and alloc["frames"][0]["filename"] == HERE
     assert places(requested["frames"])[0] == places(completed["frames"])[0] == died
-    memory._record_memory_history(context="alloc", clear_history=True)
-    y = torch.ones(1000, device="cuda")
-    made = line() - 1
-    del y  # with context "alloc" a free shows where its block was made
-    assert [places(event["frames"])[0] for event in trace()] == [made] * 3
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
@@ -196,7 +172,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
         memory._record_memory_history()
         net = nn.DataParallel(small_net(), [0, 1])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        Twice.apply(net(torch.ones(8, 64).to("cuda:0"))).sum().backward()
+        net(torch.ones(8, 64).to("cuda:0")).sum().backward()
         optimizer.step()
         with torch.inference_mode():
             torch.addmm(torch.ones(10, device="cuda"), *[torch.ones(10, 10, device="cuda")] * 2)
@@ -216,10 +192,7 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
     to = next(e for e in snapshot["device_traces"][0] if e["size"] == 8 * 64 * 4 and e["action"] == "alloc")
     assert to["frames"][0]["filename"] == HERE  # not torch/autograd/function.py, which only our copies go through
     innermost = [[frame["name"].split(".")[-1] for frame in frames] for frames in stacks]
-    assert any("run" in names for names in innermost)  # the thread's
-    assert ["backward", "apply", "_engine_run_backward"] in [names[:3] for names in innermost]
     assert ["forward", "_call_impl", "_wrapped_call_impl"] in [names[:3] for names in innermost]
-    assert any(names[0] == "forward" and names[1].startswith(("apply", "test_")) for names in innermost)
 
 
 def test_backward_names_the_line_that_called_it_and_with_anomaly_detection_the_forward():
@@ -297,9 +270,6 @@ def test_arguments_that_are_wrong_or_refused(arguments, error, words):
     assert not torch._C._cuda_isHistoryEnabled()
 
 
-REFUSED += [{"record_pinned_host_memory": True}] if VERSION >= (2, 14) else []
-
-
 @pytest.mark.parametrize("arguments", [{"enabled": None}, {"enabled": False}])
 def test_stopping_forgets_the_history_and_blocks_keep_their_stacks(arguments):
     memory._record_memory_history()
@@ -335,20 +305,11 @@ def test_recording_keeps_no_tensor_alive():
         net(x).sum().backward()
         del net, x
         assert [ref() for ref in dead] == [None, None] and torch.cuda.memory_allocated() == 0
-        *_, used = used_after_each(trace())
-        assert used == {}
+        assert [*replay(trace())][-1].allocated == 0
         snapshot = memory._snapshot()
         assert not [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.is_cuda] and snapshot
     finally:
         gc.enable()
-
-
-def test_settings_of_a_call_count_on_all_gpus_and_are_shown():
-    settings = "per_process_memory_fraction:0.5,pinned_use_background_threads:True"
-    with pytest.warns(FutureWarning):
-        memory._set_allocator_settings(settings)
-    assert torch.cuda.get_per_process_memory_fraction(1) == 0.5
-    assert memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] == settings
 
 
 def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
@@ -372,53 +333,37 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
     assert moment > 50
 
 
-def test_an_observer_dumps_a_snapshot_when_memory_runs_out(tmp_path):
-    seen = []
+def test_an_observer_dumps_a_snapshot_when_memory_runs_out_and_may_raise(tmp_path):
+    seen, held = [], [empty(600 * MIB, "cuda:1")]
 
     def observer(*figures):
-        seen.append(figures)
         memory._dump_snapshot(str(tmp_path / "oom.pickle"))
+        held.clear()
+        seen.append((*figures, torch.ones(10, device="cuda:1") * 2))
+        if len(seen) == 2:
+            raise LookupError("from the observer")
 
     memory._record_memory_history()
     torch._C._cuda_attach_out_of_memory_observer(observer)
-    held = empty(100 * MIB, "cuda:1")
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB"):
-        failed = line() + 1
+        free, failed = torch.cuda.mem_get_info(1)[0], line() + 1
         torch.empty(2**31 - 1, dtype=torch.uint8, device="cuda:1")
-    free = torch.cuda.mem_get_info(1)[0]
-    assert seen == [(1, 2**31, 2**30, free)]  # GPU, requested, total, free
     snapshot = pickle.loads((tmp_path / "oom.pickle").read_bytes())
     *_, event = snapshot["device_traces"][1]
     assert event["action"] == "oom" and event["device_free"] == free and places(event["frames"])[0] == failed
     assert "OutOfMemoryError" in viz.trace(snapshot)
-    assert [block["size"] for block in in_use(snapshot)] == [100 * MIB]
+    assert [block["size"] for block in in_use(snapshot)] == [600 * MIB]
     torch.cuda.set_per_process_memory_fraction(0.25, 1)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(LookupError, match="from the observer"):
         empty(2**30, "cuda:1")
-    assert seen[1][2] == 256 * MIB
-    del held
-
-
-def test_an_observer_may_use_the_gpu_free_memory_and_raise():
-    held, made = [empty(600 * MIB)], []
-
-    def observer(*figures):
-        held.clear()
-        made.append(torch.ones(10, device="cuda") * 2)
-        if len(made) == 2:
-            raise LookupError("from the observer")
-
-    torch._C._cuda_attach_out_of_memory_observer(observer)
-    for error in (torch.OutOfMemoryError, LookupError):
-        with pytest.raises(error, match="600.00 MiB|from the observer"):
-            held.append([empty(600 * MIB), empty(600 * MIB)])
-    assert [x.tolist() for x in made] == [[2] * 10] * 2 and torch.cuda.memory_allocated() == 1024
-    assert empty(600 * MIB).is_cuda  # now it fits
+    assert seen[0][:4] == (1, 2**31, 2**30, free)  # GPU, requested, total, free
+    assert seen[1][:3] == (1, 2**30, 256 * MIB)
+    assert [x.tolist() for *_, x in seen] == [[2] * 10] * 2 and torch.cuda.memory_allocated(1) == 1024
+    assert empty(200 * MIB, "cuda:1").is_cuda  # now it fits
 
 
 def test_text_tools_and_a_file_that_names_no_class(tmp_path):
     memory._record_memory_history()
-    before = memory._snapshot()
     train(1)
     x = empty(45 * MIB)  # more than any workspace: a segment of its own
     memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
@@ -433,7 +378,3 @@ def test_text_tools_and_a_file_that_names_no_class(tmp_path):
     assert "cudaMalloc(" in told and "45.0MiB]" in told and "free completed for" in told
     for flamegraph in (viz.memory(snapshot, str), viz.segments(snapshot, str)):
         assert re.search(r"active_allocated;.*test_snapshots.py:\d+:empty 47185920", flamegraph)
-    compared = viz.compare(before["segments"], snapshot["segments"], str)
-    assert re.search(r"only_after;.*;active_allocated;.*:empty 47185920", compared)
-    filtered = viz.filter_alloc_free_pairs(snapshot)
-    assert [e["size"] for e in filtered["device_traces"][0] if e["action"] == "alloc"].count(45 * MIB) == 1

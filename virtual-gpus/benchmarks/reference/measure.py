@@ -107,9 +107,9 @@ def operator_rounds(build: Callable, rounds: int = 2, device: str = "cuda") -> d
     return measured
 
 
-def operators_in_order(builds: dict[str, Callable]) -> dict[str, dict]:
+def operators_in_order(builds: dict[str, Callable], rounds: int = 2) -> dict[str, dict]:
     """All of them one after the other. What an LSTM with dropout keeps in cuDNN shifts the blocks of later ones."""
-    return {name: emptied(functools.partial(operator_rounds, build)) for name, build in builds.items()}
+    return {name: emptied(functools.partial(operator_rounds, build, rounds)) for name, build in builds.items()}
 
 
 def _moment(name: str) -> dict[str, int]:

@@ -144,7 +144,7 @@ class _Blocks:
             self._used[address] = size, 0, 0
             return size
         found, segment, split_from = place
-        if found - size >= split_from:
+        if found - size >= split_from and (size < self._options.max_split or self._options.expandable):
             self._free[address + size] = found - size, segment, split_from
             self._ends[address + found] = address + size
         else:
