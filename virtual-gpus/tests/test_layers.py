@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "virtual_gpus"
 # From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
 LAYERS = [
-    *("gpus", "files", "sanitizer", "memory", "memory_model", "clock", "settings", "processes", "driver", "machine"),
+    *("gpus", "files", "collector", "sanitizer", "memory", "memory_model", "clock"),
+    *("settings", "processes", "driver", "machine"),
     *("errors", "entrance"),
     *(
         "threads",
