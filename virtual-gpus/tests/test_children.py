@@ -30,7 +30,7 @@ def run(*command, **kwargs):
 
 
 CHILD = """\
-import importlib.util, json, os, subprocess
+import gc, importlib.util, json, os, subprocess
 assert importlib.util.find_spec("torch")  # as datasets and transformers ask before they import it
 from virtual_gpus import NotModelled  # the package alone is no wish for other GPUs
 import virtual_gpus.patches.processes, torch  # as a spawned process unpickles it: it must not be switched on twice
@@ -39,6 +39,7 @@ x = torch.ones(1000, device="cuda")
 found = {"count": torch.cuda.device_count(), "slot": torch.cuda.get_device_properties(0).pci_bus_id - 1}
 found["processes"] = torch.cuda.list_gpu_processes().count("uses")
 found["smi"] = subprocess.check_output(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], text=True)
+found["collects"] = gc.isenabled() and len(gc.get_objects()) < gc.get_freeze_count()  # not through PyTorch's modules
 print(json.dumps(found))
 """
 
@@ -49,7 +50,7 @@ def test_a_python_child_has_the_same_gpus():
         x = torch.ones(1000, device="cuda:1")
         found = json.loads(run(sys.executable, "-c", CHILD))
         assert x.is_cuda
-    assert found["count"] == found["slot"] == 1 and found["processes"] == 2
+    assert found["count"] == found["slot"] == 1 and found["processes"] == 2 and found["collects"]
     assert len(found["smi"].split()) == 2 and str(os.getpid()) in found["smi"].split()
     assert environment() == before
 

@@ -15,7 +15,7 @@ ROOT = str(Path(__file__).resolve().parents[1] / "src")
 
 # What programs do on GPUs, written as if there were no virtual ones.
 SCRIPT = """\
-import atexit, json, os, sys, threading
+import atexit, gc, json, os, sys, threading
 import torch
 import beside
 
@@ -29,7 +29,7 @@ def main():
     json.dump({
         "argv": sys.argv, "path": sys.path[0], "file": __file__, "main": sys.modules["__main__"].main is main,
         "beside": beside.WHERE, "first": first, "cards": [card.pci_bus_id - 1 for card in cards], "kind": cards[0].name,
-        "memory": cards[0].total_memory,
+        "memory": cards[0].total_memory, "collects": gc.isenabled() and len(gc.get_objects()) < gc.get_freeze_count(),
     }, open("facts.json", "w"))
     threading.Thread(target=later, args=(x,)).start()
     atexit.register(lambda: print("at exit", torch.cuda.max_memory_allocated(1) > 0))
@@ -81,7 +81,7 @@ def test_an_unmodified_script(tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text()) == {
         "argv": ["programs/train.py", "--gpus", "9", "-m", "--", "x y"], "path": str(program.parent),
         "file": str(program), "main": True, "beside": str(program.parent / "beside.py"), "first": [True, 3],
-        "cards": [2, 0], "kind": "NVIDIA A100-SXM4-40GB", "memory": 1 << 30,
+        "cards": [2, 0], "kind": "NVIDIA A100-SXM4-40GB", "memory": 1 << 30, "collects": True,
     }  # fmt: skip
 
 

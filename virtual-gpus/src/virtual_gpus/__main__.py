@@ -21,12 +21,15 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 
-from virtual_gpus import measure, plan
-from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
-from virtual_gpus.gpus import kinds
-from virtual_gpus.settings import Settings
-from virtual_gpus.switch import active_machine, virtual_gpus
-from virtual_gpus.timeline.training import record_training
+from virtual_gpus.collector import passing_over_torch
+
+with passing_over_torch():
+    from virtual_gpus import measure, plan
+    from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
+    from virtual_gpus.gpus import kinds
+    from virtual_gpus.settings import Settings
+    from virtual_gpus.switch import active_machine, virtual_gpus
+    from virtual_gpus.timeline.training import record_training
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -4,6 +4,7 @@ It switches them on when the program imports torch, in the Python installation o
 not import torch loses no time. It runs the `sitecustomize` that would have run without this file, too.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -30,6 +31,13 @@ def _import_package():
         )
         sys.modules["virtual_gpus"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["virtual_gpus"])
+
+
+def _passing_over_torch():
+    _import_package()
+    from virtual_gpus.collector import passing_over_torch
+
+    return passing_over_torch()
 
 
 def _switch_on(torch):
@@ -72,9 +80,10 @@ class _After:
             def exec_module(module):  # a spec may also be asked for without an import, to see whether there is a module
                 del spec.loader.exec_module
                 action = self._actions.pop(name, None)
-                run(module)
-                if action is not None:
-                    action(module)
+                with _passing_over_torch() if name == "torch" else contextlib.nullcontext():
+                    run(module)
+                    if action is not None:
+                        action(module)
 
             spec.loader.exec_module = exec_module
         return spec
