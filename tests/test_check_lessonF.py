@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from notebooks.checks import lessonF as check
-from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, then
+from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, stored, then
 from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
 
 pytestmark = pytest.mark.usefixtures("four_of_16_gib")
@@ -24,44 +22,9 @@ def same_numbers(monkeypatch):
     monkeypatch.setattr(check.random, "randrange", lambda low, high: low)
 
 
-def no_wrapper(model):
-    return model
-
-
-def summed(model):
-    """The ranks' gradients, without DistributedDataParallel."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-
-
-def trained(
-    parts=torch.tensor_split, wrap=DistributedDataParallel, weigh=True, scale=int, seed=0, place=None, end=no_wrapper
-):
-    """A program for the ranks, right unless told. scale: of the loss. end: done with the gradients."""
-
-    def ranked(rank, ranks, images, labels):
-        gpu = rank if place is None else place
-        if seed is not None:
-            torch.manual_seed(seed)
-        model = check.net().to(gpu)
-        forward = wrap(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for x, y in zip(images.split(32), labels.split(32), strict=True):
-            part, label = (parts(each, ranks)[rank].to(gpu) for each in (x, y))
-            optimizer.zero_grad()
-            loss = cross_entropy(forward(part), label, reduction="sum") / (len(x) if weigh else len(part))
-            (loss * scale(ranks)).backward()
-            end(model)
-            optimizer.step()
-        return model
-
-    return ranked
-
-
-def differs_on_later_ranks(rank, *job):
-    model = trained()(rank, *job)
-    model[1].bias.data.add_(rank // 2)
-    return model
+ranked = stored("F_final_task", "ranked_solution", dist=dist, fully_shard=fully_shard)
+WRAPPER, STEP = "DistributedDataParallel(model, device_ids=[rank])", "optimizer.step()"
+SUMMED = f"[dist.all_reduce(each.grad) for each in model.parameters()], {STEP}"
 
 
 def state_of(model, optimizer):
@@ -103,26 +66,19 @@ TABLE = {
     "ranked": Answers(
         check.ranked,
         right=[
-            trained(),
-            trained(
-                lambda x, ranks: [x[rank::ranks] for rank in range(ranks)],
-                no_wrapper,
-                scale=lambda ranks: 1,
-                end=summed,
-            ),
-            trained(wrap=fully_shard),  # averages the gradients as DDP does
+            ranked(".tensor_split(ranks)[rank]", "[rank::ranks]", WRAPPER, "model", "* ranks", "", STEP, SUMMED),
+            ranked(WRAPPER, "fully_shard(model)"),  # averages the gradients as DDP does
         ],
         wrong=[
-            (trained(weigh=False, scale=lambda ranks: 1), "is not the mean of the batch if the parts differ"),
-            (trained(lambda x, ranks: [x] * ranks), "Divide each batch"),
-            (trained(wrap=no_wrapper), "gradients added up"),
-            (trained(place=0), "Duplicate GPU detected"),
-            (trained(seed=1), "Compare seed"),
-            (trained(seed=None), "Compare seed"),
-            (trained(scale=lambda ranks: 1), "Multiply the loss by it"),
-            (trained(scale=lambda ranks: ranks**2), "added up twice"),
-            (trained(weigh=False), "the sum of the ranks' mean losses"),
-            (differs_on_later_ranks, "The weights of the ranks differ"),
+            (ranked("* ranks / len(x)", "/ len(part)"), "is not the mean of the batch if the parts differ"),
+            (ranked(".tensor_split(ranks)[rank]", ""), "Divide each batch"),
+            (ranked(WRAPPER, "model"), "gradients added up"),
+            (ranked(".to(rank)", ".to(0)", "[rank])\n    opt", "[0])\n    opt"), "Duplicate GPU detected"),
+            (ranked("torch.manual_seed(0)", "pass"), "Compare seed"),
+            (ranked("* ranks", ""), "Multiply the loss by it"),
+            (ranked("* ranks", "* ranks**2"), "added up twice"),
+            (ranked("len(x)", "len(part)"), "the sum of the ranks' mean losses"),
+            (ranked("return model", "model[1].bias.data.add_(rank // 2)\n    return model"), "of the ranks differ"),
             (lambda rank, ranks, images, labels: [1], "Return the model"),
             (lambda rank, ranks, images, labels: ..., "still returns"),
         ],
