@@ -133,10 +133,12 @@ def cells_of(lesson):
 def stored(lesson, *names, **known):
     """A function that gives the lesson's stored solution, with texts in it replaced: `make(old, new, old, new, ...)`.
 
-    names: of the function, or of two that an answer consists of. known: what its cells compute, and it needs.
+    names: of the function or dict, or of two that an answer consists of. known: what its cells compute, and it needs.
     """
     sources, defined = cells_of(lesson)
-    cells = [source for source in sources if any(re.search(rf"^(def|class) {name}\b", source, re.M) for name in names)]
+    defined |= known
+    one = re.compile(rf"^(def |class |)({'|'.join(names)})\b", re.MULTILINE)
+    cells = [source for source in sources if source.startswith("# Solution") and one.search(source)]
     text = "\n\n\n".join(re.split(r"\n+(?:check\.|print\()", cell)[0] for cell in cells)
 
     def make(*changes):
@@ -147,7 +149,7 @@ def stored(lesson, *names, **known):
         file = f"<cell {hash(changed_text)}>"
         lines = changed_text.splitlines(keepends=True)
         linecache.cache[file] = (len(changed_text), None, lines, file)  # so that errors know their line
-        found = defined | known
+        found = dict(defined)
         exec(compile(changed_text, file, "exec"), found)
         return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
 
