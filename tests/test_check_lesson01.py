@@ -50,13 +50,13 @@ program = stored(LESSON, "NetSolution", "train_solution", copy=copy)
 LAYERS, SCALE = "[nn.Linear(4, 8), nn.ReLU()]", "self.scale = torch.tensor([1.0, 2.0, 3.0])"
 BUFFER = 'self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))'
 PARAMETER = "self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))"
-FAULTS = {  # in the order in which the errors come: the right text, the fault, the words of its error
-    "    x = x.to(device)": ("    x.to(device)", "mat1 is on cpu, different from other tensors on cuda:3"),
-    "torch.arange(4, device=x.device)": ("torch.arange(4)", "got mask on cpu and self on cuda:3"),
-    f"nn.ModuleList({LAYERS})": (LAYERS, "mat1 is on cuda:3, different from other tensors on cpu"),
-    BUFFER: (SCALE, "Print the `.device` of each tensor in that line."),
-    "    y = y.to(device)": ("    y = y.cuda()", "`target` stands for the labels of a loss"),
-    ".cpu().numpy()": (".numpy()", "can't convert cuda:"),
+FAULTS = {  # in the order in which the errors come: (the right text, the fault): the words of its error
+    ("    x = x.to(device)", "    x.to(device)"): "mat1 is on cpu, different from other tensors on cuda:3",
+    ("torch.arange(4, device=x.device)", "torch.arange(4)"): "got mask on cpu and self on cuda:3",
+    (f"nn.ModuleList({LAYERS})", LAYERS): "mat1 is on cuda:3, different from other tensors on cpu",
+    (BUFFER, SCALE): "Print the `.device` of each tensor in that line.",
+    ("y.to(device)", "y.cuda()"): "`target` stands for the labels of a loss",
+    (".cpu().numpy()", ".numpy()"): "can't convert cuda:",
 }
 
 
@@ -68,11 +68,8 @@ def trained_elsewhere(net, device, x, y):
 
 MENDED = [
     *(  # where the first faults are mended
-        (
-            program(*[text for right, (fault, _) in list(FAULTS.items())[i:] for text in (right, fault)]),
-            (words, "on cuda:3 your code stopped"),
-        )
-        for i, (_, words) in enumerate(FAULTS.values())
+        (program(*[text for pair in list(FAULTS)[i:] for text in pair]), (words, "on cuda:3 your code stopped at `"))
+        for i, words in enumerate(FAULTS.values())
     ),
     (program("y.to(device)", 'y.to("cuda:3")'), "on cuda:0 your code stopped at `loss = nn.functional.cross_entropy"),
     (program(".cpu().numpy()", ".tolist()"), "Return the classes as a NumPy array"),
@@ -88,33 +85,25 @@ MENDED = [
     (program("lr=0.1", "lr=0.2"), ("the weights after training on cuda:3 are off by", "Change only devices.")),
     ((program()[0], trained_elsewhere), "With cuda:3 as device, the model computed on cuda:0. Move the model, x and y"),
     ((program()[0](), program()[1]), "Pass the class itself"),
-]
+]  # fmt: skip
 
 
 per_gpu = stored(LESSON, "OnePerGPUSolution", copy=copy)
 START, MOVED, MADE, END = "for layer, gpu in zip(self", "x.to(gpu)", "layer.to(gpu)", "return x"
 PER_GPU = [
     (lambda layers, gpus: nn.Identity(), "lacks the parameters of layer 0. Keep the layers where the module finds"),
-    (
-        per_gpu("zip(layers, gpus", "zip(layers, gpus[::-1]"),
-        "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3.",
-    ),
+    (per_gpu("layers, gpus,", "layers, gpus[::-1],"), "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3."),
     (per_gpu(MOVED, "x.detach().to(gpu)"), "does not reach layer 0."),
     (per_gpu(END, "return x.detach()"), "The output has no graph. Is there a detach() or no_grad()"),
     (per_gpu(MADE, "copy.deepcopy(layer).to(gpu)"), "a copy of layer 0. Keep the layer itself"),
     (per_gpu(END, "return (x + x.detach()) / 2"), "gradient of layer 0 is off by 50"),
     (per_gpu(MOVED, "x.cpu().to(gpu)"), "makes 7 copies between devices"),
-    (
-        per_gpu("layers, gpus, strict=True", "[layers[i] for i in range(4)], gpus"),
-        "With 2 layers on cuda:1, cuda:2, your",
-    ),
+    (per_gpu("layers, gpus, strict=True", "[layers[i] for i in range(4)], gpus"), "With 2 layers on cuda:1, cuda:2"),
     (per_gpu(START, f"x.pin_memory()\n        {START}"), "your class stopped at `"),
-    (
-        per_gpu(START, f"given, x = x, x.clone()\n        {START}", END, "return given.zero_() is x or x"),
-        "The module changes the batch that it is",
-    ),
+    (per_gpu(START, f"given, x = x, x.clone()\n        {START}", END, "return given.zero_() is x or x"),
+     "The module changes the batch that it is"),
     (lambda layers, gpus: layers, "Write a subclass of nn.Module."),
-]
+]  # fmt: skip
 
 
 def most_free(figure):
