@@ -1,8 +1,10 @@
 """What tests of checks share: a lesson's table of answers, reading a "Not yet", measuring once, strange answers."""
 
 import ast
+import io
 import json
 import linecache
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -193,6 +195,25 @@ def then(damage, answer):
         return result
 
     return function
+
+
+def from_a_buffer(state, path):
+    """A way to save a state. Only a file of another name that is renamed when it is complete is safe."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getvalue())
+
+
+def into_an_open_file(state, path):
+    with open(path, "wb") as file:
+        torch.save(obj=state, f=file)
+        os.fsync(file.fileno())
+
+
+def copied(old, new):
+    """In the place of `os.replace`."""
+    new.write_bytes(old.read_bytes())
+    old.unlink()
 
 
 class Unprintable(Exception):

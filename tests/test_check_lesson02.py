@@ -25,13 +25,7 @@ def rtx(monkeypatch):
         yield gpus
 
 
-def sizes(batch, gpus):
-    return sized(batch, -(-batch // gpus))
-
-
-def sized(batch, size):
-    full, rest = divmod(batch, size)
-    return [size] * full + ([rest] if rest else [])
+sizes = stored(LESSON, "piece_sizes_solution", np=np)
 
 
 def even(batch, gpus):
@@ -39,13 +33,13 @@ def even(batch, gpus):
 
 
 TENSOR = torch.zeros(200)
-TABLE = {pair: sizes(*pair) for pair in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7))}
+TABLE = {pair: sizes()(*pair) for pair in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7))}
 SAME = "DataParallel makes all pieces of the same size, except the last"
 PIECE_SIZES = [
     (lambda batch, gpus: [batch // gpus] * gpus, "is [2, 2, 2, 2]. These are 8 samples, and the batch has 10."),
     (even, f"piece_sizes(10, 4) is [3, 3, 2, 2]. {SAME}"),
-    (lambda batch, gpus: sized(batch, max(1, batch // gpus)), "piece_sizes(10, 4) is [2, 2, 2, 2, 2]. The first"),
-    (lambda batch, gpus: sizes(batch, gpus) + [0] * (gpus - len(sizes(batch, gpus))), "no samples has no entry"),
+    (sizes("math.ceil(batch / gpus)", "max(1, batch // gpus)"), "piece_sizes(10, 4) is [2, 2, 2, 2, 2]. The first"),
+    (sizes("return sizes", "return sizes + [0] * (gpus - len(sizes))"), "no samples has no entry"),
     (lambda batch, gpus: [True] * batch, "Return a list of integers"),
     (lambda batch, gpus: [len(each) for each in torch.zeros(batch).chunk(gpus)], "You call PyTorch's `zeros`"),
     (lambda batch, gpus: [len(TENSOR[:batch])], "You use a tensor of PyTorch. Compute the sizes"),
@@ -167,7 +161,7 @@ DAMAGED = [
     (lambda gpus, send: [("cuda:1", "cuda:2")], "of two of `gpus`"),
 ]  # fmt: skip
 ANSWERS = {
-    "sizes": Answers(check.piece_sizes, [sizes, lambda batch, gpus: list(np.array(sizes(batch, gpus)))], PIECE_SIZES),
+    "sizes": Answers(check.piece_sizes, [sizes("return sizes", "return list(np.array(sizes))")], PIECE_SIZES),
     "prefix": Answers(
         check.without_prefix,
         [lambda state: in_place(OrderedDict(state)), without_prefix(": value for", ": value.detach().clone() for")],

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -13,36 +12,25 @@ from helpers.parallel import bubble, gpipe, one_f_one_b
 from notebooks.checks import lesson05 as check
 from tests.check_answers import Answers, answers_test, stored, told
 
-
-def cuts_by(key, last=False):
-    """The first, or the last, of the best cuts by `key` of the stages' times."""
-
-    def answer(times, stages):
-        every = list(combinations(range(1, len(times)), stages - 1))
-        return list(min(reversed(every) if last else every, key=lambda cuts: key(check._stage_times(times, cuts))))
-
-    return answer
-
-
-best_cuts = cuts_by(max)
+cuts = stored("05_model_parallelism", "best_cuts_solution", np=np, stage_times=check._stage_times)
+ALL, SLOWEST = "(min(all_cuts", ": slowest_stage(times, cuts)"
 VALID = "Return a list with one integer from 1 to 4, so that each stage has a layer"
 BEST_CUTS = Answers(
     check.best_cuts,
     right=[
-        best_cuts,
-        cuts_by(max, last=True),
-        lambda times, stages: tuple(best_cuts(times, stages)),
-        lambda times, stages: [np.int64(cut) for cut in best_cuts(times, stages)],
+        cuts(ALL, "(min(reversed(list(all_cuts))", "return list", "return tuple"),
+        cuts("return list(", "return list(np.int64(cut) for cut in "),
     ],
     wrong=[
         (lambda times, stages: [len(times) * k // stages for k in range(1, stages)], "is possible"),
-        (lambda times, stages: best_cuts([1] * len(times), stages), "[5, 9]. The slowest stage then takes 9, and 8"),
-        (cuts_by(lambda each: max(each) - min(each)), "12, and 11 is possible. The times of your stages differ as"),
-        (lambda times, stages: best_cuts(times, stages)[::-1], "is [2, 1]. Return a list of 2 increasing integers"),
-        (lambda times, stages: [0, *best_cuts(times, stages)], VALID),
-        (lambda times, stages: [cut + 0.5 for cut in best_cuts(times, stages)], VALID),
+        (cuts(SLOWEST, ": slowest_stage([1] * len(times), cuts)"), "[5, 9]. The slowest stage then takes 9, and 8"),
+        (cuts(SLOWEST, ": max(stage_times(times, cuts)) - min(stage_times(times, cuts))"),
+         "12, and 11 is possible. The times of your stages differ as"),
+        (lambda times, stages: cuts()(times, stages)[::-1], "is [2, 1]. Return a list of 2 increasing integers"),
+        (cuts("return list(", "return [0] + list("), VALID),
+        (cuts("return list(", "return list(cut + 0.5 for cut in "), VALID),
     ],
-)
+)  # fmt: skip
 
 
 def fewest(stages, share):

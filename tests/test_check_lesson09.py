@@ -17,9 +17,8 @@ from virtual_gpus.testing import hosts
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 
 from notebooks.checks import lesson09 as check
-from tests.check_answers import STRANGE, Answers, answers_test, stored
+from tests.check_answers import STRANGE, Answers, answers_test, copied, from_a_buffer, into_an_open_file, stored
 from tests.programs import SCRIPTS, until
-from tests.ways_to_save import copied, from_a_buffer, into_an_open_file
 
 
 def own(report):

@@ -1,17 +1,14 @@
 """The checks of the final task: right and wrong answers of each task."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from notebooks.checks import lessonF as check
-from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, stored, then
-from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
+from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, copied, from_a_buffer, into_an_open_file, stored
 
 pytestmark = pytest.mark.usefixtures("four_of_16_gib")
 
@@ -27,29 +24,23 @@ WRAPPER, STEP = "DistributedDataParallel(model, device_ids=[rank])", "optimizer.
 SUMMED = f"[dist.all_reduce(each.grad) for each in model.parameters()], {STEP}"
 
 
-def state_of(model, optimizer):
-    return {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def saves(write=None, what=state_of):
-    """`write(state, path)`, by default in a file of its own that is renamed."""
-    return lambda path, model, optimizer: (write or renamed())(what(model, optimizer), path)
-
-
 def without_a_file_for_a_moment(old, new):
     new.unlink(missing_ok=True)
     os.rename(old, new)
 
 
-def restored_afterwards(path, *job):
+def restored_afterwards(state, path):
     old = path.read_bytes() if path.exists() else b""
     try:
-        saves(in_place)(path, *job)
+        torch.save(state, path)
     except BaseException:
         path.write_bytes(old)
         raise
 
 
+WAYS = copied, from_a_buffer, into_an_open_file, without_a_file_for_a_moment, restored_afterwards
+save = stored("F_final_task", "save_solution", **{each.__name__: each for each in WAYS})
+WRITE, WEIGHTS = "torch.save(state, temporary)\n    os.replace(temporary, path)", "model.module.state_dict()"
 RIGHT, LOSES = check.FAULTS, "loses the old checkpoint"
 TABLE = {
     "budget": Answers(
@@ -99,23 +90,28 @@ TABLE = {
     "saved": Answers(
         check.saved,
         right=[
-            saves(),
-            saves(renamed(into_an_open_file)),
-            saves(renamed(from_a_buffer, Path.replace)),
-            saves(renamed(lambda state, path: torch.save(obj=state, f=path))),
+            save("torch.save(", "into_an_open_file("),
+            save("torch.save(", "from_a_buffer(", "os.replace(temporary, path)", "temporary.replace(path)"),
+            save("torch.save(state, temporary)", "torch.save(obj=state, f=temporary)"),
         ],
         wrong=[
-            *((saves(write), LOSES) for write in (in_place, into_an_open_file, from_a_buffer)),
-            (saves(renamed(rename=copied)), LOSES),
-            (saves(renamed(rename=without_a_file_for_a_moment)), LOSES),
-            (then(saves(), lambda path, *_: path.unlink(missing_ok=True)), LOSES),
-            (restored_afterwards, LOSES),
-            (then(lambda path, *_: path.with_name("old.pt").touch(), saves()), "Leave nothing except the checkpoint"),
-            (saves(what=lambda m, o: state_of(m, o) | {"model": nn.Linear(3, 2).state_dict()}), "weights in the file"),
-            (saves(what=lambda m, o: state_of(m, o) | {"model": m.module}), "cannot read the file"),
-            (saves(what=lambda m, o: state_of(m, o) | {"model": m.state_dict()}), "begins with `module.`"),
-            (saves(what=lambda m, o: m.module.state_dict()), "keys model and optimizer"),
-            (saves(what=lambda m, o: state_of(m, o) | {"optimizer": {}}), "no momentum"),
+            *(
+                (save(WRITE, f"{way}(state, path)"), LOSES)
+                for way in ("torch.save", "into_an_open_file", "from_a_buffer")
+            ),
+            (save("os.replace", "copied"), LOSES),
+            (save("os.replace", "without_a_file_for_a_moment"), LOSES),
+            (save("torch.save(", "path.unlink(missing_ok=True)\n    torch.save("), LOSES),
+            (save(WRITE, "restored_afterwards(state, path)"), LOSES),
+            (
+                save("os.replace", 'path.with_name("old.pt").touch()\n    os.replace'),
+                "Leave nothing except the checkpoint",
+            ),
+            (save(WEIGHTS, "torch.nn.Linear(3, 2).state_dict()"), "weights in the file"),
+            (save(WEIGHTS, "model.module"), "cannot read the file"),
+            (save(WEIGHTS, "model.state_dict()"), "begins with `module.`"),
+            (save("state = {", f"state = {WEIGHTS} or {{"), "keys model and optimizer"),
+            (save("optimizer.state_dict()", "{}"), "no momentum"),
             (lambda path, model, optimizer: None, "There is no file"),
             (lambda path, model, optimizer: path.write_bytes(b"1"), "cannot read the file"),
         ],
