@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
@@ -180,6 +181,7 @@ IN_PARTS = Answers(
         (parts(END, f"    torch.set_grad_enabled(False)\n{END}"), "leaves gradients switched off"),
         (parts(END, f"    torch.optim.SGD(model.parameters(), lr=0.1).step()\n{END}"), "changed the weights"),
         (parts(SET, f"{SET}\n    images.mul_(2)"), "changed the weights, the images"),
+        (torch.no_grad()(parts()), "does not require grad"),
     ],
 )  # fmt: skip
 
