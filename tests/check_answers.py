@@ -1,13 +1,21 @@
 """What tests of checks share: a lesson's table of answers, reading a "Not yet", measuring once, strange answers."""
 
+import ast
+import io
 import json
+import linecache
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from IPython.core.inputtransformer2 import TransformerManager
 from torch import nn
 
 from helpers.parallel import RankError
@@ -110,12 +118,44 @@ def answers_test(table: Mapping[str, Answers]) -> Callable:
     return test_answers
 
 
-def lesson_cell(name, word):
-    """The first code cell of the lesson's notebook with `word` in it."""
-    path = Path(__file__).parents[1] / "notebooks" / f"{name}.ipynb"
+@cache
+def cells_of(lesson):
+    """The code cells of a lesson, and all that they import and define, by name. Nothing else in them is executed."""
+    path = Path(__file__).parents[1] / "notebooks" / f"{lesson}.ipynb"
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    return next(source for source in sources if word in source)
+    names = {}
+    for part in (part for source in sources for part in ast.parse(TransformerManager().transform_cell(source)).body):
+        if isinstance(part, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
+            with suppress(ImportError, NameError):  # of what the cells compute, or of a framework that is not here
+                exec(compile(ast.Module([part], []), lesson, "exec"), names)
+    return sources, names
+
+
+def stored(lesson, *names, **known):
+    """A function that gives the lesson's stored solution, with texts in it replaced: `make(old, new, old, new, ...)`.
+
+    names: of the function or dict, or of two that an answer consists of. known: what its cells compute, and it needs.
+    """
+    sources, defined = cells_of(lesson)
+    defined |= known
+    one = re.compile(rf"^(def |class |)({'|'.join(names)})\b", re.MULTILINE)
+    cells = [source for source in sources if source.startswith("# Solution") and one.search(source)]
+    text = "\n\n\n".join(re.split(r"\n+(?:check\.|print\()", cell)[0] for cell in cells)
+
+    def make(*changes):
+        changed_text = text
+        for old, new in zip(changes[::2], changes[1::2], strict=True):
+            assert old in changed_text, f"The solution {names} of {lesson} has no {old!r} any more."
+            changed_text = changed_text.replace(old, new)
+        file = f"<cell {hash(changed_text)}>"
+        lines = changed_text.splitlines(keepends=True)
+        linecache.cache[file] = (len(changed_text), None, lines, file)  # so that errors know their line
+        found = dict(defined)
+        exec(compile(changed_text, file, "exec"), found)
+        return found[names[0]] if len(names) == 1 else tuple(found[name] for name in names)
+
+    return make
 
 
 def measured_once(monkeypatch, check, name):
@@ -155,6 +195,25 @@ def then(damage, answer):
         return result
 
     return function
+
+
+def from_a_buffer(state, path):
+    """A way to save a state. Only a file of another name that is renamed when it is complete is safe."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getvalue())
+
+
+def into_an_open_file(state, path):
+    with open(path, "wb") as file:
+        torch.save(obj=state, f=file)
+        os.fsync(file.fileno())
+
+
+def copied(old, new):
+    """In the place of `os.replace`."""
+    new.write_bytes(old.read_bytes())
+    old.unlink()
 
 
 class Unprintable(Exception):

@@ -1,7 +1,6 @@
 """Lesson 01's checks: the solutions pass, stubs and usual mistakes are told apart, nothing raises."""
 
 import copy
-import linecache
 
 import GPUtil
 import pytest
@@ -9,8 +8,9 @@ import torch
 from torch import nn
 
 from notebooks.checks import lesson01 as check
-from tests.check_answers import STRANGE, Answers, answers_test, lesson_cell
+from tests.check_answers import STRANGE, Answers, answers_test, stored
 
+LESSON = "01_device_placement"
 pytestmark = pytest.mark.usefixtures("four_of_16_gib")
 
 
@@ -46,31 +46,18 @@ LEFT_BEHIND = [
 ]
 
 
-BROKEN = "\n\n\n".join(lesson_cell("01_device_placement", start) for start in ("class Net(", "def train("))
+program = stored(LESSON, "NetSolution", "train_solution", copy=copy)
 LAYERS, SCALE = "[nn.Linear(4, 8), nn.ReLU()]", "self.scale = torch.tensor([1.0, 2.0, 3.0])"
 BUFFER = 'self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))'
 PARAMETER = "self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))"
-MENDS = {  # in the order in which the errors come: the fault, its repair, the words of its error
-    "    x.to(device)": ("    x = x.to(device)", "mat1 is on cpu, different from other tensors on cuda:3"),
-    "torch.arange(4)": ("torch.arange(4, device=x.device)", "got mask on cpu and self on cuda:3"),
-    LAYERS: ("nn.ModuleList([nn.Linear(4, 8), nn.ReLU()])", "mat1 is on cuda:3, different from other tensors on cpu"),
-    SCALE: (BUFFER, "Print the `.device` of each tensor in that line."),
-    "y.cuda()": ("y.to(device)", "`target` stands for the labels of a loss"),
-    ".numpy()": (".cpu().numpy()", "can't convert cuda:"),
+FAULTS = {  # in the order in which the errors come: (the right text, the fault): the words of its error
+    ("    x = x.to(device)", "    x.to(device)"): "mat1 is on cpu, different from other tensors on cuda:3",
+    ("torch.arange(4, device=x.device)", "torch.arange(4)"): "got mask on cpu and self on cuda:3",
+    (f"nn.ModuleList({LAYERS})", LAYERS): "mat1 is on cuda:3, different from other tensors on cpu",
+    (BUFFER, SCALE): "Print the `.device` of each tensor in that line.",
+    ("y.to(device)", "y.cuda()"): "`target` stands for the labels of a loss",
+    (".cpu().numpy()", ".numpy()"): "can't convert cuda:",
 }
-
-
-def program(changes=None):
-    """Net and train, with all repairs, where `changes` (text -> other text) do not replace them or other lines."""
-    text = BROKEN
-    for old, new in ({fault: repair for fault, (repair, _) in MENDS.items()} | (changes or {})).items():
-        assert old in text
-        text = text.replace(old, new)
-    file = f"<cell {hash(text)}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # so that errors know their line
-    names = {"torch": torch, "nn": nn, "copy": copy}
-    exec(compile(text, file, "exec"), names)  # noqa: S102
-    return names["Net"], names["train"]
 
 
 def trained_elsewhere(net, device, x, y):
@@ -81,62 +68,42 @@ def trained_elsewhere(net, device, x, y):
 
 MENDED = [
     *(  # where the first faults are mended
-        ({fault: fault for fault in list(MENDS)[i:]}, (words, "on cuda:3 your code stopped at `"))
-        for i, (_, words) in enumerate(MENDS.values())
+        (program(*[text for pair in list(FAULTS)[i:] for text in pair]), (words, "on cuda:3 your code stopped at `"))
+        for i, words in enumerate(FAULTS.values())
     ),
-    ({"y.cuda()": 'y.to("cuda:3")'}, "on cuda:0 your code stopped at `loss = nn.functional.cross_entropy"),
-    ({".numpy()": ".tolist()"}, "Return the classes as a NumPy array"),
-    ({".numpy()": ".cpu().numpy() * 0"}, "the classes are"),
-    ({LAYERS: LAYERS, "x = layer(x)": "x = layer.to(x.device)(x)"}, "of shape (8, 4) and (8,). A plain list"),
-    ({SCALE: SCALE, "* self.scale": "* self.scale.to(x.device)"}, "state_dict does not contain `scale`"),
-    ({SCALE: PARAMETER}, "`scale` is a parameter that the optimizer trains"),
-    ({SCALE: BUFFER.replace("]))", "]), persistent=False)")}, "so a checkpoint loses it"),
-    ({"* self.scale": "* torch.tensor([1.0, 2.0, 3.0], device=x.device)"}, "does not use the `scale` of"),
-    ({SCALE: 'self.register_buffer("scale", torch.zeros(3))'}, "`scale` is [0.0, 0.0, 0.0], and it should be"),
-    ({"masked_fill(": "masked_fill_("}, "Your code changes the caller's x."),
-    ({"model.to(device)": "model = copy.deepcopy(model).to(device)"}, "layers.0.weight is on cpu. Move the model"),
-    ({"lr=0.1": "lr=0.2"}, ("the weights after training on cuda:3 are off by", "Change only devices.")),
+    (program("y.to(device)", 'y.to("cuda:3")'), "on cuda:0 your code stopped at `loss = nn.functional.cross_entropy"),
+    (program(".cpu().numpy()", ".tolist()"), "Return the classes as a NumPy array"),
+    (program(".numpy()", ".numpy() * 0"), "the classes are"),
+    (program(f"nn.ModuleList({LAYERS})", LAYERS, "layer(x)", "layer.to(x.device)(x)"), "(8, 4) and (8,). A plain list"),
+    (program(BUFFER, SCALE, "* self.scale", "* self.scale.to(x.device)"), "state_dict does not contain `scale`"),
+    (program(BUFFER, PARAMETER), "`scale` is a parameter that the optimizer trains"),
+    (program("3.0]))", "3.0]), persistent=False)"), "so a checkpoint loses it"),
+    (program("* self.scale", "* torch.tensor([1.0, 2.0, 3.0], device=x.device)"), "does not use the `scale` of"),
+    (program("torch.tensor([1.0, 2.0, 3.0])", "torch.zeros(3)"), "`scale` is [0.0, 0.0, 0.0], and it should be"),
+    (program("masked_fill(", "masked_fill_("), "Your code changes the caller's x."),
+    (program("    model.to(", "    model = copy.deepcopy(model).to("), "layers.0.weight is on cpu. Move the model"),
+    (program("lr=0.1", "lr=0.2"), ("the weights after training on cuda:3 are off by", "Change only devices.")),
     ((program()[0], trained_elsewhere), "With cuda:3 as device, the model computed on cuda:0. Move the model, x and y"),
     ((program()[0](), program()[1]), "Pass the class itself"),
-]
+]  # fmt: skip
 
 
-class OnePerGPU(nn.Module):
-    def __init__(self, layers, gpus):
-        super().__init__()
-        self.layers = nn.ModuleList(layer.to(gpu) for layer, gpu in zip(layers, gpus, strict=True))
-        self.gpus = gpus
-
-    def forward(self, x):
-        return self.through(x, lambda x, gpu: x.to(gpu))
-
-    def through(self, x, move):
-        for layer, gpu in zip(self.layers, self.gpus, strict=True):
-            x = layer(move(x, gpu))
-        return x
-
-
-whole = OnePerGPU.forward
-
-
-def one_per_gpu(forward):
-    """A class with another forward pass."""
-    return type("Other", (OnePerGPU,), {"forward": forward})
-
-
+per_gpu = stored(LESSON, "OnePerGPUSolution", copy=copy)
+START, MOVED, MADE, END = "for layer, gpu in zip(self", "x.to(gpu)", "layer.to(gpu)", "return x"
 PER_GPU = [
     (lambda layers, gpus: nn.Identity(), "lacks the parameters of layer 0. Keep the layers where the module finds"),
-    (lambda layers, gpus: OnePerGPU(layers, gpus[::-1]), "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3."),
-    (one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.detach().to(gpu))), "does not reach layer 0."),
-    (one_per_gpu(torch.no_grad()(whole)), "The output has no graph. Is there a detach() or no_grad()"),
-    (lambda layers, gpus: OnePerGPU(copy.deepcopy(layers), gpus), "a copy of layer 0. Keep the layer itself"),
-    (one_per_gpu(lambda self, x: (whole(self, x) + whole(self, x).detach()) / 2), "gradient of layer 0 is off by 50"),
-    (one_per_gpu(lambda self, x: self.through(x, lambda x, gpu: x.cpu().to(gpu))), "makes 7 copies between devices"),
-    (lambda layers, gpus: OnePerGPU([layers[i] for i in range(4)], gpus), "With 2 layers on cuda:1, cuda:2, your cla"),
-    (one_per_gpu(lambda self, x: whole(self, x.pin_memory())), "your class stopped at `"),
-    (one_per_gpu(lambda self, x: (whole(self, x.clone()), x.zero_())[0]), "The module changes the batch that it is"),
+    (per_gpu("layers, gpus,", "layers, gpus[::-1],"), "Layer 0 is on cuda:0, and in this check gpus[0] is cuda:3."),
+    (per_gpu(MOVED, "x.detach().to(gpu)"), "does not reach layer 0."),
+    (per_gpu(END, "return x.detach()"), "The output has no graph. Is there a detach() or no_grad()"),
+    (per_gpu(MADE, "copy.deepcopy(layer).to(gpu)"), "a copy of layer 0. Keep the layer itself"),
+    (per_gpu(END, "return (x + x.detach()) / 2"), "gradient of layer 0 is off by 50"),
+    (per_gpu(MOVED, "x.cpu().to(gpu)"), "makes 7 copies between devices"),
+    (per_gpu("layers, gpus, strict=True", "[layers[i] for i in range(4)], gpus"), "With 2 layers on cuda:1, cuda:2"),
+    (per_gpu(START, f"x.pin_memory()\n        {START}"), "your class stopped at `"),
+    (per_gpu(START, f"given, x = x, x.clone()\n        {START}", END, "return given.zero_() is x or x"),
+     "The module changes the batch that it is"),
     (lambda layers, gpus: layers, "Write a subclass of nn.Module."),
-]
+]  # fmt: skip
 
 
 def most_free(figure):
@@ -164,20 +131,21 @@ ANSWERS = {
     ),
     "left_behind": Answers(check.left_behind, [LEFT], LEFT_BEHIND),
     "mended": Answers(
-        lambda pair: check.mended(*(program(pair) if isinstance(pair, dict) else pair)),
+        lambda pair: check.mended(*pair),
         [
-            {},
-            {"optimizer = torch": "model.to(device)\n    optimizer = torch"},
-            {SCALE: PARAMETER.replace("]))", "]), requires_grad=False)")},
-            {SCALE: "self.scale = nn.Buffer(torch.tensor([1.0, 2.0, 3.0]))"},
-            {".numpy()": ".numpy(force=True)", "y.cuda()": "y.to(x.device)"},
-            {"    x.to(device)": "    x, model = x.to(device), model.to(device)"},
+            program(
+                "    model.to(device)\n", "", "    optimizer = torch", "    model.to(device)\n    optimizer = torch"
+            ),
+            program(BUFFER, PARAMETER.replace("]))", "]), requires_grad=False)")),
+            program(BUFFER, "self.scale = nn.Buffer(torch.tensor([1.0, 2.0, 3.0]))"),
+            program(".cpu().numpy()", ".numpy(force=True)", "y.to(device)", "y.to(x.device)"),
+            program("    x = x.to(device)", "    x, model = x.to(device), model.to(device)"),
         ],
         MENDED,
         strange=[(each, program()[1]) for each in STRANGE] + [(program()[0], each) for each in STRANGE],
     ),
     "one_per_gpu": Answers(
-        check.one_per_gpu, [OnePerGPU, one_per_gpu(lambda self, x: whole(self, x).to(x.device))], PER_GPU
+        check.one_per_gpu, [per_gpu(START, f"home = x.device\n        {START}", END, "return x.to(home)")], PER_GPU
     ),
     "emptiest_gpu": Answers(
         check.emptiest_gpu,

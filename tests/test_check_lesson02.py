@@ -11,8 +11,9 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson02 as check
-from tests.check_answers import Answers, answers_test, measured_once
+from tests.check_answers import Answers, answers_test, measured_once, stored
 
+LESSON = "02_data_parallel"
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program")
 
 
@@ -24,13 +25,7 @@ def rtx(monkeypatch):
         yield gpus
 
 
-def sizes(batch, gpus):
-    return sized(batch, -(-batch // gpus))
-
-
-def sized(batch, size):
-    full, rest = divmod(batch, size)
-    return [size] * full + ([rest] if rest else [])
+sizes = stored(LESSON, "piece_sizes_solution", np=np)
 
 
 def even(batch, gpus):
@@ -38,13 +33,13 @@ def even(batch, gpus):
 
 
 TENSOR = torch.zeros(200)
-TABLE = {pair: sizes(*pair) for pair in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7))}
+TABLE = {pair: sizes()(*pair) for pair in ((64, 4), (3, 4), (10, 4), (9, 4), (34, 8), (1, 2), (100, 7))}
 SAME = "DataParallel makes all pieces of the same size, except the last"
 PIECE_SIZES = [
     (lambda batch, gpus: [batch // gpus] * gpus, "is [2, 2, 2, 2]. These are 8 samples, and the batch has 10."),
     (even, f"piece_sizes(10, 4) is [3, 3, 2, 2]. {SAME}"),
-    (lambda batch, gpus: sized(batch, max(1, batch // gpus)), "piece_sizes(10, 4) is [2, 2, 2, 2, 2]. The first"),
-    (lambda batch, gpus: sizes(batch, gpus) + [0] * (gpus - len(sizes(batch, gpus))), "no samples has no entry"),
+    (sizes("math.ceil(batch / gpus)", "max(1, batch // gpus)"), "piece_sizes(10, 4) is [2, 2, 2, 2, 2]. The first"),
+    (sizes("return sizes", "return sizes + [0] * (gpus - len(sizes))"), "no samples has no entry"),
     (lambda batch, gpus: [True] * batch, "Return a list of integers"),
     (lambda batch, gpus: [len(each) for each in torch.zeros(batch).chunk(gpus)], "You call PyTorch's `zeros`"),
     (lambda batch, gpus: [len(TENSOR[:batch])], "You use a tensor of PyTorch. Compute the sizes"),
@@ -52,10 +47,7 @@ PIECE_SIZES = [
 ]
 
 
-def without_prefix(state, change=lambda value: value):
-    if not all(key.startswith("module.") for key in state):
-        return {key: change(value) for key, value in state.items()}
-    return {key.removeprefix("module."): change(value) for key, value in state.items()}
+without_prefix = stored(LESSON, "without_prefix_solution")
 
 
 def in_place(state):
@@ -64,32 +56,24 @@ def in_place(state):
     return state
 
 
-def with_while(state):
-    while all(key.startswith("module.") for key in state):
-        state = {key.removeprefix("module."): value for key, value in state.items()}
-    return state
-
-
 def keys(change):
     return lambda state: {change(key): value for key, value in state.items()}
-
-
-def values(change):
-    return partial(without_prefix, change=change)
 
 
 WITHOUT_PREFIX = [
     (lambda state: state, "['module.0.weight', 'module.0.bias', 'module.1.weight', 'module.1.bias']"),
     (keys(lambda key: key.replace("module.", "")), "may have a layer that is called `module`"),
     (keys(lambda key: key.removeprefix("module.")), "The keys of a plain net"),
-    (with_while, "['module.module.weight', 'module.module.bias'], became ['weight', 'bias']. Remove only what"),
+    (without_prefix("if not all", "while all", "        return state_dict\n    return", "        state_dict =",
+                    "items()}", "items()}\n    return state_dict"),
+     "['module.module.weight', 'module.module.bias'], became ['weight', 'bias']. Remove only what"),
     (in_place, "Your function changes the state dict that it is given"),
-    (values(torch.Tensor.zero_), "Your function changes the state dict"),
-    (values(lambda value: value + 1), "`0.weight` has other numbers"),
-    (values(lambda value: value.cpu()), "on cuda:0 and became torch.float32"),
-    (values(torch.Tensor.tolist), "and became a list. Change only"),
+    (without_prefix(": value for", ": value.zero_() for"), "Your function changes the state dict"),
+    (without_prefix(": value for", ": value + 1 for"), "`0.weight` has other numbers"),
+    (without_prefix(": value for", ": value.cpu() for"), "on cuda:0 and became torch.float32"),
+    (without_prefix(": value for", ": value.tolist() for"), "and became a list. Change only"),
     (list, "Return a state dict"),
-]
+]  # fmt: skip
 
 
 def recipe(batch, vocabulary, logits=3, share=4, states=2, copies=2, size=2, both=max, gathered=1.0, activations=1.43):
@@ -125,7 +109,6 @@ PEAK = [
     ({"both": first}, OTHER),
     ({"copies": 1}, "has the gradients once"),
     ({"gathered": 0.25}, "has only GPU 0's own piece of the outputs"),
-    (lambda batch: 19.98, "TypeError"),
 ]
 
 
@@ -160,70 +143,43 @@ LARGEST = [
     (10**6, "No RTX 4090 holds 1,000,000 sequences"),
 ]
 
-
-def ways(fails):
-    """An answer that tests all ways (a, b) with `fails(a, b, send)`."""
-    return lambda gpus, send: [(a, b) for a in gpus for b in gpus if a != b and fails(a, b, send)]
-
-
-def one_way(a, b, send, sent="cpu", back="cpu"):
-    sent = torch.randn(100, device=a if sent == "a" else "cpu")
-    arrived = send(sent.to(a), b)
-    return not torch.equal(arrived.to(back), sent.to(back))
-
-
-def there_and_back(a, b, send):
-    sent = torch.randn(1000)
-    return not torch.equal(send(send(sent.to(a), b), a).cpu(), sent)
-
-
-def into_like(a, b, send):
-    sent = torch.randn(100, device=a)
-    received = torch.empty_like(sent, device=b)
-    received.copy_(send(sent, b))
-    return received.tolist() != sent.tolist()
-
-
-def changed(change):
-    """The right list, with every pair changed."""
-    return lambda gpus, send: [change(a, b) for a, b in ways(one_way)(gpus, send)]
-
-
+damaged = stored(LESSON, "damaged_solution")
+RECEIVED, FOUND = "send(sent.to(source), target)", "found.append((source, target))"
+ON_SOURCE = "sent = torch.randn(1000)", "sent = torch.randn(1000, device=source)"
 DAMAGED = [
-    (ways(lambda a, b, send: one_way(a, b, send, "a", back=b)), "You copy from cuda:0 to cuda:1 without `send`"),
-    (ways(lambda a, b, send: one_way(a, b, send, "a", back=a)), "You copy from cuda:1 to cuda:0 without `send`"),
-    (lambda gpus, send: ways(one_way)(gpus, torch.Tensor.to), "without `send`, over a link that may be broken"),
-    (changed(lambda a, b: (b, a)), "Your pairs are the wrong way round"),
-    (ways(lambda a, b, send: send(torch.ones(9), b)), "You send a tensor that is on the CPU"),
-    (ways(there_and_back), "damage on 1 of the 2 pairs in your list. Each direction is a pair of its own"),
-    (ways(lambda a, b, send: False), "1 of 1 damaged pairs are missing from your list. Test both directions"),
-    (ways(lambda a, b, send: a.index < b.index and one_way(a, b, send)), "2 of 3 damaged pairs"),
-    (changed(lambda a, b: a), "is not a pair (source, target)"),
+    (damaged(*ON_SOURCE, "received.cpu(), sent", "received, sent.to(target)"), "You copy from cuda:0 to cuda:1"),
+    (damaged(*ON_SOURCE, "received.cpu()", "received.to(source)"), "You copy from cuda:1 to cuda:0 without `send`"),
+    (damaged(RECEIVED, "sent.to(source).to(target)"), "without `send`, over a link that may be broken"),
+    (damaged(FOUND, "found.append((target, source))"), "Your pairs are the wrong way round"),
+    (damaged(RECEIVED, "send(sent, target)"), "You send a tensor that is on the CPU"),
+    (damaged(RECEIVED, f"send({RECEIVED}, source)"),
+     "damage on 1 of the 2 pairs in your list. Each direction is a pair of its own"),
+    (lambda gpus, send: [], "1 of 1 damaged pairs are missing from your list. Test both directions"),
+    (damaged("source != target", "source.index < target.index"), "2 of 3 damaged pairs"),
+    (damaged(FOUND, "found.append(source)"), "is not a pair (source, target)"),
     (lambda gpus, send: len(gpus), "Return a list"),
     (lambda gpus, send: [("cuda:1", "cuda:2")], "of two of `gpus`"),
-]
+]  # fmt: skip
 ANSWERS = {
-    "sizes": Answers(check.piece_sizes, [sizes, lambda batch, gpus: list(np.array(sizes(batch, gpus)))], PIECE_SIZES),
+    "sizes": Answers(check.piece_sizes, [sizes("return sizes", "return list(np.array(sizes))")], PIECE_SIZES),
     "prefix": Answers(
         check.without_prefix,
-        [without_prefix, lambda state: in_place(OrderedDict(state)), values(lambda value: value.detach().clone())],
+        [lambda state: in_place(OrderedDict(state)), without_prefix(": value for", ": value.detach().clone() for")],
         WITHOUT_PREFIX,
         fixtures="four",
     ),
     "peak": Answers(
         lambda answer: check.peak(partial(recipe, **answer) if type(answer) is dict and answer else answer),
-        [recipe, lambda *case: torch.tensor(recipe(*case))],
+        [recipe],
         PEAK,
         fixtures="rtx calculated",
     ),
-    "largest": Answers(check.largest, [MOST, torch.tensor(MOST)], LARGEST, fixtures="rtx fits_once"),
+    "largest": Answers(check.largest, [MOST], LARGEST, fixtures="rtx fits_once"),
     "damaged": Answers(
         check.damaged,
         [
-            ways(one_way),
-            changed(lambda a, b: [a.index, b.index]),
-            lambda gpus, send: frozenset(ways(into_like)(gpus, send)),
-            ways(lambda a, b, send: one_way(a, b, send, back=b)),
+            damaged(FOUND, "found.append([source.index, target.index])", "return found", "return tuple(found)"),
+            damaged(RECEIVED, f"torch.empty_like(sent, device=target).copy_({RECEIVED})"),
         ],
         DAMAGED,
         fixtures="four",

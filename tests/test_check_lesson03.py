@@ -1,17 +1,25 @@
 """The checks of lesson 03: solutions pass, typical mistakes are explained, nothing raises."""
 
-import ast
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
 from helpers.models import Llama
 from notebooks.checks import lesson03 as check
-from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, changed, lesson_cell, measured_once, then, told
+from tests.check_answers import (
+    STRANGE_RESULTS,
+    Answers,
+    answers_test,
+    cells_of,
+    changed,
+    measured_once,
+    stored,
+    then,
+    told,
+)
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "small_program", "small_jobs")
 
@@ -30,119 +38,54 @@ def rtx():
         yield devices
 
 
-def combine(losses, weights, home=None):
-    home = losses[0].device if home is None else home
-    return sum(weight * loss.to(home) for loss, weight in zip(losses, weights, strict=True) if weight) / sum(weights)
-
-
-def destroys(losses, weights):
-    return combine([losses.pop(0) for _ in weights], weights)
-
-
-def on_the_first(losses):
-    return torch.stack([loss.to(losses[0].device) for loss in losses])
-
-
-def where(losses, weights):
-    counts = torch.tensor(weights, device=losses[0].device)
-    return torch.where(counts > 0, on_the_first(losses), 0.0) @ (counts / counts.sum())
-
-
-def two_only(losses, weights):
-    kept = [index for index, weight in enumerate(weights) if weight]
-    kept = [kept[0], kept[-1]] if len(kept) > 1 else kept
-    return combine([losses[i] for i in kept], [weights[i] for i in kept], losses[0].device)
-
-
+LESSON = "03_parallel_loss"
+combine = stored(LESSON, "combine_solution")
+GIVEN, EACH, END = "home = losses[0].device", "weight * loss.to(home)", "return weighted_sum / sum(weights)"
 COMBINE = [
-    (two_only, "[3.0, 1.0, 6.0] with the weights [1, 5, 2]"),
-    (lambda losses, weights: combine([losses[0].mul_(2) / 2, *losses[1:]], weights), "changes losses[0] to 4"),
-    (lambda losses, weights: combine(losses, weights, losses[-1].device), "should be where the first loss is"),
-    (where, "a gradient is nan. The backward pass still runs through the piece of weight 0"),
-    (lambda losses, weights: combine([loss.nan_to_num() for loss in losses], weights), "so the result must be nan"),
-    (lambda losses, weights: on_the_first(losses).mean(), "is the mean of the means. Where are the weights?"),
-    (lambda losses, weights: combine(losses, weights) * sum(weights), "is the weighted sum. A mean is asked for."),
-    (lambda losses, weights: on_the_first(losses) @ torch.tensor(weights).to(losses[0]) / sum(weights), "0 x nan"),
-    (lambda losses, weights: combine(losses, weights).item(), "Return a tensor, which has a gradient"),
-    (lambda losses, weights: combine(losses, weights).detach(), "the result has no graph"),
-    (lambda losses, weights: combine(losses, weights).cpu(), "the result is on cpu, and the first loss is on"),
-    (lambda losses, weights: combine([losses[0], *map(torch.detach, losses[1:])], weights), "no gradient arrives"),
-]
+    (combine(EACH, f"(loss is losses[0] or loss is losses[-1]) * {EACH}"), "[3.0, 1.0, 6.0] with the weights [1"),
+    (combine(END, f"losses[0].mul_(2)\n    {END}"), "changes losses[0] to 4"),
+    (combine("losses[0].device", "losses[-1].device"), "should be where the first loss is"),
+    (combine("weight > 0", "True", "loss.to(home)", "torch.where(torch.tensor(weight > 0), loss.to(home), 0.0)"),
+     "a gradient is nan. The backward pass still runs through the piece of weight 0"),
+    (combine("loss.to(home)", "loss.nan_to_num().to(home)"), "so the result must be nan"),
+    (combine(EACH, "loss.to(home)", "sum(weights)", "len(weights)"), "the mean of the means. Where are the"),
+    (combine(END, "return weighted_sum"), "is the weighted sum. A mean is asked for."),
+    (combine("weight > 0", "True"), "0 x nan"),
+    (combine(END, "return weighted_sum.item() / sum(weights)"), "Return a tensor, which has a gradient"),
+    (combine("loss.to", "loss.detach().to"), "the result has no graph"),
+    (combine(END, "return weighted_sum.cpu() / sum(weights)"), "the result is on cpu, and the first loss is on"),
+    (combine("loss.to", "(loss if loss is losses[0] else loss.detach()).to"), "no gradient arrives"),
+]  # fmt: skip
 
 
-def words(model, tokens, labels, **options):
-    return cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), **options)
-
-
-def counted(batches, count=lambda labels: (labels != -100).sum()):
-    return sum(count(labels) for _, labels in batches)
-
-
-def summed(model, tokens, labels, batches, count=counted):
-    return words(model, tokens, labels, reduction="sum") / count(batches)
-
-
-def accumulate(model, micro_batches, loss_of=summed, before=lambda model: None):
-    total = 0
-    for tokens, labels in micro_batches:
-        before(model)
-        loss = loss_of(model, tokens, labels, micro_batches)
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def by(loss_of, skip=True):
-    """Accumulates `loss_of(model, tokens, labels, batches)`, without micro-batches that have no labels."""
-
-    def answer(model, batches):
-        kept = [each for each in batches if not skip or (each[1] != -100).any()]
-        return accumulate(model, kept, lambda model, x, y, _: loss_of(model, x, y, batches))
-
-    return answer
-
-
-def weighted(model, x, y, batches):
-    return words(model, x, y) * counted([(x, y)]) / counted(batches)
-
-
-def in_the_end(model, micro_batches):
-    loss = sum(words(model, *each, reduction="sum") for each in micro_batches) / counted(micro_batches)
-    loss.backward()
-    return loss.detach()
-
-
+accumulate = stored(LESSON, "accumulate_words_solution", cross_entropy=cross_entropy)
+SUM, COUNT = "loss_sum / count", "(labels != -100).sum()"
+HAS_LABELS = "loss.backward()", "loss.isnan() or loss.backward()"
+ADDED = "total += loss.detach()", "total += 0 if loss.isnan() else loss.detach()"
 ACCUMULATE = [
-    (by(lambda model, x, y, batches: words(model, x, y) / len(batches)), ("off by", "It is a mean of means")),
-    (by(lambda model, x, y, batches: words(model, x, y)), "the sum of the micro-batches' means"),
-    (by(partial(summed, count=lambda _: 1)), "the sum over all labels"),
-    (by(partial(summed, count=lambda each: counted(each, torch.numel))), "of all labels, also ignored ones"),
-    (by(lambda model, x, y, b: words(model, x, y) * len(x) / counted(b, len)), "weighted by sequences. Count la"),
-    (by(partial(summed, count=lambda each: counted(each[:1]) * len(each))), "Every label that counts should count"),
+    (accumulate(SUM, f"loss_sum / {COUNT} / len(micro_batches)", *HAS_LABELS), ("off by", "It is a mean of means")),
+    (accumulate(SUM, f"loss_sum / {COUNT}", *HAS_LABELS), "the sum of the micro-batches' means"),
+    (accumulate(SUM, "loss_sum"), "the sum over all labels"),
+    (accumulate(COUNT, "labels.numel()"), "of all labels, also ignored ones"),
+    (accumulate(SUM, f"loss_sum / {COUNT} * len(labels) / sum(len(y) for _, y in micro_batches)", *HAS_LABELS),
+     "weighted by sequences. Count la"),
+    (accumulate("return", "model.output.weight.grad.mul_(2)\n    return"), "Every label that counts should count"),
     # PyTorch's own backward gives 0, but the loss is nan.
-    (by(weighted, skip=False), "nan"),
-    (then(lambda model, b: model.output.bias.data.add_(1e-6), accumulate), "changes `output.bias`. Leave the model"),
-    (then(lambda model, b: model.cpu(), accumulate), "moves `embedding.weight` to cpu"),
-    (in_the_end, "before the first backward()"),
-    (lambda model, b: accumulate(model, [[*map(torch.cat, zip(*b, strict=True))]]), "Run one micro-batch at a time"),
-    (partial(accumulate, before=lambda model: model.zero_grad()), "that of the last micro-batch alone"),
-    (lambda model, batches: accumulate(model, batches) * 0 + 1, "the gradients are right, but the returned loss"),
-    (lambda model, batches: 1.0, "no gradient. Was backward() called?"),
-]
+    (accumulate(SUM, f"loss_sum / {COUNT} * {COUNT} / count"), "nan"),
+    (accumulate("return", "model.output.bias.data.add_(1e-6)\n    return"), "changes `output.bias`. Leave the model"),
+    (accumulate("return", "model.cpu()\n    return"), "moves `embedding.weight` to cpu"),
+    (accumulate("loss.backward()\n", "\n", "loss.detach()", "loss", "return", "total.backward()\n    return"),
+     "before the first backward()"),
+    (accumulate("in micro_batches:", "in [[*map(torch.cat, zip(*micro_batches))]]:"), "Run one micro-batch at a time"),
+    (accumulate("loss.backward()", "model.zero_grad(), loss.backward()"), "that of the last micro-batch alone"),
+    (accumulate("return total", "return total * 0 + 1"), "the gradients are right, but the returned loss"),
+    (accumulate("loss.backward()", "pass"), "no gradient. Was backward() called?"),
+]  # fmt: skip
 
 
-def lesson(*starts):
-    """What the lesson's cells with these words define."""
-    names = {"torch": torch, "nn": nn, "cross_entropy": cross_entropy}
-    for start in starts:
-        tree = ast.parse(lesson_cell("03_parallel_loss", start))
-        tree.body = [part for part in tree.body if not isinstance(part, ast.Expr)]
-        exec(compile(tree, start, "exec"), names)
-    return names
-
-
-LOSSES = lesson("\ndef present(", "def dice(", "def present_sums")
+LOSSES = cells_of(LESSON)[1]
 FIVE = PRESENT, TRIPLET, ROOT, DICE, RANKING = [LOSSES[name] for name in check._DIVISIBLE]
+SOLUTION = stored(LESSON, "answers_solution")()
 
 
 def over(totals):
@@ -221,20 +164,28 @@ LLAMA_LOSS = [
     (divided(lambda loss: loss.detach() / 2 + loss / 2), "is off by 50.0%"),
     (divided(lambda loss: loss[None, None].expand(2, 2)), "Return one number"),
     (divided(lambda loss: loss / 0 * 0), "the loss is nan"),
-    (lambda model, *job: words(model.cpu(), *job[1:]), "your function moves `embedding.weight` to cpu"),
+    (then(lambda model, *job: model.cpu(), check._divided), "your function moves `embedding.weight` to cpu"),
     (only_with_values, "gets no gradient"),
     (lambda model, *job: check._divided(model.bfloat16(), *job), "your function changes `embedding.weight`"),
 ]
 ANSWERS = {
     "combine": Answers(
         check.combine,
-        [combine, destroys, lambda losses, weights: combine(losses, weights, "cpu").to(losses[0].device)],
+        [
+            combine(END, f"losses.clear()\n    {END}"),
+            combine(GIVEN, 'home = "cpu"', END, "return (weighted_sum / sum(weights)).to(losses[0].device)"),
+        ],
         COMBINE,
         fixtures="four",
     ),
-    "accumulate": Answers(check.accumulate_words, [accumulate, by(summed), by(weighted)], ACCUMULATE, fixtures="four"),
+    "accumulate": Answers(
+        check.accumulate_words,
+        [accumulate(SUM, f"loss_sum / {COUNT} * {COUNT} / count if (labels != -100).any() else loss_sum")],
+        ACCUMULATE,
+        fixtures="four",
+    ),
     "losses": Answers(
-        lambda change: check.losses(changed(LOSSES["answers_solution"], change), FIVE),
+        lambda change: check.losses(changed(SOLUTION, change), FIVE),
         [
             {"ranking": "Not at all"},
             {"root": (as_tuple, lambda t: over(t) ** 0.5)},

@@ -2,51 +2,36 @@
 
 import copy
 import math
-from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
 from helpers.parallel import bubble, gpipe, one_f_one_b
 from notebooks.checks import lesson05 as check
-from tests.check_answers import Answers, answers_test, then, told
+from tests.check_answers import Answers, answers_test, stored, told
 
-
-def cuts_by(key, last=False):
-    """The first, or the last, of the best cuts by `key` of the stages' times."""
-
-    def answer(times, stages):
-        every = list(combinations(range(1, len(times)), stages - 1))
-        return list(min(reversed(every) if last else every, key=lambda cuts: key(check._stage_times(times, cuts))))
-
-    return answer
-
-
-best_cuts = cuts_by(max)
+cuts = stored("05_model_parallelism", "best_cuts_solution", np=np, stage_times=check._stage_times)
+ALL, SLOWEST = "(min(all_cuts", ": slowest_stage(times, cuts)"
 VALID = "Return a list with one integer from 1 to 4, so that each stage has a layer"
 BEST_CUTS = Answers(
     check.best_cuts,
     right=[
-        best_cuts,
-        cuts_by(max, last=True),
-        lambda times, stages: tuple(best_cuts(times, stages)),
-        lambda times, stages: torch.tensor(best_cuts(times, stages)),
-        lambda times, stages: [np.int64(cut) for cut in best_cuts(times, stages)],
+        cuts(ALL, "(min(reversed(list(all_cuts))", "return list", "return tuple"),
+        cuts("return list(", "return list(np.int64(cut) for cut in "),
     ],
     wrong=[
         (lambda times, stages: [len(times) * k // stages for k in range(1, stages)], "is possible"),
-        (lambda times, stages: best_cuts([1] * len(times), stages), "[5, 9]. The slowest stage then takes 9, and 8"),
-        (cuts_by(lambda each: max(each) - min(each)), "12, and 11 is possible. The times of your stages differ as"),
-        (lambda times, stages: best_cuts(times, stages)[::-1], "is [2, 1]. Return a list of 2 increasing integers"),
-        (lambda times, stages: [0, *best_cuts(times, stages)], VALID),
-        (lambda times, stages: [cut + 0.5 for cut in best_cuts(times, stages)], VALID),
-        (lambda times, stages: 4, VALID),
+        (cuts(SLOWEST, ": slowest_stage([1] * len(times), cuts)"), "[5, 9]. The slowest stage then takes 9, and 8"),
+        (cuts(SLOWEST, ": max(stage_times(times, cuts)) - min(stage_times(times, cuts))"),
+         "12, and 11 is possible. The times of your stages differ as"),
+        (lambda times, stages: cuts()(times, stages)[::-1], "is [2, 1]. Return a list of 2 increasing integers"),
+        (cuts("return list(", "return [0] + list("), VALID),
+        (cuts("return list(", "return list(cut + 0.5 for cut in "), VALID),
     ],
-)
+)  # fmt: skip
 
 
 def fewest(stages, share):
@@ -67,13 +52,11 @@ FEWEST = Answers(
     wrong=[
         (lambda stages, share: max(1, round(waits(stages, share))), "fewest(4, 0.29) is 7. The bubble is then 0.3 of"),
         (lambda stages, share: max(1, int(waits(stages, share)) + 1), "fewest(4, 0.5) is 4"),
-        (lambda stages, share: str(fewest(stages, share)), "is text"),
         (lambda stages, share: max(1, math.ceil((stages - 1) * (1 - share) / share)),
          ("fewest(4, 0.2) is 13. With one", "floating-point rounding")),
         (lambda stages, share: max(1, math.ceil(waits(stages, share))), "fewest(64, 0.6) is 43. With one"),
         (lambda stages, share: fewest(stages, share + 1e-4), "The bubble is then 0.05008 of the step, which is more"),
         (lambda stages, share: waits(stages, share) + 0.5, "an integer of at least 1"),
-        (lambda stages, share: 0, "an integer of at least 1"),
     ],
 )  # fmt: skip
 
@@ -131,7 +114,6 @@ FRUGAL = Answers(
         (edited(lambda order: order[::-1], frugal), 'never ends: "F" comes first.'),
         (edited(lambda order: [(kind, number + 0.5) for kind, number in order], frugal), "An order is a list"),
         (edited(lambda order: [*order, ("F", len(order))], frugal), "There is no such micro-batch"),
-        (lambda stages, m: frugal(stages, m)[0], "An order is a list of pairs"),
     ],
 )  # fmt: skip
 
@@ -165,67 +147,41 @@ SCHEDULE = Answers(
         (lambda stages, m: halves(stages, m, "FWI"), 'never ends: "F" comes first, and "I" before "W"'),
         (lambda stages, m: halves(stages, m, "IFW"), 'never ends: "F" comes first'),
         (never_ends, "the stages wait for each other (stage 0 before "),
-        (one_f_one_b(4, 8), "cannot be called"),
     ],
     fixtures="rtx",
 )  # fmt: skip
 
 
-def in_parts(weight=lambda y, labels: len(y) / len(labels), log=None, clear=False, retain=False, smoothing=0.0):
-    """The solution, or one with a mistake. log: what of (loss, share) is added up."""
-
-    def answer(net, images, labels, size):
-        total = 0.0
-        for x, y in zip(images.split(size), labels.split(size), strict=True):
-            if clear:
-                net.zero_grad()
-            loss = cross_entropy(net(x), y, label_smoothing=smoothing)
-            (loss * weight(y, labels)).backward(retain_graph=retain)
-            share = len(y) / len(labels)
-            total += log(loss, share) if log else loss.item() * share
-        return total
-
-    return answer
-
-
-kept = []  # by an answer
-
-
-def in_eval(net, *rest):
-    return in_parts()(net.eval(), *rest)
-
-
+parts = stored("05_model_parallelism", "backward_in_parts_solution", cross_entropy=cross_entropy, copy=copy, held=[])
+LOSS, BACK, LOG = "* len(y) / len(labels)", "loss.backward()", "loss.item()"
+SET, END = "total = 0.0", "    return total"
+IN_EVAL = SET, f"{SET}\n    model.eval()"
 IN_PARTS = Answers(
     check.backward_in_parts,
     right=[
-        in_parts(),
-        lambda net, *rest: in_parts()(net.forward, *rest),
-        lambda net, *rest: in_parts()(lambda x: checkpoint(net, x, use_reentrant=False), *rest),
-        then(lambda net, *rest: net.train(), in_eval),
-        in_parts(log=lambda loss, share: loss.detach() * share),
-        then(lambda net, x, *_: [each.grad.div_(len(x)) for each in net.parameters()], in_parts(lambda y, _: len(y))),
+        parts("model(x)", "model.forward(x)", LOG, "loss.detach()"),
+        parts("model(x)", "torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)"),
+        parts(*IN_EVAL, END, f"    model.train()\n{END}"),
     ],
     wrong=[
-        (in_parts(lambda y, labels: 0.25), "[16, 16, 16, 2] samples count [0.25, 0.25, 0.25, 0.25]"),
-        (in_parts(clear=True), "samples count [0.0, 0.0, 0.0, 0.04]"),
-        (in_parts(smoothing=0.1), "values are wrong"),
-        (lambda net, *rest: in_parts()(copy.deepcopy(net), *rest), "Some parameters have no gradient"),
-        (in_parts(log=lambda loss, share: loss.item()), "your loss of "),
-        (in_parts(log=lambda loss, share: loss * share), "still refers to its graph"),
-        (lambda net, x, y, size: in_parts()(net, x, y, 99), "the model was called with [50] images"),
-        (lambda net, x, y, size: in_parts()(net, x[:48], y[:48], size), "Pass each image through the model once"),
-        (lambda net, images, labels, size: 0.0, "was called with [] images"),
+        (parts(LOSS, "/ 4"), "[16, 16, 16, 2] samples count [0.25, 0.25, 0.25, 0.25]"),
+        (parts(BACK, f"model.zero_grad(), {BACK}"), "samples count [0.0, 0.0, 0.0, 0.04]"),
+        (parts("model(x)", "copy.deepcopy(model)(x)"), "Some parameters have no gradient"),
+        (parts(LOG, f"{LOG} * size"), "your loss of "),
+        (parts(LOG, "loss"), "still refers to its graph"),
+        (parts("split(size)", "split(99)"), "the model was called with [50] images"),
+        (lambda model, images, labels, size: 0.0, "was called with [] images"),
         # one by one through the layers, which a hook on the model would not see
-        (then(lambda net, x, *_: net[2](net[1](net[0](x))), in_parts()), "called with [16, 16, 16, 2, 50] images"),
-        (lambda net, x, y, size: sum(cross_entropy(net(part), y[: len(part)]) for part in x.split(size)),
-         "4 forward passes ran without a backward pass"),
-        (in_parts(log=lambda loss, share: kept.append(loss) or loss.item() * share, retain=True),
+        (parts(END, f"    model[2](model[1](model[0](images)))\n{END}"), "called with [16, 16, 16, 2, 50] images"),
+        (parts(BACK, "held.append(loss)", END, f"    sum(held[-4:]).backward()\n{END}"),
+         "forward passes ran without a backward pass"),
+        (parts(BACK, "held.append(loss), loss.backward(retain_graph=True)"),
          "graphs of earlier micro-batches are in memory during a forward pass"),
-        (in_eval, "leaves the model in evaluation mode"),
-        (then(lambda *job: torch.set_grad_enabled(False), in_parts()), "leaves gradients switched off"),
-        (then(lambda net, *rest: torch.optim.SGD(net.parameters(), lr=0.1).step(), in_parts()), "changed the weights"),
-        (then(lambda net, images, *rest: images.mul_(2), in_parts()), "changed the weights, the images"),
-        (torch.no_grad()(in_parts()), "does not require grad"),
+        (parts(*IN_EVAL), "leaves the model in evaluation mode"),
+        (parts(END, f"    torch.set_grad_enabled(False)\n{END}"), "leaves gradients switched off"),
+        (parts(END, f"    torch.optim.SGD(model.parameters(), lr=0.1).step()\n{END}"), "changed the weights"),
+        (parts(SET, f"{SET}\n    images.mul_(2)"), "changed the weights, the images"),
+        (torch.no_grad()(parts()), "does not require grad"),
     ],
 )  # fmt: skip
 

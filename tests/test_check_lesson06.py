@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson06 as check
-from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, changed, then, told
+from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, changed, stored, then, told
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -28,19 +28,7 @@ def empty_gpu():
         yield devices[0]
 
 
-def loss_of(net, x, y, **how):
-    return cross_entropy(net(x.cuda()), y.cuda(), **how)
-
-
-def mean_of(net, batches, number=torch.Tensor.item):
-    return sum(number(loss_of(net, x, y)) for x, y in batches) / len(batches)
-
-
-def keeps_graphs(net, batches):
-    return mean_of(net, batches, torch.Tensor.clone).item()
-
-
-validate = torch.no_grad()(mean_of)
+LESSON = "06_out_of_memory"
 
 
 def by_hand(net):
@@ -48,14 +36,10 @@ def by_hand(net):
     return lambda x: reduce(lambda x, layer: layer.forward(x), net, x)
 
 
-@torch.no_grad()
-def on_the_cpu(net, batches):
-    net.cpu()
-    found = sum(cross_entropy(net(x), y).item() for x, y in batches) / len(batches)
-    net.cuda()
-    return found
-
-
+validation = stored(LESSON, "validation_loss_solution", gpu=0, by_hand=by_hand)
+validate = validation()
+GRAPH, TENSOR, MEAN = ("@torch.inference_mode()\n", ""), (".item()", ""), "return total / len(batches)"
+keeps_graphs = validation(*GRAPH, *TENSOR, MEAN, "return (total / len(batches)).item()")
 kept = []  # by answers
 CHANGED = "changes the images and labels that it gets"
 DAMAGE = [
@@ -67,20 +51,20 @@ DAMAGE = [
 VALIDATION_LOSS = Answers(
     check.validation_loss,
     right=[
-        validate,
-        torch.inference_mode()(keeps_graphs),
-        then(lambda net, batches: net.train(), lambda net, batches: validate(net.eval(), batches)),
+        validation("inference_mode", "no_grad", *TENSOR, "return total", "return total.item()"),
+        then(lambda net, batches: net.train(), validation("total = 0", "total = 0\n    model.eval()")),
     ],
     wrong=[
         (keeps_graphs, "What still refers to tensors of earlier batches?"),
-        (lambda net, batches: mean_of(net, batches, torch.Tensor.clone), "Return a number"),
-        (lambda net, batches: len(batches) * validate(net, batches), "is the sum. Divide it"),
-        (mean_of, "still builds a graph"),
-        (on_the_cpu, "The model ran on cpu. Run it on cuda:0"),
+        (validation(*TENSOR), "Return a number"),
+        (validation(MEAN, "return total"), "is the sum. Divide it"),
+        (validation(*GRAPH), "still builds a graph"),
+        (validation(*GRAPH, "total = 0", "model.cpu(); total = 0", ".to(gpu)", "", "return", "model.cuda(); return"),
+         "The model ran on cpu. Run it on cuda:0"),
         (then(lambda *_: kept.append(torch.zeros(2**19, device="cuda")), validate),
          "your function leaves behind 2.0 MiB, and 1.0 MiB are allowed"),
-        (lambda net, batches: validate(by_hand(net), batches), "The model did not run"),
-        (lambda net, batches: validate(net, [[torch.cat(each) for each in zip(*batches, strict=True)]]),
+        (validation("model(", "by_hand(model)("), "The model did not run"),
+        (validation("total = 0", "total, batches = 0, [[*map(torch.cat, zip(*batches))]]"),
          "The model ran on 3072 images at once"),
         (lambda net, batches: 2.302585, "2.30259"),
         (then(lambda net, batches: setattr(net[4].bias, "grad", net[4].bias.detach()), validate), "leaves gradients"),
@@ -117,42 +101,17 @@ FEATURES = Answers(
 )
 
 
-def halving(kind=torch.OutOfMemoryError, handle=lambda error: None, half=lambda batch: batch // 2):
-    def answer(step, batch):
-        while True:
-            try:
-                step(batch)
-                return batch
-            except kind as error:
-                handle(error)
-            batch = half(batch)
-
-    return answer
-
-
 def passes_on(error):
     """Right: what is no lack of memory ends the search, also as another error."""
     if "out of memory" not in str(error):
         raise ValueError("The step is broken.") from error
 
 
-def halve_inside(step, batch):
-    try:
-        step(batch)
-        return batch
-    except torch.OutOfMemoryError:
-        return halve_inside(step, batch // 2)
-
-
-def retries_once_inside(step, batch):
-    try:
-        step(batch)
-        return batch
-    except torch.OutOfMemoryError:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            step(batch // 2)
-            return batch // 2
-    return retries_once_inside(step, batch // 4)
+halve = stored(LESSON, "halve_solution", contextlib=contextlib, passes_on=passes_on)
+ONCE_INSIDE = """with contextlib.suppress(torch.OutOfMemoryError):
+                step(batch // 2)
+                return batch // 2
+            batch //= 2  #"""
 
 
 @pytest.fixture
@@ -163,31 +122,19 @@ def odd(monkeypatch, gpu):
 
 HALVE = Answers(
     check.halve_until_it_fits,
-    right=[halving(), halving(RuntimeError, passes_on)],
+    right=[halve(), halve("torch.OutOfMemoryError:", "RuntimeError as error:", "pass  #", "passes_on(error)  #")],
     wrong=[
-        (halve_inside, "A batch of 100 fits on an empty GPU. What still refers to the tensors of the steps that"),
-        (halving(half=lambda batch: batch / 2), "half of the one before, rounded down"),
+        (halve("pass  #", "return halve_solution(step, batch // 2)  #"),
+         "A batch of 100 fits on an empty GPU. What still refers to the tensors of the steps that"),
+        (halve("batch //= 2", "batch /= 2"), "half of the one before, rounded down"),
         (lambda step, batch: 100, "Return the batch that ran"),
-        (lambda step, batch: halving()(step, batch // 4), "Each try should be half of the one before"),
-        (retries_once_inside, "When step(200) began"),
-        (halving(Exception), ("RuntimeError(", "labels have the wrong shape", "hid it. Catch only torch.OutOfMemor")),
+        (halve("    while", "    batch //= 4\n    while"), "Each try should be half of the one before"),
+        (halve("pass  #", ONCE_INSIDE), "When step(200) began"),
+        (halve("torch.OutOfMemoryError", "Exception"),
+         ("RuntimeError(", "labels have the wrong shape", "hid it. Catch only torch.OutOfMemor")),
     ],
     fixtures="odd",
-)
-
-
-def accumulate(net, x, y, pieces, weight=None, clear=False, log=torch.Tensor.item, back=None):
-    """The solution, or one with a mistake. Names still refer to a piece while the next one is copied."""
-    total = 0
-    for part, target in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
-        if clear:
-            net.zero_grad()
-        on_gpu, labels, share = part.cuda(), target.cuda(), len(part) / len(x)
-        out = net(on_gpu)
-        loss = cross_entropy(out, labels)
-        back(net, loss * share) if back else (loss * (weight or share)).backward()
-        total += log(loss) * share
-    return total
+)  # fmt: skip
 
 
 def with_autograd_grad(net, loss):
@@ -196,8 +143,8 @@ def with_autograd_grad(net, loss):
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-def sum_of(net, part, target):
-    return loss_of(net, part, target, reduction="sum")
+def sum_of(net, x, y):
+    return cross_entropy(net(x.cuda()), y.cuda(), reduction="sum")
 
 
 def at_once(net, x, y, pieces, run=sum_of):
@@ -217,60 +164,41 @@ def back_on_the_gpu(net, *_):
         parameter.grad = parameter.grad.cuda()
 
 
-def copies_all_pieces(net, x, y, pieces):
-    parts = [part.cuda() for part in x.chunk(pieces)]
-    return accumulate(lambda part: net(parts.pop(0)), x, y, pieces)
-
-
+accumulate = stored(LESSON, "accumulate_solution", with_autograd_grad=with_autograd_grad)
+BACK, LOG = "loss.backward()", "loss.item()"
 ACCUMULATE = Answers(
     check.accumulate,
     right=[
-        accumulate,
-        partial(accumulate, back=with_autograd_grad),
+        accumulate("loss = ", "on_gpu = part.to(gpu); out = model(on_gpu); loss = ", "model(part.to(gpu))", "out"),
+        accumulate(BACK, "with_autograd_grad(model, loss)"),
         partial(at_once, run=partial(checkpoint, sum_of, use_reentrant=False)),
     ],
     wrong=[
         (at_once, "Which call frees the graph of a piece?"),
-        (partial(accumulate, weight=1 / 4), "[3, 3, 3, 1] samples count [0.25, 0.25, 0.25"),
-        (partial(accumulate, clear=True), "samples count [0.0, 0.0, 0.0, 0.1]"),
-        (lambda net, x, y, pieces: validate(net, [(x, y)]), "Some parameters have no gradient"),
-        (lambda *job: 4 * accumulate(*job), "The loss of "),
-        (partial(accumulate, log=lambda loss: loss), "still refers to a graph. Return a number"),
+        (accumulate(BACK, f"model.zero_grad(), {BACK}"), "samples count [0.0, 0.0, 0.0, 0.1]"),
+        (accumulate("return total", "return 4 * total"), "The loss of "),
+        (accumulate(LOG, "loss"), "still refers to a graph. Return a number"),
         (then(back_on_the_gpu, on_the_host), "The model ran on cpu"),
         (on_the_host, "The device is cpu"),
-        (lambda net, x, y, pieces: accumulate(net, x.cuda(), y.cuda(), pieces), "moves all of x, 6.3 MiB, to the GPU"),
-        (lambda net, *job: accumulate(by_hand(net), *job), "The model did not run. Call it with each piece"),
-        (copies_all_pieces, "More than one piece is on the GPU at the same time: its samples"),
-        (then(lambda net, x, y, pieces: x.zero_(), accumulate), CHANGED),
+        (accumulate("total = 0", "total, x, y = 0, x.to(gpu), y.to(gpu)"), "moves all of x, 6.3 MiB, to the GPU"),
+        (accumulate("model(", "by_hand(model)("), "The model did not run. Call it with each piece"),
+        (accumulate("x.chunk(pieces)", "[part.to(gpu) for part in x.chunk(pieces)]"),
+         "More than one piece is on the GPU at the same time: its samples"),
+        (then(lambda net, x, y, pieces: x.zero_(), accumulate()), CHANGED),
     ],
     strange=STRANGE_RESULTS[-2:],
     fixtures="gpu",
-)
-
-
-def drift(net, batches, decay=0.9, graph=False, rate=0.1):
-    sgd = torch.optim.SGD(net.parameters(), lr=rate)
-    starts = [parameter.detach().clone() for parameter in net.parameters()]
-    found = [torch.zeros_like(start) for start in starts]
-    for x, y in batches:
-        sgd.zero_grad()
-        loss_of(net, x, y).backward()
-        sgd.step()
-        with torch.set_grad_enabled(graph):
-            moved = [(p - start).square() for p, start in zip(net.parameters(), starts, strict=True)]
-            found = [decay * d + (1 - decay) * m for d, m in zip(found, moved, strict=True)]
-    return found
-
-
+)  # fmt: skip
+drift = stored(LESSON, "train_with_drift_solution")
 DRIFT = Answers(
     check.train_with_drift,
-    right=[drift],
+    right=[drift("average.lerp_(", "average.copy_(average.lerp(", "- decay)", "- decay))")],
     wrong=[
-        (partial(drift, graph=True), "What do the averages, or a list, still refer to?"),
-        (partial(drift, rate=0.2), "values are wrong"),
-        (lambda *job: drift(*job)[:2], "There are 2 averages. Return one for each parameter"),
-        (lambda *job: [average.cpu() for average in drift(*job)], "The device is cpu"),
-        (partial(drift, decay=0.99), "Every value is 0.1"),
+        (drift("with torch.no_grad()", "with torch.enable_grad()"), "What do the averages, or a list, still refer to?"),
+        (drift("lr=0.1", "lr=0.2"), "values are wrong"),
+        (drift("return drift", "return drift[:2]"), "There are 2 averages. Return one for each parameter"),
+        (drift("return drift", "return [each.cpu() for each in drift]"), "The device is cpu"),
+        (drift("decay=0.9", "decay=0.99"), "Every value is 0.1"),
     ],
     strange=STRANGE_RESULTS[-2:],
     fixtures="gpu",
@@ -324,25 +252,6 @@ def test_kept_workspaces_make_no_target_larger(gpu, monkeypatch):
     assert told(check.validation_loss(keeps_graphs), "earlier batches")
 
 
-def whole(net, tokens):
-    return cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def step_of(loss=whole, pieces=1, means=False, recompute=False, **options):
-    """Trains as the exercise asks, unless an option says otherwise."""
-
-    def train(net, batches):
-        net.recompute = recompute
-        stepper = torch.optim.AdamW(net.parameters(), **{"lr": 0.001, "weight_decay": 0.1} | options)
-        for tokens in batches:
-            stepper.zero_grad()
-            for part in tokens.chunk(pieces):
-                loss(net, part).mul(1 / pieces if means else len(part) / len(tokens)).backward()
-            stepper.step()
-
-    return train
-
-
 def steps_in_backward(net, batches):
     """Beats par in memory: no gradient outlives its own update."""
     net.recompute = True
@@ -356,21 +265,23 @@ def steps_in_backward(net, batches):
 
 def large(train):
     """Trains small models as the exercise asks, and the one that is scored with `train`."""
-    return lambda net, batches: (train if net.output.weight.is_cuda else step_of())(net, batches)
+    return lambda net, batches: (train if net.output.weight.is_cuda else check._naive)(net, batches)
 
 
 def on_the_cpu_after_all(net, batches):
-    step_of()(net.cpu(), [torch.zeros(1, 3, dtype=torch.long)])
+    check._naive(net.cpu(), [torch.zeros(1, 3, dtype=torch.long)])
     net.cuda()
 
 
 def looks_at_the_rest(net, batches):
     with torch.no_grad():
         check._chunked_loss(net, batches[0])
-    step_of()(net, [tokens[:, :3] for tokens in batches])
+    check._naive(net, [tokens[:, :3] for tokens in batches])
 
 
-solution = step_of(check._chunked_loss, recompute=True, fused=True)
+train = stored(LESSON, "train_solution")
+LOSS = "loss = chunked_loss(model, tokens)\n        loss.backward()"
+IN_PARTS = "for part in tokens.chunk(4):\n            ({} * chunked_loss(model, part)).backward()"
 
 
 @pytest.fixture
@@ -390,24 +301,24 @@ MADE = "what AdamW makes of the whole batches"
 TRAIN = Answers(
     check.train,
     scored=[
-        (solution, "Naive: out of memory. You reach par in memory and time."),
-        (step_of(pieces=4), "Naive: out of memory."),
+        (train(), "Naive: out of memory. You reach par in memory and time."),
+        (train(LOSS, IN_PARTS.format("len(part) / len(tokens)")), "Naive: out of memory."),
         (steps_in_backward, "par in memory"),
     ],
     wrong=[
-        (step_of(), "Your function runs out of memory on 23.6 GiB"),
-        (step_of(weight_decay=0.01), MADE),
-        (lambda net, batches: step_of()(net, batches[1:]), MADE),
-        (step_of(pieces=4, means=True), MADE),
-        (step_of(lambda net, tokens: whole(net.bfloat16(), tokens)), MADE),
+        (check._naive, "Your function runs out of memory on 23.6 GiB"),
+        (train("weight_decay=0.1", "weight_decay=0.01"), MADE),
+        (train("in batches", "in batches[1:]"), MADE),
+        (train(LOSS, IN_PARTS.format("1 / 4")), MADE),
+        (train("model.recompute = True", "model.bfloat16()"), MADE),
         (lambda net, batches: None, "The weights have not changed"),
         (large(on_the_cpu_after_all), "ran on cpu"),
         (large(lambda net, batches: None), "Run all of them on cuda:0"),
-        (large(lambda net, batches: solution(net, [tokens[:8] for tokens in batches])),
+        (large(lambda net, batches: check._par(net, [tokens[:8] for tokens in batches])),
          "trained on 32,768 of 65,536 tokens. Train it on whole batches"),
         (large(looks_at_the_rest), "the large model was trained on 64 of 65,536 tokens"),
-        (large(lambda net, batches: solution(net.half(), batches)), "The weights are torch.float16 now"),
-        (then(lambda *_: torch.set_grad_enabled(False), step_of()), "leaves gradients switched off"),
+        (large(lambda net, batches: check._par(net.half(), batches)), "The weights are torch.float16 now"),
+        (then(lambda *_: torch.set_grad_enabled(False), check._naive), "leaves gradients switched off"),
     ],
     strange=[3, ..., *STRANGE_RESULTS[-2:]],
     fixtures="rtx",

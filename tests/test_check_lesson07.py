@@ -10,49 +10,43 @@ from virtual_gpus import virtual_gpus
 from helpers.measure import measure_memory
 from notebooks.checks import lesson07 as check
 from notebooks.checks import scores
-from tests.check_answers import Answers, answers_test, changed, told
+from tests.check_answers import Answers, answers_test, changed, stored, told
+
+changed_judge = stored("07_choosing_a_method", "judge_solution", fitted=check._amdahl)
+judge = changed_judge()
+SHARE = "share = (seconds[gpus] / seconds[1] - 1 / gpus) / (1 - 1 / gpus)"
 
 
-def share(one, many, gpus):
-    return (many / one - 1 / gpus) / (1 - 1 / gpus)
-
-
-def judge(seconds, pays=1.5):
-    gpus = 1
-    while 2 * gpus in seconds and seconds[gpus] / seconds[2 * gpus] >= pays:
-        gpus *= 2
-    return gpus, share(seconds[1], seconds[gpus], gpus) if gpus > 1 else 0.0
-
-
-def solved_for_s(seconds):
-    """Right in another form: from the speed-up, as a list with a float."""
-    gpus, _ = judge(seconds)
-    speed_up = seconds[1] / seconds[gpus]
-    return [float(gpus), (gpus / speed_up - 1) / (gpus - 1)]
+def judge_by(share):
+    """The right number of GPUs, with another share."""
+    return changed_judge(SHARE, f"share = {share}")
 
 
 KNOWN = {tuple(log.items()): judge(log) for log in check._LOGS}
 JUDGE = Answers(
     check.judge,
-    right=[judge, solved_for_s],
+    right=[
+        # in another form: from the speed-up, as a list with a float
+        judge_by("(gpus / (seconds[1] / seconds[gpus]) - 1) / (gpus - 1)\n    return [float(gpus), share]"),
+    ],
     wrong=[
-        (lambda seconds: judge(seconds)[0], "returned 8. Return two numbers, (gpus, share)"),
+        (changed_judge("return gpus, share", "return gpus"), "returned 8. Return two numbers, (gpus, share)"),
         (lambda seconds: (min(seconds, key=seconds.get), 0), "from 8 to 16 GPUs a step gets 0.58 times"),
-        (lambda seconds: (judge(seconds, 1.9)[0], 0), "from 4 to 8 GPUs a step gets 1.86 times as fast"),
-        (lambda seconds: judge(seconds, 1.5 + 1e-9), "From 2 to 4 GPUs a step gets 1.50 times as fast, and"),
-        (lambda seconds: (judge(seconds)[0], check._amdahl(seconds)), "doubling does not pay in all of it"),
-        (lambda seconds: (8, seconds[8] / seconds[1]), "A part of that time is parallel work"),
-        (lambda seconds: (8, seconds[8] / seconds[1] - 1 / 8), "The serial work is not divided"),
-        (lambda seconds: (8, seconds[1] / seconds[8] / 8), "is the efficiency"),
-        (lambda seconds: (8, 0.3), "the share of 0.3 is more than twice the right value"),
+        (changed_judge("1.5", "1.9"), "from 4 to 8 GPUs a step gets 1.86 times as fast"),
+        (changed_judge(">=", ">"), "From 2 to 4 GPUs a step gets 1.50 times as fast, and"),
+        (judge_by("fitted(seconds)"), "doubling does not pay in all of it"),
+        (judge_by("seconds[gpus] / seconds[1]"), "A part of that time is parallel work"),
+        (judge_by("seconds[gpus] / seconds[1] - 1 / gpus"), "The serial work is not divided"),
+        (judge_by("seconds[1] / seconds[gpus] / gpus"), "is the efficiency"),
+        (judge_by("0.3"), "the share of 0.3 is more than twice the right value"),
         (lambda seconds: (7, 0.3), "should be one of 1, 2, 4, 8, 16, 32, 64"),
-        (lambda seconds: (judge(seconds)[0], 100 * judge(seconds)[1]), "2 is in percent"),
-        (lambda seconds: (judge(seconds)[0], round(judge(seconds)[1], 3)), "is rounded. Return all of its digits"),
-        (lambda seconds: (judge(seconds)[0], 2 * seconds[2] / seconds[1] - 1), "fits T(1) and T(2)"),
-        (lambda seconds: (*judge(seconds), seconds.clear())[:2], "changes the log that it gets"),
+        (changed_judge("gpus, share", "gpus, 100 * share"), "2 is in percent"),
+        (changed_judge("gpus, share", "gpus, round(share, 3)"), "is rounded. Return all of its digits"),
+        (judge_by("2 * seconds[2] / seconds[1] - 1"), "fits T(1) and T(2)"),
+        (changed_judge("return", "seconds.clear()\n    return"), "changes the log that it gets"),
         (lambda seconds: KNOWN.get(tuple(seconds.items()), (2, 0.05)), "For 1: "),  # a table of the known logs
     ],
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -63,17 +57,12 @@ def one_rank():
         dist.destroy_process_group()
 
 
-def ddp_bytes(parameters, states, temporaries, per_sequence, sequences):
-    weights = 2 * parameters
-    return weights * (2 + states) + max(sequences * per_sequence, weights * (1 + temporaries))
-
-
+ddp_bytes = stored("07_choosing_a_method", "ddp_bytes_solution")()
 FITS = Answers(
     check.fits,
-    right=[ddp_bytes, lambda *job: int(ddp_bytes(*job))],
+    right=[lambda *job: int(ddp_bytes(*job))],
     wrong=[
         *check._WRONG_BYTES,
-        (lambda p, k, t, s, n: ddp_bytes(2 * p, k, t, s, n), "counts four bytes for a number"),
         (lambda p, k, t, s, n: ddp_bytes(p, k, t, s, n) / 2**30, "17.8075 bytes is in GiB. Return bytes"),
         (lambda p, k, t, s, n: 17.8 * 2**30, "is too large"),
     ],

@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.models import Llama
 from notebooks.checks import lesson08 as check
-from tests.check_answers import Answers, answers_test
+from tests.check_answers import Answers, answers_test, stored
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -88,51 +86,30 @@ PLAN = Answers(
 )
 
 
-def training(
-    first=False, parts=lambda model: [*model.blocks, model], outer=None, step=check.one_step, mean=True,
-    log_as=torch.Tensor.item, shown=None, **shape,
-):  # fmt: skip
-    """A solution, or one with a mistake. outer: a class around the model. shown: losses that the lesson prints."""
-
-    def sharded(rank, tokens, log):
-        torch.manual_seed(0)
-        model = Llama(**shape).to("cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for part in parts(model):
-            fully_shard(part)
-        if not first:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        trained = outer(model) if outer else model
-        mine = tokens.chunk(2)[rank].to("cuda")
-        for number in range(3):
-            loss = step(trained, optimizer, mine)
-            if mean:
-                dist.all_reduce(loss, dist.ReduceOp.AVG)
-            if rank == 0:
-                log(shown[number] if shown else log_as(loss))
-        return trained
-
-    return sharded
-
-
+sharded = stored("08_sharding", "sharded_solution", np=np, DDP=DistributedDataParallel, FSDP1=FullyShardedDataParallel)
+BLOCKS, MODEL = "    for block in model.blocks:\n        fully_shard(block)\n", "    fully_shard(model)\n"
+OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 SHARDED = Answers(
     check.sharded,
-    right=[training(), training(log_as=lambda loss: np.float64(loss.item()))],
+    right=[sharded("loss.item()", "np.float64(loss.item())")],
     wrong=[
-        (training(first=True), "have not changed"),
-        (training(parts=lambda model: []), "Rank 0 holds 100% of all parameters"),
-        (training(parts=lambda model: [model]), "0 of the 2 blocks"),
-        (training(parts=lambda model: [*model.blocks]), "Did you forget `fully_shard(model)`?"),
-        (training(parts=lambda model: [model, *model.blocks]), "before its blocks"),
-        (training(parts=lambda model: [list(model.blocks), model]), "wrapped in one call"),
-        (training(parts=lambda model: [model.blocks, model]), "has no forward pass"),
-        (training(layers=3), "other shapes than in `alone`"),
-        (training(step=lambda model, adam, tokens: tokens.new_zeros(()).float()), "did not call `check.one_step`"),
-        (training(mean=False), "Log the mean over the ranks"),
-        (training(log_as=torch.Tensor.detach), "Log a number"),
-        (training(shown=(6.382, 5.149, 3.990)), "The loss of step 0 is 6.3820"),
-        (training(parts=lambda model: [], outer=DistributedDataParallel), "returned a DistributedDataParallel"),
-        (training(parts=lambda model: [], outer=FullyShardedDataParallel), "is the class of FSDP1"),
+        (sharded(OPTIMIZER, "", BLOCKS, OPTIMIZER + BLOCKS), "have not changed"),
+        (sharded(BLOCKS + MODEL, ""), "Rank 0 holds 100% of all parameters"),
+        (sharded(BLOCKS, ""), "0 of the 2 blocks"),
+        (sharded(MODEL, ""), "Did you forget `fully_shard(model)`?"),
+        (sharded(BLOCKS + MODEL, MODEL + BLOCKS), "before its blocks"),
+        (sharded(BLOCKS, "    fully_shard(list(model.blocks))\n"), "wrapped in one call"),
+        (sharded(BLOCKS, "    fully_shard(model.blocks)\n"), "has no forward pass"),
+        (sharded("layers=2", "layers=3"), "other shapes than in `alone`"),
+        (
+            sharded("check.one_step(model, optimizer, mine)", "mine.new_zeros(()).float()"),
+            "did not call `check.one_step`",
+        ),
+        (sharded("dist.all_reduce(loss)", "loss *= ranks"), "Log the mean over the ranks"),
+        (sharded("loss.item()", "loss"), "Log a number"),
+        (sharded("loss.item()", "(6.382, 5.149, 3.990)[_]"), "The loss of step 0 is 6.3820"),  # that the lesson prints
+        (sharded(BLOCKS + MODEL, "    model = DDP(model)\n"), "returned a DistributedDataParallel"),
+        (sharded(BLOCKS + MODEL, "    model = FSDP1(model)\n"), "returned a FullyShardedDataParallel"),
         (lambda rank, tokens, log: None, "returned None"),
     ],
     strange=[],

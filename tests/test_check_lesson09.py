@@ -17,9 +17,8 @@ from virtual_gpus.testing import hosts
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts
 
 from notebooks.checks import lesson09 as check
-from tests.check_answers import STRANGE, Answers, answers_test
+from tests.check_answers import STRANGE, Answers, answers_test, copied, from_a_buffer, into_an_open_file, stored
 from tests.programs import SCRIPTS, until
-from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
 
 
 def own(report):
@@ -87,71 +86,41 @@ def after_a_deletion(old, new):
     os.replace(old, new)
 
 
-SIMILAR = renamed(rename=lambda old, new: old.rename(new), temporary="unfinished.tmp.pt")
-safely = renamed()
-
-
-def saves(write=safely, name="step_{:09}.pt", keep=2, key=None):
-    """`save` with `write(state, path)`, which keeps the newest files."""
-
-    def save(folder, step, state):
-        write(state, folder / name.format(step))
-        for old in sorted(folder.glob("*.pt"), key=key)[:-keep]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-
-    return save
-
-
-def loads(errors=Exception, key=None, inside="", pattern="*.pt"):
-    """`load` of the newest file that raises none of `errors`."""
-
-    def load(folder):
-        for path in sorted(folder.glob(pattern), key=key, reverse=True):
-            try:
-                return torch.load(path / inside if inside else path, weights_only=True)
-            except errors:
-                pass
-
-    return load
-
-
-ERRORS, NAMES = (RuntimeError, OSError, EOFError), "step_*.pt"
+WAYS = elsewhere, as_a_folder, after_a_deletion, copied, from_a_buffer, into_an_open_file
+pair = stored(
+    "09_many_machines", "save_solution", "load_solution", shutil=shutil, **{each.__name__: each for each in WAYS}
+)
+WRITE, ANY = "torch.save(state, temporary)\n    os.replace(temporary, ", "except Exception"
+IN_PLACE, OLD, FILES, NAME = (WRITE, "torch.save(state, "), "old.unlink()", 'glob("step_*.pt")', 'f"step_{step:09}.pt"'
 SNAPSHOTS = Answers(
     lambda pair: check.snapshots(*pair),
     right=[
-        (saves(), loads()),
-        (saves(renamed(from_a_buffer, shutil.move)), loads()),
-        (saves(renamed(into_an_open_file)), loads()),
-        (saves(SIMILAR), loads(pattern=NAMES)),
-        (saves(as_a_folder), loads(inside="state")),
-        (saves(name="{}.pt", key=os.path.getmtime), loads(key=os.path.getmtime)),
+        pair("torch.save(", "from_a_buffer(", "os.replace", "shutil.move"),
+        pair("torch.save(", "into_an_open_file("),
+        pair("unfinished.tmp", "unfinished.tmp.pt", "os.replace(temporary, ", "temporary.rename("),
+        pair(WRITE, "as_a_folder(state, ", OLD, "shutil.rmtree(old)", "load(path", 'load(path / "state"'),
+        pair("{step:09}", "{step}", FILES, f"{FILES}, key=os.path.getmtime"),
     ],
     wrong=[
-        ((saves(in_place), loads()), ("reads what it left, ['step_000000015.pt']", "another ending")),
-        ((saves(in_place), loads(ZeroDivisionError)), "reads what it left"),
-        ((saves(SIMILAR), loads(key=os.path.getmtime)), "unfinished.tmp.pt"),
-        ((saves(from_a_buffer), loads()), ("does not rename a file", "can be interrupted")),
-        ((saves(renamed(rename=copied)), loads()), "does not rename a file"),
-        ((saves(elsewhere), loads()), ("is in another folder", "another disk")),
-        ((saves(), loads(ZeroDivisionError)), ("cut in half", "RuntimeError")),
-        ((saves(), loads(RuntimeError)), ("is empty", "EOFError")),
-        ((saves(), loads(ERRORS)), ("begins with zeros", "UnpicklingError")),
-        ((saves(in_place, name="last.pt"), loads()), ("last.pt was damaged or lost", "rename")),
-        ((saves(renamed(rename=after_a_deletion), keep=9), loads()), ("just before it renamed", "only then delete")),
-        ((saves(name="step_{}.pt"), loads()), "returns the state of step"),
-        ((saves(keep=9), loads()), "Keep the two newest"),
-        ((saves(), lambda folder: {}), "It should return None"),
-        ((lambda folder, step, state: None, loads()), "After the snapshot of step 5"),
-        ((lambda folder, step, state: ..., loads()), "still returns"),
+        (pair(*IN_PLACE), ("reads what it left, ['step_000000015.pt']", "another ending")),
+        (pair(*IN_PLACE, ANY, "except ZeroDivisionError"), "reads what it left"),
+        (pair("unfinished.tmp", "last.tmp.pt", FILES, 'glob("*.pt"), key=os.path.getmtime'), "last.tmp.pt"),
+        (pair(WRITE, "from_a_buffer(state, "), ("does not rename a file", "can be interrupted")),
+        (pair("os.replace", "copied"), "does not rename a file"),
+        (pair(WRITE, "elsewhere(state, "), ("is in another folder", "another disk")),
+        (pair(ANY, "except ZeroDivisionError"), ("cut in half", "RuntimeError")),
+        (pair(ANY, "except RuntimeError"), ("is empty", "EOFError")),
+        (pair(ANY, "except (RuntimeError, OSError, EOFError)"), ("begins with zeros", "UnpicklingError")),
+        (pair(*IN_PLACE, NAME, '"last.pt"', "step_*", "*"), ("last.pt was damaged or lost", "rename")),
+        (pair("os.replace", "after_a_deletion", "[:-2]", "[:-9]"), ("just before it renamed", "only then delete")),
+        (pair("{step:09}", "{step}"), "returns the state of step"),
+        (pair("[:-2]", "[:-9]"), "Keep the two newest"),
+        ((pair()[0], lambda folder: {}), "It should return None"),
+        ((lambda folder, step, state: None, pair()[1]), "After the snapshot of step 5"),
     ],
     strange=[(answer, answer) for answer in STRANGE],
 )
-
-
-def interval(save_seconds, machine_days, machines):
-    return math.sqrt(2 * save_seconds * machine_days * 86400 / machines) / 60
-
-
+interval = stored("09_many_machines", "interval_solution")()
 INTERVAL = Answers(
     check.interval,
     right=[interval, lambda *job: round(interval(*job))],

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from notebooks.checks import lessonA as check
-from tests.check_answers import Answers, answers_test
+from tests.check_answers import Answers, answers_test, stored
 
 
 def could_be(limit, names=list):
@@ -26,31 +26,25 @@ COULD_BE = [
 ]
 
 
+outside = stored("A_articles_checked", "outside_solution")
+RIGHT, RETURN = "(ratio * before - after) / (1 - ratio)", "return seconds"
+
+
 def explained(formula):
-    def outside(before, after, ratio):
-        found = formula(before, after, ratio) if ratio < 1 else -1
-        if found < 0:
-            raise ValueError
-        return found
-
-    return outside
-
-
-def right(before, after, ratio):
-    return (ratio * before - after) / (1 - ratio)
+    return outside(RIGHT, formula)
 
 
 OUTSIDE = [
-    (lambda b, a, r: max(0, right(b, a, r)) if r != 1 else 0, "Raise a ValueError here"),
-    (lambda b, a, r: explained(right)(b, a, r) or 0.1, "Our own times have this ratio"),
-    (explained(lambda b, a, r: 1e3 * right(b, a, r)), " s is in milliseconds"),
-    (explained(lambda b, a, r: b - a), "what the change saves"),
-    (explained(lambda b, a, r: r * b - a), "still to be divided"),
-    (explained(lambda b, a, r: (b - a) / (1 - r)), "the whole step before"),
-    (explained(lambda b, a, r: right(b, a, 1 - r)), "ratio for what is saved"),
-    (explained(lambda b, a, r: right(b, a, r) or -1), "raised a ValueError"),
-    (lambda b, a, r: right(b, a, r) if right(b, a, r) >= 0 else None, "returned None"),
-    (lambda b, a, r: right(b, a, r) if r >= a / b else int("no number"), "divides by zero"),
+    (outside("raise ValueError", "return 0 and str"), "Raise a ValueError here"),
+    (outside(RETURN, f"{RETURN} or 0.1"), "Our own times have this ratio"),
+    (outside(RETURN, "return 1e3 * seconds"), " s is in milliseconds"),
+    (explained("before - after"), "what the change saves"),
+    (explained("ratio * before - after"), "still to be divided"),
+    (explained("(before - after) / (1 - ratio)"), "the whole step before"),
+    (explained("((1 - ratio) * before - after) / ratio"), "ratio for what is saved"),
+    (outside("seconds < 0", "seconds <= 0"), "raised a ValueError"),
+    (outside("raise ValueError", "return None and str"), "returned None"),
+    (outside("ratio >= 1", "ratio > 1"), "divides by zero"),
 ]
 
 
@@ -102,7 +96,7 @@ ANSWERS = {
         ],
         COULD_BE,
     ),
-    "outside": Answers(check.outside, [explained(right), explained(lambda b, a, r: (b - a) / (1 - r) - b)], OUTSIDE),
+    "outside": Answers(check.outside, [explained("(before - after) / (1 - ratio) - before")], OUTSIDE),
     "post": Answers(post, [("A", 9.2), ("A", 9.207), ("D", "open")], POST, fixtures="small_job", strange=[]),
     "strange posts": Answers(lambda answer: check.post(answer, answer)),
 }

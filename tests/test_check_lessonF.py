@@ -1,19 +1,14 @@
 """The checks of the final task: right and wrong answers of each task."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 from notebooks.checks import lessonF as check
-from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, then
-from tests.ways_to_save import copied, from_a_buffer, in_place, into_an_open_file, renamed
+from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, copied, from_a_buffer, into_an_open_file, stored
 
 pytestmark = pytest.mark.usefixtures("four_of_16_gib")
 
@@ -24,53 +19,9 @@ def same_numbers(monkeypatch):
     monkeypatch.setattr(check.random, "randrange", lambda low, high: low)
 
 
-def no_wrapper(model):
-    return model
-
-
-def summed(model):
-    """The ranks' gradients, without DistributedDataParallel."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-
-
-def trained(
-    parts=torch.tensor_split, wrap=DistributedDataParallel, weigh=True, scale=int, seed=0, place=None, end=no_wrapper
-):
-    """A program for the ranks, right unless told. scale: of the loss. end: done with the gradients."""
-
-    def ranked(rank, ranks, images, labels):
-        gpu = rank if place is None else place
-        if seed is not None:
-            torch.manual_seed(seed)
-        model = check.net().to(gpu)
-        forward = wrap(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for x, y in zip(images.split(32), labels.split(32), strict=True):
-            part, label = (parts(each, ranks)[rank].to(gpu) for each in (x, y))
-            optimizer.zero_grad()
-            loss = cross_entropy(forward(part), label, reduction="sum") / (len(x) if weigh else len(part))
-            (loss * scale(ranks)).backward()
-            end(model)
-            optimizer.step()
-        return model
-
-    return ranked
-
-
-def differs_on_later_ranks(rank, *job):
-    model = trained()(rank, *job)
-    model[1].bias.data.add_(rank // 2)
-    return model
-
-
-def state_of(model, optimizer):
-    return {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def saves(write=None, what=state_of):
-    """`write(state, path)`, by default in a file of its own that is renamed."""
-    return lambda path, model, optimizer: (write or renamed())(what(model, optimizer), path)
+ranked = stored("F_final_task", "ranked_solution", dist=dist, fully_shard=fully_shard)
+WRAPPER, STEP = "DistributedDataParallel(model, device_ids=[rank])", "optimizer.step()"
+SUMMED = f"[dist.all_reduce(each.grad) for each in model.parameters()], {STEP}"
 
 
 def without_a_file_for_a_moment(old, new):
@@ -78,15 +29,18 @@ def without_a_file_for_a_moment(old, new):
     os.rename(old, new)
 
 
-def restored_afterwards(path, *job):
+def restored_afterwards(state, path):
     old = path.read_bytes() if path.exists() else b""
     try:
-        saves(in_place)(path, *job)
+        torch.save(state, path)
     except BaseException:
         path.write_bytes(old)
         raise
 
 
+WAYS = copied, from_a_buffer, into_an_open_file, without_a_file_for_a_moment, restored_afterwards
+save = stored("F_final_task", "save_solution", **{each.__name__: each for each in WAYS})
+WRITE, WEIGHTS = "torch.save(state, temporary)\n    os.replace(temporary, path)", "model.module.state_dict()"
 RIGHT, LOSES = check.FAULTS, "loses the old checkpoint"
 TABLE = {
     "budget": Answers(
@@ -103,26 +57,19 @@ TABLE = {
     "ranked": Answers(
         check.ranked,
         right=[
-            trained(),
-            trained(
-                lambda x, ranks: [x[rank::ranks] for rank in range(ranks)],
-                no_wrapper,
-                scale=lambda ranks: 1,
-                end=summed,
-            ),
-            trained(wrap=fully_shard),  # averages the gradients as DDP does
+            ranked(".tensor_split(ranks)[rank]", "[rank::ranks]", WRAPPER, "model", "* ranks", "", STEP, SUMMED),
+            ranked(WRAPPER, "fully_shard(model)"),  # averages the gradients as DDP does
         ],
         wrong=[
-            (trained(weigh=False, scale=lambda ranks: 1), "is not the mean of the batch if the parts differ"),
-            (trained(lambda x, ranks: [x] * ranks), "Divide each batch"),
-            (trained(wrap=no_wrapper), "gradients added up"),
-            (trained(place=0), "Duplicate GPU detected"),
-            (trained(seed=1), "Compare seed"),
-            (trained(seed=None), "Compare seed"),
-            (trained(scale=lambda ranks: 1), "Multiply the loss by it"),
-            (trained(scale=lambda ranks: ranks**2), "added up twice"),
-            (trained(weigh=False), "the sum of the ranks' mean losses"),
-            (differs_on_later_ranks, "The weights of the ranks differ"),
+            (ranked("* ranks / len(x)", "/ len(part)"), "is not the mean of the batch if the parts differ"),
+            (ranked(".tensor_split(ranks)[rank]", ""), "Divide each batch"),
+            (ranked(WRAPPER, "model"), "gradients added up"),
+            (ranked(".to(rank)", ".to(0)", "[rank])\n    opt", "[0])\n    opt"), "Duplicate GPU detected"),
+            (ranked("torch.manual_seed(0)", "pass"), "Compare seed"),
+            (ranked("* ranks", ""), "Multiply the loss by it"),
+            (ranked("* ranks", "* ranks**2"), "added up twice"),
+            (ranked("len(x)", "len(part)"), "the sum of the ranks' mean losses"),
+            (ranked("return model", "model[1].bias.data.add_(rank // 2)\n    return model"), "of the ranks differ"),
             (lambda rank, ranks, images, labels: [1], "Return the model"),
             (lambda rank, ranks, images, labels: ..., "still returns"),
         ],
@@ -143,23 +90,28 @@ TABLE = {
     "saved": Answers(
         check.saved,
         right=[
-            saves(),
-            saves(renamed(into_an_open_file)),
-            saves(renamed(from_a_buffer, Path.replace)),
-            saves(renamed(lambda state, path: torch.save(obj=state, f=path))),
+            save("torch.save(", "into_an_open_file("),
+            save("torch.save(", "from_a_buffer(", "os.replace(temporary, path)", "temporary.replace(path)"),
+            save("torch.save(state, temporary)", "torch.save(obj=state, f=temporary)"),
         ],
         wrong=[
-            *((saves(write), LOSES) for write in (in_place, into_an_open_file, from_a_buffer)),
-            (saves(renamed(rename=copied)), LOSES),
-            (saves(renamed(rename=without_a_file_for_a_moment)), LOSES),
-            (then(saves(), lambda path, *_: path.unlink(missing_ok=True)), LOSES),
-            (restored_afterwards, LOSES),
-            (then(lambda path, *_: path.with_name("old.pt").touch(), saves()), "Leave nothing except the checkpoint"),
-            (saves(what=lambda m, o: state_of(m, o) | {"model": nn.Linear(3, 2).state_dict()}), "weights in the file"),
-            (saves(what=lambda m, o: state_of(m, o) | {"model": m.module}), "cannot read the file"),
-            (saves(what=lambda m, o: state_of(m, o) | {"model": m.state_dict()}), "begins with `module.`"),
-            (saves(what=lambda m, o: m.module.state_dict()), "keys model and optimizer"),
-            (saves(what=lambda m, o: state_of(m, o) | {"optimizer": {}}), "no momentum"),
+            *(
+                (save(WRITE, f"{way}(state, path)"), LOSES)
+                for way in ("torch.save", "into_an_open_file", "from_a_buffer")
+            ),
+            (save("os.replace", "copied"), LOSES),
+            (save("os.replace", "without_a_file_for_a_moment"), LOSES),
+            (save("torch.save(", "path.unlink(missing_ok=True)\n    torch.save("), LOSES),
+            (save(WRITE, "restored_afterwards(state, path)"), LOSES),
+            (
+                save("os.replace", 'path.with_name("old.pt").touch()\n    os.replace'),
+                "Leave nothing except the checkpoint",
+            ),
+            (save(WEIGHTS, "torch.nn.Linear(3, 2).state_dict()"), "weights in the file"),
+            (save(WEIGHTS, "model.module"), "cannot read the file"),
+            (save(WEIGHTS, "model.state_dict()"), "begins with `module.`"),
+            (save("state = {", f"state = {WEIGHTS} or {{"), "keys model and optimizer"),
+            (save("optimizer.state_dict()", "{}"), "no momentum"),
             (lambda path, model, optimizer: None, "There is no file"),
             (lambda path, model, optimizer: path.write_bytes(b"1"), "cannot read the file"),
         ],
