@@ -1,12 +1,8 @@
-"""What single CUDA kernels take beyond their results, against figures from an H200 and PyTorch's sources."""
-
-import functools
+"""What single CUDA kernels take beyond their results, by PyTorch's sources. test_reference_memory.py has an H200's."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.reference import compare, measure
-from benchmarks.reference.operators import OPERATORS
 from measuring import bytes_of, events_of
 from torch import nn
 from virtual_gpus import virtual_gpus
@@ -25,36 +21,6 @@ def gpu(request):
 def sizes_of(work) -> list[int]:
     """Every allocation that `work` made."""
     return [size for event, size in events_of(work)[1] if event == "alloc"]
-
-
-# ---- measured ------------------------------------------------------------------------------------------------------
-
-# What these operators are off at the most, as a part of the larger peak. The rules miss some of cuDNN's choices.
-STARTS = ("linear_", "conv", "lstm_", "gru_", "rnn_", "sdpa_", "softmax", "rms_norm", "group_norm", "batch_norm", "mse")
-OFF = {name: 0.0 for name in OPERATORS if name.startswith(STARTS)} | {
-    "embedding": 0.0,
-    "conv3_64_32": 1e-5,
-    "conv3_128_16": 0.038,
-    "conv1_256_8": 0.0062,
-    "conv3_s2": 0.0017,
-    "conv_transpose": 0.0074,
-    "rnn_tanh": 0.012,
-    "batch_norm1d": 0.0002,
-}
-
-
-@functools.cache
-def modelled() -> dict[str, dict]:
-    """In the H200's order on one virtual GPU: what cuDNN keeps of an LSTM with dropout shifts later blocks."""
-    builds = {name: OPERATORS[name] for name in OFF}
-    return measure.on_virtual_gpu(lambda: measure.operators_in_order(builds), "2.11")
-
-
-@pytest.mark.parametrize("name", OFF)
-def test_memory_is_the_h200s(name):
-    measured, found = measure.load("operator_memory.json")[name], modelled()[name]
-    assert found["inputs"] == measured["inputs"]
-    assert compare.worst(compare.operator_errors(measured, found)) <= OFF[name]
 
 
 # ---- matrices --------------------------------------------------------------------------------------------------------

@@ -114,12 +114,19 @@ def test_a_further_network_needs_the_same_memory_with_shapes_as_with_numbers(nam
 # ---- single operators
 
 
+# How much an operator is off at the most, as a part of the larger peak. The others are exact. The rules miss some of
+# cuDNN's choices, and KNOWN_DIFFERENCES says what is known of those above the limit.
+OFF = {"conv3_64_32": 1e-5, "clip_grad_norm": 1e-5, "cross_entropy_smooth": 2e-5, "batch_norm1d": 2e-4,
+       "conv3_s2": 0.0017, "conv1_256_8": 0.0062, "conv_transpose": 0.0074, "gru_bi2": 0.0089, "rnn_tanh": 0.012,
+       "sgd": 0.018, "conv3_256_8": 0.027, "conv3_128_16": 0.038, "conv1d": 0.059, "bce_logits": 0.25,
+       "embedding_sparse": 0.51}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", OPERATOR_MEMORY)
 def test_an_operator_needs_the_memory_that_it_needs_on_the_h200(name):
     errors = compare.operator_errors(OPERATOR_MEMORY[name], operators()[name])
-    within = compare.worst(errors) <= OPERATOR_LIMIT
-    off = ", ".join(f"{figure} {100 * part:+.2f} %" for figure, part in errors.items() if abs(part) > OPERATOR_LIMIT)
-    assert within == (name not in KNOWN_DIFFERENCES), f"see KNOWN_DIFFERENCES; in parts of the larger peak: {off}"
+    assert compare.worst(errors) <= OFF.get(name, 0), errors
+    assert (OFF.get(name, 0) > OPERATOR_LIMIT) == (name in KNOWN_DIFFERENCES)
 
 
 MADE_OTHERWISE = {"embedding_sparse"}  # meta tensors have no sparse gradients: see "Known limits" of virtual_gpus
