@@ -1,5 +1,6 @@
 """Programs that tests start: their output, a time limit, and none left behind."""
 
+import io
 import logging
 import os
 import random
@@ -9,11 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 import torch
 import torch.multiprocessing as mp
 from virtual_gpus.testing.run import start_method
@@ -77,6 +79,36 @@ class Program:
 def torchrun(*arguments, log, environment=None):
     """torchrun of this Python."""
     return Program([sys.executable, "-m", "torch.distributed.run", *arguments], log, environment)
+
+
+def printed(name, *arguments):
+    """What one of the programs to take home prints, in this process."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
+        patch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    return output.getvalue()
+
+
+def set_rank(monkeypatch, local_rank=0):
+    """The environment that torchrun gives the only rank of a job."""
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": free_port()}).items():
+        monkeypatch.setenv(name, str(value))
+
+
+@contextmanager
+def killed_before_it_names(name):
+    """The program in the block ends as by Ctrl-C when a complete file, or folder, is about to get this name."""
+    replace = os.replace
+
+    def interrupted(old, new):
+        if str(new).endswith(name):
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", interrupted)
+        yield
 
 
 def in_ranks(count, folder, program, *arguments):

@@ -1,9 +1,7 @@
 """The programs in notebooks/scripts: alone, with python and torchrun, interrupted, and under SLURM; equal losses."""
 
 import ast
-import contextlib
 import html
-import io
 import os
 import re
 import runpy
@@ -20,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
 from helpers.show import show_diff
-from tests.programs import ROOT, SCRIPTS, free_port, in_ranks, torchrun, write_images
+from tests.programs import ROOT, SCRIPTS, in_ranks, killed_before_it_names, printed, set_rank, torchrun, write_images
 
 ON_SEVERAL_GPUS = ["data_parallel", "parallel_loss", "model_parallel", "pipeline"]
 SHARDED = ["fsdp", "tensor_parallel", "pipeline_ranks"]
@@ -39,10 +37,7 @@ def data(tmp_path_factory):
 
 def execute(name, *arguments):
     """Runs a program in this process and returns the lines that it prints."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
-    return lines(printed.getvalue())
+    return lines(printed(name, *arguments))
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +66,6 @@ def close(printed, expected):
     one, other = ([re.findall(r"[\d.]+", line) for line in each] for each in (printed, expected))
     one, other = np.array(one, float), np.array(other, float)
     return one.shape == other.shape and np.allclose(one, other, rtol=0, atol=0.0011)
-
-
-def set_rank(monkeypatch, local_rank=0):
-    """The environment that torchrun gives the only rank of a job."""
-    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (place | {"MASTER_PORT": free_port()}).items():
-        monkeypatch.setenv(name, str(value))
 
 
 def same_state(one, other):
@@ -119,14 +107,14 @@ def test_programs_continue_from_each_others_checkpoints(run, monkeypatch, tmp_pa
 def test_sharded_programs_continue_with_another_number_of_processes(run, data, reference, monkeypatch, tmp_path):
     """From another folder. A process that had fewer batches than others would leave them waiting for its weights."""
     monkeypatch.chdir(tmp_path)
-    printed = []
+    said = []
     with virtual_gpus(4):
         for epochs, (count, name) in enumerate([(2, "fsdp"), (4, "tensor_parallel"), (2, "pipeline_ranks")], 1):
             options = [*small(data), "--checkpoint", "run", "--epochs", epochs]
-            printed += lines("".join(in_ranks(count, tmp_path, SCRIPTS / f"{name}.py", *options)))
+            said += lines("".join(in_ranks(count, tmp_path, SCRIPTS / f"{name}.py", *options)))
             if epochs == 2:
                 assert same_state(tmp_path / "run" / "epoch_0001", reference[1])
-    assert close(printed, run("one_gpu", "--epochs", 3)) and len(printed) == 3
+    assert close(said, run("one_gpu", "--epochs", 3)) and len(said) == 3
     assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["epoch_0002"]
 
 
@@ -160,16 +148,8 @@ def test_a_killed_fsdp_leaves_the_old_checkpoints_intact(run, reference, monkeyp
     """Killed when its second checkpoint has no name yet. It runs as rank 0 of 1, but second process of its machine."""
     set_rank(monkeypatch, local_rank=1)
     options = ["fsdp", "--epochs", 2, "--checkpoint", tmp_path]
-    replace = os.replace
-
-    def interrupted(old, new):
-        if str(new).endswith("epoch_0001"):
-            raise KeyboardInterrupt
-        replace(old, new)
-
     with virtual_gpus(2):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(os, "replace", interrupted)
+        with killed_before_it_names("epoch_0001"):
             run(*options)
         torch.distributed.destroy_process_group()
         assert {path.name for path in tmp_path.iterdir()} == {"epoch_0000", "temporary"}
@@ -220,9 +200,9 @@ def test_ranks_of_ddp_continue_without_a_shared_disk(run, data, reference, monke
     run("one_gpu", "--epochs", 1, "--checkpoint", "0/last.pt")
     options = [*small(data), "--epochs", 2, "--checkpoint", "last.pt"]
     with virtual_gpus(2):
-        printed = "".join(in_ranks(2, tmp_path, SCRIPTS / "ddp.py", *options))
-    assert close(lines(printed), reference[0][1:]) and not os.listdir("1")
-    assert len(set(re.findall("random .*", printed))) == 2
+        said = "".join(in_ranks(2, tmp_path, SCRIPTS / "ddp.py", *options))
+    assert close(lines(said), reference[0][1:]) and not os.listdir("1")
+    assert len(set(re.findall("random .*", said))) == 2
 
 
 # A program, but rank 0 is killed in its eighth step, the second one of epoch 1. When it is started again it comes late,
@@ -311,8 +291,8 @@ def test_a_dry_run_reads_job_files_of_others(tmp_path, job, code, words):
 def test_the_drill_notices_a_rank_that_hangs_before_the_first_step(tmp_path):
     with pytest.raises(mp.ProcessExitedException):
         in_ranks(2, tmp_path, SCRIPTS / "drill.py", "--steps", 2, "--patience", 5, "--fail", "hang", 1, 0)
-    printed = "".join(log.read_text() for log in tmp_path.glob("rank_*.log"))
-    assert "Timeout (0:00:05)!" in printed and "in fail" in printed
+    said = "".join(log.read_text() for log in tmp_path.glob("rank_*.log"))
+    assert "Timeout (0:00:05)!" in said and "in fail" in said
 
 
 def test_scaling_prints_a_line(tmp_path):

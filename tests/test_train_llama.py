@@ -1,11 +1,9 @@
 """train_llama.py: the same losses on any number of processes and after a restart; its snapshots, export and errors."""
 
 import json
-import os
 import re
 import runpy
 import shutil
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from virtual_gpus import virtual_gpus
 
 from helpers.data import DATA
-from tests.programs import SCRIPTS, free_port, in_ranks
+from tests.programs import SCRIPTS, in_ranks, killed_before_it_names, printed, set_rank
 
 PROGRAM = SCRIPTS / "train_llama.py"
 STEPS, STOP = 6, 4  # 3 steps are an epoch of the short text
@@ -28,21 +26,16 @@ def options(tmp_path_factory):
 
 
 @pytest.fixture
-def alone(options, monkeypatch, capsys):
+def alone(options, monkeypatch):
     """Run the program as the only process of a job, in this process; what it prints of each step."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, str(value))
 
     def run(*arguments):
-        capsys.readouterr()
-        monkeypatch.setenv("MASTER_PORT", str(free_port()))
-        monkeypatch.setattr(sys, "argv", ["train_llama.py", *map(str, [*options, "--workers", 0, *arguments])])
+        set_rank(monkeypatch)
         try:
-            runpy.run_path(str(PROGRAM), run_name="__main__")
+            return steps(printed("train_llama", *options, "--workers", 0, *arguments))
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-        return steps(capsys.readouterr().out)
 
     return run
 
@@ -89,18 +82,10 @@ def test_losses_do_not_depend_on_the_processes_and_not_on_a_restart(options, tmp
     assert loss.item() == pytest.approx(float(expected[STOP][1]), abs=1.1e-4)
 
 
-def test_a_killed_run_leaves_complete_snapshots_only(alone, monkeypatch, tmp_path):
+def test_a_killed_run_leaves_complete_snapshots_only(alone, tmp_path):
     folder = ["--snapshots", tmp_path]
     expected = alone("--steps", 2)
-    replace = os.replace
-
-    def killed(old, new):
-        if str(new).endswith("step_00000002"):
-            raise KeyboardInterrupt
-        replace(old, new)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", killed)
+    with killed_before_it_names("step_00000002"):
         alone("--steps", 2, "--save-every", 1, *folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "temporary"]
     assert alone("--steps", 2, *folder) == expected[1:]
@@ -146,14 +131,16 @@ def test_tokens_of_another_type_and_bfloat16(alone, options, tmp_path):
         (["--batch-size", 55], "is not a file with enough text"),
         (["--log-every", 0], "--log-every is 0. It must be at least 1"),
         (["--export", "/nowhere/llama.pt"], "--export /nowhere/llama.pt: name a file in a folder that exists"),
-        ([], "Start this program with torchrun: torchrun --standalone"),
     ],
 )
-def test_errors(alone, arguments, words, monkeypatch):
-    if not arguments:
-        monkeypatch.delenv("RANK")
+def test_errors(alone, arguments, words):
     with pytest.raises(SystemExit, match=words):
         alone(*arguments)
+
+
+def test_it_must_be_started_with_torchrun(options):
+    with pytest.raises(SystemExit, match="Start this program with torchrun: torchrun --standalone"):
+        printed("train_llama", *options)
 
 
 def test_the_sizes_are_those_of_llama():
