@@ -122,7 +122,6 @@ FIVE_LOSSES = [
     ({"present": "not at all"}, "`present` can be divided. Which sums"),
     ({"root": (count_and(ROOT), over)}, "Does each of your numbers add up"),
     (dice(lambda totals: 1 - 2 * totals[0] / totals[1].detach()), "the gradient of the net's weights is off by"),
-    (dice(over), "from your sums on 4 GPUs"),
     (dice(lambda totals: (1 - 2 * over(totals)).detach()), "`dice` is right, but the output has no graph"),
     (dice(lambda totals: (1 - 2 * over(totals)).item()), "Return a tensor, which has"),
     (dice(lambda totals: totals), "Return one number"),
