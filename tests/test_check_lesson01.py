@@ -75,7 +75,6 @@ MENDED = [
     (program(".cpu().numpy()", ".tolist()"), "Return the classes as a NumPy array"),
     (program(".numpy()", ".numpy() * 0"), "the classes are"),
     (program(f"nn.ModuleList({LAYERS})", LAYERS, "layer(x)", "layer.to(x.device)(x)"), "(8, 4) and (8,). A plain list"),
-    (program(BUFFER, SCALE, "* self.scale", "* self.scale.to(x.device)"), "state_dict does not contain `scale`"),
     (program(BUFFER, PARAMETER), "`scale` is a parameter that the optimizer trains"),
     (program("3.0]))", "3.0]), persistent=False)"), "so a checkpoint loses it"),
     (program("* self.scale", "* torch.tensor([1.0, 2.0, 3.0], device=x.device)"), "does not use the `scale` of"),

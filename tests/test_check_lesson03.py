@@ -122,7 +122,6 @@ FIVE_LOSSES = [
     ({"present": "not at all"}, "`present` can be divided. Which sums"),
     ({"root": (count_and(ROOT), over)}, "Does each of your numbers add up"),
     (dice(lambda totals: 1 - 2 * totals[0] / totals[1].detach()), "the gradient of the net's weights is off by"),
-    (dice(over), "from your sums on 4 GPUs"),
     (dice(lambda totals: (1 - 2 * over(totals)).detach()), "`dice` is right, but the output has no graph"),
     (dice(lambda totals: (1 - 2 * over(totals)).item()), "Return a tensor, which has"),
     (dice(lambda totals: totals), "Return one number"),
@@ -136,13 +135,7 @@ FIVE_LOSSES = [
 ]
 
 MOST = 84  # with one layer
-LARGEST = [
-    (MOST - 4, "are not the most: 4 more still fit"),
-    (MOST + 4, "a GPU runs out of memory. A new job with two steps"),
-    (65, "is not a multiple of 4"),
-    (0, "is not a multiple of 4"),
-    (10**6, "No RTX 4090 holds its quarter"),
-]
+LARGEST = [(MOST - 4, "4 more still fit"), (MOST + 4, "a GPU runs out of memory. A new job with two steps")]
 
 
 def only_with_values(model, gpus, tokens, labels):

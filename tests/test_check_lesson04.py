@@ -98,7 +98,6 @@ def counted_together(counts, rank):
 FACTOR = [
     (lambda counts, rank: counts[rank] / sum(counts), ("every label counts 0.25 times as much", "here 4")),
     (lambda counts, rank: 1, "a label of rank 3 counts 1.17 times as much"),
-    (lambda counts, rank: sum(counts) / counts[rank], "Every label must count the same"),
     (lambda counts, rank: 4 * counts[rank] / sum(counts), "[5, 5] labels, every label counts 2 times as much"),
     (lambda counts, rank: max(counts[rank], 1) * len(counts) / sum(counts), "has no labels"),
 ]

@@ -23,7 +23,6 @@ BEST_CUTS = Answers(
         cuts("return list(", "return list(np.int64(cut) for cut in "),
     ],
     wrong=[
-        (lambda times, stages: [len(times) * k // stages for k in range(1, stages)], "is possible"),
         (cuts(SLOWEST, ": slowest_stage([1] * len(times), cuts)"), "[5, 9]. The slowest stage then takes 9, and 8"),
         (cuts(SLOWEST, ": max(stage_times(times, cuts)) - min(stage_times(times, cuts))"),
          "12, and 11 is possible. The times of your stages differ as"),
@@ -102,7 +101,6 @@ FRUGAL = Answers(
     check.frugal,
     right=[frugal, lambda stages, m: [list(map(list, order)) for order in frugal(stages, m, "01")]],
     wrong=[
-        (gpipe, "stage 0 keeps 6 micro-batches at a time. It has room for 2"),
         (one_f_one_b, "It has room for 2"),  # three on the first of three stages
         (one_at_a_time, ("takes 12 units of time, and 9 are allowed", "Only one micro-batch is in the pipeline")),
         (lambda stages, m: [a[:4] + b[4:] for a, b in zip(frugal(stages, m), one_at_a_time(stages, m), strict=True)],
@@ -110,7 +108,6 @@ FRUGAL = Answers(
         (never_ends, "never end"),
         (lambda stages, m: frugal(stages, m)[1:], "you return 1 orders. Return 2, one for each stage"),
         (halves, WHOLE + "."),
-        (edited(lambda order: [*order, ("B", 0)], frugal), WHOLE),
         (edited(lambda order: order[::-1], frugal), 'never ends: "F" comes first.'),
         (edited(lambda order: [(kind, number + 0.5) for kind, number in order], frugal), "An order is a list"),
         (edited(lambda order: [*order, ("F", len(order))], frugal), "There is no such micro-batch"),
@@ -143,7 +140,6 @@ SCHEDULE = Answers(
         (lambda stages, m: one_f_one_b(stages, 8), "stage 0 does ['B2', 'B3', "),
         (lambda stages, m: one_f_one_b(stages, m - 1), "stage 0 does [] with micro-batch 1"),
         (edited(lambda order: [*order, ("W", 0)]), ONCE),
-        (edited(lambda order: [each for each in order if each[0] != "W"], halves), ONCE),
         (lambda stages, m: halves(stages, m, "FWI"), 'never ends: "F" comes first, and "I" before "W"'),
         (lambda stages, m: halves(stages, m, "IFW"), 'never ends: "F" comes first'),
         (never_ends, "the stages wait for each other (stage 0 before "),

@@ -63,7 +63,6 @@ FITS = Answers(
     right=[lambda *job: int(ddp_bytes(*job))],
     wrong=[
         *check._WRONG_BYTES,
-        (lambda p, k, t, s, n: ddp_bytes(p, k, t, s, n) / 2**30, "17.8075 bytes is in GiB. Return bytes"),
         (lambda p, k, t, s, n: 17.8 * 2**30, "is too large"),
     ],
 )

@@ -147,7 +147,6 @@ JOB = Answers(
         (GOOD | {"recompute": 81}, "an integer from 0 to 80"),
         (GOOD | {"recompute": 0.5}, "an integer from 0 to 80"),
         (GOOD | {"sequences": 0}, "an integer from 1 to 128"),
-        (GOOD | {"sequences": 129}, "an integer from 1 to 128"),
         (GOOD | {"tensor": 1}, "256 groups with 1 each train on 256 sequences at once, and a step has only 128"),
         (GOOD | {"tensor": 8, "sequences": 3}, "does not divide the 128"),
         (GOOD | {"recompute": 0}, "and 72 GiB are allowed"),

@@ -3,7 +3,7 @@
 They do not give the answer away: they say how far off it is, and name the mistake where a known one was made.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isclose, isfinite
 
 import torch
@@ -74,6 +74,16 @@ def memory(
             known.setdefault(expected / other, f"would be right in {name}. Give {unit}: 1 {unit} is {size:,} bytes.")
     known.setdefault(expected / 4 / size, "counts each element as one byte. A float32 takes four bytes.")
     number(answer, expected / size, unit, rel, known, case)
+
+
+def largest(answer: object, step: int, fits: Callable[[int], bool], why: str) -> None:
+    """`answer` must be the largest number of sequences, in steps of `step`, for which `fits(number)` holds."""
+    value = as_number(answer)
+    shown = f"{value:,.10g} sequences"
+    require(value >= step and value % step == 0, f"{shown} is not a multiple of {step}.")
+    require(value <= 1000, f"No RTX 4090 holds {shown}.")
+    require(fits(int(value)), f"With {shown}, a GPU runs out of memory.", why)
+    require(not fits(int(value) + step), f"{shown} are not the most: {step} more still fit.")
 
 
 def device(answer: Tensor | nn.Module, expected: torch.device) -> None:

@@ -1,5 +1,6 @@
 """What an exercise asks of the GPUs, and of a plan for them. Else "Not yet", and what to run or to change."""
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from helpers.measure import GiB, MiB, format_bytes
 from helpers.parallel import RankError, launch
 from notebooks.checks.core import NotYet, require, show
 
@@ -36,6 +38,20 @@ def need_plan(answer: object, example: Mapping[str, object], choices: Iterable[s
     require(not missing, f"The plan does not say {', '.join(missing)}.")
     left = dist.is_initialized()
     require(not left, "A process group of an earlier cell is still open. Run `dist.destroy_process_group()` first.")
+
+
+def need_empty_rtx_4090s(count: int) -> list[torch.device]:
+    """So many GPUs of 24 GB that keep no values, and on which earlier cells hold almost nothing."""
+    gpus = need_gpus(count, values=False)[:count]
+    capacity = torch.cuda.get_device_properties(0).total_memory
+    asked = f"The GPUs have {capacity / GiB:.2f} GiB each, and the exercise asks for RTX 4090 with 24 GB."
+    require(23 * GiB < capacity < 25 * GiB, asked, AGAIN)
+    gc.collect()  # what ran out of memory may have left its net behind, in cycles
+    torch.cuda.empty_cache()
+    held = max(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+    room = f"Your cells still hold {format_bytes(held)} on a GPU, so that less fits than on empty ones. {AGAIN}"
+    require(held < 64 * MiB, room, "Keep no model from one try to the next.")
+    return gpus
 
 
 class Copies(TorchFunctionMode):

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from helpers.data import random_tokens
-from helpers.measure import GiB, MiB, fits, format_bytes
+from helpers.measure import GiB, MiB, fits
 from helpers.models import LLAMA_1B, Llama
 from notebooks.checks import compare
 from notebooks.checks.core import NotYet, call, exercise, require, show
-from notebooks.checks.gpus import AGAIN, need_gpus
+from notebooks.checks.gpus import need_empty_rtx_4090s, need_gpus
 
 VOCABULARY = LLAMA_1B["vocabulary"]
 
@@ -88,7 +88,7 @@ def _place() -> torch.device:
 @exercise
 def peak(answer):
     """Exercise 3: `answer(batch, vocabulary)` must give the GiB at GPU 0's peak: Llama, 1,024 tokens, four GPUs."""
-    gpus = _empty_gpus()
+    gpus = need_empty_rtx_4090s(4)
     call(answer, 4, VOCABULARY)  # what raises is told before the jobs run
     print("The check trains the model with two batches and vocabularies. This takes some seconds.")
     for batch, vocabulary in _cases():
@@ -146,29 +146,10 @@ def _wrong_peaks(batch: int, vocabulary: int) -> dict[float, str]:
 @exercise
 def largest(answer):
     """Exercise 4: the largest batch, in fours, of 512 tokens on four RTX 4090 with the outputs on GPU 1."""
-    value = compare.as_number(answer)
-    gpus = _empty_gpus()
-    shown = f"{value:,.10g} sequences"
-    require(value >= 4 and value % 4 == 0, f"{shown} is not a multiple of 4.")
-    require(value <= 1000, f"No RTX 4090 holds {shown}.")
+    gpus = need_empty_rtx_4090s(4)
     print("The check trains with your batch and with a larger one. This takes some seconds.")
-    require(not _fits(gpus, int(value) + 4), f"{shown} are not the most: 4 more still fit.")
-    require(_fits(gpus, int(value)), f"With {shown}, a GPU runs out of memory.")
+    compare.largest(answer, 4, lambda batch: _fits(gpus, batch), "GPU 1 holds the outputs of all sequences.")
     return "With 4 sequences more, GPU 1 runs out of memory."
-
-
-def _empty_gpus() -> list[torch.device]:
-    """Four GPUs as large as an RTX 4090, without values and almost empty."""
-    gpus = need_gpus(4, values=False)[:4]
-    capacity = torch.cuda.get_device_properties(0).total_memory
-    asked = f"These GPUs have {capacity / GiB:.2f} GiB each, and the exercise asks for RTX 4090 with 24 GB."
-    require(23 * GiB < capacity < 25 * GiB, asked, AGAIN)
-    gc.collect()  # what ran out of memory may have left its net behind, in cycles
-    torch.cuda.empty_cache()
-    held = max(torch.cuda.memory_allocated(gpu) for gpu in gpus)
-    room = f"Your cells still hold {format_bytes(held)} on a GPU, so that less fits than on empty ones. {AGAIN}"
-    require(held < 64 * MiB, room, "Keep no model from one try to the next.")
-    return gpus
 
 
 def _train(gpus: list[torch.device], batch: int, length: int, vocabulary: int, output_device: int) -> int:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -11,11 +12,11 @@ from torch.nn.utils import parameters_to_vector
 
 from helpers.data import random_tokens
 from helpers.gpus import modelled_gpus
-from helpers.measure import MiB, fits, format_bytes
+from helpers.measure import fits
 from helpers.models import LLAMA_1B, Llama
 from notebooks.checks import compare
 from notebooks.checks.core import call, exercise, given, require, show
-from notebooks.checks.gpus import AGAIN, need_gpus
+from notebooks.checks.gpus import need_empty_rtx_4090s, need_gpus
 from notebooks.checks.par import Score, compare_with_par, measured
 
 NAN = float("nan")
@@ -254,18 +255,7 @@ def _llama(gpu: torch.device) -> Llama:
 @exercise
 def largest(answer):
     """Exercise 4: the largest batch, in steps of 4: a fresh job of two steps, parallel loss and checkpointing."""
-    value = compare.as_number(answer)
-    gpus = need_gpus(4, values=False)[:4]
-    capacity = torch.cuda.get_device_properties(0).total_memory / 2**30
-    asked = f"These GPUs have {capacity:.2f} GiB each, and the exercise asks for RTX 4090 with 23.64 GiB."
-    require(23 < capacity < 24, asked, AGAIN)
-    shown = f"{value:,.10g} sequences"
-    require(value >= STEP and value % STEP == 0, f"{shown} is not a multiple of {STEP}.")
-    require(value <= 1000, f"No RTX 4090 holds its quarter of {shown}.")
-    gc.collect()  # what ran out of memory may have left its model behind, in cycles
-    held = max(torch.cuda.memory_allocated(gpu) for gpu in gpus)
-    room = f"Your cells still hold {format_bytes(held)} on a GPU, so that less fits than on empty ones. {AGAIN}"
-    require(held < 64 * MiB, room, "Then search again, and keep no model from one try to the next.")
+    gpus = need_empty_rtx_4090s(4)
 
     def two_steps(batch: int) -> None:
         model = _llama(gpus[0])
@@ -277,8 +267,7 @@ def largest(answer):
             optimizer.step()
 
     least = "A new job with two steps runs out of memory. A smaller batch before it, or a single step, hides that."
-    require(fits(two_steps, int(value)), f"With {shown}, a GPU runs out of memory.", least)
-    require(not fits(two_steps, int(value) + STEP), f"{shown} are not the most: {STEP} more still fit.")
+    compare.largest(answer, STEP, partial(fits, two_steps), least)
     gc.collect()
     torch.cuda.empty_cache()
     return f"With {STEP} sequences more, a GPU runs out of memory."
