@@ -1,5 +1,6 @@
 """The package that the lessons import. Each module imports only modules that stand above it in this map:
 
+    engine               The names of the virtual GPUs' package that the modules below take.
     gpus                 `use_gpus` gives real GPUs where there are enough of them, and virtual ones otherwise.
     data                 `fashion_mnist`, and `random_tokens` for language models.
     models               From `relu_net` to `Llama`, the networks of the lessons.
@@ -19,8 +20,9 @@
     show.timelines       `timeline_bars` draws what each GPU did, and when.
     show.programs        `show_diff` shows how two programs differ.
 
-The packages `parallel`, `measure` and `show` offer the names that lessons use. Only `gpus` and `parallel.launching`
-import the engine. Importing has no side effect; `use_gpus` switches GPUs on.
+The packages `parallel`, `measure` and `show` offer the names that lessons, checks and pages use, with the classes of
+what they return. Only `engine` and `parallel.launching` import the package of the virtual GPUs. Importing has no side
+effect; `use_gpus` switches GPUs on.
 """
 
 from helpers.gpus import use_gpus

@@ -2,7 +2,7 @@
 
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
 
-Only this module and `helpers.parallel.launching` import `virtual_gpus`. Others import from here.
+Whether GPUs are virtual matters in this module alone: the others call torch.cuda and GPUtil.
 """
 
 import os
@@ -11,39 +11,13 @@ from typing import Any
 
 import torch
 
-try:
-    import virtual_gpus as _engine
-except ModuleNotFoundError as error:
-    if error.name != "virtual_gpus":
-        raise
-    raise ModuleNotFoundError(
-        "The package virtual_gpus is not installed. In the course's folder, run: pip install ./virtual-gpus",
-        name="virtual_gpus",
-    ) from None
+from helpers.engine import ModelledTimeline
+from helpers.engine import virtual_gpus as _engine
 
-from virtual_gpus import record_training
+__all__ = ["is_virtual", "modelled_gpus", "topology", "use_gpus"]
 
-# What other modules of the helpers take from the engine, and partly offer.
-from virtual_gpus.timeline import (  # noqa: F401
-    COLOURS,
-    MEMORY_KINDS,
-    Span,
-    animate,
-    busy_seconds,
-    describe_timeline,
-    gpus_of,
-    kind_of,
-    merged,
-    name_work,
-    owned,
-    seconds_covered,
-)
-from virtual_gpus.timeline import Timeline as ModelledTimeline
+Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
-__all__ = ["is_virtual", "modelled_gpus", "record_training", "topology", "use_gpus"]
-
-# The engine's folder. Errors and stacks leave its frames out, because real GPUs have no such frames.
-ENGINE_FOLDER = os.path.join(os.path.dirname(_engine.__file__), "")
 _CHOICES = ("auto", "virtual", "real")
 # The virtual GPUs of the last call and their machine, to replace them in the next.
 _ours: tuple[_engine.virtual_gpus, Any] | None = None
@@ -77,7 +51,8 @@ def use_gpus(
     if choice not in _CHOICES:
         raise ValueError(f"The environment variable GPUS is {choice!r}. It must be one of {', '.join(_CHOICES)}.")
     wanted = modelled_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
-    if _engine.active_machine() is not (_ours and _ours[1]):  # started by python -m virtual_gpus or a test
+    machine = None if _ours is None else _ours[1]
+    if _engine.active_machine() is not machine:  # started by python -m virtual_gpus or a test
         _refuse_what_is_on(count, choice, shapes_only)
         return _say_virtual(_devices(count))
     _switch_off()

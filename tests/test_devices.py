@@ -7,8 +7,8 @@ import pytest
 import torch
 from virtual_gpus import active_machine, virtual_gpus
 
+from helpers import engine, use_gpus
 from helpers import gpus as devices
-from helpers import use_gpus
 
 GIB = 1 << 30
 
@@ -151,4 +151,4 @@ def test_topology(monkeypatch):
 def test_a_missing_engine_is_told_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "virtual_gpus", None)  # its import fails, as where it is not installed
     with pytest.raises(ModuleNotFoundError, match="pip install ./virtual-gpus"):
-        runpy.run_path(devices.__file__)
+        runpy.run_path(engine.__file__)

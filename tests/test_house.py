@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
 # Through which the helpers reach the virtual GPUs.
-DOORS = {"helpers/gpus.py", "helpers/parallel/launching.py"}
+DOORS = {"helpers/engine.py", "helpers/parallel/launching.py"}
 # From which lessons import, and which of their names are for one lesson alone, and why.
 OFFERS = {"helpers", *(f"helpers.{name}" for name in "gpus data models train parallel measure show".split())}
 FOR_ONE_LESSON = {
@@ -174,9 +174,12 @@ def test_lessons_import_what_the_packages_offer_and_few_names_are_for_one_lesson
     homes = [name for _, name in used]
     assert len(homes) == len(set(homes)), "a name has one home"
     alone = " ".join(FOR_ONE_LESSON.values()).split()
-    assert {name for (_, name), found in used.items() if len(found) == 1} == set(alone) and len(alone) == len(
-        set(alone)
-    )
+    assert sorted(name for (_, name), found in used.items() if len(found) == 1) == sorted(alone)
+    # The packages offer what lessons, checks or pages name, and the classes of what these names return.
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/**/*.py")]
+    known = {*homes, *re.findall(r"\w+", " ".join(page.read_text(encoding="utf-8") for page in pages))}
+    for package in (helpers.measure, helpers.parallel, helpers.show):
+        assert all(isinstance(getattr(package, name), type) for name in package.__all__ if name not in known)
 
 
 def offered_by(module):

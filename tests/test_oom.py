@@ -7,7 +7,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.measure import MiB, Refusal, explain_oom
-from helpers.measure.oom import Explanation, origin
+from helpers.measure.oom import Block, Explanation, origin
 from helpers.show import describe_segments, draw_segments
 from tests.pictures import alt_text
 
@@ -94,7 +94,7 @@ def test_the_gpu_that_ran_out_is_the_one_explained():
 def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     """The blocks are looked at after the refusal. Its text is rounded: a small difference says nothing."""
     refused = Refusal(0, 300 * MiB, 1000 * MiB, 200 * MiB, held * MiB, 700 * MiB)
-    shown = Explanation(refused, 1000 * MiB, 700 * MiB, 100 * MiB, [(500 * MiB, "activations", "here")])
+    shown = Explanation(refused, 1000 * MiB, 700 * MiB, 100 * MiB, [Block(500 * MiB, "activations", "here")])
     kinds = shown.by_kind()
     assert kinds.get("inside the failed operation", 0) == gone * MiB
     assert kinds["cached by PyTorch"] == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
@@ -111,7 +111,7 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
 )
 def test_advice(kind, held, requested, reserved, first, size):
     refused = Refusal(0, requested * MiB, 1000 * MiB, (1000 - reserved) * MiB, held * MiB, reserved * MiB)
-    shown = Explanation(refused, 1000 * MiB, reserved * MiB, 0, [(held * MiB, kind, "here")])
+    shown = Explanation(refused, 1000 * MiB, reserved * MiB, 0, [Block(held * MiB, kind, "here")])
     advice = shown.advice()
     assert bool(advice) == bool(first)
     for found, text in advice[:1]:

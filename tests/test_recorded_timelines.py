@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from torch import nn
 from virtual_gpus import virtual_gpus
 
-from helpers.gpus import Span
+from helpers.engine import Span
 from helpers.measure import describe_timeline
 from helpers.measure.timeline import (
     BLOCK,

@@ -1,6 +1,6 @@
 """Measures GPUs: memory readings, reports about running out of memory, and timelines."""
 
-from helpers.gpus import describe_timeline
+from helpers.engine import describe_timeline, record_training
 from helpers.measure.memory import fits, largest_batch, measure_memory, read_memory
 from helpers.measure.oom import Explanation, explain_oom
 from helpers.measure.readings import GiB, MiB, Reading, Readings, Refusal, format_bytes
@@ -8,4 +8,4 @@ from helpers.measure.timeline import Timeline, TimeUse, describe_time_use, recor
 
 __all__ = ["Explanation", "GiB", "MiB", "Reading", "Readings", "Refusal", "TimeUse", "Timeline", "describe_time_use",
            "describe_timeline", "explain_oom", "fits", "format_bytes", "largest_batch", "measure_memory",
-           "read_memory", "record_timeline"]  # fmt: skip
+           "read_memory", "record_timeline", "record_training"]  # fmt: skip

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
+from helpers.gpus import Device
 from helpers.measure.readings import MiB, Reading, Readings, describe_oom, read_refusal
-
-Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
 
 def read_memory(devices: Device | Iterable[Device] | None = None) -> Readings:
@@ -83,9 +82,15 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     good, bad, size = 0, limit + 1, 1
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         while bad - good > 1:
-            good, bad = (size, bad) if fits(_repeat, steps, step, size) else (good, size)
-            size = min(max(2 * good, start), limit) if bad > limit else (good + bad) // 2
-    _let_go()
+            if fits(_repeat, steps, step, size):
+                good = size
+            else:
+                bad = size
+            if bad > limit:  # no try has failed yet
+                size = min(max(2 * good, start), limit)
+            else:
+                size = (good + bad) // 2
+    _free_leftovers()
     return good
 
 
@@ -94,7 +99,7 @@ def fits(step: Callable[..., object], *args: Any, **options: Any) -> bool:
 
     Before that, it frees what an earlier error has left behind, and empties PyTorch's cache.
     """
-    _let_go()
+    _free_leftovers()
     try:
         step(*args, **options)
     except torch.OutOfMemoryError:
@@ -107,7 +112,7 @@ def _repeat(times: int, step: Callable[[int], object], batch: int) -> None:
         step(batch)
 
 
-def _let_go() -> None:
+def _free_leftovers() -> None:
     gc.collect()  # an error's traceback keeps the step's tensors alive, in reference cycles
     torch.cuda.empty_cache()
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from helpers.gpus import MEMORY_KINDS, block_address, kind_of, owned
+from helpers.engine import MEMORY_KINDS, kind_of, owned
+from helpers.gpus import block_address
 from helpers.measure.memory import gpu_indices
 from helpers.measure.readings import LINE, Refusal, describe_oom, format_bytes, read_refusal
 
@@ -60,8 +61,23 @@ def objects_of(*kinds: type) -> list[Any]:
     return [each for each in objects if type(each) in wanted]
 
 
-def live_blocks(gpu: int) -> list[tuple[int, str, str]]:
-    """Return (bytes, kind, shape and kind and line as text) of each block in use on GPU number `gpu`."""
+class Block(NamedTuple):
+    """A block in use: its bytes, one of `MEMORY_KINDS`, and its shape, kind and line as text."""
+
+    size: int
+    kind: str
+    text: str
+
+
+class Advice(NamedTuple):
+    """What to do, and the bytes that it saves."""
+
+    saves: int
+    text: str
+
+
+def live_blocks(gpu: int) -> list[Block]:
+    """Return each block in use on GPU number `gpu`."""
     kinds = {address: kind for each, address, kind in blocks_by_kind() if each == gpu}
     known = [tensor for tensor in objects_of(Tensor) if tensor.device == torch.device("cuda", gpu)]
     known += [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None]
@@ -69,13 +85,13 @@ def live_blocks(gpu: int) -> list[tuple[int, str, str]]:
     found = []
     for segment in torch.cuda.memory_snapshot(include_traces=False):
         for block in segment["blocks"] if segment["device"] == gpu else ():
-            if block["state"].startswith("active"):
+            if block["state"] != "inactive":
                 frames, tensor = block.get("frames", []), tensors.get(block["address"])
                 made = kind_of(map(_place_of, frames)) if frames or tensor is None else "other"
                 kind, what = kinds.get(block["address"], made), "held by autograd or a library"
                 if tensor is not None:
                     what = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-                found.append((block["size"], kind, f"{what}, {kind}: {origin(frames)}"))
+                found.append(Block(block["size"], kind, f"{what}, {kind}: {origin(frames)}"))
     return found
 
 
@@ -107,7 +123,7 @@ class Explanation:
     capacity: int = 0
     reserved: int = 0
     outside: int = 0
-    blocks: list[tuple[int, str, str]] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     said: str = "The block has not ended yet."
 
     def __bool__(self) -> bool:
@@ -131,47 +147,57 @@ class Explanation:
         found["free"] = max(0, self.capacity - self.reserved - self.outside)
         return {kind: found[kind] for kind in (*MEMORY_KINDS, *found) if found[kind] or kind == "free"}
 
-    def advice(self) -> list[tuple[int, str]]:
-        """(bytes saved, what to do) pairs, largest first. Advice that saves less than 2 % is left out."""
+    def advice(self) -> list[Advice]:
+        """What would have helped, the largest saving first. Advice that saves less than 2 % is left out."""
         kinds, refused = self.by_kind(), self._refused()
         graph, cached = kinds.get("activations", 0), kinds.get("cached by PyTorch", 0)
         checkpoint = "Put torch.utils.checkpoint around the model's blocks, or use autocast to bfloat16: half of "
         found = [
-            (graph, "For validation: torch.inference_mode(), which keeps nothing for backward."),
-            (graph // 2, "Halve the batch and accumulate the gradients of both halves: half of the activations."),
-            (graph // 2, f"{checkpoint}{format_bytes(graph)} or more."),
+            Advice(graph, "For validation: torch.inference_mode(), which keeps nothing for backward."),
+            Advice(graph // 2, "Halve the batch and accumulate the gradients of both halves: half of the activations."),
+            Advice(graph // 2, f"{checkpoint}{format_bytes(graph)} or more."),
         ]
         if refused.requested > self.capacity - self.outside:
-            found.append(
-                (refused.requested, "Make that tensor smaller: this one request is larger than the whole GPU.")
-            )
+            text = "Make that tensor smaller: this one request is larger than the whole GPU."
+            found.append(Advice(refused.requested, text))
         if cached >= refused.over:
             text = f"{format_bytes(cached)} are cached, but in several gaps. One gap of that size would be enough. "
-            found.append((cached, text + "Set expandable_segments:True, or create the large tensors first."))
-        return sorted((each for each in found if each[0] > 0.02 * refused.allocated), key=lambda each: -each[0])
+            found.append(Advice(cached, text + "Set expandable_segments:True, or create the large tensors first."))
+        useful = [advice for advice in found if advice.saves > 0.02 * refused.allocated]
+        return sorted(useful, key=lambda advice: -advice.saves)
 
     def __str__(self) -> str:
         if not self:
             return self.said
-        sizes = defaultdict(list)
-        for size, _, text in self.blocks:
-            sizes[text].append(size)
+        kinds = [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
+        lines = [self.said, "", "what is there", *kinds, "", "the largest, and the line that made them"]
+        lines += self._largest()
+        advice = self._told()
+        return "\n".join([*lines, *(["", "what would have helped"] if advice else []), *advice])
+
+    def _largest(self) -> list[str]:
+        """A line for each of the largest groups of blocks with the same text, and one for all others."""
+        sizes = defaultdict[str, list[int]](list)
+        for block in self.blocks:
+            sizes[block.text].append(block.size)
         groups = sorted(sizes.items(), key=lambda group: (-sum(group[1]), group[0]))
-        lines = [self.said, "", "what is there"]
-        lines += [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
-        lines += ["", "the largest, and the line that made them"]
-        for text, each in groups[:_MOST_ROWS]:
-            lines.append(f"  {format_bytes(sum(each)):>9}  {f'{len(each)} x ' if len(each) > 1 else ''}{text}")
-        others = [size for _, each in groups[_MOST_ROWS:] for size in each]
-        lines += [f"  {format_bytes(sum(others)):>9}  in {len(others)} others"] if others else []
-        advice = self.advice()
-        lines += ["", "what would have helped"] if advice else []
-        for size, text in advice:
+        lines = []
+        for text, group in groups[:_MOST_ROWS]:
+            number = f"{len(group)} x " if len(group) > 1 else ""
+            lines.append(f"  {format_bytes(sum(group)):>9}  {number}{text}")
+        others = [size for _, group in groups[_MOST_ROWS:] for size in group]
+        if others:
+            lines.append(f"  {format_bytes(sum(others)):>9}  in {len(others)} others")
+        return lines
+
+    def _told(self) -> list[str]:
+        lines = []
+        for size, text in self.advice():
             lacking = self._refused().over - size
             enough = f"not enough: {format_bytes(lacking)} are missing" if lacking > 0 else "enough"
             told = f"{format_bytes(size):>9}  {text} ({enough})"
             lines.append(fill(told, LINE, initial_indent="  ", subsequent_indent=" " * 13))
-        return "\n".join(lines)
+        return lines
 
 
 @contextmanager
@@ -196,3 +222,6 @@ def explain_oom() -> Iterator[Explanation]:
                 found.outside = max(0, found.capacity - free - found.reserved)
                 found.blocks = live_blocks(refused.gpu)
             error.__traceback__ = None  # its frames form a reference cycle, which only gc frees
+        except BaseException as error:
+            found.said = f"The block ended with another error: {type(error).__name__}."
+            raise

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from helpers.gpus import Span, busy_seconds, gpus_of, modelled_timeline, seconds_covered
+from helpers.engine import Span, busy_seconds, gpus_of, seconds_covered
+from helpers.gpus import modelled_timeline
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
@@ -169,19 +170,39 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
     """
     if gpu not in timeline.gpus:
         raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {timeline.gpus}.")
-    kinds = ([], [], [], [])  # computing, collective, copying, others
+    computing, collectives, copies, others = (list[tuple[float, float]]() for _ in range(4))
     for span in timeline.spans:
-        place = 3 if span.gpu != gpu else {"collective": 1, "copy": 2}.get(span.kind, 0)
-        kinds[place].append((span.start, span.end))
-    until = [seconds_covered(sum(kinds[:count], [])) for count in range(5)]
-    parts = [after - before for before, after in zip(until, until[1:], strict=False)]
-    return TimeUse(*parts, nothing=max(0.0, timeline.seconds - until[-1]))
+        if span.gpu != gpu:
+            spans = others
+        else:
+            spans = {"collective": collectives, "copy": copies}.get(span.kind, computing)
+        spans.append((span.start, span.end))
+    # A moment in which a GPU does several things counts for the first of them.
+    counted = list[tuple[float, float]]()
+    parts = list[float]()
+    for spans in (computing, collectives, copies, others):
+        before = seconds_covered(counted)
+        counted = counted + spans
+        parts.append(seconds_covered(counted) - before)
+    return TimeUse(*parts, nothing=max(0.0, timeline.seconds - seconds_covered(counted)))
+
+
+def by_name(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Timeline], str]:
+    """Return the timelines by name, and whether their times are "modelled" or "measured".
+
+    Raises ValueError if some are modelled and others measured, which cannot be compared.
+    """
+    named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    kinds = {"modelled" if timeline.modelled else "measured" for timeline in named.values()}
+    if len(kinds) > 1:
+        raise ValueError("Some timelines are modelled and others measured. Show them one by one.")
+    return named, min(kinds, default="measured")
 
 
 def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
     """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key."""
-    timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
-    how = "modelled ms" if all(timeline.modelled for timeline in timelines.values()) else "measured ms"
+    timelines, how = by_name(timelines)
+    how += " ms"
     rows = [(f"{name} cuda:{gpu}".strip(), each, gpu) for name, each in timelines.items() for gpu in each.gpus]
     wide = max(map(len, [how, *(name for name, _, _ in rows)]))
     lines = [f"{how:{wide}} {'in all':>8}" + "".join(f"{name:>11}" for name in TimeUse._fields)]

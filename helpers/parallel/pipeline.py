@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from helpers.gpus import name_work
+from helpers.engine import name_work
+from helpers.gpus import Device
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
@@ -113,10 +114,10 @@ def _needs(stage: int, task: Task, stages: int) -> set[tuple[int, Task]]:
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 
-Device = int | str | torch.device
 Schedule = Callable[[int, int], Sequence[Sequence[Task]]]  # the orders for (stages, micro_batches)
 Criterion = Callable[[Tensor, Tensor], Tensor]
 _Sent = dict[tuple[int, int], tuple[Tensor, torch.Event]]  # by (stage, micro-batch): a tensor and its arrival
+_Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]  # a stage's input and output, with the graph between them
 
 
 class Pipeline:
@@ -163,9 +164,7 @@ class _Step:
         self.last, self.samples = len(pipeline.stages) - 1, sum(map(len, targets))
         self.activations: _Sent = {}  # the inputs of a stage, each with the event of its arrival
         self.gradients: _Sent = {}
-        self.kept: dict[
-            tuple[int, int], tuple[Tensor, Tensor]
-        ] = {}  # the input and output of a stage, with the graph between them
+        self.kept: _Kept = {}
         self.losses: list[Tensor] = []
 
     def forward(self, stage: int, number: int) -> None:

@@ -3,7 +3,7 @@
 Every picture has a text alternative. Colour-blind readers can tell the colours apart.
 """
 
-from helpers.gpus import animate
+from helpers.engine import animate
 from helpers.show.bars import describe_memory, memory_bars
 from helpers.show.explore import explore, explore_pipeline
 from helpers.show.live import LivePanel, live_memory

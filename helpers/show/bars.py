@@ -13,6 +13,7 @@ other two are peaks: after the cache was emptied, a peak can exceed it.
 from collections.abc import Mapping
 from html import escape
 from textwrap import fill
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -23,11 +24,19 @@ from helpers.measure import MiB, Reading, Readings, format_bytes
 from helpers.measure.readings import unit_of
 from helpers.show.style import COLOURS, FRAME, MEMORY, OVER, WIDTH, open_frame, set_alt_text
 
-# The bars from the outside in: their kind, their field of a reading at the peak and now, and their share of the row.
+
+class _Bar(NamedTuple):
+    kind: str
+    peak: str  # the field of a reading
+    now: str
+    height: float  # as a share of the row
+
+
+# From the outside in.
 _BARS = (
-    ("driver", "driver_used", "driver_used", 0.78),
-    ("reserved", "peak_reserved", "reserved", 0.52),
-    ("allocated", "peak_allocated", "allocated", 0.26),
+    _Bar("driver", "driver_used", "driver_used", 0.78),
+    _Bar("reserved", "peak_reserved", "reserved", 0.52),
+    _Bar("allocated", "peak_allocated", "allocated", 0.26),
 )
 _NAMES = {"driver": "driver (GPUtil)", "reserved": "peak reserved", "allocated": "peak allocated"}
 _STRIPED = f"repeating-linear-gradient(135deg, {COLOURS[5]} 0 4px, white 4px 6px)"
@@ -51,7 +60,7 @@ def memory_bars(
     if figure is None:
         figure = plt.figure(figsize=(WIDTH, _height(sum(counts)) + 0.3 * len(counts) - 0.3), layout="constrained")
     found = [reading for each in situations.values() for reading in each]
-    top = max(getattr(reading, field) or 0 for reading in found for _, field, _, _ in _BARS)
+    top = max(getattr(reading, bar.peak) or 0 for reading in found for bar in _BARS)
     capacity = max(reading.capacity for reading in found)
     zoomed = 0 < top < capacity / 8
     length = top if zoomed else max(top, capacity)
@@ -62,7 +71,7 @@ def memory_bars(
         ax.set_title(fill(name, 80), loc="left", fontsize=10)
     axes[-1].set_xlim(0, 1.03 * length / unit)
     axes[-1].set_xlabel(f"memory in {unit_name}" + (" (the axis ends before the capacity)" if zoomed else ""))
-    shown = [kind for kind, field, _, _ in _BARS if any(getattr(reading, field) is not None for reading in found)]
+    shown = [bar.kind for bar in _BARS if any(getattr(reading, bar.peak) is not None for reading in found)]
     keys = [Patch(**MEMORY[kind], label=_NAMES[kind]) for kind in shown] + [Patch(**FRAME, label="capacity")]
     if any(max(reading.peak_reserved, reading.peak_allocated) > reading.capacity for reading in found):
         keys.append(Patch(**OVER, label="over the capacity"))

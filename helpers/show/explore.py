@@ -53,11 +53,13 @@ def explore(
     modelled_gpus(count, kind, memory)  # checks its arguments
     parameters = inspect.signature(step).parameters
     inspect.signature(step).bind(**options)
+    code = getattr(inspect.unwrap(getattr(step, "func", step)), "__code__", None)  # of a functools.partial, too
+    file = code.co_filename if code else ""
     controls = {}
     for name, each in options.items():
         begin = parameters[name].default if name in parameters else inspect.Parameter.empty
         if isinstance(each, Mapping):
-            begin = next((label for label, value in each.items() if value is begin), begin)
+            begin = next((label for label, value in each.items() if value is begin or value == begin), begin)
         controls[name] = control(name, list(each) if isinstance(each, Mapping) else each, begin)
 
     def look(**chosen: Any) -> tuple[str, Figure]:
@@ -68,7 +70,7 @@ def explore(
         try:
             return _run_and_look(lambda: step(**values), ", ".join(said), count, kind, memory)
         except Exception as error:
-            raise RuntimeError(_where(error, inspect.getfile(step))) from error
+            raise RuntimeError(_describe_error(error, file)) from error
 
     return Panel(look, controls, slow=True)
 
@@ -103,7 +105,7 @@ def _run(job: Callable[[], object], count: int, kind: str, memory: int | str | N
         return readings, room
 
 
-def _where(error: Exception, file: str) -> str:
+def _describe_error(error: Exception, file: str) -> str:
     """Describe an error in one line, with the line of the job that caused it."""
     lines = str(error).strip().splitlines() or [""]
     said = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # DataParallel includes a whole traceback

@@ -9,13 +9,13 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.gpus import COLOURS, describe_timeline, merged, seconds_covered
-from helpers.measure.timeline import Timeline
+from helpers.engine import KIND_COLOURS, describe_timeline, merged, seconds_covered
+from helpers.measure.timeline import Timeline, by_name
 from helpers.show.style import WIDTH, bar_style, set_alt_text
 
 # By kind of work, with the colours of `animate`.
 _HATCHES = {"forward": 0, "backward": 1, "step": 2, "copy": 3, "collective": 5}
-_LOOKS = {kind: bar_style(0, hatch) | {"facecolor": COLOURS[kind]} for kind, hatch in _HATCHES.items()}
+_LOOKS = {kind: bar_style(0, hatch) | {"facecolor": KIND_COLOURS[kind]} for kind, hatch in _HATCHES.items()}
 # The strip of the copies is too narrow for a hatch. An edge makes copies visible that are shorter than a pixel.
 _LOOKS["copy"] |= {"hatch": "", "edgecolor": _LOOKS["copy"]["facecolor"], "linewidth": 1.2}
 _GAP = 0.002  # of the width; kernels with a smaller gap between them are drawn as one bar
@@ -27,7 +27,7 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     Kernels that are too close to be told apart are one bar. Its height is the share of the time in which they run.
     Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work.
     """
-    timelines = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    timelines, how = by_name(timelines)
     if not timelines:
         raise ValueError("There is no timeline to draw. Pass one, or several by name.")
     for name, timeline in timelines.items():
@@ -44,7 +44,6 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
         _draw_rows(ax, timeline, _GAP * longest)
         ax.set_title(name, loc="left", fontsize=10)
         said.append(f"{name}: {describe_timeline(timeline)}" if name else describe_timeline(timeline))
-    how = "modelled" if all(timeline.modelled for timeline in timelines.values()) else "measured"
     axes[-1, 0].set(xlabel=f"{how} time in ms", xlim=(0, 1e3 * longest))
     used = [kind for kind in _LOOKS if any(s.kind == kind for each in timelines.values() for s in each.spans)]
     handles = [Patch(label=kind, **_LOOKS[kind]) for kind in used]

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.gpus import modelled_gpus, record_training
+from helpers.gpus import modelled_gpus
+from helpers.measure import record_training
 from helpers.measure.timeline import Timeline, TimeUse, record_timeline, time_use
 from helpers.models import LLAMA_1B, Llama
 from helpers.parallel import launch

@@ -26,7 +26,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from helpers.gpus import modelled_gpus, record_training
+from helpers.gpus import modelled_gpus
+from helpers.measure import record_training
 from helpers.models import LLAMA_70B, Llama
 from helpers.parallel import RankError
 from notebooks.checks import compare
