@@ -68,7 +68,8 @@ _utils = _StandIn(_UTILS, is_compile_supported=_is_compile_supported,
                   get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default (_dynamo/config.py)  # fmt: skip
 _rules = _StandIn(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None)
 _config = _StandIn(f"{_NAME}.config", error_on_nested_fx_trace=True)  # the default, which every checkpoint asks for
-_stand_in = _StandIn(_NAME, graph_break=_graph_break, disable=_disable, utils=_utils, trace_rules=_rules, config=_config,
+_stand_in = _StandIn(_NAME, graph_break=_graph_break, disable=_disable, utils=_utils, trace_rules=_rules,
+                     config=_config,
                      __path__=[os.path.join(folder, "_dynamo") for folder in torch.__path__])  # fmt: skip
 
 
