@@ -18,7 +18,7 @@ SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distribut
 
 TRAINING = f"""
 import sys, threading, time
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
 
@@ -36,6 +36,8 @@ for optimizer in torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), torch.
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
 dist.destroy_process_group()
+torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum().backward()
+assert torch._dynamo.config.error_on_nested_fx_trace is True
 assert torch.cuda.memory._snapshot()["segments"][0]["blocks"][0]["frames"]  # names of files and functions
 torch.cuda.memory._record_memory_history(enabled=None)
 from torch._dynamo.utils import is_compile_supported  # as torchvision does when it is imported
@@ -61,6 +63,7 @@ stop.set()
 thread.join()
 assert not wrong, wrong
 assert is_compile_supported("cpu") == torch._dynamo.utils.is_compile_supported("cpu")
+assert torch._dynamo.config.error_on_nested_fx_trace is True
 assert torch._dynamo is sys.modules["torch._dynamo"] and torch._dynamo.utils.config is torch._dynamo.config
 optimizer.step()
 optimizer.zero_grad()

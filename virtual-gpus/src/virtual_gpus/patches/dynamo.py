@@ -47,7 +47,12 @@ def _graph_break(*args: Any, **kwargs: Any) -> None:
 
 
 def _disable(fn: Any = None, recursive: bool = True, *args: Any, wrapping: bool = True, **kwargs: Any) -> Any:
-    """`torch._compile`, which keeps the answer in `fn.__dynamo_disable`, can call `fn` while Dynamo is not there."""
+    """`torch._compile`, which keeps the answer in `fn.__dynamo_disable`, can call `fn` while Dynamo is not there.
+
+    So can a checkpoint, whose functions do not outlive its backward pass.
+    """
+    if wrapping and getattr(fn, "__module__", "") == "torch.utils.checkpoint":
+        return fn
     if wrapping:
         return _real(_NAME).disable(fn, recursive, *args, **kwargs)
     _disabled.append(fn)
@@ -62,7 +67,9 @@ def _is_compile_supported(device_type: Any) -> bool:
 _utils = _StandIn(_UTILS, is_compile_supported=_is_compile_supported,
                   get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default (_dynamo/config.py)  # fmt: skip
 _rules = _StandIn(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None)
+_config = _StandIn(f"{_NAME}.config", error_on_nested_fx_trace=True)  # the default, which every checkpoint asks for
 _stand_in = _StandIn(_NAME, graph_break=_graph_break, disable=_disable, utils=_utils, trace_rules=_rules,
+                     config=_config,
                      __path__=[os.path.join(folder, "_dynamo") for folder in torch.__path__])  # fmt: skip
 
 
