@@ -134,6 +134,11 @@ def test_memory_in_pieces_that_are_too_small_and_an_error_of_the_job():
     assert needed.endswith("too small (fragmentation).")
     panel.controls["size"].value = 9
     assert re.match(r"Not possible: IndexError in line \d+, torch.empty\(1\)\[2\].*: index 2 is out", panel.words)
+    thousand = int("1000")  # equal to the choice, and another object
+    missing = explore(lambda size=thousand: no_such_cell, size={"small": int("1000"), "large": 2000})  # noqa: F821
+    assert missing.words == (
+        "Not possible: name 'no_such_cell' is not defined. Run the cells above this one, and then this one again."
+    )
 
 
 def test_the_panel_of_a_pipeline_says_what_a_step_takes_and_which_number_of_micro_batches_is_best():

@@ -108,13 +108,11 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
 def _measured(found: Timeline) -> Iterator[Timeline]:
     """Record with torch.profiler."""
     found.modelled = False
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
+    _wait_for_gpus()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         with record_function(BLOCK):
             yield found
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(index)
+            _wait_for_gpus()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -122,22 +120,30 @@ def _measured(found: Timeline) -> Iterator[Timeline]:
     found.seconds, found.spans = spans_of(events)
 
 
+def _wait_for_gpus() -> None:
+    """Wait for the GPUs that this process uses. To ask another one would create a CUDA context on it."""
+    for index in range(torch.cuda.device_count()):
+        if index == torch.cuda.current_device() or torch.cuda.memory_reserved(index):
+            torch.cuda.synchronize(index)
+
+
 def spans_of(events: Sequence[dict[str, Any]]) -> tuple[float, list[Span]]:
     """Return the seconds of the block and what the GPUs did, from the events of torch.profiler's trace.
 
-    A kernel belongs to "step" if it was launched inside the optimizer's step, to "backward" if it was launched by
-    another thread (autograd has one per GPU), and otherwise to "forward".
+    A kernel belongs to "step" if it was launched inside the optimizer's step, to "backward" if it was launched by a
+    thread of autograd, which has one per GPU, and otherwise to "forward": DataParallel's replicas have threads, too.
     """
     events = [event for event in events if event.get("ph") == "X"]
     block = next(e for e in events if e["name"] == BLOCK and e.get("cat") == "user_annotation")
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("Optimizer.step")]
     launched = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = {e.get("args", {}).get("correlation"): e for e in launched}
+    backward = {e["tid"] for e in events if e["name"].startswith("autograd::engine::evaluate_function")}
     spans: list[Span] = []
     for event in events:
         if event.get("cat") in _ON_GPU:
             launch = launches.get(event["args"].get("correlation"))
-            kind = _ON_GPU[event["cat"]] or _phase(event["name"], launch, block["tid"], steps)
+            kind = _ON_GPU[event["cat"]] or _phase(event["name"], launch, backward, steps)
             start = (event["ts"] - block["ts"]) / 1e6
             end = start + event["dur"] / 1e6
             spans += [Span(gpu, 0, start, end, kind, event["name"]) for gpu in _gpus(event["args"])]
@@ -149,14 +155,14 @@ def _gpus(args: dict[str, Any]) -> list[int]:
     return [args["device"]] if "device" in args else sorted({args["fromDevice"], args["toDevice"]})
 
 
-def _phase(name: str, launch: dict[str, Any] | None, thread: int, steps: Sequence[tuple[float, float]]) -> str:
+def _phase(name: str, launch: dict[str, Any] | None, backward: set[int], steps: Sequence[tuple[float, float]]) -> str:
     if name.startswith("nccl"):
         return "collective"
     if launch is None:
         return "forward"
     if any(start <= launch["ts"] <= end for start, end in steps):
         return "step"
-    return "forward" if launch["tid"] == thread else "backward"
+    return "backward" if launch["tid"] in backward else "forward"
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

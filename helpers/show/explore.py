@@ -69,6 +69,8 @@ def explore(
             said.append(f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}")
         try:
             return _run_and_look(lambda: step(**values), ", ".join(said), count, kind, memory)
+        except NameError:  # of a cell that has not run; the panel says so
+            raise
         except Exception as error:
             raise RuntimeError(_describe_error(error, file)) from error
 

@@ -11,8 +11,9 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from helpers.gpus import Device
 from helpers.measure import format_bytes
-from helpers.measure.memory import Device, gpu_indices
+from helpers.measure.memory import gpu_indices
 from helpers.measure.readings import unit_of
 from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
 
