@@ -2,7 +2,8 @@
 
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
 
-Whether GPUs are virtual matters in this module alone: the others call torch.cuda and GPUtil.
+Lessons and the other modules call torch.cuda and GPUtil on both. Of these modules, only `measure.timeline` differs for
+real GPUs, which it has torch.profiler record.
 """
 
 import os

@@ -186,11 +186,12 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
     # A moment in which a GPU does several things counts for the first of them.
     counted = list[tuple[float, float]]()
     parts = list[float]()
+    covered = 0.0
     for spans in (computing, collectives, copies, others):
-        before = seconds_covered(counted)
         counted = counted + spans
-        parts.append(seconds_covered(counted) - before)
-    return TimeUse(*parts, nothing=max(0.0, timeline.seconds - seconds_covered(counted)))
+        before, covered = covered, seconds_covered(counted)
+        parts.append(covered - before)
+    return TimeUse(*parts, nothing=max(0.0, timeline.seconds - covered))
 
 
 def by_name(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Timeline], str]:
