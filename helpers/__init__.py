@@ -7,7 +7,9 @@
     train                `train_epochs`, the training loop: on one device, with DataParallel, or with DDP.
     parallel.launching   `launch` and `run_hosts` start ranks, one process each.
     parallel.pipeline    `Pipeline` sends micro-batches through stages on several GPUs.
-    measure.readings     What is read: `Reading`, `Refusal`, and `format_bytes`.
+    measure.sizes        `format_bytes`: bytes as text.
+    measure.refusal      `Refusal`: the request that failed, read from PyTorch's error.
+    measure.readings     `Reading` and `Readings`: the memory of GPUs at one moment.
     measure.memory       `read_memory`, `measure_memory`: PyTorch's figures and GPUtil's; `fits` and `largest_batch`.
     measure.oom          `explain_oom` says why a GPU ran out of memory, and what would have helped.
     measure.timeline     `record_timeline` records what each GPU does. `describe_time_use` says what it waits for.
@@ -21,8 +23,8 @@
     show.programs        `show_diff` shows how two programs differ.
 
 The packages `parallel`, `measure` and `show` offer the names that lessons, checks and pages use, with the classes of
-what they return. Only `engine` and `parallel.launching` import the package of the virtual GPUs. Importing has no side
-effect; `use_gpus` switches GPUs on.
+what they return. Only `engine` imports the package of the virtual GPUs. Importing has no side effect; `use_gpus`
+switches GPUs on.
 """
 
 from helpers.gpus import use_gpus

@@ -1,10 +1,10 @@
 """The door to `virtual_gpus`, the package of the virtual GPUs: what the modules of helpers take from it.
 
-Besides this module, only `parallel.launching` imports it.
+No other module of helpers imports it.
 """
 
 try:
-    import virtual_gpus
+    from virtual_gpus import active_machine, block_address, record_timeline, record_training, virtual_gpus
 except ModuleNotFoundError as error:
     if error.name != "virtual_gpus":
         raise
@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
         name="virtual_gpus",
     ) from None
 
-from virtual_gpus import record_training
+from virtual_gpus.testing import RankError, run_hosts, run_ranks
 from virtual_gpus.timeline import COLOURS as KIND_COLOURS
 from virtual_gpus.timeline import (
     MEMORY_KINDS,
@@ -30,6 +30,7 @@ from virtual_gpus.timeline import (
 )
 from virtual_gpus.timeline import Timeline as ModelledTimeline
 
-__all__ = ["KIND_COLOURS", "MEMORY_KINDS", "ModelledTimeline", "Span", "animate", "busy_seconds", "describe_timeline",
-           "gpus_of", "kind_of", "merged", "name_work", "owned", "record_training", "seconds_covered",
+__all__ = ["KIND_COLOURS", "MEMORY_KINDS", "ModelledTimeline", "RankError", "Span", "active_machine", "animate",
+           "block_address", "busy_seconds", "describe_timeline", "gpus_of", "kind_of", "merged", "name_work", "owned",
+           "record_timeline", "record_training", "run_hosts", "run_ranks", "seconds_covered",
            "virtual_gpus"]  # fmt: skip

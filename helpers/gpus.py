@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from helpers.engine import ModelledTimeline
-from helpers.engine import virtual_gpus as _engine
+from helpers.engine import ModelledTimeline, active_machine, record_timeline, virtual_gpus
+from helpers.engine import block_address as virtual_address
 
-__all__ = ["is_virtual", "modelled_gpus", "topology", "use_gpus"]
+__all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_timeline", "topology", "use_gpus"]
 
 Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
 _CHOICES = ("auto", "virtual", "real")
 # The virtual GPUs of the last call and their machine, to replace them in the next.
-_ours: tuple[_engine.virtual_gpus, Any] | None = None
+_ours: tuple[virtual_gpus, Any] | None = None
 
 
 # ---- the switch ------------------------------------------------------------------------------------------------------
@@ -52,8 +52,8 @@ def use_gpus(
     if choice not in _CHOICES:
         raise ValueError(f"The environment variable GPUS is {choice!r}. It must be one of {', '.join(_CHOICES)}.")
     wanted = modelled_gpus(count, kind, memory, links=links, shapes_only=shapes_only)
-    machine = None if _ours is None else _ours[1]
-    if _engine.active_machine() is not machine:  # started by python -m virtual_gpus or a test
+    active = active_machine()
+    if active is not None and (_ours is None or active is not _ours[1]):  # from python -m virtual_gpus or a test
         _refuse_what_is_on(count, choice, shapes_only)
         return _say_virtual(_devices(count))
     _switch_off()
@@ -65,7 +65,7 @@ def use_gpus(
         print(f"{_number(count, 'real')} ({_names(devices)})")
         return devices
     devices = wanted.start()
-    _ours = wanted, _engine.active_machine()
+    _ours = wanted, active_machine()
     return _say_virtual(devices)
 
 
@@ -110,7 +110,7 @@ def _say_virtual(devices: list[torch.device]) -> list[torch.device]:
 
 
 def _keeps_no_values() -> bool:
-    machine = _engine.active_machine()
+    machine = active_machine()
     return machine is not None and machine.shapes_only
 
 
@@ -124,8 +124,8 @@ def _number(count: int, word: str) -> str:
 
 def _names(devices: list[torch.device]) -> str:
     """Describe GPUs of one kind as "NVIDIA H200, 16.00 GiB each". List GPUs of several kinds one by one."""
-    found = [torch.cuda.get_device_properties(device) for device in devices]
-    names = [f"{gpu.name}, {gpu.total_memory / 2**30:.2f} GiB" for gpu in found]
+    gpus = [torch.cuda.get_device_properties(device) for device in devices]
+    names = [f"{gpu.name}, {gpu.total_memory / 2**30:.2f} GiB" for gpu in gpus]
     if len(set(names)) == 1:
         return names[0] + (" each" if len(names) > 1 else "")
     return "; ".join(names)
@@ -136,12 +136,12 @@ def _names(devices: list[torch.device]) -> str:
 
 def is_virtual() -> bool:
     """Return True if virtual GPUs are active."""
-    return _engine.active_machine() is not None
+    return active_machine() is not None
 
 
 def modelled_timeline(memory: bool = False) -> ModelledTimeline | None:
     """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
-    return _engine.record_timeline(memory) if is_virtual() else None
+    return record_timeline(memory) if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
@@ -149,7 +149,7 @@ def block_address(tensor: torch.Tensor) -> int | None:
 
     For a tensor on a virtual GPU, `data_ptr()` is a different address, that of its values in the CPU's memory.
     """
-    return _engine.block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
+    return virtual_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
 
 
 def topology() -> str:
@@ -159,7 +159,7 @@ def topology() -> str:
     """
     if torch.cuda.device_count() == 0:
         return "There is no GPU. Call use_gpus(4) to get virtual GPUs."
-    machine = _engine.active_machine()
+    machine = active_machine()
     if machine is not None:
         return machine.topology.drawn()
     command = ["nvidia-smi", "topo", "-m"]
@@ -174,7 +174,7 @@ def topology() -> str:
 
 def modelled_gpus(
     count: int, kind: str = "H200", memory: int | str | None = None, *, shapes_only: bool = True, **settings: Any
-) -> _engine.virtual_gpus:
+) -> virtual_gpus:
     """Return virtual GPUs for a `with` block, to compare kinds of GPUs or settings. Other GPUs may be active.
 
     settings: those of `virtual_gpus.virtual_gpus`. With `rank=0, world_size=64`, this process is one rank of 64: the
@@ -182,4 +182,4 @@ def modelled_gpus(
     """
     # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
     settings.setdefault("honour_visible_devices", False)
-    return _engine.virtual_gpus(count, kind=kind, memory=memory, shapes_only=shapes_only, **settings)
+    return virtual_gpus(count, kind=kind, memory=memory, shapes_only=shapes_only, **settings)

@@ -7,12 +7,20 @@ The programs in notebooks/scripts contain the same loop in full, with validation
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
+
+
+class Epoch(NamedTuple):
+    """The mean loss over all images of an epoch, and the share of correct answers, from 0 to 1."""
+
+    loss: float
+    accuracy: float
 
 
 def train_epochs(
@@ -23,17 +31,19 @@ def train_epochs(
     device: torch.device | str,
     epochs: int = 1,
     log: Callable[[str], object] = print,
-) -> list[tuple[float, float]]:
-    """Train, and return the mean loss over all images and the share of correct answers, from 0 to 1, of each epoch.
+) -> list[Epoch]:
+    """Train, and return the figures of each epoch.
 
-    network  returns logits (N, classes) for images (N, ...). It is on `device`, plain or wrapped by nn.DataParallel,
-             whose first GPU is then `device`. If it is wrapped by DistributedDataParallel, every rank calls this
-             function. All ranks return the figures of all images, and rank 0 alone logs
-    loss     a mean over images, such as nn.CrossEntropyLoss(). DistributedDataParallel takes the mean of the ranks'
-             means, so it trains like one GPU only if the ranks have equal parts of each batch
-    loader   gives (images, labels). Its DistributedSampler, if it has one, is told the epoch, which begins at 0
-    log      called with a line for each epoch. It is stored in notebooks, so it has few digits and no time, which would
-             differ from run to run
+    network: returns logits (N, classes) for images (N, ...). It is on `device`, plain or wrapped by nn.DataParallel,
+    whose first GPU is then `device`. If it is wrapped by DistributedDataParallel, every rank calls this function. All
+    ranks return the figures of all images, and rank 0 alone logs.
+
+    loss: a mean over images, such as nn.CrossEntropyLoss(). DistributedDataParallel takes the mean of the ranks' means,
+    so it trains like one GPU only if the ranks have equal parts of each batch.
+
+    loader: gives (images, labels). Its DistributedSampler, if it has one, is told the epoch, which begins at 0. log:
+    called with a line for each epoch. The line is stored in notebooks, so it has few digits and no time, which would
+    differ from run to run.
 
     Raises ValueError for a loss whose `reduction` is not "mean", for an optimizer that holds none of the model's
     parameters, and for a loader that gives no batch.
@@ -54,7 +64,7 @@ def train_epochs(
     elif isinstance(network, nn.DataParallel) and len(network.device_ids) > 1:
         where = f"{len(network.device_ids)} GPUs"
     sampler = getattr(loader, "sampler", None)
-    history: list[tuple[float, float]] = []
+    history: list[Epoch] = []
     for epoch in range(epochs):
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(epoch)
@@ -81,12 +91,11 @@ def train_epochs(
             dist.all_reduce(sums, group=group)
         # The sums are read only here, because the host then waits until the GPU has done all its work. A wait in every
         # step would leave the GPU idle.
-        mean_loss, accuracy = (each.item() for each in sums[:2] / sums[2])
-        history.append((mean_loss, accuracy))
+        history.append(Epoch(*(figure.item() for figure in sums[:2] / sums[2])))
         if group is None or dist.get_rank(group) == 0:
             log(
                 f"[{where}] epoch {epoch} | batch {ranks * max(sizes)} | steps {len(sizes)} | lr {rate:#.2g} | "
-                f"loss {mean_loss:.3f} | accuracy {100 * accuracy:.2f} %"
+                f"loss {history[-1].loss:.3f} | accuracy {100 * history[-1].accuracy:.2f} %"
             )
     return history
 

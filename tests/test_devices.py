@@ -124,6 +124,8 @@ def test_virtual_gpus_inside_use_gpus_leave_it_as_it_was(monkeypatch):
     with virtual_gpus(2, honour_visible_devices=False):
         assert len(use_gpus(2)) == 2 and torch.cuda.device_count() == 2
     assert active_machine() is machine and torch.cuda.device_count() == 4
+    devices._ours[0].stop()  # nobody's GPUs are on now
+    assert len(use_gpus(5)) == 5
 
 
 def test_modelled_gpus_are_all_there_where_the_environment_names_a_real_one(monkeypatch):

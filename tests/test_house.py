@@ -27,12 +27,10 @@ import helpers
 ROOT = Path(__file__).resolve().parent.parent
 TEST_COMMAND = "python3 -m pip install uv && python3 -m uv run pytest"
 LAB_COMMAND = "python3 -m pip install uv && python3 -m uv run jupyter lab notebooks"
-# Through which the helpers reach the virtual GPUs.
-DOORS = {"helpers/engine.py", "helpers/parallel/launching.py"}
 # From which lessons import, and which of their names are for one lesson alone, and why.
 OFFERS = {"helpers", *(f"helpers.{name}" for name in "gpus data models train parallel measure show".split())}
 FOR_ONE_LESSON = {
-    "visualizers of memory, which the package is for": "live_memory explore describe_memory "
+    "visualizers of memory, which the package is for": "live_memory read_memory explore describe_memory "
     "draw_segments describe_segments",
     "for training that runs out of memory": "explain_oom largest_batch",
     "a part or a kind of what several lessons use": "Attention LLAMA_70B RankError gpipe run_hosts",
@@ -159,8 +157,8 @@ def lessons_that_import():
     return found
 
 
-def test_only_the_doors_know_of_the_virtual_gpus():
-    assert users_of("virtual_gpus", "helpers") == DOORS
+def test_only_one_module_knows_of_the_virtual_gpus():
+    assert users_of("virtual_gpus", "helpers") == {"helpers/engine.py"}
     assert users_of("virtual_gpus", "notebooks") == set()
     assert [name for name in lessons_that_import() if name[0].startswith("virtual_gpus")] == []
     assert users_of("helpers", "virtual-gpus/src") == set()
@@ -175,9 +173,10 @@ def test_lessons_import_what_the_packages_offer_and_few_names_are_for_one_lesson
     assert len(homes) == len(set(homes)), "a name has one home"
     alone = " ".join(FOR_ONE_LESSON.values()).split()
     assert sorted(name for (_, name), found in used.items() if len(found) == 1) == sorted(alone)
-    # The packages offer what lessons, checks or pages name, and the classes of what these names return.
+    # The packages offer what lessons, checks or pages import, and the classes of what these names return.
     pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/**/*.py")]
-    known = {*homes, *re.findall(r"\w+", " ".join(page.read_text(encoding="utf-8") for page in pages))}
+    imports = [re.findall(r"from helpers\S* import ([\w, ]+)", page.read_text(encoding="utf-8")) for page in pages]
+    known = {*homes, *re.findall(r"\w+", " ".join(line for lines in imports for line in lines))}
     for package in (helpers.measure, helpers.parallel, helpers.show):
         assert all(isinstance(getattr(package, name), type) for name in package.__all__ if name not in known)
 

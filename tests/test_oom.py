@@ -106,7 +106,8 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
         ("other", 1, 2000, 1, "larger than the whole GPU", 2000),
         ("parameters", 500, 300, 900, "expandable_segments", 400),
         ("activations", 600, 500, 600, "inference_mode", 600),
-        ("parameters", 900, 200, 900, None, None),  # no cheap cure
+        ("parameters", 900, 200, 900, "Divide parameters between two GPUs", 450),
+        ("context", 900, 200, 900, None, None),
     ],
 )
 def test_advice(kind, held, requested, reserved, first, size):
@@ -116,6 +117,8 @@ def test_advice(kind, held, requested, reserved, first, size):
     assert bool(advice) == bool(first)
     for found, text in advice[:1]:
         assert found == size * MiB and first in text and text[:20] in str(shown)
+    shown.blocks.append(Block(MiB, "gradients", "here"))  # now it is training
+    assert "inference_mode" not in str(shown)
 
 
 # --- segments --------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from helpers.engine import describe_timeline, record_training
 from helpers.measure.memory import fits, largest_batch, measure_memory, read_memory
 from helpers.measure.oom import Explanation, explain_oom
-from helpers.measure.readings import GiB, MiB, Reading, Readings, Refusal, format_bytes
+from helpers.measure.readings import Reading, Readings
+from helpers.measure.refusal import Refusal
+from helpers.measure.sizes import GiB, MiB, format_bytes
 from helpers.measure.timeline import Timeline, TimeUse, describe_time_use, record_timeline
 
 __all__ = ["Explanation", "GiB", "MiB", "Reading", "Readings", "Refusal", "TimeUse", "Timeline", "describe_time_use",

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from helpers.gpus import Device
-from helpers.measure.readings import MiB, Reading, Readings, describe_oom, read_refusal
+from helpers.measure.readings import Reading, Readings
+from helpers.measure.refusal import describe_oom, let_go, read_refusal
+from helpers.measure.sizes import MiB
 
 
 def read_memory(devices: Device | Iterable[Device] | None = None) -> Readings:
@@ -51,19 +53,20 @@ def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool
     gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
     reset_peaks(indices)
-    readings, refusal, said = Readings(), None, ""
+    readings, refusal, note = Readings(), None, ""
     try:
         yield readings
-    except torch.OutOfMemoryError as error:  # keep only its figures, because the error keeps the block's tensors alive
-        refusal, said = read_refusal(error), describe_oom(error)
+    except torch.OutOfMemoryError as error:
+        refusal, note = read_refusal(error), describe_oom(error)
         if not catch:
             raise
-        error.__traceback__ = None  # its frames form a reference cycle, which only gc frees
+        let_go(error)
     finally:
-        found = read_memory(indices)
-        for each in found:
-            readings.append(replace(each, refused=refusal) if refusal and refusal.gpu == each.index else each)
-        readings.note = " ".join(filter(None, [said, found.note]))
+        now = read_memory(indices)
+        for reading in now:
+            failed = refusal is not None and refusal.gpu == reading.index
+            readings.append(replace(reading, refused=refusal) if failed else reading)
+        readings.note = f"{note} {now.note}".strip()
 
 
 def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2**16, steps: int = 2) -> int:
@@ -123,7 +126,7 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
     if count == 0:
         raise RuntimeError("There is no GPU, neither a real one nor a virtual one. Call use_gpus first: use_gpus(4).")
     devices = range(count) if devices is None else devices
-    found = []
+    indices = []
     for device in [devices] if isinstance(devices, (int, str, torch.device)) else devices:
         try:
             device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -131,10 +134,10 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
             raise ValueError(f"{device!r} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.") from None
         if device.type != "cuda":
             raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
-        found.append(torch.cuda.current_device() if device.index is None else device.index)
-        if found[-1] >= count:
+        indices.append(torch.cuda.current_device() if device.index is None else device.index)
+        if indices[-1] >= count:
             raise ValueError(f"There is no {device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(indices))
 
 
 def _read_one(index: int, gpu: Any) -> Reading:
@@ -167,13 +170,13 @@ def _driver_view(indices: list[int]) -> tuple[dict[int, Any], str]:
         return {}, f"The driver's figures are missing: GPUtil failed ({str(error) or type(error).__name__})."
     if not listed:
         return {}, "The driver's figures are missing: GPUtil found no nvidia-smi."
-    found = {index: listed.get(_uuid(torch.cuda.get_device_properties(index).uuid)) for index in indices}
+    matched = {index: listed.get(_uuid(torch.cuda.get_device_properties(index).uuid)) for index in indices}
     seen = torch.cuda.device_count()
-    if len(listed) == seen and all(gpu and gpu.id == index for index, gpu in found.items()):
-        return found, ""
-    names = (f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for gpu in found.values())
-    matched = ", ".join(f"cuda:{index} is {name}" for index, name in zip(found, names, strict=True))
-    return found, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {matched} (matched by UUID)."
+    if len(listed) == seen and all(gpu and gpu.id == index for index, gpu in matched.items()):
+        return matched, ""
+    names = (f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for gpu in matched.values())
+    pairs = ", ".join(f"cuda:{index} is {name}" for index, name in zip(matched, names, strict=True))
+    return matched, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {pairs} (matched by UUID)."
 
 
 def _uuid(uuid: object) -> str:

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -24,13 +23,14 @@ from torch.optim.optimizer import Optimizer
 from helpers.engine import MEMORY_KINDS, kind_of, owned
 from helpers.gpus import block_address
 from helpers.measure.memory import gpu_indices
-from helpers.measure.readings import LINE, Refusal, describe_oom, format_bytes, read_refusal
+from helpers.measure.readings import LINE
+from helpers.measure.refusal import Refusal, describe_oom, let_go, read_refusal
+from helpers.measure.sizes import format_bytes
 
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
 _STDLIB = sysconfig.get_path("stdlib")
 _MOST_ROWS = 5
 _MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
-_place_of = itemgetter("filename", "name")  # of a frame in a snapshot
 
 
 @contextmanager
@@ -57,8 +57,8 @@ def blocks_by_kind() -> Iterator[tuple[int, int | None, str]]:
 def objects_of(*kinds: type) -> list[Any]:
     """Return the objects of these classes that Python's gc knows, by `type`, as `__class__` may be overridden."""
     objects = gc.get_objects()
-    wanted = {each for each in set(map(type, objects)) if issubclass(each, kinds)}
-    return [each for each in objects if type(each) in wanted]
+    wanted = {cls for cls in set(map(type, objects)) if issubclass(cls, kinds)}
+    return [thing for thing in objects if type(thing) in wanted]
 
 
 class Block(NamedTuple):
@@ -78,21 +78,31 @@ class Advice(NamedTuple):
 
 def live_blocks(gpu: int) -> list[Block]:
     """Return each block in use on GPU number `gpu`."""
-    kinds = {address: kind for each, address, kind in blocks_by_kind() if each == gpu}
-    known = [tensor for tensor in objects_of(Tensor) if tensor.device == torch.device("cuda", gpu)]
-    known += [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None]
-    tensors = {block_address(tensor): tensor for tensor in reversed(known) if tensor.layout is torch.strided}
-    found = []
-    for segment in torch.cuda.memory_snapshot(include_traces=False):
-        for block in segment["blocks"] if segment["device"] == gpu else ():
-            if block["state"] != "inactive":
-                frames, tensor = block.get("frames", []), tensors.get(block["address"])
-                made = kind_of(map(_place_of, frames)) if frames or tensor is None else "other"
-                kind, what = kinds.get(block["address"], made), "held by autograd or a library"
-                if tensor is not None:
-                    what = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-                found.append(Block(block["size"], kind, f"{what}, {kind}: {origin(frames)}"))
-    return found
+    kinds = {address: kind for index, address, kind in blocks_by_kind() if index == gpu}
+    tensors = _tensors_by_address(gpu)
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    blocks = [block for segment in segments if segment["device"] == gpu for block in segment["blocks"]]
+    in_use = [block for block in blocks if block["state"] != "inactive"]
+    return [_describe(block, kinds.get(block["address"]), tensors.get(block["address"])) for block in in_use]
+
+
+def _tensors_by_address(gpu: int) -> dict[int | None, Tensor]:
+    """Return one tensor for each block on GPU number `gpu` that Python knows: of several, the first that gc lists."""
+    tensors = [tensor for tensor in objects_of(Tensor) if tensor.device == torch.device("cuda", gpu)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return {block_address(tensor): tensor for tensor in reversed(tensors) if tensor.layout is torch.strided}
+
+
+def _describe(block: dict[str, Any], kind: str | None, tensor: Tensor | None) -> Block:
+    """Return the snapshot's `block` in words. Without a `kind`, the stack of its allocation says it."""
+    frames = block.get("frames", [])
+    what = "held by autograd or a library"
+    if tensor is not None:
+        what = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if kind is None:
+        made_before = tensor is not None and not frames
+        kind = "other" if made_before else kind_of((frame["filename"], frame["name"]) for frame in frames)
+    return Block(block["size"], kind, f"{what}, {kind}: {origin(frames)}")
 
 
 def origin(frames: list[dict[str, Any]]) -> str:
@@ -116,7 +126,7 @@ class Explanation:
 
     It is false if memory did not run out, or if the error has no figures.
 
-    outside: memory in use outside PyTorch's allocator. said: what happened, in one line.
+    outside: memory in use outside PyTorch's allocator. happened: what happened, in one line.
     """
 
     refused: Refusal | None = None
@@ -124,55 +134,66 @@ class Explanation:
     reserved: int = 0
     outside: int = 0
     blocks: list[Block] = field(default_factory=list)
-    said: str = "The block has not ended yet."
+    happened: str = "The block has not ended yet."
 
     def __bool__(self) -> bool:
         return self.refused is not None
 
     def _refused(self) -> Refusal:
         if self.refused is None:
-            raise RuntimeError(f"There is nothing to explain. {self.said}")
+            raise RuntimeError(f"There is nothing to explain. {self.happened}")
         return self.refused
 
     def by_kind(self) -> dict[str, int]:
         """Bytes per kind: those of `MEMORY_KINDS`, then memory that is gone, cached, used by others, or free."""
-        found, refused = Counter[str](), self._refused()
+        sizes, refused = Counter[str](), self._refused()
         for size, kind, _ in self.blocks:
-            found[kind] += size
-        gone = refused.allocated - found.total()  # the failed operation has freed its own blocks since the failure
+            sizes[kind] += size
+        gone = refused.allocated - sizes.total()  # the failed operation has freed its own blocks since the failure
         if gone > 0.01 * refused.allocated:  # the figures of PyTorch's error text are rounded
-            found["inside the failed operation"] = gone
-        found["cached by PyTorch"] = max(0, self.reserved - found.total())
-        found["context and other programs"] = self.outside
-        found["free"] = max(0, self.capacity - self.reserved - self.outside)
-        return {kind: found[kind] for kind in (*MEMORY_KINDS, *found) if found[kind] or kind == "free"}
+            sizes["inside the failed operation"] = gone
+        sizes["cached by PyTorch"] = max(0, self.reserved - sizes.total())
+        sizes["context and other programs"] = self.outside
+        sizes["free"] = max(0, self.capacity - self.reserved - self.outside)
+        return {kind: sizes[kind] for kind in (*MEMORY_KINDS, *sizes) if sizes[kind] or kind == "free"}
 
     def advice(self) -> list[Advice]:
-        """What would have helped, the largest saving first. Advice that saves less than 2 % is left out."""
+        """What would have helped, the largest saving first. Advice that saves less than 2 % is left out.
+
+        A job with gradients or optimizer state counts as training, to which torch.inference_mode() is no answer.
+        """
         kinds, refused = self.by_kind(), self._refused()
-        graph, cached = kinds.get("activations", 0), kinds.get("cached by PyTorch", 0)
-        checkpoint = "Put torch.utils.checkpoint around the model's blocks, or use autocast to bfloat16: half of "
-        found = [
-            Advice(graph, "For validation: torch.inference_mode(), which keeps nothing for backward."),
-            Advice(graph // 2, "Halve the batch and accumulate the gradients of both halves: half of the activations."),
-            Advice(graph // 2, f"{checkpoint}{format_bytes(graph)} or more."),
+        activations, cached = kinds.get("activations", 0), kinds.get("cached by PyTorch", 0)
+        states = {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer state") if kind in kinds}
+        half = f"half of {format_bytes(activations)}"
+        advice = [
+            Advice(activations // 2, f"Halve the batch and accumulate the gradients of both halves: {half}."),
+            Advice(activations // 2, f"Put torch.utils.checkpoint around the model's blocks: {half} or more."),
+            Advice(activations // 2, f"Use autocast to bfloat16, if the job computes in float32: up to {half}."),
         ]
+        if states:
+            size = sum(states.values())
+            text = f"Divide {' and '.join(states)} between two GPUs (fully_shard), or make them bfloat16 if they are "
+            advice.append(Advice(size // 2, f"{text}float32: half of {format_bytes(size)}."))
+        if states.keys() <= {"parameters"}:
+            text = "If this is no training: torch.inference_mode(), which keeps nothing for backward."
+            advice.append(Advice(activations, text))
         if refused.requested > self.capacity - self.outside:
             text = "Make that tensor smaller: this one request is larger than the whole GPU."
-            found.append(Advice(refused.requested, text))
+            advice.append(Advice(refused.requested, text))
         if cached >= refused.over:
             text = f"{format_bytes(cached)} are cached, but in several gaps. One gap of that size would be enough. "
-            found.append(Advice(cached, text + "Set expandable_segments:True, or create the large tensors first."))
-        useful = [advice for advice in found if advice.saves > 0.02 * refused.allocated]
-        return sorted(useful, key=lambda advice: -advice.saves)
+            advice.append(Advice(cached, text + "Set expandable_segments:True, or create the large tensors first."))
+        useful = [line for line in advice if line.saves > 0.02 * refused.allocated]
+        return sorted(useful, key=lambda line: -line.saves)
 
     def __str__(self) -> str:
         if not self:
-            return self.said
+            return self.happened
         kinds = [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
-        lines = [self.said, "", "what is there", *kinds, "", "the largest, and the line that made them"]
+        lines = [self.happened, "", "what is there", *kinds, "", "the largest, and the line that made them"]
         lines += self._largest()
-        advice = self._told()
+        advice = self._advice_lines()
         return "\n".join([*lines, *(["", "what would have helped"] if advice else []), *advice])
 
     def _largest(self) -> list[str]:
@@ -190,13 +211,13 @@ class Explanation:
             lines.append(f"  {format_bytes(sum(others)):>9}  in {len(others)} others")
         return lines
 
-    def _told(self) -> list[str]:
+    def _advice_lines(self) -> list[str]:
         lines = []
         for size, text in self.advice():
             lacking = self._refused().over - size
             enough = f"not enough: {format_bytes(lacking)} are missing" if lacking > 0 else "enough"
-            told = f"{format_bytes(size):>9}  {text} ({enough})"
-            lines.append(fill(told, LINE, initial_indent="  ", subsequent_indent=" " * 13))
+            line = f"{format_bytes(size):>9}  {text} ({enough})"
+            lines.append(fill(line, LINE, initial_indent="  ", subsequent_indent=" " * 13))
         return lines
 
 
@@ -208,20 +229,20 @@ def explain_oom() -> Iterator[Explanation]:
     are not kept alive. Other errors are passed on. Raises RuntimeError if there is no GPU.
     """
     gpu_indices()
-    found = Explanation()
+    explanation = Explanation()
     with memory_history():
         try:
-            yield found
-            found.said = "Memory did not run out."
+            yield explanation
+            explanation.happened = "Memory did not run out."
         except torch.OutOfMemoryError as error:  # while it is alive, so are the frames and their variables
-            found.refused = refused = read_refusal(error)
-            found.said = describe_oom(error)
+            explanation.refused = refused = read_refusal(error)
+            explanation.happened = describe_oom(error)
             if refused is not None:
-                free, found.capacity = torch.cuda.mem_get_info(refused.gpu)
-                found.reserved = torch.cuda.memory_reserved(refused.gpu)
-                found.outside = max(0, found.capacity - free - found.reserved)
-                found.blocks = live_blocks(refused.gpu)
-            error.__traceback__ = None  # its frames form a reference cycle, which only gc frees
+                free, explanation.capacity = torch.cuda.mem_get_info(refused.gpu)
+                explanation.reserved = torch.cuda.memory_reserved(refused.gpu)
+                explanation.outside = max(0, explanation.capacity - free - explanation.reserved)
+                explanation.blocks = live_blocks(refused.gpu)
+            let_go(error)
         except BaseException as error:
-            found.said = f"The block ended with another error: {type(error).__name__}."
+            explanation.happened = f"The block ended with another error: {type(error).__name__}."
             raise

@@ -94,30 +94,30 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
         raise RuntimeError("There is no GPU whose work could be recorded. Call use_gpus(...) first.")
     if memory:
         gc.collect()  # or cycles of earlier steps might be freed at any time in the block
-    found, clock = Timeline(), modelled_timeline(memory)
+    timeline, clock = Timeline(), modelled_timeline(memory)
     if clock is None:
-        yield from _measured(found)
+        yield from _measured(timeline)
         return
     with clock:
-        yield found
-    found.seconds = clock.seconds
-    found.spans = [span for span in clock.spans if span.gpu is not None]
-    found.memory = clock.memory
+        yield timeline
+    timeline.seconds = clock.seconds
+    timeline.spans = [span for span in clock.spans if span.gpu is not None]
+    timeline.memory = clock.memory
 
 
-def _measured(found: Timeline) -> Iterator[Timeline]:
+def _measured(timeline: Timeline) -> Iterator[Timeline]:
     """Record with torch.profiler."""
-    found.modelled = False
+    timeline.modelled = False
     _wait_for_gpus()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         with record_function(BLOCK):
-            yield found
+            yield timeline
             _wait_for_gpus()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    found.seconds, found.spans = spans_of(events)
+    timeline.seconds, timeline.spans = spans_of(events)
 
 
 def _wait_for_gpus() -> None:
@@ -208,12 +208,13 @@ def by_name(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Tim
 
 def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
     """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key."""
-    timelines, how = by_name(timelines)
-    how += " ms"
-    rows = [(f"{name} cuda:{gpu}".strip(), each, gpu) for name, each in timelines.items() for gpu in each.gpus]
-    wide = max(map(len, [how, *(name for name, _, _ in rows)]))
-    lines = [f"{how:{wide}} {'in all':>8}" + "".join(f"{name:>11}" for name in TimeUse._fields)]
-    for name, timeline, gpu in rows:
-        figures = "".join(f"{1e3 * seconds:11.1f}" for seconds in time_use(timeline, gpu))
-        lines.append(f"{name:{wide}} {1e3 * timeline.seconds:8.1f}{figures}")
-    return "\n".join(lines)
+    timelines, modelled_or_measured = by_name(timelines)
+    heading = f"{modelled_or_measured} ms"
+    rows: dict[str, str] = {}
+    for name, timeline in timelines.items():
+        for gpu in timeline.gpus:
+            figures = "".join(f"{1e3 * seconds:11.1f}" for seconds in time_use(timeline, gpu))
+            rows[f"{name} cuda:{gpu}".strip()] = f"{1e3 * timeline.seconds:8.1f}{figures}"
+    width = max(map(len, [heading, *rows]))
+    lines = [f"{heading:{width}} {'in all':>8}" + "".join(f"{field:>11}" for field in TimeUse._fields)]
+    return "\n".join([*lines, *(f"{name:{width}} {figures}" for name, figures in rows.items())])

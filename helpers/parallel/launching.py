@@ -11,16 +11,18 @@ The package of the virtual GPUs starts the processes, on real GPUs too.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from virtual_gpus.testing import RankError, run_hosts, run_ranks
+from helpers.engine import RankError, run_hosts, run_ranks
 
 __all__ = ["RankError", "launch", "run_hosts"]
 
+_Result = TypeVar("_Result")
+
 
 def launch(
-    fn: Callable[..., Any], *args: Any, ranks: int, gpus: bool = True, timeout: float | None = 60, show: bool = True
-) -> list[Any]:
+    fn: Callable[..., _Result], *args: Any, ranks: int, gpus: bool = True, timeout: float | None = 60, show: bool = True
+) -> list[_Result]:
     """Call `fn(rank, *args)` in `ranks` processes that form a process group. Return their results, rank 0's first.
 
     gpus: True uses one GPU per rank, or the CPU if there is no GPU. False uses the CPU. timeout: the time limit in

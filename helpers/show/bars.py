@@ -20,13 +20,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure import MiB, Reading, Readings, format_bytes
-from helpers.measure.readings import unit_of
-from helpers.show.style import COLOURS, FRAME, MEMORY, OVER, WIDTH, open_frame, set_alt_text
+from helpers.measure.readings import Reading, Readings
+from helpers.measure.sizes import MiB, format_bytes, unit_of
+from helpers.show.style import FRAME, MEMORY, MEMORY_CSS, OVER, WIDTH, open_frame, set_alt_text
 
 
 class _Bar(NamedTuple):
     kind: str
+    label: str
     peak: str  # the field of a reading
     now: str
     height: float  # as a share of the row
@@ -34,13 +35,10 @@ class _Bar(NamedTuple):
 
 # From the outside in.
 _BARS = (
-    _Bar("driver", "driver_used", "driver_used", 0.78),
-    _Bar("reserved", "peak_reserved", "reserved", 0.52),
-    _Bar("allocated", "peak_allocated", "allocated", 0.26),
+    _Bar("driver", "driver (GPUtil)", "driver_used", "driver_used", 0.78),
+    _Bar("reserved", "peak reserved", "peak_reserved", "reserved", 0.52),
+    _Bar("allocated", "peak allocated", "peak_allocated", "allocated", 0.26),
 )
-_NAMES = {"driver": "driver (GPUtil)", "reserved": "peak reserved", "allocated": "peak allocated"}
-_STRIPED = f"repeating-linear-gradient(135deg, {COLOURS[5]} 0 4px, white 4px 6px)"
-_CSS = {"driver": "#dedede", "reserved": _STRIPED, "allocated": COLOURS[0]}
 
 
 def memory_bars(
@@ -56,24 +54,24 @@ def memory_bars(
     situations = readings if isinstance(readings, Mapping) else {"": readings}
     if not situations or not all(situations.values()):
         raise ValueError("There are no readings to draw. Pass the result of read_memory().")
-    counts = [len(each) for each in situations.values()]
+    counts = [len(situation) for situation in situations.values()]
     if figure is None:
         figure = plt.figure(figsize=(WIDTH, _height(sum(counts)) + 0.3 * len(counts) - 0.3), layout="constrained")
-    found = [reading for each in situations.values() for reading in each]
-    top = max(getattr(reading, bar.peak) or 0 for reading in found for bar in _BARS)
-    capacity = max(reading.capacity for reading in found)
+    gpus = [reading for situation in situations.values() for reading in situation]
+    top = max(getattr(reading, bar.peak) or 0 for reading in gpus for bar in _BARS)
+    capacity = max(reading.capacity for reading in gpus)
     zoomed = 0 < top < capacity / 8
     length = top if zoomed else max(top, capacity)
     unit, unit_name = unit_of(length)
     axes = figure.subplots(len(counts), sharex=True, squeeze=False, height_ratios=counts)[:, 0]
-    for ax, (name, each) in zip(axes, situations.items(), strict=True):
-        _draw(ax, each, unit)
+    for ax, (name, situation) in zip(axes, situations.items(), strict=True):
+        _draw(ax, situation, unit)
         ax.set_title(fill(name, 80), loc="left", fontsize=10)
     axes[-1].set_xlim(0, 1.03 * length / unit)
     axes[-1].set_xlabel(f"memory in {unit_name}" + (" (the axis ends before the capacity)" if zoomed else ""))
-    shown = [bar.kind for bar in _BARS if any(getattr(reading, bar.peak) is not None for reading in found)]
-    keys = [Patch(**MEMORY[kind], label=_NAMES[kind]) for kind in shown] + [Patch(**FRAME, label="capacity")]
-    if any(max(reading.peak_reserved, reading.peak_allocated) > reading.capacity for reading in found):
+    shown = [bar for bar in _BARS if any(getattr(reading, bar.peak) is not None for reading in gpus)]
+    keys = [Patch(**MEMORY[bar.kind], label=bar.label) for bar in shown] + [Patch(**FRAME, label="capacity")]
+    if any(max(reading.peak_reserved, reading.peak_allocated) > reading.capacity for reading in gpus):
         keys.append(Patch(**OVER, label="over the capacity"))
     figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), frameon=False, fontsize=9, alignment="left",
                   title=fill(title or "", 66), title_fontsize=11, columnspacing=1.2, handlelength=1.6)  # fmt: skip
@@ -95,15 +93,15 @@ def _draw(ax: Axes, readings: Readings, unit: int) -> None:
     for row, reading in enumerate(readings):
         ax.barh(row, reading.capacity / unit, 0.86, zorder=1, **FRAME)
         figures = []
-        for kind, field, _, height in _BARS:
-            size = getattr(reading, field)
+        for bar in _BARS:
+            size = getattr(reading, bar.peak)
             if size is None:
                 continue
-            figures.append(f"{format_bytes(size)} {kind}")
-            ax.barh(row, size / unit, height, zorder=2, **MEMORY[kind])
-            if kind != "driver" and size > reading.capacity:
+            figures.append(f"{format_bytes(size)} {bar.kind}")
+            ax.barh(row, size / unit, bar.height, zorder=2, **MEMORY[bar.kind])
+            if bar.kind != "driver" and size > reading.capacity:
                 over = (size - reading.capacity) / unit
-                ax.barh(row, over, height, left=reading.capacity / unit, zorder=2, **OVER)
+                ax.barh(row, over, bar.height, left=reading.capacity / unit, zorder=2, **OVER)
         place = ax.get_yaxis_transform()
         ax.text(1.01, row, "\n".join(figures), transform=place, va="center", fontsize=9, linespacing=1.1)
     labels = [f"GPU {reading.index}\nof {format_bytes(reading.capacity)}" for reading in readings]
@@ -144,10 +142,10 @@ def _now(reading: Reading) -> str:
 
 def _row_now(reading: Reading, length: int) -> str:
     bars = ""
-    for kind, _, field, height in _BARS:
-        width, margin = min(1, (getattr(reading, field) or 0) / length), (1 - height) / 2
+    for bar in _BARS:
+        width, margin = min(1, (getattr(reading, bar.now) or 0) / length), (1 - bar.height) / 2
         place = f"left: 0; top: {margin:.0%}; bottom: {margin:.0%}; width: {width:.2%}"
-        bars += f'<div style="position: absolute; {place}; background: {_CSS[kind]}"></div>'
+        bars += f'<div style="position: absolute; {place}; background: {MEMORY_CSS[bar.kind]}"></div>'
     frame = "position: relative; height: 26px; border: 1px solid #666; box-sizing: border-box"
     return f'<div style="padding-top: 14px">{_now(reading)}</div><div style="{frame}">{bars}</div>'
 
@@ -161,18 +159,17 @@ def describe_memory(readings: Readings | Mapping[str, Readings]) -> str:
     readings: of one situation, or of several by name. A GPU that ran out of memory has the request that failed.
     """
     if isinstance(readings, Mapping):
-        return "\n".join(
-            f"{name}: {line}" for name, each in readings.items() for line in describe_memory(each).splitlines()
-        )
-    lines: dict[str, list[str]] = {}
+        texts = {name: describe_memory(situation) for name, situation in readings.items()}
+        return "\n".join(f"{name}: {line}" for name, text in texts.items() for line in text.splitlines())
+    gpus: dict[str, list[str]] = {}  # by what is said of them
     for reading in readings:
-        lines.setdefault(_said(reading), []).append(str(reading.index))
-    return "\n".join(f"{_names(gpus)} {figures}." for figures, gpus in lines.items()) or "No readings yet."
+        gpus.setdefault(_figures(reading), []).append(str(reading.index))
+    return "\n".join(f"{_gpus(indices)} {figures}." for figures, indices in gpus.items()) or "No readings yet."
 
 
-def _said(reading: Reading) -> str:
+def _figures(reading: Reading) -> str:
     if reading.refused:
-        return str(reading.refused).removeprefix(f"GPU {reading.index} ")
+        return reading.refused.described()
     capacity = format_bytes(reading.capacity)
     peaks = f"{format_bytes(reading.peak_allocated)} allocated and {format_bytes(reading.peak_reserved)} reserved"
     if reading.peak_allocated > reading.capacity:
@@ -182,5 +179,5 @@ def _said(reading: Reading) -> str:
     return f"peaked at {peaks}; the driver counts {format_bytes(reading.driver_used)} of {capacity}"
 
 
-def _names(gpus: list[str]) -> str:
-    return f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]} each"
+def _gpus(indices: list[str]) -> str:
+    return f"GPU {indices[0]}" if len(indices) == 1 else f"GPUs {', '.join(indices[:-1])} and {indices[-1]} each"

@@ -56,19 +56,20 @@ def explore(
     code = getattr(inspect.unwrap(getattr(step, "func", step)), "__code__", None)  # of a functools.partial, too
     file = code.co_filename if code else ""
     controls = {}
-    for name, each in options.items():
+    for name, choices in options.items():
         begin = parameters[name].default if name in parameters else inspect.Parameter.empty
-        if isinstance(each, Mapping):
-            begin = next((label for label, value in each.items() if value is begin or value == begin), begin)
-        controls[name] = control(name, list(each) if isinstance(each, Mapping) else each, begin)
+        if isinstance(choices, Mapping):
+            begin = next((label for label, value in choices.items() if value is begin or value == begin), begin)
+            choices = list(choices)
+        controls[name] = control(name, choices, begin)
 
     def look(**chosen: Any) -> tuple[str, Figure]:
-        values, said = dict[str, Any](), list[str]()
+        values, words = dict[str, Any](), list[str]()
         for name, value in chosen.items():
             values[name] = options[name][value] if isinstance(options[name], Mapping) else value
-            said.append(f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}")
+            words.append(f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}")
         try:
-            return _run_and_look(lambda: step(**values), ", ".join(said), count, kind, memory)
+            return _run_and_look(lambda: step(**values), ", ".join(words), count, kind, memory)
         except NameError:  # of a cell that has not run; the panel says so
             raise
         except Exception as error:
@@ -110,10 +111,10 @@ def _run(job: Callable[[], object], count: int, kind: str, memory: int | str | N
 def _describe_error(error: Exception, file: str) -> str:
     """Describe an error in one line, with the line of the job that caused it."""
     lines = str(error).strip().splitlines() or [""]
-    said = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # DataParallel includes a whole traceback
+    message = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # DataParallel includes a whole traceback
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     line = f" in line {frames[-1].lineno}, {frames[-1].line}" if frames else ""
-    return f"{type(error).__name__}{line}: {said}"
+    return f"{type(error).__name__}{line}: {message}"
 
 
 # ---- a pipeline ------------------------------------------------------------------------------------------------------
@@ -122,9 +123,8 @@ def _describe_error(error: Exception, file: str) -> str:
 def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "GPipe", extra: float = 1.0) -> Panel:
     """Return a panel with sliders for a pipeline, for the end of a cell. It simulates the pipeline and needs no GPU.
 
-    schedule  "GPipe" or "1F1B"
-    extra     the overhead of each task (kernel launches, copies, small matrices that do not fill a GPU), in percent of
-              a stage's forward pass of the whole batch. With 0, more micro-batches always help.
+    schedule: "GPipe" or "1F1B". extra: the overhead of each task (kernel launches, copies, small matrices that do not
+    fill a GPU), in percent of a stage's forward pass of the whole batch. With 0, more micro-batches always help.
 
     All stages take equally long, and a backward pass takes twice as long as a forward pass. Times are in units of one
     stage's forward pass of the whole batch, so one GPU needs 3 * stages for a step. Raises ValueError for values that

@@ -25,13 +25,11 @@ _SIGN = "<b>computing …</b>"
 class Panel:
     """Shows the text and the figure that `look(**chosen)` returns. Make the panel the last expression of a cell.
 
-    slow: set this if `look` takes seconds. The panel then says that it computes, and waits until a slider is released.
+    controls: by name of each argument of `look`, its widget. slow: set this if `look` takes seconds. The panel then
+    says that it computes, and waits until a slider is released. words: the text that is shown.
 
     Each result is computed once. An error of `look` is shown as text. While a cell runs, the panel waits, because the
     kernel does one thing at a time.
-
-    controls  dict of the name of each argument of `look` and its widget
-    words     the text that is shown
     """
 
     def __init__(
@@ -142,4 +140,6 @@ def image(picture: bytes, words: str, faded: bool = False) -> str:
     """Return a PNG file as an HTML element with a fixed size and `words` as its alternative text."""
     data, size = b64encode(picture).decode(), "width: {width}px; aspect-ratio: {width} / {height}"
     style = "display: block; max-width: 100%; " + size.format(**size_of(picture))  # inline, there would be a gap below
-    return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{style}{"; opacity: 0.3" * faded}">'
+    if faded:
+        style += "; opacity: 0.3"
+    return f'<img src="data:image/png;base64,{data}" alt="{escape(words)}" style="{style}">'

@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from helpers.gpus import Device
-from helpers.measure import format_bytes
 from helpers.measure.memory import gpu_indices
-from helpers.measure.readings import unit_of
+from helpers.measure.sizes import format_bytes, unit_of
 from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
 
 
@@ -54,17 +53,18 @@ def describe_segments(gpu: Device = 0) -> str:
     used = [block["size"] for block in blocks if block["state"] != "inactive"]
     free = [block["size"] for block in blocks if block["state"] == "inactive"]
     reserved = format_bytes(sum(segment["total_size"] for segment in segments))
-    said = f"{_count(segments, 'segment')}, {reserved} reserved: {format_bytes(sum(used))} used in "
-    said += _count(used, "block")
-    if not free:
-        return f"{said}, no gaps."
-    return f"{said}, {format_bytes(sum(free))} free in {_count(free, 'piece')}, the largest {format_bytes(max(free))}."
+    gaps = "no gaps"
+    if free:
+        gaps = f"{format_bytes(sum(free))} free in {_count(free, 'piece')}, the largest {format_bytes(max(free))}"
+    used_part = f"{format_bytes(sum(used))} used in {_count(used, 'block')}"
+    return f"{_count(segments, 'segment')}, {reserved} reserved: {used_part}, {gaps}."
 
 
 def _segments(gpu: Device) -> list[dict[str, Any]]:
     (index,) = gpu_indices(gpu)
-    found = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
-    return sorted((each for each in found if each["device"] == index), key=lambda each: -each["total_size"])
+    snapshot = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
+    segments = [segment for segment in snapshot if segment["device"] == index]
+    return sorted(segments, key=lambda segment: -segment["total_size"])
 
 
 def _count(items: list[Any], word: str) -> str:

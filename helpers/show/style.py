@@ -22,10 +22,16 @@ def bar_style(colour: int, hatch: int = 0) -> dict[str, Any]:
 OVER = bar_style(_ALARM, _ALARM)
 FRAME: dict[str, Any] = {"facecolor": "white", "edgecolor": "0.4", "linewidth": 1}  # the capacity of a GPU
 # The memory of a GPU, each figure inside the one before: lighter outside, darker inside, and two of three have a hatch.
+# For matplotlib, and as backgrounds in HTML, where a fine pattern would flicker while the bars move.
 MEMORY: dict[str, dict[str, Any]] = {
     "driver": {"facecolor": "0.87", "hatch": "....", "edgecolor": "0.6", "linewidth": 1},
     "reserved": bar_style(5, 1),
     "allocated": bar_style(0),
+}
+MEMORY_CSS = {
+    "driver": "#dedede",
+    "reserved": f"repeating-linear-gradient(135deg, {COLOURS[5]} 0 4px, white 4px 6px)",
+    "allocated": COLOURS[0],
 }
 
 
@@ -49,6 +55,9 @@ def set_alt_text(figure: Figure, *words: str | None) -> None:
     A notebook stores the text in the metadata `alt` of the output. JupyterLab 4 does not use it, so the lessons print
     the description, too.
     """
-    said = "\n".join(filter(None, words))
-    metadata: dict[str, Any] = {"image/png": {"alt": said}}
-    vars(figure)["_repr_mimebundle_"] = lambda include=None, exclude=None: ({}, metadata)
+    metadata = {"image/png": {"alt": "\n".join(filter(None, words))}}
+
+    def no_data(include: object = None, exclude: object = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, metadata  # which IPython adds to those of the picture that it makes itself
+
+    vars(figure)["_repr_mimebundle_"] = no_data

@@ -27,7 +27,7 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     Kernels that are too close to be told apart are one bar. Its height is the share of the time in which they run.
     Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work.
     """
-    timelines, how = by_name(timelines)
+    timelines, modelled_or_measured = by_name(timelines)
     if not timelines:
         raise ValueError("There is no timeline to draw. Pass one, or several by name.")
     for name, timeline in timelines.items():
@@ -39,16 +39,17 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
         len(rows), figsize=size, height_ratios=rows, sharex=True, squeeze=False, layout="constrained"
     )
     longest = max(timeline.seconds for timeline in timelines.values())
-    said = []
+    descriptions = []
     for ax, (name, timeline) in zip(axes[:, 0], timelines.items(), strict=True):
         _draw_rows(ax, timeline, _GAP * longest)
         ax.set_title(name, loc="left", fontsize=10)
-        said.append(f"{name}: {describe_timeline(timeline)}" if name else describe_timeline(timeline))
-    axes[-1, 0].set(xlabel=f"{how} time in ms", xlim=(0, 1e3 * longest))
-    used = [kind for kind in _LOOKS if any(s.kind == kind for each in timelines.values() for s in each.spans)]
+        descriptions.append(f"{name}: {describe_timeline(timeline)}" if name else describe_timeline(timeline))
+    axes[-1, 0].set(xlabel=f"{modelled_or_measured} time in ms", xlim=(0, 1e3 * longest))
+    kinds = {span.kind for timeline in timelines.values() for span in timeline.spans}
+    used = [kind for kind in _LOOKS if kind in kinds]
     handles = [Patch(label=kind, **_LOOKS[kind]) for kind in used]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(used), frameon=False, fontsize=9)
-    set_alt_text(figure, *said)
+    set_alt_text(figure, *descriptions)
     return figure
 
 

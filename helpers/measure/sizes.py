@@ -1,0 +1,24 @@
+"""Bytes as text. In the whole course, 1 GiB is 2^30 bytes and 1 MiB is 2^20 bytes."""
+
+MiB = 2**20
+GiB = 2**30
+
+
+def unit_of(count: float) -> tuple[int, str]:
+    """Return the unit for `count` bytes, as its size in bytes and its name: GiB from 1 GiB on, otherwise MiB."""
+    return (GiB, "GiB") if abs(count) >= GiB else (MiB, "MiB")
+
+
+def format_bytes(count: float | None, unit: str | None = None) -> str:
+    """Format `count` bytes with at least three digits, in `unit` or that of `unit_of`: "16.3 GiB". None: "unknown"."""
+    if count is None:
+        return "unknown"
+    unit = unit or unit_of(count)[1]
+    value = count / {"GiB": GiB, "MiB": MiB}[unit]
+    return f"{digits(value, 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2)} {unit}"
+
+
+def digits(value: float, decimals: int) -> str:
+    """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01"."""
+    smallest = 10**-decimals
+    return f"<{smallest:g}" if 0 < value < smallest / 2 else f"{value:,.{decimals}f}"
