@@ -23,6 +23,10 @@ def pytest_configure(config):
     environment = run_all.kernel_environment(os.environ.get("GPUS", "virtual"))
     environment["PYTHONSTARTUP"] = str(Path(__file__).parent / "tests" / "kernel_start.py")
     nbval.kernel.start_new_kernel = functools.partial(nbval.kernel.start_new_kernel, env=environment)
+    if (
+        os.name != "nt"
+    ):  # by files: a kernel's free ports are chosen before it starts, and others can take them until then
+        nbval.kernel.KernelManager = functools.partial(nbval.kernel.KernelManager, transport="ipc")
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)  # runs last: the system takes everything back at once, Python in two seconds
     else:

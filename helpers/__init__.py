@@ -22,9 +22,9 @@
     show.timelines       `timeline_bars` draws what each GPU did, and when.
     show.programs        `show_diff` shows how two programs differ.
 
-The packages `parallel`, `measure` and `show` offer the names that lessons, checks and pages use, with the classes of
-what they return. Only `engine` imports the package of the virtual GPUs. Importing has no side effect; `use_gpus`
-switches GPUs on.
+The packages `parallel`, `measure` and `show` offer the names that lessons and pages use, with the classes of what they
+return. The checks of the exercises also take names from the modules. Only `engine` imports the package of the virtual
+GPUs. Importing has no side effect; `use_gpus` switches GPUs on.
 """
 
 from helpers.gpus import use_gpus

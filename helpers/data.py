@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import TensorDataset
 
+__all__ = ["DamagedData", "Images", "fashion_mnist", "random_tokens"]
+
 DATA = Path(__file__).resolve().parent.parent / "data"
 
 
@@ -28,8 +30,8 @@ class Images(TensorDataset):
         self.classes = tuple(classes)
 
 
-def bundled(name: str) -> Path:
-    """Return the path of a bundled file, such as "pride_and_prejudice.txt". Raises DamagedData if a check fails."""
+def _bundled(name: str) -> Path:
+    """Return the path of a bundled file, by its name in SHA256SUMS. Raises DamagedData if a check fails."""
     path, sums = DATA / name, DATA / "SHA256SUMS"
     if not DATA.is_dir():
         raise DamagedData(
@@ -45,21 +47,22 @@ def bundled(name: str) -> Path:
     return path
 
 
-# --- images -------------------------------------------------------------------------------------------------
+# ---- images ----------------------------------------------------------------------------------------------------------
 
 
 def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -> Images:
     """The 4,000 bundled photographs of clothes for training. The ten classes are equally frequent.
 
-    The images are normalized to mean 0 and standard deviation 1. `channels` is 1 (grey) or 3 (the grey image three
-    times, for models that need colour images). `size` is the width and height in pixels (the originals have 28).
-    `count` keeps only the first images. Raises DamagedData for a changed file, and ValueError for other values.
+    The originals are normalized to mean 0 and standard deviation 1, which another size lowers a little. `channels` is
+    1 (grey) or 3 (the grey image three times, for models that need colour images). `size` is the width and height in
+    pixels (the originals have 28). `count` keeps only the first images. Raises DamagedData for a changed file, and
+    ValueError for other values.
     """
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}.")
     for part in ("train", "t10k"):  # torchvision checks that all four files exist
-        bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
-        bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
+        _bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
+        _bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
     from torchvision.datasets import FashionMNIST  # here, since it imports the compiler unless virtual GPUs are on
 
     raw = FashionMNIST(DATA)
@@ -71,7 +74,7 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
     return Images(images.contiguous(), raw.targets[:count], raw.classes)
 
 
-# --- random batches -----------------------------------------------------------------------------------------
+# ---- random batches --------------------------------------------------------------------------------------------------
 
 
 def random_tokens(batch: int, length: int, vocabulary_size: int) -> tuple[Tensor, Tensor]:

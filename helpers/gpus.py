@@ -12,12 +12,23 @@ from typing import Any
 
 import torch
 
-from helpers.engine import ModelledTimeline, active_machine, record_timeline, virtual_gpus
+from helpers.engine import ModelledTimeline, active_machine, virtual_gpus
 from helpers.engine import block_address as virtual_address
+from helpers.engine import record_timeline as record_modelled
 
-__all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_timeline", "topology", "use_gpus"]
+__all__ = [
+    "NO_GPU",
+    "Device",
+    "block_address",
+    "is_virtual",
+    "modelled_gpus",
+    "modelled_timeline",
+    "topology",
+    "use_gpus",
+]
 
 Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
+NO_GPU = "There is no GPU. Call use_gpus(4) to get virtual GPUs."
 
 _CHOICES = ("auto", "virtual", "real")
 # The virtual GPUs of the last call and their machine, to replace them in the next.
@@ -55,7 +66,9 @@ def use_gpus(
     active = active_machine()
     if active is not None and (_ours is None or active is not _ours[1]):  # from python -m virtual_gpus or a test
         _refuse_what_is_on(count, choice, shapes_only)
-        return _say_virtual(_devices(count))
+        devices = _devices(count)
+        print(_virtual_line(devices))
+        return devices
     _switch_off()
     real = torch.cuda.device_count()
     if choice == "real":
@@ -66,7 +79,8 @@ def use_gpus(
         return devices
     devices = wanted.start()
     _ours = wanted, active_machine()
-    return _say_virtual(devices)
+    print(_virtual_line(devices))
+    return devices
 
 
 def _switch_off() -> None:
@@ -101,12 +115,11 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
         )
 
 
-def _say_virtual(devices: list[torch.device]) -> list[torch.device]:
+def _virtual_line(devices: list[torch.device]) -> str:
     meaning = "real numbers, real errors, memory counted per GPU"
     if _keeps_no_values():
         meaning = "sizes and memory are real, values are not kept"
-    print(f"{_number(len(devices), 'virtual')} ({_names(devices)}): {meaning}")
-    return devices
+    return f"{_number(len(devices), 'virtual')} ({_names(devices)}): {meaning}"
 
 
 def _keeps_no_values() -> bool:
@@ -141,7 +154,7 @@ def is_virtual() -> bool:
 
 def modelled_timeline(memory: bool = False) -> ModelledTimeline | None:
     """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
-    return record_timeline(memory) if is_virtual() else None
+    return record_modelled(memory) if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
@@ -158,7 +171,7 @@ def topology() -> str:
     CUDA_VISIBLE_DEVICES hides no GPU in it.
     """
     if torch.cuda.device_count() == 0:
-        return "There is no GPU. Call use_gpus(4) to get virtual GPUs."
+        return NO_GPU
     machine = active_machine()
     if machine is not None:
         return machine.topology.drawn()

@@ -140,6 +140,8 @@ class Llama(nn.Module):
         return self.output(self.features(tokens))
 
 
+# The arguments of `Llama` for Llama 3.2 1B, Llama 3 8B and Llama 3 70B, from their config.json; those of the last two
+# also stand in table 3 of the paper.
 LLAMA_1B = {
     "vocabulary": 128_256, "width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "tied": True,
 }  # fmt: skip

@@ -14,7 +14,7 @@ def test_every_checksum_is_right_and_in_the_readme():
     sums = [line.split() for line in (data.DATA / "SHA256SUMS").read_text().splitlines()]
     readme = re.findall(r"\| `(\S+)` \| `([0-9a-f]{64})` \|", (data.DATA / "README.md").read_text(encoding="utf-8"))
     assert readme == [(file, checksum) for checksum, file in sums] and len(sums) == 5
-    assert sum(data.bundled(file).stat().st_size for _, file in sums) < 5e6
+    assert sum(data._bundled(file).stat().st_size for _, file in sums) < 5e6
 
 
 def test_a_changed_byte_a_missing_file_and_a_missing_folder_are_noticed(tmp_path, monkeypatch):
@@ -29,7 +29,7 @@ def test_a_changed_byte_a_missing_file_and_a_missing_folder_are_noticed(tmp_path
         data.fashion_mnist()
     (copy / "pride_and_prejudice.txt").unlink()
     with pytest.raises(data.DamagedData, match="pride_and_prejudice.txt.* missing.*git checkout data"):
-        data.bundled("pride_and_prejudice.txt")
+        data._bundled("pride_and_prejudice.txt")
     monkeypatch.setattr(data, "DATA", tmp_path / "site-packages" / "data")
     with pytest.raises(data.DamagedData, match="There is no folder .*pip install -e ."):
         data.fashion_mnist()

@@ -103,7 +103,7 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
 @pytest.mark.parametrize(
     ("kind", "held", "requested", "reserved", "first", "size"),
     [
-        ("other", 1, 2000, 1, "larger than the whole GPU", 2000),
+        ("other", 1, 2000, 1, "larger than all that PyTorch may take", 2000),
         ("parameters", 500, 300, 900, "expandable_segments", 400),
         ("activations", 600, 500, 600, "inference_mode", 600),
         ("parameters", 900, 200, 900, "Divide parameters between two GPUs", 450),

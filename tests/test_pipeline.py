@@ -84,12 +84,15 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(schedule, count, micro_
 
 def test_a_pipeline_that_cannot_be_is_refused():
     with virtual_gpus(2) as gpus:
-        with pytest.raises(ValueError, match="argument 2 is longer"):
+        with pytest.raises(ValueError, match="one GPU for each stage, not 2 for 1"):
             Pipeline([nn.Linear(2, 2)], gpus)
         pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], gpus)
         for micro_batches in (0, 4):
             with pytest.raises(ValueError, match="3 samples cannot be cut into"):
                 pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), micro_batches)
+        pipeline.schedule = lambda stages, micro_batches: [order[:-1] for order in gpipe(stages, micro_batches)]
+        with pytest.raises(ValueError, match="F and B of every micro-batch once"):
+            pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
 
 
 def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count=4, micro_batches=8):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from helpers.gpus import Device
+from helpers.gpus import NO_GPU, Device
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusal import describe_oom, let_go, read_refusal
 from helpers.measure.sizes import MiB
@@ -124,7 +124,7 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
     """Return the indices of `devices`, which are as in `read_memory`. Raises what `read_memory` raises."""
     count = torch.cuda.device_count()
     if count == 0:
-        raise RuntimeError("There is no GPU, neither a real one nor a virtual one. Call use_gpus first: use_gpus(4).")
+        raise RuntimeError(NO_GPU)
     devices = range(count) if devices is None else devices
     indices = []
     for device in [devices] if isinstance(devices, (int, str, torch.device)) else devices:

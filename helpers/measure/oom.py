@@ -34,7 +34,7 @@ _MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memo
 
 
 @contextmanager
-def memory_history() -> Iterator[None]:
+def _memory_history() -> Iterator[None]:
     """Let PyTorch record each allocation with its stack in the block. If somebody records already, that goes on."""
     torch.cuda.init()
     already = torch._C._cuda_isHistoryEnabled()
@@ -47,14 +47,14 @@ def memory_history() -> Iterator[None]:
             torch.cuda.memory._record_memory_history(None)
 
 
-def blocks_by_kind() -> Iterator[tuple[int, int | None, str]]:
+def _blocks_by_kind() -> Iterator[tuple[int, int | None, str]]:
     """Yield (GPU, address, kind) for each block that contains a parameter, a gradient, or optimizer state."""
-    for kind, tensor in owned(objects_of(nn.Parameter, Optimizer)):
+    for kind, tensor in owned(_objects_of(nn.Parameter, Optimizer)):
         if tensor.is_cuda and tensor.layout is torch.strided:
             yield tensor.get_device(), block_address(tensor), kind
 
 
-def objects_of(*kinds: type) -> list[Any]:
+def _objects_of(*kinds: type) -> list[Any]:
     """Return the objects of these classes that Python's gc knows, by `type`, as `__class__` may be overridden."""
     objects = gc.get_objects()
     wanted = {cls for cls in set(map(type, objects)) if issubclass(cls, kinds)}
@@ -76,9 +76,9 @@ class Advice(NamedTuple):
     text: str
 
 
-def live_blocks(gpu: int) -> list[Block]:
+def _live_blocks(gpu: int) -> list[Block]:
     """Return each block in use on GPU number `gpu`."""
-    kinds = {address: kind for index, address, kind in blocks_by_kind() if index == gpu}
+    kinds = {address: kind for index, address, kind in _blocks_by_kind() if index == gpu}
     tensors = _tensors_by_address(gpu)
     segments = torch.cuda.memory_snapshot(include_traces=False)
     blocks = [block for segment in segments if segment["device"] == gpu for block in segment["blocks"]]
@@ -88,7 +88,7 @@ def live_blocks(gpu: int) -> list[Block]:
 
 def _tensors_by_address(gpu: int) -> dict[int | None, Tensor]:
     """Return one tensor for each block on GPU number `gpu` that Python knows: of several, the first that gc lists."""
-    tensors = [tensor for tensor in objects_of(Tensor) if tensor.device == torch.device("cuda", gpu)]
+    tensors = [tensor for tensor in _objects_of(Tensor) if tensor.device == torch.device("cuda", gpu)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return {block_address(tensor): tensor for tensor in reversed(tensors) if tensor.layout is torch.strided}
 
@@ -158,7 +158,8 @@ class Explanation:
         return {kind: sizes[kind] for kind in (*MEMORY_KINDS, *sizes) if sizes[kind] or kind == "free"}
 
     def advice(self) -> list[Advice]:
-        """What would have helped, the largest saving first. Advice that saves less than 2 % is left out.
+        """What would have helped, the largest saving first. Advice that saves less than 2 % of the
+        allocated memory is left out.
 
         A job with gradients or optimizer state counts as training, to which torch.inference_mode() is no answer.
         """
@@ -178,8 +179,9 @@ class Explanation:
         if states.keys() <= {"parameters"}:
             text = "If this is no training: torch.inference_mode(), which keeps nothing for backward."
             advice.append(Advice(activations, text))
-        if refused.requested > self.capacity - self.outside:
-            text = "Make that tensor smaller: this one request is larger than the whole GPU."
+        room = self.capacity - self.outside
+        if refused.requested > (room if refused.allowed is None else min(room, refused.allowed)):
+            text = "Make that tensor smaller: this one request is larger than all that PyTorch may take."
             advice.append(Advice(refused.requested, text))
         if cached >= refused.over:
             text = f"{format_bytes(cached)} are cached, but in several gaps. One gap of that size would be enough. "
@@ -230,7 +232,7 @@ def explain_oom() -> Iterator[Explanation]:
     """
     gpu_indices()
     explanation = Explanation()
-    with memory_history():
+    with _memory_history():
         try:
             yield explanation
             explanation.happened = "Memory did not run out."
@@ -241,7 +243,7 @@ def explain_oom() -> Iterator[Explanation]:
                 free, explanation.capacity = torch.cuda.mem_get_info(refused.gpu)
                 explanation.reserved = torch.cuda.memory_reserved(refused.gpu)
                 explanation.outside = max(0, explanation.capacity - free - explanation.reserved)
-                explanation.blocks = live_blocks(refused.gpu)
+                explanation.blocks = _live_blocks(refused.gpu)
             let_go(error)
         except BaseException as error:
             explanation.happened = f"The block ended with another error: {type(error).__name__}."

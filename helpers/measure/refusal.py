@@ -22,7 +22,8 @@ _FIGURES = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """The request that failed on GPU number `gpu`, and the memory that was in use at that time. Sizes are in bytes.
+    """The request that failed on GPU number `gpu`, and the memory that was in use at that time. Sizes are in bytes,
+    rounded as in PyTorch's text to a hundredth of its unit.
 
     allowed: how much torch.cuda.set_per_process_memory_fraction lets this process reserve, or None without a limit.
     """
@@ -48,11 +49,9 @@ class Refusal:
 
     def described(self) -> str:
         """What happened to the GPU: "ran out of its 16.0 GiB: with ...", to be written after its name."""
-        its, allowed = (
-            f"its {format_bytes(self.capacity)}",
-            f"the {format_bytes(self.allowed)} that this process may reserve",
-        )
-        limit = allowed if self.limited else its
+        limit = f"its {format_bytes(self.capacity)}"
+        if self.allowed is not None and self.limited:
+            limit = f"the {format_bytes(self.allowed)} that this process may reserve"
         over = f", which is {format_bytes(self.over)} too much" if self.over else ""
         held = f"{format_bytes(self.allocated)} allocated and {format_bytes(self.reserved)} reserved"
         return f"ran out of {limit}: with {held} it was asked for {format_bytes(self.requested)} more{over}"

@@ -9,16 +9,14 @@ def unit_of(count: float) -> tuple[int, str]:
     return (GiB, "GiB") if abs(count) >= GiB else (MiB, "MiB")
 
 
-def format_bytes(count: float | None, unit: str | None = None) -> str:
-    """Format `count` bytes with at least three digits, in `unit` or that of `unit_of`: "16.3 GiB". None: "unknown"."""
-    if count is None:
-        return "unknown"
-    unit = unit or unit_of(count)[1]
-    value = count / {"GiB": GiB, "MiB": MiB}[unit]
-    return f"{digits(value, 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2)} {unit}"
+def format_bytes(count: float) -> str:
+    """Format `count` bytes with at least three digits, in the unit of `unit_of`: "16.3 GiB"."""
+    unit, name = unit_of(count)
+    value = count / unit
+    return f"{digits(value, 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2)} {name}"
 
 
 def digits(value: float, decimals: int) -> str:
     """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01"."""
     smallest = 10**-decimals
-    return f"<{smallest:g}" if 0 < value < smallest / 2 else f"{value:,.{decimals}f}"
+    return f"<{smallest:g}" if value > 0 and not round(value, decimals) else f"{value:,.{decimals}f}"

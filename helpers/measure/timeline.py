@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from helpers.engine import Span, busy_seconds, gpus_of, seconds_covered
-from helpers.gpus import modelled_timeline
+from helpers.gpus import NO_GPU, modelled_timeline
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
@@ -35,8 +35,9 @@ _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
 class Timeline:
     """The recording, which is filled when the block ends. It can be pickled, so a rank can return it.
 
-    spans: the kernels, copies and collectives, each with its GPU, its start and end in seconds since the block began,
-    its kind ("forward", "backward", "step", "copy" or "collective") and its name.
+    seconds: how long the block took. modelled: whether its times are modelled, not measured. spans: the kernels, copies
+    and collectives, each with its GPU, its start and end in seconds since the block began, its kind ("forward",
+    "backward", "step", "copy" or "collective") and its name. memory: see `record_timeline`.
     """
 
     seconds: float = 0.0
@@ -91,7 +92,7 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     memory: also record what virtual GPUs hold at each moment. Raises RuntimeError if there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("There is no GPU whose work could be recorded. Call use_gpus(...) first.")
+        raise RuntimeError(NO_GPU)
     if memory:
         gc.collect()  # or cycles of earlier steps might be freed at any time in the block
     timeline, clock = Timeline(), modelled_timeline(memory)
@@ -176,19 +177,16 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
     """
     if gpu not in timeline.gpus:
         raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {timeline.gpus}.")
-    computing, collectives, copies, others = (list[tuple[float, float]]() for _ in range(4))
+    intervals: dict[str, list[tuple[float, float]]] = {kind: [] for kind in ("", "collective", "copy", "others")}
     for span in timeline.spans:
-        if span.gpu != gpu:
-            spans = others
-        else:
-            spans = {"collective": collectives, "copy": copies}.get(span.kind, computing)
-        spans.append((span.start, span.end))
+        kind = "others" if span.gpu != gpu else span.kind if span.kind in intervals else ""
+        intervals[kind].append((span.start, span.end))
     # A moment in which a GPU does several things counts for the first of them.
-    counted = list[tuple[float, float]]()
-    parts = list[float]()
+    counted: list[tuple[float, float]] = []
+    parts: list[float] = []
     covered = 0.0
-    for spans in (computing, collectives, copies, others):
-        counted = counted + spans
+    for spans in intervals.values():
+        counted += spans
         before, covered = covered, seconds_covered(counted)
         parts.append(covered - before)
     return TimeUse(*parts, nothing=max(0.0, timeline.seconds - covered))
@@ -197,17 +195,22 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
 def by_name(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Timeline], str]:
     """Return the timelines by name, and whether their times are "modelled" or "measured".
 
-    Raises ValueError if some are modelled and others measured, which cannot be compared.
+    Raises ValueError if there are none, or if some are modelled and others measured, which cannot be compared.
     """
     named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    if not named:
+        raise ValueError("There is no timeline to show. Pass one, or several by name.")
     kinds = {"modelled" if timeline.modelled else "measured" for timeline in named.values()}
     if len(kinds) > 1:
         raise ValueError("Some timelines are modelled and others measured. Show them one by one.")
-    return named, min(kinds, default="measured")
+    return named, kinds.pop()
 
 
 def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
-    """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key."""
+    """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key.
+
+    Raises ValueError if there are no timelines, or if some are modelled and others measured.
+    """
     timelines, modelled_or_measured = by_name(timelines)
     heading = f"{modelled_or_measured} ms"
     rows: dict[str, str] = {}

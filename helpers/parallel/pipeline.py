@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from helpers.engine import name_work
 from helpers.gpus import Device
 
-# ---- schedules ------------------------------------------------------------------------------------------------------
+# ---- schedules -------------------------------------------------------------------------------------------------------
 
 
 class Task(NamedTuple):
@@ -81,10 +81,11 @@ def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: f
 
     A forward pass needs the forward pass of the stage before it, and a backward pass needs the backward pass of the
     stage after it. On the last stage, a backward pass needs its own forward pass. Copies take no time. Raises
-    ValueError if the stages would wait for each other forever.
+    ValueError if the stages would wait forever.
     """
     waiting = [[Task(*task) for task in order] for order in orders]  # also takes plain pairs
-    free, slots = [0.0] * len(waiting), list[Slot]()
+    free = [0.0] * len(waiting)
+    slots: list[Slot] = []
     ends: dict[tuple[int, Task], float] = {}
     while any(waiting):
         ready = [
@@ -95,7 +96,7 @@ def simulate(orders: Sequence[Sequence[Task]], forward: float = 1.0, backward: f
         if not ready:
             stuck = {stage: tasks[0] for stage, tasks in enumerate(waiting) if tasks}
             listed = ", ".join(f"stage {stage} before {kind}{number}" for stage, (kind, number) in stuck.items())
-            raise ValueError(f"These orders never end, because all stages wait for each other ({listed}).")
+            raise ValueError(f"These orders never end, because no stage can start its next task ({listed}).")
         for stage in ready:
             task = waiting[stage].pop(0)
             start = max([free[stage], *(ends[need] for need in _needs(stage, task, len(waiting)))])
@@ -112,10 +113,10 @@ def _needs(stage: int, task: Task, stages: int) -> set[tuple[int, Task]]:
     return {(stage + 1, task) if stage + 1 < stages else (stage, Task("F", number))}
 
 
-# ---- the pipeline ---------------------------------------------------------------------------------------------------
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
 
 Schedule = Callable[[int, int], Sequence[Sequence[Task]]]  # the orders for (stages, micro_batches)
-Criterion = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 _Sent = dict[tuple[int, int], tuple[Tensor, torch.Event]]  # by (stage, micro-batch): a tensor and its arrival
 _Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]  # a stage's input and output, with the graph between them
 
@@ -124,10 +125,12 @@ class Pipeline:
     """Runs training steps through stages on several GPUs, in the order of a schedule.
 
     stages: one module per GPU, which is moved there. schedule: `gpipe`, `one_f_one_b`, or any function of (stages,
-    micro_batches) that returns the orders.
+    micro_batches) that returns the orders. Raises ValueError unless there is one GPU for each stage.
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence[Device], schedule: Schedule = gpipe):
+        if len(stages) != len(gpus):
+            raise ValueError(f"There must be one GPU for each stage, not {len(gpus)} for {len(stages)}.")
         self.stages = [stage.to(gpu) for stage, gpu in zip(stages, gpus, strict=True)]
         self.gpus, self.schedule = list(gpus), schedule
         self.copies = [torch.cuda.Stream(gpu) for gpu in gpus]
@@ -136,18 +139,22 @@ class Pipeline:
         """The parameters of all stages, for an optimizer."""
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
-    def step(self, inputs: Tensor, targets: Tensor, criterion: Criterion, micro_batches: int) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, loss: Loss, micro_batches: int) -> Tensor:
         """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
 
-        criterion(outputs, targets) must be a mean over samples. Each micro-batch is weighted by its size, so loss and
-        gradients are those of the whole batch. Raises ValueError if the batch has fewer samples than micro_batches.
+        loss(outputs, targets) must be a mean over samples. Each micro-batch is weighted by its size, so loss and
+        gradients are those of the whole batch. Raises ValueError if the batch has fewer samples than micro_batches, or
+        if the schedule does not give each stage every task once.
         """
         if not 1 <= micro_batches <= len(inputs):
             raise ValueError(f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches.")
         orders = self.schedule(len(self.stages), micro_batches)
+        every = sorted((kind, number) for kind in "BF" for number in range(micro_batches))
+        if [sorted(order) for order in orders] != [every] * len(self.stages):
+            raise ValueError("Each stage must do F and B of every micro-batch once. Look at what the schedule returns.")
         # Copy the whole batch at once, because the host waits for a copy from pageable memory, and so do all GPUs.
         inputs, targets = inputs.to(self.gpus[0]), targets.to(self.gpus[-1])
-        step = _Step(self, inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), criterion)
+        step = _Step(self, inputs.tensor_split(micro_batches), targets.tensor_split(micro_batches), loss)
         # Launch the tasks in the order of time, because a GPU runs its tasks in the order in which they are launched.
         for slot in simulate(orders):
             run = step.forward if slot.task.kind == "F" else step.backward
@@ -159,8 +166,8 @@ class Pipeline:
 class _Step:
     """The tensors that a step has sent and that it keeps for the backward pass. Keys are (stage, micro-batch)."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], criterion: Criterion):
-        self.pipeline, self.inputs, self.targets, self.criterion = pipeline, inputs, targets, criterion
+    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss):
+        self.pipeline, self.inputs, self.targets, self.loss = pipeline, inputs, targets, loss
         self.last, self.samples = len(pipeline.stages) - 1, sum(map(len, targets))
         self.activations: _Sent = {}  # the inputs of a stage, each with the event of its arrival
         self.gradients: _Sent = {}
@@ -175,7 +182,7 @@ class _Step:
             self._send(y.detach(), self.activations, stage, stage + 1, number)
         else:
             targets = self.targets[number]
-            y = self.criterion(y, targets) * (len(targets) / self.samples)
+            y = self.loss(y, targets) * (len(targets) / self.samples)
             self.losses.append(y.detach())
         self.kept[stage, number] = x, y
 

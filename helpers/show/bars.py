@@ -124,14 +124,14 @@ def bars_now(readings: Readings, heading: str) -> str:
     most = max(max(reading.driver_used or 0, reading.peak_reserved) for reading in readings)
     length = capacity if 8 * most >= capacity else max(1 << (most - 1).bit_length(), MiB)
     return (
-        f'<div role="img" aria-label="{"; ".join(map(_now, readings))}" style="width: {100 * WIDTH:.0f}px; '
+        f'<div role="img" aria-label="{"; ".join(map(_html_now, readings))}" style="width: {100 * WIDTH:.0f}px; '
         f'height: {100 * _height(len(readings)):.0f}px; line-height: 20px; font-size: 13px; overflow: hidden">'
         f"<b>{escape(heading[:96])}</b><br>light: driver (GPUtil), striped: reserved, dark: allocated; "
         f"frame: {format_bytes(length)}{''.join(_row_now(reading, length) for reading in readings)}</div>"
     )
 
 
-def _now(reading: Reading) -> str:
+def _html_now(reading: Reading) -> str:
     peak = format_bytes(reading.peak_allocated)
     driver = "" if reading.driver_used is None else f", driver {format_bytes(reading.driver_used)}"
     return escape(
@@ -147,7 +147,7 @@ def _row_now(reading: Reading, length: int) -> str:
         place = f"left: 0; top: {margin:.0%}; bottom: {margin:.0%}; width: {width:.2%}"
         bars += f'<div style="position: absolute; {place}; background: {MEMORY_CSS[bar.kind]}"></div>'
     frame = "position: relative; height: 26px; border: 1px solid #666; box-sizing: border-box"
-    return f'<div style="padding-top: 14px">{_now(reading)}</div><div style="{frame}">{bars}</div>'
+    return f'<div style="padding-top: 14px">{_html_now(reading)}</div><div style="{frame}">{bars}</div>'
 
 
 # ---- the text --------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """Panels with sliders: for any training job, which is run on virtual GPUs, and for a pipeline, which is simulated.
 
-def job(batch=64, width=1024):
-    net = nn.DataParallel(nn.Linear(width, width).to("cuda:0"))
-    net(torch.empty(batch, width, device="cuda:0")).sum().backward()
+    def job(batch=64, width=1024):
+        net = nn.DataParallel(nn.Linear(width, width).to("cuda:0"))
+        net(torch.empty(batch, width, device="cuda:0")).sum().backward()
 
-explore(job, batch=(8, 512, 8), width=[256, 1024, 4096], count=4, memory="1 GiB")
-explore_pipeline(stages=4, micro_batches=8, schedule="1F1B")
+    explore(job, batch=(8, 512, 8), width=[256, 1024, 4096], count=4, memory="1 GiB")
+    explore_pipeline(stages=4, micro_batches=8, schedule="1F1B")
+
+A panel is the last expression of a cell.
 """
 
 import inspect
@@ -27,7 +29,7 @@ from helpers.show.style import COLOURS, WIDTH
 
 _PLENTY = "1000000 GiB"
 _SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
-_MOST = 48  # the largest number of micro-batches that is tried for the shortest step
+_MOST_MICRO_BATCHES = 48  # that are tried for the shortest step
 
 # ---- any training job ------------------------------------------------------------------------------------------------
 
@@ -45,7 +47,8 @@ def explore(
     step: a function that builds and trains a model, for two steps if the optimizer's state should count. It runs in
     shapes only, so it must not read values. options: for each argument of `step`, (low, high) or (low, high, step) for
     a slider, a list of choices, or a dict of choices by name. A control starts at the argument's default value.
-    count, kind, memory: the virtual GPUs of the job, as for `use_gpus`. Active GPUs do not change.
+    count, kind, memory: the virtual GPUs of the job, as for `use_gpus`, and not arguments of `step`. Active GPUs do not
+    change.
 
     If the job runs out of memory, it runs again with more memory to show how much it needs. Raises TypeError if `step`
     does not accept the options, and ValueError for a default outside the options or for GPUs that do not exist.
@@ -64,15 +67,16 @@ def explore(
         controls[name] = control(name, choices, begin)
 
     def look(**chosen: Any) -> tuple[str, Figure]:
-        values, words = dict[str, Any](), list[str]()
+        values: dict[str, Any] = {}
+        words: list[str] = []
         for name, value in chosen.items():
             values[name] = options[name][value] if isinstance(options[name], Mapping) else value
             words.append(f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}")
         try:
             return _run_and_look(lambda: step(**values), ", ".join(words), count, kind, memory)
-        except NameError:  # of a cell that has not run; the panel says so
-            raise
         except Exception as error:
+            if type(error) is NameError:  # of a cell that has not run; the panel says so
+                raise
             raise RuntimeError(_describe_error(error, file)) from error
 
     return Panel(look, controls, slow=True)
@@ -124,7 +128,8 @@ def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "G
     """Return a panel with sliders for a pipeline, for the end of a cell. It simulates the pipeline and needs no GPU.
 
     schedule: "GPipe" or "1F1B". extra: the overhead of each task (kernel launches, copies, small matrices that do not
-    fill a GPU), in percent of a stage's forward pass of the whole batch. With 0, more micro-batches always help.
+    fill a GPU), in percent of a stage's forward pass of the whole batch. With 0 and several stages, more micro-batches
+    always help.
 
     All stages take equally long, and a backward pass takes twice as long as a forward pass. Times are in units of one
     stage's forward pass of the whole batch, so one GPU needs 3 * stages for a step. Raises ValueError for values that
@@ -143,8 +148,8 @@ def _look_at_pipeline(stages: int, micro_batches: int, extra: float, schedule: s
     orders = _SCHEDULES[schedule](stages, micro_batches)
     slots = simulate(orders, *_task_times(micro_batches, extra))
     # The time of a step as a share of one GPU's, with 1, 2, ... micro-batches. It is the same for both schedules.
-    times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, _MOST + 1)]
-    best = min(range(_MOST), key=times.__getitem__) + 1
+    times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, _MOST_MICRO_BATCHES + 1)]
+    best = min(range(_MOST_MICRO_BATCHES), key=times.__getitem__) + 1
     kept, now = most_kept(orders[0]), max(slot.end for slot in slots) / (3 * stages)
     words = (
         f"{schedule}, {stages} stages, {micro_batches} micro-batches: each GPU is idle for "
@@ -152,7 +157,7 @@ def _look_at_pipeline(stages: int, micro_batches: int, extra: float, schedule: s
         f"Stage 0 keeps the activations of at most {kept} of {micro_batches} micro-batches, "
         f"{100 * kept / micro_batches:.0f} % of the batch.\n"
         f"A step takes {now:.2f} of one GPU's time ({stages} GPUs at best 1/{stages} = {1 / stages:.2f}); shortest "
-        f"with {best}{'' if best < _MOST else ' or more'} micro-batches: {times[best - 1]:.2f}."
+        f"with {best}{'' if best < _MOST_MICRO_BATCHES else ' or more'} micro-batches: {times[best - 1]:.2f}."
     )
     figure = Figure(figsize=(WIDTH, 0.9 + 0.28 * stages), layout="constrained")
     ax = figure.subplots()

@@ -83,9 +83,9 @@ class Panel:
             try:
                 words, figure = self._look(**chosen)
                 self._answers[key] = words, png(figure, dpi=140)
-            except NameError as error:
-                return f"Not possible: {error}. Run the cells above this one, and then this one again.", b""
             except Exception as error:
+                if type(error) is NameError:  # not kept, because the cell that it needs may run later
+                    return f"Not possible: {error}. Run the cells above this one, and then this one again.", b""
                 self._answers[key] = f"Not possible: {error}", b""
         return self._answers[key]
 

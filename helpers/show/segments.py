@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from helpers.gpus import Device
 from helpers.measure.memory import gpu_indices
 from helpers.measure.sizes import format_bytes, unit_of
-from helpers.show.style import WIDTH, bar_style, legend_below, set_alt_text
+from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 
 
 def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
@@ -38,10 +38,11 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
     ax.set_yticks(range(len(segments)), [f"segment {row}" for row in range(1, len(segments) + 1)], fontsize=8)
     ax.set_ylim(len(segments) - 0.4, -0.6)
     ax.set_xlabel(f"place in the segment, in {unit_name}")
-    ax.spines[["top", "right"]].set_visible(False)
+    open_frame(ax)
     ax.set_title(title or "", loc="left", fontsize=11)
     free = Patch(facecolor="white", edgecolor="0.3", label="free, kept by PyTorch")
-    legend_below(figure, [Patch(**style, label="in use"), free])
+    keys = [Patch(**style, label="in use"), free]
+    figure.legend(handles=keys, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     set_alt_text(figure, title, describe_segments(gpu))
     return figure
 

@@ -1,9 +1,7 @@
-"""The common style of all pictures: width, colours with hatches, legends, and text alternatives."""
+"""The common style of all pictures: width, colours with hatches, frames, and text alternatives."""
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -35,18 +33,12 @@ MEMORY_CSS = {
 }
 
 
-def legend_below(figure: Figure, handles: Sequence[Artist]) -> None:
-    """Draw a legend at the bottom of the figure, with as many entries in a row as fit."""
-    longest = max(len(line) for handle in handles for line in str(handle.get_label()).splitlines())
-    columns = max(1, min(5, len(handles), 92 // (longest + 9)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-
-
-def open_frame(ax: Axes, grid: Literal["x", "y", "both"]) -> None:
-    """Remove the upper and the right line of the frame, and draw a grid behind everything."""
+def open_frame(ax: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
+    """Remove the upper and the right line of the frame. grid: draw the lines of this axis, behind everything."""
     ax.spines[["top", "right"]].set_visible(False)
-    ax.grid(axis=grid, color="0.9")
-    ax.set_axisbelow(True)
+    if grid:
+        ax.grid(axis=grid, color="0.9")
+        ax.set_axisbelow(True)
 
 
 def set_alt_text(figure: Figure, *words: str | None) -> None:

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 from helpers.engine import KIND_COLOURS, describe_timeline, merged, seconds_covered
 from helpers.measure.timeline import Timeline, by_name
-from helpers.show.style import WIDTH, bar_style, set_alt_text
+from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 
 # By kind of work, with the colours of `animate`.
 _HATCHES = {"forward": 0, "backward": 1, "step": 2, "copy": 3, "collective": 5}
@@ -25,11 +25,10 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     """Draw each timeline in its own axes, with its key as the title. Returns the figure.
 
     Kernels that are too close to be told apart are one bar. Its height is the share of the time in which they run.
-    Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work.
+    Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work, if
+    there are no timelines, and if some are modelled and others measured.
     """
     timelines, modelled_or_measured = by_name(timelines)
-    if not timelines:
-        raise ValueError("There is no timeline to draw. Pass one, or several by name.")
     for name, timeline in timelines.items():
         if not timeline.spans:
             raise ValueError(f"The timeline {name!r} has no work of a GPU to draw. Record a block that does some.")
@@ -61,7 +60,7 @@ def _draw_rows(ax: Axes, timeline: Timeline, gap: float) -> None:
             ax.add_collection(PolyCollection(bars, **_LOOKS[kind]))
     ax.set_yticks(range(len(timeline.gpus)), [f"cuda:{gpu}" for gpu in timeline.gpus])
     ax.set_ylim(len(timeline.gpus) - 0.5, -0.5)
-    ax.spines[["top", "right"]].set_visible(False)
+    open_frame(ax)
 
 
 def _bar(
