@@ -4,6 +4,8 @@ import atexit
 import functools
 import gc
 import os
+import tempfile
+import uuid
 from pathlib import Path
 
 # Two test processes on two cores: one thread each, and the same last digits on every machine.
@@ -13,8 +15,17 @@ os.environ["COURSE_PROGRESS"] = "off"  # tests leave a learner's own scores alon
 import nbval.kernel
 import pytest
 import run_all
+from jupyter_client.manager import KernelManager
 
 OUTPUT_TIMEOUT_S = 60  # from the end of a cell until its outputs have come; nbval's 5 are short for a busy machine
+
+
+def kernel_with_files(**options):
+    """A kernel that is reached through files. Ports are chosen before it starts, and others can take them until then.
+
+    If somebody takes the port of its outputs, ipykernel 7.4 neither ends nor answers.
+    """
+    return KernelManager(transport="ipc", ip=f"{tempfile.gettempdir()}/kernel-{uuid.uuid4().hex}", **options)
 
 
 def pytest_configure(config):
@@ -23,10 +34,8 @@ def pytest_configure(config):
     environment = run_all.kernel_environment(os.environ.get("GPUS", "virtual"))
     environment["PYTHONSTARTUP"] = str(Path(__file__).parent / "tests" / "kernel_start.py")
     nbval.kernel.start_new_kernel = functools.partial(nbval.kernel.start_new_kernel, env=environment)
-    if (
-        os.name != "nt"
-    ):  # by files: a kernel's free ports are chosen before it starts, and others can take them until then
-        nbval.kernel.KernelManager = functools.partial(nbval.kernel.KernelManager, transport="ipc")
+    if os.name != "nt":
+        nbval.kernel.KernelManager = kernel_with_files
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)  # runs last: the system takes everything back at once, Python in two seconds
     else:
