@@ -17,7 +17,7 @@
     show.bars            `memory_bars` draws the memory of each GPU, and `describe_memory` says it.
     show.panel           `Panel` shows a picture that depends on sliders.
     show.live            `live_memory` shows the memory of every GPU during training.
-    show.explore         `explore` has sliders for any training job, and `explore_pipeline` for a pipeline.
+    show.explore         `explore` shows the memory of any training job, with sliders for its sizes.
     show.segments        `draw_segments` shows how PyTorch's allocator divides the memory of a GPU.
     show.timelines       `timeline_bars` draws what each GPU did, and when.
     show.programs        `show_diff` shows how two programs differ.

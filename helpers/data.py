@@ -63,7 +63,7 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
     for part in ("train", "t10k"):  # torchvision checks that all four files exist
         _bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         _bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
-    from torchvision.datasets import FashionMNIST  # here, since it imports the compiler unless virtual GPUs are on
+    from torchvision.datasets import FashionMNIST  # here: it imports the compiler unless virtual GPUs are on
 
     raw = FashionMNIST(DATA)
     if size < 1 or (count is not None and not 1 <= count <= len(raw)):

@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
-from helpers.engine import ModelledTimeline, active_machine, virtual_gpus
-from helpers.engine import block_address as virtual_address
-from helpers.engine import record_timeline as record_modelled
+from helpers.engine import (
+    ModelledTimeline,
+    active_machine,
+    modelled_block_address,
+    record_modelled_timeline,
+    virtual_gpus,
+)
 
 __all__ = [
     "NO_GPU",
@@ -51,10 +55,10 @@ def use_gpus(
     memory, kind, links: properties of virtual GPUs (see `virtual_gpus.virtual_gpus`). They do not affect real GPUs, or
     virtual GPUs that were started around this program. shapes_only: sizes without values, which only virtual GPUs have,
     so real ones are not chosen then. The environment variable GPUS overrides the choice with "virtual", "real" or
-    "auto" (the default). A new call replaces the virtual GPUs of the last call.
+    "auto" (the default). A new call ends the virtual GPUs of the last call, even if real GPUs are then refused.
 
-    Raises RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError for an
-    invalid argument.
+    Raises RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError or
+    TypeError for an invalid argument.
     """
     global _ours
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -75,7 +79,7 @@ def use_gpus(
         _refuse_real(count, real, shapes_only)
     if choice == "real" or (choice == "auto" and real >= count and not shapes_only):
         devices = _devices(count)
-        print(f"{_number(count, 'real')} ({_names(devices)})")
+        print(f"{number_of(count, 'real GPUs')} ({_names(devices)})")
         return devices
     devices = wanted.start()
     _ours = wanted, active_machine()
@@ -95,7 +99,7 @@ def _refuse_real(count: int, real: int, shapes_only: bool) -> None:
         raise RuntimeError("shapes_only=True needs virtual GPUs, but the environment says GPUS=real. Unset GPUS.")
     if real < count:
         raise RuntimeError(
-            f"GPUS=real, but {count} GPUs are needed and PyTorch sees {real}. Unset GPUS (or set GPUS=virtual) to use "
+            f"GPUS=real, but PyTorch sees {real} of {number_of(count, 'GPUs')}. Unset GPUS, or set GPUS=virtual, for "
             "virtual GPUs. If the machine has more GPUs, check CUDA_VISIBLE_DEVICES and nvidia-smi."
         )
 
@@ -106,12 +110,13 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
         raise RuntimeError("GPUS=real, but this program runs inside virtual GPUs. Unset GPUS, or run it without them.")
     if shapes_only and not _keeps_no_values():
         raise RuntimeError(
-            "shapes_only=True, but the virtual GPUs of this program keep values. Start it with --shapes-only."
+            "shapes_only=True, but the virtual GPUs that are on keep values. Start the program with --shapes-only, or "
+            "call use_gpus outside the `with` block of other GPUs."
         )
     if visible < count:
         raise RuntimeError(
-            f"{count} GPUs are needed, but this program was started with only {visible} virtual GPUs. "
-            f"Start it with --gpus {count}."
+            f"Of {number_of(count, 'GPUs')}, only {number_of(visible, 'virtual GPUs')} can be seen. Start the program "
+            f"with --gpus {count}, or call use_gpus outside the `with` block of other GPUs."
         )
 
 
@@ -119,7 +124,7 @@ def _virtual_line(devices: list[torch.device]) -> str:
     meaning = "real numbers, real errors, memory counted per GPU"
     if _keeps_no_values():
         meaning = "sizes and memory are real, values are not kept"
-    return f"{_number(len(devices), 'virtual')} ({_names(devices)}): {meaning}"
+    return f"{number_of(len(devices), 'virtual GPUs')} ({_names(devices)}): {meaning}"
 
 
 def _keeps_no_values() -> bool:
@@ -131,8 +136,9 @@ def _devices(count: int) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def _number(count: int, word: str) -> str:
-    return f"{count} {word} GPU{'s' if count > 1 else ''}"
+def number_of(count: int, things: str) -> str:
+    """Return "1 GPU" or "2 GPUs" for "GPUs"."""
+    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
 
 
 def _names(devices: list[torch.device]) -> str:
@@ -154,7 +160,7 @@ def is_virtual() -> bool:
 
 def modelled_timeline(memory: bool = False) -> ModelledTimeline | None:
     """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
-    return record_modelled(memory) if is_virtual() else None
+    return record_modelled_timeline(memory) if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:
@@ -162,7 +168,7 @@ def block_address(tensor: torch.Tensor) -> int | None:
 
     For a tensor on a virtual GPU, `data_ptr()` is a different address, that of its values in the CPU's memory.
     """
-    return virtual_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
+    return modelled_block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
 
 
 def topology() -> str:

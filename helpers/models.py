@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+__all__ = ["LLAMA_1B", "LLAMA_70B", "LLAMA_8B", "Attention", "FeedForward", "Llama", "LlamaBlock", "group_norm",
+           "parameter_count", "relu_net", "small_resnet"]  # fmt: skip
+
 
 def parameter_count(model: nn.Module) -> int:
     """Return the number of parameters. A parameter that two layers share counts once."""
@@ -45,7 +48,7 @@ def small_resnet(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> nn.Module
     samples that one GPU sees, so DataParallel on 4 GPUs computes a different function than one GPU. Without BatchNorm,
     the results are equal up to rounding error.
     """
-    from torchvision.models.resnet import BasicBlock, ResNet  # as in data.py
+    from torchvision.models.resnet import BasicBlock, ResNet  # here: it imports the compiler unless virtual GPUs are on
 
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10, norm_layer=norm)
 
@@ -89,7 +92,7 @@ class FeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and feed-forward, each with an RMSNorm before and a shortcut."""
+    """Attention and feed-forward, each with an RMSNorm before and a shortcut: (N, T, width) -> (N, T, width)."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int):
         super().__init__()
@@ -105,9 +108,10 @@ class Llama(nn.Module):
     """A language model with the layers of Llama 3: tokens (N, T) -> logits (N, T, vocabulary).
 
     It has no positions (Llama rotates queries and keys), which changes no parameter. Source: "The Llama 3 Herd of
-    Models", arXiv 2407.21783. The defaults make a model that a CPU trains in milliseconds. tied: the output layer has
-    the weight of the embedding, as in Llama 3.2 1B. After `model.recompute = True`, the blocks keep only their inputs
-    and compute the rest again in the backward pass (activation checkpointing).
+    Models", arXiv 2407.21783. The defaults make a model of which a CPU computes a training step in milliseconds.
+    `width` must be a multiple of `heads`, and `heads` of `kv_heads`. tied: the output layer has the weight of the
+    embedding, as in Llama 3.2 1B. After `model.recompute = True`, the blocks keep only their inputs and compute the
+    rest again in the backward pass (activation checkpointing).
     """
 
     def __init__(

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+from helpers.gpus import Device
+
+__all__ = ["Epoch", "train_epochs"]
+
 
 class Epoch(NamedTuple):
     """The mean loss over all images of an epoch, and the share of correct answers, from 0 to 1."""
@@ -28,7 +32,7 @@ def train_epochs(
     optimizer: torch.optim.Optimizer,
     loss: Callable[[Tensor, Tensor], Tensor],
     loader: Iterable[Sequence[Tensor]],
-    device: torch.device | str,
+    device: Device,
     epochs: int = 1,
     log: Callable[[str], object] = print,
 ) -> list[Epoch]:
@@ -105,7 +109,7 @@ def _forward(
     loss: Callable[[Tensor, Tensor], Tensor],
     images: Tensor,
     labels: Tensor,
-    device: torch.device | str,
+    device: Device,
 ) -> tuple[Tensor, Tensor]:
     """The mean loss of a batch, with its graph, and the number of correct answers.
 

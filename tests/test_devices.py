@@ -63,7 +63,7 @@ def test_one_gpu_and_shapes_only(capsys):
         *(("auto", count, {}, "integer of at least 1") for count in (0, 1.5, "4", True, None)),
         *(("auto", 2, options, "") for options in ({"memory": "16 parsecs"}, {"memory": -1}, {"kind": "Voodoo 2"})),
         ("imaginary", 2, {}, "'imaginary'.*auto, virtual, real"),
-        ("real", 3, {}, "GPUS=real, but 3 GPUs are needed and PyTorch sees 2"),
+        ("real", 3, {}, "GPUS=real, but PyTorch sees 2 of 3 GPUs"),
         ("real", 1, {"shapes_only": True}, "shapes_only=True needs virtual GPUs"),
     ],
 )
@@ -105,9 +105,9 @@ def test_inside_virtual_gpus_takes_those(monkeypatch, capsys):
         machine = active_machine()
         assert use_gpus(2, memory="16 GiB") == [torch.device("cuda:0"), torch.device("cuda:1")]
         assert active_machine() is machine and "2 virtual GPUs (NVIDIA H200, 2.00 GiB each)" in capsys.readouterr().out
-        with pytest.raises(RuntimeError, match="5 GPUs are needed, but .* only 4 .* Start it with --gpus 5"):
+        with pytest.raises(RuntimeError, match="Of 5 GPUs, only 4 .* Start the program with --gpus 5"):
             use_gpus(5)
-        with pytest.raises(RuntimeError, match="Start it with --shapes-only"):
+        with pytest.raises(RuntimeError, match="Start the program with --shapes-only"):
             use_gpus(2, shapes_only=True)
     with virtual_gpus(2, shapes_only=True):
         use_gpus(2)

@@ -164,7 +164,7 @@ def test_gpus_and_ranks(monkeypatch, request):
     request.addfinalizer(devices._switch_off)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setenv("GPUS", "real")
-    assert says(checks.gpus(), "problem", "4 GPUs are needed and PyTorch sees 0", "GPUS=virtual")
+    assert says(checks.gpus(), "problem", "PyTorch sees 0 of 4 GPUs", "GPUS=virtual")
     monkeypatch.setenv("GPUS", "virtual")
     assert says(checks.gpus(), "ok", "4 virtual GPUs, because GPUS is virtual")
     assert says(checks.ranks(), "ok", "exchanged")

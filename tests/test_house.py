@@ -35,7 +35,6 @@ FOR_ONE_LESSON = {
     "for training that runs out of memory": "explain_oom largest_batch",
     "a part or a kind of what several lessons use": "Attention LLAMA_70B RankError gpipe run_hosts",
     "what the panels are made of, for a panel in a lesson": "Panel control",
-    "drawing, of which nothing is to be learned in the cell": "explore_pipeline",
     "exercises of other lessons tell learners to call it": "describe_time_use",
 }
 NOT_EVERYBODYS = ("helpers", "torchvision", "matplotlib")

@@ -71,7 +71,7 @@ def test_hidden_gpus_are_matched_by_uuid(monkeypatch):
         raise KeyError
     assert readings[0].peak_allocated == 512 and readings[0].driver_used > 0 == readings[1].driver_used, kept
     assert readings.note == (
-        "The driver lists 4 GPU(s), PyTorch sees 2: cuda:0 is the driver's GPU 3, "
+        "The driver lists 4 GPUs, PyTorch sees 2: cuda:0 is the driver's GPU 3, "
         "cuda:1 is the driver's GPU 1 (matched by UUID)."
     )
     assert " ".join(str(readings).split()).endswith(readings.note)  # wrapped to the table's width

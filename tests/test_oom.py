@@ -7,7 +7,7 @@ from torch import nn
 from virtual_gpus import virtual_gpus
 
 from helpers.measure import MiB, Refusal, explain_oom
-from helpers.measure.oom import Block, Explanation, origin
+from helpers.measure.oom import Block, Explanation, describe_origin
 from helpers.show import describe_segments, draw_segments
 from tests.pictures import alt_text
 
@@ -58,7 +58,7 @@ def test_out_of_memory_is_explained_and_cleaned_up(gpu):
     assert f"{row} (tests/test_oom.py:" in str(why)
     assert torch.cuda.memory_allocated(gpu) == kept.nbytes and not torch._C._cuda_isHistoryEnabled()
     cell = {"filename": "ipykernel_1/2.py", "name": "<module>", "line": 3}
-    assert origin([{"filename": torch.__file__, "name": "zeros", "line": 1}, cell]) == "`<module>`"
+    assert describe_origin([{"filename": torch.__file__, "name": "zeros", "line": 1}, cell]) == "`<module>`"
 
 
 def test_what_is_no_such_error(gpu):

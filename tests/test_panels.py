@@ -7,11 +7,12 @@ from base64 import b64decode
 import pytest
 import torch
 from matplotlib.figure import Figure
+from pipeline_panel import explore_pipeline
 from torch import nn
 from virtual_gpus import active_machine, virtual_gpus
 
 from helpers.measure import GiB, MiB, Reading, Readings, format_bytes
-from helpers.show import explore, explore_pipeline, live, live_memory
+from helpers.show import explore, live, live_memory
 from helpers.show.bars import bars_now
 from helpers.show.panel import Panel, control, size_of, view
 from tests.programs import until
@@ -27,7 +28,7 @@ def square(side, shape):
 
 def test_a_panel_follows_its_controls_and_says_what_cannot_be():
     panel = Panel(square, {"side": control("side", (10, 50), 12), "shape": control("shape", ["square"])})
-    assert repr(panel) == panel.words == "square of 12 & 12" and "12 &amp; 12" in panel._said.value
+    assert repr(panel) == panel.words == "square of 12 & 12" and "12 &amp; 12" in panel._text.value
     assert 'alt="square of 12 &amp; 12"' in panel._picture.value
     bundle, metadata = panel._repr_mimebundle_()
     assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
@@ -36,7 +37,7 @@ def test_a_panel_follows_its_controls_and_says_what_cannot_be():
     assert metadata == {"image/png": {"alt": bundle["text/plain"]}}
     assert size_of(b64decode(bundle["image/png"])) == {"width": 280, "height": 168}
     panel.controls["side"].value = 13
-    assert panel.words == "Not possible: no <13>" and "&lt;13&gt;" in panel._said.value
+    assert panel.words == "Not possible: no <13>" and "&lt;13&gt;" in panel._text.value
     assert panel._picture.layout.visibility == "hidden" and "image/png" not in panel._repr_mimebundle_()[0]
     panel.controls["side"].value = 50
     assert panel.words == "square of 50 & 50" and panel._picture.layout.visibility == "visible"

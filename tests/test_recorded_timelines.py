@@ -160,6 +160,7 @@ def test_a_trace_is_read_as_work():
         event("gpu_user_annotation", BLOCK, 1010, 300, 7, device=0),
         event("user_annotation", "Optimizer.step#SGD.step", 1300, 50, 1),
         launch(1, 1001, 1), kernel(1, "sgemm", 1010, 20),
+        event("cpu_op", "autograd::engine::evaluate_function: on the CPU, in the same thread", 1003, 2, 1),
         event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 1090, 20, 2),
         launch(2, 1100, 2), kernel(2, "sgemm", 1110, 40, device=1),
         launch(5, 1020, 3), kernel(5, "replica", 1030, 5, device=1),  # DataParallel calls each replica in a thread

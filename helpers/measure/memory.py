@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from helpers.gpus import NO_GPU, Device
+from helpers.gpus import NO_GPU, Device, number_of
 from helpers.measure.readings import Reading, Readings
-from helpers.measure.refusal import describe_oom, let_go, read_refusal
+from helpers.measure.refusal import describe_oom, free_frames, read_refusal
 from helpers.measure.sizes import MiB
 
 
@@ -60,7 +60,7 @@ def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool
         refusal, note = read_refusal(error), describe_oom(error)
         if not catch:
             raise
-        let_go(error)
+        free_frames(error)
     finally:
         now = read_memory(indices)
         for reading in now:
@@ -75,7 +75,7 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     Each try runs `steps` steps, because the optimizer creates its state in the first one, and the second runs beside
     it. A torch.OutOfMemoryError means that the batch is too large; any other error is passed on. The search tries the
     smallest batch, so that the answer does not depend on `start`, then `start`, doubles until a try fails, and bisects.
-    PyTorch's random number generators are afterwards as before. Raises ValueError for an empty search range.
+    PyTorch's random number generators are afterwards as before. Raises ValueError if an argument is below 1.
 
     step: best a function that builds model and optimizer and then trains two steps (with `steps=1`), because that is
     what a fresh program does. If an optimizer lives on from one try to the next, more may fit.
@@ -127,10 +127,12 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
         raise RuntimeError(NO_GPU)
     devices = range(count) if devices is None else devices
     indices = []
-    for device in [devices] if isinstance(devices, (int, str, torch.device)) else devices:
+    for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:
         try:
+            if isinstance(device, bool):
+                raise TypeError
             device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        except RuntimeError:  # a negative index, or a name that PyTorch does not know
+        except (RuntimeError, TypeError):  # a negative index, a name that PyTorch does not know, or no device at all
             raise ValueError(f"{device!r} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.") from None
         if device.type != "cuda":
             raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
@@ -138,6 +140,20 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
         if indices[-1] >= count:
             raise ValueError(f"There is no {device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
     return list(dict.fromkeys(indices))
+
+
+def segments_of(gpu: int) -> list[dict[str, Any]]:
+    """Return the segments of PyTorch's allocator on GPU number `gpu`, the largest first, each with its blocks.
+
+    Source of their keys: torch.cuda.memory_snapshot. The history of allocations is left out, because it is long.
+    """
+    segments = [each for each in torch.cuda.memory_snapshot(include_traces=False) if each["device"] == gpu]
+    return sorted(segments, key=lambda segment: -segment["total_size"])
+
+
+def in_use(block: dict[str, Any]) -> bool:
+    """Return whether a block of a segment holds a tensor, or did so for a stream that may not have finished yet."""
+    return block["state"] != "inactive"
 
 
 def _read_one(index: int, gpu: Any) -> Reading:
@@ -176,7 +192,10 @@ def _driver_view(indices: list[int]) -> tuple[dict[int, Any], str]:
         return matched, ""
     names = (f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for gpu in matched.values())
     pairs = ", ".join(f"cuda:{index} is {name}" for index, name in zip(matched, names, strict=True))
-    return matched, f"The driver lists {len(listed)} GPU(s), PyTorch sees {seen}: {pairs} (matched by UUID)."
+    return (
+        matched,
+        f"The driver lists {number_of(len(listed), 'GPUs')}, PyTorch sees {seen}: {pairs} (matched by UUID).",
+    )
 
 
 def _uuid(uuid: object) -> str:

@@ -22,9 +22,9 @@ from torch.optim.optimizer import Optimizer
 
 from helpers.engine import MEMORY_KINDS, kind_of, owned
 from helpers.gpus import block_address
-from helpers.measure.memory import gpu_indices
+from helpers.measure.memory import gpu_indices, in_use, segments_of
 from helpers.measure.readings import LINE
-from helpers.measure.refusal import Refusal, describe_oom, let_go, read_refusal
+from helpers.measure.refusal import Refusal, describe_oom, free_frames, read_refusal
 from helpers.measure.sizes import format_bytes
 
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
@@ -80,10 +80,8 @@ def _live_blocks(gpu: int) -> list[Block]:
     """Return each block in use on GPU number `gpu`."""
     kinds = {address: kind for index, address, kind in _blocks_by_kind() if index == gpu}
     tensors = _tensors_by_address(gpu)
-    segments = torch.cuda.memory_snapshot(include_traces=False)
-    blocks = [block for segment in segments if segment["device"] == gpu for block in segment["blocks"]]
-    in_use = [block for block in blocks if block["state"] != "inactive"]
-    return [_describe(block, kinds.get(block["address"]), tensors.get(block["address"])) for block in in_use]
+    blocks = [block for segment in segments_of(gpu) for block in segment["blocks"] if in_use(block)]
+    return [_describe(block, kinds.get(block["address"]), tensors.get(block["address"])) for block in blocks]
 
 
 def _tensors_by_address(gpu: int) -> dict[int | None, Tensor]:
@@ -102,10 +100,10 @@ def _describe(block: dict[str, Any], kind: str | None, tensor: Tensor | None) ->
     if kind is None:
         made_before = tensor is not None and not frames
         kind = "other" if made_before else kind_of((frame["filename"], frame["name"]) for frame in frames)
-    return Block(block["size"], kind, f"{what}, {kind}: {origin(frames)}")
+    return Block(block["size"], kind, f"{what}, {kind}: {describe_origin(frames)}")
 
 
-def origin(frames: list[dict[str, Any]]) -> str:
+def describe_origin(frames: list[dict[str, Any]]) -> str:
     """Describe the innermost of `frames` (innermost first, as in a snapshot) outside PyTorch and Python, for example
     "`x = net(x)` in train (scripts/train.py:12)". A line in a notebook cell is described without its file name."""
     for frame in frames:
@@ -120,13 +118,15 @@ def origin(frames: list[dict[str, Any]]) -> str:
     return "made before the memory history began"
 
 
-@dataclass
+@dataclass(repr=False)
 class Explanation:
     """The memory of a GPU when it ran out, in bytes. Print it.
 
-    It is false if memory did not run out, or if the error has no figures.
+    It is false if memory did not run out, or if the error has no figures. `by_kind` and `advice` then raise
+    RuntimeError.
 
-    outside: memory in use outside PyTorch's allocator. happened: what happened, in one line.
+    reserved: what PyTorch's allocator had taken. outside: memory in use outside it. blocks: those in use, after the
+    failed operation has freed its own. happened: what happened, in one line.
     """
 
     refused: Refusal | None = None
@@ -189,7 +189,7 @@ class Explanation:
         useful = [line for line in advice if line.saves > 0.02 * refused.allocated]
         return sorted(useful, key=lambda line: -line.saves)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self:
             return self.happened
         kinds = [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
@@ -244,7 +244,7 @@ def explain_oom() -> Iterator[Explanation]:
                 explanation.reserved = torch.cuda.memory_reserved(refused.gpu)
                 explanation.outside = max(0, explanation.capacity - free - explanation.reserved)
                 explanation.blocks = _live_blocks(refused.gpu)
-            let_go(error)
+            free_frames(error)
         except BaseException as error:
             explanation.happened = f"The block ended with another error: {type(error).__name__}."
             raise

@@ -8,6 +8,7 @@ from textwrap import fill
 from helpers.measure.refusal import Refusal
 from helpers.measure.sizes import MiB, digits
 
+NO_READINGS = "No readings yet."
 LINE = 110  # characters of text that a notebook shows without a scroll bar
 _COLUMNS = {
     "PyTorch (torch.cuda)": ("allocated", "peak allocated", "reserved", "peak reserved", "capacity"),
@@ -43,7 +44,7 @@ class Readings(UserList[Reading]):
 
     def __repr__(self) -> str:
         if not self:
-            return "No readings yet."
+            return NO_READINGS
         groups = [_with_heading("", [["GPU", *(str(reading.index) for reading in self)]])]
         groups += [_with_heading(source, self._columns(source)) for source in _COLUMNS]
         rows = ["  ".join(row).rstrip() for row in zip(*groups, strict=True)]

@@ -86,7 +86,7 @@ def describe_oom(error: BaseException) -> str:
     return f"{refusal}." if refusal else f"Memory ran out; PyTorch does not say where: {first_line}"
 
 
-def let_go(error: BaseException) -> None:
+def free_frames(error: BaseException) -> None:
     """Free the tensors that `error` keeps alive: the variables of the functions that it left.
 
     Its traceback refers to their frames, and a frame often refers to the error again, so that only gc would free them.

@@ -15,9 +15,11 @@ Virtual GPUs have a modelled clock. On real GPUs, torch.profiler measures the ti
 import gc
 import json
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,15 +133,18 @@ def _wait_for_gpus() -> None:
 def spans_of(events: Sequence[dict[str, Any]]) -> tuple[float, list[Span]]:
     """Return the seconds of the block and what the GPUs did, from the events of torch.profiler's trace.
 
-    A kernel belongs to "step" if it was launched inside the optimizer's step, to "backward" if it was launched by a
-    thread of autograd, which has one per GPU, and otherwise to "forward": DataParallel's replicas have threads, too.
+    A kernel belongs to "step" if it was launched inside the optimizer's step, to "backward" if it was launched inside a
+    function of autograd's backward pass, and otherwise to "forward".
     """
     events = [event for event in events if event.get("ph") == "X"]
     block = next(e for e in events if e["name"] == BLOCK and e.get("cat") == "user_annotation")
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("Optimizer.step")]
     launched = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = {e.get("args", {}).get("correlation"): e for e in launched}
-    backward = {e["tid"] for e in events if e["name"].startswith("autograd::engine::evaluate_function")}
+    backward: dict[int, list[tuple[float, float]]] = {}  # by thread; autograd has one for each GPU
+    for event in sorted(events, key=lambda event: event["ts"]):
+        if event["name"].startswith("autograd::engine::evaluate_function"):
+            backward.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     spans: list[Span] = []
     for event in events:
         if event.get("cat") in _ON_GPU:
@@ -156,14 +161,21 @@ def _gpus(args: dict[str, Any]) -> list[int]:
     return [args["device"]] if "device" in args else sorted({args["fromDevice"], args["toDevice"]})
 
 
-def _phase(name: str, launch: dict[str, Any] | None, backward: set[int], steps: Sequence[tuple[float, float]]) -> str:
+def _phase(
+    name: str,
+    launch: dict[str, Any] | None,
+    backward: Mapping[int, Sequence[tuple[float, float]]],
+    steps: Sequence[tuple[float, float]],
+) -> str:
     if name.startswith("nccl"):
         return "collective"
     if launch is None:
         return "forward"
     if any(start <= launch["ts"] <= end for start, end in steps):
         return "step"
-    return "backward" if launch["tid"] in backward else "forward"
+    functions = backward.get(launch["tid"], ())
+    last = bisect_right(functions, (launch["ts"], inf)) - 1  # the last that began before the launch
+    return "backward" if last >= 0 and launch["ts"] <= functions[last][1] else "forward"
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -192,7 +204,7 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
     return TimeUse(*parts, nothing=max(0.0, timeline.seconds - covered))
 
 
-def by_name(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Timeline], str]:
+def named_timelines(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Timeline], str]:
     """Return the timelines by name, and whether their times are "modelled" or "measured".
 
     Raises ValueError if there are none, or if some are modelled and others measured, which cannot be compared.
@@ -211,7 +223,7 @@ def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
 
     Raises ValueError if there are no timelines, or if some are modelled and others measured.
     """
-    timelines, modelled_or_measured = by_name(timelines)
+    timelines, modelled_or_measured = named_timelines(timelines)
     heading = f"{modelled_or_measured} ms"
     rows: dict[str, str] = {}
     for name, timeline in timelines.items():
@@ -219,5 +231,5 @@ def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
             figures = "".join(f"{1e3 * seconds:11.1f}" for seconds in time_use(timeline, gpu))
             rows[f"{name} cuda:{gpu}".strip()] = f"{1e3 * timeline.seconds:8.1f}{figures}"
     width = max(map(len, [heading, *rows]))
-    lines = [f"{heading:{width}} {'in all':>8}" + "".join(f"{field:>11}" for field in TimeUse._fields)]
+    lines = [f"{heading:{width}} {'in all':>8}" + "".join(f"{part:>11}" for part in TimeUse._fields)]
     return "\n".join([*lines, *(f"{name:{width}} {figures}" for name, figures in rows.items())])

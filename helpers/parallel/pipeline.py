@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.engine import name_work
-from helpers.gpus import Device
+from helpers.gpus import NO_GPU, Device
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
@@ -124,11 +124,14 @@ _Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]  # a stage's input and outp
 class Pipeline:
     """Runs training steps through stages on several GPUs, in the order of a schedule.
 
-    stages: one module per GPU, which is moved there. schedule: `gpipe`, `one_f_one_b`, or any function of (stages,
-    micro_batches) that returns the orders. Raises ValueError unless there is one GPU for each stage.
+    stages: one module per GPU, which is moved there. Each takes one tensor and returns one, samples first. schedule:
+    `gpipe`, `one_f_one_b`, or any function of (stages, micro_batches) that returns the orders. Raises ValueError unless
+    there is one GPU for each stage, and RuntimeError if there is no GPU at all.
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence[Device], schedule: Schedule = gpipe):
+        if torch.cuda.device_count() == 0:
+            raise RuntimeError(NO_GPU)
         if len(stages) != len(gpus):
             raise ValueError(f"There must be one GPU for each stage, not {len(gpus)} for {len(stages)}.")
         self.stages = [stage.to(gpu) for stage, gpu in zip(stages, gpus, strict=True)]
@@ -142,9 +145,10 @@ class Pipeline:
     def step(self, inputs: Tensor, targets: Tensor, loss: Loss, micro_batches: int) -> Tensor:
         """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
 
-        loss(outputs, targets) must be a mean over samples. Each micro-batch is weighted by its size, so loss and
-        gradients are those of the whole batch. Raises ValueError if the batch has fewer samples than micro_batches, or
-        if the schedule does not give each stage every task once.
+        inputs and targets: tensors with N samples in the first dimension. loss(outputs, targets) must be a mean over
+        samples. Each micro-batch is weighted by its size, so loss and gradients are those of the whole batch. Raises
+        ValueError if the batch has fewer samples than micro_batches, or if the schedule does not give each stage every
+        task once.
         """
         if not 1 <= micro_batches <= len(inputs):
             raise ValueError(f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches.")
@@ -190,7 +194,7 @@ class _Step:
         x, y = self.kept.pop((stage, number))
         y.backward(self._receive(self.gradients, stage, number) if stage < self.last else None)
         if stage:
-            assert x.grad is not None
+            assert x.grad is not None, "The output of a stage does not depend on its input."
             self._send(x.grad, self.gradients, stage, stage - 1, number)
 
     def _send(self, tensor: Tensor, sent: _Sent, source: int, target: int, number: int) -> None:

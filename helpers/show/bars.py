@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.measure.readings import Reading, Readings
+from helpers.measure.readings import NO_READINGS, Reading, Readings
 from helpers.measure.sizes import MiB, format_bytes, unit_of
 from helpers.show.style import FRAME, MEMORY, MEMORY_CSS, OVER, WIDTH, open_frame, set_alt_text
 
@@ -33,6 +33,7 @@ class _Bar(NamedTuple):
     height: float  # as a share of the row
 
 
+_LITTLE = 1 / 8  # of the capacity: if all GPUs hold less, the axis ends before it
 # From the outside in.
 _BARS = (
     _Bar("driver", "driver (GPUtil)", "driver_used", "driver_used", 0.78),
@@ -60,7 +61,7 @@ def memory_bars(
     gpus = [reading for situation in situations.values() for reading in situation]
     top = max(getattr(reading, bar.peak) or 0 for reading in gpus for bar in _BARS)
     capacity = max(reading.capacity for reading in gpus)
-    zoomed = 0 < top < capacity / 8
+    zoomed = 0 < top < _LITTLE * capacity
     length = top if zoomed else max(top, capacity)
     unit, unit_name = unit_of(length)
     axes = figure.subplots(len(counts), sharex=True, squeeze=False, height_ratios=counts)[:, 0]
@@ -122,7 +123,7 @@ def bars_now(readings: Readings, heading: str) -> str:
     """
     capacity = max(reading.capacity for reading in readings)
     most = max(max(reading.driver_used or 0, reading.peak_reserved) for reading in readings)
-    length = capacity if 8 * most >= capacity else max(1 << (most - 1).bit_length(), MiB)
+    length = capacity if most >= _LITTLE * capacity else max(1 << (most - 1).bit_length(), MiB)
     return (
         f'<div role="img" aria-label="{"; ".join(map(_html_now, readings))}" style="width: {100 * WIDTH:.0f}px; '
         f'height: {100 * _height(len(readings)):.0f}px; line-height: 20px; font-size: 13px; overflow: hidden">'
@@ -164,7 +165,7 @@ def describe_memory(readings: Readings | Mapping[str, Readings]) -> str:
     gpus: dict[str, list[str]] = {}  # by what is said of them
     for reading in readings:
         gpus.setdefault(_figures(reading), []).append(str(reading.index))
-    return "\n".join(f"{_gpus(indices)} {figures}." for figures, indices in gpus.items()) or "No readings yet."
+    return "\n".join(f"{_gpus(indices)} {figures}." for figures, indices in gpus.items()) or NO_READINGS
 
 
 def _figures(reading: Reading) -> str:

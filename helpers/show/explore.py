@@ -1,13 +1,12 @@
-"""Panels with sliders: for any training job, which is run on virtual GPUs, and for a pipeline, which is simulated.
+"""A panel with sliders for any training job, which is run on virtual GPUs.
 
     def job(batch=64, width=1024):
         net = nn.DataParallel(nn.Linear(width, width).to("cuda:0"))
         net(torch.empty(batch, width, device="cuda:0")).sum().backward()
 
     explore(job, batch=(8, 512, 8), width=[256, 1024, 4096], count=4, memory="1 GiB")
-    explore_pipeline(stages=4, micro_batches=8, schedule="1F1B")
 
-A panel is the last expression of a cell.
+The panel is the last expression of a cell.
 """
 
 import inspect
@@ -17,21 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from helpers.gpus import modelled_gpus
 from helpers.measure import Readings, format_bytes, measure_memory
-from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_b, simulate
 from helpers.show.bars import describe_memory, empty_figure, memory_bars
-from helpers.show.panel import Panel, control
-from helpers.show.style import COLOURS, WIDTH
+from helpers.show.panel import Panel, control, misses_a_cell
 
 _PLENTY = "1000000 GiB"
-_SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
-_MOST_MICRO_BATCHES = 48  # that are tried for the shortest step
-
-# ---- any training job ------------------------------------------------------------------------------------------------
 
 
 def explore(
@@ -71,11 +63,11 @@ def explore(
         words: list[str] = []
         for name, value in chosen.items():
             values[name] = options[name][value] if isinstance(options[name], Mapping) else value
-            words.append(f"{name} {value:,}" if isinstance(value, int | float) else f"{name} {value}")
+            words.append(f"{name} {value:,}" if type(value) in (int, float) else f"{name} {value}")
         try:
             return _run_and_look(lambda: step(**values), ", ".join(words), count, kind, memory)
         except Exception as error:
-            if type(error) is NameError:  # of a cell that has not run; the panel says so
+            if misses_a_cell(error):  # the panel says so
                 raise
             raise RuntimeError(_describe_error(error, file)) from error
 
@@ -119,68 +111,3 @@ def _describe_error(error: Exception, file: str) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     line = f" in line {frames[-1].lineno}, {frames[-1].line}" if frames else ""
     return f"{type(error).__name__}{line}: {message}"
-
-
-# ---- a pipeline ------------------------------------------------------------------------------------------------------
-
-
-def explore_pipeline(stages: int = 4, micro_batches: int = 8, schedule: str = "GPipe", extra: float = 1.0) -> Panel:
-    """Return a panel with sliders for a pipeline, for the end of a cell. It simulates the pipeline and needs no GPU.
-
-    schedule: "GPipe" or "1F1B". extra: the overhead of each task (kernel launches, copies, small matrices that do not
-    fill a GPU), in percent of a stage's forward pass of the whole batch. With 0 and several stages, more micro-batches
-    always help.
-
-    All stages take equally long, and a backward pass takes twice as long as a forward pass. Times are in units of one
-    stage's forward pass of the whole batch, so one GPU needs 3 * stages for a step. Raises ValueError for values that
-    the sliders do not have.
-    """
-    controls = {
-        "stages": control("stages", (1, 8), stages),
-        "micro_batches": control("micro-batches", (1, 32), micro_batches),
-        "extra": control("extra per task, %", (0.0, 10.0, 0.5), extra),
-        "schedule": control("schedule", list(_SCHEDULES), schedule),
-    }
-    return Panel(_look_at_pipeline, controls)
-
-
-def _look_at_pipeline(stages: int, micro_batches: int, extra: float, schedule: str) -> tuple[str, Figure]:
-    orders = _SCHEDULES[schedule](stages, micro_batches)
-    slots = simulate(orders, *_task_times(micro_batches, extra))
-    # The time of a step as a share of one GPU's, with 1, 2, ... micro-batches. It is the same for both schedules.
-    times = [(m + stages - 1) * sum(_task_times(m, extra)) / (3 * stages) for m in range(1, _MOST_MICRO_BATCHES + 1)]
-    best = min(range(_MOST_MICRO_BATCHES), key=times.__getitem__) + 1
-    kept, now = most_kept(orders[0]), max(slot.end for slot in slots) / (3 * stages)
-    words = (
-        f"{schedule}, {stages} stages, {micro_batches} micro-batches: each GPU is idle for "
-        f"{100 * bubble(stages, micro_batches):.1f} % of the step, {stages - 1}/{micro_batches + stages - 1}.\n"
-        f"Stage 0 keeps the activations of at most {kept} of {micro_batches} micro-batches, "
-        f"{100 * kept / micro_batches:.0f} % of the batch.\n"
-        f"A step takes {now:.2f} of one GPU's time ({stages} GPUs at best 1/{stages} = {1 / stages:.2f}); shortest "
-        f"with {best}{'' if best < _MOST_MICRO_BATCHES else ' or more'} micro-batches: {times[best - 1]:.2f}."
-    )
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.28 * stages), layout="constrained")
-    ax = figure.subplots()
-    _draw_schedule(ax, slots)
-    ax.set_title(f"{schedule}: forward blue, backward orange", loc="left", fontsize=10)
-    return words, figure
-
-
-def _task_times(micro_batches: int, extra: float) -> tuple[float, float]:
-    """Return the times of a forward and of a backward pass, in forward passes of the whole batch."""
-    return 1 / micro_batches + extra / 100, 2 / micro_batches + extra / 100
-
-
-def _draw_schedule(ax: Axes, slots: list[Slot]) -> None:
-    """Draw one row per stage and one box per task, with the number of its micro-batch."""
-    end, stages = max(slot.end for slot in slots), 1 + max(slot.stage for slot in slots)
-    for stage, (kind, number), start, stop in slots:
-        forward = kind == "F"
-        ax.barh(stage, stop - start, 0.8, start, color=COLOURS[0 if forward else 1], edgecolor="white", linewidth=0.8)
-        if (stop - start) / end > 0.012 * len(str(number)) + 0.004:  # there is room for it
-            middle, colour = (start + stop) / 2, "white" if forward else "black"
-            ax.text(middle, stage, str(number), ha="center", va="center", fontsize=7, color=colour)
-    ax.set(xlim=(0, end), ylim=(stages - 0.5, -0.5), xticks=[])
-    ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)], fontsize=8)
-    ax.spines[:].set_visible(False)
-    ax.set_facecolor("#f2f2f2")

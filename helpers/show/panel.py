@@ -42,10 +42,10 @@ class Panel:
         self._look, self._slow = look, slow
         self._answers: dict[str, tuple[str, bytes]] = {}
         self._png = b""
-        self._sign, self._picture, self._said = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._sign, self._picture, self._text = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         grid = ipywidgets.Layout(grid_template_columns="repeat(auto-fit, minmax(400px, 1fr))", grid_gap="0 10px")
         top = ipywidgets.GridBox(list(self.controls.values()), layout=grid)
-        self._panel = ipywidgets.VBox([top, *([self._sign] if slow else []), self._picture, self._said])
+        self._panel = ipywidgets.VBox([top, *([self._sign] if slow else []), self._picture, self._text])
         self._follow()
         for widget in self.controls.values():
             if slow and widget.has_trait("continuous_update"):
@@ -73,7 +73,7 @@ class Panel:
         self._picture.value = image(self._png, self.words) if self._png else ""
         lines = "<br>".join(map(escape, self.words.splitlines()))
         room = "8.4em" if self._slow else "4.2em"  # for six lines, or three
-        self._said.value = f'<div style="line-height: 1.4; max-width: 980px; min-height: {room}">{lines}</div>'
+        self._text.value = f'<div style="line-height: 1.4; max-width: 980px; min-height: {room}">{lines}</div>'
         self._sign.value = "&nbsp;"
 
     def _answer(self, chosen: dict[str, Any]) -> tuple[str, bytes]:
@@ -84,7 +84,7 @@ class Panel:
                 words, figure = self._look(**chosen)
                 self._answers[key] = words, png(figure, dpi=140)
             except Exception as error:
-                if type(error) is NameError:  # not kept, because the cell that it needs may run later
+                if misses_a_cell(error):  # not kept, because that cell may run later
                     return f"Not possible: {error}. Run the cells above this one, and then this one again.", b""
                 self._answers[key] = f"Not possible: {error}", b""
         return self._answers[key]
@@ -103,16 +103,23 @@ class Panel:
         return bundle | {"image/png": b64encode(picture).decode()}, {"image/png": {"alt": self.words}}
 
 
+def misses_a_cell(error: Exception) -> bool:
+    """Return True if `error` is about a global name that no cell has set yet, and not about a local one."""
+    return type(error) is NameError
+
+
 def control(label: str, options: Sequence[Any], value: object = Parameter.empty) -> ipywidgets.ValueWidget:
     """Return a slider for (low, high), (low, high, step) or a list of numbers, and a menu for another list. It starts
     at `value`.
 
-    `options`: as for ipywidgets.interact. Raises ValueError for a value that is not among them.
+    `options`: as for ipywidgets.interact. Raises ValueError for other options, and for a value that is not among them.
     """
-    widget = ipywidgets.interactive.widget_from_abbrev(options, value)
+    widget = ipywidgets.interactive.widget_from_abbrev(options, value) if options else None
+    if widget is None:
+        raise ValueError(f"The options of {label} must be (low, high), (low, high, step) or a list, not {options!r}.")
     if isinstance(options, list) and {type(option) for option in options} <= {int, float}:
         widget = ipywidgets.SelectionSlider(options=options, value=widget.value)
-    if widget is None or (value is not Parameter.empty and widget.value != value):
+    if value is not Parameter.empty and widget.value != value:
         raise ValueError(f"{label}={value!r} is none of the options {options}.")
     widget.description = label
     widget.style.description_width, widget.layout.width = "125px", "auto"

@@ -4,15 +4,12 @@ PyTorch takes a segment from the driver in one request and divides it into block
 piece that is large enough. With many small gaps, memory can run out although enough of it is free (fragmentation).
 """
 
-from typing import Any
-
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.gpus import Device
-from helpers.measure.memory import gpu_indices
+from helpers.gpus import Device, number_of
+from helpers.measure.memory import gpu_indices, in_use, segments_of
 from helpers.measure.sizes import format_bytes, unit_of
 from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 
@@ -23,9 +20,9 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
     figure. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
-    segments = _segments(gpu)
+    (index,) = gpu_indices(gpu)
+    segments = segments_of(index)
     if not segments:
-        (index,) = gpu_indices(gpu)
         raise ValueError(f"PyTorch has not reserved any memory on GPU {index}, so there is no segment to draw.")
     figure, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(segments)), layout="constrained")
     unit, unit_name = unit_of(segments[0]["total_size"])
@@ -33,7 +30,7 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
     for row, segment in enumerate(segments):
         ax.barh(row, segment["total_size"] / unit, 0.8, edgecolor="0.3", linewidth=1, zorder=3, fill=False)
         for block in segment["blocks"]:
-            if block["state"] != "inactive":
+            if in_use(block):
                 ax.barh(row, block["size"] / unit, 0.8, left=(block["address"] - segment["address"]) / unit, **style)
     ax.set_yticks(range(len(segments)), [f"segment {row}" for row in range(1, len(segments) + 1)], fontsize=8)
     ax.set_ylim(len(segments) - 0.4, -0.6)
@@ -49,24 +46,16 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
 
 def describe_segments(gpu: Device = 0) -> str:
     """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
-    segments = _segments(gpu)
+    (index,) = gpu_indices(gpu)
+    segments = segments_of(index)
     blocks = [block for segment in segments for block in segment["blocks"]]
-    used = [block["size"] for block in blocks if block["state"] != "inactive"]
-    free = [block["size"] for block in blocks if block["state"] == "inactive"]
+    used = [block["size"] for block in blocks if in_use(block)]
+    free = [block["size"] for block in blocks if not in_use(block)]
     reserved = format_bytes(sum(segment["total_size"] for segment in segments))
     gaps = "no gaps"
     if free:
-        gaps = f"{format_bytes(sum(free))} free in {_count(free, 'piece')}, the largest {format_bytes(max(free))}"
-    used_part = f"{format_bytes(sum(used))} used in {_count(used, 'block')}"
-    return f"{_count(segments, 'segment')}, {reserved} reserved: {used_part}, {gaps}."
-
-
-def _segments(gpu: Device) -> list[dict[str, Any]]:
-    (index,) = gpu_indices(gpu)
-    snapshot = torch.cuda.memory_snapshot(include_traces=False)  # the history is long and not needed here
-    segments = [segment for segment in snapshot if segment["device"] == index]
-    return sorted(segments, key=lambda segment: -segment["total_size"])
-
-
-def _count(items: list[Any], word: str) -> str:
-    return f"{len(items):,} {word}" + ("" if len(items) == 1 else "s")
+        gaps = (
+            f"{format_bytes(sum(free))} free in {number_of(len(free), 'pieces')}, the largest {format_bytes(max(free))}"
+        )
+    used_part = f"{format_bytes(sum(used))} used in {number_of(len(used), 'blocks')}"
+    return f"{number_of(len(segments), 'segments')}, {reserved} reserved: {used_part}, {gaps}."

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from helpers.engine import KIND_COLOURS, describe_timeline, merged, seconds_covered
-from helpers.measure.timeline import Timeline, by_name
+from helpers.measure.timeline import Timeline, named_timelines
 from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 
 # By kind of work, with the colours of `animate`.
@@ -28,7 +28,7 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work, if
     there are no timelines, and if some are modelled and others measured.
     """
-    timelines, modelled_or_measured = by_name(timelines)
+    timelines, modelled_or_measured = named_timelines(timelines)
     for name, timeline in timelines.items():
         if not timeline.spans:
             raise ValueError(f"The timeline {name!r} has no work of a GPU to draw. Record a block that does some.")
