@@ -214,3 +214,5 @@ def test_communication_functions_refuse_what_cuda_refuses(gpus):
             call()
     with pytest.raises(AssertionError, match="Invalid device id"):
         DataParallel(nn.Linear(2, 2).cuda(), [0, 4])
+    with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):
+        nn.DataParallel(nn.LazyLinear(10).to(gpus[0]), gpus)(torch.zeros(4, 10))

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import torch
 from torch._utils import _flatten_dense_tensors
+from torch.nn.parameter import is_lazy
 
 from virtual_gpus.clock.traffic import collective_here
 from virtual_gpus.dispatch.copies import move
@@ -46,6 +47,8 @@ def _broadcast_coalesced(tensors, devices, buffer_size: int):
     The first device's list holds the tensors themselves, the others' hold pieces of flat buffers. Returns one list per
     device.
     """
+    # C++ sends an UninitializedParameter, whose methods raise, like any other. DataParallel refuses it afterwards.
+    tensors = [tensor.data if is_lazy(tensor) else tensor for tensor in tensors]
     gpus = [gpu_at(device) for device in devices]
     same = all(gpu_of(tensor) is gpus[0] for tensor in tensors)
     _check(same, f"All tensors must be on devices[0]: {devices[0]}")
