@@ -67,6 +67,11 @@ def test_a_forked_process_inherits_gpus_and_tensors_or_switches_its_own_on():
         assert in_fork(inherits) == ["cuda:1", 6.0, 8192, 0]
         assert torch.cuda.memory_allocated(1) == 4096  # the parent's books are its own
     assert in_fork(switches_on) == [3, "cuda:2"]
+    with virtual_gpus(1, refuse_forks=True):
+        assert in_fork(lambda: torch.ones(2, device="cuda").tolist()) == [1, 1]  # the parent has not used CUDA
+        x = torch.ones(2, device="cuda")
+        for use, words in ((lambda: x * 2, "CUDA error: initialization error"), (x.cpu().cuda, "Cannot re-initialize")):
+            assert words in in_fork(lambda use=use: str(pytest.raises(RuntimeError, use).value))
     assert not torch.cuda.is_available() or torch.cuda.device_count() != 3
 
 

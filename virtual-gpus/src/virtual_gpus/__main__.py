@@ -68,6 +68,9 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--check-races", action="store_true", help="raise an error where streams use memory without an order"
     )
+    parser.add_argument(
+        "--refuse-forks", action="store_true", help="raise CUDA's error in a forked process whose parent used a GPU"
+    )
     parser.add_argument("--as-rank", dest="rank", type=int, help="be this rank of a job whose other ranks do not exist")
     parser.add_argument("--of", dest="world_size", type=int, help="number of ranks of that job, --gpus on each host")
     parser.add_argument("--tokens", type=int, help="tokens of one step of that job, for its report")

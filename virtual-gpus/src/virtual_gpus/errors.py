@@ -110,6 +110,13 @@ def invalid_device_ordinal() -> Exception:
     return _cuda_error("invalid device ordinal", "GPU device may be out of range, do you have enough GPUs?")
 
 
+def not_initialized() -> Exception:
+    """CUDA's error for work in a forked process whose parent has used CUDA."""
+    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
+    hint = f"Search for `cudaErrorInitializationError' in {where} for more information."
+    return _cuda_error("initialization error", hint)
+
+
 def no_room_for_context() -> Exception:
     """CUDA's error for a process that first uses a GPU when other processes have already filled it."""
     where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"

@@ -98,6 +98,8 @@ class VirtualGPU:
     def allocate(self, nbytes: int, owner: object) -> Block:
         """Allocate a block on this thread's current stream that lives as long as `owner`. Raises OutOfMemory."""
         allocator = self.allocator
+        if self.machine.is_in_bad_fork:
+            raise self.machine.not_initialized()
         if not allocator.device.context:
             self.start_context()
         key: PoolKey = self.stream if self.streams else 0
@@ -144,10 +146,12 @@ class VirtualMachine:
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self.registry: SharedMemoryRegistry | None = None  # while it is on: what other processes hold
         self.is_initialized = False  # whether this process has used CUDA: torch.cuda.is_initialized()
+        self.is_in_bad_fork = False  # with `refuse_forks`, whether the parent of this process had used CUDA
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         # Handed in by whoever switches it on, since it lies above: errors, and how a spawned process does the same.
         self.no_room_for_context: Callable[[], Exception] = MemoryError
+        self.not_initialized: Callable[[], Exception] = RuntimeError
         self.start_in_child: Callable[[Settings], None] | None = None
         self.history: History | None = None  # of the memory; made at the first use (see memory.history)
         self._local = _Current()
@@ -249,8 +253,9 @@ _stack: list[VirtualMachine] = []
 
 
 def _forget_initialization() -> None:
-    """A forked process has not used CUDA yet, whatever its parent did."""
+    """A forked process has not used CUDA yet, whatever its parent did, and with `refuse_forks` never can."""
     for machine in _stack:
+        machine.is_in_bad_fork |= machine.settings.refuse_forks and machine.is_initialized
         machine.is_initialized = False
 
 

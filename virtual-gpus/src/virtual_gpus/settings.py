@@ -39,6 +39,7 @@ class Settings:
     adapters: int = 1
     measured: str | None = None
     check_races: bool = False
+    refuse_forks: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:

@@ -44,6 +44,8 @@ class virtual_gpus:
         started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
     check_races: raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and
         nothing orders them. `help("virtual_gpus.dispatch.races")` says how.
+    refuse_forks: raise CUDA's RuntimeError in a forked process whose parent has used a GPU. Without it, such a process
+        inherits GPUs and tensors, which no real GPU allows.
     rank, world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the job
         has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees.
 
@@ -68,10 +70,12 @@ class virtual_gpus:
         adapters: int = 1,
         measured: str | os.PathLike[str] | None = None,
         check_races: bool = False,
+        refuse_forks: bool = False,
     ) -> None:
         self._settings = Settings(
             count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children,
             rank, world_size, adapters, None if measured is None else os.path.abspath(measured), check_races,
+            refuse_forks,
         )  # fmt: skip
         self._machine: VirtualMachine | None = None
 
@@ -84,6 +88,7 @@ class virtual_gpus:
             self._machine = made = VirtualMachine(self._settings)
             made.first_options = patches.allocator_settings.from_environment
             made.no_room_for_context = errors.no_room_for_context
+            made.not_initialized = errors.not_initialized
             made.start_in_child = start
             machine.push(made)
             try:

@@ -143,8 +143,8 @@ def ipc_collect() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    """A forked process may use virtual GPUs."""
-    return False
+    """A forked process may use virtual GPUs, unless `refuse_forks` is set and its parent has used them."""
+    return active().is_in_bad_fork
 
 
 def utilization(device=None) -> int:

@@ -269,6 +269,11 @@ def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = T
     index = machine.current if device.index is None else device.index
     if not 0 <= index < len(machine.gpus):
         raise invalid_device_ordinal()
+    if initialize and machine.is_in_bad_fork:
+        raise RuntimeError(  # `torch.cuda._lazy_init`
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' start method"
+        )
     if initialize and not machine.is_initialized:
         machine.is_initialized = torch.cuda._initialized = True  # checkpoints read the latter
     return machine.gpus[index]
