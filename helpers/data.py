@@ -1,7 +1,7 @@
 """The training data of the lessons: images, and random words.
 
-Nothing is downloaded. The bundled files are in the folder `data` beside this package. Their checksums are verified
-whenever they are read. `data/README.md` gives their origin and licence.
+Nothing is downloaded. The bundled files are in the folder `data` beside this package. This module verifies their
+checksums whenever it reads them. `data/README.md` gives their origin and licence.
 """
 
 import hashlib

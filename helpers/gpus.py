@@ -2,8 +2,8 @@
 
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
 
-Lessons and the other modules call torch.cuda and GPUtil on both. Of these modules, only `measure.timeline` differs for
-real GPUs, which it has torch.profiler record.
+Lessons and the other modules call torch.cuda and GPUtil on both. Of the other modules, only `measure.timeline` differs
+for real GPUs, which it has torch.profiler record.
 """
 
 import os
@@ -19,20 +19,12 @@ from helpers.engine import (
     record_modelled_timeline,
     virtual_gpus,
 )
+from helpers.sizes import GiB, number_of
 
-__all__ = [
-    "NO_GPU",
-    "Device",
-    "block_address",
-    "is_virtual",
-    "modelled_gpus",
-    "modelled_timeline",
-    "topology",
-    "use_gpus",
-]
+__all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_timeline", "topology",
+           "use_gpus"]  # fmt: skip
 
 Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
-NO_GPU = "There is no GPU. Call use_gpus(4) to get virtual GPUs."
 
 _CHOICES = ("auto", "virtual", "real")
 # The virtual GPUs of the last call and their machine, to replace them in the next.
@@ -136,21 +128,22 @@ def _devices(count: int) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def number_of(count: int, things: str) -> str:
-    """Return "1 GPU" or "2 GPUs" for "GPUs"."""
-    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
-
-
 def _names(devices: list[torch.device]) -> str:
     """Describe GPUs of one kind as "NVIDIA H200, 16.00 GiB each". List GPUs of several kinds one by one."""
     gpus = [torch.cuda.get_device_properties(device) for device in devices]
-    names = [f"{gpu.name}, {gpu.total_memory / 2**30:.2f} GiB" for gpu in gpus]
+    names = [f"{gpu.name}, {gpu.total_memory / GiB:.2f} GiB" for gpu in gpus]
     if len(set(names)) == 1:
         return names[0] + (" each" if len(names) > 1 else "")
     return "; ".join(names)
 
 
 # ---- the active GPUs -------------------------------------------------------------------------------------------------
+
+
+def require_gpu() -> None:
+    """Raise RuntimeError if PyTorch sees no GPU."""
+    if torch.cuda.device_count() == 0:
+        raise RuntimeError("There is no GPU. Call use_gpus(4) to get virtual GPUs.")
 
 
 def is_virtual() -> bool:
@@ -174,10 +167,10 @@ def block_address(tensor: torch.Tensor) -> int | None:
 def topology() -> str:
     """Return the links between all GPUs of the machine, as `nvidia-smi topo -m` draws them.
 
-    CUDA_VISIBLE_DEVICES hides no GPU in it.
+    CUDA_VISIBLE_DEVICES hides no GPU in it. If nvidia-smi does not answer, the text says so. Raises RuntimeError if
+    there is no GPU.
     """
-    if torch.cuda.device_count() == 0:
-        return NO_GPU
+    require_gpu()
     machine = active_machine()
     if machine is not None:
         return machine.topology.drawn()
@@ -196,8 +189,10 @@ def modelled_gpus(
 ) -> virtual_gpus:
     """Return virtual GPUs for a `with` block, to compare kinds of GPUs or settings. Other GPUs may be active.
 
-    settings: those of `virtual_gpus.virtual_gpus`. With `rank=0, world_size=64`, this process is one rank of 64: the
-    other ranks do not exist, process groups work and send nothing, and collectives take modelled time.
+    They keep sizes without values, unless `shapes_only=False`. kind, memory: as for `use_gpus`. settings: those of
+    `virtual_gpus.virtual_gpus`. With `rank=0, world_size=64`, this process is one rank of 64: the other ranks do not
+    exist, process groups work and send nothing, and collectives take modelled time. Raises ValueError or TypeError for
+    an invalid argument.
     """
     # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
     settings.setdefault("honour_visible_devices", False)

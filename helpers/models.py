@@ -65,6 +65,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int):
         super().__init__()
+        if width % heads or heads % kv_heads:
+            raise ValueError(f"width={width} must be a multiple of heads={heads}, and that of kv_heads={kv_heads}.")
         self.head_width = width // heads
         self.query = nn.Linear(width, heads * self.head_width, bias=False)
         self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)

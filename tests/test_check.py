@@ -128,7 +128,7 @@ def test_an_error_names_the_learners_own_line():
     with virtual_gpus(2):
         verdict = exercise(lambda answer: nn.DataParallel(answer)(torch.ones(4, 2, device="cuda")))(Breaks())
     right = "at `return x.nonsense` with AttributeError: 'Tensor' object has no attribute 'nonsense'."
-    assert verdict.text.endswith(right), verdict.text
+    assert right in verdict.text, verdict.text  # Python 3.15 adds a guess at the right name
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])

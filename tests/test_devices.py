@@ -139,7 +139,8 @@ def test_modelled_gpus_are_all_there_where_the_environment_names_a_real_one(monk
 
 def test_topology(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert devices.topology() == "There is no GPU. Call use_gpus(4) to get virtual GPUs."
+    with pytest.raises(RuntimeError, match=r"There is no GPU. Call use_gpus\(4\)"):
+        devices.topology()
     use_gpus(4, kind="A100", links="NVLink pairs")
 
     def rows():

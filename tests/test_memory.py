@@ -14,7 +14,7 @@ from virtual_gpus import virtual_gpus
 from helpers.measure import GiB, MiB, Reading, Readings, Refusal, format_bytes, largest_batch, memory, read_memory
 from helpers.measure.memory import measure_memory
 from helpers.measure.refusal import read_refusal
-from helpers.measure.sizes import digits
+from helpers.sizes import digits
 from tests.check_answers import raises
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")

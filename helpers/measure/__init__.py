@@ -5,8 +5,8 @@ from helpers.measure.memory import fits, largest_batch, measure_memory, read_mem
 from helpers.measure.oom import Advice, Block, Explanation, explain_oom
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusal import Refusal
-from helpers.measure.sizes import GiB, MiB, format_bytes
 from helpers.measure.timeline import Timeline, describe_time_use, record_timeline
+from helpers.sizes import GiB, MiB, format_bytes
 
 __all__ = ["Advice", "Block", "Explanation", "GiB", "MiB", "Reading", "Readings", "Refusal", "Timeline",
            "describe_time_use", "describe_timeline", "explain_oom", "fits", "format_bytes", "largest_batch",

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from helpers.gpus import NO_GPU, Device, number_of
+from helpers.gpus import Device, require_gpu
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusal import describe_oom, free_frames, read_refusal
-from helpers.measure.sizes import MiB
+from helpers.sizes import MiB, number_of
 
 
 def read_memory(devices: Device | Iterable[Device] | None = None) -> Readings:
@@ -85,7 +85,7 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     good, bad, size = 0, limit + 1, 1
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         while bad - good > 1:
-            if fits(_repeat, steps, step, size):
+            if fits(lambda size=size: [step(size) for _ in range(steps)]):
                 good = size
             else:
                 bad = size
@@ -93,26 +93,23 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
                 size = min(max(2 * good, start), limit)
             else:
                 size = (good + bad) // 2
-    _free_leftovers()
     return good
 
 
 def fits(step: Callable[..., object], *args: Any, **options: Any) -> bool:
     """Return whether `step(*args, **options)` runs without a torch.OutOfMemoryError. Other errors are passed on.
 
-    Before that, it frees what an earlier error has left behind, and empties PyTorch's cache.
+    Before and after that, it frees what an error has left behind, and empties PyTorch's cache.
     """
     _free_leftovers()
     try:
         step(*args, **options)
     except torch.OutOfMemoryError:
         return False
-    return True
-
-
-def _repeat(times: int, step: Callable[[int], object], batch: int) -> None:
-    for _ in range(times):
-        step(batch)
+    else:
+        return True
+    finally:
+        _free_leftovers()
 
 
 def _free_leftovers() -> None:
@@ -122,9 +119,8 @@ def _free_leftovers() -> None:
 
 def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
     """Return the indices of `devices`, which are as in `read_memory`. Raises what `read_memory` raises."""
+    require_gpu()
     count = torch.cuda.device_count()
-    if count == 0:
-        raise RuntimeError(NO_GPU)
     devices = range(count) if devices is None else devices
     indices = []
     for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:

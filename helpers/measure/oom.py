@@ -25,7 +25,7 @@ from helpers.gpus import block_address
 from helpers.measure.memory import gpu_indices, in_use, segments_of
 from helpers.measure.readings import LINE
 from helpers.measure.refusal import Refusal, describe_oom, free_frames, read_refusal
-from helpers.measure.sizes import format_bytes
+from helpers.sizes import format_bytes
 
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
 _STDLIB = sysconfig.get_path("stdlib")
@@ -161,7 +161,8 @@ class Explanation:
         """What would have helped, the largest saving first. Advice that saves less than 2 % of the
         allocated memory is left out.
 
-        A job with gradients or optimizer state counts as training, to which torch.inference_mode() is no answer.
+        A job with gradients or optimizer state counts as training, to which torch.inference_mode() is no answer. What
+        is enough for the request that failed may be too little for later ones, which are not known.
         """
         kinds, refused = self.by_kind(), self._refused()
         activations, cached = kinds.get("activations", 0), kinds.get("cached by PyTorch", 0)
@@ -196,7 +197,9 @@ class Explanation:
         lines = [self.happened, "", "what is there", *kinds, "", "the largest, and the line that made them"]
         lines += self._largest()
         advice = self._advice_lines()
-        return "\n".join([*lines, *(["", "what would have helped"] if advice else []), *advice])
+        if advice:
+            lines += ["", "what would have helped this request (later ones are not known)", *advice]
+        return "\n".join(lines)
 
     def _largest(self) -> list[str]:
         """A line for each of the largest groups of blocks with the same text, and one for all others."""

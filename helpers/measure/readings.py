@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from textwrap import fill
 
 from helpers.measure.refusal import Refusal
-from helpers.measure.sizes import MiB, digits
+from helpers.sizes import MiB, digits
 
 NO_READINGS = "No readings yet."
 LINE = 110  # characters of text that a notebook shows without a scroll bar
-_COLUMNS = {
-    "PyTorch (torch.cuda)": ("allocated", "peak allocated", "reserved", "peak reserved", "capacity"),
-    "driver (GPUtil)": ("used", "total"),
+_COLUMNS = {  # by source: the headings, and the fields of a reading
+    "PyTorch (torch.cuda)": {
+        "allocated": "allocated",
+        "peak allocated": "peak_allocated",
+        "reserved": "reserved",
+        "peak reserved": "peak_reserved",
+        "capacity": "capacity",
+    },
+    "driver (GPUtil)": {"used": "driver_used", "total": "driver_total"},
 }
 
 
@@ -56,10 +62,9 @@ class Readings(UserList[Reading]):
 
     def _columns(self, source: str) -> list[list[str]]:
         """For each figure of `source`, a column of strings that begins with its heading."""
-        before = "driver_" if source.startswith("driver") else ""
         columns = []
-        for heading in _COLUMNS[source]:
-            sizes = [getattr(reading, before + heading.replace(" ", "_")) for reading in self]
+        for heading, field in _COLUMNS[source].items():
+            sizes = [getattr(reading, field) for reading in self]
             largest = max((size or 0 for size in sizes), default=0) / MiB
             decimals = 0 if largest >= 1000 else 1 if largest >= 100 else 2  # equal in one column, so that digits align
             columns.append([heading, *("-" if size is None else digits(size / MiB, decimals) for size in sizes)])

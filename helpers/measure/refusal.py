@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from helpers.measure.sizes import GiB, MiB, format_bytes
+from helpers.sizes import GiB, MiB, format_bytes
 
 # torch.OutOfMemoryError contains its figures only as text, which is the same on real and on virtual GPUs
 # (c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.15). They are rounded to two decimals of PyTorch's unit.

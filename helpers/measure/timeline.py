@@ -27,7 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from helpers.engine import Span, busy_seconds, gpus_of, seconds_covered
-from helpers.gpus import NO_GPU, modelled_timeline
+from helpers.gpus import modelled_timeline, require_gpu
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
@@ -93,8 +93,7 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
 
     memory: also record what virtual GPUs hold at each moment. Raises RuntimeError if there is no GPU.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError(NO_GPU)
+    require_gpu()
     if memory:
         gc.collect()  # or cycles of earlier steps might be freed at any time in the block
     timeline, clock = Timeline(), modelled_timeline(memory)

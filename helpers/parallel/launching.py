@@ -26,7 +26,8 @@ def launch(
     """Call `fn(rank, *args)` in `ranks` processes that form a process group. Return their results, rank 0's first.
 
     gpus: True uses one GPU per rank, or the CPU if there is no GPU. False uses the CPU. timeout: the time limit in
-    seconds, from the moment at which all ranks are connected. show: print what the ranks print, with their numbers.
+    seconds, from the moment at which all ranks are connected, or None for no limit. show: print what the ranks print,
+    with their numbers.
 
     In each rank, torch.distributed is ready, and the environment is that of torchrun. Results are pickled, and tensors
     arrive on the CPU. Draw figures in the parent, because a rank has no notebook to show them in. On macOS, on Windows

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.engine import name_work
-from helpers.gpus import NO_GPU, Device
+from helpers.gpus import Device, require_gpu
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
@@ -130,8 +130,7 @@ class Pipeline:
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence[Device], schedule: Schedule = gpipe):
-        if torch.cuda.device_count() == 0:
-            raise RuntimeError(NO_GPU)
+        require_gpu()
         if len(stages) != len(gpus):
             raise ValueError(f"There must be one GPU for each stage, not {len(gpus)} for {len(stages)}.")
         self.stages = [stage.to(gpu) for stage, gpu in zip(stages, gpus, strict=True)]
@@ -146,9 +145,10 @@ class Pipeline:
         """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
 
         inputs and targets: tensors with N samples in the first dimension. loss(outputs, targets) must be a mean over
-        samples. Each micro-batch is weighted by its size, so loss and gradients are those of the whole batch. Raises
-        ValueError if the batch has fewer samples than micro_batches, or if the schedule does not give each stage every
-        task once.
+        samples. Each micro-batch is weighted by its size, so loss and gradients are those of the whole batch, if the
+        stages treat each sample by itself (no BatchNorm, no dropout). Raises ValueError if the batch has fewer samples
+        than micro_batches, or if the schedule does not give each stage every task once. Raises RuntimeError if the
+        output of a stage does not depend on its input.
         """
         if not 1 <= micro_batches <= len(inputs):
             raise ValueError(f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches.")
@@ -192,9 +192,12 @@ class _Step:
 
     def backward(self, stage: int, number: int) -> None:
         x, y = self.kept.pop((stage, number))
-        y.backward(self._receive(self.gradients, stage, number) if stage < self.last else None)
+        gradient = self._receive(self.gradients, stage, number) if stage < self.last else None
+        if y.requires_grad:  # not so for a first stage that is frozen
+            y.backward(gradient)
         if stage:
-            assert x.grad is not None, "The output of a stage does not depend on its input."
+            if x.grad is None:
+                raise RuntimeError(f"The output of stage {stage} does not depend on its input.")
             self._send(x.grad, self.gradients, stage, stage - 1, number)
 
     def _send(self, tensor: Tensor, sent: _Sent, source: int, target: int, number: int) -> None:

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from helpers.measure.readings import NO_READINGS, Reading, Readings
-from helpers.measure.sizes import MiB, format_bytes, unit_of
 from helpers.show.style import FRAME, MEMORY, MEMORY_CSS, OVER, WIDTH, open_frame, set_alt_text
+from helpers.sizes import MiB, format_bytes, unit_of
 
 
 class _Bar(NamedTuple):

@@ -85,7 +85,7 @@ class Panel:
                 self._answers[key] = words, png(figure, dpi=140)
             except Exception as error:
                 if misses_a_cell(error):  # not kept, because that cell may run later
-                    return f"Not possible: {error}. Run the cells above this one, and then this one again.", b""
+                    return f"Not possible: {error}. If a cell above defines it, run that cell, and then this one.", b""
                 self._answers[key] = f"Not possible: {error}", b""
         return self._answers[key]
 

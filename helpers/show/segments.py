@@ -8,10 +8,10 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.gpus import Device, number_of
+from helpers.gpus import Device
 from helpers.measure.memory import gpu_indices, in_use, segments_of
-from helpers.measure.sizes import format_bytes, unit_of
 from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
+from helpers.sizes import format_bytes, number_of, unit_of
 
 
 def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:

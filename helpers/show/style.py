@@ -1,4 +1,4 @@
-"""The common style of all pictures: width, colours with hatches, frames, and text alternatives."""
+"""The common style of pictures: width, colours with hatches, frames, and text alternatives."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""Bytes as text. In the whole course, 1 GiB is 2^30 bytes and 1 MiB is 2^20 bytes."""
+"""Bytes and numbers as text. In the whole course, 1 GiB is 2^30 bytes and 1 MiB is 2^20 bytes."""
 
 MiB = 2**20
 GiB = 2**30
@@ -20,3 +20,8 @@ def digits(value: float, decimals: int) -> str:
     """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01"."""
     smallest = 10**-decimals
     return f"<{smallest:g}" if value > 0 and not round(value, decimals) else f"{value:,.{decimals}f}"
+
+
+def number_of(count: int, things: str) -> str:
+    """Return "1 GPU" or "2 GPUs" for "GPUs"."""
+    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
