@@ -66,8 +66,10 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
     from torchvision.datasets import FashionMNIST  # here: it imports the compiler unless virtual GPUs are on
 
     raw = FashionMNIST(DATA)
-    if size < 1 or (count is not None and not 1 <= count <= len(raw)):
-        raise ValueError(f"size={size} must be at least 1, and count={count} must be from 1 to {len(raw)}.")
+    if size < 1:
+        raise ValueError(f"size={size} must be at least 1.")
+    if count is not None and not 1 <= count <= len(raw):
+        raise ValueError(f"count={count} must be from 1 to {len(raw)}.")
     images = (raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255 - 0.289) / 0.354
     if images.shape[-1] != size:
         images = interpolate(images, size=(size, size), mode="bilinear", antialias=True)

@@ -21,7 +21,7 @@ from helpers.engine import (
 )
 from helpers.sizes import GiB, number_of
 
-__all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_timeline", "topology",
+__all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_timeline", "require_gpu", "topology",
            "use_gpus"]  # fmt: skip
 
 Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
@@ -44,10 +44,12 @@ def use_gpus(
 ) -> list[torch.device]:
     """Return `count` GPUs as a list of torch.device, and print a line that says whether they are real or virtual.
 
-    memory, kind, links: properties of virtual GPUs (see `virtual_gpus.virtual_gpus`). They do not affect real GPUs, or
-    virtual GPUs that were started around this program. shapes_only: sizes without values, which only virtual GPUs have,
-    so real ones are not chosen then. The environment variable GPUS overrides the choice with "virtual", "real" or
-    "auto" (the default). A new call ends the virtual GPUs of the last call, even if real GPUs are then refused.
+    memory: of each virtual GPU, as text such as "16 GiB", or in bytes; None for that of the kind. kind: "H200", "H100",
+    "A100", "RTX 4090" and others (`virtual_gpus.gpus.kinds()`). links: between them, by default those of the kind's
+    usual machines (`virtual_gpus.clock.links.arrange`). They do not affect real GPUs, or virtual GPUs that were started
+    around this program. shapes_only: sizes without values, which only virtual GPUs have, so real ones are not chosen
+    then. The environment variable GPUS overrides the choice with "virtual", "real" or "auto" (the default). A new call
+    ends the virtual GPUs of the last call, even if real GPUs are then refused.
 
     Raises RuntimeError if there are too few GPUs, or if they do not match GPUS and shapes_only, and ValueError or
     TypeError for an invalid argument.

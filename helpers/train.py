@@ -45,9 +45,9 @@ def train_epochs(
     loss: a mean over images, such as nn.CrossEntropyLoss(). DistributedDataParallel takes the mean of the ranks' means,
     so it trains like one GPU only if the ranks have equal parts of each batch.
 
-    loader: gives (images, labels). Its DistributedSampler, if it has one, is told the epoch, which begins at 0. log:
-    called with a line for each epoch. The line is stored in notebooks, so it has few digits and no time, which would
-    differ from run to run.
+    loader: gives (images, labels). Its DistributedSampler, if it has one, is told the epoch, which begins at 0; images
+    that it repeats to fill the last batch count twice. log: called with a line for each epoch. The line is stored in
+    notebooks, so it has few digits and no time, which would differ from run to run.
 
     Raises ValueError for a loss whose `reduction` is not "mean", for an optimizer that holds none of the model's
     parameters, and for a loader that gives no batch.
@@ -60,7 +60,7 @@ def train_epochs(
             f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build "
             "the optimizer from model.parameters(), after the model."
         )
-    group, ranks, where = None, 1, str(device)
+    group, ranks, where = None, 1, f"cuda:{device}" if isinstance(device, int) else str(device)
     if isinstance(network, DistributedDataParallel):
         group = network.process_group
         ranks = dist.get_world_size(group)

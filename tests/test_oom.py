@@ -96,7 +96,7 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     refused = Refusal(0, 300 * MiB, 1000 * MiB, 200 * MiB, held * MiB, 700 * MiB)
     shown = Explanation(refused, 1000 * MiB, 700 * MiB, 100 * MiB, [Block(500 * MiB, "activations", "here")])
     kinds = shown.by_kind()
-    assert kinds.get("inside the failed operation", 0) == gone * MiB
+    assert kinds.get("freed since the failure", 0) == gone * MiB
     assert kinds["cached by PyTorch"] == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
 
 

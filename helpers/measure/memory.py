@@ -85,7 +85,7 @@ def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2*
     good, bad, size = 0, limit + 1, 1
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         while bad - good > 1:
-            if fits(lambda size=size: [step(size) for _ in range(steps)]):
+            if fits(_repeat, steps, step, size):
                 good = size
             else:
                 bad = size
@@ -112,6 +112,11 @@ def fits(step: Callable[..., object], *args: Any, **options: Any) -> bool:
         _free_leftovers()
 
 
+def _repeat(times: int, step: Callable[[int], object], batch: int) -> None:
+    for _ in range(times):
+        step(batch)  # what it returns is let go before the next
+
+
 def _free_leftovers() -> None:
     gc.collect()  # an error's traceback keeps the step's tensors alive, in reference cycles
     torch.cuda.empty_cache()
@@ -125,8 +130,6 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
     indices = []
     for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:
         try:
-            if isinstance(device, bool):
-                raise TypeError
             device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         except (RuntimeError, TypeError):  # a negative index, a name that PyTorch does not know, or no device at all
             raise ValueError(f"{device!r} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.") from None
@@ -136,6 +139,14 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
         if indices[-1] >= count:
             raise ValueError(f"There is no {device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
     return list(dict.fromkeys(indices))
+
+
+def gpu_index(gpu: Device) -> int:
+    """Return the index of one GPU. Raises what `read_memory` raises, and ValueError for several GPUs."""
+    indices = gpu_indices(gpu)
+    if len(indices) != 1:
+        raise ValueError(f"Pass one GPU, such as 'cuda:0', not {gpu!r}.")
+    return indices[0]
 
 
 def segments_of(gpu: int) -> list[dict[str, Any]]:

@@ -149,9 +149,9 @@ class Explanation:
         sizes, refused = Counter[str](), self._refused()
         for size, kind, _ in self.blocks:
             sizes[kind] += size
-        gone = refused.allocated - sizes.total()  # the failed operation has freed its own blocks since the failure
+        gone = refused.allocated - sizes.total()  # what the failed operation, or the line that it is in, has let go
         if gone > 0.01 * refused.allocated:  # the figures of PyTorch's error text are rounded
-            sizes["inside the failed operation"] = gone
+            sizes["freed since the failure"] = gone
         sizes["cached by PyTorch"] = max(0, self.reserved - sizes.total())
         sizes["context and other programs"] = self.outside
         sizes["free"] = max(0, self.capacity - self.reserved - self.outside)
@@ -180,8 +180,7 @@ class Explanation:
         if states.keys() <= {"parameters"}:
             text = "If this is no training: torch.inference_mode(), which keeps nothing for backward."
             advice.append(Advice(activations, text))
-        room = self.capacity - self.outside
-        if refused.requested > (room if refused.allowed is None else min(room, refused.allowed)):
+        if refused.requested > refused.room + refused.reserved:
             text = "Make that tensor smaller: this one request is larger than all that PyTorch may take."
             advice.append(Advice(refused.requested, text))
         if cached >= refused.over:

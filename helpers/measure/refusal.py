@@ -37,6 +37,11 @@ class Refusal:
     allowed: int | None = None
 
     @property
+    def room(self) -> int:
+        """The bytes that PyTorch could still reserve."""
+        return self.free if self.allowed is None else min(self.free, max(0, self.allowed - self.reserved))
+
+    @property
     def limited(self) -> bool:
         """True if the request exceeded the limit of the process, not the capacity of the GPU."""
         return self.allowed is not None and self.allowed - self.reserved < self.free
@@ -44,8 +49,7 @@ class Refusal:
     @property
     def over(self) -> int:
         """The bytes by which `requested` exceeds what PyTorch could still reserve. Further requests are not known."""
-        room = self.free if self.allowed is None else min(self.free, max(0, self.allowed - self.reserved))
-        return max(0, self.requested - room)
+        return max(0, self.requested - self.room)
 
     def described(self) -> str:
         """What happened to the GPU: "ran out of its 16.0 GiB: with ...", to be written after its name."""

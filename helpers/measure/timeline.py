@@ -136,7 +136,9 @@ def spans_of(events: Sequence[dict[str, Any]]) -> tuple[float, list[Span]]:
     function of autograd's backward pass, and otherwise to "forward".
     """
     events = [event for event in events if event.get("ph") == "X"]
-    block = next(e for e in events if e["name"] == BLOCK and e.get("cat") == "user_annotation")
+    block = next((e for e in events if e["name"] == BLOCK and e.get("cat") == "user_annotation"), None)
+    if block is None:
+        raise RuntimeError("torch.profiler's trace lacks the recorded block. Is another profiler on? Switch it off.")
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("Optimizer.step")]
     launched = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = {e.get("args", {}).get("correlation"): e for e in launched}

@@ -131,7 +131,7 @@ class Pipeline:
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence[Device], schedule: Schedule = gpipe):
         require_gpu()
-        if len(stages) != len(gpus):
+        if len(stages) != len(gpus) or not stages:
             raise ValueError(f"There must be one GPU for each stage, not {len(gpus)} for {len(stages)}.")
         self.stages = [stage.to(gpu) for stage, gpu in zip(stages, gpus, strict=True)]
         self.gpus, self.schedule = list(gpus), schedule

@@ -112,9 +112,10 @@ def control(label: str, options: Sequence[Any], value: object = Parameter.empty)
     """Return a slider for (low, high), (low, high, step) or a list of numbers, and a menu for another list. It starts
     at `value`.
 
-    `options`: as for ipywidgets.interact. Raises ValueError for other options, and for a value that is not among them.
+    Raises ValueError for other options, and for a value that the slider or menu cannot take.
     """
-    widget = ipywidgets.interactive.widget_from_abbrev(options, value) if options else None
+    usable = options and not isinstance(options, str | int | float)
+    widget = ipywidgets.interactive.widget_from_abbrev(options, value) if usable else None
     if widget is None:
         raise ValueError(f"The options of {label} must be (low, high), (low, high, step) or a list, not {options!r}.")
     if isinstance(options, list) and {type(option) for option in options} <= {int, float}:

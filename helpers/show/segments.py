@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from helpers.gpus import Device
-from helpers.measure.memory import gpu_indices, in_use, segments_of
+from helpers.measure.memory import gpu_index, in_use, segments_of
 from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 from helpers.sizes import format_bytes, number_of, unit_of
 
@@ -20,10 +20,11 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
     figure. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
-    (index,) = gpu_indices(gpu)
-    segments = segments_of(index)
+    segments = segments_of(gpu_index(gpu))
     if not segments:
-        raise ValueError(f"PyTorch has not reserved any memory on GPU {index}, so there is no segment to draw.")
+        raise ValueError(
+            f"PyTorch has not reserved any memory on GPU {gpu_index(gpu)}, so there is no segment to draw."
+        )
     figure, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(segments)), layout="constrained")
     unit, unit_name = unit_of(segments[0]["total_size"])
     style = bar_style(0) | {"linewidth": 0.6}
@@ -46,8 +47,7 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
 
 def describe_segments(gpu: Device = 0) -> str:
     """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
-    (index,) = gpu_indices(gpu)
-    segments = segments_of(index)
+    segments = segments_of(gpu_index(gpu))
     blocks = [block for segment in segments for block in segment["blocks"]]
     used = [block["size"] for block in blocks if in_use(block)]
     free = [block["size"] for block in blocks if not in_use(block)]
