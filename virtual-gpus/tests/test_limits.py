@@ -51,6 +51,7 @@ SHOWN = {
     "Random numbers that are drawn": numbers_are_the_cpu_s,
     '`torch.autocast("cpu")` also casts': cpu_autocast_casts_gpu_tensors,
     "TorchScript programs": scripts_have_the_cpu_s_operators,
+    "An index out of range": lambda: pytest.raises(IndexError, lambda: torch.ones(3).cuda()[torch.tensor([5]).cuda()]),
 }
 ELSEWHERE = {
     "Kernels on different streams": "test_clock.py::test_streams_of_one_gpu_share",

@@ -60,8 +60,9 @@ Memory:
   number per kind of GPU.
 - Processes see each other's memory if one started the other, or if torchrun started both. They must have the same
   number, kind and memory of GPUs. Programs that were started separately see each other's memory if
-  VIRTUAL_GPUS_FOLDER names the same folder for both. A forked process has copies of its parent's tensors, which
-  count only once. On Windows, two processes can both take the last free memory.
+  VIRTUAL_GPUS_FOLDER names the same folder for both. A forked process has copies of its parent's tensors, which count
+  only once. No real GPU allows that; with `refuse_forks=True`, it raises CUDA's errors. On Windows, two processes can
+  both take the last free memory.
 - PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF) is read when a GPU is first used. The default allocator was compared
   with a real H200. The effects of the options follow PyTorch's source code.
 - A block that is marked with `record_stream` becomes free at the first allocation after the stream's work has finished
@@ -90,6 +91,8 @@ What is not modelled, and what differs:
 - CUDA graphs: a replay takes the modelled time of its kernels and one launch of the host. Its values cost the computer
   what the operators cost. A graph keeps tensors that it reads from outside the capture alive, where CUDA would read
   freed memory. Tensors that the capture made are zeros until the first replay.
+- An index out of range, of a label, an embedding or a `gather`, raises the CPU's error, in the line that has it. On a
+  real GPU the kernel asserts: a later line raises "device-side assert triggered", and the process has lost its GPU.
 - Gloo carries the messages of the backend "nccl", which has NCCL's rules and errors. Numbers are added in gloo's order,
   timeouts and errors of a connection are gloo's, and `batch_isend_irecv` returns one Work per message.
 - `torch.distributed.fsdp.fully_shard` and `torch.distributed.tensor.parallel` work. Their memory follows PyTorch's
