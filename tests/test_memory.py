@@ -138,8 +138,7 @@ def test_the_text_says_where_the_figures_come_from_and_fits_into_a_cell():
 def test_bytes_in_words():
     sizes = [0, 512, 1.25 * MiB, 12.34 * MiB, 1000 * MiB, 16.3 * GiB, 139.8 * GiB]
     words = ["0.00 MiB", "<0.01 MiB", "1.25 MiB", "12.3 MiB", "1,000 MiB", "16.3 GiB", "140 GiB"]
-    assert list(map(format_bytes, sizes)) == words
-    assert digits(0.5, 0) == "<1" and digits(0.005, 2) == "0.01"
+    assert list(map(format_bytes, sizes)) == words and digits(0.5, 0) == "<1" and digits(0.005, 2) == "0.01"
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

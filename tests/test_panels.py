@@ -136,13 +136,6 @@ def test_memory_in_pieces_that_are_too_small_and_an_error_of_the_job():
     panel.controls["size"].value = 9
     assert re.match(r"Not possible: IndexError in line \d+, torch.empty\(1\)\[2\].*: index 2 is out", panel.words)
     thousand = int("1000")  # equal to the choice, and another object
-
-    def too_early(size):
-        size += later  # noqa: F821
-        later = 1  # noqa: F841
-
-    unbound = explore(too_early, size=(1, 9))
-    assert re.match(r"Not possible: UnboundLocalError in line \d+, size \+= later", unbound.words)
     missing = explore(lambda size=thousand: no_such_cell, size={"small": int("1000"), "large": 2000})  # noqa: F821
     assert missing.words.startswith("Not possible: name 'no_such_cell' is not defined. If a cell above defines it, run")
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from measuring import bytes_of, events_of
 from torch import nn
-from virtual_gpus import virtual_gpus
+from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.ops.blas import copied_bytes
 
 MIB = 1 << 20
@@ -124,3 +124,16 @@ def test_rms_norms_derivatives_are_the_cpus(weighted):
             first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
             found.append([out, *once, *first, *torch.autograd.grad(first[0].square().sum(), x)])
     torch.testing.assert_close(*found, check_device=False, atol=0, rtol=0)
+
+
+@torch.library.custom_op("of_these_tests::squared", mutates_args=())
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, x, out_dtype=torch.float32) + 1
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_an_operator_in_python_takes_the_memory_and_time_of_what_it_calls(shapes_only):
+    with virtual_gpus(1, shapes_only=shapes_only), record_timeline() as timeline:
+        y = squared(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
+        assert torch.cuda.max_memory_allocated() > 32 << 20 and (shapes_only or y.unique().item() == 65)  # cuBLAS
+    assert [span.name for span in timeline.spans][:3] == ["ones", "mm", "add"] and y.dtype == torch.float32

@@ -6,12 +6,19 @@ Most operators need nothing: their inputs must share a GPU and their outputs sta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 from virtual_gpus.errors import checks_each_argument
+
+_MATRICES = ("mm", "bmm", "addmm", "baddbmm")
+# Of the devices that a custom operator has functions for; None stands for all others.
+_KEYS = {"cuda": torch._C.DispatchKey.CUDA, "cpu": torch._C.DispatchKey.CPU,
+         None: torch._C.DispatchKey.CompositeExplicitAutograd}  # fmt: skip
 
 # Arguments that CUDA wants, or takes, on the CPU.
 _ON_THE_HOST = {
@@ -105,7 +112,7 @@ class Operator:
     def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         self.func = func  # kept, so that no other overload gets its id
         self.kernel = func  # what computes
-        self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema
+        self.kernels = None  # by dispatch key, of an operator of higher order, which has no schema, or of one in Python
         self.takes_first, self.takes_by_name = None, True  # tensors: among so many arguments first; among named ones
         self.is_sum = False
         if isinstance(func, torch._ops.HigherOrderOperator):
@@ -128,6 +135,8 @@ class Operator:
         self.draws = self.has_generator or self.draws_by_default or self.with_generator is not None
         if func.namespace == "aten":
             self.kernel = func._op  # as `func` does itself, with a call into Python
+            if self.base in _MATRICES and schema.overload_name.startswith("dtype"):  # which the CPU has no kernel for
+                self.kernel = functools.partial(_in_another_dtype, getattr(torch, self.base))
             takes = [a for a in arguments if "Tensor" in str(a.type)]
             self.takes_first = max((self.names.index(a.name) + 1 for a in takes if not a.kwarg_only), default=0)
             self.takes_by_name = any(a.kwarg_only for a in takes)
@@ -141,6 +150,8 @@ class Operator:
         self.crosses = self.base in _CROSSES_DEVICES
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+        if func.namespace != "aten" and (functions := _python_functions(func)):
+            self.kernels, self.is_composite = functions, True
         self.is_index = "index" in self.base and "indices" in self.names
         self.allowed_on_host = _ON_THE_HOST.get(self.base, frozenset())
         self.check = CHECKS.get(self.base)
@@ -169,6 +180,22 @@ class Operator:
     def checks_each(self) -> bool:
         """True if CUDA refuses even a 0-dim CPU tensor here (looked up on the first mixture of devices only)."""
         return checks_each_argument(self.name)
+
+
+def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    """A product of matrices whose last argument is the dtype of the result, in which the GPU adds up."""
+    *matrices, dtype = args
+    return product(*(matrix.to(dtype) for matrix in matrices), **options)
+
+
+def _python_functions(func) -> dict[torch._C.DispatchKey, Callable[..., Any]]:
+    """By dispatch key, the functions of an operator that `torch.library.custom_op` made for all devices, if it did.
+
+    CUDA runs what they call, operator by operator.
+    """
+    made = OPDEFS.get(func._schema.name)
+    functions = {} if made is None else made._backend_fns
+    return {key: functions[device] for device, key in _KEYS.items() if device in functions} if None in functions else {}
 
 
 def _keeps_answers(op: Operator, func) -> bool:

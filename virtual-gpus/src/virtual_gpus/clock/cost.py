@@ -150,6 +150,11 @@ def _copied_in(work: Work) -> Cost:
     return Cost(work.kernel + work.reading(2 * work.outputs[0].nbytes), 1)
 
 
+def _rows_added(work: Work) -> Cost:
+    """index_add_: of its first argument, it reads and writes only the rows that are named."""
+    return Cost(work.kernel + work.reading(3 * work.inputs[-1].nbytes), 1)
+
+
 def _free(work: Work) -> Cost:
     return Cost(0.0, 0)
 
@@ -176,6 +181,7 @@ _CLASSES = {
     "nll_loss_backward": _nll(0.0033),
     "nll_loss2d_backward": _nll(0.0033),
     **dict.fromkeys(("embedding", "index_select", "gather", "index"), _rows_taken),
+    "index_add_": _rows_added,
     "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(("select_backward", "slice_backward"), _two_kernels),
     **dict.fromkeys(("sum", "mean", "prod", "amax", "amin", "nansum", "linalg_vector_norm", "norm", "argmax", "argmin",

@@ -226,8 +226,10 @@ def _shape_of(result):
 def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, float, float]:
     if op.is_view:
         return 0.0, gpu.machine.clock.host.view, 0.0
+    if op.has_products and "out" in op.written:  # which comes last, and is no factor
+        tensors = tensors[:-1]
     inputs = operands(tensors)
-    if not op.written:
+    if not op.written or "out" in op.written and op.has_products:
         outputs = operands(flat(result))
     else:
         outputs = () if op.by_element else inputs[:1]
