@@ -13,13 +13,11 @@ from torch.utils.data import DataLoader
 from notebooks.checks import lesson10 as check
 from tests.check_answers import Answers, answers_test, stored, told
 
-LACKS = run_all.missing(run_all.FOLDER / "10_frameworks.ipynb")
-
 
 @pytest.fixture
 def frameworks():
-    if LACKS:
-        pytest.skip(LACKS)
+    if lacks := run_all.missing(run_all.FOLDER / "10_frameworks.ipynb"):
+        pytest.skip(lacks)
 
 
 changed_back = stored("10_frameworks", "back_solution", clip_grad_value_=clip_grad_value_)

@@ -45,7 +45,7 @@ def in_two_ranks(folder, program, *arguments):
 
 @needs_frameworks
 def test_lightning_prints_what_one_gpu_prints_and_continues(options, expected, tmp_path):
-    """The last time as a learner starts it."""
+    """The last time as a learner starts it, as in the test below."""
     options = ["--devices", 2, "--checkpoint", tmp_path / "run", *options]
     assert "epoch 0" in in_two_ranks(tmp_path, "lightning_ddp.py", *options, "--max-steps", 2)
     assert not (tmp_path / "run").exists()  # it saves complete epochs only
@@ -58,7 +58,6 @@ def test_lightning_prints_what_one_gpu_prints_and_continues(options, expected, t
 
 @needs_frameworks
 def test_accelerate_prints_what_one_gpu_prints_and_continues(options, expected, tmp_path):
-    """The last time as a learner starts it."""
     options = ["--checkpoint", tmp_path / "last.pt", *options]
     assert close(lines(in_two_ranks(tmp_path, "accelerate_ddp.py", *options, "--epochs", 1)), expected[:1])
     program = ["--standalone", "--nproc-per-node", "2", *VIRTUAL, SCRIPTS / "accelerate_ddp.py", "--workers", "0"]

@@ -63,14 +63,14 @@ def test_a_slow_panel_is_grey_with_a_sign_while_it_computes_each_answer_once_and
         asked.append(side)
         if side == 30:
             return missing_cell, None  # noqa: F821
-        seen.append(panel._sign.value + panel._picture.value if len(asked) > 1 else "")
+        seen.append(panel._state.value + panel._picture.value if len(asked) > 1 else "")
         return f"{side}", Figure(figsize=(1, 1))
 
     panel = Panel(look, {"side": control("side", (10, 50), 10)}, slow=True)
     assert panel.words == "10" and not panel.controls["side"].continuous_update
     for side in (20, 10, 20):
         panel.controls["side"].value = side
-        assert panel.words == str(side) and "computing" not in panel._sign.value
+        assert panel.words == str(side) and "computing" not in panel._state.value
         assert "opacity" not in panel._picture.value
     assert asked == [10, 20] and "computing" in seen[1] and "opacity: 0.3" in seen[1]
     panel.controls["side"].value = 30

@@ -29,6 +29,8 @@ from helpers.sizes import format_bytes
 
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
 _STDLIB = sysconfig.get_path("stdlib")
+_STATES = ("parameters", "gradients", "optimizer state")  # of `MEMORY_KINDS`
+_CACHED = "cached by PyTorch"
 _MOST_ROWS = 5
 _MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
 
@@ -152,7 +154,7 @@ class Explanation:
         gone = refused.allocated - sizes.total()  # what the failed operation, or the line that it is in, has let go
         if gone > 0.01 * refused.allocated:  # the figures of PyTorch's error text are rounded
             sizes["freed since the failure"] = gone
-        sizes["cached by PyTorch"] = max(0, self.reserved - sizes.total())
+        sizes[_CACHED] = max(0, self.reserved - sizes.total())
         sizes["context and other programs"] = self.outside
         sizes["free"] = max(0, self.capacity - self.reserved - self.outside)
         return {kind: sizes[kind] for kind in (*MEMORY_KINDS, *sizes) if sizes[kind] or kind == "free"}
@@ -165,8 +167,8 @@ class Explanation:
         is enough for the request that failed may be too little for later ones, which are not known.
         """
         kinds, refused = self.by_kind(), self._refused()
-        activations, cached = kinds.get("activations", 0), kinds.get("cached by PyTorch", 0)
-        states = {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer state") if kind in kinds}
+        activations, cached = kinds.get("activations", 0), kinds.get(_CACHED, 0)
+        states = {kind: kinds[kind] for kind in _STATES if kind in kinds}
         half = f"half of {format_bytes(activations)}"
         advice = [
             Advice(activations // 2, f"Halve the batch and accumulate the gradients of both halves: {half}."),

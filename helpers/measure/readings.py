@@ -42,7 +42,8 @@ class Reading:
 
 
 class Readings(UserList[Reading]):
-    """A list of `Reading` that is displayed as a table. note: sentences about what the figures do not show."""
+    """A list of `Reading` that is displayed as a table. note: sentences about what the figures do not show,
+    which a slice does not have."""
 
     def __init__(self, readings: Iterable[Reading] = (), note: str = ""):
         super().__init__(readings)

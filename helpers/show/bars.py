@@ -33,7 +33,7 @@ class _Bar(NamedTuple):
     height: float  # as a share of the row
 
 
-_LITTLE = 1 / 8  # of the capacity: if all GPUs hold less, the axis ends before it
+_ZOOM_BELOW = 1 / 8  # of the capacity: if all GPUs hold less, the axis ends before it
 # From the outside in.
 _BARS = (
     _Bar("driver", "driver (GPUtil)", "driver_used", "driver_used", 0.78),
@@ -61,7 +61,7 @@ def memory_bars(
     gpus = [reading for situation in situations.values() for reading in situation]
     top = max(getattr(reading, bar.peak) or 0 for reading in gpus for bar in _BARS)
     capacity = max(reading.capacity for reading in gpus)
-    zoomed = 0 < top < _LITTLE * capacity
+    zoomed = 0 < top < _ZOOM_BELOW * capacity
     length = top if zoomed else max(top, capacity)
     unit, unit_name = unit_of(length)
     axes = figure.subplots(len(counts), sharex=True, squeeze=False, height_ratios=counts)[:, 0]
@@ -123,7 +123,7 @@ def bars_now(readings: Readings, heading: str) -> str:
     """
     capacity = max(reading.capacity for reading in readings)
     most = max(max(reading.driver_used or 0, reading.peak_reserved) for reading in readings)
-    length = capacity if most >= _LITTLE * capacity else max(1 << (most - 1).bit_length(), MiB)
+    length = capacity if most >= _ZOOM_BELOW * capacity else max(1 << (most - 1).bit_length(), MiB)
     return (
         f'<div role="img" aria-label="{"; ".join(map(_html_now, readings))}" style="width: {100 * WIDTH:.0f}px; '
         f'height: {100 * _height(len(readings)):.0f}px; line-height: 20px; font-size: 13px; overflow: hidden">'

@@ -23,7 +23,7 @@ from helpers.measure import Readings, format_bytes, measure_memory
 from helpers.show.bars import describe_memory, empty_figure, memory_bars
 from helpers.show.panel import Panel, control, misses_a_cell
 
-_PLENTY = "1000000 GiB"
+_MEMORY_FOR_ANY_JOB = "1000000 GiB"
 
 
 def explore(
@@ -65,7 +65,7 @@ def explore(
             values[name] = options[name][value] if isinstance(options[name], Mapping) else value
             words.append(f"{name} {value:,}" if type(value) in (int, float) else f"{name} {value}")
         try:
-            return _run_and_look(lambda: step(**values), ", ".join(words), count, kind, memory)
+            return _run_and_draw(lambda: step(**values), ", ".join(words), count, kind, memory)
         except Exception as error:
             if misses_a_cell(error):  # the panel says so
                 raise
@@ -74,13 +74,13 @@ def explore(
     return Panel(look, controls, slow=True)
 
 
-def _run_and_look(
+def _run_and_draw(
     job: Callable[[], object], name: str, count: int, kind: str, memory: int | str | None
 ) -> tuple[str, Figure]:
     readings, room = _run(job, count, kind, memory)
     refusal = next((reading.refused for reading in readings if reading.refused), None)
     if refusal:
-        readings, _ = _run(job, count, kind, _PLENTY)
+        readings, _ = _run(job, count, kind, _MEMORY_FOR_ANY_JOB)
     on = f"{count} x {readings[0].name}"
     readings = Readings(replace(reading, capacity=room, driver_used=None) for reading in readings)  # PyTorch's alone
     lines = [f"{name}; {on}, {format_bytes(room)} each for PyTorch."]

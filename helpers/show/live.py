@@ -45,10 +45,10 @@ class LivePanel:
     @contextmanager
     def _showing(self) -> Iterator[None]:
         self._picture = ipywidgets.HTML(layout=ipywidgets.Layout(margin="0 0 3px 0"))  # the margin of an image
-        self._look()
+        self._update()
         # Without text/plain, because the notebook's file should have the peaks, not the first view.
         self._display = display(view(self._picture), raw=True, display_id=True)
-        thread = threading.Thread(target=self._keep_looking, name="live_memory", daemon=True)
+        thread = threading.Thread(target=self._keep_updating, name="live_memory", daemon=True)
         thread.start()
         try:
             yield
@@ -56,13 +56,13 @@ class LivePanel:
             self._ended.set()
             thread.join()
 
-    def _keep_looking(self) -> None:
+    def _keep_updating(self) -> None:
         """Ignore an update that fails, because training is more important than the panel, and the next may succeed."""
         while not self._ended.wait(self._every):
             with suppress(Exception):
-                self._look()
+                self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         self._picture.value = bars_now(read_memory(), self._line or "Memory now")
 
     def _close(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import ipywidgets
 from matplotlib.figure import Figure
 
-_SIGN = "<b>computing …</b>"
+_BUSY = "<b>computing …</b>"
 
 
 class Panel:
@@ -42,15 +42,15 @@ class Panel:
         self._look, self._slow = look, slow
         self._answers: dict[str, tuple[str, bytes]] = {}
         self._png = b""
-        self._sign, self._picture, self._text = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._state, self._picture, self._text = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         grid = ipywidgets.Layout(grid_template_columns="repeat(auto-fit, minmax(400px, 1fr))", grid_gap="0 10px")
         top = ipywidgets.GridBox(list(self.controls.values()), layout=grid)
-        self._panel = ipywidgets.VBox([top, *([self._sign] if slow else []), self._picture, self._text])
-        self._follow()
+        self._panel = ipywidgets.VBox([top, *([self._state] if slow else []), self._picture, self._text])
+        self._update()
         for widget in self.controls.values():
             if slow and widget.has_trait("continuous_update"):
                 widget.set_trait("continuous_update", False)
-            widget.observe(self._follow, names="value")
+            widget.observe(self._update, names="value")
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -61,9 +61,9 @@ class Panel:
         """Return the text for `values`, and for the controls' values otherwise. The panel itself does not change."""
         return self._answer(self.chosen | values)[0]
 
-    def _follow(self, change: object = None) -> None:
+    def _update(self, change: object = None) -> None:
         """Show the result for the values of the controls."""
-        self._sign.value = _SIGN
+        self._state.value = _BUSY
         if self._png and repr(self.chosen) not in self._answers:
             self._picture.value = image(self._png, self.words, faded=True)  # the figures of other values
         self.words, picture = self._answer(self.chosen)
@@ -74,7 +74,7 @@ class Panel:
         lines = "<br>".join(map(escape, self.words.splitlines()))
         room = "8.4em" if self._slow else "4.2em"  # for six lines, or three
         self._text.value = f'<div style="line-height: 1.4; max-width: 980px; min-height: {room}">{lines}</div>'
-        self._sign.value = "&nbsp;"
+        self._state.value = "&nbsp;"
 
     def _answer(self, chosen: dict[str, Any]) -> tuple[str, bytes]:
         """Return text and picture for `chosen`. After an error, the picture is empty."""

@@ -14,8 +14,8 @@ BEGINNING = """# Public bugs that a free machine would have found
 Each of these bugs stood in a public program for several GPUs, and was met on a machine that had them. Here is what
 virtual GPUs say about it, in a test that needs two CPU cores and a few seconds. The programs are in the folder
 [bugs](../bugs/__init__.py), as they were and as they were mended, written anew with only what the bug needs. `python -m
-bugs`, run in the folder of the package, calls each of them and writes this page, and a test calls them too. Those that
-need no GPU to fail lacked a test with two ranks, which gloo on CPUs would have given as well.
+bugs`, run in the folder of the package, calls each of them and writes this page, and a test calls them too. Some of
+them need no GPU to fail: a test with two ranks on CPUs (gloo) would have found these, too.
 """
 
 

@@ -65,8 +65,7 @@ def capture_error(kind: str) -> Exception:
     """CUDA's error cudaErrorStreamCapture`kind`, or cudaErrorCapturedEvent for an event of a capture."""
     code = f"cudaErrorStreamCapture{kind}" if kind in _CAPTURE else "cudaErrorCapturedEvent"
     text = _CAPTURE.get(kind, "operation not permitted on an event last recorded in a capturing stream")
-    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
-    return _cuda_error(text, f"Search for `{code}' in {where} for more information.")
+    return _cuda_error(text, code)
 
 
 def copy_while_capturing() -> RuntimeError:
@@ -92,9 +91,7 @@ def not_ready() -> RuntimeError:
 
 def events_of_two_gpus() -> Exception:
     """The error of cudaEventElapsedTime for events that were recorded on different GPUs."""
-    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
-    hint = f"Search for `cudaErrorInvalidResourceHandle' in {where} for more information."
-    return _cuda_error("invalid resource handle", hint)
+    return _cuda_error("invalid resource handle", "cudaErrorInvalidResourceHandle")
 
 
 def storage_elsewhere(tensor: torch.device, storage: torch.device) -> RuntimeError:
@@ -112,18 +109,19 @@ def invalid_device_ordinal() -> Exception:
 
 def not_initialized() -> Exception:
     """CUDA's error for work in a forked process whose parent has used CUDA."""
-    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
-    hint = f"Search for `cudaErrorInitializationError' in {where} for more information."
-    return _cuda_error("initialization error", hint)
+    return _cuda_error("initialization error", "cudaErrorInitializationError")
 
 
 def no_room_for_context() -> Exception:
     """CUDA's error for a process that first uses a GPU when other processes have already filled it."""
-    where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
-    return _cuda_error("out of memory", f"Search for `cudaErrorMemoryAllocation' in {where} for more information.")
+    return _cuda_error("out of memory", "cudaErrorMemoryAllocation")
 
 
 def _cuda_error(what: str, hint: str) -> Exception:
+    """The exception of c10/cuda/CUDAException.cpp. hint: PyTorch's own, or the name of the error, to search for."""
+    if hint.startswith("cudaError"):
+        where = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"
+        hint = f"Search for `{hint}' in {where} for more information."
     return torch.AcceleratorError(
         f"CUDA error: {what}\n"
         f"{hint}\n"
