@@ -10,6 +10,7 @@ from ranks import HANGS_S, in_ranks
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from virtual_gpus import virtual_gpus
+from virtual_gpus.dispatch.whereabouts import Wait, stuck
 from virtual_gpus.testing import CollectiveMismatch, RankError, run_ranks
 
 
@@ -104,8 +105,18 @@ def test_run_ranks_says_it_as_an_error_of_its_own(monkeypatch):
     monkeypatch.setattr("virtual_gpus.testing.run._GRACE_S", HANGS_S)  # for the second of the two to say it as well
     with virtual_gpus(3), pytest.raises(RankError, match="Ranks 1, 2 of 3 raised .*CollectiveMismatch") as caught:
         run_ranks(of_a_part, 3, timeout=HANGS_S, show=False)
-    assert "collective number 1 of the process group of ranks [1, 2]:\n  rank 1: all_reduce" in str(caught.value)
+    assert "collective number 1 of process group 1 of ranks [1, 2]:\n  rank 1: all_reduce" in str(caught.value)
     assert "\n  rank 2: barrier, at test_agreement.py:" in str(caught.value)
+
+
+def test_ranks_that_need_one_another_are_stuck_and_so_is_who_needs_them():
+    def at(group, *ranks, **begun):
+        return Wait("", group, begun[group], list(ranks), begun)
+
+    circle = {0: at("a", 0, 1, a=1), 1: at("b", 1, 2, b=1), 2: at("c", 0, 2, c=1), 3: at("all", *range(5), all=7)}
+    assert stuck(circle) == circle and circle[3].lacks(circle) == [0, 1, 2]
+    assert stuck(circle | {2: at("c", 0, 2, b=1, c=1)}) == {}  # 2 has come to "b", so that 1 goes on, and then 0
+    assert stuck({rank: circle[rank] for rank in (0, 1, 3)}) == {}  # 2 computes and may come
 
 
 def in_vain(rank):
@@ -134,10 +145,10 @@ def test_who_waits_hears_where_the_others_are():
     with virtual_gpus(4):
         first, second, *_ = run_ranks(in_vain, 4, timeout=HANGS_S, show=False)
     assert first[0].startswith(
-        "Rank 0 waited in all_reduce of float32, 12 bytes, number 1 of the process group of ranks [0, 1, 2, 3], at "
+        "Rank 0 waited in all_reduce of float32, 12 bytes, number 1 of process group 2 of ranks [0, 1, 2, 3], at "
         "test_agreement.py:"
     )
-    assert first[1].startswith("  rank 1 waited in broadcast of float32, 12 bytes, root 1, number 1 of the process ")
+    assert first[1].startswith("  rank 1 waited in broadcast of float32, 12 bytes, root 1, number 1 of process group ")
     assert first[2].startswith("  rank 2 is not in a collective that waits") and first[3].startswith(
         "  rank 3 has left"
     )

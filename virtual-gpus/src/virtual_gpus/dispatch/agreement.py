@@ -2,14 +2,12 @@
 
 Before a collective begins, the ranks tell each other the time (`collectives`), and with it a number for what they are
 about to do. NCCL compares nothing: it hangs, or it mixes up the bytes. Gloo ends the process, or says that a
-connection was closed. If a rank does not come at all, gloo's error gets a note that says who waits where.
+connection was closed. If a rank does not come at all, `whereabouts` says who waits where.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +15,17 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.groups import described
 from virtual_gpus.entrance import program_frame, quoted_line
 
 _WORDS = 400  # bytes of what a rank says of itself
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-_KEY = "virtual GPUs: where rank {} is"
-_OTHERS_ANSWER_IN_S = 0.5  # those whose time limit ends a little later, or who hear a little later that a rank is gone
-_LOOK_AGAIN_AFTER_S = 0.01
 _counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 class CollectiveMismatch(getattr(torch.distributed, "DistBackendError", RuntimeError)):  # type: ignore[misc]
-    """Ranks of a group called different collectives, or the same one with other sizes, dtypes or roots."""
+    """Ranks of a group called different collectives, or the same one with other sizes, dtypes or roots; or ranks wait
+    for each other in several groups."""
 
     __module__ = "virtual_gpus.testing"  # where programs find it
 
@@ -63,44 +60,27 @@ def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.T
     lines = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in all_told]
     ranks = torch.distributed.get_process_group_ranks(group)
     return CollectiveMismatch(
-        f"The ranks do not agree on collective number {_counts[group]} of {_name(group, ranks)}:\n"
+        f"The ranks do not agree on collective number {_counts[group]} of {_name(group)}:\n"
         + "\n".join(f"  rank {rank}: {line}" for rank, line in zip(ranks, lines, strict=True))
         + "\nNCCL would hang here, or mix up the numbers."
     )
 
 
-def tell_who_is_missing(error: BaseException, group: Any, words: str) -> None:
-    """Add a note to gloo's error: in which collective this rank has waited, and where the others are, as far as known.
-
-    A rank that waits in vain leaves word in the store of torch.distributed, and so does one that leaves.
-    """
-    here, ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
-    mine = f"waited in {words}, number {_counts[group]} of {_name(group, ranks)}, at {_line()}"
-    said, ends = {}, time.monotonic() + _OTHERS_ANSWER_IN_S
-    with contextlib.suppress(RuntimeError):  # the process that had the store is gone
-        leave_word(mine)
-        while len(said) < len(ranks) - 1 and time.monotonic() < ends:
-            for rank in ranks:
-                if rank != here and rank not in said and _store().check([_KEY.format(rank)]):
-                    said[rank] = _store().get(_KEY.format(rank)).decode()
-            time.sleep(_LOOK_AGAIN_AFTER_S)
-    unknown = "is not in a collective that waits: it computes, has ended, or waits for something else"
-    others = [f"  rank {rank} {said.get(rank, unknown)}" for rank in ranks if rank != here]
-    error.add_note("\n".join([f"Rank {here} {mine}.", *others]))
+def begun() -> dict[str, int]:
+    """By the name of each group, how many collectives of GPU tensors this process has begun in it."""
+    return {group.group_name: number for group, number in _counts.items()}
 
 
-def leave_word(words: str) -> None:
-    """Tell the other ranks where this one is. Raises RuntimeError (DistNetworkError) if the store is gone."""
-    _store().set(_KEY.format(torch.distributed.get_rank()), words)
+def place(words: str, group: Any) -> str:
+    """Where this process is: in which collective of a group, and in which line of the program."""
+    return f"{words}, number {_counts[group]} of {_name(group)}, at {_line()}"
 
 
-def _store() -> Any:
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
-def _name(group: Any, ranks: list[int]) -> str:
-    whole = group is torch.distributed.group.WORLD
-    return "the default process group" if whole else f"the process group of ranks {ranks}"
+def _name(group: Any) -> str:
+    if group is torch.distributed.group.WORLD:
+        return "the default process group"
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return f"process group {described(group) or group.group_name} of ranks {ranks}"
 
 
 def _line() -> str:

@@ -29,7 +29,7 @@ import torch
 
 from virtual_gpus.clock.links import Route
 from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
-from virtual_gpus.dispatch.agreement import count, mismatch, number, purpose, tell_who_is_missing
+from virtual_gpus.dispatch.agreement import CollectiveMismatch, count, mismatch, number, purpose
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.groups import (
     carrier,
@@ -45,6 +45,7 @@ from virtual_gpus.dispatch.groups import (
     row_of,
 )
 from virtual_gpus.dispatch.timing import await_tensors
+from virtual_gpus.dispatch.whereabouts import tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper
 from virtual_gpus.shapes import valueless
@@ -258,12 +259,14 @@ def _meet(
         return Meeting(gpu, lane, began, began, route_of(gpu, group), nbytes)
     count(group)
     try:
-        others = _exchange(group, [began, *place_of(gpu), number(what)])
+        others = _exchange(group, what, [began, *place_of(gpu), number(what)])
+    except CollectiveMismatch:
+        raise
     except RuntimeError as error:  # gloo's word for a time limit, or for a connection that was closed
         tell_who_is_missing(error, group, what)
         raise
     if any(other[3] != others[0][3] for other in others):
-        raise mismatch(group, what, functools.partial(_gathered, group))
+        raise mismatch(group, what, functools.partial(_gathered, group, what))
     places = [(int(host), int(slot)) for _, host, slot, _ in others]
     if is_nccl(group):
         _refuse_shared_gpus(places)
@@ -326,17 +329,22 @@ def _occupy(gpu: VirtualGPU, lane: _Lane, start: float, end: float, sent: float)
     clock.hold(gpu.slot, lane.queue, end)
 
 
-def _exchange(group, numbers: list[float]) -> list[list[float]]:
-    """`numbers` of every process of the group, in order of rank."""
+def _exchange(group, what: str, numbers: list[float]) -> list[list[float]]:
+    """`numbers` of every process of the group, in order of rank, once all are about to do `what`."""
     mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
-    return [part.tolist() for part in _gathered(group, mine)]
+    return [part.tolist() for part in _gathered(group, what, mine)]
 
 
-def _gathered(group, mine: torch.Tensor) -> list[torch.Tensor]:
+def _gathered(group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
     """A CPU tensor of every process of the group, in order of rank."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         found = [torch.empty_like(mine) for _ in range(group.size())]
-        carrier(group).allgather([found], [mine]).wait()
+        work = carrier(group).allgather([found], [mine])
+        try:
+            wait_for_all(work, group, what)
+        except CollectiveMismatch:
+            _on_their_way.append((work, (found, mine)))
+            raise
         return found
 
 

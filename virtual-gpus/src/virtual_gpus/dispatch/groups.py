@@ -85,5 +85,9 @@ def row_of(group, kind: str) -> str:
     kind = kind.replace("_", "-")
     if group.size() == _world_size(group):
         return kind
-    described = group.group_desc.removeprefix("mesh_")
-    return f"{kind}, {described if described not in ('', 'undefined') else f'group {group.group_name}'}"
+    return f"{kind}, {described(group) or f'group {group.group_name}'}"
+
+
+def described(group) -> str:
+    """What a program calls a group: the name of a mesh's dimension, or `group_desc`. Empty if it has no such name."""
+    return group.group_desc.removeprefix("mesh_").removeprefix("undefined")

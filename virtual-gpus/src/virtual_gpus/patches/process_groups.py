@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.agreement import leave_word
 from virtual_gpus.dispatch.collectives import record_barrier
 from virtual_gpus.dispatch.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
+from virtual_gpus.dispatch.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.cuda import gpu_at
 from virtual_gpus.patches.table import Patch
@@ -110,8 +110,7 @@ def _destroy(function: Callable) -> Callable:
         if active() is None or active().settings.rank is None:
             _until_threads_rest()
             if group in (None, torch.distributed.group.WORLD) and torch.distributed.is_initialized():
-                with contextlib.suppress(RuntimeError):  # the process that had the store is gone
-                    leave_word("has left: it ended its process group")
+                leave_word("has left: it ended its process group")
         ended = list(carriers) if group in (None, torch.distributed.group.WORLD) else [group]
         function(group)
         for other in ended:
