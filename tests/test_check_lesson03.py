@@ -61,7 +61,6 @@ COMBINE = [
 accumulate = stored(LESSON, "accumulate_words_solution", cross_entropy=cross_entropy)
 SUM, COUNT = "loss_sum / count", "(labels != -100).sum()"
 HAS_LABELS = "loss.backward()", "loss.isnan() or loss.backward()"
-ADDED = "total += loss.detach()", "total += 0 if loss.isnan() else loss.detach()"
 ACCUMULATE = [
     (accumulate(SUM, f"loss_sum / {COUNT} / len(micro_batches)", *HAS_LABELS), ("off by", "It is a mean of means")),
     (accumulate(SUM, f"loss_sum / {COUNT}", *HAS_LABELS), "the sum of the micro-batches' means"),

@@ -1,6 +1,7 @@
 """Every way of making or moving a tensor puts it on the GPU that was named, and says so."""
 
 import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -92,6 +93,22 @@ def test_to_returns_the_tensor_itself_when_nothing_changes():
     net = nn.Linear(2, 2)
     weight = net.weight
     assert net.to(ONE) is net and net.weight is weight and weight.device == ONE
+
+
+class Box:
+    """A class that has functions of PyTorch in a table of what it does."""
+
+    DOES = {torch.zeros_like: "while the GPUs were off"}
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return cls.DOES.get(function, NotImplemented)
+
+
+def test_a_class_with_functions_in_a_table_is_told_those():
+    Box.DOES[torch.ones_like] = "on"
+    assert torch.zeros_like(Box()) == "while the GPUs were off" and torch.ones_like(input=Box()) == "on"
+    assert pickle.loads(pickle.dumps(torch.ones_like)) is torch.ones_like and "ones_like" in repr(torch.ones_like)
 
 
 def test_current_device():

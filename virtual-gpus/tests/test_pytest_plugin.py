@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ranks import HANGS_S
+from virtual_gpus.__main__ import main
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 CONFTEST = """\
@@ -151,7 +152,7 @@ as planned
 no data sheet for a GPU of kind 'Voodoo'""".split("\n")
 
 
-def run_pytest(folder, *options):
+def run_pytest(folder, *options, run=pytest.main):
     """What pytest says of the project, in a fork: PyTorch is imported already."""
 
     def work():
@@ -161,7 +162,7 @@ def run_pytest(folder, *options):
         os.chdir(folder)
         os.environ.update(PYTEST_ADDOPTS="", COLUMNS="200")
         plugins = ("cacheprovider", "nbval", "xdist")
-        pytest.main(["-rs", "--strict-markers", *(f"-pno:{name}" for name in plugins), *options])
+        run(["-rs", "--strict-markers", *(f"-pno:{name}" for name in plugins), *options])
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -183,4 +184,5 @@ def test_a_project_that_uses_the_plugin(tmp_path):
         if "] child " in line:
             assert not os.path.exists(f"/proc/{line.split()[-1]}"), "a child of a rank was left"
     skipped = run_pytest(tmp_path, "--real-gpus")
+    run_pytest(tmp_path, "-Werror", "--version", run=lambda options: main(["-m", "pytest", *options]))
     assert "20 skipped" in skipped and "the test needs 3 GPUs, and this machine has 0" in skipped, skipped

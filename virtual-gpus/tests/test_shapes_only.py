@@ -3,6 +3,7 @@
 import math
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_same_memory_as_with_numbers():
     assert with_shapes == with_numbers
 
 
-def test_what_needs_values_says_so():
+def test_what_needs_values_says_so(tmp_path):
+    (tmp_path / "saved.pt").write_text("before")
     with virtual_gpus(2, shapes_only=True):
         x, n = torch.randn(3, device="cuda:1"), torch.ones(3, dtype=torch.long, device="cuda")
         assert x.device == torch.device("cuda", 1) and x.is_cuda and not x.is_meta
@@ -47,10 +49,28 @@ def test_what_needs_values_says_so():
         assert torch.isnan(torch.zeros(3).copy_(x)).all()
         reads = [lambda: n.sum().item(), lambda: bool((x > 0).any()), n.cpu, x.tolist, x.nonzero, lambda: x[x > 0],
                  lambda: torch.equal(x, x), lambda: torch.zeros(3, dtype=torch.long).copy_(n),
-                 lambda: torch.save(x, "/dev/null")]  # fmt: skip
+                 lambda: torch.save([x], tmp_path / "saved.pt")]  # fmt: skip
         for read in reads:
             with pytest.raises(RuntimeError, match="shapes_only=True, virtual GPUs keep no values"):
                 read()
+    assert (tmp_path / "saved.pt").read_text() == "before"
+
+
+class Quantized(nn.Parameter):
+    """As those of bitsandbytes, which quantize themselves on their way to a GPU."""
+
+    def cuda(self, device=None):
+        return Quantized(super().cuda(device))
+
+
+@virtual_gpus(1, shapes_only=True)
+def test_a_parameter_keeps_its_class_its_references_and_its_gradient():
+    net = nn.Linear(2, 2)
+    net.weight = Quantized(net.weight.detach())
+    weight = weakref.ref(net.weight)
+    net(torch.ones(1, 2)).sum().backward()
+    net.cuda()
+    assert net.weight is weight() and type(net.weight) is Quantized and net.weight.is_cuda and net.weight.grad.is_cuda
 
 
 def test_cpu_tensors_keep_their_values():

@@ -151,6 +151,9 @@ def _reporting(options: argparse.Namespace) -> Iterator[None]:
 def _run(options: argparse.Namespace) -> None:
     try:
         if options.module:
+            if options.program == "pytest":  # else it warns that it could not rewrite this package, a plugin of its own
+                package = sys.modules["virtual_gpus"]
+                package.__doc__ = f"{package.__doc__}\nPYTEST_DONT_REWRITE"
             runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         else:
             _run_script(options.program)

@@ -19,7 +19,7 @@ def _note(tensors) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
     with torch.no_grad():
-        roots = [getattr(root, "unscaled", root) for root in roots]
+        roots = [getattr(root, "unscaled", root) for root in roots if hasattr(root, "detach")]  # not a GradientEdge
         locally = [root.to_local() if hasattr(root, "to_local") else root for root in roots]
         value = sum(float(root.detach().double().sum()) for root in locally)
     rank = os.environ.get("RANK", "")

@@ -6,7 +6,7 @@ import functools
 from numbers import Integral
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function
 from torch.utils._device import DeviceContext, _device_constructors
 
 from virtual_gpus import errors
@@ -158,4 +158,33 @@ def _joining(make):
             kwargs["device"] = named(kwargs["device"])
         return make(*args, **kwargs)
 
-    return factory
+    return _Like(make, factory) if make.__name__.endswith("_like") else factory
+
+
+class _Like:
+    """`torch.empty_like` and its kin, which classes with `__torch_function__` may have in a table of what they do.
+
+    It equals PyTorch's own function, as a table may have been made while the GPUs were off.
+    """
+
+    def __init__(self, make, factory):
+        functools.update_wrapper(self, make)
+        self._make, self._factory = make, factory
+
+    def __call__(self, *args, **kwargs):
+        asked = args[:1] or (kwargs.get("input"),)
+        if has_torch_function(asked):
+            return handle_torch_function(self, asked, *args, **kwargs)
+        return self._factory(*args, **kwargs)
+
+    def __eq__(self, other):
+        return self is other or self._make == other
+
+    def __hash__(self):
+        return hash(self._make)
+
+    def __repr__(self):
+        return repr(self._make)
+
+    def __reduce__(self):
+        return self.__name__  # as a name in torch

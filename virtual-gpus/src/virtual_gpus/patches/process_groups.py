@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,22 @@ def _say_once(rank: int) -> None:
     _said = True
 
 
+@contextlib.contextmanager
+def _without_wrapper() -> Iterator[None]:
+    """Make groups as if TORCH_DISTRIBUTED_DEBUG were not DETAIL.
+
+    Else PyTorch wraps gloo's group to compare the ranks' collectives, as `dispatch.agreement` does in any case, and
+    DDP's logger takes the wrapper for gloo's group itself: the process dies (2.15; on CPUs too, without this package).
+    """
+    level = torch.distributed.get_debug_level()
+    if level == torch.distributed.DebugLevel.DETAIL:
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        torch.distributed.set_debug_level(level)
+
+
 def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
     """PyTorch's function that makes every group, with gloo in the place of NCCL.
 
@@ -69,7 +85,8 @@ def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
             given["backend"] = "fake" if is_alone else "gloo"
         if is_alone and not given["global_ranks_in_group"]:
             one_rank.check(active().settings, given["group_rank"], given["group_size"])
-        made, store = function(**given)
+        with _without_wrapper() if has_nccl else contextlib.nullcontext():
+            made, store = function(**given)
         if isinstance(made, c10d.ProcessGroup):
             backends_of[made] = devices
             if not is_alone:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import io
+
 import torch
 
 from virtual_gpus import errors
@@ -15,6 +18,7 @@ from virtual_gpus.threads import this_thread
 _raw_device = torch._C.StorageBase.device.__get__
 _raw_resize = torch._C.StorageBase.resize_
 _raw_new = torch._C.StorageBase.__new__
+_raw_save = torch.save
 _raw_getitem, _raw_cpu = torch.UntypedStorage.__getitem__, torch.UntypedStorage.cpu
 
 
@@ -120,8 +124,28 @@ def resize_(self, nbytes: int):
     return _raw_resize(self, nbytes)
 
 
+class _Nowhere(io.RawIOBase):
+    """A file that keeps nothing."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        return memoryview(data).nbytes
+
+
+@functools.wraps(_raw_save)
+def save(obj, f, *args, **kwargs):
+    """`torch.save`. Tensors without values are refused before the file is opened, whose content stays as it was."""
+    machine = active()
+    if machine is not None and machine.shapes_only:
+        _raw_save(obj, _Nowhere(), *args, **kwargs)
+    _raw_save(obj, f, *args, **kwargs)
+
+
 def patches():
     """See `patches`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
     found = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
+    found += [(module, "save", save) for module in (torch, torch.serialization)]
     return found + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cuda, cpu, clone, resize_)]

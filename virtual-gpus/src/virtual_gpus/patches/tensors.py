@@ -204,9 +204,13 @@ def _set_data(self, value) -> None:
     if machine is None or not machine.shapes_only or _raw_is_meta(self) == _raw_is_meta(value):
         _raw_data.__set__(self, value)
         return
-    made = torch.Tensor._make_subclass(type(self), value.detach(), self.requires_grad)
-    vars(made).update(vars(self))
-    torch.utils.swap_tensors(self, made)
+    gradient, self.grad = self.grad, None
+    with below():  # it is no operator
+        made = torch.Tensor._make_subclass(type(self), value.detach(), self.requires_grad)
+    torch._C._swap_tensor_impl(self, made)  # whose Python object stays, with its attributes
+    if gradient is not None:  # which has to be on the same device, from now on
+        gradient.data = gradient.to(self.device)
+        self.grad = gradient
 
 
 def patches():

@@ -110,20 +110,19 @@ def is_pinned(self, device=None) -> bool:
     return says_pinned(self) if active() is not None else _raw["is_pinned"](self)
 
 
-_raw_swaps = torch.__future__.get_swap_module_params_on_conversion
+_raw_compatible = torch._has_compatible_shallow_copy_type
 
 
-def get_swap_module_params_on_conversion() -> bool:
-    """Module.to changes a parameter in place on a real GPU; from the CPU to meta tensors that takes a swap."""
-    machine = active()
-    return _raw_swaps() or (machine is not None and machine.shapes_only)
+def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+    """Whether Module.to can give a parameter other data, as between the CPU and a real GPU (`tensors._set_data`)."""
+    return _raw_compatible(input, from_) or (gpu_of(from_) is not None and not input.is_meta)
 
 
 def patches():
     """See `patches`."""
-    swaps = (torch.__future__, "get_swap_module_params_on_conversion", get_swap_module_params_on_conversion)
+    compatible = (torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)
     lazy = torch.nn.parameter.UninitializedTensorMixin  # it knows what it lets pass by what it was before
     return [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)] + [
-        swaps,
+        compatible,
         (lazy, "_allowed_methods", [*lazy._allowed_methods, to, cuda, cpu, torch.Tensor.untyped_storage]),
     ]

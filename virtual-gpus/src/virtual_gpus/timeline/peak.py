@@ -19,8 +19,9 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import ScratchBlock, allocation_of, is_wrapper, parts_of
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
-ACTIVATIONS, GATHERED, BUFFERS, OTHER = "activations", "gathered layers", "communication buffers", "other"
-KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, BUFFERS, OTHER)
+ACTIVATIONS, GATHERED, BUFFERS = "activations", "gathered layers", "communication buffers"
+UPDATES, WORKSPACES, OTHER = "optimizer step", "workspaces", "other"  # what a step computes in between; of libraries
+KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, GATHERED, BUFFERS, UPDATES, WORKSPACES, OTHER)
 
 # (end of a file's name, functions or None for all of them, kind), the first that fits.
 _KINDS = (
@@ -39,7 +40,7 @@ _KINDS = (
     ("torch/nn/modules/module.py", ("_call_impl",), ACTIVATIONS),
     ("torch/nn/functional.py", None, ACTIVATIONS),
     ("torch/autograd/graph.py", ("_engine_run_backward",), ACTIVATIONS),
-    ("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), OTHER),
+    ("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), UPDATES),
 )
 
 
@@ -177,7 +178,7 @@ class AllocatorLog(PeakLog):
     def _kind_now(self, address: int) -> str:
         owner = self._allocator.live_blocks[address].owner
         if owner is not None and isinstance(owner(), ScratchBlock):
-            return OTHER  # workspaces
+            return WORKSPACES
         kind = kind_of(self._stack())
         # What a program computes outside modules, such as logits.float(), autograd keeps. A history does not tell.
         return ACTIVATIONS if kind == OTHER and torch.is_grad_enabled() else kind
