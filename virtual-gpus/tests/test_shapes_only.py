@@ -56,9 +56,7 @@ def test_what_needs_values_says_so(tmp_path):
     assert (tmp_path / "saved.pt").read_text() == "before"
 
 
-class Quantized(nn.Parameter):
-    """As those of bitsandbytes, which quantize themselves on their way to a GPU."""
-
+class Quantized(nn.Parameter):  # as those of bitsandbytes, which quantize themselves on their way to a GPU
     def cuda(self, device=None):
         return Quantized(super().cuda(device))
 

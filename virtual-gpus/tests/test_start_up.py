@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import types
 
 import pytest
 import torch
-from virtual_gpus import virtual_gpus
-from virtual_gpus.patches import dynamo
+from virtual_gpus import NotModelled, virtual_gpus
+from virtual_gpus.patches import dynamo, kernels_of_triton
 
 SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor")
 
@@ -87,7 +88,7 @@ def test_what_a_module_of_pytorch_captured_while_gpus_were_on_becomes_pytorch_s(
     source = """
 import functools, torch
 
-functions = {torch.cuda.is_available: 1, torch.cuda.device_count: torch.cuda.is_available, "other": None}
+functions = {torch.cuda.is_available: 1, torch.cuda.device_count: torch.cuda.is_available, torch.ones_like: None}
 names = {torch.Tensor.device.__get__, torch.cuda.is_available}
 listed = [(torch.cuda.is_available, 2), torch.add]
 bound = functools.partial(torch.cuda.is_available, key=torch.cuda.device_count)
@@ -111,7 +112,8 @@ checked = decorated(torch.cuda.is_available)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert ("torch._dynamo" in sys.modules, list(sys.meta_path)) == before  # no stand-in stays
     is_available, device_count = torch.cuda.is_available, torch.cuda.device_count
-    assert module.functions == {is_available: 1, device_count: is_available, "other": None}
+    assert module.functions == {is_available: 1, device_count: is_available, torch.ones_like: None}
+    assert type(list(module.functions)[-1]) is type(torch.ones_like)  # what stood for it was its equal
     assert module.names == {torch.Tensor.device.__get__, is_available}
     assert module.listed == [(is_available, 2), torch.add]
     assert isinstance(module.bound, functools.partial) and module.bound.func is is_available
@@ -119,6 +121,16 @@ checked = decorated(torch.cuda.is_available)
     assert module.Interface.available is is_available and module.Interface.device is torch.Tensor.device
     assert module.checked.__closure__[0].cell_contents is is_available
     assert module.checked.__defaults__ == (device_count,)
+
+
+def test_triton_is_refused_though_it_comes_later(tmp_path, monkeypatch):
+    (tmp_path / "driver.py").write_text("def _create_driver():\n    return 3\n")
+    monkeypatch.delitem(sys.modules, kernels_of_triton._NAME, raising=False)
+    with virtual_gpus(1):
+        driver = importlib._bootstrap._load(sys.meta_path[0].find_spec(kernels_of_triton._NAME, [str(tmp_path)]))
+        with pytest.raises(NotModelled, match="kernels of Triton.*TRITON_INTERPRET=1"):
+            driver._create_driver()
+    assert sys.modules.pop(kernels_of_triton._NAME)._create_driver() == 3
 
 
 def test_a_finalizer_may_change_what_a_module_holds_while_gpus_go_off(monkeypatch):

@@ -16,9 +16,7 @@ def left_by_a_product():
     return (torch.cuda.memory_allocated() - before) >> 20
 
 
-def test_versions_nest_with_their_gpus_and_the_installed_one_is_the_default(monkeypatch):
-    for name in ("TORCH_CUBLAS_WORKSPACE_CACHE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "CUBLAS_WORKSPACE_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
+def test_versions_nest_with_their_gpus_and_the_installed_one_is_the_default():
     with virtual_gpus(1, torch_version="2.14.0+cu130"):
         with virtual_gpus(1, torch_version="2.15"):
             assert left_by_a_product() == 0

@@ -25,10 +25,11 @@ class NotModelled(NotImplementedError):
     """A PyTorch function or operator that virtual GPUs do not model. They never fall back to the CPU silently."""
 
 
-def not_modelled(what: str) -> NotModelled:
-    """The error for `what` ("torch.cuda.CUDAGraph", "aten::foo")."""
+def not_modelled(what: str, instead: str = "") -> NotModelled:
+    """The error for `what` ("torch.cuda.CUDAGraph", "aten::foo"). instead: a sentence about another way."""
     return NotModelled(
-        f"Virtual GPUs do not model {what}. To use it, run without virtual GPUs on a machine that has a real GPU. "
+        f"Virtual GPUs do not model {what}. {instead + ' ' if instead else ''}To use it, run without virtual GPUs on a "
+        "machine that has a real GPU. "
         'The known limits are listed in help("virtual_gpus").'
     )
 
