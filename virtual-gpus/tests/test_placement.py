@@ -95,9 +95,7 @@ def test_to_returns_the_tensor_itself_when_nothing_changes():
     assert net.to(ONE) is net and net.weight is weight and weight.device == ONE
 
 
-class Box:
-    """A class that has functions of PyTorch in a table of what it does."""
-
+class Box:  # has functions of PyTorch in a table of what it does
     DOES = {torch.zeros_like: "while the GPUs were off"}
 
     @classmethod

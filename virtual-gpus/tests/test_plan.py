@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,10 +30,12 @@ torch.save(layer.state_dict(), "saved.pt")
 int(layer.module.weight.argmax())
 """
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE, ACCURACY = str(ROOT / "recipes" / "train.py"), (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
 
 
 def report(peak, step=0.1):
-    return TrainingReport("A100", 40 * GIB, 0, 8, 7, peak * GIB, peak * GIB, {}, step)
+    return TrainingReport("A100", 40 * GIB, 0, 8, 7, peak * GIB, peak * GIB, {}, {}, step)
 
 
 def raised(error):
@@ -67,19 +70,23 @@ def test_a_verdict(found, error, limit, code, margin, words):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "code", "said"),
+    ("program", "options", "ranks", "code", "said"),
     [
-        (["64", "2"], ["--gpus", "8", "--of", "16", "--kind", "A100"], plan.FITS, "FITS: the peak is 7"),
-        (["4096", "2"], ["--memory", "20GiB"], plan.DOES_NOT_FIT, "DOES NOT FIT: GPU 0 has "),
+        (["train.py", "64", "2"], ["--gpus", "8", "--of", "16"], 16, plan.FITS, "FITS: the peak is 8"),
+        (["train.py", "4096", "2"], ["--memory", "20GiB"], 1, plan.DOES_NOT_FIT, "DOES NOT FIT: GPU 0 has "),
+        ([RECIPE, "--words=64", "--layers=4"], ["--gpus", "4"], 4, plan.FITS, "FITS: the peak is "),
     ],
 )
-def test_a_program_gets_its_verdict_last(arguments, options, code, said, tmp_path):
+def test_a_program_gets_its_verdict_last(program, options, ranks, code, said, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    done = command(["plan", *options, "--json", "plan.json", "train.py", *arguments], tmp_path)
+    done = command(["plan", *options, "--json", "plan.json", *program], tmp_path)
     assert done.returncode == code and done.stdout.splitlines()[-1].startswith(said), done.stdout + done.stderr
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["exit_code"] == code and said.startswith(written["verdict"])
-    assert written["report"]["world_size"] == (16 if code == plan.FITS else 1)
+    assert written["report"]["world_size"] == ranks
+    assert ("layers.*.feed_forward.*" in written["report"]["by_module"]) == (program[0] == RECIPE)
+    assert (plan.KNOWN_ERROR in done.stdout) == (code == plan.FITS)
+    assert "held apart | median 11 %" in ACCURACY and "of 36" in ACCURACY  # as in KNOWN_ERROR
 
 
 @pytest.mark.parametrize(

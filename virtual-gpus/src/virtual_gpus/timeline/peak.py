@@ -9,7 +9,10 @@ allocations and frees, wherever they come from. `AllocatorLog` takes them from a
 from __future__ import annotations
 
 import functools
+import re
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
@@ -42,6 +45,11 @@ _KINDS = (
     ("torch/autograd/graph.py", ("_engine_run_backward",), ACTIVATIONS),
     ("torch/optim/optimizer.py", ("profile_hook_step", "wrapper"), UPDATES),
 )
+
+
+_NUMBER = re.compile(r"\.\d+")
+_CALLS_MODULE = torch.nn.Module._call_impl.__code__
+_RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 @functools.cache
@@ -84,11 +92,14 @@ class PeakLog:
     """Allocations and frees of one GPU, and what was in use at the highest moment so far.
 
     live: (address, bytes) of the blocks that are in use at the beginning.
-    peak: bytes at the highest moment. by_kind: the same, bytes per kind. Both are up to date after `fold`.
+    peak: bytes at the highest moment. by_kind: the same, bytes per kind. by_module: those of activations, per module
+    that allocated them, as far as `allocated` was told. All are up to date after `fold`.
     """
 
     def __init__(self, live: Iterable[tuple[int, int]]):
         self.peak, self.by_kind = 0, dict.fromkeys(KINDS, 0)
+        self.by_module = Counter[str]()
+        self._modules: dict[int, str] = {}  # number -> module, of those in `_kinds` for which it is known
         self._serial_at: dict[int, int] = {}  # address -> number of the allocation that is there now
         self._kinds: dict[int, str] = {}  # number -> kind, of all that are in `_live` or in `_log`
         self._log: list[tuple[int, int]] = []  # (number, bytes): allocated, or freed if the bytes are negative
@@ -101,9 +112,12 @@ class PeakLog:
         self._kinds[self._serial] = kind
         return self._serial
 
-    def allocated(self, address: int, size: int, kind: str) -> None:
-        """Note an allocation of `size` bytes."""
-        self._log.append((self._number(address, kind), size))
+    def allocated(self, address: int, size: int, kind: str, module: str = "") -> None:
+        """Note an allocation of `size` bytes. module: that which asked for them."""
+        number = self._number(address, kind)
+        self._log.append((number, size))
+        if module:
+            self._modules[number] = module
 
     def freed(self, address: int, size: int) -> None:
         """Note that a block of `size` bytes was freed. A block that nobody allocated here is ignored."""
@@ -128,11 +142,14 @@ class PeakLog:
         if highest > self.peak or not self.peak:
             at_peak = dict(live)
             _apply(log[:place], at_peak)
-            self.peak, self.by_kind = highest, dict.fromkeys(KINDS, 0)
+            self.peak, self.by_kind, self.by_module = highest, dict.fromkeys(KINDS, 0), Counter[str]()
             for serial, size in at_peak.items():
                 self.by_kind[self._kinds[serial]] += size
+                if self._kinds[serial] == ACTIVATIONS and serial in self._modules:
+                    self.by_module[self._modules[serial]] += size
         _apply(log, live)
         self._kinds = {serial: self._kinds[serial] for serial in live}
+        self._modules = {serial: module for serial, module in self._modules.items() if serial in live}
 
 
 def _apply(log: Iterable[tuple[int, int]], live: dict[int, int]) -> None:
@@ -148,6 +165,7 @@ class AllocatorLog(PeakLog):
 
     def __init__(self, gpu: VirtualGPU):
         self._gpu, self._allocator = gpu, gpu.allocator
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         with self._allocator.exclusive():
             super().__init__((address, block.size) for address, block in self._allocator.live_blocks.items())
             self._allocator.observers.append(self._hear)
@@ -171,7 +189,8 @@ class AllocatorLog(PeakLog):
 
     def _hear(self, event: str, address: int, size: int) -> None:
         if event == "alloc":
-            self.allocated(address, size, self._kind_now(address))
+            kind = self._kind_now(address)
+            self.allocated(address, size, kind, self._module_now() if kind == ACTIVATIONS else "")
         elif event in ("free", "free_requested"):
             self.freed(address, size)
 
@@ -182,6 +201,24 @@ class AllocatorLog(PeakLog):
         kind = kind_of(self._stack())
         # What a program computes outside modules, such as logits.float(), autograd keeps. A history does not tell.
         return ACTIVATIONS if kind == OTHER and torch.is_grad_enabled() else kind
+
+    def _module_now(self) -> str:
+        """The innermost module that is being called, by its name in the outermost one, with * for numbers."""
+        frame: FrameType | None = sys._getframe(1)
+        called = list[torch.nn.Module]()
+        while frame is not None:
+            if frame.f_code is _CALLS_MODULE:
+                called.append(frame.f_locals["self"])
+            if frame.f_code is _RUNS_BACKWARD and not called:
+                return "backward pass"
+            frame = frame.f_back
+        if not called:
+            return "outside modules"
+        if called[0] not in self._names:
+            self._names.update(
+                (module, _NUMBER.sub(".*", f".{name}")[1:]) for name, module in called[-1].named_modules()
+            )
+        return self._names.get(called[0]) or type(called[0]).__name__
 
     def _stack(self) -> Iterator[tuple[str, str]]:
         frame: FrameType | None = sys._getframe(1)

@@ -38,6 +38,8 @@ class TrainingReport:
     rank, world_size: of the job; 0 and 1 if there is no process group.
     parameters: numbers that the optimizer changes, of the whole model if they are sharded as DTensors.
     peak_bytes, by_kind: memory at the highest moment, and what it was filled with.
+    by_module: the activations in it, by the module that allocated them. Modules whose names differ in numbers are one:
+        "layers.*.attention". What no module allocated is of the "backward pass", or "outside modules", such as a loss.
     reserved_bytes: the most that PyTorch took from the GPU.
     step_seconds: the last step. None before the second one has ended, as for all that follows.
     communication_seconds: the part of it in which collectives and messages run.
@@ -55,6 +57,7 @@ class TrainingReport:
     peak_bytes: int
     reserved_bytes: int
     by_kind: dict[str, int]
+    by_module: dict[str, int]
     step_seconds: float | None = None
     communication_seconds: float | None = None
     exposed_seconds: float | None = None
@@ -188,7 +191,7 @@ class TrainingRecorder:
         rank, world_size = self._place
         found = TrainingReport(
             self._gpu.spec.name, self._gpu.memory, rank, world_size, self._parameters, self._memory.peak,
-            self._reserved, self._memory.by_kind,
+            self._reserved, self._memory.by_kind, dict(self._memory.by_module.most_common()),
         )  # fmt: skip
         if len(self._ends) < 2:
             return found
