@@ -20,6 +20,7 @@ is in [accuracy.md](accuracy.md).
 """
 JOB = "plan --gpus 8 --kind A100-80GB"
 ON_8_HOSTS = f"{JOB} --adapters 8 --of 64"
+SEARCH = "plan --gpus 8 --kind A100 --search 8:64"
 ROWS = ("peak ", "step,", "    of it")  # of a report that is shown in part
 # (question, what to know, whether all of the report is shown, commands)
 RECIPES = (
@@ -61,6 +62,12 @@ RECIPES = (
         "Each machine has 8 network adapters here.",
         False,
         [f"{ON_8_HOSTS} recipes/train.py", f"{ON_8_HOSTS} recipes/train.py --replicas 8"],
+    ),
+    (
+        "How many GPUs does a larger model need?",
+        "With `{}` as the number of ranks, the search tries 8, 16, 32 and so on.",
+        False,
+        [f"{SEARCH} --of {{}} recipes/train.py --width 4096 --heads 32 --layers 80 --recompute"],
     ),
     (
         "What if shards and optimizer are on the CPU?",

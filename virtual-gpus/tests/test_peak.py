@@ -31,7 +31,6 @@ def test_a_block_counts_by_its_kind_at_the_peak_though_another_takes_its_address
 
 
 def test_the_history_gives_the_kinds_that_the_recorder_finds():
-    """A snapshot's stacks, without the engine's own frames, against the stacks of the live allocations."""
     with virtual_gpus(1, memory="1 GiB", shapes_only=True):
         net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).cuda()
         adam = torch.optim.Adam(net.parameters(), fused=True)

@@ -89,26 +89,29 @@ def test_a_program_gets_its_verdict_last(program, options, ranks, code, said, tm
     assert "held apart | median 11 %" in ACCURACY and "of 36" in ACCURACY  # as in KNOWN_ERROR
 
 
-@pytest.mark.parametrize(
-    ("largest", "low", "high", "tries"),
-    [(37, 1, 512, 12), (1, 1, 512, 2), (0, 1, 512, 1), (512, 1, 512, 10), (37, 30, 37, 2), (5, 5, 5, 1), (0, 3, 9, 1)],
-)
-def test_a_search_finds_the_largest_number(largest, low, high, tries, monkeypatch, capsys, tmp_path):
+LARGEST = (37, 1, 512, 12), (1, 1, 512, 2), (0, 1, 512, 1), (512, 1, 512, 10), (37, 30, 37, 2), (0, 3, 9, 1)
+SEARCHES = [*LARGEST, *(("GPUs", *case) for case in ((64, 8, 512, 4), (8, 8, 8, 1), (0, 8, 60, 3)))]
+
+
+@pytest.mark.parametrize("case", SEARCHES)
+def test_a_search_finds_the_largest_number_or_the_fewest_gpus(case, monkeypatch, capsys, tmp_path):
+    *gpus, best, low, high, tries = case
+    which = "smallest" if gpus else "largest"
     tried = []
 
     def attempt(arguments, options, number):
         tried.append(number)
-        code = plan.FITS if number <= largest else plan.DOES_NOT_FIT
+        code = plan.FITS if (0 < best <= number if gpus else number <= best) else plan.DOES_NOT_FIT
         return {"exit_code": code, "verdict": str(code), "why": "as told"}
 
     monkeypatch.setattr(plan, "_try", attempt)
     with pytest.raises(SystemExit) as left:
-        plan.search([], Namespace(search=(low, high), json=tmp_path / "found.json"))
+        plan.search([], Namespace(search=(low, high), seeks_gpus=gpus, json=tmp_path / "found.json"))
     last = capsys.readouterr().out.splitlines()[-1]
-    assert left.value.code == (plan.FITS if largest else plan.DOES_NOT_FIT)
-    assert last.startswith(f"FITS: {largest} is" if largest else f"DOES NOT FIT: even {low}")
+    assert left.value.code == (plan.FITS if best else plan.DOES_NOT_FIT)
+    assert last.startswith(f"FITS: {best} is the {which}" if best else "DOES NOT FIT: even ")
     assert len(tried) == len(set(tried)) <= tries and all(low <= number <= high for number in tried)
-    assert json.loads((tmp_path / "found.json").read_text())["largest"] == (largest or None)
+    assert json.loads((tmp_path / "found.json").read_text())[which] == (best or None)
 
 
 def test_a_search_runs_the_program(tmp_path, capsys, monkeypatch):
@@ -119,5 +122,4 @@ def test_a_search_runs_the_program(tmp_path, capsys, monkeypatch):
             main(["plan", "--search=64:99", "--json", "found.json", str(tmp_path / "train.py"), *arguments])
         assert left.value.code == code
     said = capsys.readouterr()
-    assert "64: INCOMPLETE: the program looked at numbers, at train.py:" in said.out
-    assert "--search needs {}" in said.err
+    assert "64: INCOMPLETE: the program looked at" in said.out and "--search needs {}" in said.err

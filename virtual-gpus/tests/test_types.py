@@ -65,7 +65,6 @@ def test_public_modules_are_typed_throughout():
 
 
 def test_a_program_that_uses_them_is_checked(tmp_path):
-    """Of its lines, the last ones alone are wrong."""
     (tmp_path / "program.py").write_text(RIGHT + "\n".join(WRONG) + "\n")
     first = len(RIGHT.splitlines()) + 1
     told = {int(re.search(r"program\.py:(\d+):", line)[1]) for line in check(tmp_path / "program.py")}

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +27,7 @@ from virtual_gpus.gpus import format_bytes, parse_bytes
 from virtual_gpus.timeline.training import TrainingReport, record_training
 
 FITS, ERROR, USAGE, DOES_NOT_FIT, INCOMPLETE = 0, 1, 2, 3, 4  # exit codes; argparse exits with 2
+_PLACE = "{}"  # of the numbers that a search tries
 _MOST_MODULES = 5
 KNOWN_ERROR = "Of 36 published jobs, half are off by more than 11 % in time (docs/accuracy.md)."
 _WORDS = {FITS: "FITS", ERROR: "ERROR", DOES_NOT_FIT: "DOES NOT FIT", INCOMPLETE: "INCOMPLETE"}
@@ -53,30 +54,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-peak", help="the most memory that the job may need, such as 36GiB (default: the GPU's)")
     parser.add_argument("--json", type=Path, help="a file for verdict and report")
     parser.add_argument(
-        "--search", metavar="LOW:HIGH", help="the largest number that fits in place of {} in its arguments"
+        "--search",
+        metavar="LOW:HIGH",
+        help="the largest number that fits in place of {} in the program's arguments; with --of {} or --gpus {}, the "
+        "smallest one of LOW, 2 LOW, 4 LOW, ...",
     )
     parser.add_argument("--values", action="store_true", help="keep values, for a program that looks at its numbers")
+
+
+def number(text: str) -> int | str:
+    """The type of --gpus and --of: a number, or {} in a search."""
+    return text if text == _PLACE else int(text)
 
 
 def prepare(options: argparse.Namespace) -> None:
     """Make the options those of rank 0 of a job of --of ranks, or of --gpus. Raises ValueError for a bad --max-peak."""
     options.shapes_only = not options.values
+    options.seeks_gpus = _PLACE in (options.gpus, options.world_size)
+    if options.search is not None:
+        options.search = _range(options)
+    elif options.seeks_gpus:
+        raise ValueError("The number of GPUs is {}. Write --search LOW:HIGH as well, for example --search 8:512.")
+    for name in ("gpus", "world_size"):
+        if getattr(options, name) == _PLACE:
+            setattr(options, name, options.search[0])
     if options.world_size is None and options.rank is None:
         options.world_size = options.gpus
     if options.rank is None:
         options.rank = 0
     options.limit = None if options.max_peak is None else parse_bytes(options.max_peak)
-    if options.search is not None:
-        bounds = re.fullmatch(r"(\d+):(\d+)", options.search)
-        if bounds is None or not 0 < int(bounds[1]) <= int(bounds[2]):
-            raise ValueError(f"--search is {options.search!r}. Write two numbers above 0, for example --search 1:512.")
-        if not any("{}" in argument for argument in options.arguments):
-            raise ValueError("--search needs {} among the program's arguments, for example: train.py --batch-size {}")
-        options.search = int(bounds[1]), int(bounds[2])
+
+
+def _range(options: argparse.Namespace) -> tuple[int, int]:
+    bounds = re.fullmatch(r"(\d+):(\d+)", options.search)
+    if bounds is None or not 0 < int(bounds[1]) <= int(bounds[2]):
+        raise ValueError(f"--search is {options.search!r}. Write two numbers above 0, for example --search 1:512.")
+    if options.seeks_gpus == any(_PLACE in argument for argument in options.arguments):
+        raise ValueError(
+            "--search needs {} either among the program's arguments, for example: train.py --batch-size {}, or as "
+            "--of {} or --gpus {}."
+        )
+    return int(bounds[1]), int(bounds[2])
 
 
 def search(arguments: list[str], options: argparse.Namespace) -> None:
-    """Try numbers in place of {}, each in a process of its own, and exit with a verdict of the largest that fits.
+    """Try numbers in place of {}, each in a process of its own, and exit with a verdict of the largest that fits, or of
+    the smallest number of GPUs.
 
     arguments: all of the command line after "plan". A number that fits is taken to mean that all smaller ones do.
     """
@@ -92,26 +115,38 @@ def search(arguments: list[str], options: argparse.Namespace) -> None:
         return tried[number]["exit_code"] == FITS
 
     best, number = 0, low
+    if options.seeks_gpus:
+        while number <= high and not fits(number):
+            number *= 2
+        _end(options, number if number <= high else 0, tried, "smallest", f"even {number // 2} GPUs are too few")
     while number <= high and fits(number):  # doubles, so that a wide range takes few tries
         best, number = number, min(2 * number, high) if number < high else high + 1
     first_without = min(number, high + 1)
     while best and first_without - best > 1:
         middle = (best + first_without) // 2
         best, first_without = (middle, first_without) if fits(middle) else (best, middle)
+    _end(options, best, tried, "largest", f"even {low} does not fit")
+
+
+def _end(options: argparse.Namespace, best: int, tried: dict[int, dict[str, Any]], which: str, none: str) -> NoReturn:
+    """Say what a search has found, and exit. best: 0 if nothing fits. none: what is said then."""
+    low, high = options.search
     if options.json is not None:
-        found = {"largest": best or None, "tried": {str(key): tried[key] for key in sorted(tried)}}
+        found = {which: best or None, "tried": {str(key): tried[key] for key in sorted(tried)}}
         write_whole(options.json, json.dumps(found, indent=2) + "\n")
     if not best:
-        print(f"{_WORDS[DOES_NOT_FIT]}: even {low} does not fit.")
+        print(f"{_WORDS[DOES_NOT_FIT]}: {none}.")
         raise SystemExit(DOES_NOT_FIT)
-    print(f"{_WORDS[FITS]}: {best} is the largest number from {low} to {high} that fits.")
+    what = f"{which} number {'of GPUs tried ' if options.seeks_gpus else ''}from {low} to {high}"
+    print(f"{_WORDS[FITS]}: {best} is the {what} that fits.")
     raise SystemExit(FITS)
 
 
 def _try(arguments: list[str], options: argparse.Namespace, number: int) -> dict[str, Any]:
     """What `plan` says with this number. Raises SystemExit if it ends without a verdict."""
     options_before = len(arguments) - len(options.arguments)
-    ours, theirs = arguments[:options_before], [each.replace("{}", str(number)) for each in options.arguments]
+    ours, theirs = arguments[:options_before], options.arguments
+    ours, theirs = ([each.replace(_PLACE, str(number)) for each in words] for words in (ours, theirs))
     for name in ("--search", "--json"):
         ours = _without(ours, name)
     with tempfile.TemporaryDirectory() as folder:
