@@ -40,9 +40,8 @@ def _bundled(name: str) -> Path:
         )
     if not path.is_file() or not sums.is_file():
         raise DamagedData(f"{path} or {sums} is missing. Run `git checkout data` in the course's folder.")
-    lines = (line.split() for line in sums.read_text(encoding="utf-8").splitlines())
-    expected = {file: checksum for checksum, file in lines}
-    if hashlib.sha256(path.read_bytes()).hexdigest() != expected.get(name):
+    lines = sums.read_text(encoding="utf-8").splitlines()
+    if f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}" not in lines:
         raise DamagedData(f"The checksum of {path} is wrong. Run `git checkout data` in the course's folder.")
     return path
 
@@ -51,7 +50,7 @@ def _bundled(name: str) -> Path:
 
 
 def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -> Images:
-    """The 4,000 bundled photographs of clothes for training. The ten classes are equally frequent.
+    """The 4,000 bundled photographs of clothes for training. Among all of them, the ten classes are equally frequent.
 
     The originals are normalized to mean 0 and standard deviation 1, which another size lowers a little. `channels` is
     1 (grey) or 3 (the grey image three times, for models that need colour images). `size` is the width and height in
@@ -60,17 +59,18 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
     """
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}.")
+    if size < 1:
+        raise ValueError(f"size={size} must be at least 1.")
     for part in ("train", "t10k"):  # torchvision checks that all four files exist
         _bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         _bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
     from torchvision.datasets import FashionMNIST  # here: it imports the compiler unless virtual GPUs are on
 
     raw = FashionMNIST(DATA)
-    if size < 1:
-        raise ValueError(f"size={size} must be at least 1.")
     if count is not None and not 1 <= count <= len(raw):
         raise ValueError(f"count={count} must be from 1 to {len(raw)}.")
-    images = (raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255 - 0.289) / 0.354
+    images = raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255
+    images = (images - 0.289) / 0.354  # mean and standard deviation of the 4,000 images
     if images.shape[-1] != size:
         images = interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     return Images(images.contiguous(), raw.targets[:count], raw.classes)

@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
         name="virtual_gpus",
     ) from None
 
-from virtual_gpus import block_address as modelled_block_address
+from virtual_gpus import block_address as virtual_block_address
 from virtual_gpus import record_timeline as record_modelled_timeline
 from virtual_gpus.testing import RankError, run_hosts, run_ranks
 from virtual_gpus.timeline import COLOURS as KIND_COLOURS
@@ -33,6 +33,6 @@ from virtual_gpus.timeline import (
 from virtual_gpus.timeline import Timeline as ModelledTimeline
 
 __all__ = ["KIND_COLOURS", "MEMORY_KINDS", "ModelledTimeline", "RankError", "Span", "active_machine", "animate",
-           "busy_seconds", "describe_timeline", "gpus_of", "kind_of", "merged", "modelled_block_address", "name_work",
+           "busy_seconds", "describe_timeline", "gpus_of", "kind_of", "merged", "name_work",
            "owned", "record_modelled_timeline", "record_training", "run_hosts", "run_ranks", "seconds_covered",
-           "virtual_gpus"]  # fmt: skip
+           "virtual_block_address", "virtual_gpus"]  # fmt: skip

@@ -15,8 +15,8 @@ import torch
 from helpers.engine import (
     ModelledTimeline,
     active_machine,
-    modelled_block_address,
     record_modelled_timeline,
+    virtual_block_address,
     virtual_gpus,
 )
 from helpers.sizes import GiB, number_of
@@ -24,7 +24,7 @@ from helpers.sizes import GiB, number_of
 __all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_timeline", "require_gpu", "topology",
            "use_gpus"]  # fmt: skip
 
-Device = int | str | torch.device  # a GPU: 1, "cuda:1", or torch.device("cuda", 1)
+Device = int | str | torch.device  # mostly a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
 _CHOICES = ("auto", "virtual", "real")
 # The virtual GPUs of the last call and their machine, to replace them in the next.
@@ -109,7 +109,7 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
         )
     if visible < count:
         raise RuntimeError(
-            f"Of {number_of(count, 'GPUs')}, only {number_of(visible, 'virtual GPUs')} can be seen. Start the program "
+            f"PyTorch sees only {visible} of the {number_of(count, 'GPUs')}. Start the program "
             f"with --gpus {count}, or call use_gpus outside the `with` block of other GPUs."
         )
 
@@ -161,9 +161,16 @@ def modelled_timeline(memory: bool = False) -> ModelledTimeline | None:
 def block_address(tensor: torch.Tensor) -> int | None:
     """Return the address of a strided GPU tensor in memory snapshots, or None if it takes no memory on the GPU.
 
-    For a tensor on a virtual GPU, `data_ptr()` is a different address, that of its values in the CPU's memory.
+    Of a DTensor, it is that of this rank's part. For a tensor on a virtual GPU, `data_ptr()` is a different address,
+    that of its values in the CPU's memory.
     """
-    return modelled_block_address(tensor) if is_virtual() else tensor.untyped_storage().data_ptr() or None
+    if is_virtual():
+        return virtual_block_address(tensor)
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except RuntimeError:  # a tensor that wraps others has no memory of its own
+        return None
 
 
 def topology() -> str:

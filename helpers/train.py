@@ -83,7 +83,7 @@ def train_epochs(
             mean.backward()
             optimizer.step()
             # Sums, because the last batch can be smaller than the others.
-            sums[:2] += torch.stack([mean.detach() * len(labels), correct])
+            sums[:2] += torch.stack([mean.detach().float() * len(labels), correct])
             sizes.append(len(labels))
         if not sizes:
             raise ValueError(

@@ -206,7 +206,7 @@ def test_the_map_of_the_helpers_names_each_module_below_those_that_it_imports():
     for place, (name, said) in enumerate(lines):
         module = importlib.import_module(f"helpers.{name}")
         assert [word for word in re.findall(r"`(\w+)`", said) if not hasattr(module, word)] == []
-        above = [f"helpers.{each}" for each, _ in lines[:place]] + ["helpers.measure"] * name.startswith("show")
+        above = [f"helpers.{each}" for each, _ in lines[:place]]
         assert {used for used in imported(Path(module.__file__)) if used.startswith("helpers")} <= set(above)
 
 

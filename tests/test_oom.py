@@ -1,17 +1,17 @@
 """What filled a GPU that ran out of memory: kinds that add up to its capacity; and its segments."""
 
-import matplotlib
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from virtual_gpus import virtual_gpus
 
+from helpers.gpus import block_address
 from helpers.measure import MiB, Refusal, explain_oom
 from helpers.measure.oom import Block, Explanation, describe_origin
 from helpers.show import describe_segments, draw_segments
 from tests.pictures import alt_text
 
-matplotlib.use("Agg")
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 
@@ -70,6 +70,14 @@ def test_what_is_no_such_error(gpu):
     assert not why and str(why) == "Memory ran out; PyTorch does not say where: No figures."
     with pytest.raises(ZeroDivisionError), explain_oom():
         1 / 0  # noqa: B018
+
+
+def test_the_block_of_a_tensor_that_wraps_another_on_a_real_gpu(monkeypatch):
+    monkeypatch.setattr("helpers.gpus.is_virtual", lambda: False)
+    wrapper = AsyncCollectiveTensor(torch.ones(2))
+    assert block_address(wrapper) is None
+    wrapper._local_tensor = torch.ones(2)  # as a DTensor has it
+    assert block_address(wrapper) == wrapper._local_tensor.data_ptr()
 
 
 def test_who_was_recording_goes_on(gpu):

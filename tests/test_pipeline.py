@@ -87,9 +87,9 @@ def test_a_pipeline_that_cannot_be_is_refused():
         with pytest.raises(ValueError, match="one GPU for each stage, not 2 for 1"):
             Pipeline([nn.Linear(2, 2)], gpus)
         pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], gpus)
-        for micro_batches in (0, 4):
-            with pytest.raises(ValueError, match="3 samples cannot be cut into"):
-                pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), micro_batches)
+        for micro_batches, targets, said in ((0, 3, "cut into 0"), (4, 3, "cut into 4"), (1, 2, "3 inputs, but 2 tar")):
+            with pytest.raises(ValueError, match=said):
+                pipeline.step(torch.ones(3, 2), torch.ones(targets, 2), nn.MSELoss(), micro_batches)
         pipeline.schedule = lambda stages, micro_batches: [order[:-1] for order in gpipe(stages, micro_batches)]
         with pytest.raises(ValueError, match="F and B of every micro-batch once"):
             pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)

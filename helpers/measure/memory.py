@@ -129,6 +129,8 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
     devices = range(count) if devices is None else devices
     indices = []
     for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:
+        if isinstance(device, int) and device >= count:  # PyTorch would take 256 for 0
+            raise ValueError(f"There is no cuda:{device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
         try:
             device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         except (RuntimeError, TypeError):  # a negative index, a name that PyTorch does not know, or no device at all

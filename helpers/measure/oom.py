@@ -32,16 +32,15 @@ _STDLIB = sysconfig.get_path("stdlib")
 _STATES = ("parameters", "gradients", "optimizer state")  # of `MEMORY_KINDS`
 _CACHED = "cached by PyTorch"
 _MOST_ROWS = 5
-_MOST_EVENTS = 1_000_000  # per GPU; each takes a few hundred bytes of host memory
 
 
 @contextmanager
 def _memory_history() -> Iterator[None]:
-    """Let PyTorch record each allocation with its stack in the block. If somebody records already, that goes on."""
+    """Let PyTorch keep the stack of each allocation in the block. If somebody records already, that goes on."""
     torch.cuda.init()
     already = torch._C._cuda_isHistoryEnabled()
     if not already:
-        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=_MOST_EVENTS)
+        torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     try:
         yield
     finally:
@@ -107,7 +106,11 @@ def _describe(block: dict[str, Any], kind: str | None, tensor: Tensor | None) ->
 
 def describe_origin(frames: list[dict[str, Any]]) -> str:
     """Describe the innermost of `frames` (innermost first, as in a snapshot) outside PyTorch and Python, for example
-    "`x = net(x)` in train (scripts/train.py:12)". A line in a notebook cell is described without its file name."""
+    "`x = net(x)` in train (scripts/train.py:12)". A line in a notebook cell is described without its file name.
+
+    Without such a frame, the block is older than the memory history, or a thread of PyTorch made it: on real GPUs, the
+    backward pass runs in such threads.
+    """
     for frame in frames:
         file = frame["filename"]
         if not file or file.startswith(_FOREIGN) or (file.startswith(_STDLIB) and "site-packages" not in file):
@@ -117,7 +120,7 @@ def describe_origin(frames: list[dict[str, Any]]) -> str:
         inside = "" if frame["name"] == "<module>" else f" in {frame['name']}"
         in_a_cell = "ipykernel" in file or file.startswith("<")
         return f"`{code}`{inside}" + ("" if in_a_cell else f" ({'/'.join(Path(file).parts[-2:])}:{frame['line']})")
-    return "made before the memory history began"
+    return "made before the memory history began, or by a thread of PyTorch"
 
 
 @dataclass(repr=False)
@@ -187,7 +190,8 @@ class Explanation:
             advice.append(Advice(refused.requested, text))
         if cached >= refused.over:
             text = f"{format_bytes(cached)} are cached, but in several gaps. One gap of that size would be enough. "
-            advice.append(Advice(cached, text + "Set expandable_segments:True, or create the large tensors first."))
+            text += "Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or create the large tensors first."
+            advice.append(Advice(cached, text))
         useful = [line for line in advice if line.saves > 0.02 * refused.allocated]
         return sorted(useful, key=lambda line: -line.saves)
 

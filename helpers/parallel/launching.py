@@ -34,7 +34,9 @@ def launch(
     and with real GPUs, each launch takes seconds. `virtual_gpus.testing.run_ranks` says more.
 
     Raises RankError if a rank raises an error or dies, with the rank that was first and its traceback. Raises
-    TimeoutError after `timeout`, with the line at which each rank was. No rank is left in either case.
+    TimeoutError after `timeout`, or if the ranks do not start within 5 minutes, with the line at which each rank was.
+    No rank is left in either case. Raises ValueError for invalid arguments and if there are fewer GPUs than ranks, and
+    RuntimeError inside a rank.
     """
     __tracebackhide__ = True  # IPython shows the line of the cell
     return run_ranks(fn, ranks, args, gpus=gpus, timeout=timeout, show=show)

@@ -146,12 +146,17 @@ class Pipeline:
 
         inputs and targets: tensors with N samples in the first dimension. loss(outputs, targets) must be a mean over
         samples. Each micro-batch is weighted by its size, so loss and gradients are those of the whole batch, if the
-        stages treat each sample by itself (no BatchNorm, no dropout). Raises ValueError if the batch has fewer samples
-        than micro_batches, or if the schedule does not give each stage every task once. Raises RuntimeError if the
-        output of a stage does not depend on its input.
+        stages treat each sample by itself (no BatchNorm, no dropout). A stage after the first must not begin with an
+        in-place layer, because its input is a leaf. Raises ValueError if inputs and targets differ in number, if the
+        batch has fewer samples than micro_batches, or if the schedule does not give each stage every task once or lets
+        stages wait for each other. Raises RuntimeError if the output of a stage does not depend on its input.
         """
+        if len(targets) != len(inputs):
+            raise ValueError(f"{len(inputs)} inputs, but {len(targets)} targets. Pass one target for each input.")
         if not 1 <= micro_batches <= len(inputs):
-            raise ValueError(f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches.")
+            raise ValueError(
+                f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches. Use 1 to {len(inputs)}."
+            )
         orders = self.schedule(len(self.stages), micro_batches)
         every = sorted((kind, number) for kind in "BF" for number in range(micro_batches))
         if [sorted(order) for order in orders] != [every] * len(self.stages):
@@ -197,7 +202,10 @@ class _Step:
             y.backward(gradient)
         if stage:
             if x.grad is None:
-                raise RuntimeError(f"The output of stage {stage} does not depend on its input.")
+                raise RuntimeError(
+                    f"The output of stage {stage} does not depend on its input. Compute it from the input, without "
+                    "detach() and torch.no_grad()."
+                )
             self._send(x.grad, self.gradients, stage, stage - 1, number)
 
     def _send(self, tensor: Tensor, sent: _Sent, source: int, target: int, number: int) -> None:

@@ -19,9 +19,11 @@ import torch
 from matplotlib.figure import Figure
 
 from helpers.gpus import modelled_gpus
-from helpers.measure import Readings, format_bytes, measure_memory
+from helpers.measure.memory import measure_memory
+from helpers.measure.readings import Readings
 from helpers.show.bars import describe_memory, empty_figure, memory_bars
 from helpers.show.panel import Panel, control, misses_a_cell
+from helpers.sizes import format_bytes
 
 _MEMORY_FOR_ANY_JOB = "1000000 GiB"
 
@@ -77,31 +79,34 @@ def explore(
 def _run_and_draw(
     job: Callable[[], object], name: str, count: int, kind: str, memory: int | str | None
 ) -> tuple[str, Figure]:
-    readings, room = _run(job, count, kind, memory)
-    refusal = next((reading.refused for reading in readings if reading.refused), None)
-    if refusal:
-        readings, _ = _run(job, count, kind, _MEMORY_FOR_ANY_JOB)
+    readings, room, ran = _run(job, count, kind, memory)
+    why = next((f"{reading.refused}." for reading in readings if reading.refused), readings.note)
+    if not ran:
+        readings, _, _ = _run(job, count, kind, _MEMORY_FOR_ANY_JOB)
     on = f"{count} x {readings[0].name}"
     readings = Readings(replace(reading, capacity=room, driver_used=None) for reading in readings)  # PyTorch's alone
     lines = [f"{name}; {on}, {format_bytes(room)} each for PyTorch."]
-    if refusal:
-        lines += [f"Out of memory: {refusal}.", f"With more memory: {describe_memory(readings)}"]
+    if not ran:
+        lines += [f"Out of memory: {why}", f"With more memory: {describe_memory(readings)}"]
         if max(reading.peak_allocated for reading in readings) <= room:
             lines[-1] += " Enough would be free, but in pieces that are too small (fragmentation)."
     else:
         lines.append(f"The job runs: {describe_memory(readings)}")
     figure = empty_figure(count)
-    memory_bars(readings, f"{on}: {'out of memory' if refusal else 'the job runs'}", figure)
+    memory_bars(readings, f"{on}: {'the job runs' if ran else 'out of memory'}", figure)
     return "\n".join(lines), figure
 
 
-def _run(job: Callable[[], object], count: int, kind: str, memory: int | str | None) -> tuple[Readings, int]:
-    """Return the peaks of each GPU, and the bytes that each has for PyTorch. Random number generators do not change."""
+def _run(job: Callable[[], object], count: int, kind: str, memory: int | str | None) -> tuple[Readings, int, bool]:
+    """Return the peaks of each GPU, the bytes that each has for PyTorch, and whether the job ended without running out
+    of memory. Random number generators do not change."""
     with modelled_gpus(count, kind, memory), torch.random.fork_rng(devices=[]):
         room, _ = torch.cuda.mem_get_info(0)  # the capacity without CUDA's context
+        ran = False
         with measure_memory(catch=True) as readings:
             job()
-        return readings, room
+            ran = True
+        return readings, room, ran
 
 
 def _describe_error(error: Exception, file: str) -> str:

@@ -20,7 +20,8 @@ import ipywidgets
 from IPython import get_ipython
 from IPython.display import display
 
-from helpers.measure import Readings, measure_memory, read_memory
+from helpers.measure.memory import measure_memory, read_memory
+from helpers.measure.readings import Readings
 from helpers.show.bars import bars_now, describe_memory, empty_figure, memory_bars
 from helpers.show.panel import image, png, size_of, view
 

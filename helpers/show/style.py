@@ -1,6 +1,6 @@
 """The common style of pictures: width, colours with hatches, frames, and text alternatives."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,9 +47,13 @@ def set_alt_text(figure: Figure, *words: str | None) -> None:
     A notebook stores the text in the metadata `alt` of the output. JupyterLab 4 does not use it, so the lessons print
     the description, too.
     """
-    metadata = {"image/png": {"alt": "\n".join(filter(None, words))}}
+    vars(figure)["_repr_mimebundle_"] = _AltText("\n".join(filter(None, words)))
 
-    def no_data(include: object = None, exclude: object = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {}, metadata  # which IPython adds to those of the picture that it makes itself
 
-    vars(figure)["_repr_mimebundle_"] = no_data
+class _AltText(NamedTuple):
+    """What IPython asks a figure for: no data, and metadata, which it adds to the picture that it makes itself."""
+
+    text: str
+
+    def __call__(self, include: object = None, exclude: object = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {"image/png": {"alt": self.text}}

@@ -22,14 +22,7 @@ def gpus():
 @pytest.mark.parametrize("name", ["CUDAGraph", "graph", "MemPool", "ExternalStream", "Stream", "Event"])
 def test_a_class_stays_a_type(name):
     kind = getattr(torch.cuda, name)
-
-    def annotated(argument: kind | None = None):
-        return argument
-
-    class Own(kind):
-        pass
-
-    assert annotated.__annotations__["argument"] == kind | None
+    Own = type("Own", (kind,), {})
     assert not isinstance(1, kind) and not isinstance("", kind | None)
     assert issubclass(Own, kind) and issubclass(torch.cuda.ExternalStream, torch.cuda.Stream)
     assert pickle.loads(pickle.dumps(kind)) is kind
@@ -126,7 +119,6 @@ def test_raw_blocks_and_the_runtime_library():
     assert torch.cuda.cudart().cudaMemGetInfo(0)[1] == 1 << 30
     with pytest.raises(NotModelled, match=r"torch\.cuda\.cudart\(\)\.cudaHostRegister"):
         torch.cuda.cudart().cudaHostRegister(0, 1, 0)
-    assert torch.cuda.nccl.version() >= (2, 20)
 
 
 SOURCE = Path(virtual_gpus_package.__file__).parent
