@@ -2,8 +2,8 @@
 
     gpus = use_gpus(4, memory="16 GiB")           # the code that follows is the same for both
 
-Lessons and the other modules call torch.cuda and GPUtil on both. Of the other modules, only `measure.timeline` differs
-for real GPUs, which it has torch.profiler record.
+Lessons and the other modules call torch.cuda and GPUtil on both. Of the other modules, only `measure.timeline` differs:
+on real GPUs, torch.profiler records what they do.
 """
 
 import os

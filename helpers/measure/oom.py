@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from helpers.engine import MEMORY_KINDS, kind_of, owned
-from helpers.gpus import block_address
-from helpers.measure.memory import gpu_indices, in_use, segments_of
+from helpers.gpus import block_address, require_gpu
+from helpers.measure.memory import in_use, segments_of
 from helpers.measure.readings import LINE
 from helpers.measure.refusal import Refusal, describe_oom, free_frames, read_refusal
 from helpers.sizes import format_bytes
@@ -238,7 +238,7 @@ def explain_oom() -> Iterator[Explanation]:
     The explanation is filled when the block ends. The program continues after the block, and the failed block's tensors
     are not kept alive. Other errors are passed on. Raises RuntimeError if there is no GPU.
     """
-    gpu_indices()
+    require_gpu()
     explanation = Explanation()
     with _memory_history():
         try:

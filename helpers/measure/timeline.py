@@ -208,9 +208,14 @@ def time_use(timeline: Timeline, gpu: int) -> TimeUse:
 def named_timelines(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Timeline], str]:
     """Return the timelines by name, and whether their times are "modelled" or "measured".
 
-    Raises ValueError if there are none, or if some are modelled and others measured, which cannot be compared.
+    Raises ValueError if there are none, or if some are modelled and others measured, which cannot be compared, and
+    TypeError for anything else, such as a Timeline of the package virtual_gpus.
     """
-    named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    try:
+        named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
+    except TypeError:
+        kind = f"{type(timelines).__module__}.{type(timelines).__name__}"
+        raise TypeError(f"Pass what helpers.measure.record_timeline gives, not a {kind}.") from None
     if not named:
         raise ValueError("There is no timeline to show. Pass one, or several by name.")
     kinds = {"modelled" if timeline.modelled else "measured" for timeline in named.values()}

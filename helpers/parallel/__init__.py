@@ -1,4 +1,4 @@
-"""Several ranks or GPUs at one job: functions and torchruns in processes, and the pipeline in one process."""
+"""Several ranks or GPUs at one job: functions and programs in processes, and the pipeline in one process."""
 
 from helpers.parallel.launching import RankError, launch, run_hosts
 from helpers.parallel.pipeline import Pipeline, Slot, Task, bubble, gpipe, one_f_one_b, simulate
