@@ -76,11 +76,3 @@ def test_tensorflow_computes_the_same_from_the_same_start(options, expected, tmp
     program = [sys.executable, SCRIPTS / "mirrored_strategy.py", "--devices", "2", *options]
     with Program([*program, "--start", tmp_path / "start.npz"], tmp_path / "log") as started:
         assert close(lines(started.wait()), expected)
-
-
-@needs_frameworks
-def test_the_benchmark_has_a_row_for_each_loop():
-    from docs.tools import frameworks
-
-    found = list(frameworks.rows(frameworks.Nothing, "cpu", rounds=1, steps=2))
-    assert [row.split(" | ")[2] for row in found] == ["plain", "lightning", "accelerate", "transformers"]

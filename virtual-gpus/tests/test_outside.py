@@ -1,6 +1,8 @@
 """The programs from elsewhere: their table is well-formed, the page shows it, and with -m outside they run."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,13 @@ def test_every_program_has_a_source_and_a_run_on_virtual_gpus():
 
 def test_the_page_was_made_from_the_stored_results():
     assert table.PAGE.read_text() == table.page(), "Run python -m benchmarks.outside to write docs/programs.md anew."
+
+
+@pytest.mark.outside  # 20 minutes
+def test_pytorch_s_tests_of_torch_distributed_pass_as_before():
+    pytest.importorskip("expecttest")
+    command = [sys.executable, "-m", "benchmarks.outside.distributed_tests", "--check"]
+    subprocess.run(command, check=True, cwd=table.PAGE.parents[1])
 
 
 @pytest.mark.outside

@@ -2,6 +2,7 @@
 
 python -m benchmarks.outside.distributed_tests                 # the tests that are part of every torch wheel
 python -m benchmarks.outside.distributed_tests --from FOLDER   # every test_*.py of FOLDER
+python -m benchmarks.outside.distributed_tests --check         # do all that passed pass again? Writes nothing
 
 FOLDER holds files of PyTorch's repository, from the folder `test/distributed` under the tag of the installed version:
 `_composable/fsdp` (fully_shard), `tensor/parallel` and `pipelining`. The packages expecttest and hypothesis are needed.
@@ -128,16 +129,25 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def hold(name: str, module: ModuleType, only: str, seconds: int) -> None:
-    """Run the tests of a module, and keep what became of each."""
+def hold(name: str, module: ModuleType, only: str, seconds: int, check: bool) -> list[str]:
+    """Run the tests of a module, and keep what became of each. Returns the names of those that no longer pass.
+
+    check: run those that passed the last time, and keep nothing.
+    """
+    lost = []
     for test in tests_of(unittest.defaultTestLoader.loadTestsFromModule(module)):
-        if only not in test._testMethodName:
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        before = results.setdefault(name, {}).get(test._testMethodName)
+        if only not in test._testMethodName or (check and before != "passed"):
             continue
         word, why = outcome(test, seconds + 30)
         print(f"{word:8} {name}: {test._testMethodName} {why}", flush=True)
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        results.setdefault(name, {})[test._testMethodName] = word
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        if before == "passed" != word:
+            lost.append(test._testMethodName)
+        results[name][test._testMethodName] = word
+        if not check:
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    return lost
 
 
 def write() -> None:
@@ -159,9 +169,10 @@ def write() -> None:
     DOCS.write_text("\n".join(lines) + "\n")
 
 
-def main() -> None:
-    """The command."""
+def main() -> int:
+    """The command. Its exit code is 1 if a test that passed does not pass any more."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outside.distributed_tests")
+    parser.add_argument("--check", action="store_true", help="run the tests that passed, and write nothing")
     parser.add_argument("--from", dest="folder", type=Path, help="a folder with test_*.py of PyTorch's repository")
     parser.add_argument("--only", default="", help="a part of the name of a test")
     parser.add_argument("--gpus", type=int, help="how many virtual GPUs (4 with --from, else 2)")
@@ -176,12 +187,13 @@ def main() -> None:
         sys.path.insert(0, str(path.parent))
     with virtual_gpus(given.gpus or (4 if files else 2)):
         _prepare(given.seconds)
-        for path in files:
-            hold(path.name, _load(path), given.only, given.seconds)
-        if not files:
-            hold(INSTALLED, _installed(), given.only, given.seconds)
-    write()
+        modules = {path.name: _load(path) for path in files} or {INSTALLED: _installed()}
+        lost = [t for name, m in modules.items() for t in hold(name, m, given.only, given.seconds, given.check)]
+    if not given.check:
+        write()
+    print("Passed before, and do not pass now:", ", ".join(lost) or "none")
+    return bool(lost)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -175,6 +175,7 @@ def main() -> int:
     )
     parser.add_argument("file", type=Path, nargs="?", help="a file of PyTorch's folder `test`")
     parser.add_argument("--of", help="the version of PyTorch that the file is of; for a whole new run")
+    parser.add_argument("--check", action="store_true", help="do all that passed pass again? Writes nothing")
     parser.add_argument("--gpus", type=int, default=4, help="how many virtual GPUs (4)")
     parser.add_argument("--memory", default="8 GiB", help="memory of each GPU (8 GiB)")
     parser.add_argument("--only", default="", help="a pattern for Class.test")
@@ -182,6 +183,12 @@ def main() -> int:
     given = parser.parse_args()
 
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if given.file and given.check:
+        before = results[given.file.name]["tests"]
+        found = dict(run(given.file, given.gpus, given.memory, given.only, given.seconds))
+        lost = [name for name, what in found.items() if before.get(name) == "passed" != what]
+        print("Passed before, and do not pass now:", ", ".join(lost) or "none")
+        return bool(lost)
     if given.file:
         if given.of:
             results[given.file.name] = {"version": given.of, "tests": {}}
