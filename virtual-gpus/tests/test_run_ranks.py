@@ -151,9 +151,6 @@ def test_virtual_gpus(capsys):
         assert allocated[1 - rank] == 0 and 40_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
 
 
-# ---- output --------------------------------------------------------------------------------------------------
-
-
 class Watcher(io.StringIO):
     """A stdout that notes when rank 0's first line has come."""
 
