@@ -103,9 +103,6 @@ def test_nothing_to_draw_or_to_record_is_refused_and_errors_in_the_block_pass_th
             pass
 
 
-# ---- what a GPU waits for ------------------------------------------------------------------------------------------
-
-
 def test_each_moment_counts_once_at_the_first_that_holds():
     first = [(0, 1, 4, "forward"), (0, 1.5, 2, "forward"), (0, 3, 7, "collective"), (0, 6, 9, "copy")]
     timeline = of(20.0, *first, (1, 8, 12, "forward"), (1, 14, 15, "copy"))
@@ -135,9 +132,6 @@ def test_a_table_of_what_each_gpu_does():
     assert describe_time_use(of(1.0, (3, 0, 1, "step"), modelled=False)).startswith("measured ms")
     for seconds, words in ((1.1324, "1,132 ms"), (0.0123456, "12.3 ms"), (2e-5, "0.02 ms")):
         assert describe_timeline(of(seconds)) == f"modelled {words} | busy: "
-
-
-# ---- torch.profiler's trace -----------------------------------------------------------------------------------------
 
 
 def event(category, name, start, length, thread, **args):

@@ -27,8 +27,8 @@ RECIPES = (
     (
         "Does it fit, and which module holds the activations?",
         "The last line and the exit code say whether it fits: 0 (FITS), 3 (DOES NOT FIT), 1 (ERROR), 4 (INCOMPLETE). "
-        "Activations are listed by the module that allocated them. Modules whose names differ only in numbers are "
-        'one row. What autograd computes in between belongs to the "backward pass", and the loss is "outside modules".',
+        "Activations are listed by the module that allocated them. The members of a ModuleList are one row. What "
+        'autograd computes in between belongs to the "backward pass". Batch and loss are "outside modules".',
         True,
         [f"{JOB} recipes/train.py"],
     ),

@@ -1,4 +1,4 @@
-"""Trains a decoder of about 1.6 billion parameters with fully_shard for two steps: the program of docs/planning.md."""
+"""Trains a decoder of about 1.7 billion parameters with fully_shard for two steps: the program of docs/planning.md."""
 
 import argparse
 

@@ -1,6 +1,9 @@
 """Ranks that call different collectives: each is told at once what every rank called, and the group works on."""
 
 import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -102,6 +105,24 @@ def test_ranks_that_need_one_another_are_stuck_and_so_is_who_needs_them():
     assert stuck(circle) == circle and circle[3].lacks(circle) == [0, 1, 2]
     assert stuck(circle | {2: at("c", 0, 2, b=1, c=1)}) == {}  # 2 has come to "b", so that 1 goes on, and then 0
     assert stuck({rank: circle[rank] for rank in (0, 1, 3)}) == {}  # 2 computes and may come
+
+
+def in_another_order(rank, threads):
+    """With threads, each group has one in each rank, and nobody waits for ever."""
+    groups, x, y = [dist.new_group(), dist.new_group()], ones(1), ones(1)
+    if threads:
+        with ThreadPoolExecutor(2) as pool:
+            later = pool.submit(lambda: (time.sleep(2), dist.all_reduce(x, group=groups[rank])))
+            return pool.submit(dist.all_reduce, y, group=groups[1 - rank]).result(), later.result()
+    for group, said in ((groups[rank], "wait for each other"), (groups[1 - rank], "out of step"), (None, None)):
+        with pytest.raises(CollectiveMismatch, match=said) if said else nullcontext():
+            dist.all_reduce(x, group=group)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_groups_in_another_order(threads):
+    with virtual_gpus(2):
+        in_ranks(in_another_order, threads, count=2)
 
 
 def in_vain(rank):

@@ -73,9 +73,6 @@ def kept_workspaces():
         yield
 
 
-# ---- the numbers, and the memory of the same steps ------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def plain(kept_workspaces):
     """By autocast."""
@@ -107,9 +104,6 @@ def test_a_recomputation_that_differs_is_an_error():
         with pytest.raises(ckpt.CheckpointError, match="device': device\\(type='cuda', index=0\\)"):
             checkpoint(fickle, x, use_reentrant=False).sum().backward()
         checkpoint(torch.sin, x, use_reentrant=False, determinism_check="none").sum().backward()
-
-
-# ---- activations in the computer's memory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("shapes_only", "pin"), [(False, False), (False, True), (True, False)])

@@ -163,9 +163,6 @@ def test_one_gradient_alone_an_empty_batch_and_out_still_work():
         torch.testing.assert_close(out.cpu(), F.conv2d(x.cpu(), layer.weight.detach().cpu()))
 
 
-# ---- settings ------------------------------------------------------------------------------------------------------
-
-
 def test_without_cudnn_one_image_s_patches_are_laid_out_as_columns():
     columns = 64 * 9 * 32 * 32 * 4
     with virtual_gpus(1, kind="H200", shapes_only=True), torch.no_grad(), torch.backends.cudnn.flags(enabled=False):

@@ -144,9 +144,6 @@ def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
     assert recorded.report().step_seconds is None
 
 
-# ---- memory, against real ranks and against figures derived by hand --------------------------------------------------
-
-
 WIDTH = 512
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

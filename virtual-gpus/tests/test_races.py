@@ -207,9 +207,6 @@ def test_nothing_is_checked_unless_asked_for():
             case(False)
 
 
-# ---- ranks ----------------------------------------------------------------------------------------------------------
-
-
 def _net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()

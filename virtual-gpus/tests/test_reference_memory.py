@@ -29,9 +29,6 @@ def with_numbers(act):
     return measure.on_virtual_gpu(act, TORCH, shapes_only=False)
 
 
-# ---- training steps
-
-
 @functools.cache
 def steps_in_order() -> dict[str, dict]:
     """All training steps' memory, on one virtual GPU, one after the other as on the H200, and so for the second set.
@@ -109,9 +106,6 @@ def test_a_further_network_needs_the_same_memory_with_shapes_as_with_numbers(nam
     act = functools.partial(measure.training_steps, further.builds(share=8)[name], 1)
     shapes, numbers = measure.on_virtual_gpu(act, TORCH), with_numbers(act)
     assert shapes["memory"] == numbers["memory"] and math.isfinite(numbers["losses"][0])
-
-
-# ---- single operators
 
 
 # How much an operator is off at the most, as a part of the larger peak. The others are exact. The rules miss some of

@@ -43,9 +43,6 @@ def leaves_nothing(tmp_path, monkeypatch):
     assert [path for pattern in ("ranks-*", "pytorch-*", "torchelastic*") for path in tmp_path.glob(pattern)] == []
 
 
-# ---- results and surroundings ------------------------------------------------------------------------------
-
-
 def surroundings(rank, word, number):
     """A rank that is done first must not cut the others off, so there are many collectives."""
     total = torch.tensor([rank + 1.0])

@@ -49,11 +49,12 @@ def test_what_needs_values_says_so(tmp_path):
         assert torch.isnan(torch.zeros(3).copy_(x)).all()
         reads = [lambda: n.sum().item(), lambda: bool((x > 0).any()), n.cpu, x.tolist, x.nonzero, lambda: x[x > 0],
                  lambda: torch.equal(x, x), lambda: torch.zeros(3, dtype=torch.long).copy_(n),
-                 lambda: torch.save([x], tmp_path / "saved.pt")]  # fmt: skip
+                 lambda: torch.save(x.cpu(), tmp_path / "saved.pt"),
+                 lambda: torch.save(x, tmp_path / "new.pt")]  # fmt: skip
         for read in reads:
             with pytest.raises(RuntimeError, match="shapes_only=True, virtual GPUs keep no values"):
                 read()
-    assert (tmp_path / "saved.pt").read_text() == "before"
+    assert (tmp_path / "saved.pt").read_text() == "before" and not (tmp_path / "new.pt").exists()
 
 
 class Quantized(nn.Parameter):  # as those of bitsandbytes, which quantize themselves on their way to a GPU
@@ -65,9 +66,12 @@ class Quantized(nn.Parameter):  # as those of bitsandbytes, which quantize thems
 def test_a_parameter_keeps_its_class_its_references_and_its_gradient():
     net = nn.Linear(2, 2)
     net.weight = Quantized(net.weight.detach())
-    weight = weakref.ref(net.weight)
+    weight, seen = weakref.ref(net.weight), []
     net(torch.ones(1, 2)).sum().backward()
-    net.cuda()
+    net.weight.register_hook(seen.append)
+    net.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+    net.to("cuda", torch.bfloat16)(torch.ones(1, 2, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    assert len(seen) == 2 and all(gradient.is_cuda and gradient.dtype == torch.bfloat16 for gradient in seen)
     assert net.weight is weight() and type(net.weight) is Quantized and net.weight.is_cuda and net.weight.grad.is_cuda
 
 

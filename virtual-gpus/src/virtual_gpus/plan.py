@@ -220,7 +220,9 @@ def judge(report: TrainingReport, error: BaseException | None, limit: int | None
 
 def _activations(report: TrainingReport) -> list[str]:
     """The modules that hold most activations at the peak. Empty if nobody does."""
-    rows = [(name, format_bytes(size)) for name, size in list(report.by_module.items())[:_MOST_MODULES]]
+    found = list(report.by_module.items())
+    others = sum(size for _, size in found[_MOST_MODULES:])
+    rows = [(name, format_bytes(size)) for name, size in found[:_MOST_MODULES] + [("others", others)] * bool(others)]
     width = max((len(name) for name, _ in rows), default=0)
     return ["activations, by module"][: len(rows)] + [f"    {name:<{width}}  {size}" for name, size in rows]
 

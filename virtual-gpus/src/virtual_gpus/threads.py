@@ -39,6 +39,9 @@ class ThreadState(threading.local):
 this_thread = ThreadState()
 
 
+OWN_THREAD = "virtual_gpus"  # how the names of this package's threads begin: they issue no operators
+
+
 @contextmanager
 def below() -> Iterator[None]:
     """Compute below the accounting: operators run as they are, and nothing that they make is placed."""

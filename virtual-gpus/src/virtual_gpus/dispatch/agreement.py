@@ -20,6 +20,7 @@ from virtual_gpus.entrance import program_frame, quoted_line
 
 _WORDS = 400  # bytes of what a rank says of itself
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+_left_behind: weakref.WeakSet[object] = weakref.WeakSet()
 _counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
@@ -48,9 +49,22 @@ def number(words: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest(), "little"))
 
 
-def count(group: object) -> None:
-    """This process begins a collective of GPU tensors in a group. Errors say which it was."""
+def count(group: Any) -> None:
+    """This process begins a collective of GPU tensors in a group. Errors say which it was.
+
+    Raises CollectiveMismatch if another one was given up (`leave_behind`).
+    """
+    if group in _left_behind:
+        raise CollectiveMismatch(
+            f"An earlier collective of {_name(group)} was given up, so its ranks are out of step. Make a new group."
+        )
     _counts[group] = _counts.get(group, 0) + 1
+
+
+def leave_behind(names: list[str]) -> None:
+    """A collective of each of these groups was given up: a message of it is still on its way."""
+    world = torch.distributed.distributed_c10d._world
+    _left_behind.update(group for group, name in world.pg_names.items() if name in names)
 
 
 def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:
@@ -67,8 +81,9 @@ def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.T
 
 
 def begun() -> dict[str, int]:
-    """By the name of each group, how many collectives of GPU tensors this process has begun in it."""
-    return {group.group_name: number for group, number in _counts.items()}
+    """By the name of each group that is there, how many collectives of GPU tensors this process has begun in it."""
+    there = torch.distributed.distributed_c10d._world.pg_group_ranks
+    return {group.group_name: number for group, number in _counts.items() if group in there}
 
 
 def place(words: str, group: Any) -> str:

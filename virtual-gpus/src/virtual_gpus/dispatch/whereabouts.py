@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus.dispatch.agreement import CollectiveMismatch, begun, place
+from virtual_gpus.dispatch.agreement import CollectiveMismatch, begun, leave_behind, place
+from virtual_gpus.threads import OWN_THREAD
 
-_ADVICE = "Use the groups in the same order in all ranks. NCCL hangs here once a rank needs its numbers."
+_ADVICE = (
+    "Use the groups in the same order in all ranks. NCCL asks for it, and hangs if a rank needs the numbers of one "
+    "collective before it calls the next."
+)
 _WAITS = "virtual GPUs: where rank {} waits"
 _NEVER = "virtual GPUs: why rank {} waits for ever"
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _LAST = "virtual GPUs: where rank {} was"
 _SAYS_SO_AFTER_S = 1.0  # real time
 _LOOKS_AGAIN_AFTER_S = 5.0  # at most
@@ -60,11 +67,12 @@ def stuck(waits: Mapping[int, Wait]) -> dict[int, Wait]:
 def wait_for_all(work: Any, group: Any, words: str) -> None:
     """Wait for the message with which the ranks of a group begin a collective.
 
-    Raises CollectiveMismatch if ranks wait for each other; the message is then still on its way.
+    Raises CollectiveMismatch if ranks wait for each other; messages are then still on their way in their groups.
     """
     if _is_done(work, _SAYS_SO_AFTER_S):
         return
-    if group not in torch.distributed.distributed_c10d._world.pg_group_ranks:  # made without PyTorch's functions
+    made_by_hand = group not in torch.distributed.distributed_c10d._world.pg_group_ranks
+    if made_by_hand or _may_others_come():
         work.wait()
         return
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -81,7 +89,21 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
     finally:
         _say(_WAITS, "")
     if why:
-        raise CollectiveMismatch(why)
+        _say(_NEVER, "")
+        said, groups = json.loads(why)
+        leave_behind(groups)
+        raise CollectiveMismatch(said)
+
+
+def _may_others_come() -> bool:
+    """Whether another thread of this process might call what other ranks wait for. Then nothing is known of this one.
+
+    Threads of C++ that have run Python are dummies here. They belong to autograd, whose backward pass waits as well.
+    Those of DataLoader copy batches into pinned memory.
+    """
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    others = [thread for thread in others if not isinstance(thread, threading._DummyThread)]
+    return any(not thread.name.startswith(OWN_THREAD) and "_pin_memory_loop" not in thread.name for thread in others)
 
 
 def _is_done(work: Any, seconds: float) -> bool:
@@ -96,18 +118,22 @@ def _is_done(work: Any, seconds: float) -> bool:
 
 
 def _never(mine: Wait) -> str:
-    """Why this rank waits for ever. Empty if others may still come, or if the process that had the store is gone."""
+    """Why this rank waits for ever, and the names of the groups in which ranks do, as JSON.
+
+    Empty if others may still come, or if the process that had the store is gone.
+    """
     here = torch.distributed.get_rank()
     with contextlib.suppress(RuntimeError):
         told = _heard(_NEVER, here)
-        if mine.place in told:  # another rank saw it first
+        if told and mine.place in json.loads(told)[0]:  # another rank saw it first
             return told
         heard = {rank: _heard(_WAITS, rank) for rank in range(torch.distributed.get_world_size())}
         circle = stuck({rank: Wait(*json.loads(text)) for rank, text in heard.items() if text} | {here: mine})
         if here in circle:
             lines = [f"  rank {rank} waits for {_ranks(wait.lacks(circle))} in {wait.place}"
                      for rank, wait in circle.items()]  # fmt: skip
-            told = "\n".join(["Ranks wait for each other in several process groups:", *lines, _ADVICE])
+            said = "\n".join(["Ranks wait for each other in several process groups:", *lines, _ADVICE])
+            told = json.dumps([said, [wait.group for wait in circle.values()]])
             for rank in circle:
                 _store().set(_NEVER.format(rank), told)
             return told
@@ -150,7 +176,11 @@ def _heard(key: str, rank: int) -> str:
 
 
 def _store() -> Any:
-    return torch.distributed.distributed_c10d._get_default_store()
+    """The store of torch.distributed, with a connection of its own: another thread may wait in the program's."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if store not in _connections:
+        _connections[store] = store.clone()
+    return _connections[store]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -52,8 +52,9 @@ def _say_once(rank: int) -> None:
 def _without_wrapper() -> Iterator[None]:
     """Make groups as if TORCH_DISTRIBUTED_DEBUG were not DETAIL.
 
-    Else PyTorch wraps gloo's group to compare the ranks' collectives, as `dispatch.agreement` does in any case, and
-    DDP's logger takes the wrapper for gloo's group itself: the process dies (2.15; on CPUs too, without this package).
+    Else PyTorch wraps gloo's group to compare the ranks' collectives, as `dispatch.agreement` does for those of GPU
+    tensors in any case, and DDP's logger takes the wrapper for gloo's group itself: the process dies (2.15; without
+    this package, too).
     """
     level = torch.distributed.get_debug_level()
     if level == torch.distributed.DebugLevel.DETAIL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 
 import torch
 
@@ -124,23 +125,28 @@ def resize_(self, nbytes: int):
     return _raw_resize(self, nbytes)
 
 
-class _Nowhere(io.RawIOBase):
-    """A file that keeps nothing."""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data) -> int:
-        return memoryview(data).nbytes
+_written: set[str] = set()  # files that this process has saved with sizes only
 
 
 @functools.wraps(_raw_save)
 def save(obj, f, *args, **kwargs):
-    """`torch.save`. Tensors without values are refused before the file is opened, whose content stays as it was."""
+    """`torch.save`. With sizes only, it opens the file once all is known to have values, and never replaces an older
+    one: what came from a GPU by `.cpu()` is nan."""
     machine = active()
-    if machine is not None and machine.shapes_only:
-        _raw_save(obj, _Nowhere(), *args, **kwargs)
-    _raw_save(obj, f, *args, **kwargs)
+    if machine is None or not machine.shapes_only:
+        return _raw_save(obj, f, *args, **kwargs)
+    path = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else None
+    if path is not None and path not in _written and os.path.exists(path):
+        raise errors.needs_values(f"replacing {f} with torch.save")
+    whole = io.BytesIO()
+    _raw_save(obj, whole, *args, **kwargs)
+    if path is None:
+        f.write(whole.getbuffer())
+        return None
+    with open(path, "wb") as file:
+        file.write(whole.getbuffer())
+    _written.add(path)
+    return None
 
 
 def patches():

@@ -205,12 +205,25 @@ def _set_data(self, value) -> None:
         _raw_data.__set__(self, value)
         return
     gradient, self.grad = self.grad, None
+    hooks = {name: getattr(self, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    if self.is_leaf and self._use_count() > 1:  # a graph holds it
+        torch.autograd.graph.get_gradient_edge(self).node.register_prehook(_refuse_older_graph)
     with below():  # it is no operator
         made = torch.Tensor._make_subclass(type(self), value.detach(), self.requires_grad)
     torch._C._swap_tensor_impl(self, made)  # whose Python object stays, with its attributes
+    for name, found in hooks.items():
+        if found is not None:
+            setattr(self, name, found)
     if gradient is not None:  # which has to be on the same device, from now on
-        gradient.data = gradient.to(self.device)
+        gradient.data = gradient.to(self)
         self.grad = gradient
+
+
+def _refuse_older_graph(gradients) -> None:
+    raise RuntimeError(
+        "With shapes_only, the backward pass cannot go to a parameter that moved from the CPU to a GPU after the "
+        "forward pass. Move the module first."
+    )
 
 
 def patches():

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from virtual_gpus.threads import OWN_THREAD
+
 
 def leave_the_parent(end: Callable[[], object] = lambda: os._exit(1)) -> None:
     """Leave Ctrl-C to the parent, which ends this process. If the parent dies, call `end`."""
@@ -25,7 +27,7 @@ def leave_the_parent(end: Callable[[], object] = lambda: os._exit(1)) -> None:
             parent.join()
         end()
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, name=f"{OWN_THREAD}: end with parent", daemon=True).start()
 
 
 def print_into(out: Path, err: Path) -> None:

@@ -33,6 +33,7 @@ from virtual_gpus.switch import active_machine, renew_inherited
 from virtual_gpus.testing.child import leave_the_parent, print_into
 from virtual_gpus.testing.failures import Failure
 from virtual_gpus.testing.network import HOST, has_libuv, interface
+from virtual_gpus.threads import OWN_THREAD
 
 _STORE_TIMEOUT = timedelta(minutes=30)  # that of a process group, which init_process_group would give to the store
 
@@ -162,7 +163,7 @@ def _environment(rank: int, job: Job) -> dict[str, str]:
 
 def _report_after(seconds: float, rank: int, job: Job) -> threading.Timer:
     timer = threading.Timer(max(seconds, 0), _report_time_limit, (rank, job))
-    timer.daemon = True
+    timer.daemon, timer.name = True, f"{OWN_THREAD}: time limit"
     timer.start()
     return timer
 

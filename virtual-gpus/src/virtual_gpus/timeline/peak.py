@@ -47,7 +47,7 @@ _KINDS = (
 )
 
 
-_NUMBER = re.compile(r"\.\d+")
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _CALLS_MODULE = torch.nn.Module._call_impl.__code__
 _RUNS_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 

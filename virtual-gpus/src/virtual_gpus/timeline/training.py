@@ -38,8 +38,8 @@ class TrainingReport:
     rank, world_size: of the job; 0 and 1 if there is no process group.
     parameters: numbers that the optimizer changes, of the whole model if they are sharded as DTensors.
     peak_bytes, by_kind: memory at the highest moment, and what it was filled with.
-    by_module: the activations in it, by the module that allocated them. Modules whose names differ in numbers are one:
-        "layers.*.attention". What no module allocated is of the "backward pass", or "outside modules", such as a loss.
+    by_module: the activations in it, by the module that allocated them. The members of a list are one:
+        "layers.*.attention". What no module allocated is of the "backward pass", or "outside modules", such as a batch.
     reserved_bytes: the most that PyTorch took from the GPU.
     step_seconds: the last step. None before the second one has ended, as for all that follows.
     communication_seconds: the part of it in which collectives and messages run.
