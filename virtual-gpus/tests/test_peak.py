@@ -30,7 +30,7 @@ def test_a_block_counts_by_its_kind_at_the_peak_though_another_takes_its_address
     assert log.peak == 170 and (log.by_kind[PARAMETERS], log.by_kind[OTHER]) == (100, 70)
 
 
-def test_the_history_gives_the_kinds_that_the_recorder_finds():
+def test_the_history_gives_the_kinds_that_the_recorder_finds(workspaces_given_back):
     with virtual_gpus(1, memory="1 GiB", shapes_only=True):
         net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).cuda()
         adam = torch.optim.Adam(net.parameters(), fused=True)
