@@ -27,12 +27,12 @@ _ADVICE = (
 )
 _WAITS = "virtual GPUs: where rank {} waits"
 _NEVER = "virtual GPUs: why rank {} waits for ever"
-_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _LAST = "virtual GPUs: where rank {} was"
 _SAYS_SO_AFTER_S = 1.0  # real time
 _LOOKS_AGAIN_AFTER_S = 5.0  # at most
 _OTHERS_ANSWER_IN_S = 0.5  # those whose time limit ends a little later, or who hear a little later that a rank is gone
 _ASKS_AGAIN_AFTER_S = 0.01
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by the program's store
 
 
 class Wait(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import warnings
 
 import torch
 
@@ -130,14 +131,15 @@ _written: set[str] = set()  # files that this process has saved with sizes only
 
 @functools.wraps(_raw_save)
 def save(obj, f, *args, **kwargs):
-    """`torch.save`. With sizes only, it opens the file once all is known to have values, and never replaces an older
-    one: what came from a GPU by `.cpu()` is nan."""
+    """`torch.save`. With sizes only, it opens a file once all is known to have values. It leaves alone what was there
+    before the program: what came from a GPU by `.cpu()` is nan."""
     machine = active()
     if machine is None or not machine.shapes_only:
         return _raw_save(obj, f, *args, **kwargs)
     path = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else None
     if path is not None and path not in _written and os.path.exists(path):
-        raise errors.needs_values(f"replacing {f} with torch.save")
+        warnings.warn(f"With shapes_only=True, torch.save leaves {f} as it is, since values are not kept", stacklevel=2)
+        return None
     whole = io.BytesIO()
     _raw_save(obj, whole, *args, **kwargs)
     if path is None:
