@@ -115,7 +115,9 @@ _raw_compatible = torch._has_compatible_shallow_copy_type
 
 def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
     """Whether Module.to can give a parameter other data, as between the CPU and a real GPU (`tensors._set_data`)."""
-    return _raw_compatible(input, from_) or (gpu_of(from_) is not None and not input.is_meta)
+    if (gpu_of(input) is None) == (gpu_of(from_) is None):
+        return _raw_compatible(input, from_)
+    return not (input.is_meta or from_.is_meta) and input.layout == from_.layout
 
 
 def patches():
