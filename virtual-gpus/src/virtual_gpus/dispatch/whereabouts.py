@@ -77,6 +77,9 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
         return
     ranks = torch.distributed.get_process_group_ranks(group)
     mine = Wait(place(words, group), group.group_name, begun()[group.group_name], ranks, begun())
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if store not in _connections:  # only here: to connect anew waits for minutes if the process of the store has ended
+        _connections[store] = store.clone()
     _say(_WAITS, json.dumps(mine))
     pause = _SAYS_SO_AFTER_S / 4
     try:
@@ -178,9 +181,7 @@ def _heard(key: str, rank: int) -> str:
 def _store() -> Any:
     """The store of torch.distributed, with a connection of its own: another thread may wait in the program's."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    if store not in _connections:
-        _connections[store] = store.clone()
-    return _connections[store]
+    return _connections.get(store, store)
 
 
 def _ranks(ranks: list[int]) -> str:
