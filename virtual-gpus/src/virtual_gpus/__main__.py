@@ -46,7 +46,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         plan.add_options(parser)
     if measures:
         measure.add_options(parser)
-    parser.add_argument("--gpus", type=plan.number, default=1, help="number of GPUs (default: 1)")
+    parser.add_argument("--gpus", type=plan.number_or_place, default=1, help="number of GPUs (default: 1)")
     parser.add_argument("--memory", default=None, help="memory of each GPU, such as 16GiB (default: that of the kind)")
     parser.add_argument("--kind", default="H200", help=f"one of {', '.join(kinds())} (default: H200)")
     parser.add_argument("--shapes-only", action="store_true", help="keep sizes, but no values")
@@ -73,7 +73,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--as-rank", dest="rank", type=int, help="be this rank of a job whose other ranks do not exist")
     parser.add_argument(
-        "--of", dest="world_size", type=plan.number, help="number of ranks of that job, --gpus on each host"
+        "--of", dest="world_size", type=plan.number_or_place, help="number of ranks of that job, --gpus on each host"
     )
     parser.add_argument("--tokens", type=int, help="tokens of one step of that job, for its report")
     parser.add_argument("--samples", type=int, help="samples of one step of that job, for its report")

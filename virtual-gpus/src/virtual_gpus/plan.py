@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--values", action="store_true", help="keep values, for a program that looks at its numbers")
 
 
-def number(text: str) -> int | str:
+def number_or_place(text: str) -> int | str:
     """The type of --gpus and --of: a number, or {} in a search."""
     return text if text == _PLACE else int(text)
 

@@ -45,7 +45,7 @@ from virtual_gpus.dispatch.groups import (
     row_of,
 )
 from virtual_gpus.dispatch.timing import await_tensors
-from virtual_gpus.dispatch.whereabouts import tell_who_is_missing, wait_for_all
+from virtual_gpus.dispatch.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper
 from virtual_gpus.shapes import valueless
@@ -258,6 +258,7 @@ def _meet(
     if is_alone(group):
         return Meeting(gpu, lane, began, began, route_of(gpu, group), nbytes)
     count(group)
+    connect(group)
     try:
         others = _exchange(group, what, [began, *place_of(gpu), number(what)])
     except CollectiveMismatch:

@@ -64,6 +64,17 @@ def stuck(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     return left
 
 
+def connect(group: Any) -> None:
+    """Called before each collective: at the first one, connect to the store of torch.distributed.
+
+    Later, the process that has the store may have ended, and connecting would wait for minutes.
+    """
+    if not _is_made_by_hand(group):
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if store not in _connections:
+            _connections[store] = store.clone()
+
+
 def wait_for_all(work: Any, group: Any, words: str) -> None:
     """Wait for the message with which the ranks of a group begin a collective.
 
@@ -71,15 +82,11 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
     """
     if _is_done(work, _SAYS_SO_AFTER_S):
         return
-    made_by_hand = group not in torch.distributed.distributed_c10d._world.pg_group_ranks
-    if made_by_hand or _may_others_come():
+    if _is_made_by_hand(group) or _may_others_come():
         work.wait()
         return
     ranks = torch.distributed.get_process_group_ranks(group)
     mine = Wait(place(words, group), group.group_name, begun()[group.group_name], ranks, begun())
-    store = torch.distributed.distributed_c10d._get_default_store()
-    if store not in _connections:  # only here: to connect anew waits for minutes if the process of the store has ended
-        _connections[store] = store.clone()
     _say(_WAITS, json.dumps(mine))
     pause = _SAYS_SO_AFTER_S / 4
     try:
@@ -96,6 +103,10 @@ def wait_for_all(work: Any, group: Any, words: str) -> None:
         said, groups = json.loads(why)
         leave_behind(groups)
         raise CollectiveMismatch(said)
+
+
+def _is_made_by_hand(group: Any) -> bool:
+    return group not in torch.distributed.distributed_c10d._world.pg_group_ranks
 
 
 def _may_others_come() -> bool:

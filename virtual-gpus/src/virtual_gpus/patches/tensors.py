@@ -199,7 +199,7 @@ _raw_data = torch._C.TensorBase.data
 
 
 def _set_data(self, value) -> None:
-    """`x.data = y`. From the CPU to a GPU without values, x becomes another tensor, since C++ refuses to change it."""
+    """`x.data = y`. Between the CPU and a GPU without values, x gets another tensor in C++, which cannot change it."""
     machine = active()
     if machine is None or not machine.shapes_only or _raw_is_meta(self) == _raw_is_meta(value):
         _raw_data.__set__(self, value)
@@ -221,8 +221,8 @@ def _set_data(self, value) -> None:
 
 def _refuse_older_graph(gradients) -> None:
     raise RuntimeError(
-        "With shapes_only, the backward pass cannot go to a parameter that moved from the CPU to a GPU after the "
-        "forward pass. Move the module first."
+        "With shapes_only, the backward pass cannot go to a parameter that moved between the CPU and a GPU after "
+        "the forward pass. Move the module first."
     )
 
 
