@@ -6,4 +6,5 @@ torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node-
 import os
 
 names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-print(" | ".join(f"{name} {os.environ[name]}" for name in names), flush=True)
+line = " | ".join(f"{name} {os.environ[name]}" for name in names)
+print(f"{line}\n", end="", flush=True)  # the line's end in the same write, or the ranks' lines run into each other
