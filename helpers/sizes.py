@@ -6,7 +6,7 @@ GiB = 2**30
 
 def unit_of(count: float) -> tuple[int, str]:
     """Return the unit for `count` bytes, as its size in bytes and its name: GiB from 1 GiB on, otherwise MiB."""
-    return (GiB, "GiB") if abs(count) >= GiB else (MiB, "MiB")
+    return (GiB, "GiB") if abs(count) >= GiB - MiB / 2 else (MiB, "MiB")
 
 
 def format_bytes(count: float) -> str:
@@ -17,9 +17,13 @@ def format_bytes(count: float) -> str:
 
 
 def digits(value: float, decimals: int) -> str:
-    """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01"."""
+    """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01", and
+    a negative one "0.00".
+    """
     smallest = 10**-decimals
-    return f"<{smallest:g}" if value > 0 and not round(value, decimals) else f"{value:,.{decimals}f}"
+    return (
+        f"<{smallest:g}" if value > 0 and not round(value, decimals) else f"{round(value, decimals) + 0:,.{decimals}f}"
+    )
 
 
 def number_of(count: int, things: str) -> str:

@@ -52,8 +52,9 @@ def test_some_devices_in_any_spelling_each_once(four):
     assert [reading.index for reading in read_memory("cuda:2")] == [2]
     with pytest.raises(ValueError, match="cpu is not a GPU"):
         read_memory("cpu")
-    with pytest.raises(ValueError, match="no cuda:4. PyTorch sees cuda:0 to cuda:3"):
-        read_memory([4])
+    for index, device in ((4, [4]), (256, "cuda:256"), (256, 256)):
+        with pytest.raises(ValueError, match=f"no cuda:{index}. PyTorch sees cuda:0 to cuda:3"):
+            read_memory(device)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has real GPUs")
@@ -136,8 +137,8 @@ def test_the_text_says_where_the_figures_come_from_and_fits_into_a_cell():
 
 
 def test_bytes_in_words():
-    sizes = [0, 512, 1.25 * MiB, 12.34 * MiB, 1000 * MiB, 16.3 * GiB, 139.8 * GiB]
-    words = ["0.00 MiB", "<0.01 MiB", "1.25 MiB", "12.3 MiB", "1,000 MiB", "16.3 GiB", "140 GiB"]
+    sizes = [0, 512, 1.25 * MiB, 12.34 * MiB, 1000 * MiB, GiB - 1, 139.8 * GiB, -1]
+    words = ["0.00 MiB", "<0.01 MiB", "1.25 MiB", "12.3 MiB", "1,000 MiB", "1.00 GiB", "140 GiB", "0.00 MiB"]
     assert list(map(format_bytes, sizes)) == words and digits(0.5, 0) == "<1" and digits(0.005, 2) == "0.01"
 
 

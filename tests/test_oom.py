@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import fully_shard
 from virtual_gpus import virtual_gpus
 
 from helpers.gpus import block_address
@@ -59,6 +61,17 @@ def test_out_of_memory_is_explained_and_cleaned_up(gpu):
     assert torch.cuda.memory_allocated(gpu) == kept.nbytes and not torch._C._cuda_isHistoryEnabled()
     cell = {"filename": "ipykernel_1/2.py", "name": "<module>", "line": 3}
     assert describe_origin([{"filename": torch.__file__, "name": "zeros", "line": 1}, cell]) == "`<module>`"
+
+
+def test_a_sharded_parameter_is_one_before_it_has_an_optimizer(gpu):
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = fully_shard(nn.Linear(1024, 1024, bias=False, device=gpu))
+        with explain_oom() as why:
+            mebibytes(300, gpu)
+        assert why.by_kind()["parameters"] == 4 * MiB and net.weight.is_cuda
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_no_such_error(gpu):

@@ -54,6 +54,9 @@ def test_controls():
     for options, value in (((1, 9), 10), ((1, 9, 2), -1), (["a", "b"], "c")):
         with pytest.raises(ValueError, match=re.escape(f"x={value!r} is none of the options")):
             control("x", options, value)
+    for options in ((9, 1), "abc", []):
+        with pytest.raises(ValueError, match="The options of x must be"):
+            control("x", options)
 
 
 def test_a_slow_panel_is_grey_with_a_sign_while_it_computes_each_answer_once_and_names_a_missing_cell():

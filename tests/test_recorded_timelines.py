@@ -96,6 +96,9 @@ def test_nothing_to_draw_or_to_record_is_refused_and_errors_in_the_block_pass_th
     for nothing, said in (({}, "no timeline"), ({"a": Timeline()}, "'a' has no work")):
         with pytest.raises(ValueError, match=said):
             timeline_bars(nothing)
+    for wrong in ({"a": None}, [Timeline()], None):
+        with pytest.raises(TypeError, match="Pass what helpers.measure.record_timeline gives"):
+            describe_time_use(wrong)
     with virtual_gpus(1), pytest.raises(KeyError), record_timeline():
         raise KeyError("mine")
     if not torch.cuda.is_available():
@@ -152,6 +155,7 @@ def test_a_trace_is_read_as_work():
         {"ph": "M", "name": "process_name"},
         event("user_annotation", BLOCK, 1000, 500, 1),
         event("gpu_user_annotation", BLOCK, 1010, 300, 7, device=0),
+        event("gpu_user_annotation", "Optimizer.step#SGD.step", 1000, 200, 7, device=0),  # as late as the GPU is
         event("user_annotation", "Optimizer.step#SGD.step", 1300, 50, 1),
         launch(1, 1001, 1), kernel(1, "sgemm", 1010, 20),
         event("cpu_op", "autograd::engine::evaluate_function: on the CPU, in the same thread", 1003, 2, 1),

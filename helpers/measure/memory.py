@@ -129,8 +129,7 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
     devices = range(count) if devices is None else devices
     indices = []
     for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:
-        if isinstance(device, int) and device >= count:  # PyTorch would take 256 for 0
-            raise ValueError(f"There is no cuda:{device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
+        index = str(device).removeprefix("cuda:")
         try:
             device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         except (RuntimeError, TypeError):  # a negative index, a name that PyTorch does not know, or no device at all
@@ -138,8 +137,8 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
         if device.type != "cuda":
             raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
         indices.append(torch.cuda.current_device() if device.index is None else device.index)
-        if indices[-1] >= count:
-            raise ValueError(f"There is no {device}. PyTorch sees cuda:0 to cuda:{count - 1}.")
+        if index not in ("cuda", *map(str, range(count))):  # asked of the text, because PyTorch takes 256 for 0
+            raise ValueError(f"There is no cuda:{index}. PyTorch sees cuda:0 to cuda:{count - 1}.")
     return list(dict.fromkeys(indices))
 
 

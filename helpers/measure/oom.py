@@ -50,15 +50,17 @@ def _memory_history() -> Iterator[None]:
 
 def _blocks_by_kind() -> Iterator[tuple[int, int | None, str]]:
     """Yield (GPU, address, kind) for each block that contains a parameter, a gradient, or optimizer state."""
-    for kind, tensor in owned(_objects_of(nn.Parameter, Optimizer)):
+    # By `isinstance`, because the type of a sharded parameter is DTensor.
+    parameters = [tensor for tensor in _objects_of(Tensor) if isinstance(tensor, nn.Parameter)]
+    for kind, tensor in owned(parameters + _objects_of(Optimizer)):
         if tensor.is_cuda and tensor.layout is torch.strided:
             yield tensor.get_device(), block_address(tensor), kind
 
 
-def _objects_of(*kinds: type) -> list[Any]:
-    """Return the objects of these classes that Python's gc knows, by `type`, as `__class__` may be overridden."""
+def _objects_of(kind: type) -> list[Any]:
+    """Return the objects of this class that Python's gc knows, by `type`, as `__class__` may be overridden."""
     objects = gc.get_objects()
-    wanted = {cls for cls in set(map(type, objects)) if issubclass(cls, kinds)}
+    wanted = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
     return [thing for thing in objects if type(thing) in wanted]
 
 

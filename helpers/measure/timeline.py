@@ -136,10 +136,11 @@ def spans_of(events: Sequence[dict[str, Any]]) -> tuple[float, list[Span]]:
     function of autograd's backward pass, and otherwise to "forward".
     """
     events = [event for event in events if event.get("ph") == "X"]
-    block = next((e for e in events if e["name"] == BLOCK and e.get("cat") == "user_annotation"), None)
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]  # the host's, not the GPUs'
+    block = next((e for e in ranges if e["name"] == BLOCK), None)
     if block is None:
         raise RuntimeError("torch.profiler's trace lacks the recorded block. Is another profiler on? Switch it off.")
-    steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"].startswith("Optimizer.step")]
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in ranges if e["name"].startswith("Optimizer.step")]
     launched = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = {e.get("args", {}).get("correlation"): e for e in launched}
     backward: dict[int, list[tuple[float, float]]] = {}  # by thread; autograd has one for each GPU
@@ -211,11 +212,11 @@ def named_timelines(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[
     Raises ValueError if there are none, or if some are modelled and others measured, which cannot be compared, and
     TypeError for anything else, such as a Timeline of the package virtual_gpus.
     """
-    try:
-        named = {"": timelines} if isinstance(timelines, Timeline) else dict(timelines)
-    except TypeError:
-        kind = f"{type(timelines).__module__}.{type(timelines).__name__}"
-        raise TypeError(f"Pass what helpers.measure.record_timeline gives, not a {kind}.") from None
+    named = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
+    for timeline in named.values():
+        if not isinstance(timeline, Timeline):
+            kind = f"{type(timeline).__module__}.{type(timeline).__name__}"
+            raise TypeError(f"Pass what helpers.measure.record_timeline gives, not a {kind}.")
     if not named:
         raise ValueError("There is no timeline to show. Pass one, or several by name.")
     kinds = {"modelled" if timeline.modelled else "measured" for timeline in named.values()}
@@ -227,7 +228,7 @@ def named_timelines(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[
 def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
     """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key.
 
-    Raises ValueError if there are no timelines, or if some are modelled and others measured.
+    Raises what `named_timelines` raises.
     """
     timelines, modelled_or_measured = named_timelines(timelines)
     heading = f"{modelled_or_measured} ms"

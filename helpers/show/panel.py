@@ -115,7 +115,10 @@ def control(label: str, options: Sequence[Any], value: object = Parameter.empty)
     Raises ValueError for other options, and for a value that the slider or menu cannot take.
     """
     usable = options and not isinstance(options, str | int | float)
-    widget = ipywidgets.interactive.widget_from_abbrev(options, value) if usable else None
+    try:
+        widget = ipywidgets.interactive.widget_from_abbrev(options, value) if usable else None
+    except ValueError:  # low > high
+        widget = None
     if widget is None:
         raise ValueError(f"The options of {label} must be (low, high), (low, high, step) or a list, not {options!r}.")
     if isinstance(options, list) and {type(option) for option in options} <= {int, float}:

@@ -25,8 +25,8 @@ def timeline_bars(timelines: Mapping[str, Timeline] | Timeline) -> Figure:
     """Draw each timeline in its own axes, with its key as the title. Returns the figure.
 
     Kernels that are too close to be told apart are one bar. Its height is the share of the time in which they run.
-    Copies are in a narrow strip below the row of their GPU. Raises ValueError for a timeline without work, if
-    there are no timelines, and if some are modelled and others measured.
+    Copies are in a narrow strip below the row of their GPU. Raises what `named_timelines` raises, and
+    ValueError for a timeline without work.
     """
     timelines, modelled_or_measured = named_timelines(timelines)
     for name, timeline in timelines.items():
