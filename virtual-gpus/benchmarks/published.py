@@ -1,6 +1,6 @@
 """Modelled beside published speeds: over a hundred training jobs on 1 to 512 GPUs, half of them held apart.
 
-    python -m benchmarks.published                          # all rows: half an hour
+    python -m benchmarks.published                          # all rows: some five minutes
     python -m benchmarks.published --only mpt fms           # sources whose names begin so
     python -m benchmarks.published --save results.json      # keep what was modelled
     python -m benchmarks.published --read results.json --plot docs/images/published.png

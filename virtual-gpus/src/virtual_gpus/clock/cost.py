@@ -192,6 +192,9 @@ _CLASSES = {
                      "randint"), _fill),
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_",
                      "resize_", "lift_fresh", "record_stream", "_reshape_alias", "record_grad_output_stream"), _free),
+    # timed where they run, because it matters whether they are causal
+    **{f"_scaled_dot_product_{kernel}_attention{direction}": _free for kernel in ("flash", "efficient", "cudnn")
+       for direction in ("", "_backward")},
     **dict.fromkeys(("split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype"), _rewritten),
     **dict.fromkeys(("all_gather_copy_in", "batch_norm_elemt"), _copied_in),
 }  # fmt: skip

@@ -43,11 +43,11 @@ from virtual_gpus.ops import (
     sharding,
     sync_batch_norm,
 )
-from virtual_gpus.ops.attention import functions, inference
+from virtual_gpus.ops.attention import functions, inference, operators
 from virtual_gpus.ops.conv import convolutions
 
 _FAMILIES = (accumulation, blas, contiguous, convolutions, cuda_alone, dropout, indexing, losses, normalization,
-             reductions, sharding, sync_batch_norm, functions, inference)  # a later one wins  # fmt: skip
+             reductions, sharding, sync_batch_norm, functions, inference, operators)  # a later one wins  # fmt: skip
 
 RECIPES = {name: recipe for family in _FAMILIES for name, recipe in family.RECIPES.items()}
 CHECKS = refusals.CHECKS | indexing.CHECKS

@@ -20,7 +20,8 @@ from virtual_gpus.machine import active
 from virtual_gpus.ops.attention.call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
 from virtual_gpus.ops.attention.choice import choose
 from virtual_gpus.ops.attention.fused import fused
-from virtual_gpus.ops.attention.sharded import is_dtensor, on_each_rank
+from virtual_gpus.ops.attention.operators import by_name
+from virtual_gpus.ops.attention.sharded import in_a_ring, is_dtensor, on_each_rank
 from virtual_gpus.ops.autocast.casting import casting
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper, nbytes
 from virtual_gpus.threads import this_thread
@@ -39,6 +40,12 @@ def scaled_dot_product_attention(
             scaled_dot_product_attention, inputs, query, key, value, attn_mask, dropout_p, is_causal, **rest
         )
     if is_wrapper(type(query)) and any(map(is_dtensor, inputs)):
+        if attn_mask is None and in_a_ring() and all(map(is_dtensor, inputs)):
+            gpu = gpu_of(query.to_local())
+            sort, version = gpu.spec.capability, gpu.machine.settings.version
+            call = AttentionCall(query, key, value, None, dropout_p, is_causal, enable_gqa, sort, version)
+            if (backend := choose(call)) != MATH:
+                return by_name(backend, call, scale)
         return on_each_rank(scaled_dot_product_attention, query, key, value, attn_mask, dropout_p, is_causal, **rest)
     query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
     inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)

@@ -26,10 +26,10 @@ def fused(backend: int, gpu: VirtualGPU, trains: bool, query, key, value, bias, 
     """Attention by CUDNN, FLASH or EFFICIENT. `bias`: None, or what is added to the scores, in four dimensions."""
     sizes = memory.Sizes(gpu, query, key, value, bias, dropout, trains)
     numbers = Numbers(query, key, value, bias, dropout, causal, scale)
-    return _FUNCTIONS[backend].apply(query, key, value, bias, _Plan(gpu, KERNELS[backend](sizes), numbers))
+    return _FUNCTIONS[backend].apply(query, key, value, bias, Plan(gpu, KERNELS[backend](sizes), numbers))
 
 
-class _Plan:
+class Plan:
     """How to run forward and backward."""
 
     __slots__ = ("gpu", "memory", "numbers")
@@ -41,7 +41,7 @@ class _Plan:
         """The output, and what backward needs of it: one number per row, seed and offset of the random numbers."""
         out_allocation, lse_allocation, seed_allocations = self.memory.forward()
         record_attention(self.gpu, self.memory.name, query, key, value, self.numbers)
-        with _unseen():
+        with unseen():
             seed = _draw(self.gpu) if self.numbers.dropout else None
             out, lse = self._forward(query, key, value, bias, seed)
             if seed_allocations:
@@ -53,7 +53,7 @@ class _Plan:
     def _forward(self, query, key, value, bias, seed):
         strides = self.memory.strides(query, shape := (*query.shape[:3], value.shape[3]))
         if self.gpu.machine.shapes_only:
-            return query.new_empty_strided(shape, strides), None
+            return query.new_empty_strided(shape, strides), query.new_empty(query.shape[:3], dtype=torch.float32)
         out, lse = self.numbers.forward(query, key, value, bias, seed)
         return _with_strides(out, strides), lse
 
@@ -62,7 +62,7 @@ class _Plan:
         allocations = self.memory.backward(gradient, out)
         record_attention(self.gpu, f"{self.memory.name}_backward", query, key, value, self.numbers)
         inputs = (query, key, value, bias)[: len(allocations)]
-        with _unseen():
+        with unseen():
             strides = [self.memory.strides(part, part.shape) for part in inputs]
             if self.gpu.machine.shapes_only:
                 found = [part.new_empty_strided(part.shape, s) for part, s in zip(inputs, strides, strict=True)]
@@ -74,7 +74,7 @@ class _Plan:
 
 
 @contextmanager
-def _unseen():
+def unseen():
     """The CPU's operators run below the accounting, below autocast, and unless others look on below dispatch modes."""
     with ExitStack() as stack:
         if torch.is_autocast_enabled("cuda"):

@@ -19,6 +19,14 @@ def is_dtensor(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def in_a_ring() -> bool:
+    """True within PyTorch's context parallelism, which makes DTensor call a fused kernel for one block of keys after
+    the other (torch/distributed/tensor/experimental/_context_parallel).
+    """
+    handlers = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
 def on_each_rank(attention: Callable, query, key, value, mask, *args, **kwargs):
     """`attention` of DTensors, a DTensor. Raises RuntimeError where DTensors and plain tensors are mixed."""
     inputs = [part for part in (query, key, value, mask) if part is not None]
