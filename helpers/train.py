@@ -27,6 +27,13 @@ class Epoch(NamedTuple):
     accuracy: float
 
 
+def require_mean(loss: Callable[..., Tensor]) -> None:
+    """Raise ValueError for a loss with a `reduction` that is not "mean", also in a functools.partial."""
+    reduction = getattr(loss, "reduction", getattr(loss, "keywords", {}).get("reduction", "mean"))
+    if reduction != "mean":
+        raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{reduction}".')
+
+
 def train_epochs(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -40,20 +47,19 @@ def train_epochs(
 
     network: returns logits (N, classes) for images (N, ...). It is on `device`, plain or wrapped by nn.DataParallel,
     whose first GPU is then `device`. If it is wrapped by DistributedDataParallel, every rank calls this function. All
-    ranks return the figures of all images, and rank 0 alone logs.
+    ranks return the figures of all images, and rank 0 alone logs. Each may be compiled.
 
     loss: a mean over images, such as nn.CrossEntropyLoss(). DistributedDataParallel takes the mean of the ranks' means,
     so it trains like one GPU only if the ranks have equal parts of each batch.
 
-    loader: gives (images, labels). Its DistributedSampler, if it has one, is told the epoch, which begins at 0; images
-    that it repeats to fill the last batch count twice. log: called with a line for each epoch. The line is stored in
-    notebooks, so it has few digits and no time, which would differ from run to run.
+    loader: gives (images, labels), the labels as (N,) class indices. Its DistributedSampler, if it has one, is told the
+    epoch, which begins at 0; images that it repeats to fill the last batch count twice. log: called with a line for
+    each epoch. The line is stored in notebooks, so it has few digits and no time, which would differ from run to run.
 
     Raises ValueError for a loss whose `reduction` is not "mean", for an optimizer that holds none of the model's
-    parameters, and for a loader that gives no batch.
+    parameters, for labels of another shape, and for a loader that gives no batch.
     """
-    if (reduction := getattr(loss, "reduction", "mean")) != "mean":
-        raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{reduction}".')
+    require_mean(loss)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in network.parameters()):
         raise ValueError(
@@ -61,12 +67,13 @@ def train_epochs(
             "the optimizer from model.parameters(), after the model."
         )
     group, ranks, where = None, 1, f"cuda:{device}" if isinstance(device, int) else str(device)
-    if isinstance(network, DistributedDataParallel):
-        group = network.process_group
+    wrapped = getattr(network, "_orig_mod", network)  # what torch.compile was given
+    if isinstance(wrapped, DistributedDataParallel):
+        group = wrapped.process_group
         ranks = dist.get_world_size(group)
         where = f"{ranks} ranks"
-    elif isinstance(network, nn.DataParallel) and len(network.device_ids) > 1:
-        where = f"{len(network.device_ids)} GPUs"
+    elif isinstance(wrapped, nn.DataParallel) and len(wrapped.device_ids) > 1:
+        where = f"{len(wrapped.device_ids)} GPUs"
     sampler = getattr(loader, "sampler", None)
     history: list[Epoch] = []
     for epoch in range(epochs):
@@ -77,6 +84,8 @@ def train_epochs(
         sums = torch.zeros(3, device=device)
         sizes: list[int] = []
         for images, labels in loader:
+            if labels.ndim != 1:
+                raise ValueError(f"The labels have the shape {tuple(labels.shape)}. Pass one class index per image.")
             # Before the forward pass, so that old gradients and new activations are never in memory together.
             optimizer.zero_grad()
             mean, correct = _forward(network, loss, images, labels, device)
@@ -85,7 +94,7 @@ def train_epochs(
             # Sums, because the last batch can be smaller than the others.
             sums[:2] += torch.stack([mean.detach().float() * len(labels), correct])
             sizes.append(len(labels))
-        if not sizes:
+        if not sum(sizes):
             raise ValueError(
                 "The loader gave no batch. Its data set is empty or smaller than one batch with drop_last=True, or it "
                 "is a generator that is used up."
@@ -115,7 +124,9 @@ def _forward(
 
     A function of its own, so that the outputs have no name left when `backward` runs. A name would keep them in memory.
     """
-    if not isinstance(network, nn.DataParallel):  # which copies each piece straight to its GPU
+    if not isinstance(
+        getattr(network, "_orig_mod", network), nn.DataParallel
+    ):  # which copies each piece straight to its GPU
         images = images.to(device, non_blocking=True)
     outputs = network(images)
     labels = labels.to(device, non_blocking=True)

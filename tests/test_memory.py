@@ -304,9 +304,12 @@ def test_every_try_is_two_steps_and_errors_pass_through():
     assert tried == [1, 1, 2, 2, 4, 4, 8, 6, 5, 5]
     with pytest.raises(ZeroDivisionError):
         largest_batch(lambda batch: 1 / 0)
-    for nothing in ({"start": 0}, {"limit": 0}, {"steps": 0}):
-        with pytest.raises(ValueError, match="{}={}.* must be at least 1".format(*next(iter(nothing.items())))):
-            largest_batch(lambda batch: None, **nothing)
+    assert largest_batch(bounded(5, tried), smallest=4) == 5 and largest_batch(bounded(5, tried), smallest=6) == 0
+    for wrong in ({"start": 0}, {"limit": 8.5}, {"steps": 0}, {"smallest": 0}):
+        with pytest.raises(
+            ValueError, match="{}={} must be an integer of at least 1".format(*next(iter(wrong.items())))
+        ):
+            largest_batch(lambda batch: None, **wrong)
 
 
 def test_the_largest_batch_of_a_training_fills_a_gpu_and_leaves_it_empty_and_the_random_numbers():

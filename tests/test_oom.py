@@ -136,8 +136,9 @@ def test_advice(kind, held, requested, reserved, first, size):
     shown = Explanation(refused, 1000 * MiB, reserved * MiB, 0, [Block(held * MiB, kind, "here")])
     advice = shown.advice()
     assert bool(advice) == bool(first)
-    for found, text in advice[:1]:
+    for found, text, _ in advice[:1]:
         assert found == size * MiB and first in text and text[:20] in str(shown)
+    assert ("Two tensors hold 600 MiB" in str(shown)) == (kind == "activations") and "checkpoint" not in str(shown)
     shown.blocks.append(Block(MiB, "gradients", "here"))  # now it is training
     assert "inference_mode" not in str(shown)
 

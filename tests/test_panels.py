@@ -4,6 +4,7 @@ import re
 import threading
 from base64 import b64decode
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -44,6 +45,10 @@ def test_a_panel_follows_its_controls_and_says_what_cannot_be():
     assert "width: 280px; aspect-ratio: 280 / 700" in panel._picture.value
     panel.controls["side"].value = 12
     assert panel._repr_mimebundle_()[0]["image/png"] == bundle["image/png"]  # the same bytes each time
+    with pytest.raises(TypeError, match="There is no control sides. There are side, shape"):
+        panel.at(sides=3)
+    Panel(lambda side: ("", plt.figure()), {"side": control("side", (10, 50))})
+    assert not plt.get_fignums()  # pyplot would show it once more
 
 
 def test_controls():

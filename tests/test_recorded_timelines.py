@@ -51,6 +51,8 @@ def test_a_modelled_timeline(two_gpus):
         used = time_use(two_gpus, gpu)
         assert sum(used) == pytest.approx(two_gpus.seconds)
         assert used.computing == pytest.approx(two_gpus.busy_seconds(gpu))
+        for same in (f"cuda:{gpu}", torch.device("cuda", gpu)):
+            assert time_use(two_gpus, same) == used and two_gpus.utilisation(same) == two_gpus.utilisation(gpu)
         assert used.others > 0.3 * two_gpus.seconds and 0 < used.copying < 0.1 * two_gpus.seconds
     with pytest.raises(ValueError, match=r"GPU 2 did nothing in this timeline. The GPUs that did are \[0, 1\]"):
         time_use(two_gpus, 2)

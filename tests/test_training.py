@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from virtual_gpus import virtual_gpus
@@ -75,13 +76,24 @@ def test_a_line_for_each_epoch(capsys):
     assert len(history) == 2 and capsys.readouterr().out.splitlines() == said("cpu", history, "2.5e-05")
 
 
+class Compiled(nn.Module):
+    """Wraps a module as torch.compile does, which would take seconds."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, x):
+        return self._orig_mod(x)
+
+
 def in_a_rank(rank, ranks):
     """Two epochs of DDP: (history, lines, the sampler's last epoch, weights)."""
     torch.manual_seed(0)
     network, lines = DistributedDataParallel(mlp()), []
     loader = images(batch=8 // ranks, samples=24, ranks=(ranks, rank))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    history = train_epochs(network, optimizer, LOSS, loader, "cpu", 2, log=lines.append)
+    history = train_epochs(Compiled(network), optimizer, LOSS, loader, "cpu", 2, log=lines.append)
     return history, lines, loader.sampler.epoch, torch.cat([each.detach().flatten() for each in network.parameters()])
 
 
@@ -115,8 +127,11 @@ def test_what_cannot_be_trained_is_refused():
             build(loader=empty)[1]()
     model = mlp()
     sgd = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match='reduction="mean", not "sum"'):
-        train_epochs(model, sgd, nn.CrossEntropyLoss(reduction="sum"), [], "cpu")
+    for summed in (nn.CrossEntropyLoss(reduction="sum"), partial(cross_entropy, reduction="sum")):
+        with pytest.raises(ValueError, match='reduction="mean", not "sum"'):
+            train_epochs(model, sgd, summed, [], "cpu")
+    with pytest.raises(ValueError, match=r"The labels have the shape \(2, 10\)"):
+        train_epochs(model, sgd, nn.CrossEntropyLoss(), [(torch.ones(2, 3), torch.ones(2, 10))], "cpu")
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
         train_epochs(mlp(), sgd, LOSS, [], "cpu")
 

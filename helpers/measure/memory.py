@@ -48,7 +48,9 @@ def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool
     how much was requested and how much was in use. The peaks of the other GPUs cover what ran until then. The error is
     passed on, as is any other error. With `catch=True`, the program continues after the block instead.
 
-    Memory that PyTorch has already cached counts as reserved. Raises what `read_memory` raises.
+    Memory that PyTorch has already cached counts as reserved. Each GPU has one peak, so do not measure within the block
+    of another measurement: the outer one would see only what ran after the inner one began. Raises what `read_memory`
+    raises.
     """
     gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
@@ -62,41 +64,51 @@ def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool
             raise
         free_frames(error)
     finally:
-        now = read_memory(indices)
+        indices = [index for index in indices if index < torch.cuda.device_count()]  # the block may have changed GPUs
+        now = read_memory(indices) if indices else Readings()
         for reading in now:
             failed = refusal is not None and refusal.gpu == reading.index
             readings.append(replace(reading, refused=refusal) if failed else reading)
         readings.note = f"{note} {now.note}".strip()
 
 
-def largest_batch(step: Callable[[int], object], start: int = 1, limit: int = 2**16, steps: int = 2) -> int:
+def largest_batch(
+    step: Callable[[int], object], start: int = 1, limit: int = 2**16, steps: int = 2, smallest: int = 1
+) -> int:
     """Return the largest batch size, in samples and up to `limit`, for which `step(batch)` runs, or 0 if none does.
 
     Each try runs `steps` steps, because the optimizer creates its state in the first one, and the second runs beside
-    it. A torch.OutOfMemoryError means that the batch is too large; any other error is passed on. The search tries the
-    smallest batch, so that the answer does not depend on `start`, then `start`, doubles until a try fails, and bisects.
-    PyTorch's random number generators are afterwards as before. Raises ValueError if an argument is below 1.
+    it. A torch.OutOfMemoryError means that the batch is too large; any other error is passed on. The search tries
+    `smallest`, so that the answer does not depend on `start`, then `start`, doubles until a try fails, and bisects.
+    PyTorch's random number generators are afterwards as before. Raises ValueError if an argument is no integer of at
+    least 1, and if `smallest` is above `limit`.
+
+    smallest: the fewest samples that `step` takes. BatchNorm may need 2, and a `Pipeline` one for each micro-batch.
 
     step: best a function that builds model and optimizer and then trains two steps (with `steps=1`), because that is
     what a fresh program does. If an optimizer lives on from one try to the next, more may fit.
     """
-    if min(start, limit, steps) < 1:
-        raise ValueError(f"start={start}, limit={limit} and steps={steps} must be at least 1.")
-    good, bad, size = 0, limit + 1, 1
+    numbers = {"start": start, "limit": limit, "steps": steps, "smallest": smallest}
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r} must be an integer of at least 1.")
+    if smallest > limit:
+        raise ValueError(f"smallest={smallest} is above limit={limit}.")
     with torch.random.fork_rng(range(torch.cuda.device_count())):
+        if not fits(_repeat, steps, step, smallest):
+            return 0
+        good, bad = smallest, limit + 1
         while bad - good > 1:
+            no_try_has_failed = bad > limit
+            size = min(max(2 * good, start), limit) if no_try_has_failed else (good + bad) // 2
             if fits(_repeat, steps, step, size):
                 good = size
             else:
                 bad = size
-            if bad > limit:  # no try has failed yet
-                size = min(max(2 * good, start), limit)
-            else:
-                size = (good + bad) // 2
     return good
 
 
-def fits(step: Callable[..., object], *args: Any, **options: Any) -> bool:
+def fits(step: Callable[..., object], /, *args: Any, **options: Any) -> bool:
     """Return whether `step(*args, **options)` runs without a torch.OutOfMemoryError. Other errors are passed on.
 
     Before and after that, it frees what an error has left behind, and empties PyTorch's cache.

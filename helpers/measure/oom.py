@@ -30,7 +30,7 @@ from helpers.sizes import format_bytes
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
 _STDLIB = sysconfig.get_path("stdlib")
 _STATES = ("parameters", "gradients", "optimizer state")  # of `MEMORY_KINDS`
-_CACHED = "cached by PyTorch"
+_CACHED, _FREE = "cached by PyTorch", "free"
 _MOST_ROWS = 5
 
 
@@ -73,10 +73,11 @@ class Block(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to do, and the bytes that it saves."""
+    """What to do, and the bytes that it saves. at_most: it may save less, because that depends on the program."""
 
     saves: int
     text: str
+    at_most: bool = False
 
 
 def _live_blocks(gpu: int) -> list[Block]:
@@ -161,8 +162,8 @@ class Explanation:
             sizes["freed since the failure"] = gone
         sizes[_CACHED] = max(0, self.reserved - sizes.total())
         sizes["context and other programs"] = self.outside
-        sizes["free"] = max(0, self.capacity - self.reserved - self.outside)
-        return {kind: sizes[kind] for kind in (*MEMORY_KINDS, *sizes) if sizes[kind] or kind == "free"}
+        sizes[_FREE] = max(0, self.capacity - self.reserved - self.outside)
+        return {kind: sizes[kind] for kind in (*MEMORY_KINDS, *sizes) if sizes[kind] or kind == _FREE}
 
     def advice(self) -> list[Advice]:
         """What would have helped, the largest saving first. Advice that saves less than 2 % of the
@@ -175,10 +176,22 @@ class Explanation:
         activations, cached = kinds.get("activations", 0), kinds.get(_CACHED, 0)
         states = {kind: kinds[kind] for kind in _STATES if kind in kinds}
         half = f"half of {format_bytes(activations)}"
+        # No checkpoint frees what stands outside the model's blocks, which is mostly the logits and their gradient.
+        logits = sum(sorted(block.size for block in self.blocks if block.kind == "activations")[-2:])
+        logits = logits if logits > activations / 2 else 0
         advice = [
             Advice(activations // 2, f"Halve the batch and accumulate the gradients of both halves: {half}."),
-            Advice(activations // 2, f"Put torch.utils.checkpoint around the model's blocks: {half} or more."),
-            Advice(activations // 2, f"Use autocast to bfloat16, if the job computes in float32: up to {half}."),
+            Advice(
+                (activations - logits) // 2,
+                "Put torch.utils.checkpoint around the model's blocks: half of "
+                f"{format_bytes(activations - logits)} or more.",
+                at_most=True,
+            ),
+            Advice(
+                activations // 2,
+                f"Use autocast to bfloat16, if the job computes in float32: up to {half}.",
+                at_most=True,
+            ),
         ]
         if states:
             size = sum(states.values())
@@ -186,7 +199,11 @@ class Explanation:
             advice.append(Advice(size // 2, f"{text}float32: half of {format_bytes(size)}."))
         if states.keys() <= {"parameters"}:
             text = "If this is no training: torch.inference_mode(), which keeps nothing for backward."
-            advice.append(Advice(activations, text))
+            advice.append(Advice(activations, text, at_most=True))
+        if logits:
+            text = f"Two tensors hold {format_bytes(logits)} of the activations. If they come from the logits, compute "
+            text += "the loss in chunks (torch.nn.functional.linear_cross_entropy, from PyTorch 2.15 on)."
+            advice.append(Advice(logits, text, at_most=True))
         if refused.requested > refused.room + refused.reserved:
             text = "Make that tensor smaller: this one request is larger than all that PyTorch may take."
             advice.append(Advice(refused.requested, text))
@@ -225,9 +242,11 @@ class Explanation:
 
     def _advice_lines(self) -> list[str]:
         lines = []
-        for size, text in self.advice():
+        for size, text, at_most in self.advice():
             lacking = self._refused().over - size
-            enough = f"not enough: {format_bytes(lacking)} are missing" if lacking > 0 else "enough"
+            enough = "may be enough" if at_most else "enough"
+            if lacking > 0:
+                enough = f"not enough: {format_bytes(lacking)} are missing"
             line = f"{format_bytes(size):>9}  {text} ({enough})"
             lines.append(fill(line, LINE, initial_indent="  ", subsequent_indent=" " * 13))
         return lines

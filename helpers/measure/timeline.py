@@ -27,7 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from helpers.engine import Span, busy_seconds, gpus_of, seconds_covered
-from helpers.gpus import modelled_timeline, require_gpu
+from helpers.gpus import Device, modelled_timeline, require_gpu
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
@@ -47,11 +47,11 @@ class Timeline:
     modelled: bool = True
     memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # by GPU: (second, allocated bytes)
 
-    def busy_seconds(self, gpu: int) -> float:
+    def busy_seconds(self, gpu: Device) -> float:
         """Seconds in which a GPU ran kernels. Collectives count, and copies do not. Overlapping kernels count once."""
-        return busy_seconds(self.spans, gpu)
+        return busy_seconds(self.spans, _index(gpu))
 
-    def utilisation(self, gpu: int) -> float:
+    def utilisation(self, gpu: Device) -> float:
         """The share of the block's time, from 0 to 1, in which a GPU ran kernels."""
         return self.busy_seconds(gpu) / self.seconds if self.seconds else 0.0
 
@@ -59,6 +59,14 @@ class Timeline:
     def gpus(self) -> list[int]:
         """The indices of the GPUs that did something, in ascending order."""
         return gpus_of(self.spans)
+
+
+def _index(gpu: Device) -> int:
+    """Return the index of a GPU, which need not exist here, because a timeline may come from another process."""
+    index = gpu if isinstance(gpu, int) else torch.device(gpu).index
+    if index is None:
+        raise ValueError(f"Name one GPU by its index, such as 'cuda:0', not {gpu!r}.")
+    return index
 
 
 class TimeUse(NamedTuple):
@@ -89,9 +97,10 @@ class TimeUse(NamedTuple):
 
 @contextmanager
 def record_timeline(memory: bool = False) -> Iterator[Timeline]:
-    """Record what the GPUs do in the block. All GPUs finish their work before the block begins and before it ends.
+    """Record what the GPUs do in the block. All GPUs finish their work before the block begins and before it ends. The
+    timeline stays empty if the block fails. On real GPUs, blocks cannot be nested.
 
-    memory: also record what virtual GPUs hold at each moment. Raises RuntimeError if there is no GPU.
+    memory: also record what virtual GPUs, and only they, hold at each moment. Raises RuntimeError if there is no GPU.
     """
     require_gpu()
     if memory:
@@ -183,12 +192,13 @@ def _phase(
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def time_use(timeline: Timeline, gpu: int) -> TimeUse:
-    """Return how GPU number `gpu` spent its time, in modelled or measured seconds like the timeline.
+def time_use(timeline: Timeline, gpu: Device) -> TimeUse:
+    """Return how one GPU spent its time, in modelled or measured seconds like the timeline.
 
     A timeline contains only the GPUs of its process. If each rank is a process, record a timeline in each. Raises
     ValueError for a GPU that did nothing in the timeline.
     """
+    gpu = _index(gpu)
     if gpu not in timeline.gpus:
         raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {timeline.gpus}.")
     intervals: dict[str, list[tuple[float, float]]] = {kind: [] for kind in ("", "collective", "copy", "others")}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from helpers.engine import name_work
 from helpers.gpus import Device, require_gpu
+from helpers.train import require_mean
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
@@ -145,12 +146,14 @@ class Pipeline:
         """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
 
         inputs and targets: tensors with N samples in the first dimension. loss(outputs, targets) must be a mean over
-        samples. Each micro-batch is weighted by its size, so loss and gradients are those of the whole batch, if the
-        stages treat each sample by itself (no BatchNorm, no dropout). A stage after the first must not begin with an
-        in-place layer, because its input is a leaf. Raises ValueError if inputs and targets differ in number, if the
-        batch has fewer samples than micro_batches, or if the schedule does not give each stage every task once or lets
-        stages wait for each other. Raises RuntimeError if the output of a stage does not depend on its input.
+        samples, such as nn.CrossEntropyLoss(). Each micro-batch is weighted by its size, so loss and gradients are
+        those of the whole batch, if the stages treat each sample by itself (no BatchNorm, no dropout). A stage after
+        the first must not begin with an in-place layer, because its input is a leaf. Raises ValueError for a loss whose
+        `reduction` is not "mean", if inputs and targets differ in number, if the batch has fewer samples than
+        micro_batches, or if the schedule does not give each stage every task once or lets stages wait for each other.
+        Raises RuntimeError if the output of a stage does not depend on its input.
         """
+        require_mean(loss)
         if len(targets) != len(inputs):
             raise ValueError(f"{len(inputs)} inputs, but {len(targets)} targets. Pass one target for each input.")
         if not 1 <= micro_batches <= len(inputs):

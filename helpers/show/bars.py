@@ -1,6 +1,6 @@
 """The memory of each GPU as three bars, one inside the other, with the figures on the right, and as text.
 
-    memory_bars(readings)                           one situation
+    memory_bars(readings);                          one situation; without the semicolon, a notebook shows it twice
     memory_bars({"one": readings, "two": others})   several, below each other
     describe_memory(readings)                       the same as text, for readers who cannot see the picture
 

@@ -30,6 +30,7 @@ _MEMORY_FOR_ANY_JOB = "1000000 GiB"
 
 def explore(
     step: Callable[..., object],
+    /,
     *,
     count: int = 1,
     kind: str = "H200",

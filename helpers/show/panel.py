@@ -17,6 +17,7 @@ from io import BytesIO
 from typing import Any
 
 import ipywidgets
+import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 _BUSY = "<b>computing …</b>"
@@ -57,8 +58,13 @@ class Panel:
         """The values of the controls, by name."""
         return {name: widget.value for name, widget in self.controls.items()}
 
-    def at(self, **values: Any) -> str:
-        """Return the text for `values`, and for the controls' values otherwise. The panel itself does not change."""
+    def at(self, /, **values: Any) -> str:
+        """Return the text for `values`, and for the controls' values otherwise. The panel itself does not change.
+
+        Raises TypeError for a name that is no control's.
+        """
+        if unknown := values.keys() - self.controls.keys():
+            raise TypeError(f"There is no control {', '.join(sorted(unknown))}. There are {', '.join(self.controls)}.")
         return self._answer(self.chosen | values)[0]
 
     def _update(self, change: object = None) -> None:
@@ -83,6 +89,7 @@ class Panel:
             try:
                 words, figure = self._look(**chosen)
                 self._answers[key] = words, png(figure, dpi=140)
+                plt.close(figure)  # or pyplot would show it again below the panel
             except Exception as error:
                 if misses_a_cell(error):  # not kept, because that cell may run later
                     return f"Not possible: {error}. If a cell above defines it, run that cell, and then this one.", b""

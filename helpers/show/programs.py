@@ -55,5 +55,5 @@ def _code(program: str | Path) -> list[str]:
         raise FileNotFoundError(f"There is no program {str(program)!r} in the folder {Path.cwd()}. Pass its path.")
     text = Path(program).read_text(encoding="utf-8")
     tree = ast.parse(text, str(program))
-    lines = text.splitlines()[tree.body[0].end_lineno if ast.get_docstring(tree) else 0 :]
+    lines = text.split("\n")[tree.body[0].end_lineno if ast.get_docstring(tree) else 0 :]
     return list(dropwhile(lambda line: not line.strip(), lines))

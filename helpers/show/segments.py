@@ -13,14 +13,17 @@ from helpers.measure.memory import gpu_index, in_use, segments_of
 from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 from helpers.sizes import format_bytes, number_of, unit_of
 
+_MOST_ROWS = 40
+
 
 def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
-    """Draw one row per segment of a GPU, the largest first. Blocks in use are coloured, and gaps are white.
+    """Draw one row for each segment of a GPU, the largest first, and 40 at most. Blocks in use are coloured, and gaps
+    are white.
 
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
     figure. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
-    segments = segments_of(gpu_index(gpu))
+    segments = segments_of(gpu_index(gpu))[:_MOST_ROWS]
     if not segments:
         raise ValueError(
             f"PyTorch has not reserved any memory on GPU {gpu_index(gpu)}, so there is no segment to draw."
