@@ -317,7 +317,10 @@ def test_scaling_measures_llama_1b_and_its_batch_fits_one_h100():
         assert torch.cuda.max_memory_allocated() / 2**30 == pytest.approx(41, abs=1)  # as scaling.slurm says
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, "scaling", "drill", "who", "fragmentation", "train_llama"])
+OTHERS = ["scaling", "drill", "who", "fragmentation", "train_llama", "context_parallel", "experts"]
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *OTHERS])
 def test_they_import_only_pytorch_and_the_standard_library(name):
     tree = ast.parse((SCRIPTS / f"{name}.py").read_text(encoding="utf-8"))
     modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
