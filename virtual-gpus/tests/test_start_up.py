@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 from virtual_gpus import NotModelled, virtual_gpus
-from virtual_gpus.patches import dynamo, kernels_of_triton
+from virtual_gpus.patches import dynamo, own_kernels
 
 SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor")
 
@@ -125,12 +125,27 @@ checked = decorated(torch.cuda.is_available)
 
 def test_triton_is_refused_though_it_comes_later(tmp_path, monkeypatch):
     (tmp_path / "driver.py").write_text("def _create_driver():\n    return 3\n")
-    monkeypatch.delitem(sys.modules, kernels_of_triton._NAME, raising=False)
+    monkeypatch.delitem(sys.modules, own_kernels._TRITON, raising=False)
     with virtual_gpus(1):
-        driver = importlib._bootstrap._load(sys.meta_path[0].find_spec(kernels_of_triton._NAME, [str(tmp_path)]))
+        driver = importlib._bootstrap._load(sys.meta_path[0].find_spec(own_kernels._TRITON, [str(tmp_path)]))
         with pytest.raises(NotModelled, match="kernels of Triton.*TRITON_INTERPRET=1"):
             driver._create_driver()
-    assert sys.modules.pop(kernels_of_triton._NAME)._create_driver() == 3
+    assert sys.modules.pop(own_kernels._TRITON)._create_driver() == 3
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_kernels_in_cuda_are_refused_before_a_compiler_runs(monkeypatch, tmp_path, later):
+    name = "torch.utils.cpp_extension"
+    importlib.import_module(name)
+    if later:
+        monkeypatch.delitem(sys.modules, name)
+    with virtual_gpus(1):
+        extension = importlib.import_module(name)
+        with pytest.raises(NotModelled, match="kernels in CUDA .those of the extension mine"):
+            extension.load("mine", ["frontend.cpp", "kernel.cu"], build_directory=str(tmp_path))
+        with pytest.raises(FileNotFoundError):  # C++ alone is compiled
+            extension.load("mine", "frontend.cpp", build_directory=str(tmp_path))
+    assert not hasattr(extension._jit_compile, "__wrapped__")
 
 
 def test_a_finalizer_may_change_what_a_module_holds_while_gpus_go_off(monkeypatch):

@@ -28,11 +28,11 @@ from virtual_gpus.patches import (
     factories,
     generators,
     graphs,
-    kernels_of_triton,
     legacy,
     memory,
     nccl,
     numbers,
+    own_kernels,
     parallel,
     process_groups,
     processes,
@@ -53,7 +53,7 @@ from virtual_gpus.patches import (
 _MODULES = (tensors, transfers, factories, storages, autograd, cuda, memory, streams, generators, accelerator, comm,
             parallel, legacy, driver, graphs, smi, processes, process_groups, nccl, distributed, refused, numbers,
             snapshots, dropout, indexing, attention, normalization, rnn, autocast, saved_tensors, blas, compiler,
-            profiler, rpc, sharing, kernels_of_triton)  # fmt: skip
+            profiler, rpc, sharing, own_kernels)  # fmt: skip
 _default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
 
 
@@ -71,7 +71,7 @@ def install() -> None:
     """Put all patches in. Called when the first virtual GPUs go on."""
     captured.watch()
     dynamo.put_in()
-    kernels_of_triton.watch()
+    own_kernels.watch()
     _default_device[:] = [_default_device_context()]
     try:
         table.put_in(patches())
@@ -83,7 +83,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put everything back. Called when the last virtual GPUs go off."""
     dynamo.take_out()
-    kernels_of_triton.forget()
+    own_kernels.forget()
     compiler.forget()
     autocast.forget()
     legacy.forget()
