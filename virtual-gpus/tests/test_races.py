@@ -38,30 +38,6 @@ def starts_too_early(mended):
     on_another_stream(lambda: x * 2, mended)
 
 
-def result_is_read_too_early(mended):
-    x = ones()
-    stream, y = on_another_stream(lambda: x * 2)
-    if mended:
-        current().wait_stream(stream)
-    y + 1
-
-
-def is_overwritten_while_it_is_read(mended):
-    x = ones()
-    stream, _ = on_another_stream(lambda: x * 2)
-    if mended:
-        stream.record_event().synchronize()
-    x.zero_()
-
-
-def two_write(mended):
-    x = ones()
-    stream, _ = on_another_stream(lambda: x.fill_(2))
-    if mended:
-        torch.cuda.synchronize()
-    x.fill_(3)
-
-
 def a_part_of_it(mended):
     x = ones()
     on_another_stream(lambda: x[:100].zero_())
@@ -105,58 +81,6 @@ def freed_while_another_stream_reads(mended):
     ones()
 
 
-def a_pinned_buffer_is_filled_again(mended):
-    host = torch.ones(4096).pin_memory()
-    device = host.to("cuda", non_blocking=True)
-    if mended:
-        torch.cuda.synchronize()
-    host.zero_()
-    return device
-
-
-def reads_before_the_copy_is_here(mended):
-    host = ones().to("cpu", non_blocking=True)
-    if mended:
-        current().synchronize()
-    host.sum()
-
-
-def reads_by(read):
-    def reads_a_pinned_buffer(mended):
-        host = torch.empty(1, pin_memory=True)
-        host.copy_(torch.ones(1, device="cuda"), non_blocking=True)
-        if mended:
-            torch.cuda.synchronize()
-        read(host)
-
-    return reads_a_pinned_buffer
-
-
-def a_prefetched_batch(mended):
-    host, stream = torch.ones(4096).pin_memory(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        device = host.to("cuda", non_blocking=True)
-    if mended:
-        current().wait_stream(stream)
-    device * 2
-
-
-def attention(mended):
-    q = torch.randn(1, 2, 16, 32, device="cuda")
-    stream, y = on_another_stream(lambda: scaled_dot_product_attention(q, q, q))
-    if mended:
-        current().wait_stream(stream)
-    y + 1
-
-
-def an_lstm(mended):
-    net, x = nn.LSTM(4, 4).cuda(), torch.randn(3, 2, 4, device="cuda")
-    stream, (y, _) = on_another_stream(lambda: net(x))
-    if mended:
-        current().wait_stream(stream)
-    y + 1
-
-
 def the_optimizer(mended):
     net = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.Adam(net.parameters())
@@ -173,22 +97,75 @@ def a_copy_from_another_gpu(mended):
         y * 2
 
 
-CASES = [
-    starts_too_early, result_is_read_too_early, is_overwritten_while_it_is_read, two_write, a_part_of_it,
-    the_event_is_recorded_too_early, the_event_is_of_another_stream, the_event_is_not_asked,
-    freed_while_another_stream_reads, a_pinned_buffer_is_filled_again,
-    reads_before_the_copy_is_here, *(reads_by(methodcaller(name)) for name in ("numpy", "tolist", "item")),
-    a_prefetched_batch, attention, an_lstm, the_optimizer, a_copy_from_another_gpu,
-]  # fmt: skip
+def beside(work):
+    """The start of a race: a tensor, another stream, and what `work` makes of the tensor there."""
+
+    def start():
+        x = ones()
+        return x, *on_another_stream(lambda: work(x))
+
+    return start
+
+
+def pinned():
+    host = torch.ones(4096).pin_memory()
+    return host, host.to("cuda", non_blocking=True)
+
+
+def copied():
+    host = torch.empty(1, pin_memory=True)
+    return (host.copy_(torch.ones(1, device="cuda"), non_blocking=True),)
+
+
+def wait_for_it(x, stream, y):
+    current().wait_stream(stream)
+
+
+def synchronize(*_):
+    torch.cuda.synchronize()
+
+
+def attend(x):
+    q = x.view(1, 8, 16, 32)
+    return scaled_dot_product_attention(q, q, q)
+
+
+IN_PARTS = {  # how it starts, what mends it, how it goes on
+    "a result is read too early": (beside(lambda x: x * 2), wait_for_it, lambda x, stream, y: y + 1),
+    "it is overwritten while it is read": (
+        beside(lambda x: x * 2), lambda x, stream, y: stream.record_event().synchronize(), lambda x, *_: x.zero_()
+    ),
+    "two write": (beside(lambda x: x.fill_(2)), synchronize, lambda x, *_: x.fill_(3)),
+    "a pinned buffer is filled again": (pinned, synchronize, lambda host, device: host.zero_()),
+    "it is read before the copy is here": (
+        lambda: (ones().to("cpu", non_blocking=True),), lambda host: current().synchronize(), torch.sum
+    ),
+    **{f"a pinned buffer by {name}": (copied, synchronize, methodcaller(name)) for name in ("numpy", "tolist", "item")},
+    "a prefetched batch": (beside(lambda x: pinned()), wait_for_it, lambda x, stream, y: y[1] * 2),
+    "attention": (beside(attend), wait_for_it, lambda x, stream, y: y + 1),
+    "an LSTM": (beside(lambda x: nn.LSTM(4, 4).cuda()(x.view(32, 32, 4))[0]), wait_for_it, lambda x, stream, y: y + 1),
+}  # fmt: skip
+
+
+def in_parts(start, mend, go_on, mended):
+    state = start()
+    if mended:
+        mend(*state)
+    go_on(*state)
+
+
+WHOLE = (starts_too_early, a_part_of_it, the_event_is_recorded_too_early, the_event_is_of_another_stream,
+         the_event_is_not_asked, freed_while_another_stream_reads, the_optimizer, a_copy_from_another_gpu)  # fmt: skip
+CASES = {case.__name__: case for case in WHOLE} | {name: partial(in_parts, *parts) for name, parts in IN_PARTS.items()}
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_race(case, shapes_only):
     with virtual_gpus(2, check_races=True, shapes_only=shapes_only), pytest.raises(RaceError):
-        case(False)
+        CASES[case](False)
     with virtual_gpus(2, check_races=True, shapes_only=shapes_only):
-        case(True)
+        CASES[case](True)
 
 
 def test_both_lines_and_what_to_do():
@@ -203,7 +180,7 @@ def test_both_lines_and_what_to_do():
 
 def test_nothing_is_checked_unless_asked_for():
     with virtual_gpus(2):
-        for case in CASES:
+        for case in CASES.values():
             case(False)
 
 
