@@ -26,3 +26,8 @@ def events_of(work):
         return work(), events
     finally:
         observers.pop()
+
+
+def sizes_of(work) -> list[int]:
+    """Every allocation that `work` made."""
+    return [size for event, size in events_of(work)[1] if event == "alloc"]

@@ -123,6 +123,10 @@ BAD = {
     ("--memory", "much", __file__): "much",
     ("--gpu", "2", __file__): "--gpu",
     ("measure", __file__): "--out",
+    ("--gpus", "3", "--hosts", "2", __file__): "Cannot spread 3 GPUs",
+    ("--as-rank", "21", __file__): "needs both rank and world_size",
+    ("--as-rank", "9", "--of", "8", __file__): "ranks of 8 are 0 to 7",
+    ("--as-rank", "0", "--of", "1", "--tokens", "1", "--samples", "1", __file__): "Give --tokens or --samples",
 }
 
 

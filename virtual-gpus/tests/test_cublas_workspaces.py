@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
-from virtual_gpus import virtual_gpus
+from virtual_gpus import active_machine, virtual_gpus
 
 MIB = 2**20
 CUBLAS, LT = 32 * MIB, MIB  # on Hopper
@@ -191,3 +191,17 @@ def test_the_program_sets_sizes(monkeypatch):
         assert settings.cublas_workspace_size() == CUBLAS and settings.cublaslt_workspace_size() == LT
     with virtual_gpus(1, kind="T4"):
         assert settings.cublas_workspace_size() == 8320 * 1024
+
+
+def test_versions_nest_with_their_gpus_and_the_installed_one_is_the_default():
+    def left_by_a_product():
+        a = matrix(64, 64)
+        a @ a
+        return torch.cuda.memory_allocated() - a.nbytes
+
+    with virtual_gpus(1, torch_version="2.14.0+cu130"):
+        with virtual_gpus(1, torch_version="2.15"):
+            assert left_by_a_product() == 0
+            with virtual_gpus(1):
+                assert active_machine().settings.version == (2, 11)
+        assert active_machine().settings.version == (2, 14) and left_by_a_product() == CUBLAS

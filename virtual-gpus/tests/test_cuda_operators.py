@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import bytes_of, events_of
+from measuring import bytes_of, sizes_of
 from torch import nn
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.ops.blas import copied_bytes
@@ -16,11 +16,6 @@ def gpu(request):
     """One virtual H200; every test runs with numbers and with shapes only, and expects the same."""
     with virtual_gpus(1, kind="H200", shapes_only=request.param):
         yield torch.device("cuda")
-
-
-def sizes_of(work) -> list[int]:
-    """Every allocation that `work` made."""
-    return [size for event, size in events_of(work)[1] if event == "alloc"]
 
 
 # ---- matrices --------------------------------------------------------------------------------------------------------

@@ -141,14 +141,26 @@ def test_an_operator_without_a_cuda_kernel():
         torch.ones(2, device=0).to_mkldnn()
 
 
+VERSION = r"torch_version must be text from '2\.11' to '2\.15', .*'2\.13', not"
 BAD = [({"count": 0}, "at least 1"), ({"count": 1.5}, "integer"), ({"memory": "16"}, "unit"),
-       ({"memory": "-1 GiB"}, "-1"), ({"kind": "RTX 9090"}, "H200")]  # fmt: skip
+       ({"memory": "-1 GiB"}, "-1"), ({"kind": "RTX 9090"}, "H200"),
+       *(({"torch_version": wrong}, VERSION) for wrong in ("2.10", "3.0", "2", "2.1x", (2, 11))),
+       ({"count": 8, "rank": 3}, "needs both rank and world_size"),
+       ({"count": 8, "rank": 8, "world_size": 8}, "ranks of 8 are 0 to 7"),
+       ({"count": 8, "rank": 0, "world_size": 12}, "Cannot fill hosts of 8 GPUs with 12 ranks"),
+       ({"count": 8, "rank": 0, "world_size": 16, "hosts": 2}, "so there are 2 hosts"),
+       *(({"hosts": wrong}, f"Cannot spread 2 GPUs evenly over {wrong}") for wrong in (3, 0)),
+       *(({"adapters": wrong}, f"at least one network adapter, not {wrong}") for wrong in (0, 1.5)),
+       ({"network": "pigeons"}, "no network 'pigeons'"), ({"links": "NVLink triples"}, "no links 'NVLink triples'"),
+       ({"links": [["X", "PHB"]]}, "must be square"), ({"links": [["X"]]}, "describes 1 GPUs"),
+       ({"links": [["X", "NVX"], ["NVX", "X"]]}, "'NVX'"), ({"links": [["X", "NV"], ["NV", "X"]]}, "'NV'"),
+       ({"links": [["X", "NV4"], ["SYS", "X"]]}, "must be symmetric")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "text"), BAD)
 def test_bad_arguments_say_what_to_do(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        virtual_gpus(**arguments)
+    with pytest.raises((TypeError, ValueError), match=text):
+        virtual_gpus(**{"count": 2, **arguments})
 
 
 def test_a_linear_layer_whose_weight_is_no_matrix():

@@ -1,7 +1,7 @@
 """Links, topologies and networks, and how long bytes take on them."""
 
 import pytest
-from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus import active_machine
 from virtual_gpus.__main__ import parse
 from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS, arrange, link_of
 from virtual_gpus.gpus import PCIE3, PCIE4, spec
@@ -51,21 +51,11 @@ def test_the_command_line_takes_links_hosts_network_and_version():
         topology = active_machine().topology
         assert topology.between(0, 1).name.startswith("PCIe 3") and topology.between(1, 2) is NETWORKS["Ethernet 25"]
         assert topology.adapters == 4
-    with pytest.raises(SystemExit):
-        parse(["--gpus", "3", "--hosts", "2", __file__])
 
 
-WRONG = [{"links": "NVLink triples"}, {"hosts": 3}, {"hosts": 0}, {"network": "pigeons"}, {"adapters": 0},
-         {"adapters": 1.5}, {"links": [["X", "PHB"]]}, {"links": [["X"]]}, {"links": [["X", "NVX"], ["NVX", "X"]]},
-         {"links": [["X", "NV4"], ["SYS", "X"]]}, {"links": [["X", "NV"], ["NV", "X"]]}]  # fmt: skip
-
-
-def test_every_arrangement_works_for_any_number_and_others_are_refused():
+def test_every_arrangement_works_for_any_number():
     for links in (None, *ARRANGEMENTS):
         for count in (1, 2, 3, 8):
             assert f"GPU{count - 1}" in arrange(spec("T4"), count, links).drawn()
     with pytest.raises(ValueError, match="at least one GPU"):
         arrange(spec("T4"), 0)
-    for wrong in WRONG:
-        with pytest.raises(ValueError):
-            virtual_gpus(2, **wrong)
