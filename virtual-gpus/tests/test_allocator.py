@@ -423,6 +423,14 @@ def test_invariants_hold_in_random_programs_and_a_replay_follows_to_the_byte(tex
     check_invariants(gpu)
 
 
+def test_a_replay_of_what_it_does_not_know():
+    """A history that begins in the middle: blocks count as their rounded sizes."""
+    trace = [{"action": "alloc", "addr": 4096, "size": 1000}, {"action": "free_requested", "addr": 8192, "size": 600},
+             {"action": "free_completed", "addr": 8192, "size": 600}, {"action": "oom", "device_free": 0, "size": 5},
+             {"action": "free_requested", "addr": 4096, "size": 1000}]  # fmt: skip
+    assert [state.allocated for state in replay(trace)] == [0, 1024, 0, 0, 0, -1024]
+
+
 def crowded(text):
     """A GPU that must give back much and take new memory for 50 MiB, and the blocks that it holds."""
     gpu = gpu_with(text, capacity=104 * MIB)

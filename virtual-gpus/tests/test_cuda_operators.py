@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from measuring import bytes_of, sizes_of
 from torch import nn
 from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus.memory_model import reduction_scratch, round_size
 from virtual_gpus.ops.blas import copied_bytes
 
 MIB = 1 << 20
@@ -27,6 +28,29 @@ def test_reductions_give_the_same_numbers(dtype):
     with virtual_gpus(1):
         for reduce in (lambda x: x.sum((0, 2)), lambda x: x.int().argmax(), lambda x: x.amax(0), torch.any):
             assert torch.equal(reduce(x.cuda()).cpu(), reduce(x))
+
+
+# Rows, columns of matrices whose rows were added up; bytes of partial results and of semaphores, both rounded up to
+# blocks of 512, in traces of training steps on an H200.
+COLUMN_SUMS = [
+    (2048, 384, 6_291_456, 512),
+    (2608, 20_000, 143_360_000, 1024),
+    (4096, 1024, 33_554_432, 512),
+]
+
+
+def test_partial_sums_are_those_of_an_h200_s_steps_and_depend_on_the_gpu_and_the_layout():
+    for rows, columns, partial, semaphores in COLUMN_SUMS:
+        found = reduction_scratch((rows, columns), "H200", [0])
+        assert tuple(map(round_size, found)) == (partial, semaphores), (rows, columns)
+    assert reduction_scratch((1000, 10_000), "H200") == (4 * 528, 4)  # the mean of 10,000,000 losses: 3,072 bytes
+    assert reduction_scratch((8192, 256), "H200", [0])[0] > reduction_scratch((8192, 256), "K80", [0])[0]
+    assert reduction_scratch((8192, 256), "H200", [1]) == (0, 0)  # 8,192 outputs keep the GPU busy: no need to cut
+    for shape, dims in (((8, 256), [0]), ((0, 4), [0]), ((), None)):
+        assert reduction_scratch(shape, "H200", dims) == (0, 0)
+    turned = torch.empty(2048, 384, device="meta").t()
+    found = reduction_scratch(turned.shape, "H200", [-1], strides=turned.stride())
+    assert found == reduction_scratch((2048, 384), "H200", [0])
 
 
 def test_only_matrices_that_cublas_cannot_read_are_copied():
