@@ -38,6 +38,18 @@ def no_settings(request):
 
 
 @pytest.fixture
+def gpus(request):
+    """Virtual GPUs as the module's GPUS says; random numbers start anew."""
+    import torch
+    from virtual_gpus import virtual_gpus
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with virtual_gpus(**request.module.GPUS) as devices:
+        yield devices
+
+
+@pytest.fixture
 def workspaces_given_back(monkeypatch):
     """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever.
 

@@ -31,3 +31,17 @@ def events_of(work):
 def sizes_of(work) -> list[int]:
     """Every allocation that `work` made."""
     return [size for event, size in events_of(work)[1] if event == "alloc"]
+
+
+def draw(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(one, other, **tolerances):
+    """Equal bits unless there are tolerances, wherever the two are."""
+    tolerances = tolerances or {"atol": 0, "rtol": 0}
+    torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), equal_nan=True, **tolerances)
+
+
+def empty(nbytes, device="cuda"):
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -1,7 +1,8 @@
-"""Networks of known results, which neither torchvision nor the benchmarks have."""
+"""Networks of known results, which neither torchvision nor the benchmarks have; and functions of autograd."""
 
 import math
 
+import torch
 import torch.nn.functional as F
 from benchmarks.reference.networks import GPT, GPTBlock
 from torch import Tensor, nn
@@ -73,3 +74,10 @@ def unfused_transformer(words: int, hidden: int, layers: int, heads: int, length
     net = GPT(dropout, words, hidden, layers, heads, length)
     net.blocks = nn.Sequential(*[ScoresBlock(hidden, heads, dropout) for _ in range(layers)])
     return net
+
+
+def function(forward, backward):
+    """What applies an autograd.Function of these two, which take a context first."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    made = type("Function", (torch.autograd.Function,), parts)
+    return lambda *arguments: made.apply(*arguments)  # `apply` is another one while GPUs are on

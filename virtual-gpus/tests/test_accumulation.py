@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from measuring import sizes_of
+from nets import function
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import entrance, virtual_gpus
@@ -20,36 +21,19 @@ PACKAGE = str(pathlib.Path(entrance.__file__).parent)
 kept = []
 
 
-class Keeping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        kept.append(gradient * 2)
-        return kept[-1]
+def keep_the_gradient(ctx, gradient):
+    kept.append(gradient * 2)
+    return kept[-1]
 
 
-class Gapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.new_empty_strided(gradient.shape, (2 * len(gradient), 1)).fill_(1)
+def compare(ctx, gradient):
+    ones = torch.ones_like(gradient[0])
+    return gradient * torch.nn.functional.cosine_embedding_loss(gradient, gradient, ones, reduction="none")
 
 
-class Comparing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ones = torch.ones_like(gradient[0])
-        return gradient * torch.nn.functional.cosine_embedding_loss(gradient, gradient, ones, reduction="none")
+keeping = function(lambda ctx, x: x * 2, keep_the_gradient)
+gapped = function(lambda ctx, x: x.clone(), lambda ctx, g: g.new_empty_strided(g.shape, (2 * len(g), 1)).fill_(1))
+comparing = function(lambda ctx, x: x.clone(), compare)
 
 
 def gradient_of(outputs, *args):
@@ -118,8 +102,8 @@ CASES = {
     "expanded from one number": joined(times(3), torch.sum),
     "part of a tensor and all": joined(lambda x: x[0] * 2, times(3)),
     "kept by a hook": joined(times(3), times(4), hook=keep),
-    "made in Python, and kept": joined(Keeping.apply, Keeping.apply),
-    "with gaps between its rows": joined(times(3), Gapped.apply),
+    "made in Python, and kept": joined(keeping, keeping),
+    "with gaps between its rows": joined(times(3), gapped),
     "held by two paths": shared,
     "held by the caller": held_by_the_caller,
     "kept as .grad": kept_as_grad,
@@ -170,7 +154,7 @@ def test_gradients_are_added_as_without_virtual_gpus(name, monkeypatch):
 
 def test_what_an_operator_adds_up_for_itself_is_no_sum_of_the_engine(monkeypatch):
     """`cosine_embedding_loss` adds two tensors that only C++ holds (aten/src/ATen/native/Loss.cpp)."""
-    assert sums_on_a_gpu(lambda x: Comparing.apply(x).sum().backward, monkeypatch) == ["add"]
+    assert sums_on_a_gpu(lambda x: comparing(x).sum().backward, monkeypatch) == ["add"]
 
 
 def test_what_hangs_on_the_calling_instruction():

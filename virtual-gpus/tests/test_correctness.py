@@ -12,33 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.reference.networks import GPT, Recurrent, TokenEncoder
-from nets import unfused_transformer
+from measuring import draw, same
+from nets import function, unfused_transformer
 from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
-
-
-@pytest.fixture
-def gpus():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    with virtual_gpus(3, memory="16 GiB") as devices:
-        yield devices
-
-
-def draw(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+GPUS = {"count": 3, "memory": "16 GiB"}
 
 
 def whole(top, *shape, seed=1):
     return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def same(one, other):
-    """Equal bits, wherever the two are."""
-    torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), atol=0, rtol=0, equal_nan=True)
 
 
 def gradients_of(*models):
@@ -164,6 +149,29 @@ def sparse_matrices(device):
     return [x._values(), x._indices(), x.coalesce().values(), x.to_dense(), rows.values(), *products]
 
 
+def device_inside(x):
+    return x + torch.ones(3, device=x.device) * x.device.index if x.is_cuda else x + torch.ones(3)
+
+
+def hessian_of_a_loss(device):
+    """On the CPU, as is what it is taken of."""
+
+    def loss(x):
+        return F.cross_entropy(x.to(device), torch.ones((), device=device).long(), label_smoothing=0.1)
+
+    found = torch.func.hessian(loss)(draw(3))
+    assert found.device.type == "cpu"
+    return [found.to(device)]
+
+
+PROGRAMS |= {
+    "vmap asks for the device": lambda d: [torch.vmap(device_inside)(draw(4, 3).to(d))],
+    "jacfwd": lambda d: [torch.func.jacfwd(lambda v: v.to(d).exp())(draw(3))],
+    "vmap of a cast": lambda d: [torch.vmap(lambda row: row.to(d).to(torch.float64))(draw(4, 3))],
+    "hessian of a loss": hessian_of_a_loss,
+}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
     torch.manual_seed(0)
@@ -172,51 +180,27 @@ def test_a_program_s_results_are_the_cpu_s_bits(gpus, name):
     check_equal(found, PROGRAMS[name]("cpu"), gpus[1])
 
 
-class Halves(torch.autograd.Function):
-    """Two results, of which a program may use only one."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x[:2] * 1, x[2:] * 1
-
-    @staticmethod
-    def backward(ctx, first, second):
-        return torch.cat([first, second]) + torch.zeros(1, device=second.device)
+PLACES, GRADIENTS = [], []  # where the backward pass of `seen` ran, and where its gradients were
 
 
-class Seen(torch.autograd.Function):
-    """Notes where its backward pass runs."""
-
-    places, gradients = [], []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        device = torch.ones(1, device="cuda").device
-        Seen.places.append((device, torch.cuda.current_stream(device)))
-        Seen.gradients.append(gradient.device)
-        return gradient
+def note_the_place(ctx, gradient):
+    device = torch.ones(1, device="cuda").device
+    PLACES.append((device, torch.cuda.current_stream(device)))
+    GRADIENTS.append(gradient.device)
+    return gradient
 
 
-class NoGradient(torch.autograd.Function):
-    """A function whose gradient is not defined, so that C++ makes zeros for the node before it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
-
-
+# Two results, of which a program may use only one.
+halves = function(
+    lambda ctx, x: (x[:2] * 1, x[2:] * 1), lambda ctx, *two: torch.cat(two) + torch.zeros(1, device=two[1].device)
+)
+seen = function(lambda ctx, x: x.clone(), note_the_place)
+# A function whose gradient is not defined, so that C++ makes zeros for the node before it.
+no_gradient = function(lambda ctx, x: x.clone(), lambda ctx, gradient: None)
 ZEROS = {
-    "an unused first result": (lambda x: Halves.apply(x)[1] * 3, [0, 0, 3, 3]),
-    "an unused second result": (lambda x: Halves.apply(x)[0] * 3, [3, 3, 0, 0]),
-    "no gradient": (lambda x: NoGradient.apply(Seen.apply(x)), [0] * 4),
+    "an unused first result": (lambda x: halves(x)[1] * 3, [0, 0, 3, 3]),
+    "an unused second result": (lambda x: halves(x)[0] * 3, [3, 3, 0, 0]),
+    "no gradient": (lambda x: no_gradient(seen(x)), [0] * 4),
     "a function of signs": (lambda x: torch.copysign(x.detach(), x), [0] * 4),
 }
 
@@ -224,7 +208,7 @@ ZEROS = {
 @pytest.mark.parametrize("name", ZEROS)
 def test_zeros_that_cpp_makes_as_gradients_are_where_their_tensor_is(gpus, name):
     function, expected = ZEROS[name]
-    Seen.gradients.clear()
+    GRADIENTS.clear()
     for device in (gpus[2], torch.device("cpu")):
         x = draw(4).to(device).requires_grad_()
         (first,) = torch.autograd.grad(function(x).sum(), x)
@@ -233,30 +217,30 @@ def test_zeros_that_cpp_makes_as_gradients_are_where_their_tensor_is(gpus, name)
         assert first.device == x.grad.device == device and first.tolist() == expected
         assert x.grad.tolist() == [2 * number for number in expected]
         torch.optim.SGD([x], lr=0.1).step()
-    assert Seen.gradients in ([], [gpus[2]] * 3 + [torch.device("cpu")] * 3)
+    assert GRADIENTS in ([], [gpus[2]] * 3 + [torch.device("cpu")] * 3)
 
 
 def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpus):
-    Seen.places.clear()
+    PLACES.clear()
     first, second, side = (torch.cuda.Stream(2) for _ in range(3))
     default = torch.cuda.default_stream(2)
     x = draw(3).to(gpus[2]).requires_grad_()
     with torch.cuda.stream(first):
-        one = Seen.apply(x)
+        one = seen(x)
     with torch.cuda.stream(second):
-        two = Seen.apply(x * 2)
+        two = seen(x * 2)
     with torch.cuda.stream(side):
-        torch.autograd.grad((Seen.apply(one) + two).sum(), x, retain_graph=True)
-        Seen.apply(one.detach())
+        torch.autograd.grad((seen(one) + two).sum(), x, retain_graph=True)
+        seen(one.detach())
         assert torch.cuda.current_stream(2) == side
-    assert Seen.places == [(gpus[2], stream) for stream in (side, second, first)]
+    assert PLACES == [(gpus[2], stream) for stream in (side, second, first)]
     with torch.cuda.stream(first):
-        Seen.apply(x) * 2
-    loss = (Seen.apply(one) + two).sum()
+        seen(x) * 2
+    loss = (seen(one) + two).sum()
     with torch.cuda.stream(side):
         loss.backward()
         assert side._mark() >= first._mark() and side._mark() >= default._mark()
-    assert [stream for _, stream in Seen.places[3:]] == [default, second, first]
+    assert [stream for _, stream in PLACES[3:]] == [default, second, first]
     assert torch.cuda.current_stream(2) == default and torch.cuda.current_device() == 0
 
 
@@ -275,30 +259,7 @@ def test_gradients_of_another_device_are_refused_as_pytorch_does(gpus):
     y.sum().backward(torch.tensor(3.0))  # a number may come from the CPU
 
 
-def device_inside(x):
-    return x + torch.ones(3, device=x.device) * x.device.index if x.is_cuda else x + 2 * torch.ones(3)
-
-
-FUNCTIONAL = {
-    "vmap asks for the device": lambda x, d: torch.vmap(device_inside)(x.to(d)),
-    "jacfwd": lambda x, d: torch.func.jacfwd(lambda v: v.to(d).exp())(x[0]),
-    "vmap of a cast": lambda x, d: torch.vmap(lambda row: row.to(d).to(torch.float64))(x),
-    "hessian of a loss": lambda x, d: torch.func.hessian(
-        lambda v: nn.functional.cross_entropy(v.to(d), torch.ones((), device=d).long(), label_smoothing=0.1)
-    )(x[0]),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONAL)
-def test_function_transforms(gpus, name):
-    x = draw(4, 3)
-    expected, found = FUNCTIONAL[name](x, "cpu"), FUNCTIONAL[name](x, gpus[2])
-    back = name == "hessian of a loss"  # on the CPU, as is what it is taken of
-    assert found.device == (torch.device("cpu") if back else gpus[2])
-    same(found, expected)
-
-
-def test_views_keep_their_strides_and_share_memory(gpus):
+def test_views_keep_their_strides_and_share_memory_and_so_do_copies_of_both(gpus):
     last = {"memory_format": torch.channels_last}
     x = draw(2, 3, 4, 5).to(**last)
     there = x.to(gpus[1])
@@ -312,9 +273,16 @@ def test_views_keep_their_strides_and_share_memory(gpus):
     views = [there[1:], there.permute(0, 2, 3, 1), there.expand(2, 2, 3, 4, 5), there.detach(), there.data]
     assert torch.cuda.memory_allocated(1) == before and {v.device for v in views} == {gpus[1]}
     assert [v.data_ptr() - there.data_ptr() for v in views] == [4 * 60, 0, 0, 0, 0]
+    shared = torch.zeros(4, device=gpus[1])
+    before = torch.cuda.memory_allocated(1)
+    one, other = copy.deepcopy([shared, shared[1:]])
+    assert torch.cuda.memory_allocated(1) == before + 512
+    one.fill_(3)
+    assert other.tolist() == [3.0, 3.0, 3.0] and shared.sum() == 0 and one.device == other.device == gpus[1]
+    assert copy.deepcopy(torch.zeros(2)).device.type == "cpu"
 
 
-def test_tensor_subclasses_stay_what_they_are(gpus):
+def test_subclasses_packed_sequences_and_sparse_tensors_move_as_a_whole(gpus):
     class Labelled(torch.Tensor):
         pass
 
@@ -323,9 +291,6 @@ def test_tensor_subclasses_stay_what_they_are(gpus):
     assert type(there) is Labelled and there.device == gpus[1]
     assert type(x.cuda()) is type(there.cpu()) is type(there * 2) is Labelled
     assert type(nn.Parameter(draw(3)).to(gpus[1])) is torch.Tensor
-
-
-def test_packed_sequences_and_sparse_tensors_move_as_a_whole(gpus):
     packed = rnn.pack_sequence([draw(3, 2), draw(1, 2)])
     there = packed.to(gpus[1])
     assert there.data.device == gpus[1] and there.batch_sizes.device.type == "cpu"
@@ -334,16 +299,6 @@ def test_packed_sequences_and_sparse_tensors_move_as_a_whole(gpus):
         rnn.pack_padded_sequence(draw(1, 2, 2).to(gpus[1]), torch.tensor([2], device=gpus[1]), batch_first=True)
     with pytest.raises(RuntimeError):
         torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 3), device=gpus[2]).to(gpus[0]) @ draw(3, 2)
-
-
-def test_deepcopy(gpus):
-    shared = torch.zeros(4, device=gpus[1])
-    before = torch.cuda.memory_allocated(1)
-    one, other = copy.deepcopy([shared, shared[1:]])
-    assert torch.cuda.memory_allocated(1) == before + 512
-    one.fill_(3)
-    assert other.tolist() == [3.0, 3.0, 3.0] and shared.sum() == 0 and one.device == other.device == gpus[1]
-    assert copy.deepcopy(torch.zeros(2)).device.type == "cpu"
 
 
 def saved(thing):
@@ -505,7 +460,7 @@ def test_every_draw_follows_the_gpu_s_own_seed(gpus, name):
         assert torch.equal(make(gpus[gpu]).cpu(), first.cpu()) == (gpu == 1)
 
 
-def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus):
+def test_the_state_of_a_generator_is_a_seed_and_an_offset_and_there_are_generators_of_one_s_own(gpus):
     """16 bytes, as of CUDA's Philox generator. A saved one goes on exactly; another offset gives other numbers."""
     torch.rand(3, device=gpus[1])
     torch.cuda.manual_seed_all(7)
@@ -529,9 +484,6 @@ def test_the_state_of_a_generator_is_a_seed_and_an_offset(gpus):
     for wrong, error in ((later[:5], RuntimeError), (later.float(), TypeError), (later.to(gpus[1]), TypeError)):
         with pytest.raises(error, match="RNG state"):
             torch.cuda.set_rng_state(wrong)
-
-
-def test_generators_of_one_s_own(gpus):
     make = torch.Generator(device="cuda:1")
     assert make.device == gpus[1] and isinstance(make, torch.Generator)
     assert torch.Generator("cuda").device == gpus[0] and torch.Generator().device.type == "cpu"

@@ -18,14 +18,9 @@ from virtual_gpus.ops.autocast import casting, casts, lists
 
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 BF16 = torch.bfloat16
+GPUS = {"count": 3}
 KINDS = [(torch.float32, BF16), (BF16, torch.float32), (BF16, BF16)]  # of floating-point arguments, in turn
 KEY = torch._C.DispatchKey.AutocastCUDA
-
-
-@pytest.fixture
-def gpus():
-    with virtual_gpus(3) as devices:
-        yield devices
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +196,7 @@ def test_every_way_to_enter_and_leave(gpus):
     assert product() == float32
 
 
-def test_other_threads_decide_for_themselves(gpus):
+def test_other_threads_decide_for_themselves_and_replicas_start_as_new_ones(gpus):
     def work():
         before = product()
         with region(torch.float16):
@@ -210,10 +205,7 @@ def test_other_threads_decide_for_themselves(gpus):
     with region(), ThreadPoolExecutor(1) as pool:
         assert pool.submit(work).result() == (torch.float32, torch.float16)
         assert product() == torch.bfloat16
-
-
-def test_replicas_start_as_new_threads_do(gpus):
-    """PyTorch hands on whether autocast is enabled, but not its dtype: float16 in the replicas of nn.DataParallel."""
+    # PyTorch hands on whether autocast is enabled, but not its dtype: float16 in the replicas of nn.DataParallel.
     net = nn.Linear(4, 2).cuda()
     with region():
         made = nn.DataParallel(net)(torch.randn(6, 4, device="cuda"))

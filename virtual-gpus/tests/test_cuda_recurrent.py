@@ -8,26 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from measuring import bytes_of, peak_of
+from measuring import bytes_of, draw, peak_of
 from pairwise import pairwise, product, title
 from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import virtual_gpus
 from virtual_gpus.ops.rnn.sizes import Network, is_small, reserve_bytes, workspace_bytes
 
+GPUS = {"count": 2, "memory": "16 GiB"}
 same = partial(torch.testing.assert_close, check_device=False, atol=1e-6, rtol=1e-5)  # a sum in another order
-
-
-@pytest.fixture
-def gpus():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    with virtual_gpus(2, memory="16 GiB") as devices:
-        yield devices
-
-
-def draw(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def run(make, device, x, states=None, use=slice(None)):
@@ -204,13 +193,11 @@ def test_a_retained_graph_gets_a_clone_of_the_reserve(gpus):
 # ---- sizes alone -----------------------------------------------------------------------------------------------------
 
 
-def test_published_sizes_of_the_reserve():
+def test_published_sizes_of_the_reserve_and_the_algorithm_for_small_hidden_sizes():
     """Four layers of 320, 25,000 steps, as somebody printed them with cuDNN 6; newer versions add 256 bytes."""
     for cell, expected in (("LSTM", 736_000_000), ("GRU", 864_000_000)):
         assert reserve_bytes(Network(cell, 4, 1, 250, 100, 123, 320, 320, 4)) == expected + 256
 
-
-def test_algorithm_for_small_hidden_sizes():
     def small(cell, hidden, backward=False, **changes):
         shape = {"layers": 1, "directions": 1, "time": 4, "batch": 4, "input": 8, "itemsize": 4}
         return is_small(Network(cell, hidden=hidden, **{"output": hidden, **shape, **changes}), backward, (9, 0))

@@ -3,26 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from measuring import draw, same
 from torch import nn
 from torch.nn.parallel import DataParallel, comm, data_parallel
-from virtual_gpus import virtual_gpus
 
-pytestmark = pytest.mark.usefixtures("workspaces_given_back")
-
-
-@pytest.fixture(autouse=True)
-def gpus():
-    torch.set_num_threads(1)
-    with virtual_gpus(4, memory="16 GiB") as devices:
-        yield devices
-
-
-def draw(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def same(one, other, **tolerances):
-    torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), **(tolerances or {"atol": 0, "rtol": 0}))
+pytestmark = pytest.mark.usefixtures("workspaces_given_back", "gpus")
+GPUS = {"count": 4, "memory": "16 GiB"}
 
 
 def close(one, other):

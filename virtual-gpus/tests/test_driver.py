@@ -9,14 +9,11 @@ import types
 import GPUtil
 import pytest
 import torch
+from measuring import empty
 from virtual_gpus import active_machine, virtual_gpus
 
 MIB = 2**20
 NOT_SUPPORTED, INVALID_ARGUMENT, NOT_FOUND, INSUFFICIENT_SIZE = 3, 2, 6, 7
-
-
-def empty(nbytes, device="cuda"):
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 @virtual_gpus(2, memory="2 GiB")

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from virtual_gpus import virtual_gpus
 
-pytestmark = pytest.mark.usefixtures("workspaces_given_back")
-
-
-@pytest.fixture(autouse=True)
-def gpus():
-    torch.set_num_threads(1)
-    with virtual_gpus(3, memory="16 GiB") as devices:
-        yield devices
+pytestmark = pytest.mark.usefixtures("workspaces_given_back", "gpus")
+GPUS = {"count": 3, "memory": "16 GiB"}
 
 
 def allocated():

@@ -10,6 +10,7 @@ from pathlib import Path
 import GPUtil
 import pytest
 import torch
+from measuring import empty
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.processes.shared_memory import FOLDER
@@ -17,10 +18,6 @@ from virtual_gpus.testing import run_ranks
 
 MIB = 2**20
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
-
-
-def empty(nbytes, device="cuda"):
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def hold(pipe, nbytes, index):

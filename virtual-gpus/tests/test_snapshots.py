@@ -24,12 +24,8 @@ HERE = os.path.abspath(__file__)
 PACKAGE = os.path.dirname(os.path.abspath(package.__file__)) + os.sep
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 memory = torch.cuda.memory
-
-
-@pytest.fixture(autouse=True)
-def gpus():
-    with virtual_gpus(2, memory="1 GiB"):
-        yield
+GPUS = {"count": 2, "memory": "1 GiB"}
+pytestmark = pytest.mark.usefixtures("gpus")
 
 
 def line():
@@ -104,7 +100,7 @@ def test_a_snapshot_has_the_keys_of_pytorch():
     del x
 
 
-def test_a_trace_replays_to_what_the_allocator_says():
+def test_a_trace_replays_to_what_the_allocator_says_and_a_file_without_classes_feeds_text_tools(tmp_path):
     memory._record_memory_history()
     held = [torch.ones(n, device="cuda") for n in (1, 10, 1000, 300_000, 3_000_000)]
     del held[1:4:2]
@@ -125,7 +121,19 @@ def test_a_trace_replays_to_what_the_allocator_says():
             assert used.pop(event["addr"]) == event["size"]
     assert used == {block["address"]: block["requested_size"] for block in in_use(snapshot)}
     assert sum(map(viz.calc_active, snapshot["segments"])) == torch.cuda.memory_allocated()
-    del held, nothing
+    x = empty(45 * MIB)  # more than any workspace: a segment of its own
+    memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    del held, nothing, x
+    stored = (tmp_path / "snapshot.pickle").read_bytes()
+    # So programs without the engine can read it.
+    found = {opcode.name for opcode, _, _ in pickletools.genops(stored)}
+    assert not found & {"GLOBAL", "STACK_GLOBAL", "REDUCE", "INST", "OBJ", "NEWOBJ"}
+    snapshot = pickle.loads(stored)
+    assert "[aaa] 46.0MiB allocated, 1.0MiB (100.0% internal) free" in viz.segsum(snapshot)
+    told = viz.trace(snapshot)
+    assert "cudaMalloc(" in told and "45.0MiB]" in told and "free completed for" in told
+    for flamegraph in (viz.memory(snapshot, str), viz.segments(snapshot, str)):
+        assert re.search(r"active_allocated;.*test_snapshots.py:\d+:empty 47185920", flamegraph)
 
 
 @pytest.mark.parametrize(("taken", "given"), [("segment_alloc", "segment_free"), ("segment_map", "segment_unmap")])
@@ -152,7 +160,7 @@ def test_every_action_has_its_event(monkeypatch, taken, given):
     assert events[6]["addr"] == events[6]["size"] == 0 and "frames" not in events[6]
 
 
-def test_frames_are_the_learners_lines_innermost_first():
+def test_frames_are_the_learners_lines_innermost_first_also_of_a_backward_pass():
     def make():
         return torch.ones(5, device="cuda"), line()
 
@@ -164,6 +172,17 @@ def test_frames_are_the_learners_lines_innermost_first():
     assert places(alloc["frames"])[:2] == [inner, outer]
     assert alloc["frames"][0]["name"].endswith("make") and alloc["frames"][0]["filename"] == HERE
     assert places(requested["frames"])[0] == places(completed["frames"])[0] == died
+    with torch.autograd.set_detect_anomaly(True):
+        x = torch.ones(1000, device="cuda", requires_grad=True)
+        y = x.exp()
+        forward = line() - 1
+        y.sum().backward()
+        backward = line() - 1
+    events = [event for event in trace() if event["action"] == "alloc" and "forward_frames" in event]
+    assert events and all(places(event["frames"])[0] == backward for event in events)
+    assert any(f"line {forward}," in entry for event in events for entry in event["forward_frames"])
+    assert not [e for event in events for e in event["forward_frames"] if PACKAGE in e]
+    del x, y
 
 
 @pytest.mark.parametrize("shapes_only", [False, True])
@@ -193,21 +212,6 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
     assert to["frames"][0]["filename"] == HERE  # not torch/autograd/function.py, which only our copies go through
     innermost = [[frame["name"].split(".")[-1] for frame in frames] for frames in stacks]
     assert ["forward", "_call_impl", "_wrapped_call_impl"] in [names[:3] for names in innermost]
-
-
-def test_backward_names_the_line_that_called_it_and_with_anomaly_detection_the_forward():
-    memory._record_memory_history()
-    with torch.autograd.set_detect_anomaly(True):
-        x = torch.ones(1000, device="cuda", requires_grad=True)
-        y = x.exp()
-        forward = line() - 1
-        y.sum().backward()
-        backward = line() - 1
-    events = [event for event in trace() if event["action"] == "alloc" and "forward_frames" in event]
-    assert events and all(places(event["frames"])[0] == backward for event in events)
-    assert any(f"line {forward}," in entry for event in events for entry in event["forward_frames"])
-    assert not [e for event in events for e in event["forward_frames"] if PACKAGE in e]
-    del x, y
 
 
 STACKS = [(None, 0, 0), ("state", 0, 1), ("alloc", 3, 1), ("all", 3, 1)]  # of events, of blocks in use
@@ -360,21 +364,3 @@ def test_an_observer_dumps_a_snapshot_when_memory_runs_out_and_may_raise(tmp_pat
     assert seen[1][:3] == (1, 2**30, 256 * MIB)
     assert [x.tolist() for *_, x in seen] == [[2] * 10] * 2 and torch.cuda.memory_allocated(1) == 1024
     assert empty(200 * MIB, "cuda:1").is_cuda  # now it fits
-
-
-def test_text_tools_and_a_file_that_names_no_class(tmp_path):
-    memory._record_memory_history()
-    train(1)
-    x = empty(45 * MIB)  # more than any workspace: a segment of its own
-    memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
-    del x
-    stored = (tmp_path / "snapshot.pickle").read_bytes()
-    # So programs without the engine can read it.
-    found = {opcode.name for opcode, _, _ in pickletools.genops(stored)}
-    assert not found & {"GLOBAL", "STACK_GLOBAL", "REDUCE", "INST", "OBJ", "NEWOBJ"}
-    snapshot = pickle.loads(stored)
-    assert "[aaa] 46.0MiB allocated, 1.0MiB (100.0% internal) free" in viz.segsum(snapshot)
-    told = viz.trace(snapshot)
-    assert "cudaMalloc(" in told and "45.0MiB]" in told and "free completed for" in told
-    for flamegraph in (viz.memory(snapshot, str), viz.segments(snapshot, str)):
-        assert re.search(r"active_allocated;.*test_snapshots.py:\d+:empty 47185920", flamegraph)
