@@ -169,10 +169,20 @@ def test_running_out_of_memory_as_on_a_real_h200():
     check_invariants(gpu)
 
 
-def test_sizes_in_messages():
+def test_messages_have_sizes_in_words_and_know_expandable_segments():
     sizes = {0: "0 bytes", 1024: "1024 bytes", 1025: "1.00 KiB", MIB: "1024.00 KiB", MIB + 1: "1.00 MiB"}
     sizes |= {GIB: "1024.00 MiB", GIB + 10**7: "1.01 GiB"}
     assert {size: format_size(size) for size in sizes} == sizes
+    gpu = gpu_with(PAGES, capacity=100 * MIB)
+    gpu.malloc(60 * MIB)
+    with pytest.raises(OutOfMemory) as caught:
+        gpu.malloc(50 * MIB)  # 60 MiB in pages of 20 do not fit into 40
+    error = caught.value
+    assert (error.requested, error.free, error.reserved) == (50 * MIB, 40 * MIB, 60 * MIB)
+    text = oom_message(error, 0, (2, 13))
+    assert "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation" in text
+    text = oom_message(error, 0, (2, 15))
+    assert text.partition("unallocated.")[2].startswith(" expandable_segments is enabled. If instead the process is")
 
 
 SIZES = [  # options, bytes, those of the block and of the segment
@@ -219,7 +229,7 @@ def test_no_bytes_cost_nothing_and_freeing_twice_is_an_error():
             CachingAllocator(*sizes)
 
 
-def test_peaks_and_accumulated_figures_start_again():
+def test_peaks_and_accumulated_figures_start_again_also_those_of_oversize_blocks():
     gpu = CachingAllocator(100 * MIB)
     for nbytes in (40 * MIB, 1000):
         gpu.free(gpu.malloc(nbytes))
@@ -234,6 +244,12 @@ def test_peaks_and_accumulated_figures_start_again():
     stats = gpu.stats()
     assert stats["allocated_bytes"]["all"] == {"current": 20 * MIB, "peak": 20 * MIB, "allocated": 0, "freed": 0}
     assert (stats["num_ooms"], stats["num_alloc_retries"]) == (0, 0)
+    gpu = gpu_with(SPLIT)
+    play(gpu, "+200 -200 +50 +190 -190 +180 empty")
+    assert gpu.stats()["oversize_allocations"] == {"current": 1, "peak": 1, "allocated": 3, "freed": 2}
+    assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 2, "freed": 1}
+    gpu.reset_accumulated_stats()
+    assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 0, "freed": 0}
 
 
 SPLIT = "max_split_size_mb:100"
@@ -285,15 +301,6 @@ def test_by_hand(text, steps, segments, last):
     check_invariants(gpu)
 
 
-def test_oversize_blocks_are_counted():
-    gpu = gpu_with(SPLIT)
-    play(gpu, "+200 -200 +50 +190 -190 +180 empty")
-    assert gpu.stats()["oversize_allocations"] == {"current": 1, "peak": 1, "allocated": 3, "freed": 2}
-    assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 2, "freed": 1}
-    gpu.reset_accumulated_stats()
-    assert gpu.stats()["oversize_segments"] == {"current": 1, "peak": 2, "allocated": 0, "freed": 0}
-
-
 def test_what_falls_back_to_its_default_and_what_stays():
     first = parse("expandable_segments:True, max_split_size_mb:64, garbage_collection_threshold:0.5,"
                   "large_segment_size_mb:30, roundup_power2_divisions:4, backend:native,")  # fmt: skip
@@ -317,19 +324,6 @@ WRONG = ["max_split_size_mb:19", "max_split_size_mb:19x", "max_split_size_mb:30,
 def test_wrong_settings(text):
     with pytest.raises(ValueError, match="CachingAllocator option .* is wrong: |This is not: |Unrecognized key 'a'"):
         parse(text)
-
-
-def test_out_of_memory_with_expandable_segments():
-    gpu = gpu_with(PAGES, capacity=100 * MIB)
-    gpu.malloc(60 * MIB)
-    with pytest.raises(OutOfMemory) as caught:
-        gpu.malloc(50 * MIB)  # 60 MiB in pages of 20 do not fit into 40
-    error = caught.value
-    assert (error.requested, error.free, error.reserved) == (50 * MIB, 40 * MIB, 60 * MIB)
-    text = oom_message(error, 0, (2, 13))
-    assert "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation" in text
-    text = oom_message(error, 0, (2, 15))
-    assert text.partition("unallocated.")[2].startswith(" expandable_segments is enabled. If instead the process is")
 
 
 def clock():

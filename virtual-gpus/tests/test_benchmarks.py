@@ -49,7 +49,7 @@ def test_bad_rows_are_refused(words):
         published.checked(content)
 
 
-def test_the_tables_have_a_row_per_job_and_per_count(monkeypatch):
+def test_the_tables_have_a_row_per_job_count_and_operator(monkeypatch):
     monkeypatch.setattr(step_cost, "JOBS", {"tiny": tiny})
     monkeypatch.setattr(step_cost, "resnet18_b64", tiny)
     monkeypatch.setattr(step_cost, "LEAST", 0)
@@ -57,9 +57,6 @@ def test_the_tables_have_a_row_per_job_and_per_count(monkeypatch):
     gpus = step_cost.table_of_gpus(rounds=1, steps=1, counts=(2, 3))
     assert len(steps) == 3 and steps[-1].startswith("| tiny | ") and " to " in steps[-1]
     assert [line.split(",")[0] for line in gpus[3:]] == ["| 2 GPUs", "| 3 GPUs"]
-
-
-def test_the_table_of_operators_has_a_figure_for_each_way_to_watch():
     best = operator_cost.measure(rounds=1, calls=2)
     assert all(figure > 0 for column in best.values() for figure in column.values())
     lines = operator_cost.table(best)

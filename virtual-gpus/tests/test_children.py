@@ -105,7 +105,7 @@ def smi(monkeypatch, capsys, *arguments, gpus=GPUS):
     return capsys.readouterr()
 
 
-def test_nvidia_smi_answers_as_the_real_one(monkeypatch, capsys):
+def test_nvidia_smi_answers_as_the_real_one_and_refuses_what_it_does_not_know(monkeypatch, capsys):
     table = smi(monkeypatch, capsys).out.splitlines()
     assert "virtual" in table[0] and any("NVIDIA B" in line and "2MiB / 9MiB" in line for line in table)
     assert len({len(line) for line in table[2:]}) == 1  # the frame is straight
@@ -122,9 +122,6 @@ def test_nvidia_smi_answers_as_the_real_one(monkeypatch, capsys):
         (["--query-compute-apps=pid,used_memory,gpu_uuid", "--format=csv,noheader"], "7, 2 MiB, GPU-1\n"),
     ):
         assert smi(monkeypatch, capsys, *arguments).out == said
-
-
-def test_nvidia_smi_refuses_what_it_does_not_know(monkeypatch, capsys):
     for arguments, gpus, code in (
         (["--query-gpu=colour"], GPUS, 'Field "colour" is not a valid field to query.'),
         (["-i", "5"], GPUS, "No devices were found"),

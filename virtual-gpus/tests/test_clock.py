@@ -17,7 +17,7 @@ MS = 1e-3
 # ---- the rules, without torch ----
 
 
-def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
+def test_streams_of_one_gpu_share_its_multiprocessors_fill_gaps_and_have_priorities():
     clock = Clock(1)
     clock.launch(0, 0, 4.0, 0.0, "a")
     clock.launch(0, 1, 4.0, 0.0, "b")
@@ -26,9 +26,6 @@ def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
     clock.launch(0, 2, 1.0, 0.0, "late")
     clock.launch(0, 0, 3.0, 0.0, "into the gap")
     assert clock.mark(0, 2) == 21.0 and clock.mark(0, 0) == 11.0
-
-
-def test_a_stream_with_a_priority_goes_before_kernels_that_wait():
     clock = Clock(1)
     clock.tracks[0].urgent.add(1)
     for name in "ab":
@@ -91,7 +88,7 @@ def product(card, n: int = 8192, precision: str = "fp32") -> float:
     return cost("mm", [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], card, precision).seconds
 
 
-def test_costs_grow_with_size_and_no_product_is_faster_than_the_data_sheet():
+def test_costs_grow_with_size_up_to_the_data_sheet_and_words_that_do_not_fit_into_16_bytes_are_slower():
     for card in map(spec, kinds()):
         for name in ("mm", "add", "_softmax", "sum"):
             less, more = (cost(name, [Operand((n, n), 4)] * 2, [Operand((n, n), 4)], card).seconds for n in (512, 4096))
@@ -99,8 +96,6 @@ def test_costs_grow_with_size_and_no_product_is_faster_than_the_data_sheet():
         for precision in ("fp32", "fp16", "bf16", "fp64"):
             assert 2 * 8192**3 / product(card, precision=precision) < getattr(card.flops, precision)
 
-
-def test_words_that_do_not_fit_into_16_bytes_make_three_slower_products():
     def seconds(words, precision="bf16", size=2):
         hidden, table = Operand((8192, 768), size), Operand((words, 768), size, (768, 1))
         turned, logits = Operand((768, words), size, (1, 768)), Operand((8192, words), size, (words, 1))
@@ -178,7 +173,7 @@ def test_another_stream_waits_only_if_it_is_told(gpus):
     assert side.query() and gpus.clock.now > PRODUCT
 
 
-def test_only_copies_from_pinned_memory_let_the_host_go_on(gpus):
+def test_copies_from_pinned_memory_and_between_gpus_let_the_host_go_on(gpus):
     pageable, taken = torch.empty(1 << 22), []
     for source in (pageable, pageable.pin_memory()):
         for non_blocking in (False, True):
@@ -188,9 +183,6 @@ def test_only_copies_from_pinned_memory_let_the_host_go_on(gpus):
             taken.append(gpus.clock.now - before)
     assert taken[0] == pytest.approx(taken[1]) and taken[0] > taken[2] > (4 << 22) / gpus.topology.pcie.bandwidth
     assert taken[3] < 0.1 * MS
-
-
-def test_a_copy_between_gpus_waits_for_both_and_the_host_goes_on(gpus):
     x, before = matrix(0), gpus.clock.now
     moved = (x @ x).to("cuda:1")
     assert gpus.clock.now - before < 1 * MS and moved.device.index == 1
@@ -228,13 +220,23 @@ def _strides(shape, last: bool) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").contiguous(memory_format=layout).stride()
 
 
-def test_convolutions_on_tensor_cores():
+def test_convolutions_on_tensor_cores_where_groups_of_few_channels_do_not_fill_a_tile():
     few, full, more = (convolution(out, 64) for out in (40, 64, 72))
     assert few > 0.9 * full and more > 1.5 * full  # a tile that is not full costs as much as a full one
     assert convolution(40, 64, "V100") < 0.7 * convolution(64, 64, "V100")  # no tensor cores for fp32
     assert 0.2 < convolution(512, 512, precision="bf16") / convolution(512, 512) < 0.5
     written = 2 * 8 * 64 * 128 * 128 * 4 / spec("H200").bandwidth
     assert convolution(64, 64, bias=True) - convolution(64, 64) > written  # a kernel of its own
+
+    def seconds(groups, **how):
+        return convolution(1024, 1024, "RTX3090", precision="fp16", groups=groups, last=True, **how)
+
+    assert seconds(4) < 0.3 * seconds(1)  # 256 channels each: a quarter of the work
+    assert seconds(64) > 3 * seconds(1) / 64  # 16 channels each fill a quarter of a tile
+    assert seconds(16, backward=True) > 5 * seconds(32, backward=True)  # 64 each: no kernel for tensor cores
+    one_by_one = seconds(1024)
+    assert one_by_one >= 2 * 8 * 1024 * 128 * 128 * 2 / spec("RTX3090").bandwidth  # reads and writes
+    assert seconds(1024, backward=True) > 4 * one_by_one
 
 
 @pytest.mark.parametrize("kind", ["RTX3090", "V100", "A100", "B200"])
@@ -248,18 +250,6 @@ def test_channels_last_need_no_rewriting(kind, backward):
     flops = 2 * 8 * 256 * 256 * 9 * 128 * 128 * (1 + backward)
     assert flops / last < spec(kind).flops.fp16
     assert convolution(64, 64, kind, precision="fp32", last=True) <= convolution(64, 64, kind, precision="fp32")
-
-
-def test_groups_of_few_channels_do_not_fill_a_tile():
-    def seconds(groups, **how):
-        return convolution(1024, 1024, "RTX3090", precision="fp16", groups=groups, last=True, **how)
-
-    assert seconds(4) < 0.3 * seconds(1)  # 256 channels each: a quarter of the work
-    assert seconds(64) > 3 * seconds(1) / 64  # 16 channels each fill a quarter of a tile
-    assert seconds(16, backward=True) > 5 * seconds(32, backward=True)  # 64 each: no kernel for tensor cores
-    one_by_one = seconds(1024)
-    assert one_by_one >= 2 * 8 * 1024 * 128 * 128 * 2 / spec("RTX3090").bandwidth  # reads and writes
-    assert seconds(1024, backward=True) > 4 * one_by_one
 
 
 def test_times_do_not_depend_on_numbers_or_on_who_looks_on():

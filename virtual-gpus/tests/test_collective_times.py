@@ -69,15 +69,12 @@ RINGS = [
 ]
 
 
-def test_rings():
+def test_rings_and_what_is_none():
     for kind, count, where, bandwidth in RINGS:
         part, hops = PARTS[kind](count)
         seconds = 15e-6 + part * NBYTES / (0.78 * bandwidth) + hops * 2.5e-6
         found = collective_seconds(on_host(count, **where), kind, NBYTES)
         assert found == pytest.approx(seconds, rel=1e-9), (kind, count, where)
-
-
-def test_what_is_no_ring():
     # An all-to-all of two hosts: half of what each GPU has goes to the other, from eight GPUs through eight adapters.
     seconds = 15e-6 + NBYTES / 2 / (0.78 * 50e9) + 15 * 2.5e-6
     assert collective_seconds(on_host(16, 8), "all_to_all", NBYTES) == pytest.approx(seconds, rel=1e-9)

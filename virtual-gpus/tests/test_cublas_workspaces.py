@@ -131,7 +131,7 @@ def test_a_preferred_library():
         torch.backends.cuda.preferred_blas_library(chosen)
 
 
-def test_backward_has_a_handle_of_its_own():
+def test_backward_and_threads_at_once_have_handles_of_their_own_and_a_later_thread_takes_what_is_left():
     with virtual_gpus(1):
         a = matrix(4, 4).requires_grad_()
         out = (a @ a).sum()
@@ -139,9 +139,6 @@ def test_backward_has_a_handle_of_its_own():
         for _ in range(2):
             out.backward(retain_graph=True)
         assert torch.cuda.memory_allocated() == forward + 512 + CUBLAS  # the gradient, and the workspace
-
-
-def test_threads_at_once_have_handles_of_their_own_and_a_later_one_takes_what_is_left():
     with virtual_gpus(1):
         a, meet = matrix(4, 4), threading.Barrier(2, timeout=300)
 

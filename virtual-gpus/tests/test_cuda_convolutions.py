@@ -35,15 +35,12 @@ def test_workspaces_of_a_traced_step(kind):
         assert near, (step, facts, modelled, nbytes)
 
 
-def test_tensors_that_are_channels_last_are_not_copied():
+def test_channels_last_are_not_copied_and_two_byte_types_pad_a_first_layer_to_8_channels():
     facts = shape(64, 64, 32, 3, 1, channels_last=True)
     assert workspaces.forward(facts) == workspaces.data_gradient(facts) == 0
     sums = 14 * 64 * 64 * 9 * 4  # 9 tiles of one filter tap each on 132 SMs
     assert workspaces.weight_gradient(facts) == sums + 128 + 16
     assert workspaces.forward(shape(3, 64, 32, 3, 1, channels_last=True)) == 0
-
-
-def test_two_byte_types_pad_a_first_layer_to_8_channels():
     for last in (False, True):
         facts = shape(3, 64, 32, 3, 1, itemsize=2, channels_last=last)
         assert workspaces.forward(facts) >= 64 * 8 * 32 * 32 * 2

@@ -38,7 +38,7 @@ def layer(kind, dropout=0.0):
 
 @every_kind
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-def test_gradients_again_of_some_leaves_and_by_torch_func(kind):
+def test_gradients_again_of_some_leaves_by_torch_func_and_of_gradients(kind):
     with virtual_gpus(1):
         run, leaves = layer(kind)
         loss = run(*leaves).square().sum()
@@ -54,12 +54,7 @@ def test_gradients_again_of_some_leaves_and_by_torch_func(kind):
             run(*leaves).square().sum().backward()
         torch.testing.assert_close(leaves[0].grad, wanted[0])
         assert leaves[0].grad.device == leaves[0].device and leaves[1].grad is None
-
-
-@every_kind
-def test_only_the_plain_formula_has_second_derivatives(kind):
-    with virtual_gpus(1):
-        run, leaves = layer(kind)
+        run, leaves = layer(kind)  # only the plain formula has second derivatives
         first = torch.autograd.grad(run(*leaves).square().sum(), leaves, create_graph=True)
         with pytest.raises(RuntimeError, match=NO_SECOND_DERIVATIVE[kind]):
             first[0].sum().backward()

@@ -93,7 +93,7 @@ def test_a_whole_training_step_equals_eager_steps(make, optimizer, autocast):
     assert train(make, optimizer, autocast, True) == train(make, optimizer, autocast, False)
 
 
-def test_nothing_runs_before_the_first_replay_and_storages_stay():
+def test_nothing_runs_before_the_first_replay_storages_stay_and_numbers_on_the_cpu_count_as_they_were():
     x = torch.arange(6.0, device="cuda")
     rows = x.view(2, 3)
 
@@ -114,6 +114,18 @@ def test_nothing_runs_before_the_first_replay_and_storages_stay():
     x.zero_()
     graph.replay()
     assert made.tolist() == [1, 1, 1, 0, 0, 0]
+    factor, x = torch.tensor(2.0), torch.ones(2, device="cuda")
+    source, target = torch.ones(2).pin_memory(), torch.zeros(2).pin_memory()
+
+    def work():
+        x.copy_(source, non_blocking=True)
+        target.copy_(x * factor, non_blocking=True)
+
+    graph, _ = captured(work)
+    factor.fill_(100)
+    source.fill_(3)
+    graph.replay()
+    assert target.tolist() == [6, 6]
 
 
 def test_each_replay_draws_new_numbers_of_the_generator():
@@ -133,21 +145,6 @@ def test_each_replay_draws_new_numbers_of_the_generator():
     for pair in replayed:
         assert pair == (torch.rand(3, device="cuda").tolist(), torch.randn(3, device="cuda", generator=own).tolist())
     assert len({str(pair) for pair in replayed}) == 3
-
-
-def test_numbers_on_the_cpu_count_as_they_were_and_pinned_memory_as_it_is():
-    factor, x = torch.tensor(2.0), torch.ones(2, device="cuda")
-    source, target = torch.ones(2).pin_memory(), torch.zeros(2).pin_memory()
-
-    def work():
-        x.copy_(source, non_blocking=True)
-        target.copy_(x * factor, non_blocking=True)
-
-    graph, _ = captured(work)
-    factor.fill_(100)
-    source.fill_(3)
-    graph.replay()
-    assert target.tolist() == [6, 6]
 
 
 def test_a_capture_spreads_over_streams_that_join_it():

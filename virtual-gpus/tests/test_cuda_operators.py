@@ -65,7 +65,7 @@ def test_only_matrices_that_cublas_cannot_read_are_copied():
 # ---- losses, look-ups, normalization ---------------------------------------------------------------------------------
 
 
-def test_losses_and_look_ups_take_nothing_beside_their_results(gpu):
+def test_losses_look_ups_and_gradients_take_nothing_beside_their_results(gpu):
     x = torch.zeros(1000, 1000, device=gpu, requires_grad=True)
     assert (
         sizes_of(lambda: F.logsigmoid(x)) == sizes_of(lambda: F.smooth_l1_loss(x, x, reduction="none")) == [4_000_256]
@@ -76,22 +76,11 @@ def test_losses_and_look_ups_take_nothing_beside_their_results(gpu):
     out = table(torch.zeros(3072, dtype=torch.long, device=gpu))
     gradient = torch.zeros_like(out)
     assert sizes_of(lambda: torch.autograd.grad(out, table.weight, gradient)) == [256_000]
-
-
-def test_the_gradient_of_indexing_is_written_in_place(gpu):
-    """PyTorch's formula copies the zeros when a dispatch mode is on, as it is here; on CUDA it does not."""
-    x = torch.zeros(1000, 1000, device=gpu, requires_grad=True)
+    # PyTorch's formula copies the zeros when a dispatch mode is on, as it is here; on CUDA it does not.
     out = x[torch.arange(10, device=gpu)]
     gradient = torch.zeros_like(out)
     _, stayed, peak = bytes_of(lambda: torch.autograd.grad(out, x, gradient, retain_graph=True))
     assert stayed == 4_000_256 <= peak < 4_000_256 + MIB
-
-
-def test_batch_norm_of_few_rows_takes_no_partial_sums(gpu):
-    norm, x = nn.BatchNorm1d(1024, device=gpu), torch.zeros(4096, 1024, device=gpu)
-    sizes = sizes_of(lambda: norm(x))
-    assert sum(sizes[-2:]) == 262_656 and sizes[-1] == 512
-    assert len(sizes_of(lambda: norm(x[:6]))) == len(sizes) - 2  # one block of threads
 
 
 def test_packed_copies_of_expanded_gradients(gpu):
@@ -101,6 +90,13 @@ def test_packed_copies_of_expanded_gradients(gpu):
     gradient = torch.ones((), device=gpu).expand_as(out)
     assert sizes_of(lambda: torch.autograd.grad(out, x, gradient, retain_graph=True)) == [4_000_256] * 2
     assert sizes_of(lambda: torch.autograd.grad(out, x, gradient.contiguous())) == [4_000_256] * 2  # its own copy
+
+
+def test_batch_norm_of_few_rows_takes_no_partial_sums(gpu):
+    norm, x = nn.BatchNorm1d(1024, device=gpu), torch.zeros(4096, 1024, device=gpu)
+    sizes = sizes_of(lambda: norm(x))
+    assert sum(sizes[-2:]) == 262_656 and sizes[-1] == 512
+    assert len(sizes_of(lambda: norm(x[:6]))) == len(sizes) - 2  # one block of threads
 
 
 def test_cross_entropy_over_images_copies_logits_whose_channels_are_last(gpu):

@@ -212,7 +212,7 @@ def test_operators_without_a_deterministic_algorithm_are_refused():
         dict(NOT_DETERMINISTIC)["put_"]()
 
 
-def test_kernels_that_cuda_has_not():
+def test_kernels_that_cuda_has_not_and_those_that_only_cuda_has():
     number = torch.tensor(2.0)
     x = torch.ones(2, device="cuda")
     torch.addcmul(x, x, number)
@@ -220,9 +220,6 @@ def test_kernels_that_cuda_has_not():
         torch.addcmul(x, number, x)
     with pytest.raises(RuntimeError, match="not implemented for 'ComplexFloat'"):
         x.cfloat().scatter_(0, ROWS.cuda(), x.cfloat(), reduce="multiply")
-
-
-def test_kernels_that_only_cuda_has():
     assert ROWS.cuda().histc(bins=2, min=0, max=1).tolist() == [1, 1]
     x, weight, grid = image(1, 1, 4, 4).detach(), image(1, 1, 3, 3).detach(), image(1, 2, 2, 2).detach()
     got = torch.cudnn_convolution(x, weight, (0, 0), (1, 1), (1, 1), 1, False, True, False)

@@ -41,32 +41,30 @@ def sums(call):
     return lambda *args: [part + 1 for part in call(*args)]
 
 
-# What reads the result of a collective: each takes (x, mesh), x of 64 KiB.
+# What reads the result of a collective: each takes x of 64 KiB, the mesh and the name of its group.
 CASES = {
-    "all_reduce": lambda x, mesh: functional.all_reduce(x, "sum", mesh) * 2,
-    "all_gather": lambda x, mesh: functional.all_gather_tensor(x, 0, mesh) * 2,
-    "reduce_scatter": lambda x, mesh: functional.reduce_scatter_tensor(x, "sum", 0, mesh) * 2,
-    "reduce_scatter of columns": lambda x, mesh: functional.reduce_scatter_tensor(x, "sum", 1, mesh) * 2,
-    "all_to_all": lambda x, mesh: functional.all_to_all_single(x, None, None, mesh) * 2,
-    "broadcast": lambda x, mesh: functional.broadcast(x, 0, mesh) * 2,
-    "several all_reduces": sums(lambda x, mesh: functional.all_reduce_coalesced([x, x], "sum", mesh)),
-    "several all_gathers": sums(lambda x, mesh: functional.all_gather_into_tensor_coalesced([x, x], mesh)),
-    "not waited for": lambda x, mesh: OPS.all_reduce(x, "sum", mesh.get_group().group_name) * 2,
-    "in place": lambda x, mesh: OPS.all_reduce_(x, "sum", mesh.get_group().group_name) * 2,
-    "out": lambda x, mesh: OPS.reduce_scatter_tensor_out(
-        x, "sum", RANKS, mesh.get_group().group_name, out=torch.empty(len(x) // RANKS, x.shape[1], device="cuda")
+    "all_reduce": lambda x, mesh, name: functional.all_reduce(x, "sum", mesh) * 2,
+    "all_gather": lambda x, mesh, name: functional.all_gather_tensor(x, 0, mesh) * 2,
+    "reduce_scatter": lambda x, mesh, name: functional.reduce_scatter_tensor(x, "sum", 0, mesh) * 2,
+    "reduce_scatter of columns": lambda x, mesh, name: functional.reduce_scatter_tensor(x, "sum", 1, mesh) * 2,
+    "all_to_all": lambda x, mesh, name: functional.all_to_all_single(x, None, None, mesh) * 2,
+    "broadcast": lambda x, mesh, name: functional.broadcast(x, 0, mesh) * 2,
+    "several all_reduces": sums(lambda x, mesh, name: functional.all_reduce_coalesced([x, x], "sum", mesh)),
+    "several all_gathers": sums(lambda x, mesh, name: functional.all_gather_into_tensor_coalesced([x, x], mesh)),
+    "not waited for": lambda x, mesh, name: OPS.all_reduce(x, "sum", name) * 2,
+    "in place": lambda x, mesh, name: OPS.all_reduce_(x, "sum", name) * 2,
+    "out": lambda x, mesh, name: OPS.reduce_scatter_tensor_out(
+        x, "sum", RANKS, name, out=torch.empty(len(x) // RANKS, x.shape[1], device="cuda")
     ).add_(1),
-    "received": lambda x, mesh: OPS.wait_tensor(OPS.irecv(x, 1, 0, mesh.get_group().group_name)) * 2,
-    "waited for together": lambda x, mesh: (
-        OPS.wait_tensors([OPS.all_reduce(x, "sum", mesh.get_group().group_name)])[0] * 2
-    ),
-    "a view of it": lambda x, mesh: functional.all_reduce(x, "sum", mesh).view(-1)[8:].exp(),
-    "an element": lambda x, mesh: functional.all_reduce(x[0, 0], "sum", mesh).item(),
-    "a copy to the CPU": lambda x, mesh: functional.all_reduce(x, "sum", mesh).cpu(),
-    "a list": lambda x, mesh: torch._foreach_mul([functional.all_reduce(x, "sum", mesh)], 2.0),
-    "attention": lambda x, mesh: attention(functional.all_to_all_single(x, None, None, mesh)),
-    "attention, not waited for": lambda x, mesh: attention(OPS.all_reduce(x, "sum", mesh.get_group().group_name)),
-    "a whole DTensor": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor() * 2,
+    "received": lambda x, mesh, name: OPS.wait_tensor(OPS.irecv(x, 1, 0, name)) * 2,
+    "waited for together": lambda x, mesh, name: OPS.wait_tensors([OPS.all_reduce(x, "sum", name)])[0] * 2,
+    "a view of it": lambda x, mesh, name: functional.all_reduce(x, "sum", mesh).view(-1)[8:].exp(),
+    "an element": lambda x, mesh, name: functional.all_reduce(x[0, 0], "sum", mesh).item(),
+    "a copy to the CPU": lambda x, mesh, name: functional.all_reduce(x, "sum", mesh).cpu(),
+    "a list": lambda x, mesh, name: torch._foreach_mul([functional.all_reduce(x, "sum", mesh)], 2.0),
+    "attention": lambda x, mesh, name: attention(functional.all_to_all_single(x, None, None, mesh)),
+    "attention, not waited for": lambda x, mesh, name: attention(OPS.all_reduce(x, "sum", name)),
+    "a whole DTensor": lambda x, mesh, name: DTensor.from_local(x, mesh, [Shard(0)]).full_tensor() * 2,
 }
 if not hasattr(OPS, "irecv"):  # 2.11 has not
     del CASES["received"], CASES["waited for together"]
@@ -80,7 +78,7 @@ def cases(shapes_only: bool) -> dict:
         for name, case in CASES.items():
             for _ in range(2):
                 x = torch.zeros(256, 256, device="cuda")
-                found[name] = measured(lambda case=case, x=x: case(x, mesh))
+                found[name] = measured(lambda case=case, x=x: case(x, mesh, mesh.get_group().group_name))
         return found
 
 

@@ -112,15 +112,12 @@ def test_factors_and_the_default_type(ask):
         torch.set_default_dtype(before)
 
 
-def test_results_that_share_memory_are_asked_every_time():
+def test_results_that_share_memory_are_asked_every_time_and_answers_have_an_end(monkeypatch, ask):
     x = t(4, 3)
     for result in (x, x[0], t(8, 3)[:4], [t(2)] * 2, 3):
         for _ in range(2):
             known.ask(OpCall(aten.relu.default, (x,), {}), lambda result=result: result)
     assert not known._known
-
-
-def test_no_end_of_answers(monkeypatch, ask):
     monkeypatch.setattr(known, "_MOST", 3)
     for n in range(1, 12):
         ask(aten.relu.default, t(n))

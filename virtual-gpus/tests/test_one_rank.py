@@ -3,11 +3,11 @@
 import copy
 import gc
 import os
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from forks import command
 from ranks import in_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, record_timeline, record_training, virtual_gpus
-from virtual_gpus import __main__ as command_line
 from virtual_gpus.settings import INSTALLED
 
 
@@ -239,23 +238,14 @@ def test_the_next_rank_of_the_same_mesh_has_answers_of_its_own():
     assert shapes == [((2, 2), 0), ((0, 2), 3)]
 
 
-def test_the_command_line(tmp_path, monkeypatch, capsys):
-    program = tmp_path / "train.py"
-    program.write_text(
+def test_the_command_line(tmp_path):
+    (tmp_path / "train.py").write_text(
         "import os, torch, torch.distributed as dist\n"
         "dist.init_process_group('nccl')\n"
         "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))\n"
         "print(dist.get_rank(), dist.get_world_size(), torch.cuda.current_device())\n"
         "x = torch.ones(1 << 20, device='cuda')\n"
     )
-    parsed, parse = [], command_line.parse
-    monkeypatch.setattr(command_line, "parse", lambda arguments: parsed.append(parse(arguments)) or parsed[0])
-    for name in ("argv", "path"):
-        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    try:
-        command_line.main("--gpus 8 --shapes-only --no-children --as-rank 21 --of 1024".split() + [str(program)])
-    finally:
-        parsed[0][0].made.stop()
-    lines = capsys.readouterr().out.splitlines()
+    done = command("--gpus 8 --shapes-only --no-children --as-rank 21 --of 1024 train.py".split(), tmp_path)
+    lines = done.stdout.splitlines()
     assert lines[:2] == ["21 1024 5", "Rank 21 of 1024, NVIDIA H200"] and "4 MiB of 139.8 GiB" in "".join(lines)

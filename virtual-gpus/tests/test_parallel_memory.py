@@ -68,7 +68,7 @@ def test_broadcast_coalesced_sends_chunks_that_the_last_tensor_fills():
         assert first[:2] == [2048, -2048]  # the flat copy at the source was gone at once
 
 
-def test_broadcast_coalesced_goes_type_by_type_and_copies_what_is_not_contiguous():
+def test_broadcasts_go_type_by_type_sums_close_a_chunk_before_it_overflows_and_gather_makes_one_tensor():
     with virtual_gpus(2):
         counters, numbers = zeros(1, 1, dtype=torch.int64), zeros(300, 300)
         source, target = watch()
@@ -80,10 +80,6 @@ def test_broadcast_coalesced_goes_type_by_type_and_copies_what_is_not_contiguous
         (copy,) = comm.broadcast_coalesced([weight], [0, 1])[1]
         assert source == [512] and target == [512]
         assert copy.is_contiguous() and torch.equal(copy.cpu(), weight.cpu())
-
-
-def test_reduce_add_coalesced_closes_a_chunk_before_it_overflows():
-    with virtual_gpus(2):
         inputs = [zeros(300, 200, 100, gpu=gpu) for gpu in (0, 1)]
         first, second = watch()
         sums = comm.reduce_add_coalesced(inputs, 0, buffer_size=1600)
@@ -91,10 +87,6 @@ def test_reduce_add_coalesced_closes_a_chunk_before_it_overflows():
         assert second[:1] == [1536] and [e for e in first if e > 0] == [1536, 1536, 1536]
         shared = [t.untyped_storage().data_ptr() for t in sums]
         assert shared[0] != shared[1] == shared[2]
-
-
-def test_gather_makes_one_tensor():
-    with virtual_gpus(2):
         images = [torch.zeros(2, 3, 4, 4, device=gpu).to(memory_format=torch.channels_last) for gpu in (0, 1)]
         first, second = watch()
         assert comm.gather(images, 0, 0).is_contiguous(memory_format=torch.channels_last)

@@ -62,7 +62,7 @@ def test_the_trace_has_a_process_for_each_gpu(tmp_path):
     assert doubled["ts"] >= copied["ts"] + copied["dur"]
 
 
-def test_other_ways_to_profile():
+def test_other_ways_to_profile_and_nvtx_ranges_that_do_no_harm():
     x = torch.ones(4, device="cuda")
     assert supported_activities() >= set(BOTH)
     with torch.autograd.profiler.profile(use_device="cuda") as profiled:
@@ -71,9 +71,6 @@ def test_other_ways_to_profile():
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         x + 1
     assert not any("(modelled)" in event.name for event in profiled.events())
-
-
-def test_nvtx_ranges_do_nothing_harmful():
     assert torch.cuda.nvtx.range_push("outer") == 0 and torch.cuda.nvtx.range_push("inner") == 1
     assert torch.cuda.nvtx.range_pop() == 1 and torch.cuda.nvtx.range_pop() == 0
     torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("across threads"))

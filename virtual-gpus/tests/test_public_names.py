@@ -43,15 +43,31 @@ def test_the_plans_of_cufft_are_refused():
             use()
 
 
-def test_a_stream_by_its_handle_is_that_stream():
+def test_streams_by_handle_sleep_by_cycles_raw_blocks_and_the_runtime_library():
     side = torch.cuda.Stream()
     with torch.cuda.stream(torch.cuda.ExternalStream(side.cuda_stream)):
         assert torch.cuda.current_stream() == side
     with pytest.raises(NotModelled, match=r"torch\.cuda\.ExternalStream"):
         torch.cuda.ExternalStream(0x7F00_0000_1234)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    start.record()
+    torch.cuda._sleep(1_980_000)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) == pytest.approx(1.0, rel=0.02)  # milliseconds: an H200 has 1.98 GHz
+    before = torch.cuda.memory_allocated(1)
+    address = torch.cuda.caching_allocator_alloc(1000, device=1)
+    assert torch.cuda.memory_allocated(1) == before + 1024
+    torch.cuda.caching_allocator_delete(address)
+    assert torch.cuda.memory_allocated(1) == before
+    with torch.cuda.profiler.profile():
+        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+    assert torch.cuda.cudart().cudaMemGetInfo(0)[1] == 1 << 30
+    with pytest.raises(NotModelled, match=r"torch\.cuda\.cudart\(\)\.cudaHostRegister"):
+        torch.cuda.cudart().cudaHostRegister(0, 1, 0)
 
 
-def test_legacy_types_make_tensors_on_the_gpu():
+def test_legacy_types_make_tensors_on_the_gpu_also_by_default():
     cuda = torch.cuda
     x = cuda.FloatTensor(2, 3)
     assert (x.shape, x.type(), x.device) == (torch.Size([2, 3]), "torch.cuda.FloatTensor", torch.device("cuda", 0))
@@ -70,9 +86,6 @@ def test_legacy_types_make_tensors_on_the_gpu():
             assert moved.get_device() == (-1 if "cuda" not in name else 0 if start == "cpu" else 1)
     with pytest.raises(ValueError, match="invalid type"):
         x.type("torch.NoTensor")
-
-
-def test_a_cuda_type_as_the_default():
     torch.set_default_tensor_type("torch.cuda.DoubleTensor")
     try:
         for made in (torch.zeros(2), torch.Tensor(2, 3), torch.Tensor([1, 2]), torch.nn.Linear(2, 2).weight):
@@ -97,28 +110,6 @@ def test_storages_are_made_on_the_gpu():
     assert torch.TypedStorage(3, dtype=torch.half, device="cuda").nbytes() == 6
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         torch.UntypedStorage(1 << 40, device="cuda")
-
-
-def test_sleep_takes_modelled_time_by_cycles():
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-    start.record()
-    torch.cuda._sleep(1_980_000)
-    end.record()
-    end.synchronize()
-    assert start.elapsed_time(end) == pytest.approx(1.0, rel=0.02)  # milliseconds: an H200 has 1.98 GHz
-
-
-def test_raw_blocks_and_the_runtime_library():
-    before = torch.cuda.memory_allocated(1)
-    address = torch.cuda.caching_allocator_alloc(1000, device=1)
-    assert torch.cuda.memory_allocated(1) == before + 1024
-    torch.cuda.caching_allocator_delete(address)
-    assert torch.cuda.memory_allocated(1) == before
-    with torch.cuda.profiler.profile():
-        torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
-    assert torch.cuda.cudart().cudaMemGetInfo(0)[1] == 1 << 30
-    with pytest.raises(NotModelled, match=r"torch\.cuda\.cudart\(\)\.cudaHostRegister"):
-        torch.cuda.cudart().cudaHostRegister(0, 1, 0)
 
 
 SOURCE = Path(virtual_gpus_package.__file__).parent

@@ -131,7 +131,7 @@ def failure(rank, kind="error", what="raised ValueError: same", when=1.0):
     return Failure(rank, kind, what, f"of {rank}" if kind != "late" else "", when)
 
 
-def test_the_cause_is_the_earliest_and_no_rank_that_only_lost_a_connection():
+def test_the_cause_is_the_earliest_and_no_rank_that_only_lost_a_connection_and_how_each_is_told():
     lost = failure(0, "lost", "raised RuntimeError: Connection closed by peer", when=0.1)
     died = failure(1, what="died with exit code 1.", when=0.2)
     later, sooner, late = failure(0), failure(2, when=0.3), failure(0, "late", "had reached:\n  x", when=0.0)
@@ -140,9 +140,6 @@ def test_the_cause_is_the_earliest_and_no_rank_that_only_lost_a_connection():
         assert str(run_error(failures, 3, [], "late")).startswith(f"Rank {cause} of 3 ")
     error = run_error([sooner, failure(1, what="raised ValueError: another"), later], 3, [], "late")
     assert str(error) == "Ranks 0, 2 of 3 raised ValueError: same\n\nIn rank 0:\nof 0"
-
-
-def test_lost_connections_are_told_from_other_errors():
     misused = dist.DistBackendError("NCCL error\nncclInvalidUsage: ...\nDuplicate GPU detected")
     kinds = {
         "lost": [
@@ -157,6 +154,14 @@ def test_lost_connections_are_told_from_other_errors():
         assert {Failure.of_error(error, 0, {}).kind for error in errors} == {kind}
     said = Failure.of_error(misused, 0, {}).what
     assert said == "raised torch.distributed.DistBackendError: Duplicate GPU detected"
+    ways = {
+        0: "died with exit code 0.",
+        -9: "was ended by signal 9 (Killed). The system sends this signal when memory runs out.",
+        0xC0000005: "died with exit code 0xC0000005.",  # on Windows
+    }
+    assert {code: Failure.of_exit(code, 0).what for code in ways} == ways
+    alike = run_error([Failure.of_exit(-9, 1), Failure.of_exit(-9, 0)], 2, [], "late")
+    assert str(alike).startswith("Ranks 0, 1 of 2 were ended by signal 9 (Killed).")
 
 
 # ---- a rank dies ---------------------------------------------------------------------------------------------
@@ -173,17 +178,6 @@ def test_a_rank_that_dies(capsys):
     assert fails(dies).startswith("Rank 1 of 3 was ended by signal 11 (Segmentation fault).")
     said = capsys.readouterr()
     assert "[rank 1] last words" in said.out and "in dies" in said.err  # shown all the same
-
-
-def test_ways_to_die():
-    ways = {
-        0: "died with exit code 0.",
-        -9: "was ended by signal 9 (Killed). The system sends this signal when memory runs out.",
-        0xC0000005: "died with exit code 0xC0000005.",  # on Windows
-    }
-    assert {code: Failure.of_exit(code, 0).what for code in ways} == ways
-    alike = run_error([Failure.of_exit(-9, 1), Failure.of_exit(-9, 0)], 2, [], "late")
-    assert str(alike).startswith("Ranks 0, 1 of 2 were ended by signal 9 (Killed).")
 
 
 def test_the_ranks_die_with_their_parent(tmp_path):

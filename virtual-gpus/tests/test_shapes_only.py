@@ -40,7 +40,7 @@ def test_same_memory_as_with_numbers():
     assert with_shapes == with_numbers
 
 
-def test_what_needs_values_says_so(tmp_path):
+def test_what_needs_values_says_so_and_cpu_tensors_keep_theirs(tmp_path):
     (tmp_path / "saved.pt").write_text("before")
     with virtual_gpus(2, shapes_only=True):
         x, n = torch.randn(3, device="cuda:1"), torch.ones(3, dtype=torch.long, device="cuda")
@@ -56,6 +56,13 @@ def test_what_needs_values_says_so(tmp_path):
         with pytest.warns(UserWarning, match=r"leaves .*saved\.pt as it is"):
             torch.save(x.cpu(), tmp_path / "saved.pt")
     assert (tmp_path / "saved.pt").read_text() == "before" and not (tmp_path / "new.pt").exists()
+    with virtual_gpus(2, shapes_only=True):
+        assert torch.tensor([1, 2]).sum().item() == 3
+        x = torch.zeros(4, 2, device="cuda")
+        assert x[torch.tensor([0, 1])].shape == (2, 2) and x[0].shape == (2,)
+        assert (x + torch.tensor(1.0)).device.index == 0
+        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
+            x + torch.ones(4, 2, device="cuda:1")
 
 
 class Quantized(nn.Parameter):  # as those of bitsandbytes, which quantize themselves on their way to a GPU
@@ -76,16 +83,6 @@ def test_a_parameter_keeps_its_class_its_references_and_its_gradient():
     assert net.weight is weight() and type(net.weight) is Quantized and net.weight.is_cuda and net.weight.grad.is_cuda
 
 
-def test_cpu_tensors_keep_their_values():
-    with virtual_gpus(2, shapes_only=True):
-        assert torch.tensor([1, 2]).sum().item() == 3
-        x = torch.zeros(4, 2, device="cuda")
-        assert x[torch.tensor([0, 1])].shape == (2, 2) and x[0].shape == (2,)
-        assert (x + torch.tensor(1.0)).device.index == 0
-        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cuda:1"):
-            x + torch.ones(4, 2, device="cuda:1")
-
-
 def test_a_large_job_needs_no_memory_of_this_computer():
     """A transformer at an article's size, with fewer layers: the logits alone are 4 GB, and twice that is collected."""
     with virtual_gpus(4, memory="24 GiB", shapes_only=True):
@@ -98,17 +95,13 @@ def test_a_large_job_needs_no_memory_of_this_computer():
 
 
 @virtual_gpus(2, shapes_only=True)
-def test_a_tensor_prints_its_form():
+def test_a_tensor_prints_its_form_and_a_loss_in_a_training_loop_that_values_are_not_kept():
     x = torch.randn(3, 4, device="cuda:1", requires_grad=True)
     assert str(x) == "tensor(values are not kept, size=(3, 4), device='cuda:1', requires_grad=True)"
     assert "values are not kept, size=(2, 4)" in repr(nn.Linear(4, 2).cuda().weight)
     assert str(torch.arange(4, device="cuda")) == "tensor(values are not kept, size=(4,), device='cuda:0')"
     assert "values are not kept, size=()" in str(nn.BatchNorm1d(4).cuda().state_dict())
     assert str(torch.ones(2)) == "tensor([1., 1.])"
-
-
-@virtual_gpus(2, shapes_only=True)
-def test_a_loss_in_a_training_loop_says_that_values_are_not_kept():
     loss = nn.Linear(4, 2).cuda()(torch.ones(3, 4, device="cuda")).square().mean().detach()
     total = 0.0
     for _ in range(2):

@@ -42,7 +42,7 @@ NAMED = {
 }
 
 
-def test_an_old_thread_joins_when_it_first_names_a_gpu():
+def test_an_old_thread_joins_when_it_first_names_a_gpu_and_one_of_a_pool_for_every_call():
     for name, make in NAMED.items():
         with ThreadPool(1) as old_thread:
             old_thread.apply(torch.ones, (2,))
@@ -53,9 +53,6 @@ def test_an_old_thread_joins_when_it_first_names_a_gpu():
                     assert torch.cuda.memory_allocated(1) <= 1024
                     del x
             assert old_thread.apply(torch.neg, (torch.ones(2),)).device.type == "cpu", name
-
-
-def test_a_pool_made_before_joins_for_every_call():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
         with virtual_gpus(2):
@@ -98,7 +95,7 @@ def test_four_threads_on_four_gpus():
             assert stats["inactive_split_bytes.all.current"] == 0
 
 
-def test_workers_and_the_pinning_thread():
+def test_loaders_with_workers_and_a_pinning_thread_made_before_the_gpus_and_of_items_on_a_gpu():
     with virtual_gpus(2):
         numbers = torch.arange(8.0)
         squares = TensorDataset(numbers, numbers * numbers)
@@ -107,9 +104,6 @@ def test_workers_and_the_pinning_thread():
             assert x.is_pinned() and x.device.type == "cpu"
             on = x.to("cuda:1", non_blocking=True)
             assert (on * on).tolist() == y.tolist()
-
-
-def test_a_loader_made_before_the_gpus_and_items_on_a_gpu():
     loader = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=4, shuffle=True, pin_memory=False)
     with virtual_gpus(2):
         assert sum(x.to("cuda:1").sum().item() for (x,) in loader) == 28.0

@@ -58,7 +58,7 @@ def test_work_at_the_same_time_counts_once():
         assert len(both) == 2 and max(both) <= t.busy_seconds(0, copies=True) < 0.99 * sum(both)
 
 
-def test_the_file_is_in_chromes_format(recorded, tmp_path):
+def test_the_file_is_in_chromes_format_and_the_picture_has_a_row_per_stream(recorded, tmp_path):
     recorded.save(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     work = [e for e in events if e["ph"] == "X"]
@@ -67,9 +67,6 @@ def test_the_file_is_in_chromes_format(recorded, tmp_path):
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
     assert {"cuda:0 (modelled)", "cuda:1 (modelled)", "host (modelled)", "stream", "copy in"} <= names
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
-
-
-def test_the_picture_has_a_row_per_stream(recorded):
     figure = recorded.plot()
     axes = figure.axes[0]
     labels = [t.get_text() for t in axes.get_yticklabels()]
@@ -197,7 +194,7 @@ def test_nothing_to_draw_is_said_and_work_is_named_in_timelines_only():
 # ---- what fills a GPU: the classifier, on live allocations and on PyTorch's public history --------------------------
 
 
-def test_the_stack_of_an_allocation_says_its_kind():
+def test_stacks_say_the_kind_by_which_a_block_counts_at_the_peak_though_another_takes_its_address():
     call, program = (f"{INSTALLED}/nn/modules/module.py", "_call_impl"), ("train.py", "train")
     assert kind_of([]) == ACTIVATIONS  # a thread of C++: autograd's
     assert kind_of([program]) == OTHER
@@ -206,9 +203,6 @@ def test_the_stack_of_an_allocation_says_its_kind():
     assert kind_of([(f"{INSTALLED}/nn/modules/linear.py", "__init__")]) == PARAMETERS
     # The innermost one that says something counts.
     assert kind_of([(f"{INSTALLED}/nn/parallel/replicate.py", "replicate"), call]) == PARAMETERS
-
-
-def test_a_block_counts_by_its_kind_at_the_peak_though_another_takes_its_address():
     log = PeakLog([(1, 100)])
     log.mark(PARAMETERS, 1)
     log.allocated(2, 70, OTHER)
