@@ -41,9 +41,6 @@ def mask_of(kind, query, columns):
     return made.to(query.dtype).to(query.device).requires_grad_(kind == "learnt")
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
 def results(device, backend, dtype, shape, mask, causal, scale=0.3, **sizes):
     torch.manual_seed(0)
     leaves = parts(shape, device, dtype, **sizes)
@@ -101,9 +98,6 @@ def test_output_and_gradients_are_those_of_the_cpu_and_shapes_take_the_same_memo
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == FP32 else {"atol": 4e-2, "rtol": 4e-2}
     assert {t.dtype for t in found} == {dtype}
     torch.testing.assert_close(found, wanted, check_device=False, **close)
-
-
-# ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

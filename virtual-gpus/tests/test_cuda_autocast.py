@@ -245,9 +245,6 @@ def test_gpus_that_go_off_within_a_region():
         left.__exit__(None, None, None)
 
 
-# ---- the cache of cast weights ---------------------------------------------------------------------------------------
-
-
 @with_and_without_numbers
 def test_weights_that_need_gradients_are_cast_once_per_region(shapes_only, monkeypatch):
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
@@ -293,9 +290,6 @@ def test_a_weight_that_went_is_not_mistaken_for_another(gpus):
         for number in range(20):
             weight = torch.full((2, 2), float(number), device="cuda", requires_grad=True)
             assert (torch.ones(1, 2, device="cuda") @ weight).tolist() == [[2.0 * number] * 2]
-
-
-# ---- GradScaler ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["", "foreach", "fused"])

@@ -123,9 +123,6 @@ def test_linear_adds_its_bias_in_place_but_a_learners_sum_is_new(gpu):
             assert sizes_of(lambda: product + layer.bias).count(whole) == 1
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rms_norms_derivatives_are_the_cpus(weighted):
     found = []

@@ -34,8 +34,6 @@ def run(make, device, x, states=None, use=slice(None)):
     return [*outputs, x.grad, *[s.grad for s in states][: len(last)], *(p.grad for p in net.parameters())]
 
 
-# ---- numbers -------------------------------------------------------------------------------------------------------
-
 KINDS = {
     "lstm": nn.LSTM,
     "gru": nn.GRU,
@@ -108,9 +106,6 @@ def test_evaluation_without_gradients_keeps_no_reserve(gpus):
         net(x)[0].sum().backward()
 
 
-# ---- what autograd may ask -------------------------------------------------------------------------------------------
-
-
 def test_autocast_runs_in_half_precision(gpus):
     make, x = partial(nn.LSTM, 8, 16, batch_first=True), draw(4, 3, 8)
     expected = run(make, "cpu", x, use=slice(1))
@@ -119,9 +114,6 @@ def test_autocast_runs_in_half_precision(gpus):
     assert found[0].dtype == torch.float16  # cuDNN's autocast knows no other
     same(found[0].float(), expected[0], atol=2e-3, rtol=2e-2)
     same([part.float() for part in found], expected, atol=2e-2, rtol=2e-2)
-
-
-# ---- weights in one buffer -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shapes_only", [True, False])
@@ -145,9 +137,6 @@ def test_a_weight_that_left_the_buffer(gpus):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same([out, net(x)[0]], [before, before])
-
-
-# ---- errors --------------------------------------------------------------------------------------------------------
 
 
 def test_mixtures_of_devices_and_dtypes(gpus):
@@ -175,9 +164,6 @@ def test_backward_after_the_gpus_have_gone():
     same(net(draw(4, 3, 5))[0].sum(), out)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_retained_graph_gets_a_clone_of_the_reserve(gpus):
     net, x = nn.LSTM(64, 256).cuda(), torch.zeros(50, 16, 64, device="cuda")
     peaks = []
@@ -188,9 +174,6 @@ def test_a_retained_graph_gets_a_clone_of_the_reserve(gpus):
         net.zero_grad()
     reserve = reserve_bytes(Network("LSTM", 1, 1, 50, 16, 64, 256, 256, 4))
     assert abs(peaks[1] - peaks[0] - reserve) < 512
-
-
-# ---- sizes alone -----------------------------------------------------------------------------------------------------
 
 
 def test_published_sizes_of_the_reserve_and_the_algorithm_for_small_hidden_sizes():

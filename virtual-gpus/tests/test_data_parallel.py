@@ -43,9 +43,6 @@ class Calls(nn.Module):
         self.forward = function
 
 
-# ---- equal to one device -------------------------------------------------------------------------------------------
-
-
 def train(wrap, device, batch=13):
     model = wrap(net(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -143,9 +140,6 @@ def test_buffers_come_from_the_first_gpu(gpus):
     close(norm.running_var, expected.running_var)
     assert norm.num_batches_tracked == 1 and norm.running_mean.device == gpus[1]
     close(out, torch.cat([nn.BatchNorm1d(3)(half) for half in x.split(4)]))
-
-
-# ---- the functions below -------------------------------------------------------------------------------------------
 
 
 def test_communication_functions(gpus):

@@ -50,9 +50,6 @@ def in_fork(function):
     return answer
 
 
-# ---- fork and spawn ------------------------------------------------------------------------------------------
-
-
 def test_a_forked_process_inherits_gpus_and_tensors_or_switches_its_own_on():
     def inherits():
         y = x * 2
@@ -86,9 +83,6 @@ def test_a_spawned_process_may_choose_its_gpu_before_it_touches_any():
     with virtual_gpus(2):
         start, arguments = processes._FirstOfAll(active_machine(), {}).__reduce__()
     assert in_fork(chooses) == [1, 1]
-
-
-# ---- tensors between processes -----------------------------------------------------------------------------
 
 
 def doubled(queue, answers):

@@ -164,9 +164,6 @@ def test_the_cause_is_the_earliest_and_no_rank_that_only_lost_a_connection_and_h
     assert str(alike).startswith("Ranks 0, 1 of 2 were ended by signal 9 (Killed).")
 
 
-# ---- a rank dies ---------------------------------------------------------------------------------------------
-
-
 def dies(rank):
     if rank == 1:
         print("last words", flush=True)
@@ -265,9 +262,6 @@ def test_ranks_that_do_not_start_have_a_limit_and_an_error_of_their_own(monkeypa
     assert parts[1].startswith("Rank 0 had reached:\n") and parts[2] == "Rank 1 had not started the function."
 
 
-# ---- Ctrl-C --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_ctrl_c_ends_the_ranks(tmp_path, capsys):
     def interrupt():
@@ -298,9 +292,6 @@ def test_ctrl_c_ends_what_is_started_if_the_rest_is_not(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_ranks(lambda rank: time.sleep(1000), ranks=2, show=False)
     assert len(started) == 1 and not started[0].is_alive()
-
-
-# ---- what is refused -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
