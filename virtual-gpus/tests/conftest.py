@@ -49,6 +49,15 @@ def gpus(request):
         yield devices
 
 
+@pytest.fixture(scope="module")
+def gpus_of_the_module(request):
+    """The same for all tests of the module together."""
+    from virtual_gpus import virtual_gpus
+
+    with virtual_gpus(**request.module.GPUS) as devices:
+        yield devices
+
+
 @pytest.fixture
 def workspaces_given_back(monkeypatch):
     """cuBLAS returns its workspaces after each operator, as from PyTorch 2.15 on; before, they would stay for ever.

@@ -1,5 +1,6 @@
 """Functions in several processes of one process group, as programs for several GPUs run."""
 
+import torch
 from virtual_gpus.testing import run_ranks
 
 HANGS_S = 300  # nothing here takes that long, however busy the machine is
@@ -8,3 +9,7 @@ HANGS_S = 300  # nothing here takes that long, however busy the machine is
 def in_ranks(function, *arguments, count: int) -> list:
     """What `function(rank, *arguments)` returns in each of `count` processes, rank 0's first."""
     return run_ranks(function, count, arguments, timeout=HANGS_S, show=False)
+
+
+def ones(*shape, dtype=None):
+    return torch.ones(*shape, dtype=dtype, device="cuda")

@@ -9,16 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HANGS_S, in_ranks
+from ranks import HANGS_S, in_ranks, ones
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch.whereabouts import Wait, stuck
 from virtual_gpus.testing import CollectiveMismatch, run_ranks
-
-
-def ones(*shape, dtype=None):
-    return torch.ones(*shape, dtype=dtype, device="cuda")
 
 
 def gathered(parts):

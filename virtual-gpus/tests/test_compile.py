@@ -55,19 +55,7 @@ def test_numbers_and_memory_are_those_of_the_program_without_it():
         assert train(how, shapes_only=True)[1] == eager[1], name
 
 
-def test_what_is_returned_is_pytorch_s():
-    with virtual_gpus(1):
-        net = nn.Linear(4, 2).cuda()
-        compiled = torch.compile(net)
-        assert type(compiled) is torch._dynamo.OptimizedModule and compiled._orig_mod is net
-        assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
-        with pytest.raises(RuntimeError, match="Invalid backend: 'fast'"):
-            torch.compile(net, backend="fast")
-        with pytest.raises(RuntimeError, match="Either mode or options"):
-            torch.compile(net, mode="default", options={"epilogue_fusion": True})
-
-
-def test_it_says_once_that_nothing_is_compiled(monkeypatch, capsys):
+def test_what_is_returned_is_pytorch_s_and_it_says_once_that_nothing_is_compiled(monkeypatch, capsys):
     monkeypatch.setattr(compiler, "_said", False)
     with virtual_gpus(1):
         net = nn.Linear(4, 2).cuda()
@@ -78,6 +66,13 @@ def test_it_says_once_that_nothing_is_compiled(monkeypatch, capsys):
         assert capsys.readouterr().out == ""
         torch.compile(net)
         torch.compile(mode="max-autotune")(net)
+        compiled = torch.compile(net)
+        assert type(compiled) is torch._dynamo.OptimizedModule and compiled._orig_mod is net
+        assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+        with pytest.raises(RuntimeError, match="Invalid backend: 'fast'"):
+            torch.compile(net, backend="fast")
+        with pytest.raises(RuntimeError, match="Either mode or options"):
+            torch.compile(net, mode="default", options={"epilogue_fusion": True})
     assert capsys.readouterr().out == LINE
 
 

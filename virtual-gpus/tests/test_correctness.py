@@ -94,16 +94,6 @@ def test_training_equals_the_cpu_s_bit_for_bit(gpus, case):
     assert torch.cuda.memory_allocated(0) == torch.cuda.memory_allocated(2) == 0
 
 
-PROGRAMS = {}
-
-
-def program(function):
-    """A function of a device that returns tensors."""
-    PROGRAMS[function.__name__] = function
-    return function
-
-
-@program
 def in_place_operators_and_views(device):
     x = draw(4, 5).to(device).requires_grad_()
     y = x * 1
@@ -116,7 +106,6 @@ def in_place_operators_and_views(device):
     return [y, x.grad]
 
 
-@program
 def an_encoder_packs_what_is_padded(device):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     net = nn.TransformerEncoder(layer, 2).eval().to(device)
@@ -130,7 +119,6 @@ def an_encoder_packs_what_is_padded(device):
     return [found]
 
 
-@program
 def complex_numbers(device):
     z = torch.complex(draw(8), draw(8, seed=2)).to(device).requires_grad_()
     spectrum = torch.fft.ifft(torch.fft.fft(z) * z.conj())
@@ -139,7 +127,6 @@ def complex_numbers(device):
     return [loss, z.grad, z.grad.conj(), z.grad.imag, z.conj().imag]
 
 
-@program
 def sparse_matrices(device):
     x = torch.sparse_coo_tensor(torch.tensor([[0, 1, 1], [2, 0, 2]]), torch.tensor([3.0, 4.0, 5.0]), (2, 3))
     rows, dense = x.to_dense().to_sparse_csr().to(device), draw(3, 2).to(device)
@@ -164,7 +151,11 @@ def hessian_of_a_loss(device):
     return [found.to(device)]
 
 
-PROGRAMS |= {
+PROGRAMS = {
+    "in-place operators and views": in_place_operators_and_views,
+    "an encoder packs what is padded": an_encoder_packs_what_is_padded,
+    "complex numbers": complex_numbers,
+    "sparse matrices": sparse_matrices,
     "vmap asks for the device": lambda d: [torch.vmap(device_inside)(draw(4, 3).to(d))],
     "jacfwd": lambda d: [torch.func.jacfwd(lambda v: v.to(d).exp())(draw(3))],
     "vmap of a cast": lambda d: [torch.vmap(lambda row: row.to(d).to(torch.float64))(draw(4, 3))],

@@ -9,14 +9,10 @@ import torch
 from torch import nn
 from virtual_gpus import NotModelled, virtual_gpus
 
+pytestmark = pytest.mark.usefixtures("gpus_of_the_module")
+GPUS = {"count": 2, "memory": "2 GiB"}
 UNSUPPORTED = "CUDA error: operation not permitted when stream is capturing"
 INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpus():
-    with virtual_gpus(2, memory="2 GiB") as devices:
-        yield devices
 
 
 @pytest.fixture(autouse=True)

@@ -3,16 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks
+from ranks import in_ranks, ones
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import virtual_gpus
-
-
-def ones(*shape, dtype=None):
-    return torch.ones(*shape, dtype=dtype, device="cuda")
 
 
 def shapes(rank):

@@ -6,15 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
-from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus import record_timeline
 
+pytestmark = pytest.mark.usefixtures("gpus_of_the_module")
+GPUS = {"count": 2}
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_gpus():
-    with virtual_gpus(2):
-        yield
 
 
 def test_device_times_are_those_of_the_modelled_clock(capfd):

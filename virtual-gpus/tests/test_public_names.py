@@ -10,13 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import virtual_gpus as virtual_gpus_package
-from virtual_gpus import NotModelled, virtual_gpus
+from virtual_gpus import NotModelled
 
-
-@pytest.fixture(scope="module", autouse=True)
-def gpus():
-    with virtual_gpus(2, memory="1 GiB") as devices:
-        yield devices
+pytestmark = pytest.mark.usefixtures("gpus_of_the_module")
+GPUS = {"count": 2, "memory": "1 GiB"}
 
 
 @pytest.mark.parametrize("name", ["CUDAGraph", "graph", "MemPool", "ExternalStream", "Stream", "Event"])

@@ -1,15 +1,14 @@
 """Whatever happens inside: afterwards the books are right, training goes on, and nothing is kept alive."""
 
 import gc
-import inspect
 import os
-import sys
 import traceback
 from pathlib import Path
 
 import pytest
 import snapshots
 import torch
+from interrupts import interrupted_at_call
 from torch import nn
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.dispatch import timing
@@ -48,67 +47,26 @@ class Training:
         self.optimizer.step()
 
 
-class CtrlCAtCall:
-    """A profile function that raises KeyboardInterrupt at the n-th moment in our code that a signal can hit.
-
-    Those are the beginning of a function and the return of a call into C. Unlike a signal it hits the same places in
-    every run.
-    """
-
-    def __init__(self, n):
-        self.left, self.place = n, None
-
-    def __call__(self, frame, event, argument):
-        if event not in ("call", "c_return") or "virtual_gpus" not in frame.f_code.co_filename:
-            return
-        if event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
-            return  # Python may be closing it, which is a call for a profile function, but no moment for a signal
-        self.left -= 1
-        if self.left == 0:
-            sys.setprofile(None)
-            self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            raise KeyboardInterrupt
-
-    def hits(self, function):
-        """True if `function` was cut short."""
-        before = sys.getprofile()
-        try:
-            sys.setprofile(self)
-            function()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.setprofile(before)
-        return False
-
-
-def moments(function):
-    """How many moments `function` has at which Ctrl-C may hit our code."""
-    counter = CtrlCAtCall(-1)
-    counter.hits(function)
-    return -1 - counter.left
-
-
 def test_ctrl_c_at_any_moment():
     with virtual_gpus(2):
         training = Training()
         training.step()
         training.step()
         torch.cuda.set_device(1)
-        base, total = allocated(), moments(training.step)
+        base, (_, total) = allocated(), interrupted_at_call(-1, training.step)
         assert total > 1000
         for n in range(1, total, total // 60):
-            cut = CtrlCAtCall(n)
-            if not cut.hits(training.step):  # the clock's own calls vary a little from step to step
+            place, _ = interrupted_at_call(n, training.step)
+            if not place:  # the clock's own calls vary a little from step to step
                 assert n > 0.95 * total, n
                 continue
-            assert not snapshots.this_thread.inside, cut.place
-            assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1, cut.place
-            assert torch.cuda.current_device() == 1 and torch.is_grad_enabled(), cut.place
+            assert not snapshots.this_thread.inside, place
+            assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 1, place
+            assert torch.cuda.current_device() == 1 and torch.is_grad_enabled(), place
             training.step()
-            assert allocated() == base, cut.place
+            assert allocated() == base, place
             clock = active_machine().clock
-            assert clock.share == 1 and clock._threads is None, cut.place
+            assert clock.share == 1 and clock._threads is None, place
 
 
 def test_ctrl_c_while_switching_on_and_off():
@@ -116,12 +74,12 @@ def test_ctrl_c_while_switching_on_and_off():
         pass  # imports what the first switching on imports
     before = snapshots.picture()
     gpus = virtual_gpus(2)
-    total = moments(gpus.start)
+    _, total = interrupted_at_call(-1, gpus.start)
     gpus.stop()
     assert total > 20
     for n in range(1, total, total // 8):
         gpus = virtual_gpus(2)
-        CtrlCAtCall(n).hits(gpus.start)
+        interrupted_at_call(n, gpus.start)
         gpus.stop()
         assert snapshots.differences(before) == [], n
 

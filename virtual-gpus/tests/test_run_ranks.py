@@ -1,12 +1,12 @@
 """run_ranks: results, environment, output, with virtual GPUs and without; and as it works on other systems."""
 
-import io
 import os
 import socket
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -123,9 +123,6 @@ def test_a_rank_may_end_the_group_itself_and_leave_a_thread_running(monkeypatch)
     assert run_ranks(work, ranks=2, show=False, timeout=None) == [None, None]
 
 
-# ---- virtual GPUs --------------------------------------------------------------------------------------------
-
-
 def on_gpu(rank, parents):
     """What the parent has on its GPU is on the CPU here, and it counts as the parent's."""
     found = str(parents.device), str(parents.to("cuda").device), torch.cuda.current_device(), dist.get_backend()
@@ -148,19 +145,6 @@ def test_virtual_gpus(capsys):
         assert allocated[1 - rank] == 0 and 40_000 <= allocated[rank] < 2**20  # the parent's 8 MiB are not in it
 
 
-class Watcher(io.StringIO):
-    """A stdout that notes when rank 0's first line has come."""
-
-    def __init__(self, seen):
-        super().__init__()
-        self.seen = seen
-
-    def write(self, text):
-        super().write(text)
-        if "[rank 0] rank 0 says\n" in self.getvalue():
-            self.seen.touch()
-
-
 def test_lines_come_in_rank_order_and_those_of_rank_0_while_it_runs(capsys, tmp_path, monkeypatch):
     def talk(rank):
         print("rank", rank, end=" ")
@@ -173,9 +157,15 @@ def test_lines_come_in_rank_order_and_those_of_rank_0_while_it_runs(capsys, tmp_
         os.system("echo a child")
         print("no newline", end="")
 
-    monkeypatch.setattr(sys, "stdout", Watcher(tmp_path / "seen"))
+    def note(text):
+        said.append(text)
+        if "[rank 0] rank 0 says\n" in "".join(said):
+            (tmp_path / "seen").touch()
+
+    said = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=note, flush=lambda: None))
     run_ranks(talk, ranks=2)
-    assert sys.stdout.getvalue().split("\n") == [
+    assert "".join(said).split("\n") == [
         "2 ranks on the CPU, backend gloo",
         "[rank 0] rank 0 says", "[rank 0] raw", "[rank 0] a child", "[rank 0] no newline",
         "[rank 1] rank 1 says", "[rank 1] one", "[rank 1] ", "[rank 1] two äöü", "[rank 1] raw",

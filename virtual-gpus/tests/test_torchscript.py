@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.jit import trace
-from virtual_gpus import NotModelled, virtual_gpus
+from virtual_gpus import NotModelled
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_gpus():
-    with virtual_gpus(2):
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),
+    pytest.mark.usefixtures("gpus_of_the_module"),
+]
+GPUS = {"count": 2}
 
 
 def network():
