@@ -50,11 +50,6 @@ class PyramidNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def pyramidnet_article() -> PyramidNet:
-    """The net of an article about DataParallel, which gives its seconds on K80s: 24,253,410 parameters."""
-    return PyramidNet(depth=104, alpha=255)
-
-
 class ScoresBlock(GPTBlock):
     """A block that keeps the attention scores for the backward pass, as code did before fused attention."""
 

@@ -16,11 +16,6 @@ from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch.whereabouts import Wait, stuck
 from virtual_gpus.testing import CollectiveMismatch, run_ranks
 
-
-def gathered(parts):
-    return dist.all_gather([ones(3) for _ in range(parts)], ones(3))
-
-
 # What rank 0 calls, and rank 1, by the words for it.
 DIFFERENT = {
     "kind": {"all_reduce of float32, 12 bytes": lambda: dist.all_reduce(ones(3)),
@@ -39,7 +34,7 @@ DIFFERENT = {
 # The same in the eyes of NCCL, although the programs' calls differ.
 SAME = [
     (lambda: dist.all_reduce(ones(2, 3)), lambda: dist.all_reduce(ones(6))),
-    (lambda: gathered(2), lambda: all_gather_tensor(ones(3), 0, dist.group.WORLD)),
+    (lambda: dist.all_gather([ones(3), ones(3)], ones(3)), lambda: all_gather_tensor(ones(3), 0, dist.group.WORLD)),
     (
         lambda: dist.reduce_scatter_tensor(ones(1), ones(2)),
         lambda: reduce_scatter_tensor(ones(2), "sum", 0, dist.group.WORLD),
@@ -139,7 +134,6 @@ def test_who_waits_hears_where_the_others_are():
         "test_agreement.py:"
     )
     assert first[1].startswith("  rank 1 waited in broadcast of float32, 12 bytes, root 1, number 1 of process group ")
-    assert first[2].startswith("  rank 2 is not in a collective that waits") and first[3].startswith(
-        "  rank 3 has left"
-    )
+    assert first[2].startswith("  rank 2 is not in a collective that waits")
+    assert first[3].startswith("  rank 3 has left")
     assert second[1:] == first[2:3] and second[0] == "Rank 1" + first[1].removeprefix("  rank 1") + "."

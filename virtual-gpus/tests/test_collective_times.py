@@ -125,8 +125,6 @@ def test_each_collective_of_pytorch_takes_its_time():
         assert everyone.lane == "all-reduce" and everyone.sent == 2 * 15 / 16 * NBYTES
 
 
-# ---- overlap ---------------------------------------------------------------------------------------------------------
-
 WIDTH, BLOCKS = 8192, 4
 
 
@@ -201,9 +199,6 @@ def test_queues_streams_and_waits():
         assert found["all"].seconds == pytest.approx(other.end - first.start)
         rows = [label.get_text() for label in timeline.plot().axes[0].get_yticklabels()]
         assert {"cuda:0, all-reduce, tp", "cuda:0, broadcast, tp", "cuda:0, all-reduce, dp"} < set(rows)
-
-
-# ---- published figures -----------------------------------------------------------------------------------------------
 
 
 H100, A100 = {"adapters": 8}, {"kind": "A100", "network": "EFA 100", "adapters": 4}

@@ -23,9 +23,7 @@ FORMS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
 }
-VARIANTS = FORMS | {
-    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=keep_products),
-}
+VARIANTS = FORMS | {"selective": functools.partial(checkpoint, use_reentrant=False, context_fn=keep_products)}
 
 
 def network() -> nn.ModuleList:

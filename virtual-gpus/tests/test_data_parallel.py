@@ -35,14 +35,6 @@ class Where(nn.Module):
         return x * self.weight
 
 
-class Calls(nn.Module):
-    """A module that is a function, without parameters."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.forward = function
-
-
 def train(wrap, device, batch=13):
     model = wrap(net(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -85,9 +77,6 @@ def test_a_sparse_gradient_equals_the_cpus(gpus):
         close(one, other)
 
 
-# ---- which GPU gets what, and what comes back ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "ids, pieces, output_device, expected",
     [
@@ -113,17 +102,16 @@ def test_which_gpu_gets_how_many_samples_and_the_output(gpus, ids, pieces, outpu
     close(module.weight.grad, x.sum()[None])
 
 
-def test_another_dimension_and_inputs_on_any_device():
+def test_another_dimension_inputs_on_any_device_and_inference_mode():
     for place in ("cpu", "cuda:2"):
         x = draw(5, 7, 2).to(place).requires_grad_()
-        out = DataParallel(Calls(lambda part: part.cumsum(0)), dim=1)(x)
+        module = nn.Module()
+        module.forward = lambda part: part.cumsum(0)
+        out = DataParallel(module, dim=1)(x)
         same(out, x.cumsum(0))
         out.sum().backward()
         assert str(x.grad.device) == place
         same(x.grad, torch.arange(5.0, 0, -1)[:, None, None].expand(5, 7, 2))
-
-
-def test_evaluation_in_inference_mode():
     model, x = net().eval(), draw(9, 3, 8, 8)
     with torch.inference_mode():
         out = DataParallel(model)(x)

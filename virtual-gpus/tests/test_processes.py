@@ -129,9 +129,6 @@ def test_ways_to_share():
         assert (str(x.device), x.shape) == ("cuda:1", (3, 4))
 
 
-# ---- torch.distributed -------------------------------------------------------------------------------------
-
-
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 3))

@@ -111,11 +111,9 @@ def test_a_tensor_prints_its_form_and_a_loss_in_a_training_loop_that_values_are_
     assert math.isnan(pickle.loads(pickle.dumps(total))) and not total < 1 and not total > 1
 
 
-# ---- FakeTensorMode, which torch.compile, DTensor's sharding propagation and MemTracker use --------------------------
-
-
 @pytest.mark.parametrize("shapes_only", [False, True])
 def test_fake_tensors_are_nobody_s_memory(shapes_only):
+    """FakeTensorMode is what torch.compile, DTensor's sharding propagation and MemTracker use."""
     with virtual_gpus(2, memory="1 GiB", shapes_only=shapes_only):
         real = torch.ones(4, device="cuda:1")
         before = torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)
@@ -139,9 +137,6 @@ def test_a_storage_of_the_meta_device_says_that_it_has_no_data():
         for read in (storage.cpu, storage.cuda, lambda: storage[0]):
             with pytest.raises(NotImplementedError, match="Cannot copy out of meta|Not available"):
                 read()
-
-
-# ---- GPUs that were switched off ------------------------------------------------------------------------------------
 
 
 def made_before(shapes_only=False):

@@ -95,9 +95,6 @@ def test_what_cannot_be_asked_and_an_error_in_the_block():
         assert empty.seconds == 0.0 and empty.utilisation(0) == 0.0 and not empty.spans
 
 
-# ---- the animated picture: what it says, how large it is, that it needs no script and is always the same ------------
-
-
 @pytest.fixture(scope="module")
 def data_parallel():
     """A step on four GPUs; its timeline, and the peak of each GPU in bytes."""
@@ -170,10 +167,8 @@ def test_ranks_are_joined_and_what_each_sends_goes_to_the_next():
     animation = animate(ranks, title="Ring", story=story)
     assert {"GPU 0", "GPU 1", "compute", "a", "3", "measured time"} <= set(texts(animation))
     assert "measured 4 ms | busy: cuda:0 100 %" in str(animation)
-    assert (
-        "what travels: 2 × send, 2 × reduce-scatter" in str(animation)
-        and animation.svg.count('href="#block-send"') == 2
-    )
+    assert "what travels: 2 × send, 2 × reduce-scatter" in str(animation)
+    assert animation.svg.count('href="#block-send"') == 2
     told = [each for each in ElementTree.fromstring(animation.svg).iter(f"{SVG}text") if each.get("class") == "w s"]
     begins = {each.text: float(re.search(r"--a:([\d.]+)", each.get("style"))[1]) for each in told}
     assert begins == {"Send.": 0, "Add.": pytest.approx(0.5, abs=0.01), "Scatter.": pytest.approx(0.625, abs=0.01)}
@@ -189,9 +184,6 @@ def test_nothing_to_draw_is_said_and_work_is_named_in_timelines_only():
     assert any(s.name == "add F3" for s in timeline.spans) and not timeline.spans[-1].name.endswith(" F3")
     with name_work("F1"):  # no GPUs
         pass
-
-
-# ---- what fills a GPU: the classifier, on live allocations and on PyTorch's public history --------------------------
 
 
 def test_stacks_say_the_kind_by_which_a_block_counts_at_the_peak_though_another_takes_its_address():
