@@ -209,7 +209,7 @@ def test_sizes_of_blocks_and_segments(text, nbytes, size, segment):
     assert current(gpu, "requested_bytes") == nbytes and round_size(nbytes, gpu.options) in (size, nbytes)
 
 
-def test_no_bytes_cost_nothing_and_freeing_twice_is_an_error():
+def test_no_bytes_cost_nothing_and_freeing_twice_or_allocating_in_the_middle_of_a_malloc_is_an_error():
     gpu = CachingAllocator(GIB)
     nothing = gpu.malloc(0)
     assert (nothing.size, gpu.allocated, gpu.reserved, current(gpu, "allocation")) == (0, 0, 0, 0)
@@ -227,6 +227,13 @@ def test_no_bytes_cost_nothing_and_freeing_twice_is_an_error():
     for sizes in ((0, 0), (100, 100), (100, -1)):
         with pytest.raises(ValueError, match="cannot hold"):
             CachingAllocator(*sizes)
+    gpu = CachingAllocator(GIB)
+    gpu.observers.append(lambda *_: gpu.malloc(1))
+    with pytest.raises(RuntimeError, match="A finalizer or an observer"):
+        gpu.malloc(1000)
+    gpu.observers.clear()
+    check_invariants(gpu)
+    assert gpu.malloc(1000).size == gpu.allocated == 1024
 
 
 def test_peaks_and_accumulated_figures_start_again_also_those_of_oversize_blocks():
@@ -487,16 +494,6 @@ def test_ctrl_c_in_the_middle_leaves_the_books_in_order(text, nbytes):
         assert not gpu._waits.waiting  # nobody waits for ever
     reached = REACHED[text] if nbytes > MIB else set()
     assert seen >= {"_allocate", "passed", "_free_pending", "reclaim"} | reached
-
-
-def test_allocating_in_the_middle_of_a_malloc_is_refused_not_a_deadlock():
-    gpu = CachingAllocator(GIB)
-    gpu.observers.append(lambda *_: gpu.malloc(1))
-    with pytest.raises(RuntimeError, match="A finalizer or an observer"):
-        gpu.malloc(1000)
-    gpu.observers.clear()
-    check_invariants(gpu)
-    assert gpu.malloc(1000).size == gpu.allocated == 1024
 
 
 class Owner:

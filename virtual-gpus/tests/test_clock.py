@@ -53,16 +53,13 @@ def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():
     assert clock.now == 30.0 and clock.mark(0, 0) == clock.mark(1, 0) == 30.5
 
 
-def test_the_load_is_that_of_the_last_second():
+def test_the_load_is_that_of_the_last_second_and_another_thread_may_work_meanwhile():
     clock = Clock(1)
     for _ in range(3000):
         clock.launch(0, 0, 0.25 * MS, 1 * MS, "kernel")
     assert clock.tracks[0].load(clock.now) == pytest.approx(0.25, rel=0.01)
     assert len(clock.tracks[0].busy) < 2 * 2000
-
-
-def test_another_thread_may_work_meanwhile():
-    """A live panel asks for the load in the midst of a training, and a thread that was left over adds idle times."""
+    # A live panel asks for the load in the midst of a training, and a thread that was left over adds idle times.
     clock, track = Clock(1), Track()
 
     class Moment(float):

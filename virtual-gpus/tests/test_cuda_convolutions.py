@@ -74,8 +74,6 @@ def test_one_dimension_is_an_image_of_one_row():
     assert peaks[0] == peaks[1]
 
 
-# ---- the same with numbers and without, and the numbers right --------------------------------------------------------
-
 LAYERS = {
     "1d": (lambda: nn.Conv1d(8, 16, 5, padding=2), (4, 8, 64)),
     "2d": (lambda: nn.Conv2d(8, 16, 3, padding=1), (4, 8, 12, 12)),
@@ -128,7 +126,7 @@ def test_filters_of_the_other_layout_are_copied_first():
     assert first - last == size and last == out.numel() * 4
 
 
-def test_double_backward_has_the_cpu_s_gradients():
+def test_second_gradients_one_alone_an_empty_batch_and_out_work():
     def second(device):
         torch.manual_seed(0)
         x = torch.randn(2, 3, 6, 6).to(device).requires_grad_()
@@ -141,9 +139,6 @@ def test_double_backward_has_the_cpu_s_gradients():
         torch.testing.assert_close(second("cuda"), wanted, check_device=False)
     with virtual_gpus(1, shapes_only=True):
         assert [g.shape for g in second("cuda")] == [w.shape for w in wanted]
-
-
-def test_one_gradient_alone_an_empty_batch_and_out_still_work():
     with virtual_gpus(1):
         layer = nn.Conv2d(3, 4, 3).to("cuda").requires_grad_(False)
         x = torch.randn(2, 3, 8, 8, device="cuda", requires_grad=True)

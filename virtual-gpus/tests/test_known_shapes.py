@@ -124,7 +124,7 @@ def test_results_that_share_memory_are_asked_every_time_and_answers_have_an_end(
     assert len(known._known) <= 3
 
 
-def test_virtual_gpus_ask_once():
+def test_virtual_gpus_ask_once_and_take_rms_norm_apart_once(monkeypatch):
     with virtual_gpus(2, shapes_only=True):
         for device in ("cuda:0", "cuda:1"):
             x = torch.empty(4, 3, device=device, requires_grad=True)
@@ -132,10 +132,7 @@ def test_virtual_gpus_ask_once():
             assert x.grad.device == x.device and torch.cuda.memory_allocated(device) == 1024
         names = {key[0].name for key in known._known}
     assert {"gelu", "gelu_backward", "add.Tensor"} <= names
-
-
-def test_rms_norm_is_taken_apart_once(monkeypatch):
-    """PyTorch finds its shapes in Python, operator by operator. What is kept has the forms and the memory of those."""
+    # PyTorch finds its shapes in Python, operator by operator. What is kept has the forms and the memory of those.
 
     def steps():
         found = []

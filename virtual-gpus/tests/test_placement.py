@@ -63,7 +63,7 @@ def test_lands_on_the_cpu_and_is_the_tensor_itself_when_nothing_changes():
     assert repr(x) == "tensor([1., 1., 1.], device='cuda:1')"
 
 
-def test_new_has_the_dtype_and_refuses_as_cuda_does():
+def test_new_has_the_dtype_and_a_storage_stays_on_its_gpu():
     x = torch.ones(3, dtype=torch.float64, device=ONE)
     assert x.new().shape == (0,) and x.new().device == ONE
     assert x.new().dtype == x.new([1, 2]).dtype == x.new_tensor([1]).dtype == torch.float64
@@ -74,9 +74,6 @@ def test_new_has_the_dtype_and_refuses_as_cuda_does():
     with pytest.raises(RuntimeError, match="expects device type: cuda but device type: cpu was passed"):
         x.new(2, device="cpu")
     assert torch.ones(2).new([1.0]).device.type == "cpu"
-
-
-def test_a_storage_stays_on_its_gpu():
     there, x = torch.ones(3, device="cuda:2"), torch.ones(3, device=ONE)
     for source in (there, there.untyped_storage(), torch.ones(3)):
         with pytest.raises(RuntimeError, match='on device "cuda:1" to a storage on different device'):

@@ -33,14 +33,7 @@ def test_a_refused_class_names_itself_when_one_is_made(name):
             made("an argument")
 
 
-def test_the_plans_of_cufft_are_refused():
-    plans = torch.backends.cuda.cufft_plan_cache
-    for use in (lambda: plans.size, lambda: plans[1], lambda: setattr(plans, "max_size", 3), lambda: plans.clear()):
-        with pytest.raises(NotModelled, match=r"torch\.backends\.cuda\.cufft_plan_cache"):
-            use()
-
-
-def test_streams_by_handle_sleep_by_cycles_raw_blocks_and_the_runtime_library():
+def test_streams_by_handle_sleep_by_cycles_raw_blocks_the_runtime_library_and_the_plans_of_cufft():
     side = torch.cuda.Stream()
     with torch.cuda.stream(torch.cuda.ExternalStream(side.cuda_stream)):
         assert torch.cuda.current_stream() == side
@@ -62,6 +55,10 @@ def test_streams_by_handle_sleep_by_cycles_raw_blocks_and_the_runtime_library():
     assert torch.cuda.cudart().cudaMemGetInfo(0)[1] == 1 << 30
     with pytest.raises(NotModelled, match=r"torch\.cuda\.cudart\(\)\.cudaHostRegister"):
         torch.cuda.cudart().cudaHostRegister(0, 1, 0)
+    plans = torch.backends.cuda.cufft_plan_cache
+    for use in (lambda: plans.size, lambda: plans[1], lambda: setattr(plans, "max_size", 3), lambda: plans.clear()):
+        with pytest.raises(NotModelled, match=r"torch\.backends\.cuda\.cufft_plan_cache"):
+            use()
 
 
 def test_legacy_types_make_tensors_on_the_gpu_also_by_default():
