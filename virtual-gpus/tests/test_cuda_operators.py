@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from measuring import bytes_of, sizes_of
 from torch import nn
-from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus import NotModelled, record_timeline, virtual_gpus
 from virtual_gpus.memory_model import reduction_scratch, round_size
 from virtual_gpus.ops.blas import copied_bytes
 
@@ -142,3 +142,13 @@ def test_an_operator_in_python_takes_the_memory_and_time_of_what_it_calls(shapes
         y = squared(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
         assert torch.cuda.max_memory_allocated() > 32 << 20 and (shapes_only or y.unique().item() == 65)  # cuBLAS
     assert [span.name for span in timeline.spans][:3] == ["ones", "mm", "add"] and y.dtype == torch.float32
+
+
+@torch.library.custom_op("of_these_tests::doubled", mutates_args=(), device_types="cuda")
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+def test_a_librarys_operator_for_cuda_alone_is_refused_by_its_name():
+    with virtual_gpus(1), pytest.raises(NotModelled, match="of_these_tests::doubled, which exists only for CUDA"):
+        doubled(torch.ones(2, device="cuda"))

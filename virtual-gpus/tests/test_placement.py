@@ -97,6 +97,19 @@ def test_a_class_with_functions_in_a_table_is_told_those():
     assert pickle.loads(pickle.dumps(torch.ones_like)) is torch.ones_like and "ones_like" in repr(torch.ones_like)
 
 
+class Seeing(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen = function
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("function", [torch.arange, torch.tensor])
+def test_a_mode_is_told_a_factory_by_its_name(function):
+    with Seeing() as mode:
+        x = getattr(torch, function.__name__)(3, device="cuda:1")
+    assert x.device == ONE and mode.seen is getattr(torch, function.__name__) and mode.seen == function
+
+
 def test_the_current_gpu_and_a_default_device():
     assert torch.cuda.current_device() == torch.accelerator.current_device_index() == 0
     torch.cuda.set_device(2)

@@ -25,6 +25,11 @@ def test_a_class_stays_a_type(name):
     assert pickle.loads(pickle.dumps(kind)) is kind
 
 
+@pytest.mark.parametrize(("owner", "name"), [(torch.autograd.Function, "apply"), (torch.Tensor, "type")])
+def test_a_method_keeps_its_name(owner, name):
+    assert getattr(owner, name).__name__ == name
+
+
 @pytest.mark.parametrize("name", ["GreenContext", "CUDAPluggableAllocator"])
 def test_a_refused_class_names_itself_when_one_is_made(name):
     kind = getattr(torch.cuda, name, None) or getattr(torch.cuda.memory, name)

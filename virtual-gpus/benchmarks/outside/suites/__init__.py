@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +56,7 @@ def torchrun(ranks: int, *program: str | Path) -> list[str]:
 def run(case: Case, log: Path) -> str:
     """Run a case. Returns "" if it passes, and otherwise the first error that it names, or what became of it.
 
-    Its processes form a group, which is killed after `LIMIT_S` seconds.
+    Its processes form a group, which is ended after `LIMIT_S` seconds.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(case.settings)
     with log.open("w") as output:
@@ -66,12 +67,22 @@ def run(case: Case, log: Path) -> str:
         except subprocess.TimeoutExpired:
             return f"It did not end within {LIMIT_S} s."
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
     if code == 0:
         return ""
     errors = _ERROR.findall(log.read_text(errors="replace"))
     return errors[0][:160] if errors else f"exit code {code}"
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a group of processes. The ranks of torchrun are in groups of their own, which it ends if it is asked to."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        for _ in range(80):  # torchrun gives its ranks 30 s
+            time.sleep(0.5)
+            process.poll()  # else its entry stays, and with it the group
+            os.killpg(process.pid, 0)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def keep(name: str, about: str, reasons: Mapping[str, str]) -> None:

@@ -56,8 +56,9 @@ def _run(call: OpCall, kernel: Callable[..., Any], args: tuple, kwargs: dict[str
     except RuntimeError as error:
         if "DefaultCPUAllocator" in str(error):
             raise errors.host_memory_ran_out(call.op.name) from None
-        if str(error).startswith("Could not run 'aten::") and "'CPU' backend" in str(error):
-            raise errors.not_modelled(f"aten::{call.op.name}, which exists only for CUDA") from None
+        if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
+            name = f"{call.func.namespace}::{call.op.name}"
+            raise errors.not_modelled(f"{name}, which exists only for CUDA") from None
         raise
     finally:
         this_thread.inside = False

@@ -82,7 +82,7 @@ class _Walk:
                 if right is not part:
                     value.add(right)
                     value.discard(part)
-                    value.add(right)  # again, if the two are equal (`factories._Like`)
+                    value.add(right)  # again, if the two are equal (`factories._Factory`)
         elif kind is functools.partial:
             function, arguments = self.corrected(value.func), self.corrected(value.args)
             self._correct_dict(value.keywords)
@@ -109,7 +109,7 @@ class _Walk:
                 value[right_key] = right  # before the old key goes: Ctrl-C may come between any two lines
             if right_key is not key:
                 del value[key]
-                value[right_key] = right  # again, if the two are equal (`factories._Like`)
+                value[right_key] = right  # again, if the two are equal (`factories._Factory`)
 
     def _correct_cell(self, cell: Any) -> None:
         try:

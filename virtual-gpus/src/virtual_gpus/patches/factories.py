@@ -6,8 +6,8 @@ import functools
 from numbers import Integral
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function
-from torch.utils._device import DeviceContext, _device_constructors
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._device import _device_constructors
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.copies import move
@@ -31,8 +31,6 @@ def _maker(name: str):
     """`torch.tensor` and its kin parse their data in C++ and would ask CUDA itself: make it on the CPU, then move."""
     make = _raw_make[name]
 
-    @functools.wraps(make)
-    @entrance
     def on_device(*args, device=None, **kwargs):
         machine = active()
         if not args and _DATA[name] in kwargs:
@@ -40,7 +38,7 @@ def _maker(name: str):
         if machine is None or not args:
             return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         source = gpu_of(args[0]) if isinstance(args[0], torch.Tensor) else None
-        device = _default_device() if device is None else as_device(device)
+        device = as_device(device)
         if source is None and (device is None or device.type != "cuda"):
             kwargs = kwargs if device is None else {**kwargs, "device": device}
             return pin(make(*args, **kwargs)) if kwargs.pop("pin_memory", False) else make(*args, **kwargs)
@@ -50,7 +48,7 @@ def _maker(name: str):
             target = find_gpu(machine, device) if device.type == "cuda" else None
         return _make_on(make, name, target, *args, **kwargs)
 
-    return on_device
+    return _Maker(make, on_device)
 
 
 def _make_on(make, name: str, target, data, *args, **kwargs):
@@ -64,18 +62,6 @@ def _make_on(make, name: str, target, data, *args, **kwargs):
     args = tuple(move(a, None, None, None, False) if isinstance(a, torch.Tensor) else a for a in args)
     made = move(make(data, *args, device=torch.device("cpu"), **kwargs).detach(), target, None, None, False)
     return (pin(made) if pinned and target is None else made).requires_grad_(requires_grad)
-
-
-def _default_device() -> torch.device | None:
-    """What `torch.set_default_device` or `with torch.device(...)` asks for; None where nobody asked.
-
-    `torch.get_default_device` answers a device without an index by calling `torch.tensor`, which asks here.
-    """
-    if not torch._C._len_torch_function_stack():
-        return None
-    modes = (mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext))
-    mode = next(modes, None)
-    return None if mode is None else mode.device
 
 
 def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False, **kwargs):
@@ -150,7 +136,6 @@ def _factories():
 def _joining(make):
     """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
 
-    @functools.wraps(make)
     def factory(*args, **kwargs):
         if this_thread.mode is None:
             enter_thread()
@@ -158,22 +143,23 @@ def _joining(make):
             kwargs["device"] = named(kwargs["device"])
         return make(*args, **kwargs)
 
-    return _Like(make, factory) if make.__name__.endswith("_like") else factory
+    return _Factory(make, factory)
 
 
-class _Like:
-    """`torch.empty_like` and its kin, which classes with `__torch_function__` may have in a table of what they do.
+class _Factory:
+    """What stands for a factory. Modes and classes with `__torch_function__` may have a table of what it does.
 
-    It equals PyTorch's own function, as a table may have been made while the GPUs were off.
+    They are asked with this object. It equals PyTorch's own function, as a table may have been made while the GPUs were
+    off.
     """
 
     def __init__(self, make, factory):
         functools.update_wrapper(self, make)
-        self._make, self._factory = make, factory
+        self._make, self._factory, self._is_like = make, factory, make.__name__.endswith("_like")
 
     def __call__(self, *args, **kwargs):
-        asked = args[:1] or (kwargs.get("input"),)
-        if has_torch_function(asked):
+        asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
+        if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
             return handle_torch_function(self, asked, *args, **kwargs)
         return self._factory(*args, **kwargs)
 
@@ -188,3 +174,9 @@ class _Like:
 
     def __reduce__(self):
         return self.__name__  # as a name in torch
+
+
+class _Maker(_Factory):
+    """What stands for `torch.tensor` and its kin, whose errors are raised in this package."""
+
+    __call__ = entrance(_Factory.__call__)

@@ -117,6 +117,9 @@ def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
     return _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
 
 
+type_.__name__ = "type"  # as a name of this module it would hide Python's
+
+
 def record_stream(self, stream) -> None:
     """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
     if _gpu(self) is None:
