@@ -1,0 +1,105 @@
+"""The checks of lesson 11: right and wrong answers of each exercise."""
+
+import pytest
+import torch
+from virtual_gpus import virtual_gpus
+
+from notebooks.checks import lesson11 as check
+from tests.check_answers import Answers, answers_test, stored
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+LESSON = "11_long_sequences_and_experts"
+WORK = stored(LESSON, "work_solution")
+COMBINE = stored(LESSON, "combine_solution")
+SENT = stored(LESSON, "sent_solution")
+TOP_TWO = stored(LESSON, "top_two_solution")
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with virtual_gpus(4, memory="1 GiB") as devices:
+        yield devices
+
+
+def by_pairs(rank, ranks, balanced):
+    """Counted one by one in chunks of 50 tokens."""
+    pieces = torch.arange(2 * ranks * 50) // 50
+    mine = (pieces == rank) | (pieces == 2 * ranks - 1 - rank) if balanced else pieces // 2 == rank
+    pairs = torch.ones(len(pieces), len(pieces)).tril() - torch.eye(len(pieces)) / 2
+    return pairs[mine].sum() / pairs.sum()
+
+
+def naive(outputs, log_sums):
+    sums = torch.stack(log_sums).exp()
+    return (sums * torch.stack(outputs)).sum(dim=0) / sums.sum(dim=0)
+
+
+def shifted(outputs, log_sums):
+    largest = torch.stack(log_sums).amax(dim=0)
+    return naive(outputs, [each - largest for each in log_sums])
+
+
+def in_place(outputs, log_sums):
+    result = shifted(outputs, log_sums)
+    outputs[0].zero_()
+    return result
+
+
+TABLE = {
+    "work": Answers(
+        check.work,
+        right=[WORK(), by_pairs],
+        wrong=[
+            (lambda rank, ranks, balanced: 1 / ranks, "is an equal share"),
+            (WORK("if balanced", "if False"), "without balancing"),
+            (WORK("(rank + 0.5) / (ranks**2 / 2)", "(rank + 1) / (ranks * (ranks + 1) / 2)"), "Count half"),
+            (lambda *case: 100 * WORK()(*case), "is in percent"),
+            (lambda rank, ranks, balanced: WORK()(rank, ranks, balanced) * ranks, "relative to"),
+            (lambda rank, ranks, balanced: WORK()(ranks - 1 - rank, ranks, balanced), "at the other end"),
+        ],
+    ),
+    "combine": Answers(
+        check.combine,
+        right=[COMBINE(), shifted],
+        wrong=[
+            (lambda outputs, log_sums: torch.stack(outputs).mean(dim=0), "mean of the blocks"),
+            (lambda outputs, log_sums: sum(outputs), "sum of the blocks"),
+            (COMBINE("torch.stack(log_sums).softmax(dim=0)", "torch.stack(log_sums) / sum(log_sums)"), "logarithms"),
+            (naive, ("not finite", "largest logarithm")),
+            (in_place, "changes its arguments"),
+            (lambda outputs, log_sums: shifted(outputs, log_sums).T, "shape"),
+        ],
+    ),
+    "sent": Answers(
+        check.sent,
+        right=[SENT()],
+        wrong=[
+            (SENT("(ranks - 1) * block", "ranks * block"), "a step too many"),
+            (SENT("(ranks - 1) * block", "(ranks > 1) * block * 7 / 7"), "is one step"),
+            (SENT("block = 2 *", "block = 1 *"), "one of keys and values"),
+            (SENT("head_width * 2", "head_width * 4"), "four bytes"),
+            (SENT("(tokens / ranks)", "tokens"), "whole sequence"),
+            (SENT("* kv_heads", ""), "one head"),
+            (lambda *job: SENT()(*job) / 2**30, "in GiB"),
+            (lambda *job: 1.0 + SENT()(*job), "nobody to send to"),
+        ],
+    ),
+    "top_two": Answers(
+        check.top_two,
+        right=[TOP_TWO()],
+        wrong=[
+            (TOP_TWO("out[order] = returned", "out = returned"), "the order in which the tokens were"),
+            (TOP_TWO("probability[:, :, None] * ", ""), "differs from one GPU"),
+            (TOP_TWO("return x + ", "return "), "differs from one GPU"),
+            (TOP_TWO(".unflatten(0, (-1, 2))).sum(dim=1)", ".unflatten(0, (-1, 2)))[:, 0]"), "one expert only"),
+            (TOP_TWO("rows = x.repeat_interleave(2, dim=0)", "rows = x.detach().repeat_interleave(2, dim=0)",
+                     "probability, chosen = router(x)", "probability, chosen = router(x).detach()"), "AllToAll"),
+            (TOP_TWO("probability, chosen = router(x)", "probability, chosen = router(x).detach()"), "AllToAll"),
+            (TOP_TWO("return x +", "return 2, x +"), "Return the tensor"),
+            (lambda *given: TOP_TWO()(*given)[:3], "instead of (24, 16)"),
+        ],
+        ranks=[4],
+    ),
+}  # fmt: skip
+test_answers = answers_test(TABLE)
