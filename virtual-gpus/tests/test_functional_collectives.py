@@ -48,6 +48,9 @@ CASES = {
     "reduce_scatter": lambda x, mesh, name: functional.reduce_scatter_tensor(x, "sum", 0, mesh) * 2,
     "reduce_scatter of columns": lambda x, mesh, name: functional.reduce_scatter_tensor(x, "sum", 1, mesh) * 2,
     "all_to_all": lambda x, mesh, name: functional.all_to_all_single(x, None, None, mesh) * 2,
+    "one row for each rank": lambda x, mesh, name: (
+        DTensor.from_local(x.view(RANKS, -1, 64), mesh, [Shard(1)]).redistribute(placements=[Shard(0)]).to_local() * 2
+    ),
     "broadcast": lambda x, mesh, name: functional.broadcast(x, 0, mesh) * 2,
     "several all_reduces": sums(lambda x, mesh, name: functional.all_reduce_coalesced([x, x], "sum", mesh)),
     "several all_gathers": sums(lambda x, mesh, name: functional.all_gather_into_tensor_coalesced([x, x], mesh)),
