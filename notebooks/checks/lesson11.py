@@ -62,7 +62,8 @@ def combine(answer):
         changed = any(not torch.equal(*pair) for pair in zip(given, (*outputs, *log_sums), strict=True))
         require(not changed, "The function changes its arguments. Leave them as they are.")
         finite = found.dtype.is_floating_point and bool(found.isfinite().all())
-        require(finite, "Some outputs are not finite.", "Subtract the largest logarithm before you take exponentials.")
+        largest_first = "Subtract each query's largest logarithm over the blocks before you take exponentials."
+        require(finite, "Some outputs are not finite.", largest_first)
         if largest < 100:
             sums = torch.stack(log_sums)
             _refuse(
@@ -97,7 +98,7 @@ def sent(answer):
             right / 2**30: "is in GiB. Return bytes.",
         }
         compare.number(value, right, "bytes", 1e-3, mistakes, case)
-    return "It hardly depends on the number of ranks: in all, a rank sends nearly all keys and values once."
+    return "With many ranks, a rank sends nearly all keys and values once, however many ranks there are."
 
 
 def _two_each(x: Tensor, router: nn.Module, experts: nn.ModuleList, count: int = 2) -> Tensor:
@@ -116,34 +117,47 @@ def _in_rank(rank: int, answer) -> tuple:
     torch.manual_seed(0)
     router = nn.Linear(_WIDTH, experts, bias=False).to("cuda")
     mine = nn.ModuleList(FeedForward(_WIDTH, 2 * _WIDTH) for _ in range(experts)).to("cuda")
-    x = torch.randn(experts * _TOKENS, _WIDTH).to("cuda")
+    x = torch.randn(experts * _TOKENS, _WIDTH).to("cuda").requires_grad_()
     whole = _two_each(x, router, mine)
     whole.square().sum().backward()
-    expected = mine[rank].up.weight.grad.clone(), router.weight.grad.clone()
-    once = _two_each(x, router, mine, 1).chunk(experts)[rank].detach()
+    expected = mine[rank].up.weight.grad.clone(), router.weight.grad.clone(), x.grad.chunk(experts)[rank]
+    x = x.detach()
+    with torch.no_grad():
+        two = router(x).softmax(dim=-1).topk(2, dim=-1).values.sum(dim=-1, keepdim=True)
+        mistakes = {"once": _two_each(x, router, mine, 1), "alone": whole - x, "scaled": x + (whole - x) / two}
+    mistakes = {name: wrong.chunk(experts)[rank].detach() for name, wrong in mistakes.items()}
     router.zero_grad(), mine.zero_grad()
-    found = answer(x.chunk(experts)[rank].clone(), router, mine[rank])
+    tokens = x.chunk(experts)[rank].clone().requires_grad_()
+    found = answer(tokens, router, mine[rank])
     if not isinstance(found, Tensor):
         return ("returns", plain(found))
     right = whole.chunk(experts)[rank].detach()
     if found.shape != right.shape:
         return ("shape", tuple(found.shape))
-    if not torch.allclose(found, right, rtol=1e-4, atol=1e-5):
-        return ("once" if torch.allclose(found, once, rtol=1e-4, atol=1e-5) else "values", None)
+    if not _equal(found, right):
+        return (next((name for name, wrong in mistakes.items() if _equal(found, wrong)), "values"), None)
     if not found.requires_grad:
         return ("graph", None)
     found.square().sum().backward()
-    if router.weight.grad is None or mine[rank].up.weight.grad is None:
+    gradients = [mine[rank].up.weight.grad, router.weight.grad, tokens.grad]
+    if any(gradient is None for gradient in gradients):
         return ("graph", None)
-    total = router.weight.grad.clone()
-    dist.all_reduce(total)
-    gradients = (mine[rank].up.weight.grad, total)
-    same = [torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(gradients, expected, strict=True)]
-    return ("", None) if all(same) else ("gradient of the " + ("router" if same[0] else "expert"), None)
+    gradients[1] = gradients[1].clone()
+    dist.all_reduce(gradients[1])
+    for name, gradient, wanted in zip(("expert", "router", "tokens"), gradients, expected, strict=True):
+        if not torch.allclose(gradient, wanted, rtol=1e-3, atol=1e-4):
+            return (f"gradient of the {name}", None)
+    return ("", None)
+
+
+def _equal(found: Tensor, other: Tensor) -> bool:
+    return torch.allclose(found, other, rtol=1e-4, atol=1e-5)
 
 
 _WRONG = {
     "once": "This sends each token to one expert only. Take the two largest probabilities.",
+    "alone": "The output lacks the tokens themselves. Add x.",
+    "scaled": "The two probabilities were divided by their sum. Take them as they are.",
     "values": "The output differs from one GPU. Do the rows come back in the order in which the tokens were?",
     "graph": "Nothing can be trained through the output. Use AllToAll, and no detach().",
 }
