@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from ranks import in_ranks
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.dispatch import collectives
+from virtual_gpus.testing import run_ranks
 
 SECONDS = 15e-6 + 6.5e-6 + 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host
 
@@ -147,3 +149,44 @@ def test_messages_without_values(monkeypatch):
         check_that_messages_are_at_once(at_once)
         # The same bytes over the same links, and between the messages the sums and copies of a quarter each.
         assert nccls < by_hand < 1.15 * nccls
+
+
+LOOPED = {  # with the stages of a rank, of four
+    "ScheduleInterleaved1F1B": lambda rank: (rank, rank + 2),
+    "ScheduleInterleavedZeroBubble": lambda rank: (rank, rank + 2),
+    "ScheduleZBVZeroBubble": lambda rank: (rank, 3 - rank),
+    "ScheduleDualPipeV": lambda rank: (rank, 3 - rank),
+}
+
+
+def looped(rank, name):
+    nets, x, y = layers()
+    mine = LOOPED[name](rank)
+    shape = torch.empty(2, 8, device="meta", requires_grad=True)  # without values, the stages cannot tell each other
+    forms = {"input_args": (shape,), "output_args": (shape,)}
+    stages = [PipelineStage(nets[number].to(rank), number, 4, torch.device("cuda", rank), **forms) for number in mine]
+    schedule = getattr(pipelining, name)(stages, 8, loss_fn=mse_loss)
+    for _ in range(2):  # before the first, the ranks agree, where there are values
+        for number in mine:
+            nets[number].zero_grad()
+        with record_timeline() as timeline:
+            schedule.step(*([x.to(rank)] if 0 in mine else []), target=y.to(rank) if 3 in mine else None)
+    return {number: nets[number][0].weight.grad.cpu() for number in mine}, timeline.seconds
+
+
+def all_looped(rank):
+    return [looped(rank, name) for name in LOOPED]
+
+
+def test_pipelines_of_several_stages_a_rank_have_the_gradients_of_one_gpu_and_the_same_seconds_without_values():
+    nets, x, y = layers()
+    mse_loss(nn.Sequential(*nets)(x), y).backward()
+    with virtual_gpus(2):
+        found = run_ranks(all_looped, 2, show=False)
+    for gradients, _ in (each for rank in found for each in rank):
+        for number, gradient in gradients.items():
+            torch.testing.assert_close(gradient, nets[number][0].weight.grad)
+    with virtual_gpus(2, shapes_only=True):
+        without = run_ranks(all_looped, 2, show=False)
+    times = [[seconds for rank in ranks for _, seconds in rank] for ranks in (found, without)]
+    assert times[1] == pytest.approx(times[0], rel=1e-9)

@@ -241,12 +241,16 @@ def _asker() -> str:
 
 
 def _get_backend_name(function: Callable) -> Callable:
-    """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake"."""
+    """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake".
+
+    It does so for a rank that is alone, and where tensors have no values, because it asks for the answer's value.
+    """
 
     @functools.wraps(function)
     def get_backend(group=None):
-        is_alone = active().settings.rank is not None
-        return "fake" if is_alone and _asker().startswith("torch.distributed.pipelining") else function(group)
+        machine = active()
+        has_no_answer = machine.settings.rank is not None or machine.shapes_only
+        return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
 
     return get_backend
 
