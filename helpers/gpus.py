@@ -26,6 +26,7 @@ __all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_t
 
 Device = int | str | torch.device  # mostly a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
+_MOST_GPUS = 128  # PyTorch counts devices in 8 bits
 _CHOICES = ("auto", "virtual", "real")
 # The virtual GPUs of the last call and their machine, to replace them in the next.
 _ours: tuple[virtual_gpus, Any] | None = None
@@ -55,8 +56,8 @@ def use_gpus(
     TypeError for an invalid argument.
     """
     global _ours
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"use_gpus(count) needs an integer of at least 1, not {count!r}.")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_GPUS:
+        raise ValueError(f"use_gpus(count) needs an integer from 1 to {_MOST_GPUS}, not {count!r}.")
     choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"The environment variable GPUS is {choice!r}. It must be one of {', '.join(_CHOICES)}.")
@@ -169,7 +170,7 @@ def block_address(tensor: torch.Tensor) -> int | None:
     tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         return tensor.untyped_storage().data_ptr() or None
-    except RuntimeError:  # a tensor that wraps others has no memory of its own
+    except (RuntimeError, ValueError):  # a tensor that wraps others, and a parameter of a lazy module, have no memory
         return None
 
 

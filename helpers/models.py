@@ -132,6 +132,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(width)
         self.output = nn.Linear(width, vocabulary, bias=False)
         if tied:
+            nn.init.normal_(self.embedding.weight, std=width**-0.5)  # so that the first logits are of size 1
             self.output.weight = self.embedding.weight
         self.recompute = False
 

@@ -30,7 +30,7 @@ class Epoch(NamedTuple):
 def require_mean(loss: Callable[..., Tensor]) -> None:
     """Raise ValueError for a loss with a `reduction` that is not "mean", also in a functools.partial."""
     reduction = getattr(loss, "reduction", getattr(loss, "keywords", {}).get("reduction", "mean"))
-    if reduction != "mean":
+    if reduction not in ("mean", "batchmean"):
         raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{reduction}".')
 
 
@@ -74,11 +74,12 @@ def train_epochs(
         where = f"{ranks} ranks"
     elif isinstance(wrapped, nn.DataParallel) and len(wrapped.device_ids) > 1:
         where = f"{len(wrapped.device_ids)} GPUs"
-    sampler = getattr(loader, "sampler", None)
+    samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     history: list[Epoch] = []
     for epoch in range(epochs):
-        if isinstance(sampler, DistributedSampler):
-            sampler.set_epoch(epoch)
+        for sampler in samplers:
+            if isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(epoch)
         network.train()
         rate = optimizer.param_groups[0]["lr"]
         sums = torch.zeros(3, device=device)

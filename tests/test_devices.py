@@ -60,7 +60,7 @@ def test_one_gpu_and_shapes_only(capsys):
 @pytest.mark.parametrize(
     ("choice", "count", "options", "words"),
     [
-        *(("auto", count, {}, "integer of at least 1") for count in (0, 1.5, "4", True, None)),
+        *(("auto", count, {}, "integer from 1 to 128") for count in (0, 1.5, "4", True, None, 129)),
         *(("auto", 2, options, "") for options in ({"memory": "16 parsecs"}, {"memory": -1}, {"kind": "Voodoo 2"})),
         ("imaginary", 2, {}, "'imaginary'.*auto, virtual, real"),
         ("real", 3, {}, "GPUS=real, but PyTorch sees 2 of 3 GPUs"),

@@ -1,5 +1,7 @@
 """The networks of the lessons: sizes, shapes, seeds, and that their forward passes name no device."""
 
+import math
+
 import pytest
 import torch
 from article_nets import Bert, BertBlock, PyramidBlock, PyramidNet, bert_article, pyramidnet_article
@@ -57,6 +59,13 @@ def test_article_bert_has_the_article_s_sizes():
     assert parameter_count(article) == v * h + 163 * h + 8 * (12 * h * h + 13 * h) + 2 * h + v * h + v
     article.head.weight = article.token.weight
     assert parameter_count(article) == v * h + 163 * h + 8 * (12 * h * h + 13 * h) + 2 * h + v
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_new_llama_knows_nothing(tied):
+    words = torch.randint(0, 512, (2, 33))
+    loss = nn.functional.cross_entropy(models.Llama(tied=tied)(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+    assert abs(loss.item() - math.log(512)) < 0.8
 
 
 def test_wrong_sizes_are_named():

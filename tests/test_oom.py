@@ -89,6 +89,7 @@ def test_the_block_of_a_tensor_that_wraps_another_on_a_real_gpu(monkeypatch):
     monkeypatch.setattr("helpers.gpus.is_virtual", lambda: False)
     wrapper = AsyncCollectiveTensor(torch.ones(2))
     assert block_address(wrapper) is None
+    assert block_address(nn.LazyLinear(2).weight) is None
     wrapper._local_tensor = torch.ones(2)  # as a DTensor has it
     assert block_address(wrapper) == wrapper._local_tensor.data_ptr()
 
@@ -125,7 +126,8 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     ("kind", "held", "requested", "reserved", "first", "size"),
     [
         ("other", 1, 2000, 1, "larger than all that PyTorch may take", 2000),
-        ("parameters", 500, 300, 900, "expandable_segments", 400),
+        ("parameters", 500, 300, 900, "One gap of that size", 400),
+        ("parameters", 500, 450, 900, "cached in segments that are partly in use", 400),
         ("activations", 600, 500, 600, "inference_mode", 600),
         ("parameters", 900, 200, 900, "Divide parameters between two GPUs", 450),
         ("context", 900, 200, 900, None, None),

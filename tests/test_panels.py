@@ -49,6 +49,7 @@ def test_a_panel_follows_its_controls_and_says_what_cannot_be():
         panel.at(sides=3)
     before = plt.get_fignums()
     Panel(lambda side: ("", plt.figure()), {"side": control("side", (10, 50))})
+    Panel(lambda side: plt.figure() and missing, {"side": control("side", (10, 50))})  # noqa: F821
     assert plt.get_fignums() == before  # pyplot would show it once more
 
 

@@ -90,6 +90,9 @@ def test_a_pipeline_that_cannot_be_is_refused():
         for micro_batches, targets, said in ((0, 3, "cut into 0"), (4, 3, "cut into 4"), (1, 2, "3 inputs, but 2 tar")):
             with pytest.raises(ValueError, match=said):
                 pipeline.step(torch.ones(3, 2), torch.ones(targets, 2), nn.MSELoss(), micro_batches)
+        for loss, said in ((nn.CrossEntropyLoss(torch.ones(2)), "weights classes"), (nn.CrossEntropyLoss(), "of -100")):
+            with pytest.raises(ValueError, match=said):
+                pipeline.step(torch.ones(3, 2), torch.tensor([1, -100, 0]), loss, 2)
         pipeline.schedule = lambda stages, micro_batches: [order[:-1] for order in gpipe(stages, micro_batches)]
         with pytest.raises(ValueError, match="F and B of every micro-batch once"):
             pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)

@@ -15,7 +15,7 @@ from virtual_gpus import virtual_gpus
 
 from helpers.models import group_norm, small_resnet
 from helpers.parallel import launch
-from helpers.train import train_epochs
+from helpers.train import require_mean, train_epochs
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
@@ -92,9 +92,16 @@ def in_a_rank(rank, ranks):
     torch.manual_seed(0)
     network, lines = DistributedDataParallel(mlp()), []
     loader = images(batch=8 // ranks, samples=24, ranks=(ranks, rank))
+    if rank:  # the sampler within a batch sampler is told the epoch, too
+        loader = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     history = train_epochs(Compiled(network), optimizer, LOSS, loader, "cpu", 2, log=lines.append)
-    return history, lines, loader.sampler.epoch, torch.cat([each.detach().flatten() for each in network.parameters()])
+    return (
+        history,
+        lines,
+        loader.batch_sampler.sampler.epoch,
+        torch.cat([each.detach().flatten() for each in network.parameters()]),
+    )
 
 
 def test_ranks_of_ddp_train_like_one_device_and_all_know_the_figures_of_all_images():
@@ -127,6 +134,7 @@ def test_what_cannot_be_trained_is_refused():
             build(loader=empty)[1]()
     model = mlp()
     sgd = torch.optim.SGD(model.parameters())
+    require_mean(nn.KLDivLoss(reduction="batchmean"))
     for summed in (nn.CrossEntropyLoss(reduction="sum"), partial(cross_entropy, reduction="sum")):
         with pytest.raises(ValueError, match='reduction="mean", not "sum"'):
             train_epochs(model, sgd, summed, [], "cpu")

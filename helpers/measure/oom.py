@@ -209,6 +209,8 @@ class Explanation:
             advice.append(Advice(refused.requested, text))
         if cached >= refused.over:
             text = f"{format_bytes(cached)} are cached, but in several gaps. One gap of that size would be enough. "
+            if cached < refused.requested:
+                text = f"{format_bytes(cached)} are cached in segments that are partly in use. "
             text += "Start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or create the large tensors first."
             advice.append(Advice(cached, text))
         useful = [line for line in advice if line.saves > 0.02 * refused.allocated]
@@ -272,7 +274,8 @@ def explain_oom() -> Iterator[Explanation]:
                 free, explanation.capacity = torch.cuda.mem_get_info(refused.gpu)
                 explanation.reserved = torch.cuda.memory_reserved(refused.gpu)
                 explanation.outside = max(0, explanation.capacity - free - explanation.reserved)
-                explanation.blocks = _live_blocks(refused.gpu)
+                with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse even to be looked at
+                    explanation.blocks = _live_blocks(refused.gpu)
             free_frames(error)
         except BaseException as error:
             explanation.happened = f"The block ended with another error: {type(error).__name__}."

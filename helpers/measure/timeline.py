@@ -63,8 +63,9 @@ class Timeline:
 
 def _index(gpu: Device) -> int:
     """Return the index of a GPU, which need not exist here, because a timeline may come from another process."""
-    index = gpu if isinstance(gpu, int) else torch.device(gpu).index
-    if index is None:
+    device = torch.device("cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
+    index = device.index
+    if index is None or device.type != "cuda":
         raise ValueError(f"Name one GPU by its index, such as 'cuda:0', not {gpu!r}.")
     return index
 

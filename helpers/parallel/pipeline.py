@@ -122,6 +122,16 @@ _Sent = dict[tuple[int, int], tuple[Tensor, torch.Event]]  # by (stage, micro-ba
 _Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]  # a stage's input and output, with the graph between them
 
 
+def _require_mean_over_samples(loss: Loss, targets: Tensor) -> None:
+    """Raise ValueError if the mean of a part does not count as often as it has samples."""
+    require_mean(loss)
+    if getattr(loss, "weight", None) is not None:
+        raise ValueError("The loss weights classes, so micro-batches do not count by their samples. Leave weight out.")
+    ignored = getattr(loss, "ignore_index", None)
+    if ignored is not None and not targets.is_floating_point() and bool((targets == ignored).any()):
+        raise ValueError(f"The loss leaves out targets of {ignored}, so micro-batches do not count by their samples.")
+
+
 class Pipeline:
     """Runs training steps through stages on several GPUs, in the order of a schedule.
 
@@ -149,11 +159,12 @@ class Pipeline:
         samples, such as nn.CrossEntropyLoss(). Each micro-batch is weighted by its size, so loss and gradients are
         those of the whole batch, if the stages treat each sample by itself (no BatchNorm, no dropout). A stage after
         the first must not begin with an in-place layer, because its input is a leaf. Raises ValueError for a loss whose
-        `reduction` is not "mean", if inputs and targets differ in number, if the batch has fewer samples than
-        micro_batches, or if the schedule does not give each stage every task once or lets stages wait for each other.
-        Raises RuntimeError if the output of a stage does not depend on its input.
+        `reduction` is not "mean", that weights classes or ignores some of the targets, if inputs and targets differ in
+        number, if the batch has fewer samples than micro_batches, or if the schedule does not give each stage every
+        task once or lets stages wait for each other. Raises RuntimeError if the output of a stage does not depend on
+        its input.
         """
-        require_mean(loss)
+        _require_mean_over_samples(loss, targets)
         if len(targets) != len(inputs):
             raise ValueError(f"{len(inputs)} inputs, but {len(targets)} targets. Pass one target for each input.")
         if not 1 <= micro_batches <= len(inputs):

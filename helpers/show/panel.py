@@ -86,14 +86,17 @@ class Panel:
         """Return text and picture for `chosen`. After an error, the picture is empty."""
         key = repr(chosen)
         if key not in self._answers:
+            before = plt.get_fignums()
             try:
                 words, figure = self._look(**chosen)
                 self._answers[key] = words, png(figure, dpi=140)
-                plt.close(figure)  # or pyplot would show it again below the panel
             except Exception as error:
                 if misses_a_cell(error):  # not kept, because that cell may run later
                     return f"Not possible: {error}. If a cell above defines it, run that cell, and then this one.", b""
                 self._answers[key] = f"Not possible: {error}", b""
+            finally:
+                for number in set(plt.get_fignums()) - set(before):  # or pyplot would show them below the panel
+                    plt.close(number)
         return self._answers[key]
 
     def __repr__(self) -> str:

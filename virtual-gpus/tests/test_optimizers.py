@@ -202,6 +202,7 @@ def test_gradient_scaling(gpus, fused):
     assert_same_weights(layers, on_the_cpu("Adam"), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="PyTorch 2.11 refuses such states on any device")
 def test_fused_adam_takes_states_of_bfloat16():
     x = torch.ones(3, device="cuda:1", requires_grad=True)
     optimizer = torch.optim.AdamW([x], lr=0.1, weight_decay=0, fused=True)
