@@ -26,7 +26,6 @@ import torch
 RESULTS = Path(__file__).parents[1] / "suites.json"
 PAGE = Path(__file__).parents[3] / "docs" / "suites.md"
 SUITES = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
-VIRTUAL = ["-m", "virtual_gpus", "--gpus"]  # and the number of GPUs
 LIMIT_S = 900
 HEAD = """# Libraries' own tests on virtual GPUs
 
@@ -47,10 +46,20 @@ class Case(NamedTuple):
     settings: Mapping[str, str] = {}
 
 
+def python_path(*folders: str | Path) -> str:
+    """PYTHONPATH with these folders before those that it has."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def virtual(gpus: int, *program: str | Path) -> list[str]:
+    """The command that runs `program`, a file or "-m" and a module, on so many virtual GPUs."""
+    return [sys.executable, "-m", "virtual_gpus", "--gpus", str(gpus), *map(str, program)]
+
+
 def torchrun(ranks: int, *program: str | Path) -> list[str]:
     """The command that starts `program` as so many ranks, each with its own virtual GPU."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, *VIRTUAL, str(ranks), *map(str, program)]
+    return [*launcher, *virtual(ranks, *program)[1:]]
 
 
 def run(case: Case, log: Path) -> str:

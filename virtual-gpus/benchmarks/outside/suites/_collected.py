@@ -6,7 +6,6 @@ pytest itself does not say before a test runs whether it will be skipped, and a 
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from os import environ, pathsep
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from benchmarks.outside.suites import VIRTUAL
+from benchmarks.outside.suites import virtual
 
 NAME = __name__
 _MARK = "would run: "
@@ -31,7 +30,7 @@ def collected(files: Sequence[str], folder: Path, gpus: int, settings: Mapping[s
     """The names of the tests of `files` that run on so many GPUs."""
     root = str(Path(__file__).parents[3])
     paths = pathsep.join(filter(None, (settings.get("PYTHONPATH", environ.get("PYTHONPATH", "")), root)))
-    command = [sys.executable, *VIRTUAL, str(gpus), "-m", "pytest", "-p", NAME, "-p", "no:cacheprovider"]
+    command = virtual(gpus, "-m", "pytest", "-p", NAME, "-p", "no:cacheprovider")
     found = subprocess.run([*command, "--collect-only", "-q", *files], cwd=folder, text=True, capture_output=True,
                            env=environ | dict(settings) | {"PYTHONPATH": paths})  # fmt: skip
     if found.returncode:

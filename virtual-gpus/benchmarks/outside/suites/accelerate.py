@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import sys
 from pathlib import Path
 
-from benchmarks.outside.suites import VIRTUAL, Case, torchrun
+from benchmarks.outside.suites import Case, torchrun, virtual
 
 NEEDS = "accelerate, torchdata and pytest"
 GPUS = 2
@@ -37,5 +36,6 @@ def cases(folder: Path | None, work: Path) -> list[Case]:
     scripts = Path(spec.origin).parent / "test_utils" / "scripts"
     settings = {"ACCELERATE_NUM_PROCESSES": str(GPUS)}
     found = [Case(f"{name}.py", torchrun(GPUS, scripts / f"{name}.py"), work, settings) for name in TORCHRUN]
-    alone = [sys.executable, *VIRTUAL, str(GPUS), "-m", "pytest", "-q"]
-    return found + [Case(f"{name}.py", [*alone, str(scripts / f"{name}.py")], work, settings) for name in PYTEST]
+    for name in PYTEST:
+        found.append(Case(f"{name}.py", virtual(GPUS, "-m", "pytest", "-q", scripts / f"{name}.py"), work, settings))
+    return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from os import environ, pathsep
 from pathlib import Path
 
-from benchmarks.outside.suites import VIRTUAL, Case
+from benchmarks.outside.suites import Case, python_path, virtual
 
 NEEDS = "einops, hjson, msgpack, ninja, psutil, py-cpuinfo, pydantic, tqdm and pytest"
 GPUS = 2
@@ -49,8 +47,8 @@ def cases(folder: Path | None, work: Path) -> list[Case]:
     if folder is None or not (folder / "deepspeed" / "runtime").is_dir():
         raise SystemExit(f"FOLDER must be a checkout of DeepSpeed, and these be installed: {NEEDS}.")
     settings = {
-        "PYTHONPATH": pathsep.join(filter(None, [str(folder), environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(folder),
         "CUDA_HOME": str(work / "no-compiler"),  # what looks for a compiler finds none
     }
-    command = [sys.executable, *VIRTUAL, str(GPUS), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = virtual(GPUS, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     return [Case(test.partition("zero/")[2], [*command, test], folder / "tests", settings) for test in TESTS]

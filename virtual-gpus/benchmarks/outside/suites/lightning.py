@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from os import environ, pathsep
 from pathlib import Path
 
-from benchmarks.outside.suites import VIRTUAL, Case
+from benchmarks.outside.suites import Case, python_path, virtual
 from benchmarks.outside.suites._collected import collected
 
 NEEDS = "what lightning needs (`pip install lightning`; the checkout's own code runs) and pytest"
@@ -31,9 +29,8 @@ def cases(folder: Path | None, work: Path) -> list[Case]:
     """A case for each test of a checkout."""
     if folder is None or not (folder / "tests" / "tests_fabric").is_dir():
         raise SystemExit(f"FOLDER must be a checkout of Lightning, and these be installed: {NEEDS}.")
-    paths = [str(folder / "src"), str(folder / "tests"), *filter(None, [environ.get("PYTHONPATH")])]
-    settings = {"PL_RUN_STANDALONE_TESTS": "1", "PYTHONPATH": pathsep.join(paths)}
-    command = [sys.executable, *VIRTUAL, str(GPUS), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    settings = {"PL_RUN_STANDALONE_TESTS": "1", "PYTHONPATH": python_path(folder / "src", folder / "tests")}
+    command = virtual(GPUS, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     found: dict[str, Case] = {}
     for file in FILES:
         place = folder / "tests" / file.partition("/")[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
 import shlex
 import string
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.outside.suites import Case, torchrun
+from benchmarks.outside.suites import Case, python_path, torchrun
 
 NEEDS = ("datasets, einops, grain, safetensors, spmd_types, tensorboard, tokenizers, torch_checkpointing, transformers "
          "and tyro")  # fmt: skip
@@ -60,7 +59,7 @@ def cases(folder: Path | None, work: Path) -> list[Case]:
 def _case(suite: str, test: Any, folder: Path, work: Path) -> Case:
     """A test: one run of torchtitan after the other."""
     runs = [_run(test.ngpu, config, work / test.test_name) for config in test.configs]
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = python_path(folder)
     settings = {"PYTHONPATH": path, "HF_HOME": str(work / "hf"), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return Case(f"{suite}: {test.test_name}", ["sh", "-c", " && ".join(map(shlex.join, runs))], work, settings)
 

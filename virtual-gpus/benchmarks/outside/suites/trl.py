@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
-from os import environ, pathsep
 from pathlib import Path
 
-from benchmarks.outside.suites import VIRTUAL, Case
+from benchmarks.outside.suites import Case, python_path, virtual
 
 NEEDS = """accelerate, transformers, datasets, jinja2, peft, and trl itself, whose version is asked for (the checkout's
 own code runs). For zero2 and zero3 also deepspeed, which DS_BUILD_OPS=0 and DS_ACCELERATOR=cpu install without
@@ -55,7 +53,7 @@ def cases(folder: Path | None, work: Path) -> list[Case]:
     data(work / "data")
     model(work / "model")
     settings = {
-        "PYTHONPATH": pathsep.join(filter(None, [str(folder), environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(folder),
         "HF_HOME": str(work / "cache"),
         "HF_HUB_OFFLINE": "1",
     }
@@ -66,10 +64,10 @@ def cases(folder: Path | None, work: Path) -> list[Case]:
             if "zero" in name and find_spec("deepspeed") is None:
                 continue
             case = f"{test}[{name}]"
-            command = [sys.executable, *VIRTUAL, str(GPUS), "-m", "accelerate.commands.launch",
-                       "--config_file", str(configurations / f"{name}.yaml"), f"trl/scripts/{script}.py",
-                       "--output_dir", str(work / case), "--model_name_or_path", str(work / "model"),
-                       "--dataset_name", str(work / "data"), "--dataset_config", kind]  # fmt: skip
+            command = virtual(GPUS, "-m", "accelerate.commands.launch",
+                              "--config_file", configurations / f"{name}.yaml", f"trl/scripts/{script}.py",
+                              "--output_dir", work / case, "--model_name_or_path", work / "model",
+                              "--dataset_name", work / "data", "--dataset_config", kind)  # fmt: skip
             found.append(Case(case, [*command, *options], folder, settings))
     return found
 
