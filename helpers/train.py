@@ -72,7 +72,8 @@ def train_epochs(
         group = wrapped.process_group
         ranks = dist.get_world_size(group)
         where = f"{ranks} ranks"
-    elif isinstance(wrapped, nn.DataParallel) and len(wrapped.device_ids) > 1:
+    scatters = isinstance(wrapped, nn.DataParallel)  # copies each piece straight to its GPU
+    if scatters and len(wrapped.device_ids) > 1:
         where = f"{len(wrapped.device_ids)} GPUs"
     samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     history: list[Epoch] = []
@@ -89,7 +90,7 @@ def train_epochs(
                 raise ValueError(f"The labels have the shape {tuple(labels.shape)}. Pass one class index per image.")
             # Before the forward pass, so that old gradients and new activations are never in memory together.
             optimizer.zero_grad()
-            mean, correct = _forward(network, loss, images, labels, device)
+            mean, correct = _forward(network, loss, images, labels, device, scatters)
             mean.backward()
             optimizer.step()
             # Sums, because the last batch can be smaller than the others.
@@ -120,14 +121,13 @@ def _forward(
     images: Tensor,
     labels: Tensor,
     device: Device,
+    scatters: bool,
 ) -> tuple[Tensor, Tensor]:
     """The mean loss of a batch, with its graph, and the number of correct answers.
 
     A function of its own, so that the outputs have no name left when `backward` runs. A name would keep them in memory.
     """
-    if not isinstance(
-        getattr(network, "_orig_mod", network), nn.DataParallel
-    ):  # which copies each piece straight to its GPU
+    if not scatters:
         images = images.to(device, non_blocking=True)
     outputs = network(images)
     labels = labels.to(device, non_blocking=True)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from helpers.engine import Span, busy_seconds, gpus_of, seconds_covered
+from helpers.engine import Span, active_machine, busy_seconds, gpus_of, seconds_covered
 from helpers.gpus import Device, modelled_timeline, require_gpu
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
@@ -101,17 +101,20 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     """Record what the GPUs do in the block. All GPUs finish their work before the block begins and before it ends. The
     timeline stays empty if the block fails. On real GPUs, blocks cannot be nested.
 
-    memory: also record what virtual GPUs, and only they, hold at each moment. Raises RuntimeError if there is no GPU.
+    memory: also record what virtual GPUs, and only they, hold at each moment. Raises RuntimeError if there is no GPU,
+    and if the block calls `use_gpus`, whose new GPUs would not be recorded.
     """
     require_gpu()
     if memory:
         gc.collect()  # or cycles of earlier steps might be freed at any time in the block
-    timeline, clock = Timeline(), modelled_timeline(memory)
+    timeline, clock, machine = Timeline(), modelled_timeline(memory), active_machine()
     if clock is None:
         yield from _measured(timeline)
         return
     with clock:
         yield timeline
+    if active_machine() is not machine:
+        raise RuntimeError("The block switched to other GPUs. Call use_gpus before record_timeline.")
     timeline.seconds = clock.seconds
     timeline.spans = [span for span in clock.spans if span.gpu is not None]
     timeline.memory = clock.memory
