@@ -214,9 +214,11 @@ class AllocatorLog(PeakLog):
             frame = frame.f_back
         if not called:
             return "outside modules"
-        if called[0] not in self._names:
+        for outermost in reversed(called):  # DataParallel's replicas are not modules of it
+            if called[0] in self._names:
+                break
             self._names.update(
-                (module, _NUMBER.sub(".*", f".{name}")[1:]) for name, module in called[-1].named_modules()
+                (module, _NUMBER.sub(".*", f".{name}")[1:]) for name, module in outermost.named_modules()
             )
         return self._names.get(called[0]) or type(called[0]).__name__
 
