@@ -224,3 +224,12 @@ def test_the_history_gives_the_kinds_that_the_recorder_finds(workspaces_given_ba
     assert kinds["parameters"] == 2 * (512 * 512 + 512) * 4
     assert held == {ACTIVATIONS: held[ACTIVATIONS], OTHER: 2 * 4096 * 512 * 4}  # the input and the targets
     assert kinds[ACTIVATIONS] >= held[ACTIVATIONS] > 2 * 4096 * 512 * 4
+
+
+def test_the_modules_of_replicas_have_their_names():
+    with virtual_gpus(2, shapes_only=True):
+        net = nn.DataParallel(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).cuda())
+        with record_training() as recorded:
+            net(torch.empty(4096, 512, device="cuda")).sum().backward()
+        modules = recorded.report().by_module
+    assert {"*"} <= modules.keys() <= {"*", "module.*", "backward pass", "outside modules"}, modules
