@@ -13,11 +13,6 @@ from virtual_gpus.patches import compiler
 LINE = "virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is\n"
 
 
-@torch.compile
-def compiled_before(x):
-    return x.relu() + torch.arange(4, device=x.device)
-
-
 COMPILE = {
     "mode": lambda net: torch.compile(net, mode="reduce-overhead", fullgraph=True),
     "a backend of one's own": lambda net: torch.compile(
@@ -83,6 +78,7 @@ def test_functions_that_were_compiled_before_run_too_and_compile_again_afterward
         graphs.append(graph)
         return graph
 
+    compiled_before = torch.compile(lambda x: x.relu() + torch.arange(4, device=x.device))
     double = torch.compile(lambda x: x * 2, backend=backend)
     with torch.compiler.set_stance("eager_on_recompile"), virtual_gpus(2):
         y = compiled_before(torch.ones(3, 4, device="cuda:1"))

@@ -16,11 +16,13 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
 from virtual_gpus import virtual_gpus
+
+if TYPE_CHECKING:
+    from torch.distributed._tools.mem_tracker import MemTracker
 
 FOLDER = Path(__file__).parents[2] / "tests" / "data" / "h200"
 FIGURES = ("allocated", "peak_allocated", "reserved", "peak_reserved")
@@ -119,6 +121,8 @@ def _moment(name: str) -> dict[str, int]:
 @contextmanager
 def mem_tracker(*watched: Any) -> Iterator[MemTracker]:
     """PyTorch's own MemTracker, watching modules, optimizers and tensors on the CPU."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # imports PyTorch's compiler, which takes a second
+
     tracker = MemTracker()
     tracker.track_external(*watched)
     inherited = "resize_" not in vars(torch.UntypedStorage)
