@@ -8,9 +8,9 @@ from measuring import peak_of
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from virtual_gpus import virtual_gpus
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch import known
+from virtual_gpus.operators import operator
 from virtual_gpus.ops import normalization
-from virtual_gpus.shapes import known
 
 aten = torch.ops.aten
 META = {"device": "meta"}
@@ -30,7 +30,7 @@ def ask(monkeypatch):
             ask.times += 1
             return func(*args, **kwargs)
 
-        return known.ask(OpCall(func, args, kwargs), kernel)
+        return known.ask(operator(func), args, kwargs, kernel)
 
     ask.times = 0
     return ask
@@ -116,7 +116,7 @@ def test_results_that_share_memory_are_asked_every_time_and_answers_have_an_end(
     x = t(4, 3)
     for result in (x, x[0], t(8, 3)[:4], [t(2)] * 2, 3):
         for _ in range(2):
-            known.ask(OpCall(aten.relu.default, (x,), {}), lambda result=result: result)
+            known.ask(operator(aten.relu.default), (x,), {}, lambda result=result: result)
     assert not known._known
     monkeypatch.setattr(known, "_MOST", 3)
     for n in range(1, 12):

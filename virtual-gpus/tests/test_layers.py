@@ -11,7 +11,7 @@ SOURCE = ROOT / "src" / "virtual_gpus"
 # "virtual_gpus" is the package's own __init__. "children" is run by other processes, see processes/children.py.
 LAYERS = """
 gpus files collector sanitizer memory memory_model clock settings processes driver machine errors entrance threads
-placement operators shapes dispatch ops timeline patches switch testing plan measure virtual_gpus __main__ children
+placement operators dispatch ops timeline patches switch testing plan measure virtual_gpus __main__ children
 """.split()
 
 

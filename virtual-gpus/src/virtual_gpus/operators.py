@@ -63,10 +63,11 @@ _PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
 _TIMED_BY_LAYOUT = frozenset(("native_batch_norm", "native_batch_norm_backward", "max_pool2d_with_indices_backward"))
 
 
-# By base name ("mm"), filled from `ops`, which lies above: what CUDA refuses or waits for before an operator runs, and
-# the operators that it runs with other memory than the CPU.
+# Filled from above. By base name ("mm"): what CUDA refuses or waits for before an operator runs, and the operators that
+# it runs with other memory than the CPU. By kind (`Operator.kind`): what is done with an `OpCall`.
 CHECKS: dict[str, Callable[..., None]] = {}
 RECIPES: dict[str, Callable[..., Any]] = {}
+ROUTES: dict[str, Callable[..., Any]] = {}
 
 
 class Operator:
@@ -83,7 +84,6 @@ class Operator:
         "draws",
         "draws_by_default",
         "func",
-        "has_device",
         "has_generator",
         "has_layout",
         "has_products",
@@ -91,7 +91,6 @@ class Operator:
         "is_collective",
         "is_composite",
         "is_index",
-        "is_ordinary",
         "is_sum",
         "is_view",
         "kernel",
@@ -103,6 +102,7 @@ class Operator:
         "on_cuda",
         "positions",
         "recipe",
+        "route",
         "takes_by_name",
         "takes_first",
         "with_generator",
@@ -116,7 +116,7 @@ class Operator:
         self.takes_first, self.takes_by_name = None, True  # tensors: among so many arguments first; among named ones
         self.is_sum = False
         if isinstance(func, torch._ops.HigherOrderOperator):
-            self.kernels, self.is_composite = func.py_kernels, True
+            self.kernels, self.is_composite, self.route = func.py_kernels, True, ROUTES["composite"]
             return
         schema = func._schema
         arguments = schema.arguments
@@ -126,7 +126,6 @@ class Operator:
         self.is_sum = self.base == "add"
         self.positions = {name: position for position, name in enumerate(self.names)}
         self._defaults = {}
-        self.has_device = "device" in self.names
         self.has_generator = "generator" in self.names
         self.with_generator = _overload_with_generator(func)
         self.draws_by_default = (
@@ -166,9 +165,20 @@ class Operator:
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.recipe = RECIPES.get(self.base)
         self.on_cuda = self.base in _CPU_TWINS or _runs_on_cuda(func)
-        self.is_ordinary = self.on_cuda and not (
-            self.has_device or self.by_element or self.check or self.crosses or self.needs_values or self.changes_size
-        )
+        self.route = ROUTES[self.kind]
+
+    @property
+    def kind(self) -> str:
+        """What decides about the route of an operator: the first of these that it is."""
+        if self.is_composite:
+            return "composite"
+        if "device" in self.names:
+            return "factory"
+        if self.by_element:
+            return "collective" if self.is_collective else "list"
+        if self.crosses:
+            return "crossing"
+        return "particular" if self.check or self.needs_values or self.changes_size or not self.on_cuda else "ordinary"
 
     def default(self, name: str) -> Any:
         """What an argument is that is not given."""

@@ -12,13 +12,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from virtual_gpus import errors, machine, operators, ops, patches
-from virtual_gpus.dispatch import mode, races
+from virtual_gpus.dispatch import collectives, mode, races, routes
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory import history
 from virtual_gpus.settings import Settings
 
 operators.CHECKS.update(ops.CHECKS)
 operators.RECIPES.update(ops.RECIPES)
+operators.ROUTES.update(routes.ROUTES | collectives.ROUTES)
 
 _switching = threading.RLock()
 _Function = TypeVar("_Function", bound=Callable[..., Any])

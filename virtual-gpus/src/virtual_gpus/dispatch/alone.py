@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.groups import is_boxed
 from virtual_gpus.machine import active
-from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import below
-
-if TYPE_CHECKING:  # the dispatch mode, which makes calls, lies above
-    from virtual_gpus.dispatch.call import OpCall
 
 _REDUCED = {"allreduce_", "allreduce_coalesced_", "reduce_"}
 _GATHERED = {"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "gather_", "gather_into_tensor_"}
@@ -40,7 +37,7 @@ def collective(call: OpCall) -> Any:
     group = next(torch.distributed.ProcessGroup.unbox(v) for v in call.args if is_boxed(v, "ProcessGroup"))
     with below(), torch.no_grad():
         _fill(call.op.base, call.args, group.rank(), group.size())
-    return valueless.collective(call)
+    return answer(call)
 
 
 @contextmanager
@@ -101,3 +98,37 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _list(value: Any) -> Iterable[Any]:
     return [value] if isinstance(value, torch.Tensor) else value
+
+
+def answer(call: OpCall) -> Any:
+    """What a collective on tensors without values returns: no numbers are sent, and it is done at once.
+
+    The ranks still tell each other the time (`collectives`), so they wait for each other.
+    """
+    from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
+
+    if call.func.namespace != "c10d":
+        return _functional(call)
+    written = call.args[0]
+    tensors = list(written) if isinstance(written, (list, tuple)) else [written]
+    future = torch.futures.Future()
+    future.set_result(list(tensors[0]) if tensors and isinstance(tensors[0], (list, tuple)) else tensors)
+    work, results = _create_work_from_future(future).boxed(), len(call.func._schema.returns)
+    return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
+
+
+def _functional(call: OpCall):
+    """What a functional collective returns: the tensor that it was given to write or to wait for, or else a new one.
+
+    PyTorch's shape functions make new tensors of all, as a trace wants them. That would be a second block, which no
+    collective fills, so nobody would wait for it.
+    """
+    if call.op.base in ("wait_tensor", "wait_tensors", "irecv"):
+        return call.args[0]
+    if call.op.written:
+        return call[next(iter(call.op.written))]
+    made = call.compute()
+    if call.op.base == "shard_dim_alltoall":  # its shape function may cut the result out of what all ranks have
+        with below():
+            made = torch.empty_like(made)
+    return call.place(made)

@@ -1,4 +1,4 @@
-"""One operator on its way through the dispatch mode: what was called, with what, and on which GPU it runs."""
+"""One operator on its way through the dispatch mode: what was called, with what, on which GPU, and its kernel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.kernels import run_kernel
+from virtual_gpus import errors
+from virtual_gpus.dispatch import known
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.operators import operator
 from virtual_gpus.placement.creation_sites import Site, calling_site
-from virtual_gpus.placement.storages import place_all, put, scratch
+from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
+from virtual_gpus.placement.storages import gpu_of, place_all, put, scratch
 from virtual_gpus.threads import this_thread
 
 _FRESH = (object(),)  # a tuple whose element nobody else holds
@@ -23,20 +25,21 @@ class OpCall:
     """Made once per operator, in `__torch_dispatch__`; everything that handles the operator is given this object.
 
     func, op: the ATen overload and its facts. kernel: what computes it. args, kwargs: as the dispatcher passed them,
-    later as the kernel gets them. tensors: all that were among them as they were passed. gpu: where it runs, once that
-    is known; else None. is_lent: True if a sum of a backward pass got its first tensor from C++ and no Python object
-    holds that tensor. It is asked first of all, while the dispatcher's tuple alone has it.
+    later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
+    first tensor that has one, where the operator runs; None if there is none. is_dense: False if a tensor has no
+    storage of its own, as sparse ones. is_plain: True if all tensors are dense and on that GPU. is_lent: True if a sum
+    of a backward pass got its first tensor from C++ and no Python object holds that tensor. It is asked first of all,
+    while the dispatcher's tuple alone has it.
 
     A recipe (see `ops`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("args", "func", "gpu", "is_lent", "kernel", "kwargs", "op", "tensors")
+    __slots__ = ("args", "func", "gpu", "is_dense", "is_lent", "is_plain", "kernel", "kwargs", "op", "tensors")
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.op = op = operator(func)
         self.kernel = op.kernel
-        self.gpu: VirtualGPU | None = None
         self.is_lent = op.is_sum and this_thread.in_backward and _is_lent(args)
         self.tensors = found = []
         for value in args[: op.takes_first]:  # as `_collect` does, without its call: this runs for every operator
@@ -46,6 +49,20 @@ class OpCall:
                 _collect(value, found)
         if kwargs and op.takes_by_name:
             _collect(kwargs.values(), found)
+        gpu: VirtualGPU | None = None
+        self.is_dense, is_plain = True, True
+        for tensor in found:
+            try:
+                where = tensor.untyped_storage()._record.gpu  # `gpu_of`, without its calls
+            except (NotImplementedError, RuntimeError):
+                where, self.is_dense, is_plain = gpu_of(tensor), False, False
+            if where is None or not where.machine.on:
+                is_plain = False
+            elif gpu is None:
+                gpu = where
+            elif where is not gpu:
+                is_plain = False
+        self.gpu, self.is_plain = gpu, is_plain and gpu is not None
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the schema, or its default."""
@@ -131,3 +148,71 @@ def _collect(values: Iterable, found: list[torch.Tensor]) -> None:
             found.append(value)
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def run_kernel(call: OpCall) -> Any:
+    """The results of `call`, which are on no GPU yet."""
+    if call.op.draws:
+        return _draw(call)
+    if call.gpu.machine.shapes_only:
+        return known.ask(call.op, call.args, call.kwargs, lambda: _run(call, call.kernel, call.args, call.kwargs))
+    return _run(call, call.kernel, call.args, call.kwargs)
+
+
+def _draw(call: OpCall) -> Any:
+    """The results of an operator that draws numbers: from the generator that was asked for, or from the GPU's own."""
+    op, kernel, args, kwargs, generator = call.op, call.kernel, call.args, call.kwargs, None
+    if op.has_generator:
+        generator = _generator(call)
+        kwargs = {**kwargs, "generator": generator}
+        if len(args) > (position := op.names.index("generator")):
+            args = (*args[:position], kwargs.pop("generator"), *args[position + 1 :])
+    elif op.with_generator is not None:
+        generator = default_generator(call.gpu)
+        kernel, kwargs = op.with_generator, {**kwargs, "generator": generator}
+    if call.gpu.machine.shapes_only:
+        result = known.ask(op, call.args, call.kwargs, lambda: _run(call, kernel, args, kwargs))
+    else:
+        result = _run(call, kernel, args, kwargs)
+    if generator is not None:
+        elements = result.numel() if isinstance(result, torch.Tensor) else 1
+        count_draws(generator, elements, call.gpu.spec.multi_processor_count)
+    return result
+
+
+def _run(call: OpCall, kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    this_thread.inside = True
+    try:
+        if call.op.draws_by_default:
+            with drawing_from(default_generator(call.gpu)):
+                return kernel(*args, **kwargs)
+        return kernel(*args, **kwargs)
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise errors.host_memory_ran_out(call.op.name) from None
+        if str(error).startswith("Could not run '") and "'CPU' backend" in str(error):
+            name = f"{call.func.namespace}::{call.op.name}"
+            raise errors.not_modelled(f"{name}, which exists only for CUDA") from None
+        raise
+    finally:
+        this_thread.inside = False
+
+
+def refuse_gpu_generator(call: OpCall) -> None:
+    """A GPU's generator draws no numbers on the CPU."""
+    wanted = call["generator"]
+    if wanted is not None and device_of_generator(wanted).type == "cuda":
+        raise errors.wrong_generator("cpu", "cuda")
+
+
+def _generator(call: OpCall) -> torch.Generator:
+    """The generator that was asked for, checked for its device, or the GPU's default one."""
+    wanted = call["generator"]
+    if wanted is None:
+        return default_generator(call.gpu)
+    if device_of_generator(wanted).type != "cuda":
+        raise errors.wrong_generator("cuda", device_of_generator(wanted).type)
+    return wanted

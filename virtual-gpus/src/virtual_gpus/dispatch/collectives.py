@@ -29,6 +29,7 @@ import torch
 
 from virtual_gpus.clock.links import Route
 from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
+from virtual_gpus.dispatch import alone, foreach_ops
 from virtual_gpus.dispatch.agreement import CollectiveMismatch, count, mismatch, number, purpose
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.groups import (
@@ -44,11 +45,11 @@ from virtual_gpus.dispatch.groups import (
     route_of,
     row_of,
 )
+from virtual_gpus.dispatch.routes import on_host
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.dispatch.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper
-from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import below, this_thread
 
 _KINDS = {
@@ -385,13 +386,30 @@ def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | Non
     return _Known(end)
 
 
-def refuse_cpu_tensors(call: OpCall) -> None:
-    """A functional collective of CPU tensors in a group of NCCL's. The methods of a group say so themselves.
+def run(call: OpCall) -> Any:
+    """The route of collectives and messages."""
+    if call.op.base == "_wrap_tensor_autograd" and call.gpu is not None:
+        return unawaited(call)
+    if call.gpu is None:
+        if alone.answers(call):
+            return alone.collective(call)
+        # What C++ sends by operators of c10d may be numbers that CUDA would have on the GPU: those of DDP's reducer.
+        if call.func.namespace != "c10d" and "group_name" in call.op.names:
+            require_backend(_group_of(call), "cpu")  # of NCCL's groups; the methods of a group say so themselves
+        return on_host(call)
+    columns, gpus = foreach_ops.columns_of(call)
+    meeting = meet(call, gpus)
+    if call.gpu.machine.shapes_only:
+        result = alone.answer(call)
+    elif alone.answers(call):
+        result = alone.collective(call)
+    else:
+        return carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
+    record_collective(call, gpus, result, meeting)
+    return result
 
-    What C++ sends by operators of c10d may be numbers that CUDA would have on the GPU: those of DDP's reducer.
-    """
-    if call.func.namespace != "c10d" and "group_name" in call.op.names:
-        require_backend(_group_of(call), "cpu")
+
+ROUTES = {"collective": run}
 
 
 def unawaited(call: OpCall) -> torch.Tensor:
@@ -467,7 +485,7 @@ def carry_out(
     sent = _issue(call, _same_bytes)
     makes_tensors = call.func.namespace != "c10d" and not call.op.written
     try:
-        result = None if makes_tensors else valueless.collective(call)
+        result = None if makes_tensors else alone.answer(call)
         if makes_tensors:
             with below(), torch.no_grad():
                 result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)

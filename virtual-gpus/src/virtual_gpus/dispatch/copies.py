@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.timing import record_copy
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.random_numbers import is_state
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, pin, place, put
-from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import this_thread
 
 

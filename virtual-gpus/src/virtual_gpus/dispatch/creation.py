@@ -7,23 +7,22 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.kernels import refuse_gpu_generator
+from virtual_gpus.dispatch import valueless
+from virtual_gpus.dispatch.call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import record_op
-from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import StorageAllocation, find_gpu, pin, put
-from virtual_gpus.shapes import valueless
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _LARGE = 1 << 24  # elements
 
 
-def create(call: OpCall, machine: VirtualMachine) -> Any:
+def create(call: OpCall) -> Any:
     """Factories (`zeros`, `empty`), `*_like`, `new_*` and `_to_copy`. `call.gpu`: that of their inputs, if any."""
     source = call.gpu
-    call.gpu = target = _target(call, machine)
+    call.gpu = target = _target(call, active())
     if target is None:
         return _create_on_host(call, source)
     if call.kwargs.get("pin_memory"):
@@ -32,7 +31,7 @@ def create(call: OpCall, machine: VirtualMachine) -> Any:
     call.kwargs = {**call.kwargs, "device": _META if shapes_only else _CPU}
     allocation = None
     if shapes_only:
-        valueless.prepare(call, mixed=True)
+        valueless.prepare(call)
     elif source is None:
         allocation = _allocation_before_filling(call)
     result = call.compute()

@@ -1,4 +1,4 @@
-"""Operators on lists of tensors (`_foreach_*`, `_fused_*`, collectives): element i stays on its own GPU.
+"""Operators on lists of tensors (`_foreach_*`, `_fused_*`): element i stays on its own GPU.
 
 The foreach optimizers group by what C++ calls a device, so tensors of several GPUs may come in one call.
 """
@@ -11,60 +11,47 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch import alone
+from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.collectives import carry_out, meet, record_collective, unawaited
 from virtual_gpus.dispatch.timing import record_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
-from virtual_gpus.shapes import valueless
 
 
-def run(call: OpCall, is_mixed: bool) -> Any:
-    """Run the operator; element i of the result belongs where element i of the first list is.
-
-    is_mixed: False if surely all tensors are on the GPU of the call.
-    """
-    op, shapes_only = call.op, call.gpu.machine.shapes_only
-    columns = _columns(call)
-    first = next(iter(columns), [])
-    gpus = _gpus(first) if is_mixed else [call.gpu] * len(first)
-    if is_mixed and op.base.startswith("_") and not op.crosses:  # collectives have no underscore, and their own rules
-        _refuse_mixtures(columns)
-    if op.is_collective:
-        return _collective(call, first, gpus)
+def run(call: OpCall) -> Any:
+    """Run the operator; element i of the result belongs where element i of the first list is."""
+    op = call.op
+    columns, gpus = columns_of(call)
     record_foreach(call, columns, gpus)
-    if shapes_only:
-        valueless.prepare(call, is_mixed)
+    if call.gpu.machine.shapes_only:
+        valueless.prepare(call)
         if op.base.startswith("_fused_") and op.base.endswith("_"):
             return None  # they change numbers in place, of which there are none; not all have a meta kernel
     result = call.compute() if op.recipe is None else op.recipe(call)
-    _place(first, gpus, result)
+    place_rows(columns, gpus, result)
     return result
 
 
-def _collective(call: OpCall, first: Sequence[torch.Tensor], gpus: Sequence[VirtualGPU | None]) -> Any:
-    if call.op.base == "_wrap_tensor_autograd":
-        return unawaited(call)
-    meeting = meet(call, gpus)
-    if call.gpu.machine.shapes_only:
-        result = valueless.collective(call)
-    elif alone.answers(call):
-        result = alone.collective(call)
-    else:
-        return carry_out(call, gpus, lambda result: _place(first, gpus, result), meeting)
-    record_collective(call, gpus, result, meeting)
-    return result
-
-
-def _place(first: Sequence[torch.Tensor], gpus: Sequence[VirtualGPU | None], result: Any) -> None:
+def place_rows(columns: list[Sequence[torch.Tensor]], gpus: Sequence[VirtualGPU | None], result: Any) -> None:
+    """Give each result its block on the GPU of its row."""
     made = result if isinstance(result, (list, tuple)) else [result]
-    for tensor, gpu in zip(first, gpus, strict=True):
+    for tensor, gpu in zip(next(iter(columns), ()), gpus, strict=True):
         if gpu is not None and tensor.layout != torch.strided:
             place(tensor, gpu)  # an in-place operator gives a sparse tensor new storages
     for gpu, part in zip(gpus, made, strict=False):
         if gpu is not None:
             place_all(part, gpu)
+
+
+def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[VirtualGPU | None]]:
+    """The lists of tensors among the arguments, and the GPUs of the first. Raises where a row is on several devices."""
+    columns = _columns(call)
+    first = next(iter(columns), [])
+    if call.is_plain:
+        return columns, [call.gpu] * len(first)
+    if call.op.base.startswith("_") and not call.op.crosses:  # most collectives have no underscore, and their own rules
+        _refuse_mixtures(columns)
+    return columns, _gpus(first)
 
 
 def _columns(call: OpCall) -> list[Sequence[torch.Tensor]]:

@@ -1,7 +1,7 @@
 """CUDA graphs: operators are recorded as a stream captures them, and replayed on the same storages.
 
-While a thread captures, its dispatch mode is a `Capturing` one. An operator on a captured stream runs as always, so
-that shapes, memory and errors are those of the operator. But as CUDA runs nothing during a capture, what was written to
+While a thread captures, its `Capture` follows each operator. An operator on a captured stream runs as always, so that
+shapes, memory and errors are those of the operator. But as CUDA runs nothing during a capture, what was written to
 tensors from outside is undone at the end, and tensors from inside are zeros until the first replay.
 
 The recording holds no tensor that the capture made, because its block must go back to the pool as on CUDA. It describes
@@ -23,15 +23,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from virtual_gpus import errors
 from virtual_gpus.clock.graph_clock import GraphClock
+from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.mode import Placement, run
-from virtual_gpus.entrance import entrance
 from virtual_gpus.machine import Route, VirtualGPU, VirtualMachine, active
 from virtual_gpus.memory.allocator import CachingAllocator, PrivatePool
 from virtual_gpus.memory.blocks import BlockPool
 from virtual_gpus.placement.random_numbers import default_generator, known_generator
 from virtual_gpus.placement.storages import find_gpu, gpu_of, is_pinned
-from virtual_gpus.shapes import valueless
 from virtual_gpus.threads import below, this_thread
 
 _WRITTEN_IN_SECRET = frozenset(("running_mean", "running_var"))  # native_batch_norm's schema does not say so
@@ -160,13 +158,12 @@ class Capture:
         machine.clock = GraphClock(machine.clock, self.streams)
         machine.captures.append(self)
         this_thread.capture = self
-        this_thread.mode.__class__ = Capturing
 
     def end(self) -> Recording:
         """Stop capturing. Raises CUDA's error if the capture is not valid; it has ended then all the same."""
         machine = self.machine
         clock = machine.clock
-        this_thread.mode.__class__, this_thread.capture = Placement, None
+        this_thread.capture = None
         machine.captures.remove(self)
         machine.clock = clock.outer
         for gpu, route in self._routes:
@@ -229,13 +226,15 @@ class Capture:
 
     # ---- recording
 
-    def run(self, call: OpCall) -> Any:
+    def follow(self, call: OpCall) -> Any:
         """Run one operator and take it down, if it is on a captured stream."""
+        if active() is not self.machine:
+            return call.op.route(call)
         gpu = self._gpu_of(call)
         if gpu is None:
             return self._run_on_host(call)
         if (gpu.slot, gpu.stream) not in self.streams:
-            return run(call, self.machine)
+            return call.op.route(call)
         if not self.valid:
             raise errors.capture_error("Invalidated")
         self._check(call)
@@ -243,18 +242,18 @@ class Capture:
             self._unjoined.add((gpu.slot, gpu.stream))
         if self.machine.shapes_only:
             self.recording.nodes.append(None)
-            return run(call, self.machine)
+            return call.op.route(call)
         written = call.op.written | _WRITTEN_IN_SECRET
         func, args, kwargs = call.func, self.recording.described(call.args), self._described_kwargs(call)
         writes = self._keep([tensor for name, tensor in call.named_tensors() if name in written])
-        result = run(call, self.machine)
+        result = call.op.route(call)
         self._take_down(func, True, args, kwargs, result, writes)
         return result
 
     def _run_on_host(self, call: OpCall) -> Any:
         """An operator on CPU tensors runs and is forgotten, unless C++ made them and a GPU may adopt them later."""
         func, args, kwargs = call.func, call.args, call.kwargs
-        result = run(call, self.machine)
+        result = call.op.route(call)
         made = [t for t in _tensors(result) if t.layout == torch.strided]
         if any(t.untyped_storage()._record.creation_site is not None for t in made) and not self.machine.shapes_only:
             args, kwargs = self.recording.described(args), {k: self.recording.described(v) for k, v in kwargs.items()}
@@ -336,17 +335,6 @@ class Capture:
                 raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
 
 
-class Capturing(Placement):
-    """The dispatch mode of a thread that captures."""
-
-    @entrance
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        capture, machine = this_thread.capture, active()
-        if capture is None or this_thread.inside or machine is not capture.machine:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return capture.run(OpCall(func, args, kwargs or {}))
-
-
 # ---- replaying ------------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +347,8 @@ def replay(recording: Recording, machine: VirtualMachine) -> None:
             kwargs = {name: _rebuilt(value, made) for name, value in node.kwargs.items()}
             if node.is_operator:
                 with _below_autograd():
-                    result = run(OpCall(node.func, args, kwargs), machine)
+                    call = OpCall(node.func, args, kwargs)
+                    result = call.op.route(call)
             else:
                 result = node.func(*args)
             for ref, tensor in zip(node.results, _tensors(result), strict=True):

@@ -193,13 +193,13 @@ class RaceChecker:
 
     # ---- what runs ----
 
-    def follow(self, call: OpCall, run: Callable[[OpCall, VirtualMachine], Any]) -> Any:
+    def follow(self, call: OpCall) -> Any:
         """Run an operator, after a look at what it reads and writes. Raises RaceError."""
         op = call.op
         if _has_no_access(op) or self._machine.captures:
-            return run(call, self._machine)
+            return op.route(call)
         if op.base == "copy_" and len(call.tensors) == 2 and gpu_of(call.tensors[0]) is not gpu_of(call.tensors[1]):
-            result = run(call, self._machine)
+            result = op.route(call)
             self.copy(call.tensors[1], call.tensors[0], blocking=not call["non_blocking"])
             return result
         works = _Works(self._order, op.base)
@@ -208,7 +208,7 @@ class RaceChecker:
             written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written}
         for tensor in call.tensors:
             self._access(tensor, id(tensor) in written, works)
-        result = run(call, self._machine)
+        result = op.route(call)
         for tensor in flat(result):
             if not any(tensor is given for given in call.tensors):
                 self._access(tensor, True, works)

@@ -139,13 +139,14 @@ def with_workspace(call: OpCall, lt: bool = False):
     result = call.run()
     if not all(map(torch.Tensor.numel, call.tensors)):
         return result
-    handles = handles_of(call.gpu)
+    handles = call.gpu.blas or handles_of(call.gpu)
     first = _FIRST.get(call.op.base)
-    if first is not None and (copies := list(filter(None, map(copied_bytes, call.args[first : first + 2])))):
-        with call.scratches(copies):
-            handles.work(lt)
-    else:
-        handles.work(lt)
+    for matrix in () if first is None else call.args[first : first + 2]:
+        if not matrix.is_contiguous():
+            with call.scratches(filter(None, map(copied_bytes, call.args[first : first + 2]))):
+                handles.work(lt)
+            return result
+    handles.work(lt)
     return result
 
 

@@ -12,9 +12,9 @@ import torch
 
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.timing import record_copy, record_read
+from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.ops.contiguous import with_packed
 from virtual_gpus.placement.storages import gpu_of, nbytes
-from virtual_gpus.shapes.valueless import is_mask
 from virtual_gpus.threads import this_thread
 
 _FEW = 3072  # indices that the unsorted kernel takes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.call import OpCall, as_one
 from virtual_gpus.dispatch.collectives import arrived
 from virtual_gpus.dispatch.timing import record_kernel
@@ -27,7 +28,6 @@ from virtual_gpus.placement.storages import (
     put,
     scratch,
 )
-from virtual_gpus.shapes import known
 from virtual_gpus.threads import below
 
 _MANY_ROWS = 64 * 1024

@@ -6,10 +6,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 
 from virtual_gpus import errors
+from virtual_gpus.dispatch.valueless import NotKept
 from virtual_gpus.machine import active
 from virtual_gpus.patches.legacy import is_cuda_type, parse_type
 from virtual_gpus.placement.storages import device_of, gpu_of, storages
-from virtual_gpus.shapes.valueless import NotKept
 from virtual_gpus.threads import below, this_thread
 
 _raw_is_cuda = torch._C.TensorBase.is_cuda.__get__

@@ -6,21 +6,16 @@ number or a truth value has no such word, so reading one raises.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from virtual_gpus import errors
+from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.placement.storages import gpu_of
-from virtual_gpus.threads import below
-
-if TYPE_CHECKING:  # the dispatch mode, which makes calls, lies above
-    from virtual_gpus.dispatch.call import OpCall
 
 
-def prepare(call: OpCall, mixed: bool) -> None:
+def prepare(call: OpCall) -> None:
     """Turn CPU tensors that may meet a GPU's (indices, sources of a copy) into meta tensors; keep 0-dim ones."""
-    if mixed and not (call.op.base == "copy_" and gpu_of(call.args[0]) is None):
+    if not call.is_plain and not (call.op.base == "copy_" and gpu_of(call.args[0]) is None):
         call.args = tuple(_as_shape(a) for a in call.args)
         call.kwargs = {k: _as_shape(v) for k, v in call.kwargs.items()}
 
@@ -94,40 +89,6 @@ def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """`cpu_tensor.copy_(gpu_tensor)` without values."""
     _refuse_whole_numbers(source)
     return target.fill_(float("nan"))
-
-
-def collective(call: OpCall):
-    """What a collective on tensors without values returns: no numbers are sent, and it is done at once.
-
-    The ranks still tell each other the time (`collectives`), so they wait for each other.
-    """
-    from torch._C._distributed_c10d import _create_work_from_future  # not in builds without distributed
-
-    if call.func.namespace != "c10d":
-        return _functional(call)
-    written = call.args[0]
-    tensors = list(written) if isinstance(written, (list, tuple)) else [written]
-    future = torch.futures.Future()
-    future.set_result(list(tensors[0]) if tensors and isinstance(tensors[0], (list, tuple)) else tensors)
-    work, results = _create_work_from_future(future).boxed(), len(call.func._schema.returns)
-    return (None, work, (written, work))[results]  # two results: the tensors that were written, and the work
-
-
-def _functional(call: OpCall):
-    """What a functional collective returns: the tensor that it was given to write or to wait for, or else a new one.
-
-    PyTorch's shape functions make new tensors of all, as a trace wants them. That would be a second block, which no
-    collective fills, so nobody would wait for it.
-    """
-    if call.op.base in ("wait_tensor", "wait_tensors", "irecv"):
-        return call.args[0]
-    if call.op.written:
-        return call[next(iter(call.op.written))]
-    made = call.compute()
-    if call.op.base == "shard_dim_alltoall":  # its shape function may cut the result out of what all ranks have
-        with below():
-            made = torch.empty_like(made)
-    return call.place(made)
 
 
 def _refuse_whole_numbers(tensor: torch.Tensor) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:  # the dispatch mode, which makes calls, lies above
-    from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.operators import Operator
 
 _MISSING = object()
 _FIRST = object()  # the answer of an operator in place: its first argument
@@ -46,16 +45,19 @@ class _Unusual(Exception):
 _known: dict[tuple, object] = {}  # question -> a form, None, a list or tuple of these, or _FIRST
 
 
-def ask(call: OpCall, run: Callable[[], Any]) -> Any:
-    """The results of `call` on meta tensors: made at once if they are known, else by `run()`."""
-    asked = _question_of(call) if call.op.keeps_answers else None
+def ask(op: Operator, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+    """The results of an operator on meta tensors: made at once if they are known, else by `run()`."""
+    asked = _question_of(op, args, kwargs) if op.keeps_answers else None
     if asked is None:
         return run()
     found = _known.get(asked, _MISSING)
     if found is not _MISSING:
-        return call.args[0] if found is _FIRST else _made(found)
+        return args[0] if found is _FIRST else _made(found)
     result = run()
-    _keep(asked, call, result)
+    if not op.written:
+        _keep_form(asked, args, result)
+    elif _question_of(op, args, kwargs) == asked and (result is None or result is args[0]):
+        _remember(asked, None if result is None else _FIRST)
     return result
 
 
@@ -76,11 +78,9 @@ def computed(function: Callable, *args: Any) -> Any:
     return result
 
 
-def _question_of(call: OpCall) -> tuple | None:
-    """All that the answer hangs on; None if it may hang on more, or if somebody else wants to see every operator."""
-    if torch._C._len_torch_dispatch_stack():
-        return None
-    return _question(call.op, call.args, call.kwargs, call.op.by_element)
+def _question_of(op: Operator, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """All that the answer hangs on; None if it may hang on more, or if another mode wants to see every operator."""
+    return None if torch._C._len_torch_dispatch_stack() else _question(op, args, kwargs, op.by_element)
 
 
 def _question(asks: Any, args: tuple, kwargs: dict, by_element: bool) -> tuple | None:
@@ -135,14 +135,6 @@ def _made(form):
     if kind is _Form:
         return _empty_strided(form[0], form[1], dtype=form[2], device=_META)
     return None if form is None else kind(map(_made, form))
-
-
-def _keep(asked: tuple, call: OpCall, result) -> None:
-    """Keep what PyTorch answered, unless it is out of the ordinary."""
-    if not call.op.written:
-        _keep_form(asked, call.args, result)
-    elif _question_of(call) == asked and (result is None or result is call.args[0]):
-        _remember(asked, None if result is None else _FIRST)
 
 
 def _keep_form(asked: tuple, args: tuple, result) -> None:

@@ -1,0 +1,132 @@
+"""The routes of operators: what is done with each kind of them. An operator's route is chosen once, see `operators`.
+
+A route is given an `OpCall`. It refuses mixed devices in PyTorch's own words, runs the operator as it is or by a
+recipe, gives the new storages blocks on the GPU, and puts the operator on the clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch import creation, foreach_ops, valueless
+from virtual_gpus.dispatch.call import OpCall, refuse_gpu_generator
+from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_device
+from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
+from virtual_gpus.entrance import calling_frame
+from virtual_gpus.placement.creation_sites import record_creation_site
+from virtual_gpus.placement.storages import follow_size, gpu_of, storages
+from virtual_gpus.threads import this_thread
+
+_CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
+_COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+_AUTOCAST = torch._C.DispatchKey.AutocastCUDA
+_exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def ordinary(call: OpCall) -> Any:
+    """Most operators, with all tensors on one GPU."""
+    if not call.is_plain:
+        return particular(call)
+    result = call.run() if call.op.recipe is None else call.op.recipe(call)
+    record_op(call, result)
+    return result
+
+
+def particular(call: OpCall) -> Any:
+    """An operator that is refused, reads values or changes sizes, or whose tensors are not all on one GPU."""
+    op = call.op
+    if call.gpu is None:
+        return on_host(call)
+    if op.check is not None:
+        op.check(call)
+    if not call.is_plain:
+        resolve_common_device(call)
+    if not op.on_cuda:
+        raise errors.no_cuda_kernel(f"aten::{op.name}")
+    shapes_only = call.gpu.machine.shapes_only
+    if shapes_only:
+        valueless.prepare(call)
+    reads = op.needs_values and not valueless.size_is_known(call)
+    if reads and shapes_only:
+        record_read(call)
+        return valueless.value(call)
+    by_recipe = op.recipe is not None and call.is_dense  # CUDA has other kernels for sparse tensors
+    result = op.recipe(call) if by_recipe else call.run()
+    if reads:
+        record_read(call)
+    else:
+        record_op(call, result)
+    if op.changes_size:
+        for _, tensor in call.named_tensors():
+            follow_size(tensor)
+    return result
+
+
+def crossing(call: OpCall) -> Any:
+    """`copy_` and others whose tensors may be on different devices."""
+    if call.gpu is None:
+        return on_host(call)
+    adopt_destination(call)
+    if call.gpu.machine.shapes_only:
+        valueless.prepare(call)
+        if call.op.base == "copy_" and gpu_of(call.args[0]) is None:
+            record_crossing(call)
+            return valueless.copy_to_host(*call.args[:2])
+    result = call.compute()
+    record_crossing(call)
+    return result
+
+
+def lists(call: OpCall) -> Any:
+    """Operators on lists of tensors, which may be on several GPUs."""
+    return on_host(call) if call.gpu is None else foreach_ops.run(call)
+
+
+def on_host(call: OpCall) -> Any:
+    """An operator on CPU tensors. What C++ computes from a helper of its own in the same call is such a helper too."""
+    if call.op.has_generator:
+        refuse_gpu_generator(call)
+    is_from_cpp = False
+    for tensor in call.tensors:
+        for storage in (tensor.untyped_storage(),) if call.is_dense else storages(tensor):
+            record = storage._record
+            if record.gpu is not None:
+                errors.warn_of_gpu_that_is_off(record.gpu, calling_frame())
+            is_from_cpp |= record.creation_site is not None
+    result = call.kernel(*call.args, **call.kwargs)
+    if is_from_cpp and isinstance(result, torch.Tensor):
+        site = call.site
+        sites = {storage._record.creation_site for tensor in call.tensors for storage in storages(tensor)} - {None}
+        if site in sites or (sites and this_thread.in_backward):
+            record_creation_site(result, site)
+    return result
+
+
+def composite(call: OpCall) -> Any:
+    """Take a composite operator apart, which inference mode does not do: its parts are what uses memory.
+
+    The parts follow autocast's lists if the composite was called under autocast, whose key is off by now. Operators of
+    higher order, which are given an operator or a function to run, are composite too.
+    """
+    _push_mode(this_thread.mode)  # for the parts: while a mode works it is off
+    try:
+        if call.op.kernels is not None:
+            keys = (_CPU, *_COMPOSITE) if call.gpu is None else (_CUDA, _CPU, *_COMPOSITE)
+            return next(call.op.kernels[key] for key in keys if key in call.op.kernels)(*call.args, **call.kwargs)
+        if not this_thread.autocast:
+            return call.func.decompose(*call.args, **call.kwargs)
+        _exclude_key(_AUTOCAST, False)
+        try:
+            return call.func.decompose(*call.args, **call.kwargs)
+        finally:
+            _exclude_key(_AUTOCAST, True)
+    finally:
+        _pop_mode()
+
+
+ROUTES = {"composite": composite, "factory": creation.create, "list": lists, "crossing": crossing,
+          "particular": particular, "ordinary": ordinary}  # by `Operator.kind`  # fmt: skip

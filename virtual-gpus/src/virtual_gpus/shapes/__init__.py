@@ -1,1 +1,0 @@
-"""`shapes_only`: sizes without values."""
