@@ -2,11 +2,11 @@
 
     python -m benchmarks.memory --leave-one-out
 
-The fitted limits stand in `Fitted` of ops/conv/workspaces.py and ops/rnn/sizes.py. Each case that uses convolutions or
-a recurrent net is predicted with limits that the other cases choose: for each limit the value, fitted or alternative,
-with the smallest sum of errors. Where an alternative is as good as the fitted value, the others do not know the limit,
-and the alternative is taken. Alternatives stand in their order, the rule's absence first. What is predicted is the
-case's peak, each case on a GPU of its own, with shapes only.
+The fitted limits stand in `Fitted` of features/conv/workspaces.py and features/rnn/sizes.py. Each case that uses
+convolutions or a recurrent net is predicted with limits that the other cases choose: for each limit the value, fitted
+or alternative, with the smallest sum of errors. Where an alternative is as good as the fitted value, the others do not
+know the limit, and the alternative is taken. Alternatives stand in their order, the rule's absence first. What is
+predicted is the case's peak, each case on a GPU of its own, with shapes only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from virtual_gpus.ops.conv import workspaces as conv
-from virtual_gpus.ops.rnn import sizes as rnn
+from virtual_gpus.features.conv import workspaces as conv
+from virtual_gpus.features.rnn import sizes as rnn
 
 from benchmarks.reference import compare, measure, second
 from benchmarks.reference.cases import CASES

@@ -8,13 +8,13 @@ from types import ModuleType
 import torch
 import torch.utils._device
 from torch.utils import _python_dispatch
-from virtual_gpus import active_machine, patches
+from virtual_gpus import active_machine, features
 from virtual_gpus.threads import this_thread
 
 if sys.version_info < (3, 12):
     import GPUtil.GPUtil  # noqa: F401 - a patch takes its names where it is imported
 
-_rows = [(owner, name) for owner, name, _ in patches.patches()]
+_rows = [(owner, name) for owner, name, _ in features.patches()]
 _ABSENT = "absent"
 _at_import = [vars(owner).get(name, _ABSENT) for owner, name in _rows]  # before any virtual GPU was on
 _OWNERS = {repr(owner): owner for owner, _ in _rows}  # and what a patch could take by mistake:

@@ -15,7 +15,7 @@ from nets import function
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import entrance, virtual_gpus
-from virtual_gpus.ops import accumulation
+from virtual_gpus.features.recipes import accumulation
 
 PACKAGE = str(pathlib.Path(entrance.__file__).parent)
 kept = []

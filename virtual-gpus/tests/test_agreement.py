@@ -13,7 +13,7 @@ from ranks import HANGS_S, in_ranks, ones
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from virtual_gpus import virtual_gpus
-from virtual_gpus.dispatch.whereabouts import Wait, stuck
+from virtual_gpus.features.distributed.whereabouts import Wait, stuck
 from virtual_gpus.testing import CollectiveMismatch, run_ranks
 
 # What rank 0 calls, and rank 1, by the words for it.

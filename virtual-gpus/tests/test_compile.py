@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from virtual_gpus import virtual_gpus
-from virtual_gpus.patches import compiler
+from virtual_gpus.features.compile import compiler
 
 LINE = "virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is\n"
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from virtual_gpus import virtual_gpus
-from virtual_gpus.ops.autocast import casting, casts, lists
+from virtual_gpus.features.autocast import casting, casts, lists
 
 with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 BF16 = torch.bfloat16

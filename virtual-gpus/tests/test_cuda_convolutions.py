@@ -10,8 +10,8 @@ from measuring import events_of, peak_of
 from torch import nn
 from torch.nn import functional as F
 from virtual_gpus import virtual_gpus
+from virtual_gpus.features.conv import workspaces as workspaces
 from virtual_gpus.memory_model import round_size
-from virtual_gpus.ops.conv import workspaces as workspaces
 
 MIB = 1 << 20
 TRACED = measure.load("convolution_workspaces.json")

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from measuring import bytes_of, sizes_of
 from torch import nn
 from virtual_gpus import NotModelled, record_timeline, virtual_gpus
+from virtual_gpus.features.blas.products import copied_bytes
 from virtual_gpus.memory_model import reduction_scratch, round_size
-from virtual_gpus.ops.blas import copied_bytes
 
 MIB = 1 << 20
 

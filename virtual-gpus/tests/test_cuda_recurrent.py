@@ -13,7 +13,7 @@ from pairwise import pairwise, product, title
 from torch import nn
 from torch.nn.utils import rnn
 from virtual_gpus import virtual_gpus
-from virtual_gpus.ops.rnn.sizes import Network, is_small, reserve_bytes, workspace_bytes
+from virtual_gpus.features.rnn.sizes import Network, is_small, reserve_bytes, workspace_bytes
 
 GPUS = {"count": 2, "memory": "16 GiB"}
 same = partial(torch.testing.assert_close, check_device=False, atol=1e-6, rtol=1e-5)  # a sum in another order

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from virtual_gpus import virtual_gpus
 from virtual_gpus.dispatch import known
+from virtual_gpus.features.recipes import normalization
 from virtual_gpus.operators import operator
-from virtual_gpus.ops import normalization
 
 aten = torch.ops.aten
 META = {"device": "meta"}

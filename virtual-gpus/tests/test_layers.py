@@ -11,7 +11,7 @@ SOURCE = ROOT / "src" / "virtual_gpus"
 # "virtual_gpus" is the package's own __init__. "children" is run by other processes, see processes/children.py.
 LAYERS = """
 gpus files collector sanitizer memory memory_model clock settings processes driver machine errors entrance threads
-placement operators dispatch ops timeline patches switch testing plan measure virtual_gpus __main__ children
+placement operators dispatch patches timeline features switch testing plan measure virtual_gpus __main__ children
 """.split()
 
 
@@ -42,6 +42,11 @@ def layer(name):
     return LAYERS.index(parts[1] if len(parts) > 1 else "virtual_gpus")
 
 
+def feature(name):
+    """ "attention" for a module of that feature. Empty for all others, and for the package of all features."""
+    return (name.split(".") + [""] * 3)[2] if name.startswith("virtual_gpus.features.") else ""
+
+
 def test_no_module_imports_a_higher_layer_or_itself_by_a_detour():
     known = {}
     for path in SOURCE.rglob("*.py"):
@@ -51,6 +56,10 @@ def test_no_module_imports_a_higher_layer_or_itself_by_a_detour():
     assert {layer(name) for name in graph} == set(range(len(LAYERS)))
     assert {f"{a} -> {b}" for a, used in graph.items() for b in used if layer(b) > layer(a)} == set()
     TopologicalSorter(graph).prepare()
+    features = {}
+    for name, used in graph.items():
+        features.setdefault(feature(name), set()).update(map(feature, used))
+    TopologicalSorter({name: used - {name} for name, used in features.items() if name}).prepare()
 
 
 def test_nothing_here_imports_the_course():

@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import mse_loss
 from virtual_gpus import record_timeline, virtual_gpus
-from virtual_gpus.dispatch import collectives
+from virtual_gpus.features.distributed import collectives
 from virtual_gpus.testing import run_ranks
 
 SECONDS = 15e-6 + 6.5e-6 + 2**24 / (0.78 * 0.9 * 31.5e9)  # 16 MiB from GPU to GPU over PCIe 4.0 and the host

@@ -199,7 +199,7 @@ def test_visible_devices_hide_and_reorder(monkeypatch):
 
 def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):
     """A CPU build of PyTorch knows no number as a device; with the patches for it, this one behaves the same."""
-    from virtual_gpus.patches import numbers
+    from virtual_gpus.features.tensors import numbers
 
     before = numbers._raw_device
     monkeypatch.setattr(numbers, "numbers_mean_cuda", lambda: False)

@@ -16,8 +16,10 @@ from ranks import HANGS_S, in_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
-from virtual_gpus.dispatch.groups import carrier
-from virtual_gpus.patches import distributed, process_groups, processes
+from virtual_gpus.features.distributed import process_groups
+from virtual_gpus.features.distributed import works as distributed
+from virtual_gpus.features.distributed.groups import carrier
+from virtual_gpus.features.processes import started as processes
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 

@@ -12,7 +12,7 @@ from benchmarks.reference import compare, further, measure, second, third
 from benchmarks.reference.cases import CASES
 from benchmarks.reference.compare import GOAL, KNOWN_DIFFERENCES, OPERATOR_LIMIT, OPERATORS_WITHIN
 from benchmarks.reference.operators import OPERATORS
-from virtual_gpus.ops.conv import workspaces as conv_workspaces
+from virtual_gpus.features.conv import workspaces as conv_workspaces
 
 FIRST = measure.load("steps.json")
 TORCH = FIRST["meta"]["torch"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from virtual_gpus import active_machine, virtual_gpus
-from virtual_gpus.patches import process_groups
+from virtual_gpus.features.distributed import process_groups
 from virtual_gpus.processes import shared_memory
 from virtual_gpus.testing import RankError, network, run, run_ranks
 from virtual_gpus.testing.hosts import TORCHRUN, run_hosts

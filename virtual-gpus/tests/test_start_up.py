@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 from virtual_gpus import NotModelled, virtual_gpus
-from virtual_gpus.patches import dynamo, own_kernels
+from virtual_gpus.features.compile import dynamo, own_kernels
 
 SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor")
 

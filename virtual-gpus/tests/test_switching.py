@@ -14,7 +14,9 @@ import pytest
 import snapshots
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from virtual_gpus import active_machine, patches, virtual_gpus
+from virtual_gpus import active_machine, virtual_gpus
+from virtual_gpus.features.driver import smi
+from virtual_gpus.patches import table
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,7 +162,7 @@ def test_exceptions_inside(error):
 
 
 def test_a_failure_while_switching_on(monkeypatch):
-    monkeypatch.setattr(patches.smi, "patches", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
+    monkeypatch.setattr(smi, "patches", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
     with pytest.raises((TypeError, AttributeError)):
         virtual_gpus(2).start()
 
@@ -245,9 +247,9 @@ def test_no_other_object_is_taken_for_a_patch():
     """What stood in for PyTorch's functions is found by its id, which nothing else may have until all is put back."""
     owner, stand_in = types.SimpleNamespace(double=lambda x: 2 * x), lambda x: x + x
     number, alive = id(stand_in), weakref.ref(stand_in)
-    patches.table.put_in([(owner, "double", stand_in)])
+    table.put_in([(owner, "double", stand_in)])
     del stand_in
-    originals = patches.table.take_out()
+    originals = table.take_out()
     assert alive() is not None and originals[number] == (alive(), owner.double)
 
 
@@ -258,11 +260,11 @@ def test_a_finalizer_may_import_while_gpus_go_on(monkeypatch):
         monkeypatch.setitem(sys.modules, f"imported_late_{len(sys.modules)}", types.ModuleType("imported_late"))
 
     thresholds = gc.get_threshold()
-    patches.table.modules_of.cache_clear()
+    table.modules_of.cache_clear()
     gc.callbacks.append(import_one)
     gc.set_threshold(50, 1, 1)
     try:
-        assert torch.cuda in patches.table.modules_of("torch.cuda")
+        assert torch.cuda in table.modules_of("torch.cuda")
     finally:
         gc.callbacks.remove(import_one)
         gc.set_threshold(*thresholds)

@@ -54,10 +54,10 @@ Time:
 
 Memory:
 
-- Memory is that of CUDA's operators and libraries. `help("virtual_gpus.ops")` explains where the numbers come from and
-  how accurate they are. The workspaces of cuDNN and all GPUs except the H200 are estimates. Two things are not counted:
-  memory outside PyTorch (NCCL, cuSOLVER) and the temporary buffers of sorting. The size of the CUDA context is one
-  number per kind of GPU.
+- Memory is that of CUDA's operators and libraries. `help("virtual_gpus.features.recipes")` explains where the numbers
+  come from and how accurate they are. The workspaces of cuDNN and all GPUs except the H200 are estimates. Two things
+  are not counted: memory outside PyTorch (NCCL, cuSOLVER) and the temporary buffers of sorting. The size of the CUDA
+  context is one number per kind of GPU.
 - Processes see each other's memory if one started the other, or if torchrun started both. They must have the same
   number, kind and memory of GPUs. Programs that were started separately see each other's memory if
   VIRTUAL_GPUS_FOLDER names the same folder for both. A forked process has copies of its parent's tensors, which count
@@ -111,7 +111,8 @@ What is not modelled, and what differs:
   ThreadPoolExecutor or an event loop see them for each call. If the GPUs are stopped in a different thread from the one
   that started them, an idle dispatch mode stays active in the starting thread until it starts and stops GPUs again.
 - `torch.use_deterministic_algorithms(True)` refuses the operators that CUDA refuses, as far as
-  `virtual_gpus.ops.refusals` lists them. Their results here are the same in every run, with and without it.
+  `virtual_gpus.features.recipes.refusals` lists them. Their results here are the same in every run, with and without
+  it.
 - `nn.TransformerEncoder` packs padded samples into nested tensors, as on CUDA. They take no modelled time.
 - When virtual GPUs are switched off, their tensors become ordinary CPU tensors, or meta tensors with `shapes_only`. If
   other virtual GPUs are on, the first computation with such a tensor warns. It raises an error in an operator with a
@@ -128,8 +129,8 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from virtual_gpus.dispatch.races import RaceError
     from virtual_gpus.errors import NotModelled
+    from virtual_gpus.features.races import RaceError
     from virtual_gpus.placement.storages import block_address
     from virtual_gpus.switch import active_machine, renew_inherited, virtual_gpus
     from virtual_gpus.timeline.record import record_timeline
@@ -141,7 +142,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "NotModelled": "virtual_gpus.errors",
-    "RaceError": "virtual_gpus.dispatch.races",
+    "RaceError": "virtual_gpus.features.races",
     "active_machine": "virtual_gpus.switch",
     "block_address": "virtual_gpus.placement.storages",
     "record_timeline": "virtual_gpus.timeline.record",

@@ -137,10 +137,10 @@ class VirtualMachine:
         self.topology = settings.topology
         self.measured = settings.table
         self.clock = Clock(settings.count)
-        self.races: Any = None  # with check_races, who looks for them (`dispatch.races.RaceChecker`)
+        self.races: Any = None  # with check_races, who looks for them (`features.races.RaceChecker`)
         self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
-        self.captures: list[Any] = []  # of CUDA graphs, that are under way (`dispatch.graphs.Capture`)
+        self.captures: list[Any] = []  # of CUDA graphs, that are under way (`features.graphs.capture.Capture`)
         self.private_pools: weakref.WeakValueDictionary[tuple[int, int], PrivatePool] = weakref.WeakValueDictionary()
         self.sync_debug_mode = 0  # see torch.cuda.set_sync_debug_mode
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors

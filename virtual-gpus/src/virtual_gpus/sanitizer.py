@@ -1,4 +1,4 @@
-"""PyTorch's CUDA sanitizer (torch/cuda/_sanitizer.py): its variable works, and `dispatch.races` does its work."""
+"""PyTorch's CUDA sanitizer (torch/cuda/_sanitizer.py): its variable works, and `features.races` does its work."""
 
 import os
 import sys

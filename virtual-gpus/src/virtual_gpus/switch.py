@@ -11,15 +11,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from virtual_gpus import errors, machine, operators, ops, patches
-from virtual_gpus.dispatch import collectives, mode, races, routes
+from virtual_gpus import errors, features, machine
+from virtual_gpus.dispatch import mode
 from virtual_gpus.machine import VirtualMachine, active
-from virtual_gpus.memory import history
 from virtual_gpus.settings import Settings
-
-operators.CHECKS.update(ops.CHECKS)
-operators.RECIPES.update(ops.RECIPES)
-operators.ROUTES.update(routes.ROUTES | collectives.ROUTES)
 
 _switching = threading.RLock()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -44,7 +39,7 @@ class virtual_gpus:
     children: let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are
         started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
     check_races: raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and
-        nothing orders them. `help("virtual_gpus.dispatch.races")` says how.
+        nothing orders them. `help("virtual_gpus.features.races")` says how.
     refuse_forks: raise CUDA's RuntimeError in a forked process whose parent has used a GPU. Without it, such a process
         inherits GPUs and tensors, which no real GPU allows.
     rank, world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the job
@@ -86,16 +81,16 @@ class virtual_gpus:
             if self._machine is not None:
                 raise RuntimeError("These virtual GPUs are already on. Call stop() first, or create new ones.")
             first = active() is None
-            self._machine = made = VirtualMachine(self._settings)
-            made.first_options = patches.allocator_settings.from_environment
+            made = VirtualMachine(self._settings)
             made.no_room_for_context = errors.no_room_for_context
             made.not_initialized = errors.not_initialized
             made.start_in_child = start
+            features.start(made)
+            self._machine = made
             machine.push(made)
             try:
-                races.watch(made)
                 if first:
-                    patches.install()
+                    features.install()
                 mode.enter_thread()
             except BaseException:
                 self.stop()
@@ -107,14 +102,12 @@ class virtual_gpus:
         with _switching:
             if self._machine is None:
                 return
-            patches.process_groups.forget(self._machine)
+            features.stop(self._machine)
             machine.remove(self._machine)
-            patches.streams.forget(self._machine)
-            history.forget(self._machine)
             self._machine = None
             if active() is None:
                 mode.leave_thread()
-                patches.uninstall()
+                features.uninstall()
 
     def __enter__(self) -> list[torch.device]:
         return self.start()
@@ -149,7 +142,7 @@ class virtual_gpus:
 
 
 def start(settings: Settings) -> None:
-    """Switch on the GPUs of `settings`. A spawned process calls this function by name (see `patches.processes`)."""
+    """Switch on the GPUs of `settings`. A spawned process calls this function by name (see `features.processes`)."""
     virtual_gpus(**settings.arguments()).start()
 
 

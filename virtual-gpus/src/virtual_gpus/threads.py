@@ -27,13 +27,13 @@ class ThreadState(threading.local):
     """The replica of DataParallel whose thread this one stands in for; None for the thread itself."""
 
     capture: Any = None
-    """The CUDA graph that this thread captures (`dispatch.graphs.Capture`); None where it captures none."""
+    """The CUDA graph that this thread captures (`features.graphs.capture.Capture`); None where it captures none."""
 
     autocast: bool = False
     """True while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet."""
 
     collective: Any = None
-    """The GPU of the collective that this thread issued last and its end (`dispatch.collectives`), for its Work."""
+    """The GPU of the collective that this thread issued last and its end (`features.distributed`), for its Work."""
 
 
 this_thread = ThreadState()

@@ -178,7 +178,7 @@ class Clock:
         """Another clock for the same GPUs, which starts at 0."""
         return Clock(len(self.tracks), self.host)
 
-    # What these say beyond times is for `dispatch.races`.
+    # What these say beyond times is for `features.races`.
 
     def latest(self, times: Iterable[float]) -> float:
         """The latest of several times; 0 if there are none."""

@@ -62,7 +62,7 @@ _KERNELS, _KERNELS_BACKWARD = 2, 3.5
 
 
 def recurrent(net, spec: GPUSpec, backward: bool) -> Cost:
-    """An LSTM, GRU or RNN: products of all inputs at once, then step by step. net: `ops.rnn.sizes.Network`."""
+    """An LSTM, GRU or RNN: products of all inputs at once, then step by step. net: `features.rnn.sizes.Network`."""
     card, steps = calibration(spec.kind), net.time * net.inner
     precision = {2: "fp16", 8: "fp64"}.get(net.itemsize, "fp32")
     rows, width = net.gates * net.hidden, net.output

@@ -31,7 +31,7 @@ class OpCall:
     of a backward pass got its first tensor from C++ and no Python object holds that tensor. It is asked first of all,
     while the dispatcher's tuple alone has it.
 
-    A recipe (see `ops`) takes it and runs the kernel as CUDA would use memory for it.
+    A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
     __slots__ = ("args", "func", "gpu", "is_dense", "is_lent", "is_plain", "kernel", "kwargs", "op", "tensors")

@@ -5,7 +5,7 @@
     torch.cuda.memory._dump_snapshot("snapshot.pickle")   # python -m torch.cuda._memory_viz trace_plot snapshot.pickle
 
 `Recorder` listens to one GPU's allocator and keeps what c10/cuda/CUDACachingAllocator.cpp keeps, in its words.
-`History` is a machine's recorders and their settings; `patches.snapshots` turns it into a snapshot. Sizes are bytes,
+`History` is a machine's recorders and their settings; `features.snapshots` turns it into a snapshot. Sizes are bytes,
 as requested; times are nanoseconds of time.perf_counter_ns. Nothing is attached to an allocator while nobody records.
 Recording costs half a microsecond per event without stacks, 1 to 4 with them: a step of many tiny operators takes up
 to 1.25 times as long then.
@@ -273,9 +273,3 @@ def history_of(machine: VirtualMachine) -> History:
     if machine.history is None:
         machine.history = History(gpu.allocator for gpu in machine.gpus)
     return machine.history
-
-
-def forget(machine: VirtualMachine) -> None:
-    """Record no more: the machine went off."""
-    if machine.history is not None:
-        machine.history.stop()

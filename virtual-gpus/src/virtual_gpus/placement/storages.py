@@ -39,7 +39,8 @@ class HostStorage:
 class StorageAllocation:
     """The record of a storage on a GPU, with its block. When it dies, the allocator has the block back.
 
-    product_site: the Python instruction that made it as a matrix product, see `ops.accumulation`; else None.
+    product_site: the Python instruction that made it as a matrix product, see `features.recipes.accumulation`; else
+    None.
     """
 
     __slots__ = ("__weakref__", "block", "gpu", "nbytes", "product_site")
@@ -56,8 +57,8 @@ class StorageAllocation:
         self.gpu.allocator.free(old)
 
 
-# What `_record` says of a storage of which nothing is known. `patches.storages` puts it into torch.UntypedStorage while
-# virtual GPUs are on, so asking any storage costs one look-up.
+# What `_record` says of a storage of which nothing is known. `features.tensors.storages` puts it into
+# torch.UntypedStorage while virtual GPUs are on, so asking any storage costs one look-up.
 UNRECORDED = HostStorage()
 
 

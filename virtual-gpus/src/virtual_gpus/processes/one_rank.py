@@ -13,8 +13,8 @@ fake_pg.py), which sends nothing. The program uses the GPU of its LOCAL_RANK. Th
 Memory and modelled time are those of this rank. All ranks are taken to reach each collective at the same moment.
 
 Values: with `shapes_only` there are none. Without it, every other rank is taken to hold what this rank holds, see
-`dispatch.alone`. With DistributedDataParallel, numbers are those of a job whose ranks all have this rank's data. Where
-ranks hold different parts of a model, as with `fully_shard`, they are meaningless.
+`features.distributed.alone`. With DistributedDataParallel, numbers are those of a job whose ranks all have this rank's
+data. Where ranks hold different parts of a model, as with `fully_shard`, they are meaningless.
 
 `all_gather_object` and `gather_object` give this rank's own object from everyone. Objects that another rank would send
 (`broadcast_object_list`, `scatter_object_list`, `recv_object_list`) raise an error, and so does

@@ -16,7 +16,7 @@ The same function runs on real GPUs, and on the CPU if PyTorch sees no GPU.
 `run_hosts` runs torchrun, as one host or as several.
 """
 
-from virtual_gpus.dispatch.agreement import CollectiveMismatch
+from virtual_gpus.features.distributed.agreement import CollectiveMismatch
 from virtual_gpus.testing.failures import RankError
 from virtual_gpus.testing.hosts import run_hosts
 from virtual_gpus.testing.run import run_ranks

@@ -16,7 +16,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from virtual_gpus.dispatch.agreement import CollectiveMismatch
+from virtual_gpus.features.distributed.agreement import CollectiveMismatch
 
 _MOST_OF_TORCH = 3  # frames of PyTorch in a row that are shown when time runs out
 _TESTING = str(Path(__file__).resolve().parent) + os.sep

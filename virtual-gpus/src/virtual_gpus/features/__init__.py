@@ -1,0 +1,100 @@
+"""What PyTorch does with CUDA, feature by feature: a folder each, or a module where one is enough.
+
+A feature is here by being here: no list names it, and nothing below this folder imports it. Each of its modules may
+have these names, which are all that the package knows of it:
+
+    patches()        what answers for PyTorch's names while virtual GPUs are on, as `patches.table` wants it
+    RECIPES          by the base name of an operator ("mm"): how CUDA uses memory for it, see `features.recipes`
+    CHECKS           by base name: what CUDA refuses or waits for before the operator runs
+    ROUTES           by kind of operator (`operators.Operator.kind`): what is done with one
+    prepare()        called before the patches go in, when the first virtual GPUs go on
+    forget()         called before the patches are taken out, when the last ones go off
+    start(machine)   called before the GPUs of a machine go on
+    stop(machine)    called before they go off
+
+`python -m virtual_gpus` and `switch` see to the rest. A feature may import another one, as long as no cycle of features
+comes of it (`tests/test_layers.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from virtual_gpus import operators
+from virtual_gpus.dispatch import routes
+from virtual_gpus.machine import VirtualMachine
+from virtual_gpus.patches import captured, table
+
+MODULES: list[ModuleType] = [
+    importlib.import_module(found.name) for found in pkgutil.walk_packages(__path__, f"{__name__}.")
+]
+_default_device: list[object] = []  # what torch.set_default_device had set before, where it had set anything
+
+
+def _offered(name: str) -> list[Any]:
+    """What the modules have under a name of the protocol."""
+    return [vars(module)[name] for module in MODULES if name in vars(module)]
+
+
+def _merged(name: str) -> dict[str, Any]:
+    """The tables of that name as one. Raises ValueError if two features have the same key."""
+    tables = _offered(name)
+    merged = {key: value for table in tables for key, value in table.items()}
+    if len(merged) < sum(map(len, tables)):
+        raise ValueError(f"Two features have the same key in {name}.")
+    return merged
+
+
+operators.RECIPES.update(_merged("RECIPES"))
+operators.CHECKS.update(_merged("CHECKS"))
+operators.ROUTES.update(routes.ROUTES | _merged("ROUTES"))
+
+
+def patches() -> list[table.Patch]:
+    """Every patch of this PyTorch version."""
+    table.modules_of.cache_clear()  # once for all of the features: there are thousands of modules in sys.modules
+    return [patch for of_module in _offered("patches") for patch in of_module()]
+
+
+def start(machine: VirtualMachine) -> None:
+    """The GPUs of a machine are about to go on."""
+    for start in _offered("start"):
+        start(machine)
+
+
+def stop(machine: VirtualMachine) -> None:
+    """The GPUs of a machine are about to go off."""
+    for stop in _offered("stop"):
+        stop(machine)
+
+
+def install() -> None:
+    """Put all patches in. Called when the first virtual GPUs go on."""
+    captured.watch()
+    _default_device[:] = [_default_device_context()]
+    try:
+        for prepare in _offered("prepare"):
+            prepare()
+        table.put_in(patches())
+    except BaseException:
+        uninstall()
+        raise
+
+
+def uninstall() -> None:
+    """Put everything back. Called when the last virtual GPUs go off."""
+    for forget in _offered("forget"):
+        forget()
+    originals = table.take_out()
+    if _default_device and _default_device_context() is not _default_device.pop():
+        torch.set_default_device(None)  # set while they were on: probably to a GPU that is no more
+    captured.give_back(originals)
+
+
+def _default_device_context() -> object:
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

@@ -1,0 +1,78 @@
+"""torch.accelerator: the device-agnostic names. They ask C++, which knows no virtual GPU; torch.cuda answers."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from virtual_gpus.features.cuda import devices as cuda
+from virtual_gpus.features.cuda import memory
+from virtual_gpus.features.streams import streams
+from virtual_gpus.machine import active
+from virtual_gpus.patches.table import in_package
+
+_SAME = {
+    "current_device_index": cuda.current_device,
+    "current_device_idx": cuda.current_device,
+    "set_device_index": cuda.set_device,
+    "set_device_idx": cuda.set_device,
+    "current_stream": streams.current_stream,
+    "set_stream": streams.set_stream,
+    "synchronize": cuda.synchronize,
+    "empty_cache": memory.empty_cache,
+    "reset_peak_memory_stats": memory.reset_peak_memory_stats,
+    "reset_accumulated_memory_stats": memory.reset_accumulated_memory_stats,
+    "get_memory_info": memory.mem_get_info,
+}
+
+
+def current_accelerator(check_available: bool = False) -> torch.device | None:
+    """The kind of accelerator: cuda."""
+    return torch.device("cuda") if active().gpus or not check_available else None
+
+
+class device_index:
+    """`with torch.accelerator.device_index(1):`; None changes nothing."""
+
+    def __init__(self, device: int | None, /):
+        self.idx = device
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        if self.idx is not None:
+            self.prev_idx = cuda._exchange_device(self.idx)
+
+    def __exit__(self, *error) -> None:
+        if self.idx is not None:
+            cuda._maybe_exchange_device(self.prev_idx)
+
+
+def empty_host_cache() -> None:
+    """Pinned memory is not kept, so there is nothing to give back."""
+
+
+def memory_stats(device_index=None, /):
+    """See torch.cuda.memory_stats, which is PyTorch's own function and so cannot stand for another one."""
+    return torch.cuda.memory_stats(device_index)
+
+
+def _get_accelerator(check=None) -> torch.device:
+    """What C++ answers: the accelerator of this build, or of this machine with `check`; cpu where there is none."""
+    return torch.device("cuda" if active().gpus or not check else "cpu")
+
+
+_raw_get_device_module = torch.get_device_module
+
+
+@functools.wraps(_raw_get_device_module)
+def get_device_module(device=None):
+    """torch.cuda, unless another device is named."""
+    return torch.cuda if device is None else _raw_get_device_module(device)
+
+
+def patches():
+    """See `features`."""
+    own = current_accelerator, device_index, empty_host_cache, memory_stats
+    found = in_package("torch.accelerator", *own, **_SAME)
+    return found + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

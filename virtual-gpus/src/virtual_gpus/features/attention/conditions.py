@@ -1,0 +1,111 @@
+"""Which calls CUDA's fused attention kernels take.
+
+Sources: sdp_utils.cpp and sdp_utils_cpp.h in aten/src/ATen/native/transformers, with what changed from PyTorch 2.11 to
+2.15.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall, cudnn_version
+
+
+def _flash(call: AttentionCall) -> bool:
+    (rows, width), columns = call.query.shape[-2:], call.key.shape[-2]
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and call.query.dtype in HALF
+        and call.capability >= (8, 0)
+        and call.mask is None
+        and width == call.key.shape[-1] == call.value.shape[-1] <= 256
+        and (not call.causal or rows == columns)
+        and _dense(call, ignore_width_one=True)
+        and _heads(call, may_share=True, same=True)
+    )
+
+
+def _efficient(call: AttentionCall) -> bool:
+    major, half = call.capability[0], call.query.dtype in HALF
+    multiple = 1  # of the width, in numbers (minimum_gemm_alignment)
+    if major >= 8 or (major == 7 and half):
+        multiple = 8 if half else 4
+    dtypes = (torch.float16, torch.float32, torch.bfloat16) if major >= 8 else (torch.float16, torch.float32)
+    query, key, value = (part.shape[-1] for part in call.parts)
+    # Blocks begin at multiples of 512 bytes, so where a view starts within its storage decides.
+    aligned = all(part.storage_offset() % multiple == 0 or not part.numel() for part in call.parts)
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and call.query.dtype in dtypes
+        and call.capability >= (5, 0)
+        and query == key > 0 < value
+        and query % multiple == value % multiple == 0
+        and (aligned or call.version < (2, 13) or major < 8)
+        and _dense(call, ignore_width_one=False)
+        and _heads(call, may_share=call.version >= (2, 14), same=True)
+    )
+
+
+def _cudnn(call: AttentionCall) -> bool:
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and call.query.dtype in HALF
+        and call.capability >= (8, 0)
+        and not strict
+        and (call.version < (2, 12) or call.dropout * 16 % 1 == 0)
+        and _dense(call, ignore_width_one=True)
+        and _heads(call, may_share=True, same=False)
+        and _cudnn_mask(call)
+        and _cudnn_sizes(call)
+    )
+
+
+def _dense(call: AttentionCall, ignore_width_one: bool) -> bool:
+    """What all kernels want: four dimensions, one dtype, rows of numbers that lie together, and something to do."""
+    query, key, value = call.parts
+    packed = all(part.stride(-1) == 1 for part in call.parts) or (ignore_width_one and query.shape[-1] == 1)
+    return (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.dtype == key.dtype == value.dtype
+        and packed
+        and (call.mask is None or call.mask.stride(-1) == 1)
+        and query.shape[-2] > 0 < key.shape[-2]
+    )
+
+
+def _heads(call: AttentionCall, may_share: bool, same: bool) -> bool:
+    """may_share: the kernel shares keys among heads (enable_gqa). same: keys and values must agree."""
+    (n, query), (key_n, key), (value_n, value) = (part.shape[:2] for part in call.parts)
+    if not n == key_n == value_n:
+        return False
+    one_for_all = may_share and call.version >= (2, 14) and query and key == value == 1
+    if query == key == value or one_for_all:
+        return True
+    if not (may_share and call.gqa) or (same and key != value):
+        return False
+    return bool(key and value) and query % key == query % value == 0
+
+
+def _cudnn_mask(call: AttentionCall) -> bool:
+    mask, shape = call.mask, (*call.query.shape[:3], call.key.shape[2])
+    if mask is None:
+        return True
+    fits = mask.dim() in (2, 4) and all(m in (1, n) for m, n in zip(mask.shape, shape[-mask.dim() :], strict=True))
+    return fits and not mask.requires_grad
+
+
+def _cudnn_sizes(call: AttentionCall) -> bool:
+    pair = width, value_width = call.query.shape[-1], call.value.shape[-1]
+    wide = call.capability[0] in (9, 10)
+    newest = wide and call.version >= (2, 15) and cudnn_version(call.version) > 92200
+    limit = 256 if newest else 192 if wide and pair == (192, 128) else 128
+    one_row = call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1)
+    too_many = call.version >= (2, 13) and max(call.query.shape[:2]) > 65535
+    if max(pair) > limit or width % 8 or value_width % 8 or one_row or too_many:
+        return False
+    # Such wide heads have no backward pass otherwise.
+    return not (newest and call.trains and max(pair) > 128) or pair in ((192, 128), (256, 256))
+
+
+TAKES = {CUDNN: _cudnn, FLASH: _flash, EFFICIENT: _efficient}

@@ -1,0 +1,202 @@
+"""scaled_dot_product_attention on a virtual GPU: CUDA's choice of kernel, its memory, the CPU's numbers.
+
+A fused kernel keeps its inputs, its output and one float per row of the scores, where the plain formula keeps the
+scores. `choice` says which one runs, `memory` and `efficient` what memory it takes, `numbers` computes.
+The plain formula runs operator by operator, as in PyTorch (_scaled_dot_product_attention_math in
+aten/src/ATen/native/transformers/attention.cpp).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.attention.call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
+from virtual_gpus.features.attention.choice import choose
+from virtual_gpus.features.attention.fused import fused
+from virtual_gpus.features.attention.operators import by_name
+from virtual_gpus.features.attention.sharded import in_a_ring, is_dtensor, on_each_rank
+from virtual_gpus.features.autocast.casting import casting
+from virtual_gpus.features.distributed.collectives import arrived
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper, nbytes
+from virtual_gpus.threads import this_thread
+
+_raw = torch._C._nn.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False, *, scale=None, enable_gqa=False
+):
+    """torch.nn.functional's. (N, heads, T, width) each, output as query. Raises PyTorch's errors."""
+    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    rest = {"scale": scale, "enable_gqa": enable_gqa}
+    if has_torch_function(inputs):  # a subclass, or a mode
+        return handle_torch_function(
+            scaled_dot_product_attention, inputs, query, key, value, attn_mask, dropout_p, is_causal, **rest
+        )
+    if is_wrapper(type(query)) and any(map(is_dtensor, inputs)):
+        if attn_mask is None and in_a_ring() and all(map(is_dtensor, inputs)):
+            gpu = gpu_of(query.to_local())
+            sort, version = gpu.spec.capability, gpu.machine.settings.version
+            call = AttentionCall(query, key, value, None, dropout_p, is_causal, enable_gqa, sort, version)
+            if (backend := choose(call)) != MATH:
+                return by_name(backend, call, scale)
+        return on_each_rank(scaled_dot_product_attention, query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    query, key, value, attn_mask = map(arrived, (query, key, value, attn_mask))
+    inputs = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    call = _raw if _is_elsewhere(query, key, value) or _is_wrong(*inputs, dropout=dropout_p) else _on_gpu
+    return call(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+
+
+def _is_elsewhere(query, key, value) -> bool:
+    """On the CPU, or under torch.func's transforms, which take operators apart themselves."""
+    return (
+        active() is None
+        or this_thread.inside
+        or gpu_of(query) is None
+        or is_wrapper(type(query))
+        or query.is_nested
+        or key.is_nested
+        or value.is_nested
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _is_wrong(query, *others, dropout: float) -> bool:
+    """What PyTorch refuses before it looks for a kernel (validate_sdpa_input): its own operator says why."""
+    dtypes = [part.dtype for part in others]
+    mask_fits = len(others) < 3 or dtypes[2] in (torch.bool, torch.float32, query.dtype)
+    same = query.dtype == dtypes[0] == dtypes[1]
+    return not (same and mask_fits and query.dim() > 1 < min(part.dim() for part in others[:2]) and 0 <= dropout <= 1)
+
+
+@casting("scaled_dot_product_attention")
+@entrance
+def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, enable_gqa):
+    if not gpu_of(query) is gpu_of(key) is gpu_of(value):
+        q, k, v = map(device_of, (query, key, value))
+        raise RuntimeError(
+            "Expected query, key, and value to have the same device type, but got "
+            f"query.device: {q} key.device: {k} and value.device: {v} instead."
+        )
+    version = gpu_of(query).machine.settings.version
+    if version < (2, 14) or not query.dim() == key.dim() == value.dim() == 3:
+        return _attention(query, key, value, mask, dropout, causal, scale, enable_gqa)
+    query, key, value = (part.unsqueeze(0) for part in (query, key, value))
+    while mask is not None and mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return _attention(query, key, value, mask, dropout, causal, scale, enable_gqa).squeeze(0)
+
+
+def _attention(query, key, value, mask, dropout, causal, scale, gqa):
+    gpu = gpu_of(query)
+    version = gpu.machine.settings.version
+    call = AttentionCall(query, key, value, mask, dropout, causal, gqa, gpu.spec.capability, version)
+    backend = choose(call)
+    if causal and mask is not None:
+        raise RuntimeError("_scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    if mask is not None and mask.dtype == torch.bool:
+        mask = _added(mask, query)
+    if backend == MATH:
+        return _plain(query, key, value, mask, dropout, causal, scale, gqa)
+    width = value.shape[-1]
+    if backend == FLASH and width % 8:
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        query, key, value = (torch.nn.functional.pad(part, (0, -width % 8)) for part in (query, key, value))
+    if mask is not None:
+        mask = _expanded(mask, query, key, backend)
+    out = fused(backend, gpu, call.trains, query, key, value, mask, dropout, causal, scale)
+    return out if out.shape[-1] == width else out[..., :width]
+
+
+def _added(mask, query):
+    """A mask of bools as one to add: 0 where allowed, -inf elsewhere, made of the same tensors as in PyTorch's C++."""
+    allowed, hidden = (torch.scalar_tensor(v, dtype=query.dtype, device=query.device) for v in (0.0, -math.inf))
+    return torch.where(mask, allowed, hidden)
+
+
+def _expanded(mask, query, key, backend: int):
+    """The mask in four dimensions. The memory-efficient kernel wants its rows to begin at multiples of 8."""
+    heads = mask.shape[1] if mask.dim() == 4 else 1
+    if backend == EFFICIENT:
+        if mask.dtype != query.dtype:
+            raise RuntimeError("invalid dtype for bias - should match query's dtype")
+        heads = query.shape[1]
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            length = mask.shape[-1]
+            mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+    return mask.expand(query.shape[0], heads, query.shape[2], key.shape[2])
+
+
+# ---- the plain formula -----------------------------------------------------------------------------------------------
+
+
+def _plain(query, key, value, mask, dropout, causal, scale, gqa):
+    dtype = query.dtype
+    if dtype in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    root = math.sqrt(abs(factor))
+    query = query * (-root if factor < 0 else root)
+    if causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+        mask = _added(allowed.tril(), query)
+    if gqa:
+        key, value = _for_all_heads(key, query), _for_all_heads(value, query)
+    weights = torch.matmul(query, key.transpose(-2, -1) * root)
+    if mask is not None:
+        weights = weights.add_(mask)
+    weights = torch._safe_softmax(weights, -1)
+    if dropout:
+        weights = torch.dropout(weights, dropout, True)
+    out = torch.matmul(weights, value).to(dtype)
+    weights.to(dtype)  # PyTorch returns them as well, and nobody takes them
+    return out
+
+
+def _for_all_heads(tensor, query):
+    """Keys or values that heads share, once per head of the query."""
+    heads, shared = query.shape[-3], tensor.shape[-3]
+    if heads == shared:
+        return tensor
+    if not shared or heads % shared:
+        raise RuntimeError("Number of heads in key and value must divide the number of heads in query")
+    return tensor.repeat_interleave(heads // shared, -3)
+
+
+def safe_softmax(call: OpCall):
+    """Rows without any finite score get zeros: found with operators that each have a result of their own."""
+    scores, dim = call["self"], call["dim"]
+    rows = max(1, scores.shape[dim]) if scores.dim() else 1
+    dtype = call["dtype"] or scores.dtype
+    with call.scratch(nbytes(scores) // scores.element_size() * dtype.itemsize), call.scratch(dtype.itemsize):
+        with call.scratch(scores.numel()), call.scratch(scores.numel() // rows), call.scratch(dtype.itemsize):
+            return call.run()
+
+
+_raw_left_aligned = torch._nested_tensor_from_mask_left_aligned
+
+
+def left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
+    """True if a padding mask lets `nn.TransformerEncoder` pack its input into a nested tensor, which has no padding.
+
+    With shapes only, nobody knows how long the samples are: they stay padded.
+    """
+    gpu = gpu_of(t)
+    return (gpu is None or not gpu.machine.shapes_only) and _raw_left_aligned(t, mask)
+
+
+RECIPES = {"_safe_softmax": safe_softmax}
+
+
+def patches():
+    """See `features`."""
+    owners = (torch.nn.functional, torch._C._nn)
+    found = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]
+    return found + [(torch, "_nested_tensor_from_mask_left_aligned", left_aligned)]

@@ -1,0 +1,184 @@
+"""The memory that CUDA's fused attention kernels take, block by block in CUDA's order. Nothing is computed here.
+
+Each kernel is a class with `forward` and `backward`, which take blocks and give back the allocations of what stays; the
+memory-efficient one is in `efficient`. Sources: attention.cu, attention_backward.cu and
+flash_attn/flash_api.cpp in aten/src/ATen/native/transformers/cuda; aten/src/ATen/native/cudnn/MHA.cpp; for cuDNN's
+workspace include/cudnn_frontend/node/scaled_dot_product_flash_attention.h of cudnn-frontend, whose buffers are what a
+real H200 measured but for 512 bytes.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from virtual_gpus.features.attention.call import HALF
+from virtual_gpus.placement.storages import StorageAllocation, scratch
+
+FLOAT = 4
+_CUDNN_OWN = 512  # what cuDNN takes beyond its frontend's buffers; at most so much, measured
+
+
+def up(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+class Sizes:
+    """The numbers that decide: of a call with query (N, heads, rows, width), key and value (N, kv_heads, columns, ...).
+
+    trains: a gradient will be wanted. bias: None, or whether it needs a gradient.
+    """
+
+    __slots__ = ("bias", "bytes", "columns", "dropout", "gpu", "half", "heads", "kv_heads", "n", "rows", "trains",
+                 "value_width", "width")  # fmt: skip
+
+    def __init__(self, gpu, query, key, value, bias, dropout: float, trains: bool):
+        self.gpu, self.dropout, self.trains = gpu, dropout, trains
+        self.n, self.heads, self.rows, self.width = query.shape
+        self.kv_heads, self.columns = key.shape[1:3]
+        self.value_width = value.shape[3]
+        self.bytes, self.half = query.element_size(), query.dtype in HALF
+        self.bias = None if bias is None else bias.requires_grad
+
+    @property
+    def per_row(self) -> int:
+        """Rows of the scores in all heads and samples."""
+        return self.n * self.heads * self.rows
+
+    @property
+    def out(self) -> int:
+        """Bytes of the output."""
+        return self.per_row * self.value_width * self.bytes
+
+    @property
+    def gradients(self) -> tuple[int, int, int]:
+        """Bytes of the gradients of query, key and value."""
+        keys = self.n * self.kv_heads * self.columns * self.bytes
+        return self.per_row * self.width * self.bytes, keys * self.width, keys * self.value_width
+
+
+class Kernel:
+    """What all of them have. `name`: of the operator."""
+
+    name = ""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes, self.gpu = sizes, sizes.gpu
+
+    def strides(self, like: torch.Tensor, shape) -> tuple[int, ...]:
+        """Of the output or a gradient of `shape`, made for the input `like`: packed, in the order of its dimensions."""
+        if 0 in like.stride():
+            return packed(range(4), shape)
+        return packed(sorted(range(4), key=like.stride().__getitem__, reverse=True), shape)
+
+    def allocate(self, nbytes: int) -> StorageAllocation:
+        """A block that stays."""
+        return StorageAllocation(self.gpu, nbytes)
+
+    def scratch(self, stack: ExitStack, *sizes: int) -> None:
+        """Blocks that go when `stack` closes."""
+        for nbytes in sizes:
+            stack.enter_context(scratch(self.gpu, nbytes))
+
+
+def packed(order, shape) -> tuple[int, ...]:
+    """Strides of a tensor whose dimensions lie in memory in this order, the first one outermost."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(list(order)):
+        strides[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(strides)
+
+
+class Cudnn(Kernel):
+    """cuDNN's kernel. Output and gradients lie in memory as query, key and value do."""
+
+    name = "_scaled_dot_product_cudnn_attention"
+
+    def forward(self) -> tuple[StorageAllocation, StorageAllocation | None, list[StorageAllocation]]:
+        """Blocks of the output, of one float per row (if it trains) and of seed and offset of the random numbers."""
+        sizes = self.sizes
+        seeds = [self.allocate(8), self.allocate(8)]
+        out = self.allocate(sizes.out)
+        lse = self.allocate(sizes.per_row * FLOAT) if sizes.trains else None
+        with scratch(self.gpu, _CUDNN_OWN):
+            return out, lse, seeds
+
+    def backward(self, gradient, out) -> list[StorageAllocation]:
+        """Blocks of the gradients of query, key and value."""
+        sizes = self.sizes
+        gradients = [self.allocate(nbytes) for nbytes in sizes.gradients]
+        with ExitStack() as stack:
+            if gradient.stride(-1) != 1:  # as after out.sum()
+                self.scratch(stack, sizes.out)
+            summed = sizes.per_row * (sizes.width + 1) * FLOAT  # of query's gradient, and of gradient times output
+            grouped = 0  # gradients of key and value before heads that share them are added up
+            if sizes.heads != sizes.kv_heads:
+                grouped = sizes.n * sizes.heads * sizes.columns * (sizes.width + sizes.value_width) * sizes.bytes
+            self.scratch(stack, summed + grouped + _CUDNN_OWN)
+        return gradients
+
+
+class Flash(Kernel):
+    """FlashAttention 2. Output and gradients lie in memory as query, key and value do."""
+
+    name = "_scaled_dot_product_flash_attention"
+
+    def forward(self) -> tuple[StorageAllocation, StorageAllocation, list[StorageAllocation]]:
+        """Blocks of the output, of one float per row and of the random numbers' state (two numbers, one unused)."""
+        sizes = self.sizes
+        out, lse = self.allocate(sizes.out), self.allocate(sizes.per_row * FLOAT)
+        with ExitStack() as stack:
+            splits = 1 if sizes.dropout else self._splits()
+            if splits > 1:
+                rows = splits * sizes.per_row * FLOAT
+                self.scratch(stack, rows, rows * self._rounded_width())
+            state, unused = self.allocate(16), self.allocate(8)
+            if sizes.dropout:  # made a second time, before the first goes
+                state = self.allocate(16)
+        return out, lse, [state, unused]
+
+    def backward(self, gradient, out) -> list[StorageAllocation]:
+        """Blocks of the gradients of query, key and value."""
+        sizes = self.sizes
+        with ExitStack() as stack:
+            for tensor in (gradient, out):
+                if not tensor.transpose(1, 2).is_contiguous():
+                    self.scratch(stack, sizes.out)
+            gradients = [self.allocate(nbytes) for nbytes in sizes.gradients]
+            rows = sizes.n * sizes.heads * up(sizes.rows, 128) * FLOAT
+            self.scratch(stack, rows, rows * self._rounded_width() * self._copies())
+            if sizes.heads != sizes.kv_heads:  # before heads that share them are added up
+                keys = sizes.n * sizes.heads * sizes.columns * sizes.width * sizes.bytes
+                self.scratch(stack, keys, keys)
+        return gradients
+
+    def _rounded_width(self) -> int:
+        return up(self.sizes.width, 32 if self.sizes.width <= 128 else 64)
+
+    def _copies(self) -> int:
+        """Sums of query's gradient: one, or one per group of thread blocks when the order of adding must be fixed."""
+        fixed = torch.are_deterministic_algorithms_enabled()
+        if not fixed or torch.is_deterministic_algorithms_warn_only_enabled():
+            return 1
+        return -(-self.gpu.spec.multi_processor_count // (self.sizes.n * self.sizes.heads))
+
+    def _splits(self) -> int:
+        """In how many parts the keys are worked on at the same time (num_splits_heuristic)."""
+        sizes, processors = self.sizes, 2 * self.gpu.spec.multi_processor_count
+        blocks = sizes.n * sizes.heads * -(-sizes.rows // 64)
+        key_blocks = -(-sizes.columns // (256 if sizes.width <= 64 else 128 if sizes.width <= 128 else 64))
+        return 1 if blocks >= 0.8 * processors else _best_split(blocks, processors, key_blocks)
+
+
+def _best_split(blocks: int, processors: int, key_blocks: int) -> int:
+    """The smallest number of parts that keeps the processors at least 85 % as busy as the best number does."""
+    busy = {}
+    for splits in range(1, min(128, processors, key_blocks) + 1):
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):  # else it is the same work
+            waves = blocks * splits / processors
+            busy[splits] = waves / -(-blocks * splits // processors)
+    best = max(busy.values(), default=0)
+    return next((splits for splits, share in busy.items() if share >= 0.85 * best), 1)

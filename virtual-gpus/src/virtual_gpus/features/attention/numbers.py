@@ -1,0 +1,134 @@
+"""The numbers of fused attention, computed by the CPU below the accounting.
+
+The CPU's own fused kernel is taken wherever it can be, so that results are those of the CPU and cost what they cost
+there. With dropout, or where a mask wants a gradient, the scores are computed, one sample at a time: those of a whole
+batch are the very memory that the fused kernels were made to save. Dropout's mask is drawn from a seed, and so is the
+same again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from virtual_gpus.features.attention.call import HALF
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class Numbers:
+    """What stays the same from forward to backward. bias: added to the scores. seed: 0-dim tensor, None: no dropout."""
+
+    __slots__ = ("causal", "dropout", "fused", "scale")
+
+    def __init__(self, query, key, value, bias, dropout: float, causal: bool, scale: float | None):
+        self.dropout, self.causal, self.scale = dropout, causal, scale
+        self.fused = not (
+            dropout
+            or query.shape[-1] != value.shape[-1]
+            or (bias is not None and bias.requires_grad)
+            or not (query.numel() and key.numel())
+        )
+
+    def forward(self, query, key, value, bias, seed):
+        """The output, and the logarithm of each row's sum (None if the CPU's kernel did not run)."""
+        key, value = _for_all_heads(query, key), _for_all_heads(query, value)
+        if self.fused:
+            return _fused(query, key, value, 0.0, self.causal, attn_mask=bias, scale=self.scale)
+        bias = self._bias(bias, query, key)
+        parts = [
+            self._weights(q, k, b, m)[0] @ _wide(v) * self._kept_scale
+            for q, k, v, b, m in zip(query, key, value, bias, self._masks(query, key, seed), strict=True)
+        ]
+        shape = (*query.shape[:3], value.shape[3])
+        return torch.stack(parts).to(query.dtype) if parts else query.new_empty(shape), None
+
+    def backward(self, gradient, query, key, value, bias, out, lse, seed):
+        """Gradients of query, key, value and of a bias that wants one (else None)."""
+        all_keys, all_values = _for_all_heads(query, key), _for_all_heads(query, value)
+        if self.fused:
+            found = _fused_backward(gradient, query, all_keys, all_values, out, lse, 0.0, self.causal,
+                                    attn_mask=bias, scale=self.scale)  # fmt: skip
+            found = [*found, None]
+        else:
+            found = self._all_samples(gradient, query, all_keys, all_values, bias, seed)
+        return found[0], _added_up(found[1], key), _added_up(found[2], value), found[3]
+
+    def _all_samples(self, gradient, query, key, value, bias, seed):
+        wants_bias = bias is not None and bias.requires_grad
+        if not query.numel():
+            return *map(torch.zeros_like, (query, key, value)), torch.zeros_like(bias) if wants_bias else None
+        added, masks = self._bias(bias, query, key), self._masks(query, key, seed)
+        one_by_one = zip(gradient, query, key, value, added, masks, strict=True)
+        parts = zip(*(self._sample_backward(*sample) for sample in one_by_one), strict=True)
+        of_query, of_key, of_value, of_bias = (torch.stack(part) if wants_bias or i < 3 else None
+                                               for i, part in enumerate(parts))  # fmt: skip
+        dtype = query.dtype
+        return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None if of_bias is None else of_bias.to(dtype)
+
+    @property
+    def _kept_scale(self) -> float:
+        """What stays after dropout counts 1 / (1 - p) times."""
+        return 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+
+    def _bias(self, bias, query, key):
+        """What is added to the scores of each sample: (heads or 1, rows, columns), or None."""
+        if self.causal:
+            bias = query.new_full((1, 1, query.shape[2], key.shape[2]), -math.inf).triu_(1)
+        return [None] * len(query) if bias is None else bias.expand(len(query), -1, -1, -1)
+
+    def _masks(self, query, key, seed):
+        """Dropout's mask of each sample, True where a weight stays: 16 random bits each."""
+        if not self.dropout:
+            return [None] * len(query)
+        generator = torch._C.Generator("cpu").manual_seed(int(seed))
+        shape = (*query.shape[1:3], key.shape[2])
+        below = min(round((1 - self.dropout) * 65536) - 32768, 32767)
+        return (_bits(math.prod(shape), generator).view(shape) < below for _ in range(len(query)))
+
+    def _weights(self, query, key, bias, mask):
+        """The weights of one sample after dropout (not yet scaled) and before."""
+        query, key = _wide(query), _wide(key).transpose(-2, -1)
+        scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
+        if bias is None:
+            weights = torch.softmax((query * scale) @ key, -1)
+        else:  # rows that see nothing have zeros
+            weights = torch._safe_softmax(torch.baddbmm(_wide(bias).to(query.dtype), query, key, alpha=scale), -1)
+        return weights if mask is None else weights * mask, weights
+
+    def _sample_backward(self, gradient, query, key, value, bias, mask):
+        """Gradients of one sample's query, key, value and scores."""
+        left, weights = self._weights(query, key, bias, mask)
+        query, key, value, gradient = map(_wide, (query, key, value, gradient))
+        gradient = gradient * self._kept_scale
+        of_weights = gradient @ value.transpose(-2, -1)
+        if mask is not None:
+            of_weights.mul_(mask)
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+        scale = 1 / math.sqrt(query.shape[-1]) if self.scale is None else self.scale
+        return of_scores @ key * scale, of_scores.transpose(-2, -1) @ query * scale, left.mT @ gradient, of_scores
+
+
+def _bits(count: int, generator) -> torch.Tensor:
+    """`count` random integers of 16 bits; four come with each draw."""
+    drawn = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
+    return drawn.view(torch.int16)[:count]
+
+
+def _wide(tensor):
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _for_all_heads(query, tensor):
+    """Keys or values that heads share, once per head of the query."""
+    shared = query.shape[1] // max(1, tensor.shape[1])
+    return tensor if shared <= 1 else tensor.repeat_interleave(shared, 1)
+
+
+def _added_up(gradient, tensor):
+    """The gradients of all heads that share a key, added up."""
+    if gradient.shape[1] == tensor.shape[1]:
+        return gradient
+    return gradient.unflatten(1, (tensor.shape[1], -1)).sum(2)

@@ -1,0 +1,235 @@
+"""`torch.autocast("cuda")` for tensors that C++ believes to be on the CPU.
+
+Autocast is a dispatch key: PyTorch's kernels at AutocastCUDA cast the inputs, then call the operator again without the
+key (aten/src/ATen/autocast_mode.cpp). They ask C++ whether a tensor is on a GPU, and would cast none of ours. So at the
+first use of autocast, kernels in Python take their places, with CUDA's lists (`lists`) and CUDA's casts
+(`casts`); and since no tensor of ours carries the key, each thread that turns autocast on has it added to all
+its operators. Composite operators follow the lists at every level, as on a GPU.
+
+Stand-ins that answer before the dispatcher is reached use `casting` or `cast_for_rnn`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+
+import torch
+
+from virtual_gpus.features.autocast import lists as lists
+from virtual_gpus.features.autocast.casts import cast, clear_cache, is_eligible, is_on_gpu, widest
+from virtual_gpus.threads import this_thread
+
+_KEY = torch._C.DispatchKey.AutocastCUDA
+_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_FP32 = torch.float32
+
+_enabled = torch.is_autocast_enabled
+_set_enabled = torch.set_autocast_enabled
+_lower_dtype = torch.get_autocast_dtype
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_include = torch._C._dispatch_tls_set_dispatch_key_included
+
+_registering = threading.Lock()
+_library: list[torch.library.Library] = []
+
+
+# ---- kernels: what each policy does around an operator ---------------------------------------------------------------
+
+
+def _without_autocast(op, args, kwargs):
+    """Call `op` with autocast off for this thread; off for the CPU too, whose autocast must not touch GPU tensors."""
+    outer, this_thread.autocast = this_thread.autocast, False
+    _exclude(_KEY, True)
+    try:
+        if _enabled("cpu") and any(map(is_eligible, args)):
+            with torch._C._ExcludeDispatchKeyGuard(_CPU_KEYS):
+                return op(*args, **kwargs)
+        return op(*args, **kwargs)
+    finally:
+        _exclude(_KEY, False)
+        this_thread.autocast = outer
+
+
+def _cast_all(op, args, kwargs, dtype: torch.dtype):
+    """From the last argument to the first, as compilers evaluate the arguments in C++: the order of the blocks."""
+    if kwargs:
+        kwargs = {name: cast(value, dtype) for name, value in reversed(kwargs.items())}
+    args = [cast(value, dtype) for value in reversed(args)][::-1]
+    return _without_autocast(op, args, kwargs)
+
+
+def _in_lower_precision(op):
+    def kernel(*args, **kwargs):
+        return _cast_all(op, args, kwargs, _lower_dtype("cuda"))
+
+    return kernel
+
+
+def _in_fp32(op):
+    def kernel(*args, **kwargs):
+        return _cast_all(op, args, kwargs, _FP32)
+
+    return kernel
+
+
+def _in_the_widest(op):
+    def kernel(*args, **kwargs):
+        return _cast_all(op, args, kwargs, widest((*args, *kwargs.values()), _lower_dtype("cuda")))
+
+    return kernel
+
+
+def _to_fp32_results(op):
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def kernel(*args, **kwargs):
+        if is_eligible(args[0]):
+            if position >= len(args):
+                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or _FP32}
+            elif args[position] is None:
+                args = (*args[:position], _FP32, *args[position + 1 :])
+        return _without_autocast(op, args, kwargs)
+
+    return kernel
+
+
+def _with_fp32_appended(op):
+    arguments = op._schema.arguments
+    twin = _overload(lists.FP32_APPEND_DTYPE[_name_of(op)])
+
+    def kernel(*args, **kwargs):
+        if not is_eligible(args[0]):
+            return _without_autocast(op, args, kwargs)
+        args = (*args, *[kwargs.pop(a.name, a.default_value) for a in arguments[len(args) :]])
+        return _without_autocast(twin, args, {"dtype": _FP32})
+
+    return kernel
+
+
+def _banned(op):
+    def kernel(*args, **kwargs):
+        if any(isinstance(a, torch.Tensor) and is_on_gpu(a) for a in args):
+            raise RuntimeError(lists.BANNED_TEXT)
+        return _without_autocast(op, args, kwargs)
+
+    return kernel
+
+
+_POLICIES = {
+    **dict.fromkeys(lists.LOWER_PRECISION, _in_lower_precision),
+    **dict.fromkeys(lists.FP32, _in_fp32),
+    **dict.fromkeys(lists.FP32_SET_OPT_DTYPE, _to_fp32_results),
+    **dict.fromkeys(lists.FP32_APPEND_DTYPE, _with_fp32_appended),
+    **dict.fromkeys(lists.PROMOTE, _in_the_widest),
+    **dict.fromkeys(lists.BANNED, _banned),
+}
+
+
+def _is_on() -> bool:
+    return _enabled("cuda") and this_thread.autocast
+
+
+def casting(name: str):
+    """Decorator for a patch of operator `name` ("scaled_dot_product_attention"): under autocast it is given the cast
+    inputs and runs without autocast, as the operator's own kernel would. `name` must be in one of the first two lists
+    or PROMOTE of `lists`.
+    """
+
+    def decorate(function):
+        kernel = _POLICIES[name](function)
+
+        @functools.wraps(function)
+        def cast_first(*args, **kwargs):
+            return (kernel if _is_on() else function)(*args, **kwargs)
+
+        return cast_first
+
+    return decorate
+
+
+def cast_for_rnn(tensors):
+    """The inputs of a recurrent layer (None among them stays) as its kernel gets them: the same unless autocast is on.
+
+    They become float16 whatever dtype autocast was given (aten/src/ATen/cudnn/AutocastRNN.cpp).
+    """
+    return [cast(tensor, torch.float16) for tensor in reversed(tensors)][::-1] if _is_on() else list(tensors)
+
+
+# ---- on and off ------------------------------------------------------------------------------------------------------
+
+
+def follow() -> None:
+    """Call after this thread's autocast was switched: its operators must reach the kernels, or no longer."""
+    on = _enabled("cuda")
+    if on:
+        register()
+    this_thread.autocast = on
+    _include(_KEY, on)
+
+
+def names() -> list[str]:
+    """The operators that this version of PyTorch casts and that have a kernel here, with their overloads."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    known = set(torch._C._dispatch_get_all_op_names())
+    return [name for name in _POLICIES if f"aten::{name}" in known and has(f"aten::{name}", "AutocastCUDA")]
+
+
+def register() -> None:
+    """Put the kernels in, once."""
+    if _library:
+        return
+    with _registering, warnings.catch_warnings():
+        if _library:
+            return
+        warnings.simplefilter("ignore")  # PyTorch says that it had kernels here already; `unregister` gives them back
+        library = torch.library.Library("aten", "IMPL", "AutocastCUDA")
+        for name in names():
+            library.impl(name, _POLICIES[name](_overload(name)))
+        _library.append(library)
+
+
+def unregister() -> None:
+    """Give PyTorch its own kernels back. Called when the last virtual GPUs go off."""
+    clear_cache()
+    this_thread.autocast = False
+    _include(_KEY, False)
+    with _registering:
+        while _library:
+            _library.pop()._destroy()
+
+
+def _overload(name: str):
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _name_of(op) -> str:
+    schema = op._schema
+    return schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
+
+
+@contextlib.contextmanager
+def as_in_a_new_thread():
+    """Autocast as a thread that has just started finds it: off, float16, with its cache, in no region."""
+    before = _enabled("cuda"), _lower_dtype("cuda"), torch.is_autocast_cache_enabled()
+    depth = 0
+    while torch.autocast_decrement_nesting() >= 0:
+        depth += 1
+    torch.autocast_increment_nesting()
+    _set(False, torch.float16, True)
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+        _set(*before)
+
+
+def _set(enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+    _set_enabled("cuda", enabled)
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.set_autocast_cache_enabled(cached)
+    follow()

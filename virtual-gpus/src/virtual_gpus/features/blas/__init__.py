@@ -1,0 +1,1 @@
+"""Matrix products: cuBLAS, cublasLt and their workspaces."""

@@ -1,0 +1,1 @@
+"""torch.compile and torch._dynamo, and kernels that a program compiles for itself."""

@@ -1,0 +1,75 @@
+"""torch.compile: what it returns is PyTorch's own, and calling that runs the program operator by operator.
+
+Nothing is compiled, since there is no GPU to compile for, and since Dynamo, which reads tensors in C++, would find them
+on the CPU and put that into its graphs. PyTorch has a switch for exactly this, `torch.compiler.set_stance`, and while
+virtual GPUs are on it is at "force_eager". It also holds for what was compiled before. Arguments are checked by
+PyTorch, modules become OptimizedModules with their `_orig_mod`, and without GPUs the same objects compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+from virtual_gpus.machine import active
+
+_raw_compile = torch.compile
+_raw_set_stance = torch.compiler.set_stance
+_before: list[Any] = []  # the stance that the program had, while "force_eager" is in force
+_said = False
+
+
+def run_eagerly() -> None:
+    """Set the switch, which imports torch._dynamo. Does nothing without GPUs."""
+    if _before or active() is None:
+        return
+    frames = importlib.import_module("torch._dynamo.eval_frame")  # the first import calls this function
+    if not _before:
+        _before.append(frames._stance)  # before the switch moves: Ctrl-C may come between any two lines
+        frames._set_stance(frames.DynamoStance("force_eager"))
+
+
+def forget() -> None:
+    """Put the switch back to where the program had it."""
+    if _before:
+        sys.modules["torch._dynamo.eval_frame"]._set_stance(_before[0])
+        _before.clear()
+
+
+@functools.wraps(_raw_set_stance)
+def set_stance(*args: Any, **kwargs: Any) -> Any:
+    """The arguments are checked, and all stays eager, also after a `with` block of this stance."""
+    run_eagerly()
+    made = _raw_set_stance(*args, **kwargs)
+    made.stance = made.prev
+    made.__enter__()
+    return made
+
+
+@functools.wraps(_raw_compile)
+def compile(*args: Any, **kwargs: Any) -> Any:
+    """As PyTorch. Says once that nothing is compiled, where something would have been."""
+    made = _raw_compile(*args, **kwargs)
+    run_eagerly()
+    backend = kwargs.get("backend", "inductor")
+    is_pytorch_s = getattr(backend, "__module__", "").startswith("torch.")  # flex_attention compiles for itself
+    if not (kwargs.get("disable") or backend == "eager" or is_pytorch_s or torch._dynamo.config.disable):
+        _say_once()
+    return made
+
+
+def _say_once() -> None:
+    global _said
+    is_a_rank = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not _said and not (is_a_rank and torch.distributed.get_rank()):
+        print("virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is", flush=True)
+    _said = True
+
+
+def patches():
+    """See `features`."""
+    return [(torch, "compile", compile), (torch.compiler, "set_stance", set_stance)]

@@ -1,0 +1,246 @@
+"""Convolutions on CUDA: cuDNN with its workspaces, PyTorch's own kernels for the rest.
+
+Which library runs follows `_select_conv_backend` of aten/src/ATen/native/Convolution.cpp: PyTorch's own kernels for
+depthwise convolutions channels first, else cuDNN, else (`torch.backends.cudnn.enabled = False`) im2col and a matrix
+product. The order of blocks is that of aten/src/ATen/native/cudnn/ConvShared.cpp: packed copies, the result, the
+workspace; backward the input's gradient first, then the filters', then the bias's, each with a workspace of its own.
+A workspace that does not fit is no error: PyTorch then tries cuDNN's other kernels, which need less (Conv_v8.cpp).
+
+`torch.backends.cudnn.benchmark`: the first convolution of a shape tries all kernels, with the largest workspace among
+them, and empties the cache afterwards. That largest one is an estimate, by Winograd's numbers: no real GPU was asked.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.features.blas.products import handles_of
+from virtual_gpus.features.contiguous import CHANNELS_LAST
+from virtual_gpus.features.conv import workspaces as workspaces
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.memory.allocator import OutOfMemory
+from virtual_gpus.placement.storages import ScratchBlock, nbytes, scratch
+
+_FIRST_WITH_TENSOR_CORES = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (8, 0)}
+
+
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """What C++ calls `suggest_memory_format`: channels last only if the strides say so beyond doubt."""
+    return _suggested(tensor.shape, tensor.stride())
+
+
+@lru_cache(maxsize=4096)
+def _suggested(sizes: torch.Size, strides: tuple[int, ...]) -> torch.memory_format:
+    least = 0
+    if len(strides) not in CHANNELS_LAST or strides[1] > strides[-1] or strides[1] == 0:
+        return torch.contiguous_format
+    for d in (1, *range(len(strides) - 1, 1, -1), 0):
+        if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return torch.contiguous_format
+        least = strides[d] * max(sizes[d], 1)
+    return CHANNELS_LAST[len(strides)]
+
+
+def _layout(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:
+    """Channels last if either tensor is (cudnn_conv_suggest_memory_format); never in double precision."""
+    if first.dtype == torch.float64:
+        return torch.contiguous_format
+    found = memory_format(first)
+    return found if found is not torch.contiguous_format else memory_format(second)
+
+
+def _library(call: OpCall, x: torch.Tensor, weight: torch.Tensor) -> str:
+    """Who computes: "cudnn", "depthwise" (kernels of PyTorch) or "none" of them."""
+    enabled, groups, transposed = torch._C._get_cudnn_enabled(), call["groups"], call["transposed"]
+    if groups > 1 and not transposed and x.shape[1] == groups:
+        last = enabled and _layout(x, weight) is not torch.contiguous_format
+        return "cudnn" if last else "depthwise"
+    too_wide = transposed and any(p >= s for p, s in zip(call["output_padding"], call["stride"], strict=False))
+    return "cudnn" if enabled and not too_wide else "none"
+
+
+def _facts(call: OpCall, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, layout) -> tuple:
+    """What decides about cuDNN's workspaces for `x -> y`, and what `_shape` makes sense of.
+
+    cuDNN knows a transposed convolution as the gradient of one from y to x.
+    """
+    small, large = (x, y) if call["transposed"] else (y, x)
+    last, cores = layout is not torch.contiguous_format, _tensor_cores(call.gpu, x.dtype)
+    strided, sms = max(call["stride"]) > 1, call.gpu.spec.multi_processor_count
+    return large.shape, weight.shape, small.shape, call["groups"], strided, x.itemsize, last, cores, sms
+
+
+def _shape(large, weight, small, groups, *others) -> workspaces.Shape:
+    row = (1,) if len(large) == 3 else ()  # 1d: images of one row
+    sizes = ((*row, *size[2:]) for size in (large, weight, small))
+    return workspaces.Shape(large[0], large[1], small[1], groups, *sizes, *others)
+
+
+def _tensor_cores(gpu: VirtualGPU, dtype: torch.dtype) -> bool:
+    since = _FIRST_WITH_TENSOR_CORES.get(dtype)
+    allowed = dtype != torch.float32 or torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+    return since is not None and gpu.spec.capability >= since and allowed
+
+
+def _with_cudnn(gpu: VirtualGPU, step: str, facts: tuple) -> None:
+    """Take and give back the workspace of one cuDNN call. step: the name of its function in `workspaces`."""
+    size = gpu.cudnn.get((step, facts))
+    if size is None:
+        shape = _shape(*facts)
+        size = gpu.cudnn[step, facts] = getattr(workspaces, step)(shape)
+        if torch._C._get_cudnn_benchmark():  # asked only here: a kernel that was found without the flag stays
+            _try(gpu, workspaces.largest(step, shape))
+            gpu.allocator.empty_cache()
+    _try(gpu, size)
+
+
+def _try(gpu: VirtualGPU, size: int) -> None:
+    if size:
+        try:
+            ScratchBlock(gpu, size)
+        except OutOfMemory:
+            return  # another kernel needs less
+
+
+def _laid_out(tensor: torch.Tensor | None, layout: torch.memory_format):
+    """The result in CUDA's order of channels; the CPU's kernels and the meta ones pick their own."""
+    if tensor is None or tensor.is_contiguous(memory_format=layout):
+        return tensor
+    return tensor.contiguous(memory_format=layout)
+
+
+class _Copies:
+    """Packed copies of inputs. They go when the `with` block ends."""
+
+    def __init__(self, gpu: VirtualGPU):
+        self.gpu, self.blocks = gpu, []
+
+    def need(self, tensor: torch.Tensor, layout: torch.memory_format) -> None:
+        """Copy `tensor` unless it has this layout already."""
+        if not tensor.is_contiguous(memory_format=layout):
+            self.blocks.append(ScratchBlock(self.gpu, nbytes(tensor)))
+
+    def __enter__(self):
+        return self
+
+    def drop(self) -> None:
+        """Give all copies back."""
+        self.blocks.clear()
+
+    def __exit__(self, *_):
+        self.drop()
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+def convolution(call: OpCall):
+    """`aten::convolution`, of one, two or three dimensions, transposed or not."""
+    x, weight = call["input"], call["weight"]
+    if call.op.written or not x.numel():  # `out=` decides the layout itself; nothing in, nothing to do
+        return call.run()
+    result, library = call.compute(), _library(call, x, weight)
+    if library == "none":
+        return _by_columns(call, result, result, (x, weight))
+    layout = _layout(x, weight) if library == "cudnn" else torch.contiguous_format
+    with _Copies(call.gpu) as copies:
+        copies.need(x, layout)
+        result = call.place(_laid_out(result, layout))
+        copies.need(weight, layout)
+        if library == "cudnn":
+            step = "data_gradient" if call["transposed"] else "forward"
+            _with_cudnn(call.gpu, step, _facts(call, x, weight, result, layout))
+    return result
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+
+
+def convolution_backward(call: OpCall):
+    """`aten::convolution_backward`: gradients of input, filters and bias, as `output_mask` asks."""
+    grad, x, weight = call["grad_output"], call["input"], call["weight"]
+    if call.op.written or not x.numel():
+        return call.run()
+    results, library = call.compute(), _library(call, x, weight)
+    if library == "none":
+        return _by_columns(call, results, grad, (x, weight, grad))
+    by_library = _cudnn_gradients if library == "cudnn" else _depthwise_gradients
+    return (*by_library(call, results[0], results[1]), call.place(results[2]))
+
+
+def _cudnn_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
+    """Two calls of cuDNN. Each copies what is not packed for itself, and frees its copies."""
+    grad, x, weight = call["grad_output"], call["input"], call["weight"]
+    layout = _layout(x, weight)
+    facts = _facts(call, x, weight, grad, layout)
+    gpu, for_x, for_weight = call.gpu, _laid_out(for_x, layout), _laid_out(for_weight, layout)
+    with _Copies(gpu) as copies, _Copies(gpu) as held:
+        if for_weight is not None:
+            held.need(x, layout)
+        packed = _hold_gradient(held, grad, memory_format(x), call["transposed"])
+        if for_x is not None:
+            call.place(for_x)
+            copies.need(weight, layout)
+            if not packed:
+                copies.need(grad, layout)
+            _with_cudnn(gpu, "forward" if call["transposed"] else "data_gradient", facts)
+            copies.drop()
+        if for_weight is not None:
+            if not packed:
+                copies.need(grad, layout)
+            call.place(for_weight)
+            _with_cudnn(gpu, "weight_gradient", facts)
+    return for_x, for_weight
+
+
+def _hold_gradient(held: _Copies, grad: torch.Tensor, wanted: torch.memory_format, transposed: bool) -> bool:
+    """True if the gradient is copied once for both calls.
+
+    `grad.to(memory_format)` compares what strides suggest, so a gradient that was expanded from one number passes as
+    packed, and each call copies it anew. A transposed convolution's backward asks for `contiguous` instead.
+    """
+    if not transposed and memory_format(grad) is wanted:
+        return False
+    held.need(grad, wanted)
+    return True
+
+
+def _depthwise_gradients(call: OpCall, for_x: torch.Tensor | None, for_weight: torch.Tensor | None):
+    """PyTorch's own kernels (DepthwiseConv2d.cu, DepthwiseConv3d.cu): filters first, no workspace."""
+    for_x, for_weight = (_laid_out(gradient, torch.contiguous_format) for gradient in (for_x, for_weight))
+    with _Copies(call.gpu) as copies:
+        copies.need(call["grad_output"], torch.contiguous_format)
+        copies.need(call["input"], torch.contiguous_format)
+        call.place((for_weight, for_x))
+    return for_x, for_weight
+
+
+# ---- without cuDNN -------------------------------------------------------------------------------------------------
+
+
+def _by_columns(call: OpCall, results, small: torch.Tensor, inputs: tuple[torch.Tensor, ...]):
+    """cuBLAS, image by image, over the patches of one image as columns (ConvolutionMM2d.cu and its like).
+
+    small: the tensor whose pixels count the columns. Groups run one after the other, which is not modelled further.
+    """
+    x, weight = inputs[:2]
+    image = x if call["transposed"] else small
+    plain = prod(weight.shape[2:]) == 1 and set(call["stride"]) == {1} and not any(call["padding"])
+    columns = prod(weight.shape[1:]) * prod(image.shape[2:]) * weight.element_size()
+    with _Copies(call.gpu) as copies:
+        for tensor in inputs:
+            copies.need(tensor, torch.contiguous_format)
+        call.place(results)
+        with scratch(call.gpu, 0 if plain and not call["transposed"] else columns):
+            handles_of(call.gpu).work(lt=False)
+    return results
+
+
+RECIPES = {
+    **dict.fromkeys(("convolution", "convolution_overrideable"), convolution),
+    **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), convolution_backward),
+}

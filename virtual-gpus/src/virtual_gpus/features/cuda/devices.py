@@ -1,0 +1,185 @@
+"""torch.cuda's questions about the machine: how many GPUs, which one is current, what they are."""
+
+from __future__ import annotations
+
+import uuid
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.table import in_package
+from virtual_gpus.placement.storages import find_gpu
+
+
+def gpu_at(device=None, initialize: bool = True) -> VirtualGPU:
+    """The GPU that an index, a name, a device or None (the current one) means. initialize: see `find_gpu`."""
+    enter_thread()
+    index = None if device is None else torch.cuda._utils._get_device_index(device, optional=True)
+    return find_gpu(active(), torch.device("cuda", index), initialize)
+
+
+def is_available() -> bool:
+    """True while at least one virtual GPU is visible."""
+    return bool(active().count_visible())
+
+
+def device_count() -> int:
+    """How many virtual GPUs are visible."""
+    return active().count_visible()
+
+
+def is_initialized() -> bool:
+    """True once this process has used a GPU. Programs that choose a GPU by the rank ask this first."""
+    return active().is_initialized
+
+
+def init() -> None:
+    """Count CUDA as used. Virtual GPUs have nothing to start."""
+    _lazy_init()
+
+
+def _lazy_init() -> None:
+    """C++ calls this when it parses device="cuda"; also the moment to make this thread's operators visible."""
+    gpu_at()
+
+
+def _lazy_call(callable, **kwargs) -> None:
+    """Run what PyTorch puts off until CUDA is initialized (seeds): virtual GPUs are ready for it at any time."""
+    callable()
+
+
+def current_device() -> int:
+    """Index of this thread's current GPU."""
+    _lazy_init()
+    return active().current
+
+
+def set_device(device) -> None:
+    """Make a GPU this thread's current one."""
+    enter_thread()
+    index = torch.cuda._utils._get_device_index(device)
+    if index >= 0:
+        active().current = find_gpu(active(), torch.device("cuda", index)).index
+
+
+def _exchange_device(device: int) -> int:
+    if device < 0:
+        return -1
+    before = active().current
+    set_device(device)
+    return before
+
+
+def _maybe_exchange_device(device: int) -> int:
+    return _exchange_device(device)
+
+
+def synchronize(device=None) -> None:
+    """The modelled host waits for all streams of a GPU. The numbers are there already."""
+    gpu = gpu_at(device)
+    for capture in gpu.machine.captures:
+        if capture.covers() or capture.gpu is gpu:
+            raise capture.violation()
+    clock = gpu.machine.clock
+    clock.wait(clock.done(gpu.slot))
+    clock.spend(clock.host.wait)
+
+
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` returns, from the GPU's data sheet."""
+
+    def __init__(self, gpu: VirtualGPU):
+        sheet = gpu.spec
+        self.name = sheet.name
+        self.major, self.minor = sheet.capability
+        self.total_memory = gpu.memory
+        self.multi_processor_count = sheet.multi_processor_count
+        self.L2_cache_size = sheet.l2_bytes
+        self.warp_size = 32
+        self.is_integrated = self.is_multi_gpu_board = 0
+        self.uuid = uuid.UUID(gpu.uuid.removeprefix("GPU-"))
+        self.pci_domain_id, self.pci_bus_id, self.pci_device_id = 0, gpu.slot + 1, 0
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory >> 20}MB, multi_processor_count={self.multi_processor_count}, "
+            f"uuid={self.uuid}, L2_cache_size={self.L2_cache_size >> 20}MB)"
+        )
+
+
+def get_device_properties(device=None) -> DeviceProperties:
+    """The data sheet of one GPU."""
+    try:
+        return DeviceProperties(gpu_at(device))
+    except torch.AcceleratorError:
+        raise AssertionError("Invalid device id") from None  # torch.cuda's own words
+
+
+def can_device_access_peer(device, peer_device) -> bool:
+    """True between two different GPUs: every link that is modelled carries peer copies."""
+    return gpu_at(device) is not gpu_at(peer_device)
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """bfloat16 in hardware from Ampere (capability 8.0) on; before that PyTorch emulates it."""
+    return including_emulation or gpu_at().spec.capability >= (8, 0)
+
+
+def is_tf32_supported() -> bool:
+    """TF32 from Ampere on."""
+    return gpu_at().spec.capability >= (8, 0)
+
+
+def get_arch_list() -> list[str]:
+    """The architectures that kernels were built for: the machine's own."""
+    return [f"sm_{a}{b}" for a, b in sorted({gpu.spec.capability for gpu in active().gpus})]
+
+
+def ipc_collect() -> None:
+    """Nothing is shared between processes, so nothing is collected."""
+
+
+def _is_in_bad_fork() -> bool:
+    """A forked process may use virtual GPUs, unless `refuse_forks` is set and its parent has used them."""
+    return active().is_in_bad_fork
+
+
+def utilization(device=None) -> int:
+    """Percent of the last modelled second in which the GPU ran kernels; 0 once nothing came for a second."""
+    gpu = gpu_at(device, initialize=False)
+    return round(100 * gpu.machine.load(gpu))
+
+
+def memory_usage(device=None) -> int:
+    """Percent of the last modelled second in which the GPU's memory was read or written: in all of its kernels."""
+    return utilization(device)
+
+
+def device_memory_used(device=None) -> int:
+    """Bytes in use as the driver sees them: reserved memory and contexts, of all processes."""
+    return gpu_at(device, initialize=False).allocator.device.used_by_all
+
+
+def _has_no_sensor(name: str):
+    def sensor(device=None):
+        raise errors.not_modelled(f"torch.cuda.{name}")
+
+    sensor.__name__ = name
+    return sensor
+
+
+def patches():
+    """See `features`."""
+    functions = (is_available, device_count, is_initialized, init, _lazy_init, _lazy_call, current_device, set_device,
+                 synchronize, _exchange_device, _maybe_exchange_device, get_device_properties,
+                 can_device_access_peer, is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect,
+                 _is_in_bad_fork, utilization, memory_usage,
+                 device_memory_used)  # fmt: skip
+    sensors = (_has_no_sensor(name) for name in ("temperature", "power_draw", "clock_rate"))
+    return in_package("torch.cuda", *functions, *sensors) + [
+        (torch._C, "_cuda_setDevice", set_device),
+        (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
+    ]

@@ -1,0 +1,122 @@
+"""torch.cuda.memory: the allocator's figures. PyTorch's own code turns them into memory_stats and memory_summary."""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.cuda.devices import gpu_at
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.memory.allocator import Block, OutOfMemory
+from virtual_gpus.patches.table import in_package
+
+
+def memory_stats_as_nested_dict(device=None) -> dict:
+    """Every counter of the allocator, as `torch._C._cuda_memoryStats` gives it."""
+    return gpu_at(device, initialize=False).allocator.stats()
+
+
+def reset_peak_memory_stats(device=None) -> None:
+    """Peaks start again from the current figures."""
+    gpu_at(device).allocator.reset_peak_stats()
+
+
+def reset_accumulated_memory_stats(device=None) -> None:
+    """Totals of allocated and freed bytes start again from 0."""
+    gpu_at(device).allocator.reset_accumulated_stats()
+
+
+def empty_cache() -> None:
+    """Give every wholly free segment of every GPU back, so that nvidia-smi sees it free."""
+    for capture in active().captures:
+        if capture.covers():
+            raise capture.violation()
+    for gpu in active().gpus:
+        gpu.allocator.empty_cache()
+
+
+def set_per_process_memory_fraction(fraction: float, device=None) -> None:
+    """Let this process reserve at most `fraction` (0 to 1) of a GPU."""
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    gpu = gpu_at(device)
+    gpu.machine.start_cuda()
+    gpu.allocator.device.set_fraction(fraction)
+
+
+def get_per_process_memory_fraction(device=None) -> float:
+    """What `set_per_process_memory_fraction` set; 1.0 at first."""
+    gpu = gpu_at(device)
+    gpu.machine.start_cuda()
+    return gpu.allocator.device.fraction
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    """(free, total) bytes as the driver sees them. The question itself makes a CUDA context, as on a real GPU."""
+    gpu = gpu_at(device)
+    gpu.start_context()
+    return gpu.allocator.device.free_bytes, gpu.memory
+
+
+def list_gpu_processes(device=None) -> str:
+    """The processes on a GPU, as far as they share these virtual ones."""
+    gpu = gpu_at(device)
+    found = [(_pid(), gpu.allocator.device.used_bytes)] if gpu.allocator.device.used_bytes else []
+    found += gpu.allocator.device.shared.others()
+    lines = [f"process {pid:>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" for pid, used in sorted(found)]
+    return "\n".join([f"GPU:{gpu.index}", *(lines or ["no processes are running"])])
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def get_allocator_backend() -> str:
+    """The model is of PyTorch's own allocator."""
+    return "native"
+
+
+_raw_blocks: dict[int, tuple[VirtualGPU, Block]] = {}  # by address
+
+
+@entrance
+def _cuda_cudaCachingAllocator_raw_alloc(nbytes: int, stream: int) -> int:
+    """Behind `torch.cuda.caching_allocator_alloc`: the address of a block of the current GPU."""
+    gpu = gpu_at()
+    gpu.start_context()
+    try:
+        block = gpu.allocator.malloc(nbytes, stream)
+    except OutOfMemory as error:
+        error.gpu = gpu
+        raise
+    _raw_blocks[block.address] = gpu, block
+    return block.address
+
+
+def _cuda_cudaCachingAllocator_raw_delete(address: int) -> None:
+    """Behind `torch.cuda.caching_allocator_delete`."""
+    if address not in _raw_blocks:
+        raise RuntimeError(f"invalid device pointer: {address:#x}")
+    gpu, block = _raw_blocks.pop(address)
+    gpu.allocator.free(block)
+
+
+def _cuda_cudaCachingAllocator_enable(value: bool) -> None:
+    """Behind `torch.cuda.caching_allocator_enable`. The cache is always on."""
+    if not value:
+        raise errors.not_modelled("torch.cuda.caching_allocator_enable(False)")
+
+
+def patches():
+    """See `features`."""
+    raw = (_cuda_cudaCachingAllocator_raw_alloc, _cuda_cudaCachingAllocator_raw_delete,
+           _cuda_cudaCachingAllocator_enable)  # fmt: skip
+    found = in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
+                       reset_accumulated_memory_stats, set_per_process_memory_fraction,
+                       get_per_process_memory_fraction, list_gpu_processes, get_allocator_backend)  # fmt: skip
+    return found + [(torch._C, function.__name__, function) for function in raw]

@@ -1,0 +1,1 @@
+"""nn.DataParallel: copies among the GPUs of one process."""

@@ -1,0 +1,135 @@
+"""What nn.DataParallel stands on, beside `comm`: NCCL, threads for the replicas, and grouping by GPU.
+
+nn.DataParallel, replicate, scatter, parallel_apply and gather themselves are PyTorch's own, unmodified.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+
+from virtual_gpus.clock.clock import ConcurrentThreads
+from virtual_gpus.clock.traffic import collective_here
+from virtual_gpus.features.autocast import casting
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import device_of, gpu_of
+from virtual_gpus.threads import this_thread
+
+# ---- NCCL inside one process: only what reduce_add asks of it -----------------------------------------------------
+
+
+def is_available(tensors) -> bool:
+    """NCCL takes dense, contiguous tensors on different GPUs."""
+    tensors = list(tensors)
+    gpus = [gpu_of(t) for t in tensors]
+    dense = all(g is not None and not t.is_sparse and t.is_contiguous() for g, t in zip(gpus, tensors, strict=False))
+    return dense and len({id(g) for g in gpus}) == len(gpus)
+
+
+def reduce(inputs, output=None, root: int = 0, op: int = 0, streams=None, comms=None, *, outputs=None) -> None:
+    """Sum `inputs` into `output` on the root's GPU. NCCL passes the data on in pieces: no buffer of the size of it."""
+    output = outputs[root] if outputs is not None else inputs[root] if output is None else output
+    collective_here([gpu_of(t) for t in inputs], "reduce", output.numel() * output.element_size())
+    if gpu_of(output).machine.shapes_only:
+        return
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        output.copy_(inputs[root])
+        for index, tensor in enumerate(inputs):
+            if index != root:
+                output.add_(tensor)
+
+
+# ---- the replicas' threads ------------------------------------------------------------------------------------------
+
+
+class SequentialThread:
+    """A patch for threading.Thread that runs its target in `start`: replicas run one after the other.
+
+    The order is then always the same, which stored notebook outputs need, and two cores are no slower.
+    """
+
+    _waiting: ClassVar = threading.local()  # those made and not started yet: the crew that will run side by side
+
+    def __init__(self, target, args=(), kwargs=None):
+        self._call = (target, args, kwargs or {})
+        issued = active().clock.issued  # nothing is issued while the threads of a crew are made
+        self._mates = getattr(self._waiting, "mates", None)
+        if self._mates is None or self._mates.issued != issued or self._mates.crew is not None:
+            self._mates = self._waiting.mates = SimpleNamespace(count=0, issued=issued, crew=None)
+        self._mates.count += 1
+
+    def _beside_the_others(self) -> ConcurrentThreads:
+        """On the clock the threads run side by side, as many as were made before the first one started."""
+        if self._mates.crew is None:
+            self._mates.crew = ConcurrentThreads(active().clock, self._mates.count)
+        return self._mates.crew
+
+    def start(self) -> None:
+        """Run now, and leave the thread's settings as they were."""
+        target, args, kwargs = self._call
+        index, grad = active().current, torch.is_grad_enabled()
+        outer = this_thread.worker, this_thread.in_backward
+        clock = active().clock
+        share = clock.share
+        worker = object()  # not `self`, whose tensors would stay should Ctrl-C cut the end off
+        active().current = 0  # a new thread starts on GPU 0
+        this_thread.worker, this_thread.in_backward = worker, False
+        try:
+            with self._beside_the_others(), casting.as_in_a_new_thread():
+                target(*args, **kwargs)
+        finally:
+            clock.share = share
+            active().current = index
+            torch._C._set_grad_enabled(grad)  # one call into C++, which Ctrl-C cannot cut in two
+            _end(worker, outer)
+
+    def join(self) -> None:
+        """It has run."""
+
+
+def _end(worker: object, outer: tuple[object | None, bool]) -> None:
+    """Be the caller's thread again. The replica's cuBLAS handles are free for the next one, and for autograd's."""
+    this_thread.worker, this_thread.in_backward = outer
+    for gpu in active().slots:
+        if gpu.blas is not None:
+            gpu.blas.leave(worker)
+
+
+# ---- foreach and fused optimizers ---------------------------------------------------------------------------------
+
+_raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+
+
+def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = False):
+    """PyTorch's grouping, split by virtual GPU: C++ sees one CPU where a learner sees several GPUs."""
+    groups = {}
+    for (_, dtype), (lists, indices) in _raw_group(tensorlistlist, True).items():
+        for row, leader in enumerate(lists[0]):
+            key = (device_of(leader), dtype)
+            columns, numbers = groups.setdefault(key, ([[] for _ in lists], []))
+            for column, whole in zip(columns, lists, strict=False):
+                if whole:
+                    column.append(whole[row])
+            numbers.append(indices[row])
+    return {key: (lists, indices if with_indices else []) for key, (lists, indices) in groups.items()}
+
+
+def forget() -> None:
+    """Scatter keeps its streams for good."""
+    sys.modules["torch.nn.parallel._functions"]._streams = None
+
+
+def patches():
+    """See `features`. The modules are taken from sys.modules: functions of the same names hide them."""
+    found = [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
+    shim = SimpleNamespace(Thread=SequentialThread, Lock=threading.Lock)
+    found.append((sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim))
+    group = _group_tensors_by_device_and_dtype
+    users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")
+    return found + [
+        (sys.modules[m], group.__name__, group) for m in users if hasattr(sys.modules.get(m), group.__name__)
+    ]

@@ -1,0 +1,1 @@
+"""torch.distributed: process groups, collectives and messages, with NCCL's rules."""

@@ -1,0 +1,104 @@
+"""Whether all ranks of a group are in the same collective. If not, each of them is told what every rank called.
+
+Before a collective begins, the ranks tell each other the time (`collectives`), and with it a number for what they are
+about to do. NCCL compares nothing: it hangs, or it mixes up the bytes. Gloo ends the process, or says that a
+connection was closed. If a rank does not come at all, `whereabouts` says who waits where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.entrance import program_frame, quoted_line
+from virtual_gpus.features.distributed.groups import described
+
+_WORDS = 400  # bytes of what a rank says of itself
+_SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+_left_behind: weakref.WeakSet[object] = weakref.WeakSet()
+_counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+
+class CollectiveMismatch(getattr(torch.distributed, "DistBackendError", RuntimeError)):  # type: ignore[misc]
+    """Ranks of a group called different collectives, or the same one with other sizes, dtypes or roots; or ranks wait
+    for each other in several groups."""
+
+    __module__ = "virtual_gpus.testing"  # where programs find it
+
+
+def purpose(call: OpCall, kind: str, nbytes: int, group: Any) -> str:
+    """What all ranks must have in common, in words: the kind, the dtypes, the bytes where NCCL counts them, the root.
+
+    nbytes: of the larger side.
+    """
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in call.tensors})
+    words = f"{kind} of {' and '.join(dtypes)}"
+    if kind in _SAME_SIZE:
+        words += f", {nbytes:,} bytes"
+    root = next((call[name] for name in ("root_rank", "src") if name in call.op.names), None)
+    return words if root is None else f"{words}, root {torch.distributed.get_process_group_ranks(group)[root]}"
+
+
+def number(words: str) -> float:
+    """A number for words, the same in every process. A float64 holds it exactly."""
+    return float(int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest(), "little"))
+
+
+def count(group: Any) -> None:
+    """This process begins a collective of GPU tensors in a group. Errors say which it was.
+
+    Raises CollectiveMismatch if another one was given up (`leave_behind`).
+    """
+    if group in _left_behind:
+        raise CollectiveMismatch(
+            f"An earlier collective of {_name(group)} was given up, so its ranks are out of step. Make a new group."
+        )
+    _counts[group] = _counts.get(group, 0) + 1
+
+
+def leave_behind(names: list[str]) -> None:
+    """A collective of each of these groups was given up: a message of it is still on its way."""
+    world = torch.distributed.distributed_c10d._world
+    _left_behind.update(group for group, name in world.pg_names.items() if name in names)
+
+
+def mismatch(group: Any, words: str, told: Callable[[torch.Tensor], list[torch.Tensor]]) -> CollectiveMismatch:
+    """The error of every rank. told: exchanges tensors of bytes (N,), and returns those of all ranks in order."""
+    mine = f"{words}, at {_line()}".encode()[:_WORDS].ljust(_WORDS)
+    all_told = told(torch.tensor(list(mine), dtype=torch.uint8, device="cpu"))
+    lines = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in all_told]
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return CollectiveMismatch(
+        f"The ranks do not agree on collective number {_counts[group]} of {_name(group)}:\n"
+        + "\n".join(f"  rank {rank}: {line}" for rank, line in zip(ranks, lines, strict=True))
+        + "\nNCCL would hang here, or mix up the numbers."
+    )
+
+
+def begun() -> dict[str, int]:
+    """By the name of each group that is there, how many collectives of GPU tensors this process has begun in it."""
+    there = torch.distributed.distributed_c10d._world.pg_group_ranks
+    return {group.group_name: number for group, number in _counts.items() if group in there}
+
+
+def place(words: str, group: Any) -> str:
+    """Where this process is: in which collective of a group, and in which line of the program."""
+    return f"{words}, number {_counts[group]} of {_name(group)}, at {_line()}"
+
+
+def _name(group: Any) -> str:
+    if group is torch.distributed.group.WORLD:
+        return "the default process group"
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return f"process group {described(group) or group.group_name} of ranks {ranks}"
+
+
+def _line() -> str:
+    """The program's line, with its code."""
+    frame = program_frame()
+    return quoted_line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)

@@ -1,0 +1,567 @@
+"""Collectives of torch.distributed on the clock: processes, each with a clock of its own, agree on one time.
+
+A collective begins as soon as the work before it on the current stream is done, and after the collectives that its
+process group was given before: a group has one queue, as a communicator of NCCL has. It moves bytes once the last
+process has come. So each process says when it would begin, by a tiny collective more over the same group, and all
+arrive at the same end. In a group of the backend "fake" there is nobody to wait for.
+
+A message begins after the collectives of its group too, and collectives after the messages. What a rank sends and what
+it receives do not wait for each other, because links carry both directions at once. Messages in one direction share the
+link, so they go one after the other.
+
+Whoever uses the result waits for that end, on the GPU, and so does the stream on which `work.wait()` or `wait_tensor`
+is called; the host goes on. That is how NCCL works, and how DistributedDataParallel's buckets overlap with the backward
+pass, and FSDP2's all-gathers with the computation before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from virtual_gpus.clock.links import Route
+from virtual_gpus.clock.traffic import collective_seconds, message_seconds, sent_bytes
+from virtual_gpus.dispatch import foreach_ops
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.routes import on_host
+from virtual_gpus.dispatch.timing import await_tensors
+from virtual_gpus.features.distributed import alone
+from virtual_gpus.features.distributed.agreement import CollectiveMismatch, count, mismatch, number, purpose
+from virtual_gpus.features.distributed.groups import (
+    carrier,
+    carriers,
+    first_gpu_of,
+    is_alone,
+    is_boxed,
+    is_nccl,
+    place_of,
+    require_backend,
+    route,
+    route_of,
+    row_of,
+)
+from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper
+from virtual_gpus.threads import below, this_thread
+
+_KINDS = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast", "reduce_": "reduce",
+    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
+    "allgather_coalesced_": "all_gather", "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "gather_": "gather", "gather_into_tensor_": "gather", "scatter_": "scatter", "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    # Functional ones (torch/csrc/distributed/c10d/Functional.cpp), which DTensor and compiled programs call.
+    "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce", "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all", "broadcast": "broadcast",
+}  # fmt: skip
+_SENDS, _RECEIVES = ("send", "isend"), ("recv_", "recv_any_source_", "irecv")
+_CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
+_PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
+# (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
+_on_their_way: deque = deque(maxlen=1024)
+_ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
+
+
+class _Lane(NamedTuple):
+    """Where a collective stands: its kind, its row in a timeline, the queue that it is put in, and those that it waits
+    for."""
+
+    kind: str
+    row: str
+    queue: str
+    after: tuple[str, ...]
+
+
+class Arrival:
+    """When a tensor from another process is here: known once the sender has said when it sent it.
+
+    given: whether Python has the Work, so that the program must wait for it; else C++ does.
+    """
+
+    given = False
+
+    def __init__(self, gpu: VirtualGPU, lane: _Lane, work, message: torch.Tensor, began: float, nbytes: int):
+        self._gpu, self._lane, self._work, self._message = gpu, lane, work, message
+        self._began, self._nbytes = began, nbytes
+        self._end: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """True if `time` need not wait."""
+        return self._end is not None
+
+    def time(self) -> float:
+        """The modelled time of arrival. Waits for the sender's message."""
+        if self._end is None:
+            with contextlib.suppress(RuntimeError):  # gloo's word for "no answer in time"
+                self._work.wait(_PATIENCE)  # gloo's messages never say is_completed() before somebody waits
+            sent, host, slot = self._message.tolist()
+            seconds = message_seconds(
+                self._gpu.machine.topology, (int(host), int(slot)), place_of(self._gpu), self._nbytes
+            )
+            self._end = max(self._began, sent) + seconds
+            _occupy(self._gpu, self._lane, self._end - seconds, self._end, 0)
+        return self._end
+
+
+class _Known:
+    """An arrival whose time is known."""
+
+    known = True
+    given = False
+
+    def __init__(self, end: float):
+        self._end = end
+
+    def time(self) -> float:
+        return self._end
+
+
+class Meeting(NamedTuple):
+    """The ranks of a group that have come to a collective: when this one could begin, and when all can.
+
+    start: the modelled time at which the last one is there. links: those between the ranks. nbytes: of the larger side.
+    """
+
+    gpu: VirtualGPU
+    lane: _Lane
+    began: float
+    start: float
+    links: Route
+    nbytes: int
+
+
+def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
+    """Called before a collective on tensors of GPUs is issued: wait for the other ranks. None for what has no ranks.
+
+    Raises CollectiveMismatch if another rank called something else.
+    """
+    gpu, kind = next((gpu for gpu in gpus if gpu is not None), None), _KINDS.get(call.op.base)
+    group = None if gpu is None or kind is None else _group_of(call)
+    if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
+        return None
+    nbytes = _size(kind, call.args[:2], group)
+    if kind == "all_gather" and call.func.namespace != "c10d":
+        nbytes *= group.size()  # of the result, which is not there yet
+    what = "" if is_alone(group) else purpose(call, kind, nbytes, group)
+    return _meet(gpu, group, kind, what, nbytes, call.tensors)
+
+
+def record_collective(
+    call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any, meeting: Meeting | None = None
+) -> None:
+    """Called after a collective or a message on tensors of GPUs was issued.
+
+    gpus: those of the tensors of its first list. result: what it returned. meeting: that of a collective.
+    """
+    gpu, name = next((gpu for gpu in gpus if gpu is not None), None), call.op.base
+    if gpu is None:
+        return
+    if name in ("wait_tensor", "wait_tensors"):
+        await_tensors(gpu, gpu.stream, call.tensors)
+        if gpu.machine.races is not None:
+            gpu.machine.races.tensors_arrived(gpu, call.tensors)
+        return
+    group = _group_of(call)
+    if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
+        return
+    if name in _SENDS or name in _RECEIVES:
+        peer = call["dst"] if name in _SENDS else call["src"] if "src" in call.op.names else None
+        tensors = _tensors([call.args[0]])
+        arrival = _message(name in _SENDS, gpu, group, tensors, peer, call["tag"])
+        _note(gpu, tensors, arrival)
+        _look_for_races(gpu, group, name, name not in _SENDS, tensors, arrival)
+    elif name == "batch_p2p_ops":
+        for kind, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
+            arrival = _message(kind == "isend", gpu, group, [tensor], peer, tag)
+            _note(gpu, [tensor], arrival)
+            _look_for_races(gpu, group, kind, kind != "isend", [tensor], arrival)
+    elif meeting is not None:
+        made = [] if call.func.namespace == "c10d" else _tensors([result])
+        end = _carry(meeting, _bytes(made))  # an all-to-all may return more than it was given
+        arrival = _Known(end)
+        _note(gpu, made or _tensors(call.args[:1]), arrival)
+        if gpu.machine.races is not None:
+            arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
+            written = made or _written(call, group)
+            reads = [tensor for tensor in call.tensors if not any(tensor is other for other in written)]
+            gpu.machine.races.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
+
+
+def record_barrier(gpu: VirtualGPU, group) -> None:
+    """`dist.barrier()`: the hosts wait until the last one has come."""
+    gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
+    if gpu.machine.races is not None:
+        gpu.machine.races.host_waits(gpu)
+
+
+def _written(call: OpCall, group) -> list[torch.Tensor]:
+    """The tensors that a collective fills: the first ones, but for a root that broadcasts."""
+    if call.op.base == "broadcast_" and call["root_rank"] == group.rank():
+        return []
+    if call.op.written:
+        return [tensor for name, tensor in call.named_tensors() if name in call.op.written]
+    return _tensors(call.args[:1])
+
+
+def _look_for_races(gpu: VirtualGPU, group, name: str, receives: bool, tensors: list[torch.Tensor], arrival) -> None:
+    if gpu.machine.races is not None:
+        queue = _lane(group, "recv" if receives else "send").queue
+        parts = ([], tensors) if receives else (tensors, [])
+        gpu.machine.races.collective(gpu, queue, name, *parts, arrival)
+
+
+def remember(work: Any) -> None:
+    """Called when Python is given a Work: it stands for the collective that this thread issued last."""
+    noted, this_thread.collective = this_thread.collective, None
+    if noted is not None and work is not None:
+        _ends[work] = noted
+        noted[1].given = True
+
+
+def give_to_future(work: Any) -> None:
+    """C++ waits for the collective of a Work, before it calls what was given to its future."""
+    if work in _ends:
+        _ends[work][1].given = False
+
+
+def await_work(work: Any) -> None:
+    """`work.wait()`: the current stream waits for the collective, and the host does not."""
+    gpu, arrival = _ends.get(work, (None, None))
+    if arrival is not None and gpu.machine.races is not None:
+        gpu.machine.races.arrived(gpu, arrival)
+    if arrival is not None and arrival.known:
+        gpu.machine.clock.hold(gpu.slot, gpu.stream, arrival.time())
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def _meet(
+    gpu: VirtualGPU, group, kind: str, what: str, nbytes: int = 0, tensors: Iterable[torch.Tensor] = ()
+) -> Meeting:
+    first_gpu_of.setdefault(group, gpu)
+    lane = _lane(group, kind)
+    began = _begins(gpu, lane, tensors)
+    if is_alone(group):
+        return Meeting(gpu, lane, began, began, route_of(gpu, group), nbytes)
+    count(group)
+    connect(group)
+    try:
+        others = _exchange(group, what, [began, *place_of(gpu), number(what)])
+    except CollectiveMismatch:
+        raise
+    except RuntimeError as error:  # gloo's word for a time limit, or for a connection that was closed
+        tell_who_is_missing(error, group, what)
+        raise
+    if any(other[3] != others[0][3] for other in others):
+        raise mismatch(group, what, functools.partial(_gathered, group, what))
+    places = [(int(host), int(slot)) for _, host, slot, _ in others]
+    if is_nccl(group):
+        _refuse_shared_gpus(places)
+    start = max(start for start, *_ in others)
+    return Meeting(gpu, lane, began, start, route(gpu, group, places), nbytes)
+
+
+def _carry(meeting: Meeting, made: int = 0) -> float:
+    """Put a collective on this process's clock; returns its end, which is the same in all processes.
+
+    made: the bytes of its result, if it makes one.
+    """
+    gpu, lane, began, start, links, given = meeting
+    nbytes = max(given, made)
+    end = start + collective_seconds(links, lane.kind, nbytes)
+    _occupy(gpu, lane, began, end, sent_bytes(links.count, lane.kind, nbytes))
+    return end
+
+
+def _refuse_shared_gpus(places: Sequence[tuple[int, int]]) -> None:
+    """NCCL wants a GPU for each rank (`ncclCommInitRank`'s error, as NCCLUtils.cpp in PyTorch words it)."""
+    for rank, place in enumerate(places):
+        other = places.index(place)
+        if other < rank:
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            raise torch.distributed.DistBackendError(
+                "NCCL error in: torch/csrc/distributed/c10d/NCCLUtils.cpp, invalid usage (run with NCCL_DEBUG=WARN for "
+                f"details), NCCL version {version}\n"
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+                f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {place[1] + 1:x}000"
+            )
+
+
+def _lane(group, kind: str) -> _Lane:
+    whole = f"queue {group.group_name}"
+    parts = {"send": f"{whole}, send", "recv": f"{whole}, recv"}
+    queue = parts.get(kind, whole)
+    return _Lane(kind, row_of(group, kind), queue, (whole, queue) if kind in parts else (whole, *parts.values()))
+
+
+def _begins(gpu: VirtualGPU, lane: _Lane, tensors: Iterable[torch.Tensor]) -> float:
+    """When this GPU could begin: the host has issued it, and what came before on its stream, in its queue and on its
+    tensors is done."""
+    clock = gpu.machine.clock
+    now = clock.spend(clock.host.operator, gpu.slot)
+    begins = max(now, clock.ready(gpu.slot, gpu.stream), *(clock.ready(gpu.slot, queue) for queue in lane.after))
+    late = clock.tracks[gpu.slot].late
+    for tensor in tensors if late else ():
+        allocation = allocation_of(tensor)
+        arrival, owner = late.get(id(allocation), (None, None))
+        if arrival is not None and arrival.known and owner() is allocation:
+            begins = max(begins, arrival.time())
+    return begins
+
+
+def _occupy(gpu: VirtualGPU, lane: _Lane, start: float, end: float, sent: float) -> None:
+    """sent: the bytes that this GPU sends."""
+    clock = gpu.machine.clock
+    clock.occupy(gpu.slot, lane.row, start, end, "collective", lane.kind, kernel=True, sent=sent)
+    clock.hold(gpu.slot, lane.queue, end)
+
+
+def _exchange(group, what: str, numbers: list[float]) -> list[list[float]]:
+    """`numbers` of every process of the group, in order of rank, once all are about to do `what`."""
+    mine = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
+    return [part.tolist() for part in _gathered(group, what, mine)]
+
+
+def _gathered(group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+    """A CPU tensor of every process of the group, in order of rank."""
+    with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        found = [torch.empty_like(mine) for _ in range(group.size())]
+        work = carrier(group).allgather([found], [mine])
+        try:
+            wait_for_all(work, group, what)
+        except CollectiveMismatch:
+            _on_their_way.append((work, (found, mine)))
+            raise
+        return found
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _message(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None, tag: int):
+    """Put a message on the clock. Returns when it is there."""
+    first_gpu_of.setdefault(group, gpu)
+    if is_alone(group):
+        return _message_alone(sends, gpu, group, tensors, peer)
+    lane, nbytes = _lane(group, "send" if sends else "recv"), _bytes(tensors)
+    began = _begins(gpu, lane, tensors)
+    with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        message = torch.tensor([began, *place_of(gpu)], dtype=torch.float64, device="cpu")
+        carried = carrier(group)
+        work = (carried.send if sends else carried.recv)([message], peer, tag + _CLOCK_TAG)
+    _on_their_way.append((work, message))
+    if not sends:
+        return Arrival(gpu, lane, work, message, began, nbytes)
+    there = peer % len(gpu.machine.slots)  # as good a guess as any: where the rank would be
+    end = began + message_seconds(gpu.machine.topology, place_of(gpu), (place_of(gpu)[0], there), nbytes)
+    _occupy(gpu, lane, began, end, nbytes)
+    return _Known(end)
+
+
+def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None):
+    """A message of a group in which this process is alone. The other side is ready when this one is."""
+    settings = gpu.machine.settings
+    lane, nbytes = _lane(group, "send" if sends else "recv"), _bytes(tensors)
+    began = _begins(gpu, lane, tensors)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next one is as good as others
+    here, there = settings.place_of(ranks[group.rank()]), settings.place_of(other)
+    end = began + message_seconds(gpu.machine.topology, here, there, nbytes, route_of(gpu, group).across)
+    _occupy(gpu, lane, began, end, nbytes if sends else 0)
+    return _Known(end)
+
+
+def run(call: OpCall) -> Any:
+    """The route of collectives and messages."""
+    if call.op.base == "_wrap_tensor_autograd" and call.gpu is not None:
+        return unawaited(call)
+    if call.gpu is None:
+        if alone.answers(call):
+            return alone.collective(call)
+        # What C++ sends by operators of c10d may be numbers that CUDA would have on the GPU: those of DDP's reducer.
+        if call.func.namespace != "c10d" and "group_name" in call.op.names:
+            require_backend(_group_of(call), "cpu")  # of NCCL's groups; the methods of a group say so themselves
+        return on_host(call)
+    columns, gpus = foreach_ops.columns_of(call)
+    meeting = meet(call, gpus)
+    if call.gpu.machine.shapes_only:
+        result = alone.answer(call)
+    elif alone.answers(call):
+        result = alone.collective(call)
+    else:
+        return carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
+    record_collective(call, gpus, result, meeting)
+    return result
+
+
+ROUTES = {"collective": run}
+
+
+def unawaited(call: OpCall) -> torch.Tensor:
+    """`_wrap_tensor_autograd`: the result of a functional collective as a tensor that waits when it is first used.
+
+    It has no memory but that of the tensor inside. PyTorch's shape function makes a new tensor instead, for which
+    nobody would wait.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # loaded, since somebody called it
+
+    return AsyncCollectiveTensor(call.args[0])
+
+
+def arrived(tensor: Any) -> Any:
+    """`tensor`, or the plain tensor in one that waits when it is first used, which is now.
+
+    For functions that run in the place of PyTorch's own and compute below the dispatch mode.
+    """
+    if not is_wrapper(type(tensor)) or type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    return _Arrived.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.wait()
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.wait().detach()  # not the tensor inside itself, which has no graph
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+# ---- tensors and groups ----------------------------------------------------------------------------------------------
+
+
+def _note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
+    """Whoever uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
+    this_thread.collective = gpu, arrival
+    for tensor in tensors:
+        allocation = allocation_of(tensor)
+        if allocation is not None:
+            owner = allocation.gpu
+            owner.machine.clock.tracks[owner.slot].late[id(allocation)] = arrival, weakref.ref(allocation)
+
+
+def _group_of(call: OpCall):
+    """The process group of a call: a TorchScript object among its arguments, or the name of one. None without one."""
+    if "group_name" in call.op.names:
+        group = call["group_name"]
+        return torch.distributed.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+    boxed = next((value for value in call.args if is_boxed(value, "ProcessGroup")), None)
+    return None if boxed is None else torch.distributed.ProcessGroup.unbox(boxed)
+
+
+def carry_out(
+    call: OpCall, gpus: Sequence[VirtualGPU | None], place: Callable[[Any], None], meeting: Meeting | None
+) -> Any:
+    """Have gloo carry out a collective or a message of GPU tensors, and put it on the clock. Returns its result.
+
+    gpus: those of the tensors of its first list. place: gives results their blocks on the GPU. meeting: see `meet`.
+
+    A thread of gloo's keeps the tensors of a collective until it comes to let them go, which may be after the program
+    did so and measured its memory. So gloo gets the bytes of the program's tensors and not their storages, and what it
+    makes is copied. The collective is over when this returns. That delays nobody: all ranks have come by then
+    (`meet`), and how long a collective takes on GPUs is for the clock to say.
+    """
+    if call.op.base not in _KINDS or type(_group_of(call)) is not torch.distributed.ProcessGroup:
+        result = _issue(call)
+        place(result)
+        record_collective(call, gpus, result, meeting)
+        return result
+    sent = _issue(call, _same_bytes)
+    makes_tensors = call.func.namespace != "c10d" and not call.op.written
+    try:
+        result = None if makes_tensors else alone.answer(call)
+        if makes_tensors:
+            with below(), torch.no_grad():
+                result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)
+            place(result)
+        record_collective(call, gpus, result, meeting)
+        with below(), torch.no_grad():
+            _await(sent, result if makes_tensors else None)
+    except BaseException:
+        _on_their_way.append((sent, call.args, call.kwargs))  # gloo may still write
+        raise
+    if not makes_tensors:
+        place(None)  # the new storages of a sparse tensor
+    return result
+
+
+def _issue(call: OpCall, stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Run the operator in the group that gloo has for it (`carrier`), with a stand-in for each of its tensors."""
+    group, given = _group_of(call), (call.args, call.kwargs)  # `wait_tensor` has no group
+    other = None if group is None else carriers.get(group)
+
+    def argument(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and stand_in is not None:
+            return type(value)([argument(name, part) for part in value])
+        if isinstance(value, torch.Tensor) and stand_in is not None:
+            return stand_in(value)
+        if other is not None and is_boxed(value, "ProcessGroup"):
+            return other.boxed()
+        return other.group_name if other is not None and name == "group_name" else value
+
+    try:
+        with below(), torch.no_grad():
+            call.args = tuple([argument(name, value) for name, value in zip(call.op.names, call.args, strict=False)])
+            call.kwargs = {name: argument(name, value) for name, value in call.kwargs.items()}
+        return call.compute()
+    finally:
+        call.args, call.kwargs = given
+
+
+def _same_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same bytes in a storage of its own, which does not keep them."""
+    storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+    if not storage:  # none, or without a byte
+        return tensor
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    other = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return empty.set_(other, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _await(sent: Any, result: Any) -> None:
+    """Wait for what gloo was given, really, and copy the tensors that it made into `result`."""
+    parts = sent if isinstance(sent, (list, tuple)) else [sent]
+    for i, part in enumerate(parts):
+        if is_boxed(part, "Work"):
+            torch.distributed.Work.unbox(part).wait()
+        elif result is not None:
+            arrived = torch.ops._c10d_functional.wait_tensor(part)
+            (result if isinstance(result, list) else [result])[i].copy_(arrived)
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return [tensor for tensor in found if gpu_of(tensor) is not None]
+
+
+def _size(kind: str, given: Sequence[Any], group) -> int:
+    """The bytes of the larger side. Of what is gathered or scattered, which only the root has, each rank has a part."""
+    sides = [nbytes for side in given if (nbytes := _bytes([side]))]
+    return min(sides, default=0) * group.size() if kind in ("gather", "scatter") else max(sides, default=0)
+
+
+def _bytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(tensors))

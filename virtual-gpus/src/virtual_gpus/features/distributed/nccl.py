@@ -1,0 +1,403 @@
+"""NCCL's rules for the collectives of a group of the backend "nccl", whose messages gloo carries.
+
+Gloo compares shapes where NCCL only counts elements, and takes CPU tensors and strided ones. The methods of a process
+group's object, which all functions of torch.distributed call, therefore check what ProcessGroupNCCL.cpp
+(torch/csrc/distributed/c10d) checks, in its words, and then hand gloo tensors of the shapes that it expects.
+
+A list of tensors of one size travels through one flat tensor in PyTorch's NCCL backend, which is memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.distributed import alone
+from virtual_gpus.features.distributed.collectives import give_to_future, remember
+from virtual_gpus.features.distributed.groups import is_nccl, require_backend
+from virtual_gpus.machine import active
+from virtual_gpus.patches.table import Patch
+from virtual_gpus.placement.storages import allocation_of, gpu_of, is_fake, is_wrapper, nbytes, put, scratch
+from virtual_gpus.threads import below, this_thread
+
+_FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+# What NCCL moves (`ncclDataType` in NCCLUtils.cpp); complex numbers go as pairs of real ones.
+_MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
+                    torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
+_PREMUL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_LISTS = {"allgather": 0, "reduce_scatter": 1}  # which argument is the list that goes through one flat tensor
+_NAMES = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "recv", "recv_anysource", "gather", "scatter",
+    "allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base",
+    "all_to_all_single", "gather_single",
+)  # fmt: skip
+_INTO_ONE = {"allgather_into_tensor_coalesced": "_allgather_base", "all_gather_single_coalesced": "_allgather_base",
+             "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+             "reduce_scatter_single_coalesced": "_reduce_scatter_base"}  # fmt: skip
+_MESSAGES = ("send", "recv", "recv_anysource")
+messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
+_collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # works of collectives of NCCL
+_TAG = 1 << 21  # messages of all_to_all go beside those of the program
+_halves: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}  # of messages to the same rank
+_open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+def _check(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """`check_gpu_single_tensor`, and the types."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided and name == "allreduce":
+            raise RuntimeError("NCCL does not support all_reduce with sparse tensors")
+        if gpu_of(tensor) is None or tensor.layout != torch.strided:
+            raise ValueError("Tensors must be CUDA and dense")
+        if name not in _MESSAGES and not _is_contiguous(tensor):
+            raise ValueError("Tensors must be contiguous")
+        if tensor.dtype not in _MOVED:
+            kind = torch._C.TensorBase.type(tensor).split(".")[-1].removesuffix("Tensor")
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {kind}")
+        if "reduce" in name and tensor.dtype in _FLOAT8:
+            raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _check_operation(op: Any, dtype: torch.dtype) -> None:
+    """`getNcclReduceOp`."""
+    kinds = torch.distributed.ReduceOp
+    for name in ("BAND", "BOR", "BXOR"):
+        if op == getattr(kinds, name):
+            raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
+    if op == kinds.AVG and dtype == torch.bool:
+        raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
+    if op == kinds.PREMUL_SUM and dtype not in _PREMUL:
+        raise TypeError("PreMulSum Data type must be half, float, bfloat16 or double")
+
+
+# ---- what gloo is given -------------------------------------------------------------------------------------------
+
+
+def _seen_as(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The elements of a dense tensor, in the order of its memory, in another shape."""
+    if tensor.shape == torch.Size(shape):
+        return tensor
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset()).view(shape)
+
+
+def _as_bytes(value: Any) -> Any:
+    """Float8 tensors as bytes, also within lists: gloo has no such type."""
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.uint8) if value.dtype in _FLOAT8 else value
+    return [_as_bytes(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _list_like(tensors: Any, other: Any) -> Any:
+    """A list of tensors, each in the shape of the one tensor at the other side. Lists and tensors may be nested in a
+    list of one, as C++ has them. Sizes that differ are left alone: gloo takes them, or refuses them."""
+    shape = next(_tensors([other])).shape
+    if tensors and isinstance(tensors[0], (list, tuple)):
+        return [_list_like(part, other) for part in tensors]
+    return [_seen_as(t, shape) if t.numel() == shape.numel() else t for t in tensors]
+
+
+def _one_for_all(group: Any, whole: torch.Tensor, part: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of all ranks' parts, and this rank's part, in shapes that gloo takes: the parts side by side."""
+    ranks = group.size()
+    if whole.dtype != part.dtype:
+        raise TypeError(_WRONG_TYPE[what])
+    if whole.numel() != ranks * part.numel():
+        raise ValueError(_WRONG_SIZE[what])
+    if part.dim() and whole.shape == (ranks * part.shape[0], *part.shape[1:]):
+        return whole, part
+    return _seen_as(whole, (whole.numel(),)), _seen_as(part, (part.numel(),))
+
+
+_WRONG_TYPE = {"gather": "output tensor must have the same type as input tensor",
+               "scatter": "input tensor must be the same type as the output tensor."}  # fmt: skip
+_WRONG_SIZE = {"gather": "output tensor size must be equal to world_size times input tensor size",
+               "scatter": "input tensor must be the same size as output size times world size"}  # fmt: skip
+
+
+# ---- collectives that are several messages of gloo -----------------------------------------------------------------
+
+
+@functools.cache
+def _together() -> type:
+    """The class, made late, since builds without torch.distributed have no Work."""
+
+    class Together(torch._C._distributed_c10d.Work):
+        """The work of several messages that are one collective of NCCL."""
+
+        def __init__(self, works: Iterable[Any], results: list[torch.Tensor]):
+            super().__init__()
+            self._works, self._results = list(works), results
+
+        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+            return all([work.wait(timeout) for work in self._works])
+
+        synchronize = wait
+
+        def is_completed(self) -> bool:
+            return all([work.is_completed() for work in self._works])
+
+        def is_success(self) -> bool:
+            return all([work.is_success() for work in self._works])
+
+        def result(self) -> list[torch.Tensor]:
+            return self._results
+
+        def get_future(self) -> torch.futures.Future:
+            with below():
+                self.wait()
+            done: torch.futures.Future = torch.futures.Future()
+            done.set_result(self._results)
+            return done
+
+    return Together
+
+
+def _gather_uneven(group: Any, outputs: list[torch.Tensor], part: torch.Tensor) -> Any:
+    """Every rank's tensor has a size of its own: one broadcast from each rank, as in ProcessGroupNCCL.cpp."""
+    outputs[group.rank()].copy_(_seen_as(part, outputs[group.rank()].shape))
+    works = [group.broadcast(output, rank) for rank, output in enumerate(outputs)]
+    return _together()(works, outputs)
+
+
+def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+    """A tensor to each rank and one from each: messages from rank to rank, as NCCL does it."""
+    here = group.rank()
+    for output, sent in zip(outputs, inputs, strict=True):
+        if gpu_of(output) is not gpu_of(outputs[0]) or gpu_of(sent) is not gpu_of(outputs[0]):
+            raise ValueError("Tensors must be on the same device")
+    outputs[here].copy_(_seen_as(inputs[here], outputs[here].shape))
+    others = [rank for rank in range(group.size()) if rank != here]
+    works = [group.send([inputs[rank]], rank, _TAG) for rank in others if inputs[rank].numel()]
+    works += [group.recv([outputs[rank]], rank, _TAG) for rank in others if outputs[rank].numel()]
+    return _together()(works, outputs)
+
+
+def _to_itself(group: Any, name: str, tensor: torch.Tensor, tag: int) -> Any:
+    """A message to the same rank, which gloo does not have: whichever of `send` and `recv` comes second copies."""
+    waiting = _halves.setdefault((group.group_name, tag), [])
+    if waiting and waiting[0][0] != name:
+        other = waiting.pop(0)[1]
+        target, source = (tensor, other) if name == "recv" else (other, tensor)
+        target.copy_(_seen_as(source, target.shape))
+    else:
+        waiting.append((name, tensor))
+    return _together()([], [tensor])
+
+
+def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextManager[None]:
+    """The flat tensor that PyTorch's NCCL backend copies a list of tensors through if all have one size."""
+    listed = list(_tensors(args[_LISTS[name] : _LISTS[name] + 1])) if name in _LISTS else []
+    gpu = gpu_of(listed[0]) if listed else None
+    if gpu is None or len({tensor.shape for tensor in listed}) > 1:
+        return nullcontext()
+    return scratch(gpu, sum(map(nbytes, listed)))
+
+
+# ---- the methods -----------------------------------------------------------------------------------------------------
+
+
+def _adapt(group: Any, name: str, args: list[Any]) -> list[Any]:
+    """The arguments as gloo takes them. Raises where the sizes do not fit."""
+    if name in ("_allgather_base", "all_gather_single"):
+        args[:2] = _one_for_all(group, args[0], args[1], "gather")
+    elif name in ("_reduce_scatter_base", "reduce_scatter_single"):
+        args[1], args[0] = _one_for_all(group, args[1], args[0], "scatter")
+    elif name in ("allgather", "gather") and args[0]:
+        args[0] = _list_like(args[0], args[1])
+    elif name in ("reduce_scatter", "scatter") and args[1]:
+        args[1] = _list_like(args[1], args[0])
+    return args if "reduce" in name else [_as_bytes(value) for value in args]
+
+
+def _premultiplied(name: str, args: list[Any], factor: Any) -> list[Any]:
+    """PREMUL_SUM: what is summed is multiplied first. Results of `allreduce` are in place; other inputs stay."""
+    if "scatter" not in name:
+        for tensor in _tensors(args):
+            tensor.mul_(factor)
+        return args
+    return [args[0], _scaled(args[1], factor), *args[2:]]
+
+
+def _scaled(value: Any, factor: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return put(value * factor, allocation_of(value))  # NCCL multiplies on the way: no memory of the GPU
+    return [_scaled(part, factor) for part in value]
+
+
+def _by_nccls_rules(name: str, function: Callable) -> Callable:
+    """The method `name` of a process group, which gloo has as `function`."""
+
+    @functools.wraps(function)
+    @entrance
+    def method(group, *args, **rest):
+        tensors = list(_tensors((*args, *rest.values())))
+        if this_thread.inside or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
+            return function(group, *args, **rest)
+        is_alone = active().settings.rank is not None
+        on_gpu = any(gpu_of(tensor) is not None for tensor in tensors)
+        if on_gpu or not active().shapes_only:  # else they carry objects, see `process_groups._get_object_coll_device`
+            require_backend(group, "cuda" if on_gpu else "cpu")
+        with _through_a_flat_tensor(name, args):
+            if on_gpu and is_nccl(group):
+                _check(name, tensors)
+            if is_alone:  # nothing is sent
+                with alone.reducing(_operation((*args, *rest.values()))):
+                    work = function(group, *args, **rest)
+            elif not on_gpu or not is_nccl(group):
+                work = function(group, *args, **rest)
+            else:
+                with torch.no_grad():  # not a decorator, whose frame of PyTorch's would be in every traceback
+                    work = _issue(group, name, function, list(args), rest)
+                if work is not None:
+                    (messages if name in _MESSAGES else _collectives).add(work)
+                    if group in _open:
+                        _open[group].append(work)
+        remember(work)
+        return work
+
+    return method
+
+
+class _OfCpp:
+    """A method of ProcessGroup that Python subclasses have as it was.
+
+    When C++ calls a method of such a subclass (PyProcessGroup.hpp), pybind takes each function that is written in
+    Python for the subclass's own: one that it inherits would then be called from C++ and call C++ again, for ever.
+    NCCL's rules are not for such a group either, which has no backend.
+    """
+
+    def __init__(self, owner: type, name: str):
+        self._owner, self._raw = owner, vars(owner)[name]
+        self._checked = _by_nccls_rules(name, getattr(owner, name))
+        functools.update_wrapper(self, self._raw)
+
+    def __get__(self, group: Any, kind: type | None = None) -> Callable:
+        kind = type(group) if kind is None else kind
+        return (self._checked if kind is self._owner else self._raw).__get__(group, kind)
+
+
+def _options(values: Iterable[Any]) -> Any:
+    """The options that hold the operation of a reduction, or None."""
+    return next((value for value in values if hasattr(value, "reduceOp")), None)
+
+
+def _operation(values: Sequence[Any]) -> Any:
+    """The operation of a reduction, from its options or by itself; None for other collectives."""
+    opts = _options(values)
+    kinds = torch.distributed.ReduceOp
+    return opts.reduceOp if opts is not None else next((v for v in values if isinstance(v, kinds)), None)
+
+
+def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dict[str, Any]) -> Any:
+    args += [rest.pop(key) for key in list(rest) if any(True for _ in _tensors([rest[key]]))]
+    if name in _INTO_ONE:
+        one = getattr(group, _INTO_ONE[name])
+        return _together()([one(o, i, *args[2:], **rest) for o, i in zip(*args[:2], strict=True)], list(args[0]))
+    if name in ("send", "recv") and args[1] == group.rank():
+        return _to_itself(group, name, next(_tensors(args)), args[2])
+    outputs = list(_tensors(args[:1]))
+    if name == "gather_single":  # gloo has it for lists only
+        parts = [list(args[0].chunk(group.size()))] if args[2].rootRank == group.rank() else []
+        return group.gather(parts, [args[1]], *args[2:], **rest)
+    if name == "alltoall":
+        return _exchange(group, outputs, list(args[1]))
+    if name == "allgather" and len({output.shape for output in outputs}) > 1:
+        return _gather_uneven(group, outputs, next(_tensors(args[1:])))
+    ops = torch.distributed.ReduceOp
+    opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
+    if op is not None:
+        _check_operation(op, next(_tensors(args)).dtype)
+    with below():
+        args = _adapt(group, name, args)
+        if op is not None and op == ops.PREMUL_SUM:
+            args = _premultiplied(name, args, op.__getstate__()[1])
+    of_integers = op is not None and op == ops.AVG and not (outputs[0].is_floating_point() or outputs[0].is_complex())
+    if op is None or not (op == ops.PREMUL_SUM or of_integers):
+        return function(group, *args, **rest)
+    if opts is None:
+        return function(group, *[ops.SUM if value is op else value for value in args])
+    opts.reduceOp = ops.SUM  # C++ copies the options; the program's own are to stay as they were
+    try:
+        work = function(group, *args, **rest)
+    finally:
+        opts.reduceOp = op
+    if of_integers and (name != "reduce" or opts.rootRank == group.rank()):
+        with below():  # NCCL divides integers on the way; gloo refuses a mean of them
+            work.wait()
+            for output in outputs:
+                output.div_(group.size(), rounding_mode="trunc")
+    return work
+
+
+def _get_future(function: Callable) -> Callable:
+    """`Work.get_future`. NCCL's is done once the collective is issued, so that `then` calls its function at once and
+    all ranks issue what follows in one order. Gloo's threads would call it at any time, so gloo is waited for."""
+
+    @functools.wraps(function)
+    def get_future(self):
+        if self in _collectives:
+            with below():  # which keeps the current stream from waiting, too
+                self.wait()
+        give_to_future(self)
+        return function(self)
+
+    return get_future
+
+
+# ---- coalescing ------------------------------------------------------------------------------------------------------
+
+
+def _start_coalescing(function: Callable) -> Callable:
+    """Gloo cannot put collectives together: they go one by one, and `_end_coalescing` gives one Work for all."""
+
+    @functools.wraps(function)
+    def start(group, device):
+        if not is_nccl(group) or active().settings.rank is not None:
+            return function(group, device)
+        _open[group] = []
+
+    return start
+
+
+def _end_coalescing(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def end(group, device):
+        return function(group, device) if group not in _open else _together()(_open.pop(group), [])
+
+    return end
+
+
+def patches() -> list[Patch]:
+    """See `features`. Methods that this PyTorch version lacks give no row."""
+    if not torch.distributed.is_available():
+        return []
+    group = torch.distributed.ProcessGroup
+    work = torch._C._distributed_c10d.Work
+    found = [(group, name, _OfCpp(group, name)) for name in _NAMES if name in vars(group)]
+    return [*found, (work, "get_future", _get_future(work.get_future)),
+            (group, "_start_coalescing", _start_coalescing(group._start_coalescing)),
+            (group, "_end_coalescing", _end_coalescing(group._end_coalescing))]  # fmt: skip

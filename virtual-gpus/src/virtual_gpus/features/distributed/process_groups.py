@@ -1,0 +1,431 @@
+"""Process groups under the name "nccl": NCCL cannot run without GPUs, so gloo carries their messages.
+
+A group whose backend for GPUs is "nccl" is made with gloo, and remembers what was asked for. To a program it is a group
+of NCCL: `get_backend` and the devices of the group say so. `nccl` has the rules for its collectives.
+
+As one rank of many (`processes.one_rank`), every group is PyTorch's "fake" one, and remembers what was asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.features.cuda.devices import gpu_at
+from virtual_gpus.features.distributed.collectives import record_barrier
+from virtual_gpus.features.distributed.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
+from virtual_gpus.features.distributed.whereabouts import leave_word
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.patches.table import Patch
+from virtual_gpus.processes import one_rank
+from virtual_gpus.settings import INSTALLED
+from virtual_gpus.threads import below
+
+_said = False
+_GLOO_FINISHES_IN_S = 1.0  # it needs microseconds, once the lock is free and a core too
+_LOOK_AGAIN_AFTER_S = 0.01
+
+
+def _say_once(rank: int) -> None:
+    """One line, from one of the processes."""
+    global _said
+    if not _said and rank == 0:
+        print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
+    _said = True
+
+
+@contextlib.contextmanager
+def _without_wrapper() -> Iterator[None]:
+    """Make groups as if TORCH_DISTRIBUTED_DEBUG were not DETAIL.
+
+    Else PyTorch wraps gloo's group to compare the ranks' collectives, as `features.distributed.agreement` does for
+    those of GPU tensors in any case, and DDP's logger takes the wrapper for gloo's group itself: the process dies
+    (2.15; without this package, too).
+    """
+    level = torch.distributed.get_debug_level()
+    if level == torch.distributed.DebugLevel.DETAIL:
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        torch.distributed.set_debug_level(level)
+
+
+def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
+    """PyTorch's function that makes every group, with gloo in the place of NCCL.
+
+    init_process_group and new_group call it. They are not replaced themselves, since other modules import them by name.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def helper(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        asked = given["backend"]
+        config = c10d.BackendConfig(c10d.Backend(asked))
+        devices = dict(config.get_device_backend_map())
+        gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
+        has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
+        is_alone = active().settings.rank is not None
+        if has_nccl or is_alone:
+            given.pop("backend_options", None)
+            given["backend"] = "fake" if is_alone else "gloo"
+        if is_alone and not given["global_ranks_in_group"]:
+            one_rank.check(active().settings, given["group_rank"], given["group_size"])
+        with _without_wrapper() if has_nccl else contextlib.nullcontext():
+            made, store = function(**given)
+        if isinstance(made, c10d.ProcessGroup):
+            backends_of[made] = devices
+            if not is_alone:
+                _rest_at_exit()
+        if isinstance(made, c10d.ProcessGroup) and (has_nccl or is_alone):
+            c10d._world.pg_map[made] = (c10d.Backend(asked), store)
+            c10d._world.pg_backend_config[made] = str(config)
+            made.bound_device_id = gpu
+            if "cpu" in devices and not is_alone:
+                carriers[made] = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
+            if not is_alone:
+                _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
+        return made, store
+
+    return helper
+
+
+def _hidden(c10d: Any, group: Any, store: Any) -> Any:
+    """A group that is found by its name only, in C++: not among the program's groups."""
+    for groups in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_backend_config):
+        del groups[group]
+    tag = c10d._world.pg_to_tag.pop(group)
+    for name in {tag, ""}:
+        if group in c10d._world.tags_to_pg.get(name, ()):
+            c10d._world.tags_to_pg[name].remove(group)
+    return group
+
+
+def _destroy(function: Callable) -> Callable:
+    """Ends the hidden groups as well, once gloo's threads rest.
+
+    If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
+    thread with the lock in its hand, for ever.
+    """
+
+    @functools.wraps(function)
+    def destroy_process_group(group=None):
+        if active() is None or active().settings.rank is None:
+            _until_threads_rest()
+            if group in (None, torch.distributed.group.WORLD) and torch.distributed.is_initialized():
+                leave_word("has left: it ended its process group")
+        ended = list(carriers) if group in (None, torch.distributed.group.WORLD) else [group]
+        function(group)
+        for other in ended:
+            if other in carriers:
+                _end(carriers.pop(other))
+
+    return destroy_process_group
+
+
+def _until_threads_rest() -> None:
+    """Sleep until no other thread of this process runs or waits for a core, at two looks one after the other.
+
+    A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
+    among them, and needs Python's lock for that. Sleeping gives the lock away.
+    """
+    threads, end, quiet = Path("/proc/self/task"), time.monotonic() + _GLOO_FINISHES_IN_S, 0
+    if not threads.is_dir():  # not on Linux
+        time.sleep(0.1)
+        return
+    me = str(threading.get_native_id())
+    while quiet < 2 and time.monotonic() < end:
+        time.sleep(_LOOK_AGAIN_AFTER_S)
+        quiet += 1
+        for thread in threads.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                if thread.name != me and (thread / "stat").read_text().rpartition(")")[2].split()[0] in "RD":
+                    quiet = 0
+
+
+@functools.cache
+def _rest_at_exit() -> None:
+    """Let gloo's threads rest before Python ends. A thread that then asks for its lock is ended by Python in the midst
+    of C++, which aborts the process ("terminate called without an active exception")."""
+    atexit.register(_until_threads_rest)
+
+
+def _end(group: Any) -> None:
+    group.shutdown()
+    torch._C._distributed_c10d._unregister_process_group(group.group_name)
+
+
+def _rendezvous(function: Callable) -> Callable:
+    """How the ranks meet. One rank of many meets nobody, whatever the place where it was told to."""
+
+    @functools.wraps(function)
+    def rendezvous(url, rank=-1, world_size=-1, **kwargs):
+        settings = active().settings
+        if settings.rank is None:
+            yield from function(url, rank, world_size, **kwargs)
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        one_rank.check(settings, *(whole if given < 0 else given for given, whole in
+                                   ((rank, settings.rank), (world_size, settings.world_size))))  # fmt: skip
+        yield FakeStore(), settings.rank, settings.world_size
+
+    return rendezvous
+
+
+def _splitting(function: Callable) -> Callable:
+    """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split from PyTorch 2.14 on."""
+
+    @functools.wraps(function)
+    def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
+        groups = [
+            torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()
+        ]
+        return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
+
+    return split_group
+
+
+def stop(machine: VirtualMachine) -> None:
+    """End the groups of one rank of many: its machine goes off, and no other process waits for them."""
+    if machine.settings.rank is None or machine is not active() or not torch.distributed.is_available():
+        return
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if "torch.distributed.tensor._api" not in sys.modules:
+        return
+    # DTensor keeps answers by the mesh, which compares equal for the next rank, whose answers are others.
+    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    sys.modules["torch.distributed.tensor._redistribute"]._gen_transform_infos.cache_clear()
+    sys.modules["torch.distributed.tensor._random"]._rng_tracker = None
+
+
+def _device_types(raw: Any) -> property:
+    """`group._device_types`: object collectives and barriers choose their device by it."""
+
+    def answer(group) -> list[torch.device]:
+        devices = backends_of.get(group)
+        return raw.__get__(group) if devices is None else [torch.device(name) for name in devices]
+
+    return property(answer)
+
+
+def _get_object_coll_device(function: Callable) -> Callable:
+    """The device on which objects travel: the computer's memory if GPU tensors keep no values (shapes_only)."""
+
+    @functools.wraps(function)
+    def device(group=None):
+        return "cpu" if active().shapes_only else function(group)
+
+    return device
+
+
+def _asker() -> str:
+    """The module that called the function that calls this one."""
+    return sys._getframe(2).f_globals.get("__name__", "")
+
+
+def _get_backend_name(function: Callable) -> Callable:
+    """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake".
+
+    It does so for a rank that is alone, and where tensors have no values, because it asks for the answer's value.
+    """
+
+    @functools.wraps(function)
+    def get_backend(group=None):
+        machine = active()
+        has_no_answer = machine.settings.rank is not None or machine.shapes_only
+        return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
+
+    return get_backend
+
+
+def _gather_object(function: Callable) -> Callable:
+    """One rank of many gets its own object from everyone, which makes no checkpoint."""
+
+    @functools.wraps(function)
+    def gather_object(*args, **kwargs):
+        if active().settings.rank is not None and _asker().startswith("torch.distributed.checkpoint"):
+            raise errors.no_checkpoint_of_others(active().settings)
+        return function(*args, **kwargs)
+
+    return gather_object
+
+
+def _objects_from_another(function: Callable) -> Callable:
+    """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def objects_from_another(*args, **kwargs):
+        settings, given = active().settings, signature.bind(*args, **kwargs)
+        if settings.rank is not None:
+            given.apply_defaults()
+            group, source, in_group = (given.arguments[name] for name in ("group", "src", "group_src"))
+            if in_group is not None:
+                source = torch.distributed.get_global_rank(group or torch.distributed.group.WORLD, in_group)
+            elif source is None and function.__name__ != "recv_object_list":
+                source = 0
+            if source != settings.rank:
+                raise errors.nothing_from(source, settings, function.__name__)
+        return function(*args, **kwargs)
+
+    return objects_from_another
+
+
+def _get_backend(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def backend(group, device):
+        require_backend(group, torch.device(device).type)
+        return function(group, device)
+
+    return backend
+
+
+def _split_group(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def split_group(group, *args, **kwargs):
+        made = function(group, *args, **kwargs)
+        devices = backends_of.get(group)
+        if made is not None and devices is not None:
+            chosen = kwargs.get("device_types")
+            kept = set(devices) if chosen is None else {device.type for device in chosen}
+            backends_of[made] = {device: name for device, name in devices.items() if device in kept}
+        if group in carriers:
+            other = function(carriers[group], *args, **kwargs)
+            if made is not None and len(backends_of[made]) > 1:
+                other._set_group_name(f"{made.group_name} of GPUs")
+                torch._C._distributed_c10d._register_process_group(other.group_name, other)
+                carriers[made] = other
+        return made
+
+    return split_group
+
+
+def _barrier(function: Callable) -> Callable:
+    """NCCL needs to know the GPU of a barrier; gloo refuses to be told."""
+
+    @functools.wraps(function)
+    def barrier(group, *args, **kwargs):
+        opts = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
+        gpu = _gpu_of_barrier(group, opts) if active().gpus else None
+        if opts is not None:
+            opts.device_ids = []
+            if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
+                opts.device = torch.device("cuda", gpu.index)
+        if gpu is not None:
+            record_barrier(gpu, group)
+        return function(group if gpu is None else carrier(group), *args, **kwargs)
+
+    return barrier
+
+
+def _refused(original: type) -> type:
+    """ProcessGroupNCCL itself, which looks for real GPUs: it stays a type, with its options."""
+
+    class ProcessGroupNCCL(original):
+        def __init__(self, *args, **kwargs):
+            raise errors.not_modelled('torch.distributed.ProcessGroupNCCL (use init_process_group("nccl"))')
+
+    return ProcessGroupNCCL
+
+
+def _with_one_thread(raw: type) -> type:
+    """Gloo's groups with one thread for collectives instead of two.
+
+    As a thread ends a collective, it notes the operator's name in a string that both write without a lock
+    (`pgStatus_` in ProcessGroupGloo.cpp). A name of 16 characters or more is on the heap, such as those of FSDP's
+    operators, and then the process crashes: once in some 30,000 collectives, without virtual GPUs too. One thread is
+    enough, since a rank issues the collectives of a group one after the other.
+    """
+
+    class OneThread(type(raw)):
+        def __instancecheck__(cls, instance):
+            return isinstance(instance, raw)
+
+        def __call__(cls, store, rank, size, *options, timeout=None, **others):
+            if options or timeout is None:
+                return raw(store, rank, size, *options, **others)
+            given = raw._Options()
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+            found = [raw.create_device(interface=name) for name in interfaces if name]
+            given._devices, given._threads, given._timeout = found or [raw.create_default_device()], 1, timeout
+            for name, value in others.items():
+                setattr(given, name, value)
+            return raw(store, rank, size, given)
+
+    return OneThread("ProcessGroupGloo", (raw,), {"__module__": raw.__module__, "__doc__": raw.__doc__})
+
+
+def _hash_tensors(tensors) -> int:
+    """A number of 64 bits that tells tensors apart, which object collectives log with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    PyTorch's own asks CUDA's driver, for tensors on the CPU too.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    with below(), torch.no_grad():
+        for tensor in tensors:
+            found.update(bytes(tensor.detach().contiguous().flatten().view(torch.uint8).tolist()))
+    return int.from_bytes(found.digest(), "little")
+
+
+def _gpu_of_barrier(group: Any, opts: Any) -> VirtualGPU:
+    """The GPU that was named; else the group's own, the first that it used, or that of the rank, as NCCL chooses."""
+    named = getattr(opts, "device", None) or group.bound_device_id
+    if named is not None and named.type == "cuda" and named.index is not None:
+        return gpu_at(named)
+    return first_gpu_of.get(group) or gpu_at(torch.distributed.get_rank() % len(active().gpus))
+
+
+def patches() -> list[Patch]:
+    """See `features`."""
+    if not torch.distributed.is_available():
+        return []
+    import torch.distributed.distributed_c10d as c10d
+
+    group = c10d.ProcessGroup
+    destroy = _destroy(c10d.destroy_process_group)
+    found: list[Patch] = [
+        (c10d, "_new_process_group_helper", _new_process_group_helper(c10d._new_process_group_helper, c10d)),
+        (c10d, "rendezvous", _rendezvous(c10d.rendezvous)),
+        (c10d, "_get_object_coll_device", _get_object_coll_device(c10d._get_object_coll_device)),
+        (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
+        (group, "_device_types", _device_types(vars(group)["_device_types"])),
+        (group, "_get_backend", _get_backend(group._get_backend)),
+        (group, "barrier", _barrier(group.barrier)),
+    ]
+    found += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
+    found.append((torch.distributed, "get_backend", _get_backend_name(c10d.get_backend)))
+    found.append((torch.distributed, "gather_object", _gather_object(c10d.gather_object)))
+    for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
+        receiving = _objects_from_another(getattr(c10d, name))
+        found += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
+    found += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
+    if hasattr(torch.distributed, "ProcessGroupNCCL"):
+        refused = _refused(torch.distributed.ProcessGroupNCCL)
+        found += [(owner, "ProcessGroupNCCL", refused) for owner in (c10d, torch.distributed)]
+    if hasattr(c10d, "ProcessGroupGloo"):
+        found.append((c10d, "ProcessGroupGloo", _with_one_thread(c10d.ProcessGroupGloo)))
+    if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
+        found.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")
+    if INSTALLED < (2, 14) and hasattr(device_mesh, "split_group"):
+        found.append((device_mesh, "split_group", _splitting(device_mesh.split_group)))
+    if hasattr(group, "split_group"):
+        found.append((group, "split_group", _split_group(group.split_group)))
+    return found

@@ -1,0 +1,191 @@
+"""torch.distributed beside gloo: what DistributedDataParallel does in C++.
+
+NCCL has buffers of its own, which it takes from CUDA directly (some hundred MiB per communicator, seen by nvidia-smi
+only) and which are not modelled. Gloo's buffers are the computer's memory. See `process_groups` and `nccl`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.distributed.collectives import await_work
+from virtual_gpus.features.distributed.groups import require_backend
+from virtual_gpus.features.distributed.nccl import messages
+from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.placement.creation_sites import forget_creation_site
+from virtual_gpus.placement.storages import allocation_of, gpu_of, place
+from virtual_gpus.threads import below, this_thread
+
+_raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
+_raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
+_GLOO_LETS_GO_IN_S = 5.0  # a tensor that it has sent: at once too, and this is how long it is waited for
+
+
+def _below(function):
+    """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
+
+    @functools.wraps(function)
+    def wait(self, *args, **kwargs):
+        if not this_thread.inside:
+            await_work(self)
+        if self in messages and self.is_completed():
+            return True
+        with below():
+            return function(self, *args, **kwargs)
+
+    return wait
+
+
+# ---- DistributedDataParallel's buckets ------------------------------------------------------------------------------
+
+
+class _Buckets(TorchDispatchMode):
+    """Puts tensors on GPUs that C++ makes where it thinks that the parameters are, on "cpu".
+
+    DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) names a device for its buckets and for the map of used
+    parameters, and none for what it keeps in the computer's memory. `gpus`: of one after the other, and of all others.
+    """
+
+    def __init__(self, gpus: list[VirtualGPU], gpu: VirtualGPU):
+        super().__init__()
+        self._gpus, self._gpu = iter(gpus), gpu
+        self._sent: list[weakref.ref] = []  # Allocations of the numbers in which rank 0 sends the order of the buckets
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and self._gpu.machine.shapes_only and gpu_of(args[0]) is None:
+            return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
+        made = func(*args, **kwargs)
+        if kwargs.get("device") is not None:
+            return self._put(made)
+        if isinstance(made, torch.Tensor) and gpu_of(made) is None:
+            forget_creation_site(made)  # it stays in the computer's memory, also where it meets a copy on the GPU
+        return made
+
+    def _put(self, made):
+        if made.dtype is not torch.int32:  # a bucket: the numbers have been sent
+            _until_gloo_lets_go(lambda: any(allocation() for allocation in self._sent))
+            return _on(made, next(self._gpus, self._gpu))
+        made = _on(made, self._gpu)
+        self._sent.append(weakref.ref(allocation_of(made)))
+        return made
+
+
+@entrance
+def _on(tensor, gpu: VirtualGPU):
+    return place(tensor, gpu)
+
+
+def _on_gpu(base):
+    """DDP's reducer, with its buckets on the GPU from the start, and again when they are made anew.
+
+    C++ makes them anew in the order of the gradients before the second forward pass. Without
+    `gradient_as_bucket_view` they are memory beside the gradients, of the same size.
+    """
+
+    class Reducer(base):
+        def __init__(self, params, bucket_indices, *args, **kwargs):
+            self._gpus = [gpu_of(parameter) for parameter in params]
+            with self._making([self._gpus[indices[0]] for indices in bucket_indices]):
+                super().__init__(params, bucket_indices, *args, **kwargs)
+
+        def _making(self, gpus=()):
+            first = self._gpus[0]
+            return nullcontext() if first is None or not first.machine.on else _Buckets(gpus, first)
+
+        def _rebuild_buckets(self):
+            if len({id(gpu) for gpu in self._gpus}) > 1:
+                return False  # C++ would mix GPUs, which it cannot tell apart: the first buckets stay
+            with self._making():
+                return super()._rebuild_buckets()
+
+        def _set_static_graph(self):
+            with self._making():
+                return super()._set_static_graph()
+
+    return Reducer
+
+
+def _without_times(base):
+    """DDP's logger, which with shapes only would warn that it has no timer for such tensors."""
+
+    class Logger(base):
+        def __init__(self, reducer):
+            super().__init__(reducer)
+            gpu = reducer._gpus[0]
+            self._timed = gpu is None or not gpu.machine.shapes_only
+
+        def set_runtime_stats_and_log(self):
+            if self._timed:
+                super().set_runtime_stats_and_log()
+
+    return Logger
+
+
+def _numbers_by_gpu(tensors) -> list[list[int]]:
+    """The places in a list of tensors, one list per GPU: C++, which sees one CPU, must not mix them."""
+    places: dict[int, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        places.setdefault(id(gpu_of(tensor)), []).append(number)
+    return list(places.values())
+
+
+def _compute_bucket_assignment_by_size(tensors, limits, expect_sparse=(), *args, **kwargs):
+    """Buckets of parameters, of one GPU each."""
+    compute = torch._C._distributed_c10d._compute_bucket_assignment_by_size
+    if args or kwargs or len(groups := _numbers_by_gpu(tensors)) < 2:
+        return compute(tensors, limits, expect_sparse, *args, **kwargs)
+    found = []
+    for numbers in groups:
+        sparse = [expect_sparse[n] for n in numbers] if expect_sparse else []
+        buckets, sizes = compute([tensors[n] for n in numbers], limits, sparse)
+        found += [([numbers[i] for i in bucket], size) for bucket, size in zip(buckets, sizes, strict=True)]
+    found.sort(key=lambda pair: min(pair[0]))
+    return [bucket for bucket, _ in found], [size for _, size in found]
+
+
+def _verify_params_across_processes(process_group, tensors, *args, **kwargs) -> None:
+    """Compare the parameters' sizes with the other ranks'; without values there is nothing to compare by."""
+    gpu = gpu_of(tensors[0]) if tensors else None
+    if tensors and gpu is None:  # C++ sees the same group for tensors of both kinds
+        require_backend(process_group, "cpu")
+    if gpu is None or not gpu.machine.shapes_only:
+        _raw_verify(process_group, tensors, *args, **kwargs)
+
+
+def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
+    """Parameters or buffers in flat tensors, of one GPU each, which are gone when it returns."""
+    for numbers in _numbers_by_gpu(tensors):
+        gpu = gpu_of(tensors[numbers[0]])
+        require_backend(process_group, "cpu" if gpu is None else "cuda")
+        before = 0 if gpu is None else gpu.allocator.allocated
+        _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
+        if gpu is not None:
+            _until_gloo_lets_go(lambda gpu=gpu, before=before: gpu.allocator.allocated > before)
+
+
+def _until_gloo_lets_go(holds: Callable[[], bool]) -> None:
+    """Wait while gloo's thread `holds` a tensor of a finished collective: it needs Python's lock to let it go."""
+    end = time.monotonic() + _GLOO_LETS_GO_IN_S
+    while holds() and time.monotonic() < end:
+        time.sleep(1e-4)
+
+
+def patches():
+    """See `features`."""
+    if not torch.distributed.is_available():
+        return []
+    functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
+    replaced = [(torch.distributed, function.__name__, function) for function in functions]
+    work = torch._C._distributed_c10d.Work
+    replaced.append((work, "wait", _below(work.wait)))
+    replaced.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
+    return replaced + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]

@@ -1,0 +1,1 @@
+"""What programs ask the driver and CUDA's runtime."""

@@ -1,0 +1,109 @@
+"""What torch.cuda asks of CUDA's runtime library by name: cudart, the profiler's switch, _sleep, nccl.version.
+
+No runtime library is loaded for a virtual GPU. Calls that have a plain meaning here answer, all others are refused.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
+from virtual_gpus.gpus import GPUSpec
+from virtual_gpus.machine import active
+from virtual_gpus.patches.table import in_package
+
+_NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels for Linux
+_CORES = {(3, 7): 192, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64, (9, 0): 128}  # CUDA's programming guide
+
+
+class cudaError(int):
+    """An error code of CUDA's runtime library (driver_types.h)."""
+
+    success = 0
+
+
+_ERRORS = {0: "no error", 1: "invalid argument", 2: "out of memory", 3: "initialization error",
+           100: "no CUDA-capable device is detected", 101: "invalid device ordinal", 400: "invalid resource handle",
+           600: "device not ready", 700: "an illegal memory access was encountered"}  # fmt: skip
+
+
+class Runtime:
+    """torch.cuda.cudart(): the names of torch/csrc/cuda/shared/cudart.cpp. What is not here raises NotModelled."""
+
+    cudaError = cudaError
+
+    @staticmethod
+    def cudaGetErrorString(error: int) -> str:
+        """What an error code means. Only the common ones are known."""
+        return _ERRORS.get(error, "unrecognized error code")
+
+    @staticmethod
+    def cudaProfilerStart() -> int:
+        """No profiler of NVIDIA's is attached, so nothing starts."""
+        return cudaError.success
+
+    cudaProfilerStop = cudaProfilerStart
+
+    @staticmethod
+    def cudaMemGetInfo(device: int) -> tuple[int, int]:
+        """See torch.cuda.mem_get_info."""
+        return torch.cuda.mem_get_info(device)
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise errors.not_modelled(f"torch.cuda.cudart().{name}")
+
+
+_runtime = Runtime()
+
+
+def cudart() -> Runtime:
+    """The part of CUDA's runtime library that virtual GPUs have."""
+    _lazy_init()
+    return _runtime
+
+
+def core_clock(spec: GPUSpec) -> float:
+    """Cycles per second at boost: the data sheet's fp32 peak over two operations per core and cycle."""
+    return spec.flops.fp32 / (2 * _CORES[spec.capability] * spec.multi_processor_count)
+
+
+def _sleep(cycles: int) -> None:
+    """A kernel of so many cycles in the current stream, on the modelled clock (ATen/cuda/Sleep.cu)."""
+    gpu = gpu_at()
+    clock = gpu.machine.clock
+    clock.launch(gpu.slot, gpu.stream, cycles / core_clock(gpu.spec), clock.host.kernel, "spin_kernel")
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Warn of ("warn" or 1), or refuse ("error" or 2), operators and copies that make the host wait."""
+    _lazy_init()
+    modes = {"default": 0, "warn": 1, "error": 2}
+    if isinstance(debug_mode, str) and debug_mode not in modes:
+        raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
+    mode = modes[debug_mode] if isinstance(debug_mode, str) else debug_mode
+    if mode not in modes.values():
+        raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
+    active().sync_debug_mode = mode
+
+
+def get_sync_debug_mode() -> int:
+    """0, 1 or 2: see `set_sync_debug_mode`."""
+    _lazy_init()
+    return active().sync_debug_mode
+
+
+def version() -> tuple[int, ...]:
+    """torch.cuda.nccl.version(): of the NCCL in this PyTorch. Nothing of it runs (`features.distributed`)."""
+    return _raw_version() if hasattr(torch._C, "_nccl_version") else _NCCL
+
+
+_raw_version = torch.cuda.nccl.version
+
+
+def patches():
+    """See `features`."""
+    return [*in_package("torch.cuda", cudart, _sleep, set_sync_debug_mode, get_sync_debug_mode),
+            (torch.cuda.nccl, "version", version), (torch.cuda, "_cudart", _runtime)]  # fmt: skip

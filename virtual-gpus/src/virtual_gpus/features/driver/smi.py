@@ -1,0 +1,63 @@
+"""What asks the driver in this process: GPUtil, which runs nvidia-smi, and pynvml, which gpustat and nvitop use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from virtual_gpus.driver.nvidia_smi import query_gpus
+from virtual_gpus.driver.nvml import Library
+from virtual_gpus.driver.view import GPUView
+from virtual_gpus.machine import VirtualGPU, active
+
+
+def look() -> list[GPUView]:
+    """All GPUs of the machine, hidden ones too, as the driver shows them."""
+    machine = active()
+    return [] if machine is None else [_view(gpu) for gpu in machine.slots]
+
+
+def _view(gpu: VirtualGPU) -> GPUView:
+    device = gpu.allocator.device
+    processes = device.shared.others() if device.shared is not None else []
+    if device.used_bytes:
+        processes = sorted([*processes, (os.getpid(), device.used_bytes)])
+    return GPUView(gpu.slot, gpu.spec.name, gpu.uuid, gpu.memory, gpu.spec.capability, processes, gpu.machine.load(gpu))
+
+
+class _NvidiaSmi:
+    """What GPUtil starts in place of the program nvidia-smi. GPUtil itself reads the answer."""
+
+    def __init__(self, command: Sequence[str], **_):
+        _, query, form = command
+        self._names, self._form = (option.partition("=")[2].split(",") for option in (query, form))
+
+    def communicate(self) -> tuple[bytes, None]:
+        lines = query_gpus(look(), self._names, self._form)
+        return "".join(line + os.linesep for line in lines).encode(), None
+
+
+def _of_gputil():
+    """No rows without GPUtil."""
+    try:
+        import GPUtil.GPUtil as module
+    except ImportError:  # GPUtil 1.4.0 needs setuptools from Python 3.12 on
+        return []
+    return [(module, "Popen", _NvidiaSmi)]
+
+
+def _of_pynvml():
+    """pynvml keeps the library that it loaded, and its functions by name. torch.cuda imports pynvml if it can."""
+    modules = (sys.modules.get(name) for name in ("pynvml", "py3nvml.py3nvml"))
+    return [
+        row
+        for module in modules
+        if module is not None and hasattr(module, "_nvmlGetFunctionPointer_cache")
+        for row in ((module, "nvmlLib", Library(look)), (module, "_nvmlGetFunctionPointer_cache", {}))
+    ]
+
+
+def patches():
+    """See `features`."""
+    return _of_gputil() + _of_pynvml()

@@ -1,0 +1,86 @@
+"""A GPU tensor in another process: what CUDA does with handles of GPU memory (CUDA IPC), with shared memory here.
+
+PyTorch's own code sends GPU tensors through queues, pipes and the arguments of processes (torch/multiprocessing/
+reductions.py). It asks C++ for a handle in the one process and for the storage behind it in the other. Both processes
+then have the same numbers. The memory counts in the process that made the tensor, as on a real GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch.multiprocessing.reductions import reduce_storage
+
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import StorageAllocation, find_gpu, record_of
+from virtual_gpus.threads import below
+
+_raw_share_memory = torch.UntypedStorage.share_memory_
+
+
+class _Numbers:
+    """The storage itself on its way. It travels as that of a CPU tensor does, in shared memory."""
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
+
+    def __reduce__(self):
+        with below():  # where the storage says that it is on the CPU
+            if self.storage.device.type == "meta":
+                return _without_values, (self.storage.nbytes(),)
+            return _arrived, reduce_storage(self.storage)
+
+
+def _arrived(rebuild: Callable[..., torch.UntypedStorage], arguments: tuple) -> _Numbers:
+    return _Numbers(rebuild(*arguments))
+
+
+def _without_values(nbytes: int) -> _Numbers:
+    return _Numbers(torch.UntypedStorage(nbytes, device="meta"))
+
+
+def _share_cuda_(self) -> tuple:
+    """The storage as PyTorch sends it: GPU, handle, bytes, and places for CUDA's counters and events.
+
+    Raises RuntimeError for a storage of the CPU, as PyTorch does.
+    """
+    gpu = record_of(self).gpu
+    if gpu is None or not gpu.machine.on:
+        raise RuntimeError("_share_cuda_: only available on CUDA")
+    if not hasattr(self, "_handle"):
+        self._handle = os.urandom(16)
+    return gpu.index, self._handle, self.nbytes(), 0, b"", 0, _Numbers(self), False
+
+
+@staticmethod
+def _new_shared_cuda(device: int, handle: bytes, nbytes: int, offset: int, counter, place, numbers: _Numbers, _):
+    """The storage behind a handle. Its memory is another process's; in the process that made it, it is that storage."""
+    storage = numbers.storage
+    if record_of(storage).gpu is None:
+        storage._record = made = StorageAllocation(find_gpu(active(), torch.device("cuda", device)), 0)
+        made.nbytes, storage._handle = nbytes, handle
+    return storage
+
+
+def share_memory_(self) -> torch.UntypedStorage:
+    """Put the numbers into shared memory, so that forked processes share them too. CUDA does nothing here.
+
+    A real GPU's memory cannot be used in a forked process at all.
+    """
+    if record_of(self).gpu is None or self.device.type == "meta":
+        return _raw_share_memory(self)
+    with below():
+        return _raw_share_memory(self)
+
+
+@staticmethod
+def _release_ipc_counter_cuda(*_) -> None:
+    """Shared memory goes with its last user: there is nothing to count."""
+
+
+def patches():
+    """See `features`."""
+    functions = (share_memory_, _share_cuda_, _new_shared_cuda, _release_ipc_counter_cuda)
+    return [(torch.UntypedStorage, function.__name__, function) for function in functions]

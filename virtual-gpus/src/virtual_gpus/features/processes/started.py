@@ -1,0 +1,89 @@
+"""New threads and new processes see the virtual GPUs too.
+
+Dispatch modes are per thread, so every thread that starts enters one; so does a thread that was there before, for
+each call that an executor or an event loop gives it. A forked process inherits all of it. A spawned one starts bare:
+the patch sends the machine's settings along and the child switches its own GPUs on, before it imports the main
+program and before it unpickles any argument.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread
+import functools
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from virtual_gpus.dispatch.mode import enter_thread, leave_thread
+from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.processes.shared_memory import FOLDER
+from virtual_gpus.settings import Settings
+
+_raw_preparation = multiprocessing.spawn.get_preparation_data
+_MAIN = ("init_main_from_name", "init_main_from_path")
+
+
+def _in_mode(run):
+    """`run`, with this thread's operators visible; afterwards the thread is as it was."""
+
+    @functools.wraps(run)
+    def visibly(self, *args):
+        entered = enter_thread()
+        try:
+            return run(self, *args)
+        finally:
+            if entered:
+                leave_thread()
+
+    return visibly
+
+
+def get_preparation_data(name):
+    """What a spawned child is told first; importing the main program is put off until its GPUs are on."""
+    return {k: v for k, v in _raw_preparation(name).items() if k not in _MAIN}
+
+
+class _FirstOfAll:
+    """Unpickling goes from left to right: this switches the GPUs on before it comes to classes of the main program."""
+
+    def __init__(self, machine: VirtualMachine, main: dict):
+        self._arguments = (machine.start_in_child, machine.settings, main, os.environ.get(FOLDER))
+
+    def __reduce__(self):
+        return _switch_on, self._arguments
+
+
+def _reduce_process(self, protocol):
+    """Pickle a process so that the child switches its virtual GPUs on before anything else of it is unpickled."""
+    main = {k: v for k, v in _raw_preparation(self._name).items() if k in _MAIN}
+    make, arguments, *rest = object.__reduce_ex__(self, protocol)
+    return (_rebuild_process, (_FirstOfAll(active(), main), make, arguments), *rest)
+
+
+def _switch_on(start: Callable[[Settings], None], settings: Settings, main: dict, folder: str | None) -> None:
+    if folder is not None:
+        os.environ[FOLDER] = folder  # a fork server's children have the environment of its start, with another folder
+    start(settings)
+    active().look_again()
+    if "init_main_from_name" in main:
+        multiprocessing.spawn._fixup_main_from_name(main["init_main_from_name"])
+    elif "init_main_from_path" in main:
+        multiprocessing.spawn._fixup_main_from_path(main["init_main_from_path"])
+
+
+def _rebuild_process(_, make, arguments):
+    return make(*arguments)
+
+
+def patches():
+    """See `features`."""
+    runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
+    if "asyncio.events" in sys.modules:  # else no event loop is running
+        runs.append((sys.modules["asyncio.events"].Handle, "_run"))
+    return [(owner, name, _in_mode(getattr(owner, name))) for owner, name in runs] + [
+        (multiprocessing.spawn, "get_preparation_data", get_preparation_data),
+        (multiprocessing.process.BaseProcess, "__reduce_ex__", _reduce_process),
+    ]

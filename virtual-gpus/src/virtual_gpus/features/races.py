@@ -1,0 +1,409 @@
+"""Races: two accesses to the same memory, at least one of them a write, of which neither waits for the other.
+
+`virtual_gpus(check_races=True)` follows what CUDA guarantees, not what the modelled times happen to be: work of one
+stream runs in order, work that the host issues comes after all that the host has waited for, and events, `wait_stream`,
+`work.wait()` and `synchronize` carry such knowledge on (vector clocks, as in PyTorch's torch/cuda/_sanitizer.py). Every
+operator, copy and collective then looks up who used its bytes before. If nothing orders the two, it raises RaceError.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from virtual_gpus import sanitizer
+from virtual_gpus.clock.clock import Clock
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.timing import flat
+from virtual_gpus.entrance import program_frame, quoted_line
+from virtual_gpus.machine import VirtualGPU, VirtualMachine
+from virtual_gpus.operators import Operator
+from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages
+
+Place = tuple[int, int | str]  # (GPU's slot, stream or queue of collectives): work in one place runs in order
+Past = dict[Place, int]  # of each place, the number of its last work that is known to be done
+_HOST: Place = (-1, "host")
+_WITHOUT_ACCESS = ("empty", "new_empty", "resize_", "set_", "record_stream", "lift_fresh", "_resize_output_")
+_KEPT = 64  # freed blocks that other streams may still use
+
+
+class RaceError(RuntimeError):
+    """Two accesses to the same memory that nothing orders. On a real GPU, the numbers may be wrong."""
+
+
+class Moment(float):
+    """A modelled time that also says which work is done by then."""
+
+    __slots__ = ("past",)
+    past: Past
+
+
+class Order:
+    """Who knows of whose work that it is done."""
+
+    def __init__(self) -> None:
+        self.known: dict[Place, Past] = {_HOST: {}}
+
+    def past(self, place: Place) -> Past:
+        """What work that is given to a place now comes after."""
+        return self.known.setdefault(place, {})
+
+    def begin(self, place: Place) -> int:
+        """The host gives work to a place. Returns its number there."""
+        past = self.past(place)
+        _join(past, self.known[_HOST])
+        past[place] = number = past.get(place, 0) + 1
+        return number
+
+    def wait(self, place: Place, past: Past) -> None:
+        """What is given to a place from now on comes after `past`."""
+        _join(self.past(place), past)
+
+    def meet(self, places: Sequence[Place]) -> None:
+        """Each of several places waits for all others."""
+        for place in places:
+            for other in places:
+                self.wait(place, self.past(other))
+
+
+def _join(past: Past, other: Past) -> None:
+    for place, number in other.items():
+        if number > past.get(place, 0):
+            past[place] = number
+
+
+class OrderedClock(Clock):
+    """A clock whose marks carry what they order, so that events, streams and the host pass it on."""
+
+    order: Order
+
+    def anew(self) -> OrderedClock:
+        """See `Clock`."""
+        made = OrderedClock(len(self.tracks), self.host)
+        made.order = self.order
+        return made
+
+    def mark(self, gpu: int, stream: int) -> float:
+        """See `Clock`."""
+        return _moment(super().mark(gpu, stream), self.order.past((gpu, stream)))
+
+    def done(self, gpu: int) -> float:
+        """See `Clock`."""
+        past: Past = {}
+        for place, known in self.order.known.copy().items():
+            if place[0] == gpu:
+                _join(past, known)
+        return _moment(super().done(gpu), past)
+
+    def latest(self, times: Iterable[float]) -> float:
+        """See `Clock`."""
+        times, past = list(times), {}
+        for time in times:
+            _join(past, getattr(time, "past", {}))
+        return _moment(super().latest(times), past)
+
+    def hold(self, gpu: int, lane: int | str, until: float) -> None:
+        """See `Clock`."""
+        if isinstance(until, Moment):
+            self.order.wait((gpu, lane), until.past)
+        super().hold(gpu, lane, until)
+
+    def wait(self, until: float, gpu: int | None = None) -> None:
+        """See `Clock`."""
+        self.seen(until)
+        super().wait(until, gpu)
+
+    def seen(self, until: float) -> None:
+        """See `Clock`."""
+        if isinstance(until, Moment):
+            self.order.wait(_HOST, until.past)
+
+    def join(self, *lanes: Place) -> None:
+        """See `Clock`."""
+        self.order.meet(lanes)
+
+
+def _moment(time: float, past: Past) -> Moment:
+    made = Moment(time)
+    made.past = dict(past)
+    return made
+
+
+class _Work:
+    """One operator, copy or collective: in which place it is which work, its name and the program's line."""
+
+    __slots__ = ("arrival", "line", "number", "past", "place", "what")
+
+    def __init__(self, order: Order, place: Place, what: str, arrival: Any = None):
+        self.place, self.what, self.arrival = place, what, arrival
+        self.past = order.past(place)
+        self.number = order.begin(place) if place != _HOST else 0
+        frame = program_frame()
+        self.line = frame.f_code.co_filename, frame.f_lineno
+
+    def comes_after(self, other: _Work) -> bool:
+        if other.place == self.place or other.number <= self.past.get(other.place, 0):
+            return True
+        if other.arrival is None or other.arrival.given:  # whoever has a collective's Work waits for it
+            return False
+        _join(self.past, other.arrival.past)  # C++ has it, and waits itself
+        return True
+
+
+class _Access(NamedTuple):
+    """Bytes `start` to `end` of a storage that a work reads or writes. freed: the storage is gone since."""
+
+    work: _Work
+    start: int
+    end: int
+    writes: bool
+    freed: bool = False
+
+
+class _History:
+    """The accesses to one storage that a later one may have to wait for."""
+
+    __slots__ = ("accesses", "address", "owner", "size", "slot", "stream", "waited_for")
+
+    def __init__(self, allocation: StorageAllocation, forget: Callable[[Any], None]):
+        self.owner = weakref.ref(allocation, forget)
+        block = allocation.block
+        self.slot, self.stream = allocation.gpu.slot, block.pool.stream
+        self.address, self.size = block.address, block.size
+        self.accesses: list[_Access] = []
+        self.waited_for: set[Place] = set()  # streams of `record_stream`, for which the allocator waits
+
+
+class RaceChecker:
+    """What `check_races` does on one machine."""
+
+    def __init__(self, machine: VirtualMachine):
+        self._machine, self._order = machine, Order()
+        clock = OrderedClock(len(machine.slots), machine.clock.host)
+        clock.order = self._order
+        machine.clock, machine.races = clock, self
+        self._of_blocks: dict[int, _History] = {}  # by the id of the StorageAllocation
+        self._freed: list[tuple[_History, list[_Access]]] = []
+        self._of_host: weakref.WeakKeyDictionary[HostStorage, list[_Access]] = weakref.WeakKeyDictionary()
+
+    # ---- what runs ----
+
+    def follow(self, call: OpCall) -> Any:
+        """Run an operator, after a look at what it reads and writes. Raises RaceError."""
+        op = call.op
+        if _has_no_access(op) or self._machine.captures:
+            return op.route(call)
+        if op.base == "copy_" and len(call.tensors) == 2 and gpu_of(call.tensors[0]) is not gpu_of(call.tensors[1]):
+            result = op.route(call)
+            self.copy(call.tensors[1], call.tensors[0], blocking=not call["non_blocking"])
+            return result
+        works = _Works(self._order, op.base)
+        written = ()
+        if op.written:
+            written = {id(tensor) for name, tensor in call.named_tensors() if name in op.written}
+        for tensor in call.tensors:
+            self._access(tensor, id(tensor) in written, works)
+        result = op.route(call)
+        for tensor in flat(result):
+            if not any(tensor is given for given in call.tensors):
+                self._access(tensor, True, works)
+        return result
+
+    def kernel(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+        """Work on the current streams that the dispatch mode does not see."""
+        if self._machine.captures:
+            return
+        works = _Works(self._order, name)
+        for tensor in reads:
+            self._access(tensor, False, works)
+        for tensor in writes:
+            self._access(tensor, True, works)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, blocking: bool) -> None:
+        """A copy between two devices. blocking: whether the program asked the host to wait for it."""
+        if self._machine.captures:
+            return
+        gpus = [gpu for gpu in (gpu_of(source), gpu_of(target)) if gpu is not None]
+        places = [(gpu.slot, gpu.stream) for gpu in gpus]
+        self._order.meet(places)  # a copy from GPU to GPU waits for both streams, and both wait for it
+        works = _Works(self._order, "copy_")
+        for tensor in (source, target):
+            if gpu_of(tensor) is not None:
+                self._access(tensor, tensor is target, works)
+                continue
+            pinned = _pinned(tensor)
+            work = works.on(gpus[0])
+            if pinned is not None and not blocking:
+                self._note(self._of_host.setdefault(pinned, []), work, tensor, tensor is target)
+            else:
+                self._order.wait(_HOST, work.past)
+        self._order.meet(places)
+
+    def collective(
+        self, gpu: VirtualGPU, queue: str, name: str, reads: Iterable[torch.Tensor], writes: Iterable, arrival: Any
+    ) -> None:
+        """A collective or message in a queue of its group, behind what the current stream was given so far."""
+        place = (gpu.slot, queue)
+        self._order.wait(place, self._order.past((gpu.slot, gpu.stream)))
+        works = _Works(self._order, name)
+        works[gpu.slot] = work = _Work(self._order, place, name, arrival)
+        arrival.past = dict(work.past)
+        for tensor in reads:
+            self._access(tensor, False, works)
+        for tensor in writes:
+            self._access(tensor, True, works)
+
+    def arrived(self, gpu: VirtualGPU, arrival: Any) -> None:
+        """The current stream waits for a collective."""
+        if getattr(arrival, "past", None):
+            self._order.wait((gpu.slot, gpu.stream), arrival.past)
+
+    def tensors_arrived(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+        """The current stream waits for the collectives that fill some tensors."""
+        for tensor in tensors:
+            allocation = allocation_of(tensor)
+            history = None if allocation is None else self._of_blocks.get(id(allocation))
+            for access in history.accesses if history else ():
+                self.arrived(gpu, access.work.arrival)
+
+    def host_waits(self, gpu: VirtualGPU) -> None:
+        """The host waits for the current stream."""
+        self._order.wait(_HOST, self._order.past((gpu.slot, gpu.stream)))
+
+    def used_by(self, allocation: StorageAllocation, slot: int, stream: int) -> None:
+        """`record_stream`: the allocator waits for this stream before anybody else has the memory."""
+        self._history(allocation).waited_for.add((slot, stream))
+
+    # ---- what is used ----
+
+    def _access(self, tensor: torch.Tensor, writes: bool, works: _Works) -> None:
+        allocation = allocation_of(tensor)
+        if allocation is None:
+            pinned = _pinned(tensor)
+            if pinned is not None and pinned in self._of_host:
+                self._note(self._of_host[pinned], _Work(self._order, _HOST, works.what), tensor, writes)
+        elif allocation.block is not None and allocation.block.pool is not None:  # it has bytes
+            self._note(self._history(allocation).accesses, works.on(allocation.gpu), tensor, writes)
+
+    def _history(self, allocation: StorageAllocation) -> _History:
+        key = id(allocation)
+        found = self._of_blocks.get(key)
+        if found is None or found.address != allocation.block.address:
+            found = self._of_blocks[key] = _History(allocation, lambda _: self._forget(key))
+            for former, accesses in self._freed:
+                if former.address < found.address + found.size and found.address < former.address + former.size:
+                    found.accesses += accesses
+        return found
+
+    def _forget(self, key: int) -> None:
+        """A storage is gone. Its memory goes to others of its stream, which other streams may still use."""
+        gone = self._of_blocks.pop(key, None)
+        if gone is None:
+            return
+        host, safe = self._order.known[_HOST], {(gone.slot, gone.stream), *gone.waited_for}
+        left = [
+            access._replace(freed=True)
+            for access in gone.accesses
+            if access.work.place not in safe
+            and access.work.arrival is None  # a collective's tensors are held until it is waited for
+            and access.work.number > host.get(access.work.place, 0)
+        ]
+        if left:
+            self._freed.append((gone, left))
+            del self._freed[:-_KEPT]
+
+    def _note(self, accesses: list[_Access], work: _Work, tensor: torch.Tensor, writes: bool) -> None:
+        """An access to the storage whose earlier ones are `accesses`. Raises RaceError."""
+        start, end = _span(tensor)
+        new, kept = _Access(work, start, end, writes), []
+        for old in accesses:
+            if (old.freed or (old.start < end and start < old.end)) and (writes or old.writes):
+                if not work.comes_after(old.work):
+                    raise RaceError(self._text(old, new, tensor))
+                if writes and start <= old.start and old.end <= end:
+                    continue  # whoever comes after the new one comes after this one
+            elif old.work.place == work.place and old.start == start and old.end == end:
+                continue  # an earlier read of the same stream
+            kept.append(old)
+        if work.place != _HOST:
+            kept.append(new)
+        accesses[:] = kept
+
+    # ---- what is said ----
+
+    def _text(self, old: _Access, new: _Access, tensor: torch.Tensor) -> str:
+        where = "the computer's pinned memory" if gpu_of(tensor) is None else f"the same memory of {tensor.device}"
+        advice = (
+            "Wait for the copy first, for example with torch.cuda.current_stream().synchronize()."
+            if new.work.place == _HOST or gpu_of(tensor) is None
+            else "The memory was freed while another stream still used it. Call tensor.record_stream(stream) before."
+            if old.freed
+            else "Call wait() of the Work, or of the tensor that the collective returned, before."
+            if old.work.arrival is not None
+            else "Let the second stream wait first, for example with stream.wait_stream(other) or stream.wait_event(e)."
+        )
+        return (
+            f"Race: two uses of {where}, and nothing orders them.\n  {self._said(old)}\n  {self._said(new)}\n{advice}"
+        )
+
+    def _said(self, access: _Access) -> str:
+        slot, lane = access.work.place
+        if access.work.place == _HOST:
+            where = "by the host"
+        elif isinstance(lane, str):
+            where = f"in the {lane} of cuda:{self._machine.slots[slot].index}"
+        else:
+            stream = f"stream {lane}" if lane else "the default stream"
+            where = f"on {stream} of cuda:{self._machine.slots[slot].index}"
+        verb = "written" if access.writes else "read"
+        return f"{verb} by {access.work.what} {where}, {quoted_line(*access.work.line)}"
+
+
+class _Works(dict[int, _Work]):
+    """The work of one operator on each GPU, by slot. It begins on the current stream when it is first asked for."""
+
+    def __init__(self, order: Order, what: str):
+        self._order, self.what = order, what
+
+    def on(self, gpu: VirtualGPU) -> _Work:
+        found = self.get(gpu.slot)
+        if found is None:
+            found = self[gpu.slot] = _Work(self._order, (gpu.slot, gpu.stream), self.what)
+        return found
+
+
+def start(machine: VirtualMachine) -> None:
+    """Check a machine that is being switched on for races, if its settings or TORCH_CUDA_SANITIZER ask for it."""
+    if machine.settings.check_races or sanitizer.is_asked_for():
+        RaceChecker(machine)
+
+
+@functools.cache
+def _has_no_access(op: Operator) -> bool:
+    """True for what changes no memory itself. The parts of composite operators come one by one; see `collective`."""
+    return op.is_composite or op.is_view or op.is_collective or op.base.startswith(_WITHOUT_ACCESS)
+
+
+def _pinned(tensor: torch.Tensor) -> HostStorage | None:
+    parts = storages(tensor)
+    record = parts[0]._record if parts else None
+    return record if isinstance(record, HostStorage) and record.pinned else None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans; all of them for one that is not strided."""
+    try:
+        nbytes, whole = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
+        if nbytes == whole or not nbytes:
+            return 0, nbytes
+        start, size = tensor.storage_offset(), 1
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            size += (length - 1) * stride
+        return start * tensor.itemsize, (start + size) * tensor.itemsize
+    except (NotImplementedError, RuntimeError):
+        return 0, sys.maxsize

@@ -1,0 +1,39 @@
+"""Dropout on CUDA (aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable; cuda/Dropout.cu).
+
+On a CPU PyTorch multiplies by a mask of floats. On CUDA it calls `native_dropout`, whose mask is of bools: a quarter of
+the size, and made before the result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import gpu_of
+
+_raw_dropout = torch.dropout
+
+
+def dropout(input, p: float, train: bool):
+    """`torch.dropout`, with CUDA's choice of operator for a tensor on a GPU."""
+    if active() is None or gpu_of(input) is None:
+        return _raw_dropout(input, p, train)
+    if not train or not 0 < p < 1 or input.numel() == 0:
+        return _raw_dropout(input, p, train)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def native_dropout(call: OpCall):
+    """The mask, then the result."""
+    result = call.compute()
+    call.place(result[1])
+    return call.place(result)
+
+
+def patches():
+    """See `features`. torch.nn.functional calls dropout through torch._VF."""
+    return [(torch, "dropout", dropout), (torch._VF, "dropout", dropout)]
+
+
+RECIPES = {"native_dropout": native_dropout}

@@ -1,0 +1,112 @@
+"""Gradients of look-ups on CUDA: indices are sorted, rows added up in two passes, all with temporaries.
+
+Embedding: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu. Up to 3,072 indices take one kernel
+without temporaries. The sizes give the H200's figures to the byte.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.timing import record_copy, record_read
+from virtual_gpus.dispatch.valueless import is_mask
+from virtual_gpus.features.contiguous import with_packed
+from virtual_gpus.placement.storages import gpu_of, nbytes
+from virtual_gpus.threads import this_thread
+
+_FEW = 3072  # indices that the unsorted kernel takes
+_ROWS_PER_THREAD = 10
+
+
+def embedding_backward(call: OpCall):
+    """The dense gradient of an embedding's weight."""
+    return with_packed(call, ("grad_output", "indices"), _add_up_rows)
+
+
+def _add_up_rows(call: OpCall):
+    indices, gradient = call["indices"], call["grad_output"]
+    count, size = indices.numel(), indices.element_size()
+    by_frequency = call["scale_grad_by_freq"]
+    if count <= _FEW and not by_frequency:
+        return call.run()
+    with ExitStack() as stack:
+        for _ in range(3 if by_frequency else 2):  # the sorted indices, where each was, how often
+            stack.enter_context(call.scratch(nbytes(indices)))
+        _sort(call, count, size)
+        result = call.run()
+        segments = min(count, call["num_weights"])
+        partial = count // _ROWS_PER_THREAD + segments
+        row = gradient.shape[-1] * max(4, gradient.element_size())
+        for part in (count * size, 8, segments * size, segments * size, 8, partial * size, partial * row):
+            stack.enter_context(call.scratch(part))
+    return result
+
+
+def _sort(call: OpCall, count: int, size: int) -> None:
+    """cub's radix sort of keys and values: the positions to sort along, and second copies of both."""
+    with call.scratch(count * size), call.scratch(2 * count * size):
+        pass
+
+
+def index_put(call: OpCall):
+    """x[i] += ... with repeated indices sorts them. In a backward pass CUDA writes into the zeros that it is given.
+
+    PyTorch's formula copies them only because a dispatch mode is on: the result takes their block over.
+    """
+    values, indices = call["values"], [i for i in call["indices"] if i is not None]
+    if not call["accumulate"]:
+        return call.run()
+    count = max((i.numel() for i in indices), default=0)
+    in_place = this_thread.in_backward and call.op.base == "index_put"
+    sizes = [8 * count] * 3 + ([] if values.is_contiguous() else [nbytes(values)])
+    with call.scratches(sizes):
+        _sort(call, count, 8)
+        return call.run_in_place(call["self"]) if in_place else call.run()
+
+
+def send_indices(call: OpCall) -> None:
+    """The host waits while integers that lie on the CPU are copied to the GPU."""
+    for index in call["indices"]:
+        if index is not None and gpu_of(index) is None and not is_mask(index):
+            record_copy(None, call.gpu, index, index.dtype, blocking=True)
+
+
+def send_and_count(call: OpCall) -> None:
+    """As `send_indices`; and the host waits for the number of elements that a mask lets it write.
+
+    It does not where one number of the CPU goes to all of them (canDispatchToMaskedFill, TensorAdvancedIndexing.cpp).
+    """
+    send_indices(call)
+    values = call["values"]
+    is_filled = values.numel() == 1 and gpu_of(values) is None
+    if not is_filled and any(is_mask(index) and gpu_of(index) is not None for index in call["indices"]):
+        record_read(call)
+
+
+_raw_one_hot = torch._C._nn.one_hot
+
+
+def one_hot(tensor, num_classes: int = -1):
+    """As on CUDA (aten/src/ATen/native/Onehot.cpp): the host reads no value if it is told the number of classes."""
+    plain = type(tensor) is torch.Tensor and tensor.dtype is torch.int64
+    if not plain or num_classes < 1 or torch._C._are_functorch_transforms_active() or gpu_of(tensor) is None:
+        return _raw_one_hot(tensor, num_classes)
+    made = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+RECIPES = {
+    "embedding_dense_backward": embedding_backward,
+    "index_put": index_put,
+    "_index_put_impl_": index_put,
+}
+CHECKS = dict.fromkeys(("index", "_unsafe_index"), send_indices)
+CHECKS |= dict.fromkeys(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), send_and_count)
+
+
+def patches():
+    """See `features`."""
+    return [(owner, "one_hot", one_hot) for owner in (torch._C._nn, torch.nn.functional)]

@@ -1,0 +1,255 @@
+"""Temporaries of normalization layers on CUDA.
+
+Layer norm adds up the gradients of its parameters in two steps when there are very many rows (layer_norm_kernel.cu in
+aten/src/ATen/native/cuda). Group norm keeps a scale and a shift per channel (group_norm_kernel.cu). Batch norm over
+channels that lie together, (N, C) or channels_last, adds up partial sums in GPU memory (Normalization.cuh); cuDNN's,
+for (N, C, H, W), needs nothing beyond a packed gradient. RMS norm is one fused kernel that keeps one number per row,
+where the CPU's is made of five operators (aten/src/ATen/native/layer_norm.cpp).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.dispatch import known
+from virtual_gpus.dispatch.call import OpCall, as_one
+from virtual_gpus.dispatch.timing import record_kernel
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.attention.sharded import is_dtensor
+from virtual_gpus.features.contiguous import packed_copies, with_packed
+from virtual_gpus.features.distributed.collectives import arrived
+from virtual_gpus.placement.storages import (
+    StorageAllocation,
+    gpu_of,
+    is_wrapper,
+    nbytes,
+    place,
+    place_all,
+    put,
+    scratch,
+)
+from virtual_gpus.threads import below
+
+_MANY_ROWS = 64 * 1024
+_LAST_BLOCK, _ELEMENTS_PER_THREAD = 512, 16  # of the channels-last kernels
+
+
+def layer_norm(call: OpCall):
+    """Mean and deviation of each row are floats, where the CPU keeps those of half types in half precision."""
+    sizes = packed_copies(call, ("input",))
+    result = call.compute()
+    call.place(result[0])
+    for kept in result[1:]:
+        if kept.element_size() < 4:
+            put(kept, StorageAllocation(call.gpu, kept.numel() * 4))
+    call.place(result)
+    with call.scratches(sizes):
+        return result
+
+
+def layer_norm_backward(call: OpCall):
+    """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
+    sizes = packed_copies(call, ("input", "grad_out"))
+    result = call.run()
+    with call.scratches(sizes + _partial_gradients(call)):
+        return result
+
+
+def _partial_gradients(call: OpCall) -> list[int]:
+    tensor, columns = call["input"], torch.Size(call["normalized_shape"]).numel()
+    rows = tensor.numel() // max(1, columns)
+    if rows <= _MANY_ROWS or columns // 32 >= call.gpu.spec.multi_processor_count // 2:
+        return []
+    blocks = min(_MANY_ROWS // 2 // -(-columns // 32), -(-rows // 32))
+    size = blocks * columns * tensor.element_size()
+    return [size for name in ("weight", "bias") if call[name] is not None]
+
+
+def group_norm(call: OpCall):
+    """A scale and a shift per sample and channel, in float."""
+    size = call["N"] * call["C"] * 4
+    with call.scratch(size), call.scratch(size):
+        return with_packed(call, ("input",))
+
+
+def group_norm_backward(call: OpCall):
+    """Sums and factors per sample and channel, and two factors per group."""
+    channels, groups = call["N"] * call["C"] * 4, call["N"] * call["group"] * 4
+    sizes = [channels, channels] + ([channels] if call["weight"] is not None else []) + [groups, groups]
+
+    def finish(call: OpCall):
+        result = call.run()
+        with call.scratches(sizes):
+            return result
+
+    return with_packed(call, ("grad_out", "input"), finish)
+
+
+def batch_norm(call: OpCall):
+    """cuDNN's for (N, C, ...), PyTorch's own kernels for (N, C), half types with half weights and channels_last."""
+    result = call.run()
+    tensor = call["input"]
+    if call["training"] and not _cudnn(tensor, call["weight"]) and _channels_last(tensor):
+        _partial_sums(call, tensor, 4)
+    return result
+
+
+def batch_norm_backward(call: OpCall):
+    """cuDNN wants a packed gradient; the kernels for channels that lie together take partial sums."""
+    tensor = call["input"]
+    if _cudnn(tensor, call["weight"]):
+        return with_packed(call, ("grad_out",))
+    result = call.run()
+    if call["train"] and _channels_last(tensor) and _channels_last(call["grad_out"]):
+        _partial_sums(call, tensor, 2)
+    return result
+
+
+def _cudnn(tensor, weight) -> bool:
+    """PyTorch's conditions for cuDNN (aten/src/ATen/native/Normalization.cpp, _select_batch_norm_backend)."""
+    if not torch._C._get_cudnn_enabled() or weight is None or tensor.dtype == torch.bfloat16 or tensor.dim() < 3:
+        return False
+    return tensor.dtype != torch.float16 or weight.dtype == torch.float32
+
+
+def _channels_last(tensor) -> bool:
+    return tensor.stride(1) == 1 and tensor.numel() > 0 and (tensor.dim() == 2 or not tensor.is_contiguous())
+
+
+def _partial_sums(call: OpCall, tensor, per_block: int) -> None:
+    """`per_block` floats per channel and thread block, and a semaphore per column of blocks."""
+    channels = tensor.shape[1]
+    rows = tensor.numel() // channels
+    blocks = _blocks(rows, channels)
+    if blocks > 1:
+        with call.scratch(per_block * channels * blocks * 4), call.scratch(-(-channels // 32) * 4):
+            pass
+
+
+def _blocks(rows: int, channels: int) -> int:
+    """How many blocks share a channel (flexible_launch_configs: at least 16 rows per thread, at most 128 blocks)."""
+    width = min(_power(channels), 32)
+    height = min(_power(-(-rows // _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
+    blocks = min(128, -(-rows // (height * _ELEMENTS_PER_THREAD)))
+    return blocks if blocks >= 8 else 1  # fewer are not worth their trouble
+
+
+def _power(n: int) -> int:
+    return 1 << max(n.bit_length() - 1, 0)
+
+
+# ---- RMS norm ------------------------------------------------------------------------------------------------------
+
+_raw_rms_norm = torch.rms_norm
+
+
+class RMSNorm(torch.autograd.Function):
+    """The fused kernel's memory: forward keeps one float per row, backward works in place of its results."""
+
+    @staticmethod
+    def forward(ctx, input, weight, shape, eps):
+        """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
+        result, kept = as_one(_rms_forward, input, weight, shape, eps)
+        ctx.save_for_backward(input, weight, kept)
+        ctx.shape, ctx.eps = shape, eps
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Gradients of input and weight. Those that are differentiated again come from composite operators, as CUDA's
+        do (`infinitely_differentiable_native_rms_norm_backward`)."""
+        input, weight, _ = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return *as_one(_rms_backward, input, weight, ctx.shape, ctx.eps, gradient), None, None
+        needed = [tensor for tensor, asked in zip((input, weight), ctx.needs_input_grad, strict=False) if asked]
+        result = _raw_rms_norm(input, ctx.shape, weight, ctx.eps)
+        found = iter(torch.autograd.grad(result, needed, gradient, create_graph=True))
+        return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None, None
+
+
+def _rms_forward(input, weight, shape, eps):
+    gpu = gpu_of(input)
+    result, kept = _below(gpu, _normalized, input, weight, shape, eps)
+    place(result, gpu)
+    record_kernel(gpu, "native_layer_norm", [input], [result])
+    return result, place(kept, gpu)
+
+
+def _rms_backward(input, weight, shape, eps, gradient):
+    gpu = gpu_of(input)
+    with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
+        gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
+        place_all(gradients, gpu)
+        record_kernel(gpu, "native_layer_norm_backward", [input, gradient], [input])
+    return gradients
+
+
+def _below(gpu, function, *args):
+    """Compute below the accounting. PyTorch takes the operator apart in Python to find shapes, so they are kept."""
+    with below():
+        return known.computed(function, *args) if gpu.machine.shapes_only else function(*args)
+
+
+def _normalized(input, weight, shape, eps):
+    """By the CPU's operator, and room for what the fused kernel keeps."""
+    result = _raw_rms_norm(input.detach(), shape, None if weight is None else weight.detach(), eps)
+    return result, torch.empty(input.numel() // max(1, torch.Size(shape).numel()), device=result.device)
+
+
+def _gradients(input, weight, shape, eps, gradient):
+    """Those of the CPU's operator."""
+    with torch.enable_grad():
+        x = input.detach().requires_grad_()
+        w = None if weight is None else weight.detach().requires_grad_()
+        parts = [x] if w is None else [x, w]
+        found = torch.autograd.grad(_raw_rms_norm(x, shape, w, eps), parts, gradient)
+        return found if w is not None else (found[0], None)
+
+
+@entrance
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    """`torch.rms_norm`, with the fused kernel's memory for a tensor on a GPU."""
+    same = weight is None or weight.dtype == getattr(input, "dtype", None)
+    transformed = torch._C._functorch.is_functorch_wrapped_tensor(input)
+    if gpu_of(input) is None or not same or transformed:
+        return _raw_rms_norm(input, normalized_shape, weight, eps)
+    if is_wrapper(type(input)) and (is_dtensor(input) or is_dtensor(weight)):
+        return _rms_norm_on_each_rank(input, tuple(normalized_shape), weight, eps)
+    return RMSNorm.apply(arrived(input), weight, tuple(normalized_shape), eps)
+
+
+def _rms_norm_on_each_rank(input, shape, weight, eps):
+    """Of DTensors: each rank normalizes its own rows, and the weight's gradient is a sum over the ranks.
+
+    What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the
+    normalized dimensions are, or the two differ in their mesh, PyTorch's composite operator runs.
+    """
+    from torch.distributed.tensor import DTensor, Partial  # loaded already: somebody made a DTensor
+
+    parts = [input] if weight is None else [input, weight]
+    rows = input.dim() - len(shape)
+    local = all(map(is_dtensor, parts)) and all(part.device_mesh == input.device_mesh for part in parts)
+    local = local and all(place.is_replicate() or (place.is_shard() and place.dim < rows) for place in input.placements)
+    if not local or not all(place.is_replicate() for part in parts[1:] for place in part.placements):
+        return _raw_rms_norm(input, shape, weight, eps)
+    if weight is not None:
+        sums = [Partial() if place.is_shard() else place for place in input.placements]
+        weight = weight.to_local(grad_placements=sums)
+    made = RMSNorm.apply(arrived(input.to_local()), weight, shape, eps)
+    sizes = {"shape": input.shape, "stride": torch.empty(input.shape, device="meta").stride()}
+    return DTensor.from_local(made, input.device_mesh, input.placements, run_check=False, **sizes)
+
+
+def patches():
+    """See `features`. torch.nn.functional calls torch.rms_norm."""
+    return [(torch, "rms_norm", rms_norm)]
+
+
+RECIPES = {
+    "native_layer_norm": layer_norm,
+    "native_layer_norm_backward": layer_norm_backward,
+    "native_group_norm": group_norm,
+    "native_group_norm_backward": group_norm_backward,
+    "native_batch_norm": batch_norm,
+    "native_batch_norm_backward": batch_norm_backward,
+}

@@ -1,0 +1,122 @@
+"""Names that a real GPU has and a virtual one does not: they raise, with their name, instead of failing obscurely."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from virtual_gpus import errors
+from virtual_gpus.patches import table
+
+_HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
+         "reset_peak_host_memory_stats")  # fmt: skip
+_ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
+_GRAPHS = ("export_dot", "export_graph_data")
+# By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
+_REFUSED = {
+    "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
+                 "_cuda_checkPoolLiveAllocations", "_cuda_setCheckpointPoolState"),  # of torch.compile's graph trees
+    "torch.accelerator": ("get_device_capability",),
+    "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
+    "torch.cuda.graphs": _GRAPHS,
+    "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
+                                  "is_localization_supported"),
+    # _allocation_traceback wants a GPU's address, and tensors have the CPU's.
+    "torch.cuda.memory": ("_allocation_traceback", "_set_memory_metadata", "_get_memory_metadata", "_annotate_tensor",
+                          *_HOST, *_ALLOCATORS),
+    "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
+    "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
+                           "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
+    "torch.jit": ("trace", "trace_module"),
+    "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", *_HOST, *_ALLOCATORS, *_GRAPHS),
+}  # fmt: skip
+
+
+def _refuse(owner, name: str, path: str) -> table.Patch:
+    """The patch that refuses `owner.name`. A class stays the type it is, since programs name it in annotations and
+    ask isinstance; only making one is refused, of subclasses too."""
+    original = vars(owner)[name]
+    if isinstance(original, type):
+        return _refuse_instances(original, path)
+
+    def refused(*args, **kwargs):
+        raise errors.not_modelled(path)
+
+    return owner, name, functools.update_wrapper(refused, original)
+
+
+def _refuse_instances(kind: type, path: str) -> table.Patch:
+    # The bases of a CPU build are dummies whose __new__, in Python, raises something obscure before any __init__ runs.
+    made_by = next((base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
+
+    def refused(*args, **kwargs):
+        raise errors.not_modelled(path)
+
+    return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
+
+
+_raw_to_dlpack = torch.utils.dlpack.to_dlpack
+
+
+def to_dlpack(tensor):
+    """DLPack would hand out a CPU address as if it were a GPU's."""
+    if tensor.is_cuda:
+        raise errors.not_modelled("DLPack export of a GPU tensor")
+    return _raw_to_dlpack(tensor)
+
+
+def _jitted(self, *tensors, **kwargs):
+    """A function that was made of C++. Making one compiles nothing yet, and programs do that when they are imported."""
+    raise errors.not_modelled("functions of torch.cuda.jiterator")
+
+
+def _plans_of_cufft(self, device):
+    """The cache of one GPU. The attributes of the manager are those of the current GPU's cache."""
+    raise errors.not_modelled("torch.backends.cuda.cufft_plan_cache")
+
+
+_NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
+
+
+def _on_cpu_only(name: str, original):
+    @functools.wraps(original)
+    def call(data, *args, device=None, **kwargs):
+        parts = data if isinstance(data, (list, tuple)) else [data]
+        on_gpu = any(isinstance(part, torch.Tensor) and part.is_cuda for part in parts)
+        if on_gpu or (device is not None and torch.device(device).type == "cuda"):
+            raise errors.not_modelled(f"torch.nested.{name} on a GPU")
+        return original(data, *args, device=device, **kwargs)
+
+    return call
+
+
+_raw_export = torch.export.export
+
+
+@functools.wraps(_raw_export)
+def export(mod, *args, **kwargs):
+    """The program would make its new tensors on the CPU, since PyTorch traces with fake tensors, which are there."""
+    tensors = (*mod.parameters(), *mod.buffers(), *tree_leaves((args, kwargs)))
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
+        raise errors.not_modelled("torch.export of a module on a GPU")
+    return _raw_export(mod, *args, **kwargs)
+
+
+def patches():
+    """See `features`. A name that this PyTorch version lacks gives no row."""
+    found = [
+        _refuse(sys.modules[path], name, f"{path}.{name}")
+        for path, names in _REFUSED.items()
+        for name in names
+        if path in sys.modules and name in vars(sys.modules[path])
+    ]
+    found.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", _plans_of_cufft))
+    found.append((torch.cuda.jiterator._JittedFunction, "__call__", _jitted))
+    found.append((torch.export, "export", export))
+    found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
+    return found + [
+        (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED
+    ]

@@ -1,0 +1,229 @@
+"""One call of torch.lstm, gru, rnn_tanh or rnn_relu: its arguments, its sizes, its numbers from the CPU's kernels."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import ExitStack
+
+import torch
+
+from virtual_gpus.features.rnn.sizes import Network
+from virtual_gpus.placement.random_numbers import drawing_from
+from virtual_gpus.placement.storages import device_of, record_of
+from virtual_gpus.threads import below
+
+_NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
+_CELLS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCPU
+)
+_run_backward = torch.autograd.graph._engine_run_backward
+
+
+class RecurrentCall:
+    """input: (time, batch, input), (batch, time, input) with `batch_first`, or (steps, input) with `batch_sizes`.
+
+    hx, cx: (layers x directions, batch, output or hidden size), cx None but for an LSTM. params: as `nn.LSTM` has them.
+    """
+
+    def __init__(self, name: str, raw, found: dict):
+        self.raw, self.cell = raw, _CELLS[name]
+        self.batch_sizes = found.get("batch_sizes")
+        self.input = found["data" if self.batch_sizes is not None else "input"]
+        self.hx, self.cx = found["hx"] if self.cell == "LSTM" else (found["hx"], None)
+        self.params = list(found["params"])
+        self.biases, self.layers, self.dropout = found["has_biases"], found["num_layers"], found["dropout"]
+        self.train, self.bidirectional = found["train"], found["bidirectional"]
+        self.batch_first = bool(found.get("batch_first"))
+        self.random_state = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors but the batch sizes."""
+        return [t for t in (self.input, self.hx, self.cx, *self.params) if t is not None]
+
+    @property
+    def draws(self) -> bool:
+        """True if dropout has something to drop."""
+        return bool(self.train and self.dropout > 0 and self.layers > 1)
+
+    def prepare(self, gpu, are_flat) -> None:
+        """Find the sizes for `gpu`, and whether the weights are in one buffer."""
+        self.gpu = gpu
+        self.measure()
+        self.flat = are_flat(self.net, self.params, self.biases)
+
+    def measure(self) -> None:
+        """Set `net` and the shapes of the results."""
+        packed, output = self.batch_sizes is not None, self.hx.shape[2]
+        if packed:
+            time, batch = len(self.batch_sizes), int(self.batch_sizes[0])
+        else:
+            time, batch = self.input.shape[:2] if not self.batch_first else self.input.shape[1::-1]
+        hidden = output if self.cx is None else self.cx.shape[2]
+        directions = 2 if self.bidirectional else 1
+        width = self.input.shape[-1]
+        self.net = Network(self.cell, self.layers, directions, time, batch, width, hidden, output,
+                           self.input.element_size(), packed, self.draws)  # fmt: skip
+        steps = (self.input.shape[0],) if packed else (time, batch)
+        shapes = [(*steps, output * directions), self.hx.shape] + ([] if self.cx is None else [self.cx.shape])
+        self.shapes = [torch.Size(shape) for shape in shapes]
+
+    def without_tensors(self) -> RecurrentCall:
+        """A copy for the autograd graph, which keeps tensors in its own way."""
+        made = copy.copy(self)
+        made.input = made.hx = made.cx = made.params = None
+        return made
+
+    # ---- results without numbers, and their layout ----
+
+    def empty_results(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Meta tensors in the place of results."""
+        with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+            output, *states = (torch.empty(shape, dtype=dtype, device="meta") for shape in self.shapes)
+            return [output.transpose(0, 1) if self.batch_first else output, *states]
+
+    def laid_out(self, results) -> list[torch.Tensor]:
+        """Results on storages of their own, time first in memory, as cuDNN writes them."""
+        with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+            output, *states = (result.detach() for result in results)
+            # Copies of the states: cuDNN keeps the output for backward, but not these, and the CPU's graph has them.
+            return [self._time_first(output), *(state.clone() for state in states)]
+
+    def laid_out_gradients(self, gradients) -> list[torch.Tensor | None]:
+        """The same for the gradients of (input, hx, cx)."""
+        with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+            first, *states = gradients
+            return [None if first is None else self._time_first(first)] + [
+                None if state is None else _own(state) for state in states
+            ]
+
+    def _time_first(self, tensor):
+        return _own(tensor.transpose(0, 1)).transpose(0, 1) if self.batch_first else _own(tensor)
+
+    # ---- numbers ----
+
+    def compute(self, input, hx, cx, params, with_graph: bool, generator) -> Graph:
+        """Run the CPU's kernels, unseen by modes, hooks and accounting. `generator`: dropout's, None without it."""
+        leaves = [None if t is None else t.detach() for t in (input, hx, cx, *params)]
+        with ExitStack() as stack:
+            for context in (below(), torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)):
+                stack.enter_context(context)
+            stack.enter_context(torch.set_grad_enabled(with_graph))
+            stack.enter_context(_without_hooks())
+            if generator is not None:
+                stack.enter_context(drawing_from(generator))
+            if self.net.output != self.net.hidden:  # the CPU warns that it has no fast way for projections
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+            if with_graph:
+                sources = (input, hx, cx, *params)
+                for leaf, source in zip(leaves, sources, strict=True):
+                    if leaf is not None:
+                        leaf.requires_grad_(source.requires_grad)
+            return Graph(leaves, self._run(*leaves[:3], leaves[3:]))
+
+    def _run(self, input, hx, cx, params):
+        states = hx if cx is None else [hx, cx]
+        settings = (params, self.biases, self.layers, self.dropout, self.train, self.bidirectional)
+        if self.batch_sizes is not None:
+            return self.raw(input, self.batch_sizes, states, *settings)
+        return self.raw(input, states, *settings, self.batch_first)
+
+
+class Graph:
+    """What the CPU's autograd keeps between forward and backward."""
+
+    def __init__(self, leaves, outputs):
+        self.leaves, self.outputs = leaves, outputs
+
+    def needs(self, wanted) -> bool:
+        """True if it knows all gradients that are wanted."""
+        return all(leaf.requires_grad for leaf, w in zip(self.leaves, wanted, strict=True) if w)
+
+    def gradients(self, given, wanted, keep: bool) -> list[torch.Tensor | None]:
+        """Gradients of the leaves that are wanted, from those of the outputs (None: not used)."""
+        pairs = [(o, g.detach()) for o, g in zip(self.outputs, given, strict=True) if g is not None and o.requires_grad]
+        outputs, gradients = zip(*pairs, strict=True)
+        inputs = tuple(leaf for leaf, w in zip(self.leaves, wanted, strict=True) if w)
+        with below(), torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            found = iter(_run_backward(outputs, gradients, keep, False, inputs, True, accumulate_grad=False))
+            return [_or_zeros(next(found), leaf) if w else None for leaf, w in zip(self.leaves, wanted, strict=True)]
+
+
+def _or_zeros(gradient, leaf):
+    return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+def _own(tensor):
+    """`tensor` contiguous on a storage that holds nothing else and lives nowhere yet."""
+    tensor = tensor.contiguous()
+    storage = tensor.untyped_storage()
+    alone = storage.nbytes() == tensor.numel() * tensor.element_size() and record_of(storage).gpu is None
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _without_hooks():
+    """Keep the learner's saved-tensor hooks away from the CPU's graph: hooks that do nothing go on top of theirs."""
+    stack = ExitStack()
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+    return stack
+
+
+def _same(tensor):
+    return tensor
+
+
+def bind(name: str, raw, args, kwargs) -> RecurrentCall | None:
+    """The arguments by name, in either of the two forms; None if they do not fit."""
+    second = args[1] if len(args) > 1 else None
+    third = args[2] if len(args) > 2 else None
+    packed = "batch_sizes" in kwargs or isinstance(second if name == "lstm" else third, torch.Tensor)
+    names = ("data", "batch_sizes", "hx", *_NAMES) if packed else ("input", "hx", *_NAMES, "batch_first")
+    found = {**dict(zip(names, args, strict=False)), **kwargs}
+    fits = len(args) <= len(names) and set(found) == set(names) and len(args) + len(kwargs) == len(names)
+    lists = [found["params"], *([found["hx"]] if name == "lstm" else [])] if fits else []
+    if not fits or any(not isinstance(value, (list, tuple)) or not value for value in lists):
+        return None
+    if name == "lstm" and len(found["hx"]) != 2:
+        return None
+    call = RecurrentCall(name, raw, found)
+    steps = 2 if packed else 3
+    fits = all(isinstance(t, torch.Tensor) for t in call.tensors) and call.input.dim() == steps and call.hx.dim() == 3
+    return call if fits else None
+
+
+def check(call: RecurrentCall, dtypes: bool = True) -> None:
+    """One device, one dtype, contiguous states: `check_attributes` of aten/src/ATen/native/RNN.h, and RNN.cpp."""
+    for kind, tensors in (("hidden", (call.hx, call.cx)), ("parameter", call.params)):
+        for tensor in tensors:
+            if tensor is not None:
+                _check_one(call.input, kind, tensor, dtypes)
+    if not dtypes:
+        return
+    if call.batch_sizes is not None and device_of(call.batch_sizes).type != "cpu":
+        raise RuntimeError(f"batch_sizes tensor should be on CPU, but got {device_of(call.batch_sizes)}")
+    for name, state in (("hx", call.hx), ("cx", call.cx)):
+        if state is not None and not state.is_contiguous():
+            raise RuntimeError(f"rnn: {name} is not contiguous")
+
+
+def _check_one(input, kind: str, tensor, dtypes: bool) -> None:
+    here, there = device_of(input), device_of(tensor)
+    if here != there:
+        raise RuntimeError(
+            f"Input and {kind} tensors are not at the same device, found input tensor at {here} and {kind} tensor at "
+            f"{there}"
+        )
+    if dtypes and input.dtype != tensor.dtype:
+        raise RuntimeError(
+            f"Input and {kind} tensors are not the same dtype, found input tensor with {_scalar(input)} and {kind} "
+            f"tensor with {_scalar(tensor)}"
+        )
+
+
+def _scalar(tensor) -> str:
+    """float32 -> Float, as C++ names it."""
+    return tensor.type().rpartition(".")[2].removesuffix("Tensor")

@@ -1,0 +1,130 @@
+"""The weights of an LSTM, GRU or RNN in the one buffer that cuDNN wants: laid there, cast there, found there.
+
+Sources: aten/src/ATen/native/cudnn/RNN.cpp (copy_weights_to_flat_buf_views, try_get_weight_buf) and
+torch/nn/modules/rnn.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from virtual_gpus.dispatch.call import as_one
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.rnn.sizes import Network, weight_offsets
+from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
+from virtual_gpus.threads import below
+
+DTYPES = (torch.float32, torch.float16, torch.float64)  # torch.backends.cudnn.CUDNN_TENSOR_DTYPES
+_raw_flatten_parameters = torch.nn.RNNBase.flatten_parameters
+
+
+def is_acceptable(tensor) -> bool:
+    """torch.backends.cudnn.is_acceptable: cuDNN is enabled and takes this tensor."""
+    return torch._C._get_cudnn_enabled() and gpu_of(tensor) is not None and tensor.dtype in DTYPES
+
+
+def empty(gpu, shape, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on `gpu`, its block taken first. Nothing is written, so a CPU gives no memory for it either."""
+    count = torch.Size(shape).numel()
+    allocation = StorageAllocation(gpu, count * dtype.itemsize)
+    with below(), torch._C._DisableTorchDispatch():
+        made = torch.empty(shape, dtype=dtype, device="meta" if gpu.machine.shapes_only else "cpu")
+    put(made, allocation)
+    return made
+
+
+def pieces(flat: torch.Tensor, like, offsets) -> list[torch.Tensor]:
+    """Tensors shaped as `like` on the storage of `flat`, each a tensor of its own rather than a view."""
+    with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        storage, none = flat.untyped_storage(), torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return [none.new_empty(0).set_(storage, at, t.shape) for t, at in zip(like, offsets, strict=True)]
+
+
+def fill(flat: torch.Tensor, parts, sources) -> None:
+    """Copy `sources` into `parts` of `flat`, zeros between them; None among the sources leaves zeros too."""
+    if flat.is_meta:
+        return
+    with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        flat.zero_()
+        for part, source in zip(parts, sources, strict=True):
+            if source is not None:
+                part.copy_(source)
+
+
+def are_flat(net: Network, params, biases: bool) -> bool:
+    """True if the weights are where cuDNN wants them: in one storage, from its beginning, in its order."""
+    offsets, total = weight_offsets(net, biases)
+    storage = params[0].untyped_storage()
+    return (
+        storage.nbytes() >= total * params[0].element_size()
+        and all(p.storage_offset() == at for p, at in zip(params, offsets, strict=True))
+        and all(p.untyped_storage()._cdata == storage._cdata for p in params)
+        and params[-1].is_contiguous()
+    )
+
+
+class CastFlat(torch.autograd.Function):
+    """Weights as float16 in one buffer, for autocast (aten/src/ATen/cudnn/AutocastRNN.cpp)."""
+
+    @staticmethod
+    def forward(ctx, net, biases, gpu, *params):
+        """The cast weights, all on one storage."""
+        ctx.dtype = params[0].dtype
+        return as_one(_cast_flat, net, biases, gpu, params)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        """Each gradient as the weight's own dtype."""
+        return None, None, None, *(None if g is None else g.to(ctx.dtype) for g in gradients)
+
+
+def _cast_flat(net: Network, biases: bool, gpu, params) -> tuple[torch.Tensor, ...]:
+    offsets, total = weight_offsets(net, biases)
+    flat = empty(gpu, (total,), torch.float16)
+    made = pieces(flat, params, offsets)
+    fill(flat, made, params)
+    return tuple(made)
+
+
+@entrance
+def flatten_parameters(self) -> None:
+    """`RNNBase.flatten_parameters` on a virtual GPU: the weights move into one buffer, and stay the same tensors."""
+    weights = self._flat_weights
+    if torch._C._are_functorch_transforms_active():
+        return None  # their wrappers have no storage
+    gpu = gpu_of(weights[0]) if weights and isinstance(weights[0], torch.Tensor) else None
+    if gpu is None:
+        return _raw_flatten_parameters(self)
+    if len(weights) != len(self._flat_weights_names) or not all(isinstance(w, torch.Tensor) for w in weights):
+        return None
+    if any(w.dtype != weights[0].dtype or not is_acceptable(w) or gpu_of(w) is not gpu for w in weights):
+        return None
+    if len({(w.untyped_storage()._cdata, w.storage_offset()) for w in weights}) != len(weights):
+        return None  # a weight that is used twice
+    _flatten(gpu, network_of(self), weights, self.bias)
+    return None
+
+
+def network_of(module: torch.nn.RNNBase) -> Network:
+    """The sizes of a module, for one sequence of one step."""
+    cell, output = module.mode.partition("_")[0], module.proj_size or module.hidden_size
+    return Network(cell, module.num_layers, 2 if module.bidirectional else 1, 1, 1, module.input_size,
+                   module.hidden_size, output, 4)  # fmt: skip
+
+
+def _flatten(gpu, net: Network, weights, biases: bool) -> None:
+    offsets, total = weight_offsets(net, biases)
+    flat = empty(gpu, (total,), weights[0].dtype)
+    fill(flat, pieces(flat, weights, offsets), weights)
+    # Below autograd, as in C++: DataParallel's replicas are views, which it would not let anybody lay elsewhere.
+    with below(), torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
+        for weight, at in zip(weights, offsets, strict=True):
+            weight.set_(flat.untyped_storage(), at, weight.shape)
+
+
+def patches():
+    """See `features`."""
+    return [
+        (torch.nn.RNNBase, "flatten_parameters", flatten_parameters),
+        (torch.backends.cudnn, "is_acceptable", is_acceptable),
+    ]

@@ -1,0 +1,207 @@
+"""Memory snapshots: what torch.cuda.memory asks of C++ to record a history, to take a snapshot and to report an OOM.
+
+PyTorch's own Python code does the rest (`_record_memory_history`, `_snapshot`, `_dump_snapshot`, `memory_snapshot`),
+and its viewer reads the result: the dictionaries have the keys of torch/csrc/cuda/Module.cpp, in its order. How to use
+it: `virtual_gpus.memory.history`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import torch
+from torch.utils import _python_dispatch
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.features.cuda.allocator_settings import apply as apply_settings
+from virtual_gpus.features.cuda.allocator_settings import described
+from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.memory import stacks
+from virtual_gpus.memory.history import ALL, ALLOC, NEVER, STATE, Settings, history_of
+from virtual_gpus.memory.options import Options
+from virtual_gpus.settings import INSTALLED
+from virtual_gpus.threads import this_thread
+
+_CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
+_DEFAULT_POOL = (0, 0)
+
+
+# ---- recording -----------------------------------------------------------------------------------------------------
+
+
+def _start(enabled, context, max_entries, clear=False, compiled=False, every_thread=False, skipped=(), pinned=False,
+           cuda=True) -> None:  # fmt: skip
+    """The last arguments of both calls below, of which older versions of PyTorch have fewer."""
+    enter_thread()
+    if skipped or every_thread:
+        raise errors.not_modelled("skip_actions and global_record_annotations of a memory history")
+    if pinned:
+        raise errors.not_modelled("the history of pinned host memory (record_pinned_host_memory=True)")
+    kept = history_of(active())
+    if enabled and cuda:
+        kept.start(Settings(max(1, min(max_entries, 2**63 - 1)), context), clear)
+    else:
+        kept.stop()
+
+
+def _cuda_record_memory_history(enabled, context, stacks, max_entries, *options) -> None:
+    """Behind `torch.cuda.memory._record_memory_history`. Stacks are Python's, whatever `stacks` says."""
+    if enabled not in (None, "state", "all"):
+        raise RuntimeError("expected state to be 'state', 'all', or None")
+    if context not in _CONTEXTS:
+        raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
+    if stacks not in ("python", "all"):
+        raise RuntimeError("expected stacks to be 'python', or 'all'")
+    _start(enabled, _CONTEXTS[context], max_entries if enabled == "all" else 1, *options)
+
+
+def _cuda_record_memory_history_legacy(enabled, *options) -> None:
+    """The same for a call with True or False."""
+    if enabled:
+        raise errors.not_modelled('_record_memory_history(True) (an old way to say "all" or "state")')
+    _start(None, NEVER, 1)
+
+
+def _cuda_isHistoryEnabled() -> bool:
+    """True while the history is recorded."""
+    return history_of(active()).settings is not None
+
+
+def _cuda_memoryMetadataSupported() -> bool:
+    """The history has no labels, and `refused` says so to a program that sets one."""
+    return False
+
+
+# ---- the snapshot --------------------------------------------------------------------------------------------------
+
+
+def _cuda_memorySnapshot(request=None) -> dict:
+    """Behind `torch.cuda.memory._snapshot` and `torch.cuda.memory_snapshot`.
+
+    request: None, or the two numbers of a memory pool's id, and perhaps whether traces are wanted. (0, 0) means all
+    pools.
+    """
+    enter_thread()
+    pool, with_traces = (_DEFAULT_POOL, True) if request is None else (tuple(request[:2]), request[2:] != (False,))
+    kept = history_of(active())
+    segments, traces = [], []
+    for recorder, gpu in zip(kept.recorders, active().gpus, strict=True):
+        found = gpu.allocator.snapshot(gpu.index)  # before the trace is read: it sees to it that all frees are in there
+        traces.append(recorder.events() if with_traces else [])
+        segments += [(recorder, s) for s in found if pool in (_DEFAULT_POOL, s["segment_pool_id"])]
+        recorder.snapshot_taken(sum(segment["active_size"] for segment in found))
+    return _as_dictionary(kept, segments, traces)
+
+
+def _as_dictionary(kept, segments, traces) -> dict:
+    origins = {segment["address"]: recorder.segment_origin(segment["address"]) for recorder, segment in segments}
+    used = [
+        (recorder, b["address"]) for recorder, segment in segments for b in segment["blocks"] if b["requested_size"]
+    ]
+    blocks = {address: recorder.origin(address) for recorder, address in used}
+    entries = [entry for trace in traces for entry in trace]
+    frames = stacks.named([*origins.values(), *(made[0] for made in blocks.values()), *(entry[5] for entry in entries)])
+    for _, segment in segments:
+        segment["frames"] = frames.get(id(origins[segment["address"]]), [])
+        for block in segment["blocks"]:
+            stack, forward = blocks.get(block["address"], (None, None))
+            block["frames"] = frames.get(id(stack), [])
+            if forward is not None:
+                block["forward_frames"] = forward
+    epoch = time.time_ns() - time.perf_counter_ns()
+    result = {
+        "segments": [segment for _, segment in segments],
+        "device_traces": [[_event(entry, frames, epoch) for entry in trace] for trace in traces],
+        "allocator_settings": described(kept.allocator_settings, active().options or Options(), INSTALLED),
+        "external_annotations": [],
+    }
+    return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= (2, 14) else {})
+
+
+_HAS_POOLS = INSTALLED >= (2, 12)
+
+
+def _event(entry: tuple, frames: dict, epoch: int) -> dict:
+    """One event, the fields of a `history.Entry`, as PyTorch describes it. `epoch`: nanoseconds from
+    perf_counter_ns to Unix time."""
+    action, value, size, stream, moment, stack, forward = entry
+    event = {
+        "action": action,
+        "device_free" if action == "oom" else "addr": value,
+        "size": size,
+        "stream": stream,
+        "time_us": (moment + epoch) // 1000,
+        "compile_context": "N/A",
+        "user_metadata": "",
+    }
+    if _HAS_POOLS:
+        event["pool_id"] = _DEFAULT_POOL
+    if stack is not None:
+        event["frames"] = frames[id(stack)]
+    if forward is not None:
+        event["forward_frames"] = forward
+    return event
+
+
+# ---- out of memory -------------------------------------------------------------------------------------------------
+
+
+def _cuda_attach_out_of_memory_observer(observer) -> None:
+    """Call `observer(device, alloc_size, device_total, device_free)` (bytes) before each OutOfMemoryError is raised."""
+    enter_thread()
+    for gpu in active().gpus:
+        gpu.allocator.oom_observers.append(_call_of(observer, gpu))
+
+
+def _call_of(observer, gpu):
+    def call(error):
+        total = error.capacity if error.allowed is None else error.allowed
+        with _visible():
+            observer(gpu.index, error.requested, total, error.free)
+
+    return call
+
+
+@contextmanager
+def _visible():
+    """While an operator is at work its mode is off, and a tensor that the observer makes would be nowhere."""
+    mode = this_thread.mode
+    if mode is None or mode in _python_dispatch._get_current_dispatch_mode_stack():
+        yield
+        return
+    _python_dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        _python_dispatch._pop_mode()
+
+
+def _accelerator_setAllocatorSettings(settings: str) -> None:
+    """Behind `torch.cuda.memory._set_allocator_settings`: see `allocator_settings`."""
+    apply_settings(settings, active())
+    history_of(active()).allocator_settings = settings
+
+
+def _accelerator_getAllocatorSettings() -> str:
+    """What was set last: by a call, or else in the environment."""
+    return history_of(active()).allocator_settings
+
+
+def stop(machine: VirtualMachine) -> None:
+    """Record no more."""
+    if machine.history is not None:
+        machine.history.stop()
+
+
+def patches():
+    """See `features`. Set in builds without CUDA too, whose C++ has none of them."""
+    functions = [_cuda_record_memory_history, _cuda_record_memory_history_legacy, _cuda_isHistoryEnabled,
+                 _cuda_memorySnapshot, _cuda_attach_out_of_memory_observer,
+                 _accelerator_setAllocatorSettings]  # fmt: skip
+    if hasattr(torch.cuda.memory, "_memory_metadata_supported"):
+        functions.append(_cuda_memoryMetadataSupported)
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        functions.append(_accelerator_getAllocatorSettings)
+    return [(torch._C, function.__name__, function) for function in functions]

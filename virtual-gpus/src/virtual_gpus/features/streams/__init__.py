@@ -1,0 +1,1 @@
+"""Streams and events, and the streams of backward passes."""

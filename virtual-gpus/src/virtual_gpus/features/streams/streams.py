@@ -1,0 +1,363 @@
+"""Streams and events on the modelled clock: queues of work on a GPU, and marks in them.
+
+The numbers themselves never depend on streams, since every operator has run by the time its call returns. When it
+would have run on a GPU, and who would have waited for whom, is the clock's. A program that forgets to make one stream
+wait for another gets right numbers here and may get wrong ones on a real GPU.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.features.cuda.devices import gpu_at
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.patches.table import in_package
+
+_ids = itertools.count(1)
+_newest = [0]  # the largest id so far
+_current = threading.local()  # (machine id, GPU index) -> stream, per thread as in CUDA
+_CUDA = 1  # c10::DeviceType::CUDA
+
+
+class Stream:
+    """A queue of work on one GPU. `Stream(device=None, priority=0)`; also a context manager, as torch.Stream is."""
+
+    def __init__(
+        self, device=None, priority: int = 0, *, stream_id: int | None = None, device_index: int | None = None, **kwargs
+    ):
+        self._index = gpu_at(device if device_index is None else device_index).index
+        least, greatest = self.priority_range()
+        self.priority = max(greatest, min(priority, least))
+        if stream_id is None:
+            _newest[0] = stream_id = next(_ids)
+            if self.priority < 0:
+                self._gpu.machine.clock.tracks[self._gpu.slot].urgent.add(stream_id)
+        self.stream_id = stream_id
+        self.device_type = _CUDA
+        self._outer: list[tuple[Stream, int]] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest one that PyTorch supports (c10/cuda/CUDAStream.h). The clock knows two."""
+        return 0, -3
+
+    @property
+    def device(self) -> torch.device:
+        """The stream's GPU."""
+        return torch.device("cuda", self._index)
+
+    @property
+    def device_index(self) -> int:
+        """Index of the stream's GPU."""
+        return self._index
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle: 0 for the default stream."""
+        return self.stream_id
+
+    @property
+    def _gpu(self) -> VirtualGPU:
+        return gpu_at(self._index)
+
+    def _mark(self) -> float:
+        gpu = self._gpu
+        return gpu.machine.clock.mark(gpu.slot, self.stream_id)
+
+    @property
+    def _capture(self):
+        return capture_of(self._gpu, self.stream_id)
+
+    def query(self) -> bool:
+        """True if all work given so far is done, on the modelled clock."""
+        _refuse_if_captured(self._capture)
+        return _is_past(self._gpu, self._mark())
+
+    def synchronize(self) -> None:
+        """The host waits for the work given so far."""
+        _refuse_if_captured(self._capture)
+        _host_waits(self._gpu, self._mark())
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Work given later waits for what `stream` has been given so far."""
+        self._join(stream, stream._capture)
+        self._hold(stream._mark())
+
+    def _join(self, other: Stream, other_capture) -> None:
+        """Captured work spreads to the streams that wait for it, and must not wait for work outside its capture."""
+        own = self._capture
+        if other_capture is not None:
+            other_capture.join((self._gpu.slot, self.stream_id), (other._gpu.slot, other.stream_id))
+        elif own is not None and own.valid:
+            raise own.violation("Isolation")
+
+    def wait_event(self, event: Event) -> None:
+        """Work given later waits for `event`, if it was recorded."""
+        if event._time is not None:
+            self._join(event._stream, event._capture)
+            self._hold(event._time)
+
+    def _hold(self, until: float) -> None:
+        gpu = self._gpu
+        gpu.machine.clock.hold(gpu.slot, self.stream_id, until)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Put an event behind the work given so far."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def is_capturing(self) -> bool:
+        """True while a CUDA graph captures this stream."""
+        return self._capture is not None
+
+    def __enter__(self):
+        self._outer.append((current_stream(self._index), active().current))
+        active().current = self._index
+        set_stream(self)
+        return self
+
+    def __exit__(self, *error) -> None:
+        outer, index = self._outer.pop()
+        set_stream(outer)
+        active().current = index
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Stream) and (self._index, self.stream_id) == (other._index, other.stream_id)
+
+    def __hash__(self) -> int:
+        return hash((self._index, self.stream_id))
+
+    def __repr__(self) -> str:
+        return f"torch.cuda.Stream(device=cuda:{self._index}, stream_id={self.stream_id})"
+
+
+class ExternalStream(Stream):
+    """A stream by its handle, `ExternalStream(s.cuda_stream)`. Only the handles of virtual streams exist here.
+
+    Raises NotModelled for any other handle: no other library has streams on a virtual GPU.
+    """
+
+    def __init__(self, stream_ptr: int, device=None, **kwargs):
+        if not 0 <= stream_ptr <= _newest[0]:
+            raise errors.not_modelled("torch.cuda.ExternalStream for a stream of another library")
+        super().__init__(device, stream_id=stream_ptr)
+
+
+class Event:
+    """A mark in a stream. `Event(enable_timing=False, blocking=False, interprocess=False)`."""
+
+    def __init__(
+        self, device=None, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **kwargs
+    ):
+        if isinstance(device, bool):  # torch.cuda.Event has no device argument: its first one is enable_timing
+            device, enable_timing = None, device
+        self.enable_timing = enable_timing
+        self._stream: Stream | None = None
+        self._time: float | None = None  # modelled seconds at which the mark is passed
+        self._capture = None  # of a CUDA graph, if it was recorded in one
+
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU that the event was recorded on."""
+        return None if self._stream is None else self._stream.device
+
+    @property
+    def event_id(self) -> int:
+        """The handle of CUDA's event, which is made when it is first recorded: 0 before that."""
+        return 0 if self._stream is None else id(self)
+
+    cuda_event = event_id
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Put the mark behind the work given so far to `stream` (default: the current one)."""
+        self._stream = current_stream() if stream is None else stream
+        self._capture = self._stream._capture
+        self._time = self._stream._mark()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Make `stream` (default: the current one) wait for the mark."""
+        (current_stream() if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        """True if all work before the mark is done, on the modelled clock."""
+        _refuse_if_captured(self._capture, "Event")
+        return self._time is None or _is_past(self._stream._gpu, self._time)
+
+    def synchronize(self) -> None:
+        """The host waits for the mark."""
+        _refuse_if_captured(self._capture, "Event")
+        if self._time is not None:
+            _host_waits(self._stream._gpu, self._time)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Modelled milliseconds between two marks. Errors as PyTorch's, and CUDA's while a mark is not passed yet."""
+        if not (self.enable_timing and end_event.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._stream is None or end_event._stream is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if self.device != end_event.device:
+            raise errors.events_of_two_gpus()
+        if not (self.query() and end_event.query()):
+            raise errors.not_ready()
+        return (end_event._time - self._time) * 1e3
+
+    def ipc_handle(self):
+        """Refused: each process has a clock of its own."""
+        raise errors.not_modelled("torch.cuda.Event.ipc_handle")
+
+    @classmethod
+    def from_ipc_handle(cls, device, handle):
+        """Refused: each process has a clock of its own."""
+        raise errors.not_modelled("torch.cuda.Event.from_ipc_handle")
+
+    def __repr__(self) -> str:
+        return "<torch.cuda.Event uninitialized>" if self._stream is None else f"<torch.cuda.Event on {self.device}>"
+
+
+def capture_of(gpu: VirtualGPU, stream: int):
+    """The capture of a CUDA graph that a stream is in (`features.graphs.capture.Capture`), or None."""
+    return next((found for found in gpu.machine.captures if (gpu.slot, stream) in found.streams), None)
+
+
+def _refuse_if_captured(capture, kind: str = "Unsupported") -> None:
+    if capture is not None:
+        raise capture.violation(kind)
+
+
+def _is_past(gpu: VirtualGPU, time: float) -> bool:
+    clock = gpu.machine.clock
+    if time > clock.now:
+        return False
+    clock.seen(time)
+    return True
+
+
+def _host_waits(gpu: VirtualGPU, until: float) -> None:
+    clock = gpu.machine.clock
+    clock.wait(until)
+    clock.spend(clock.host.wait)
+
+
+def _streams() -> dict:
+    if not hasattr(_current, "streams"):
+        _current.streams = {}
+    return _current.streams
+
+
+def default_stream(device=None) -> Stream:
+    """The stream that everything runs on unless told otherwise (id 0)."""
+    return Stream(gpu_at(device).index, stream_id=0)
+
+
+def current_stream(device=None) -> Stream:
+    """This thread's stream on a GPU."""
+    gpu = gpu_at(device)
+    return _streams().get((id(gpu.machine), gpu.index)) or default_stream(gpu.index)
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make `stream` this thread's stream on its GPU, and that GPU the current one."""
+    if stream is not None:
+        make_current(stream._gpu, stream)
+        active().current = stream.device_index
+
+
+def make_current(gpu: VirtualGPU, stream: Stream) -> None:
+    """Make `stream` this thread's stream on `gpu`."""
+    _streams()[id(gpu.machine), gpu.index] = stream
+    gpu.streams.pop(threading.get_ident(), None)
+    if stream.stream_id:
+        gpu.streams[threading.get_ident()] = stream.stream_id
+    _note(gpu, stream if stream.stream_id else None)
+
+
+def _cuda_setStream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
+    """`set_stream` by the numbers of a stream."""
+    set_stream(Stream(device_index, stream_id=stream_id))
+
+
+def get_stream_from_external(data_ptr: int, device=None) -> Stream:
+    """See `ExternalStream`."""
+    return ExternalStream(data_ptr, device)
+
+
+class StreamContext:
+    """`with torch.cuda.stream(s):`; None changes nothing."""
+
+    def __init__(self, stream: Stream | None):
+        self.stream = stream
+
+    def __enter__(self):
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *error) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    """A context in which work goes to `stream`."""
+    return StreamContext(stream)
+
+
+def stop(machine) -> None:
+    """Drop this thread's streams of a machine that goes off."""
+    for table in (_streams(), _changes()):
+        for key in [key for key in table if key[0] == id(machine)]:
+            del table[key]
+
+
+# ---- which stream a node of autograd belongs to ---------------------------------------------------------------------
+
+# C++ numbers the nodes of a thread in the order in which they are made. So each change of the current stream is noted
+# with the number of the next node, and a node's number says which stream was current when it was made.
+_next_number = torch._C._autograd._get_sequence_nr
+_KEPT = 4096  # changes per GPU: older nodes belong to the default stream
+
+
+def _changes() -> dict[tuple[int, int], list[tuple[int, Stream | None]]]:
+    """This thread's changes by machine and GPU: the next node's number, and the stream from then on (None: default)."""
+    if not hasattr(_current, "changes"):
+        _current.changes = {}
+    return _current.changes
+
+
+def _note(gpu: VirtualGPU, stream: Stream | None) -> None:
+    changes = _changes().setdefault((id(gpu.machine), gpu.index), [])
+    number = _next_number()
+    if changes and changes[-1][0] == number:
+        changes.pop()  # no node was made meanwhile
+    if (changes[-1][1] if changes else None) != stream:
+        changes.append((number, stream))
+    if len(changes) > _KEPT:
+        del changes[: _KEPT // 2]
+
+
+def have_changed() -> bool:
+    """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
+    return any(_changes().values())
+
+
+def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
+    """The stream of `gpu` that was current when this thread made the node of that number."""
+    changes = _changes().get((id(gpu.machine), gpu.index), ())
+    index = bisect.bisect_right(changes, number, key=lambda change: change[0])
+    stream = changes[index - 1][1] if index else None
+    return default_stream(gpu.index) if stream is None else stream
+
+
+def patches():
+    """See `features`."""
+    return in_package("torch.cuda", Stream, ExternalStream, Event, StreamContext, stream, set_stream, current_stream,
+                      default_stream, get_stream_from_external) + [
+        (torch, "Stream", Stream),
+        (torch, "Event", Event),
+        (torch._C, "_cuda_setStream", _cuda_setStream),
+    ]  # fmt: skip

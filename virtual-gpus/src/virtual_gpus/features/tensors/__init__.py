@@ -1,0 +1,1 @@
+"""torch.Tensor and its storage, as they answer for a GPU."""

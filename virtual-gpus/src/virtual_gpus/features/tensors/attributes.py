@@ -1,0 +1,246 @@
+"""What a tensor says of itself: device, is_cuda, get_device, type, numpy."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorConverter
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.valueless import NotKept
+from virtual_gpus.features.tensors.legacy import is_cuda_type, parse_type
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import device_of, gpu_of, storages
+from virtual_gpus.threads import below, this_thread
+
+_raw_is_cuda = torch._C.TensorBase.is_cuda.__get__
+_raw_is_cpu = torch._C.TensorBase.is_cpu.__get__
+_raw_is_meta = torch._C.TensorBase.is_meta.__get__
+_raw_get_device = torch._C.TensorBase.get_device
+_raw_numpy = torch._C.TensorBase.numpy
+_raw_type = torch._C.TensorBase.type
+_raw_record_stream = torch._C.TensorBase.record_stream
+_raw_dlpack = torch.Tensor.__dlpack__
+_raw_dlpack_device = torch.Tensor.__dlpack_device__
+_raw_set = torch._C.TensorBase.set_
+_raw_item = torch._C.TensorBase.item
+_raw_str = torch._tensor_str._str
+_raw_tolist = torch._C.TensorBase.tolist
+
+
+def _gpu(tensor: torch.Tensor):
+    return None if this_thread.inside or active() is None else gpu_of(tensor)
+
+
+def is_cuda(self) -> bool:
+    """True for a tensor on a virtual GPU."""
+    return _gpu(self) is not None or _raw_is_cuda(self)
+
+
+def is_cpu(self) -> bool:
+    """False for a tensor on a virtual GPU."""
+    return _gpu(self) is None and _raw_is_cpu(self)
+
+
+def is_meta(self) -> bool:
+    """False for a tensor on a virtual GPU, with shapes_only as well."""
+    return _gpu(self) is None and _raw_is_meta(self)
+
+
+def get_device(self) -> int:
+    """The GPU's index, -1 for the CPU."""
+    try:  # `_gpu`, without its calls: the monitor asks every parameter
+        gpu = self.untyped_storage()._record.gpu
+    except (NotImplementedError, RuntimeError):
+        gpu = None
+    if gpu is not None and gpu.machine.on and not this_thread.inside:
+        return gpu.index
+    gpu = _gpu(self)
+    return _raw_get_device(self) if gpu is None else gpu.index
+
+
+def numpy(self, *, force: bool = False):
+    """As PyTorch: a GPU tensor refuses, unless `force=True` copies it first."""
+    if _gpu(self) is None:
+        _host_reads(self, "numpy")
+        return _raw_numpy(self, force=force)
+    if not force:
+        device, self = device_of(self), None  # a kept traceback must not keep the tensor
+        raise errors.numpy_of_gpu_tensor(device)
+    return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+
+def tolist(self):
+    """Nested lists of numbers; with shapes_only there are none to give."""
+    gpu = _gpu(self)
+    if gpu is not None and gpu.machine.shapes_only:
+        raise errors.needs_values("tolist()")
+    if gpu is not None and this_thread.capture is not None:
+        raise this_thread.capture.violation()
+    if gpu is None:
+        _host_reads(self, "tolist")
+    return _raw_tolist(self)
+
+
+def _host_reads(tensor: torch.Tensor, name: str) -> None:
+    """Readers of CPU tensors that no dispatch mode sees."""
+    machine = active()
+    if machine is not None and machine.races is not None and not this_thread.inside:
+        machine.races.kernel(name, [tensor], ())
+
+
+def item(self):
+    """The number; with shapes_only, nan that says so where it is printed."""
+    gpu = _gpu(self)
+    number = _raw_item(self)
+    return number if gpu is None or not gpu.machine.shapes_only or number == number else NotKept()
+
+
+def _str(tensor, *, tensor_contents=None):
+    """How a tensor prints; with shapes_only its form and the word that values are not kept, as a meta tensor's."""
+    gpu = _gpu(tensor) if isinstance(tensor, torch.Tensor) else None
+    if gpu is not None and gpu.machine.shapes_only:
+        tensor_contents = f"values are not kept, size={tuple(tensor.shape)}"
+    return _raw_str(tensor, tensor_contents=tensor_contents)
+
+
+def type_(self, dtype=None, non_blocking: bool = False, **kwargs):
+    """`x.type()` names the GPU's class; `x.type(dtype)` converts, as PyTorch does."""
+    if _gpu(self) is None and not is_cuda_type(dtype):
+        return _raw_type(self) if dtype is None else _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
+    if dtype is None:
+        name = _raw_type(self)  # under a function mode, such as a default device, PyTorch asks this function again
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+    if not isinstance(dtype, torch.dtype):
+        dtype, on_gpu = parse_type(dtype)
+        device = "cpu" if not on_gpu else "cuda" if _gpu(self) is None else self.device
+        return self.to(device, dtype, non_blocking=non_blocking)
+    return _raw_type(self, dtype, non_blocking=non_blocking, **kwargs)
+
+
+type_.__name__ = "type"  # as a name of this module it would hide Python's
+
+
+def record_stream(self, stream) -> None:
+    """Tell the allocator of a second stream: once freed, the block waits until that stream has come so far."""
+    if _gpu(self) is None:
+        _raw_record_stream(self, stream)
+        return
+    other = active().gpus[stream.device_index].slot, stream.stream_id
+    for storage in storages(self):
+        storage._record.gpu.allocator.record_stream(storage._record.block, other)
+        if active().races is not None:
+            active().races.used_by(storage._record, *other)
+
+
+def set_(self, source=None, *args, **kwargs):
+    """Take over the storage of `source`, a tensor or a storage. As PyTorch: only one on the tensor's own device."""
+    if source is None:
+        return _raw_set(self, *args, **kwargs)
+    if not this_thread.inside and active() is not None:
+        device = getattr(source, "_untyped_storage", source).device  # a TypedStorage warns when it is asked
+        if device != self.device:
+            raise errors.storage_elsewhere(self.device, device)
+    return _raw_set(self, source, *args, **kwargs)
+
+
+_raw_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def _make_wrapper_subclass(*args, **kwargs):
+    """A tensor around others: C++ must not hear of a GPU that it does not know. `device` asks the tensors inside."""
+    device = kwargs.get("device")
+    if device is not None and active() is not None and torch.device(device).type == "cuda":
+        kwargs["device"] = torch.device("meta" if active().shapes_only else "cpu")
+    return _raw_make_wrapper(*args, **kwargs)
+
+
+_raw_from_real = FakeTensorConverter.from_real_tensor
+
+
+def from_real_tensor(self, fake_mode, t, *args, **kwargs):
+    """A fake tensor of the form of `t`. It is on the CPU: C++ would ask the driver for the GPU of a fake tensor."""
+    with below():
+        return _raw_from_real(self, fake_mode, t, *args, **kwargs)
+
+
+def __dlpack__(self, *args, **kwargs):
+    if _gpu(self) is not None:
+        raise errors.not_modelled("DLPack export of a GPU tensor")
+    return _raw_dlpack(self, *args, **kwargs)
+
+
+def __dlpack_device__(self):
+    if _gpu(self) is not None:
+        raise errors.not_modelled("DLPack export of a GPU tensor")
+    return _raw_dlpack_device(self)
+
+
+def apply_(self, function):
+    """As PyTorch: only for CPU tensors."""
+    _refuse_on_gpu("apply_", self)
+    return torch._C.TensorBase.apply_(self, function)
+
+
+def map_(self, tensor, function):
+    """As PyTorch: only for CPU tensors."""
+    _refuse_on_gpu("map_", self, tensor)
+    return torch._C.TensorBase.map_(self, tensor, function)
+
+
+def _refuse_on_gpu(name: str, *tensors) -> None:
+    if any(_gpu(tensor) is not None for tensor in tensors):
+        raise TypeError(f"{name} is only implemented on CPU tensors")
+
+
+def _cuda_array_interface(self):
+    if _gpu(self) is None:
+        raise AttributeError(f"Can't get __cuda_array_interface__ on non-CUDA tensor type: {self.type()}")
+    raise errors.not_modelled("__cuda_array_interface__")
+
+
+_raw_data = torch._C.TensorBase.data
+
+
+def _set_data(self, value) -> None:
+    """`x.data = y`. Between the CPU and a GPU without values, x gets another tensor in C++, which cannot change it."""
+    machine = active()
+    if machine is None or not machine.shapes_only or _raw_is_meta(self) == _raw_is_meta(value):
+        _raw_data.__set__(self, value)
+        return
+    gradient, self.grad = self.grad, None
+    hooks = {name: getattr(self, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    if self.is_leaf and self._use_count() > 1:  # a graph holds it
+        torch.autograd.graph.get_gradient_edge(self).node.register_prehook(_refuse_older_graph)
+    with below():  # it is no operator
+        made = torch.Tensor._make_subclass(type(self), value.detach(), self.requires_grad)
+    torch._C._swap_tensor_impl(self, made)  # whose Python object stays, with its attributes
+    for name, found in hooks.items():
+        if found is not None:
+            setattr(self, name, found)
+    if gradient is not None:  # which has to be on the same device, from now on
+        gradient.data = gradient.to(self)
+        self.grad = gradient
+
+
+def _refuse_older_graph(gradients) -> None:
+    raise RuntimeError(
+        "With shapes_only, the backward pass cannot go to a parameter that moved between the CPU and a GPU after "
+        "the forward pass. Move the module first."
+    )
+
+
+def patches():
+    """See `features`."""
+    tensor = torch.Tensor
+    found = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, apply_, map_)]
+    found += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
+    found += [(torch._tensor_str, "_str", _str)]
+    found += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
+    found += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
+    found += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
+    found += [(FakeTensorConverter, "from_real_tensor", from_real_tensor)]
+    found += [(tensor, "data", property(_raw_data.__get__, _set_data))]
+    found += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
+    if hasattr(torch, "get_device"):
+        found.append((torch, "get_device", get_device))
+    return found

@@ -1,0 +1,169 @@
+"""What autograd checks about devices in C++, where every tensor of a virtual GPU looks like a CPU tensor."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+
+from virtual_gpus.dispatch.copies import move
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.streams.backward import on_the_streams_of_forward
+from virtual_gpus.machine import active
+from virtual_gpus.placement.creation_sites import forget_creation_site, was_made_in_cpp
+from virtual_gpus.placement.storages import device_of, gpu_of, place
+from virtual_gpus.threads import this_thread
+
+_raw_grad = torch._C.TensorBase.grad
+_get_raw_grad = _raw_grad.__get__
+_raw_apply = torch.autograd.function.BackwardCFunction.apply
+_raw_make_node = vars(torch.autograd.Function)["apply"]
+_raw_run_backward = torch.autograd.graph._engine_run_backward
+
+
+def _get_grad(self):
+    """`p.grad`: a gradient of zeros, which C++ made without asking for a GPU, belongs where p is."""
+    gradient = _get_raw_grad(self)
+    if gradient is None:
+        return None
+    try:
+        if gradient.untyped_storage()._record.gpu is not None:  # as almost always, and optimizers ask often
+            return gradient
+    except (NotImplementedError, RuntimeError):
+        pass
+    return gradient if this_thread.inside else _beside(gradient, self)
+
+
+@entrance
+def _beside(gradient, tensor):
+    if isinstance(tensor, torch.Tensor) and was_made_in_cpp(gradient):
+        target = gpu_of(tensor)
+        if target is not None:
+            return place(gradient, target)
+        forget_creation_site(gradient)
+    return gradient
+
+
+def _set_grad(self, gradient) -> None:
+    """`p.grad = g`: on p's own device only (torch/csrc/autograd/python_variable.cpp)."""
+    is_checked = isinstance(gradient, torch.Tensor) and not this_thread.inside and active()
+    if is_checked and gpu_of(gradient) is not gpu_of(self):
+        raise RuntimeError("assigned grad has data located on a different device")
+    _raw_grad.__set__(self, gradient)
+
+
+def _engine_run_backward(outputs, *args, **kwargs):
+    """The start of every backward pass: a gradient that is handed in must be where its output is."""
+    if this_thread.inside:  # a recipe that lets the CPU find gradients
+        return _raw_run_backward(outputs, *args, **kwargs)
+    gradients = args[0] if args else ()
+    checked = tuple(_checked(number, *pair) for number, pair in enumerate(zip(outputs, gradients, strict=False)))
+    if len(checked) == len(gradients):
+        args = (checked, *args[1:])
+    outer = this_thread.in_backward
+    clock = None if outer or active() is None else active().clock
+    this_thread.in_backward = True
+    try:
+        if clock is not None:
+            clock.start_backward()
+        with on_the_streams_of_forward(outputs):
+            found = _raw_run_backward(outputs, *args, **kwargs)
+    except BaseException:
+        if not outer:
+            _drop_what_waits()
+        raise
+    finally:
+        this_thread.in_backward = outer
+        if clock is not None:
+            clock.end_backward()
+    inputs = args[3] if len(args) > 3 else ()
+    return found if not found or len(found) != len(inputs) else tuple(map(_beside_input, found, inputs))
+
+
+_oldest: list[torch.Tensor] = []
+
+
+def _drop_what_waits() -> None:
+    """Let go of what a failed pass had still to do, gradients and all, as the engine's thread of a real GPU does.
+
+    The CPU's queue belongs to the calling thread and keeps it. Youngest nodes come out first, numbered by the thread
+    that made them: a pass through the first node of a new thread gets everything else out of its way.
+    """
+    if not _oldest:
+        maker = threading.Thread(target=_make_oldest)
+        maker.start()
+        maker.join()
+    leaf, node = _oldest
+    _raw_run_backward((node,), (leaf.detach(),), True, False, (leaf,), allow_unreachable=True, accumulate_grad=False)
+
+
+def _make_oldest() -> None:
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    _oldest[:] = leaf, leaf.clone()
+
+
+def _beside_input(gradient, tensor):
+    return gradient if gradient is None else _beside(gradient, tensor)
+
+
+def _checked(number: int, output, gradient):
+    """As the engine's validate_outputs (torch/csrc/autograd/engine.cpp): 0-dim gradients move, others are refused."""
+    if not (isinstance(output, torch.Tensor) and isinstance(gradient, torch.Tensor)):
+        return gradient
+    target = gpu_of(output)
+    if gpu_of(gradient) is target:
+        return gradient
+    if gradient.dim() == 0:
+        return move(gradient, target)
+    raise RuntimeError(
+        f"invalid gradient at index {number} - expected device {device_of(output)} but got {device_of(gradient)}"
+    )
+
+
+@entrance
+def _apply(self, *gradients):
+    """The backward pass of a Python function, for which the GPU of its results is the current one.
+
+    Results that nobody used have gradients of zeros, which the engine makes in C++: they belong on the result's GPU.
+    """
+    where = [gpu if gpu is not None and gpu.machine is active() else None for gpu in getattr(self, "_virtual_gpus", ())]
+    for gradient, gpu in zip(gradients, where, strict=False):
+        if gpu is not None and was_made_in_cpp(gradient):
+            place(gradient, gpu)
+    own = next((gpu for gpu in where if gpu is not None), None)
+    if own is None:
+        return _raw_apply(self, *gradients)
+    machine = own.machine
+    outer, machine.current = machine.current, own.index  # the engine has a thread per GPU
+    try:
+        return _raw_apply(self, *gradients)
+    finally:
+        machine.current = outer
+
+
+@classmethod
+@entrance
+def _make_node(cls, *args, **kwargs):
+    """The forward pass of a Python function. Its node notes the GPU of each result, for gradients of zeros."""
+    results = _raw_make_node.__get__(None, cls)(*args, **kwargs)
+    tensors = results if isinstance(results, tuple) else (results,)
+    nodes = (getattr(tensor, "grad_fn", None) for tensor in tensors)
+    node = next((node for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction)), None)
+    if node is not None:
+        node._virtual_gpus = [gpu_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
+    return results
+
+
+_make_node.__func__.__name__ = _apply.__name__ = "apply"  # by which programs know it, such as spmd_types' type checker
+
+
+def patches():
+    """See `features`."""
+    grad = property(_get_grad, _set_grad, _raw_grad.__delete__, _raw_grad.__doc__)
+    name = _engine_run_backward.__name__
+    users = (m for m in ("torch.autograd", "torch.autograd.graph") if hasattr(sys.modules[m], name))
+    node = torch.autograd.function.BackwardCFunction
+    replaced = [(torch.Tensor, "grad", grad), (node, "apply", _apply)]
+    replaced += [(torch.autograd.Function, "apply", _make_node)]
+    return replaced + [(sys.modules[m], name, _engine_run_backward) for m in users]

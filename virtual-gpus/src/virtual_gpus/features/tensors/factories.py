@@ -1,0 +1,182 @@
+"""Making tensors on a GPU: torch.tensor and its kin, `x.new(...)`, the default device, and the factories' threads."""
+
+from __future__ import annotations
+
+import functools
+from numbers import Integral
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._device import _device_constructors
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.copies import move
+from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.tensors.numbers import named
+from virtual_gpus.features.tensors.transfers import as_device
+from virtual_gpus.machine import active
+from virtual_gpus.placement.creation_sites import was_made_in_cpp
+from virtual_gpus.placement.storages import find_gpu, gpu_of, pin, place
+from virtual_gpus.threads import this_thread
+
+# The functions that parse their data in C++, and the name of that argument.
+_DATA = {"tensor": "data", "as_tensor": "data", "asarray": "obj", "sparse_coo_tensor": "indices"}
+_raw_make = {name: getattr(torch, name) for name in _DATA}
+_SHARED = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
+_raw_new = torch._C.TensorBase.new
+
+
+def _maker(name: str):
+    """`torch.tensor` and its kin parse their data in C++ and would ask CUDA itself: make it on the CPU, then move."""
+    make = _raw_make[name]
+
+    def on_device(*args, device=None, **kwargs):
+        machine = active()
+        if not args and _DATA[name] in kwargs:
+            args = (kwargs.pop(_DATA[name]),)
+        if machine is None or not args:
+            return make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
+        source = gpu_of(args[0]) if isinstance(args[0], torch.Tensor) else None
+        device = as_device(device)
+        if source is None and (device is None or device.type != "cuda"):
+            kwargs = kwargs if device is None else {**kwargs, "device": device}
+            return pin(make(*args, **kwargs)) if kwargs.pop("pin_memory", False) else make(*args, **kwargs)
+        enter_thread()
+        target = source  # where data is a tensor, and nobody says otherwise
+        if device is not None:
+            target = find_gpu(machine, device) if device.type == "cuda" else None
+        return _make_on(make, name, target, *args, **kwargs)
+
+    return _Maker(make, on_device)
+
+
+def _make_on(make, name: str, target, data, *args, **kwargs):
+    """On the CPU first, then on `target`; what is there already is shared, not copied, where PyTorch shares it."""
+    if isinstance(data, torch.Tensor) and name in ("as_tensor", "asarray"):
+        dtype = kwargs.get("dtype", args[0] if args else None)
+        return move(data, target, dtype, None, bool(kwargs.get("copy")))
+    requires_grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
+    if isinstance(data, torch.Tensor) and gpu_of(data) is not None:
+        data = move(data.detach(), None, None, None, False)
+    args = tuple(move(a, None, None, None, False) if isinstance(a, torch.Tensor) else a for a in args)
+    made = move(make(data, *args, device=torch.device("cpu"), **kwargs).detach(), target, None, None, False)
+    return (pin(made) if pinned and target is None else made).requires_grad_(requires_grad)
+
+
+def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False, **kwargs):
+    """`x.new_tensor(data)`: on x's device unless another is named, or `data` is a tensor and has one."""
+    if device is None:
+        device = (data if isinstance(data, torch.Tensor) else self).device
+    return torch.tensor(data, dtype=dtype or self.dtype, device=device, requires_grad=requires_grad, **kwargs)
+
+
+@entrance
+def new(self, *args, device=None, **kwargs):
+    """`x.new(2, 3)`, `x.new([1, 2])`, `x.new(tensor)`, `x.new()`: of x's dtype, on x's GPU unless another is named.
+
+    The rules of torch/csrc/utils/tensor_new.cpp: integers and a torch.Size are sizes, a tensor or a storage is shared,
+    other sequences are data. Raises RuntimeError for a device that is no GPU, TypeError for a tensor of another type.
+    """
+    machine = active()
+    if machine is None or gpu_of(self) is None:
+        return _raw_new(self, *args, **kwargs) if device is None else _raw_new(self, *args, device=device, **kwargs)
+    device = self.device if device is None else as_device(device)
+    if device.type != "cuda":
+        raise errors.legacy_constructor(device)
+    first = args[0] if len(args) == 1 else None
+    if isinstance(first, torch.Tensor) and first.type() != self.type():
+        raise TypeError(f"expected a tensor of type {self.type()} (got {first.type()})")
+    if kwargs or any(isinstance(arg, _SHARED) for arg in args):  # of a sparse tensor: indices and values
+        return _raw_new(self, *args, **kwargs)
+    sizes = first if isinstance(first, torch.Size) else args or (0,)
+    if all(isinstance(size, Integral) for size in sizes):
+        return torch.empty(sizes, dtype=self.dtype, layout=self.layout, device=device)
+    return new_tensor(self, *args, device=device)
+
+
+# Functions in C++ that may make a result without an operator on their input: of no elements, or of an empty matrix.
+_MAKES_FOR_ITSELF = ((torch._C._nn, "unflatten_dense_tensors"), (torch.linalg, "matrix_rank"))
+
+
+def _beside_input(function):
+    """Such a function, whose results belong on the GPU of its first input."""
+
+    @functools.wraps(function)
+    @entrance
+    def made_beside(*args, **kwargs):
+        results = function(*args, **kwargs)
+        first = next(iter((*args, *kwargs.values())))
+        gpu = None if active() is None else gpu_of(first)
+        for result in results if isinstance(results, (list, tuple)) else [results]:
+            if gpu is not None and was_made_in_cpp(result):
+                place(result, gpu)
+        return results
+
+    return made_beside
+
+
+def patches():
+    """See `features`."""
+    found = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
+    found += [(torch, name, _maker(name)) for name in _raw_make]
+    found += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _MAKES_FOR_ITSELF]
+    return found + [(torch, name, _joining(function)) for name, function in _factories()]
+
+
+def _factories():
+    """(name, function) of everything in `torch` that makes a tensor where its `device` argument says."""
+    # Asked now, since PyTorch keeps this set for ever once made: it must hold its own functions, not patches.
+    known = _device_constructors()
+    likes = {f for n, f in vars(torch).items() if n.endswith("_like")}
+    makers = {id(f) for f in known | likes}
+    return [(n, f) for n, f in vars(torch).items() if id(f) in makers and n not in _raw_make]
+
+
+def _joining(make):
+    """C++ asks `_lazy_init` once per process; a thread that was there before the GPUs must join all the same."""
+
+    def factory(*args, **kwargs):
+        if this_thread.mode is None:
+            enter_thread()
+        if "device" in kwargs:
+            kwargs["device"] = named(kwargs["device"])
+        return make(*args, **kwargs)
+
+    return _Factory(make, factory)
+
+
+class _Factory:
+    """What stands for a factory. Modes and classes with `__torch_function__` may have a table of what it does.
+
+    They are asked with this object. It equals PyTorch's own function, as a table may have been made while the GPUs were
+    off.
+    """
+
+    def __init__(self, make, factory):
+        functools.update_wrapper(self, make)
+        self._make, self._factory, self._is_like = make, factory, make.__name__.endswith("_like")
+
+    def __call__(self, *args, **kwargs):
+        asked = (args[:1] or (kwargs.get("input"),)) if self._is_like else ()
+        if torch._C._is_torch_function_mode_enabled() or (asked and has_torch_function(asked)):
+            return handle_torch_function(self, asked, *args, **kwargs)
+        return self._factory(*args, **kwargs)
+
+    def __eq__(self, other):
+        return self is other or self._make == other
+
+    def __hash__(self):
+        return hash(self._make)
+
+    def __repr__(self):
+        return repr(self._make)
+
+    def __reduce__(self):
+        return self.__name__  # as a name in torch
+
+
+class _Maker(_Factory):
+    """What stands for `torch.tensor` and its kin, whose errors are raised in this package."""
+
+    __call__ = entrance(_Factory.__call__)

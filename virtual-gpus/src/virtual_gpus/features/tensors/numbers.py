@@ -1,0 +1,52 @@
+"""`1` means `cuda:1`: true where PyTorch was built for CUDA, so only builds for other machines need these patches.
+
+A CPU build (laptops, macOS) refuses `torch.device(1)` and `net.to(1)` in C++, or takes them for its own accelerator.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_raw_device = torch.device
+_raw_parse_to = torch._C._nn._parse_to
+
+
+def numbers_mean_cuda() -> bool:
+    """True if this build of PyTorch reads a plain number as a CUDA device by itself."""
+    accelerator = torch._C._accelerator_getAccelerator()
+    return accelerator is not None and accelerator.type == "cuda"
+
+
+def named(device):
+    """A device number as a device; anything else as it is."""
+    return _raw_device("cuda", device) if isinstance(device, int) and not isinstance(device, bool) else device
+
+
+class _AnyDevice(type):
+    """isinstance(d, torch.device) stays true for the devices that C++ makes."""
+
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, _raw_device)
+
+    def __call__(cls, *args, **kwargs):
+        return _raw_device(*(map(named, args) if len(args) == 1 else args), **kwargs)
+
+
+class device(metaclass=_AnyDevice):
+    """torch.device, for which a plain number is a GPU."""
+
+
+def _parse_to(*args, **kwargs):
+    """The arguments of Module.to."""
+    if args:
+        args = (named(args[0]), *args[1:])
+    if "device" in kwargs:
+        kwargs["device"] = named(kwargs["device"])
+    return _raw_parse_to(*args, **kwargs)
+
+
+def patches():
+    """See `features`."""
+    if numbers_mean_cuda():
+        return []
+    return [(torch, "device", device), (torch._C._nn, "_parse_to", _parse_to)]

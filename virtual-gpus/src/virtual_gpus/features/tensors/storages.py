@@ -1,0 +1,159 @@
+"""Storages: where they say they are, and how torch.save, torch.load and deepcopy carry them to a GPU."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import warnings
+
+import torch
+
+from virtual_gpus import errors
+from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.tensors.numbers import named
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import UNRECORDED, HostStorage, StorageAllocation, find_gpu, record_of
+from virtual_gpus.threads import this_thread
+
+_raw_device = torch._C.StorageBase.device.__get__
+_raw_resize = torch._C.StorageBase.resize_
+_raw_new = torch._C.StorageBase.__new__
+_raw_save = torch.save
+_raw_getitem, _raw_cpu = torch.UntypedStorage.__getitem__, torch.UntypedStorage.cpu
+
+
+@entrance
+def __new__(cls, *args, device=None, **kwargs):
+    """`UntypedStorage(size or bytes, device="cuda")`. Made on the CPU, since C++ would ask the driver for the GPU."""
+    machine = active()
+    if device is None or machine is None or torch.device(named(device)).type != "cuda":
+        return _raw_new(cls, *args, **kwargs) if device is None else _raw_new(cls, *args, device=device, **kwargs)
+    enter_thread()
+    gpu = find_gpu(machine, torch.device(named(device)))
+    size = len(args[0]) if args and not isinstance(args[0], int) else (*args, kwargs.get("size", 0))[0]
+    record = StorageAllocation(gpu, size)  # first: what cannot fit fills nothing
+    made = _raw_new(cls, size, device="meta") if machine.shapes_only else _raw_new(cls, *args, device="cpu", **kwargs)
+    made._record = record
+    return made
+
+
+@entrance
+def new(self):
+    """An empty storage on the same device."""
+    gpu = _gpu(self)
+    return type(self)(device=_raw_device(self) if gpu is None else torch.device("cuda", gpu.index))
+
+
+def __getitem__(self, index):
+    """A byte, or for a slice a storage that shares the memory and with it the GPU."""
+    found = _raw_getitem(self, index)
+    if isinstance(index, slice) and _gpu(self) is not None:
+        found._record = record_of(self)
+    return found
+
+
+def device(self) -> torch.device:
+    """cuda:i for the storage of a tensor on a virtual GPU."""
+    gpu = None if this_thread.inside else _gpu(self)
+    return _raw_device(self) if gpu is None else torch.device("cuda", gpu.index)
+
+
+def _gpu(storage):
+    """The GPU that holds a storage; None if none does, or if its virtual GPUs are off."""
+    gpu = record_of(storage).gpu
+    return gpu if gpu is not None and gpu.machine.on else None
+
+
+@entrance
+def to(self, *, device, non_blocking: bool = False):
+    """A copy on `device` (torch.load uses this for map_location), or the storage itself when it is there."""
+    device = torch.device(named(device))
+    machine = active()
+    if machine is None or (device.type != "cuda" and _gpu(self) is None):
+        return torch._utils._to(self, device, non_blocking)
+    target = find_gpu(machine, device) if device.type == "cuda" else None
+    if target is not None and _gpu(self) is target:
+        return self
+    copied = _copy(self, target)
+    if target is None and non_blocking:
+        copied._record = HostStorage(pinned=True)
+    return copied
+
+
+def _copy(storage, target):
+    """A new storage with the same bytes, on `target` (None: the CPU)."""
+    shapes_only = target is not None and target.machine.shapes_only
+    if _raw_device(storage).type == "meta" and _gpu(storage) is None:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+    if _raw_device(storage).type == "meta" and not shapes_only:
+        raise errors.needs_values("copying a storage to the CPU")
+    made = torch.UntypedStorage(storage.nbytes(), device="meta" if shapes_only else "cpu")
+    if not shapes_only:
+        with torch._C._DisableTorchDispatch():
+            made.copy_(storage, False)
+    if target is not None:
+        made._record = StorageAllocation(target, made.nbytes())
+    return made
+
+
+def cuda(self, device=None, non_blocking: bool = False):
+    """`to` the current GPU, or to the one named."""
+    return self.to(device="cuda" if device is None else device)
+
+
+def cpu(self):
+    """A copy in the computer's memory; the storage itself when it is there."""
+    return _raw_cpu(self) if _gpu(self) is None else _copy(self, None)
+
+
+@entrance
+def clone(self):
+    """A copy on the same device (deepcopy uses this)."""
+    gpu = _gpu(self)
+    if gpu is None:
+        return type(self)(self.nbytes(), device=_raw_device(self)).copy_(self)
+    return _copy(self, gpu)
+
+
+@entrance
+def resize_(self, nbytes: int):
+    """Another size in place, on the same GPU: fully_shard empties a storage with 0 and fills it again."""
+    record = record_of(self)
+    if record.gpu is not None and record.gpu.machine.on and record.nbytes != nbytes:
+        record.resize(nbytes)  # first, so that what cannot fit fills nothing
+    return _raw_resize(self, nbytes)
+
+
+_written: set[str] = set()  # files that this process has saved with sizes only
+
+
+@functools.wraps(_raw_save)
+def save(obj, f, *args, **kwargs):
+    """`torch.save`. With sizes only, it opens a file once all is known to have values. It leaves alone what was there
+    before the program: what came from a GPU by `.cpu()` is nan."""
+    machine = active()
+    if machine is None or not machine.shapes_only:
+        return _raw_save(obj, f, *args, **kwargs)
+    path = os.path.abspath(f) if isinstance(f, (str, os.PathLike)) else None
+    if path is not None and path not in _written and os.path.exists(path):
+        warnings.warn(f"With shapes_only=True, torch.save leaves {f} as it is, since values are not kept", stacklevel=2)
+        return None
+    whole = io.BytesIO()
+    _raw_save(obj, whole, *args, **kwargs)
+    if path is None:
+        f.write(whole.getbuffer())
+        return None
+    with open(path, "wb") as file:
+        file.write(whole.getbuffer())
+    _written.add(path)
+    return None
+
+
+def patches():
+    """See `features`, and `placement.storages` for `_record`."""
+    storage = torch.UntypedStorage
+    found = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
+    found += [(module, "save", save) for module in (torch, torch.serialization)]
+    return found + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cuda, cpu, clone, resize_)]

@@ -1,0 +1,130 @@
+"""Moving tensors: to, cuda, cpu, pin_memory and what follows from them."""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from virtual_gpus.dispatch.copies import move
+from virtual_gpus.dispatch.mode import enter_thread
+from virtual_gpus.entrance import entrance
+from virtual_gpus.features.tensors.numbers import named
+from virtual_gpus.machine import active
+from virtual_gpus.placement.storages import find_gpu, gpu_of, is_fake, pin
+from virtual_gpus.placement.storages import is_pinned as says_pinned
+from virtual_gpus.threads import this_thread
+
+_raw = {name: getattr(torch._C.TensorBase, name) for name in ("to", "cuda", "cpu", "pin_memory", "is_pinned")}
+
+
+def as_device(device) -> torch.device | None:
+    """A device from what people write: 1, "cuda", "cuda:1", torch.device. None stays None."""
+    return None if device is None else torch.device(named(device))
+
+
+def _parse_to(args, kwargs):
+    """The arguments of `Tensor.to` in any of its three forms: (device, dtype, copy, memory format, blocking)."""
+    args, kwargs = list(args), dict(kwargs)
+    other = args[0] if args else kwargs.get("other")
+    if isinstance(other, torch.Tensor):
+        rest = args[1:] if args else []
+        blocking = not _flag(rest, 0, kwargs, "non_blocking")
+        return other.device, other.dtype, _flag(rest, 1, kwargs), kwargs.get("memory_format"), blocking
+    position = 2 if args and isinstance(args[0], torch.dtype) else 3
+    copy = _flag(args, position, kwargs)
+    del args[position:]  # PyTorch's parser for modules, used here, knows no copy argument
+    kwargs.pop("copy", None)
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype, copy, memory_format, not non_blocking
+
+
+def _flag(args, position: int, kwargs, name: str = "copy") -> bool:
+    return bool(args[position] if len(args) > position else kwargs.get(name, False))
+
+
+@entrance
+def to(self, *args, **kwargs):
+    """`Tensor.to` with virtual devices."""
+    machine = active()
+    if machine is None or this_thread.inside:
+        return _raw["to"](self, *args, **kwargs)
+    if has_torch_function_unary(self):  # a subclass, or a mode
+        return handle_torch_function(to, (self,), self, *args, **kwargs)
+    device, dtype, copy, memory_format, blocking = _parse_to(args, kwargs)
+    if device is None or device.type not in ("cpu", "cuda"):
+        return _raw["to"](self, *args, **kwargs)
+    enter_thread()
+    target = find_gpu(machine, device) if device.type == "cuda" else None
+    if is_fake(type(self)):  # it is on no GPU, see `dispatch.mode`
+        memory_format = memory_format or torch.preserve_format
+        return _raw["to"](self, "cpu", dtype or self.dtype, not blocking, copy, memory_format=memory_format)
+    return move(self, target, dtype, memory_format, copy, blocking)
+
+
+@entrance
+def cuda(self, device=None, non_blocking: bool = False, memory_format=torch.preserve_format):
+    """`Tensor.cuda`: to the current GPU, or to the one named."""
+    machine = active()
+    if machine is None:
+        return _raw["cuda"](self, device, non_blocking, memory_format)
+    if has_torch_function_unary(self):
+        return handle_torch_function(cuda, (self,), self, device, non_blocking, memory_format)
+    enter_thread()
+    device = as_device(device)
+    if device is None:
+        device = torch.device("cuda", machine.current)
+    if device.type != "cuda":
+        raise RuntimeError(f"Invalid device, must be cuda device (got {device})")
+    if is_fake(type(self)):
+        return self.to(device, non_blocking=non_blocking, memory_format=memory_format)
+    return move(self, find_gpu(machine, device), None, memory_format, False, not non_blocking)
+
+
+def cpu(self, memory_format=torch.preserve_format):
+    """`Tensor.cpu`: a copy in the computer's memory, or the tensor itself when it is there."""
+    if gpu_of(self) is None or active() is None:
+        return _raw["cpu"](self, memory_format=memory_format)
+    if has_torch_function_unary(self):
+        return handle_torch_function(cpu, (self,), self, memory_format)
+    return move(self, None, None, memory_format, False)
+
+
+def type_as(self, other):
+    """`self` with the dtype and on the device of `other`."""
+    return self.to(other.device, other.dtype)
+
+
+def pin_memory(self, device=None):
+    """A copy that says it is pinned (page-locked): on the modelled clock, copies from it are faster."""
+    if active() is None:
+        return _raw["pin_memory"](self, device) if device is not None else _raw["pin_memory"](self)
+    if gpu_of(self) is not None:
+        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+    if is_pinned(self):
+        return self
+    return pin(self.clone())
+
+
+def is_pinned(self, device=None) -> bool:
+    """True for what `pin_memory` returned."""
+    return says_pinned(self) if active() is not None else _raw["is_pinned"](self)
+
+
+_raw_compatible = torch._has_compatible_shallow_copy_type
+
+
+def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+    """Whether Module.to can give a parameter other data, as between the CPU and a real GPU (`tensors._set_data`)."""
+    if (gpu_of(input) is None) == (gpu_of(from_) is None):
+        return _raw_compatible(input, from_)
+    return not (input.is_meta or from_.is_meta) and input.layout == from_.layout
+
+
+def patches():
+    """See `features`."""
+    compatible = (torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)
+    lazy = torch.nn.parameter.UninitializedTensorMixin  # it knows what it lets pass by what it was before
+    return [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)] + [
+        compatible,
+        (lazy, "_allowed_methods", [*lazy._allowed_methods, to, cuda, cpu, torch.Tensor.untyped_storage]),
+    ]
