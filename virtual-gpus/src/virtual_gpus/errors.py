@@ -12,7 +12,9 @@ import functools
 import pathlib
 import re
 import warnings
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -32,6 +34,16 @@ def not_modelled(what: str, instead: str = "") -> NotModelled:
         "machine that has a real GPU. "
         'The known limits are listed in help("virtual_gpus").'
     )
+
+
+def refusing(path: str) -> Callable[..., Any]:
+    """A function that only says that `path` ("torch.cuda.temperature") is not modelled."""
+
+    def refused(*args, **kwargs):
+        raise not_modelled(path)
+
+    refused.__name__ = path.rpartition(".")[2]
+    return refused
 
 
 def nothing_from(source: int | None, settings: Settings, function: str) -> NotModelled:

@@ -15,7 +15,7 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.operators import operator
 from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
-from virtual_gpus.placement.storages import gpu_of, place_all, put, scratch
+from virtual_gpus.placement.storages import gpu_of, place_all, put, scratch, tensors_in
 from virtual_gpus.threads import this_thread
 
 _FRESH = (object(),)  # a tuple whose element nobody else holds
@@ -42,13 +42,13 @@ class OpCall:
         self.kernel = op.kernel
         self.is_lent = op.is_sum and this_thread.in_backward and _is_lent(args)
         self.tensors = found = []
-        for value in args[: op.takes_first]:  # as `_collect` does, without its call: this runs for every operator
+        for value in args[: op.takes_first]:  # `tensors_in`, without its call: this runs for every operator
             if isinstance(value, torch.Tensor):
                 found.append(value)
             elif isinstance(value, (list, tuple)):
-                _collect(value, found)
+                found += tensors_in(value)
         if kwargs and op.takes_by_name:
-            _collect(kwargs.values(), found)
+            found += tensors_in(tuple(kwargs.values()))
         gpu: VirtualGPU | None = None
         self.is_dense, is_plain = True, True
         for tensor in found:
@@ -74,12 +74,8 @@ class OpCall:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(argument name, tensor) in the schema's order; a list of tensors gives its name several times."""
         for name, value in [*zip(self.op.names, self.args, strict=False), *self.kwargs.items()]:
-            if isinstance(value, torch.Tensor):
-                yield name, value
-            elif isinstance(value, (list, tuple)):
-                for part in value:
-                    if isinstance(part, torch.Tensor):
-                        yield name, part
+            for tensor in tensors_in(value):
+                yield name, tensor
 
     @property
     def site(self) -> Site:
@@ -139,15 +135,6 @@ def _is_lent(args: tuple) -> bool:
 def _references(args: tuple) -> int:
     """How many hold the first of `args`, this tuple included, and the reference that the question itself takes."""
     return sys.getrefcount(args[0])
-
-
-def _collect(values: Iterable, found: list[torch.Tensor]) -> None:
-    """All tensors among values, lists within lists included (collectives take those)."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, found)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

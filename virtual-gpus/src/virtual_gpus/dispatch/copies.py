@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.dispatch import valueless
-from virtual_gpus.dispatch.timing import record_copy
+from virtual_gpus.dispatch.timing import charge_copy
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.random_numbers import is_state
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, pin, place, put
@@ -96,7 +96,7 @@ def _copy_now(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_form
     source = gpu_of(tensor)
     made = _copied(tensor, source, target, dtype, memory_format)
     into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)
-    record_copy(source, target, tensor, dtype, blocking, into_pinned)
+    charge_copy(source, target, tensor, dtype, blocking, into_pinned)
     made = pin(made) if into_pinned else made
     races = (source or target).machine.races if source or target else None
     if races is not None:

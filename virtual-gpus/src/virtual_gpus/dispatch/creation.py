@@ -9,7 +9,7 @@ import torch
 
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.call import OpCall, refuse_gpu_generator
-from virtual_gpus.dispatch.timing import record_op
+from virtual_gpus.dispatch.timing import charge_op
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import StorageAllocation, find_gpu, pin, put
@@ -38,7 +38,7 @@ def create(call: OpCall) -> Any:
     if allocation is not None:
         put(result, allocation)
     call.place(result)
-    record_op(call, result)
+    charge_op(call, result)
     return result
 
 

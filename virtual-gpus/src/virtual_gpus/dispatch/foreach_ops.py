@@ -13,7 +13,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.timing import record_foreach
+from virtual_gpus.dispatch.timing import charge_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all
 
@@ -22,7 +22,7 @@ def run(call: OpCall) -> Any:
     """Run the operator; element i of the result belongs where element i of the first list is."""
     op = call.op
     columns, gpus = columns_of(call)
-    record_foreach(call, columns, gpus)
+    charge_foreach(call, columns, gpus)
     if call.gpu.machine.shapes_only:
         valueless.prepare(call)
         if op.base.startswith("_fused_") and op.base.endswith("_"):

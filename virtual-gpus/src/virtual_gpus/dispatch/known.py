@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from virtual_gpus.operators import Operator
+from virtual_gpus.placement.storages import tensors_in
 
 _MISSING = object()
 _FIRST = object()  # the answer of an operator in place: its first argument
@@ -139,21 +140,13 @@ def _made(form):
 
 def _keep_form(asked: tuple, args: tuple, result) -> None:
     with suppress(_Unusual):
-        _remember(asked, _form(result, {t.untyped_storage()._cdata for t in _tensors(args)}))
+        _remember(asked, _form(result, {t.untyped_storage()._cdata for t in tensors_in(args)}))
 
 
 def _remember(asked: tuple, found: object) -> None:
     if len(_known) >= _MOST:
         _known.clear()
     _known[asked] = found
-
-
-def _tensors(values):
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _form(result, seen: set[int]):

@@ -15,7 +15,7 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
 from virtual_gpus.dispatch.call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_device
-from virtual_gpus.dispatch.timing import record_crossing, record_op, record_read
+from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import follow_size, gpu_of, storages
@@ -32,7 +32,7 @@ def ordinary(call: OpCall) -> Any:
     if not call.is_plain:
         return particular(call)
     result = call.run() if call.op.recipe is None else call.op.recipe(call)
-    record_op(call, result)
+    charge_op(call, result)
     return result
 
 
@@ -52,14 +52,14 @@ def particular(call: OpCall) -> Any:
         valueless.prepare(call)
     reads = op.needs_values and not valueless.size_is_known(call)
     if reads and shapes_only:
-        record_read(call)
+        charge_read(call)
         return valueless.value(call)
     by_recipe = op.recipe is not None and call.is_dense  # CUDA has other kernels for sparse tensors
     result = op.recipe(call) if by_recipe else call.run()
     if reads:
-        record_read(call)
+        charge_read(call)
     else:
-        record_op(call, result)
+        charge_op(call, result)
     if op.changes_size:
         for _, tensor in call.named_tensors():
             follow_size(tensor)
@@ -74,10 +74,10 @@ def crossing(call: OpCall) -> Any:
     if call.gpu.machine.shapes_only:
         valueless.prepare(call)
         if call.op.base == "copy_" and gpu_of(call.args[0]) is None:
-            record_crossing(call)
+            charge_crossing(call)
             return valueless.copy_to_host(*call.args[:2])
     result = call.compute()
-    record_crossing(call)
+    charge_crossing(call)
     return result
 
 

@@ -1,6 +1,6 @@
 """What each operator costs on the clock: its sizes are looked up once, its seconds are kept.
 
-The dispatch mode calls `record_op` after every operator on a GPU; code that computes below the mode calls `record_work`
+The dispatch mode calls `charge_op` after every operator on a GPU; code that computes below the mode calls `charge_work`
 with the operator that CUDA would have run.
 """
 
@@ -21,7 +21,7 @@ from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.described import key_of
 from virtual_gpus.errors import report_sync
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned
+from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
 from virtual_gpus.threads import this_thread
 
 _PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
@@ -34,7 +34,7 @@ _form = attrgetter("shape", "dtype")
 _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 
 
-def record_op(call: OpCall, result: Any) -> None:
+def charge_op(call: OpCall, result: Any) -> None:
     """Put one operator on the GPU's clock. result: as it returned it."""
     gpu, op, tensors = call.gpu, call.op, call.tensors
     clock = gpu.machine.clock
@@ -81,22 +81,22 @@ def _is_trained(tensors: list[torch.Tensor]) -> bool:
     return False
 
 
-def record_work(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:
+def charge_work(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:
     """Put work on the clock that the dispatch mode does not see. inputs, outputs: operands as `cost` takes them."""
     seconds, host, further = times(gpu, name, inputs, outputs, precision)
     gpu.machine.clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
 
 
-def record_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """`record_work` on tensors, for which it waits."""
+def charge_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    """`charge_work` on tensors, for which it waits."""
     _await_late(gpu, inputs)
-    record_work(gpu, name, operands(inputs), operands(outputs))
+    charge_work(gpu, name, operands(inputs), operands(outputs))
     if gpu.machine.races is not None:
         made = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
         gpu.machine.races.kernel(name, inputs, made)
 
 
-def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
+def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
     """A fused attention kernel, `name` as PyTorch calls it."""
     _await_late(gpu, (query, key, value))
     samples, heads, rows, width = query.shape
@@ -114,7 +114,7 @@ def record_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
         gpu.machine.races.kernel(name, (query, key, value), ())
 
 
-def record_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backward: bool) -> None:
+def charge_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backward: bool) -> None:
     """An LSTM, GRU or RNN by cuDNN; net: its sizes."""
     _await_late(gpu, inputs)
     found, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
@@ -126,7 +126,7 @@ def record_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backw
         gpu.machine.races.kernel(name, inputs, ())
 
 
-def record_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
+def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
     """An operator on lists of tensors: for each GPU among them, one call with its elements. gpus: of the first list."""
     op = call.op
     for gpu in dict.fromkeys(gpus):
@@ -154,7 +154,7 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(map(mul, map(_elements, tensors), map(_itemsize, tensors)))
 
 
-def record_read(call: OpCall) -> None:
+def charge_read(call: OpCall) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
     gpu = call.gpu
     if gpu.machine.sync_debug_mode:
@@ -164,14 +164,14 @@ def record_read(call: OpCall) -> None:
     read_value(gpu)
 
 
-def record_crossing(call: OpCall) -> None:
+def charge_crossing(call: OpCall) -> None:
     """`copy_`, whose two tensors may be on different devices; others that may have those take no time."""
     if call.op.base == "copy_" and len(call.tensors) == 2:
         target, source = call.tensors
-        record_copy(gpu_of(source), gpu_of(target), source, target.dtype, not call["non_blocking"], is_pinned(target))
+        charge_copy(gpu_of(source), gpu_of(target), source, target.dtype, not call["non_blocking"], is_pinned(target))
 
 
-def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False) -> None:
+def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into_pinned: bool = False) -> None:
     """A copy of `tensor` from one GPU (None: the computer) to another. A cast is a kernel on the source's side."""
     nbytes, itemsize = tensor.numel() * tensor.dtype.itemsize, dtype.itemsize
     here = source or target
@@ -181,7 +181,7 @@ def record_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         await_tensors(source, source.stream, [tensor])
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
-        record_work(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
+        charge_work(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
     if source is target or (source and target and source.machine is not target.machine):
         return
     if source is not None and target is not None:
@@ -230,7 +230,7 @@ def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, fl
         tensors = tensors[:-1]
     inputs = operands(tensors)
     if not op.written or "out" in op.written and op.has_products:
-        outputs = operands(flat(result))
+        outputs = operands(tensors_in(result))
     else:
         outputs = () if op.by_element else inputs[:1]
     in_place = bool(op.written)
@@ -247,13 +247,6 @@ def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", 
     if found.kind == "list":
         host += pace.tensor * len(inputs)
     return found.seconds, host, pace.kernel * (found.kernels - 1)
-
-
-def flat(result: Any) -> list[torch.Tensor]:
-    """The tensors in what an operator returned: one, none, or lists of them."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [t for part in result for t in flat(part)] if isinstance(result, (list, tuple)) else []
 
 
 def operands(tensors) -> tuple[Operand, ...]:

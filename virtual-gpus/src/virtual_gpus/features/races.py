@@ -19,11 +19,10 @@ import torch
 from virtual_gpus import sanitizer
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.timing import flat
 from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.operators import Operator
-from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages
+from virtual_gpus.placement.storages import HostStorage, StorageAllocation, allocation_of, gpu_of, storages, tensors_in
 
 Place = tuple[int, int | str]  # (GPU's slot, stream or queue of collectives): work in one place runs in order
 Past = dict[Place, int]  # of each place, the number of its last work that is known to be done
@@ -209,7 +208,7 @@ class RaceChecker:
         for tensor in call.tensors:
             self._access(tensor, id(tensor) in written, works)
         result = op.route(call)
-        for tensor in flat(result):
+        for tensor in tensors_in(result):
             if not any(tensor is given for given in call.tensors):
                 self._access(tensor, True, works)
         return result

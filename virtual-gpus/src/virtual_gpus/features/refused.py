@@ -41,20 +41,13 @@ def _refuse(owner, name: str, path: str) -> table.Patch:
     original = vars(owner)[name]
     if isinstance(original, type):
         return _refuse_instances(original, path)
-
-    def refused(*args, **kwargs):
-        raise errors.not_modelled(path)
-
-    return owner, name, functools.update_wrapper(refused, original)
+    return owner, name, functools.update_wrapper(errors.refusing(path), original)
 
 
 def _refuse_instances(kind: type, path: str) -> table.Patch:
     # The bases of a CPU build are dummies whose __new__, in Python, raises something obscure before any __init__ runs.
     made_by = next((base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
-
-    def refused(*args, **kwargs):
-        raise errors.not_modelled(path)
-
+    refused = errors.refusing(path)
     return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
 
 

@@ -108,6 +108,19 @@ def nbytes(tensor: torch.Tensor) -> int:
 # ---- tensors and their storages -------------------------------------------------------------------------------------
 
 
+def tensors_in(value) -> list[torch.Tensor]:
+    """The tensors of an argument or result: itself, those in lists, tuples and the lists within, or none."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found = []
+    for part in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        elif isinstance(part, (list, tuple)):
+            found += tensors_in(part)
+    return found
+
+
 def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
     """Every storage of a tensor: one of a dense tensor, those of indices and values of a sparse one, of a wrapper's."""
     if is_wrapper(type(tensor)):

@@ -47,7 +47,9 @@ class SharedMemoryRegistry:
         if not _open:
             _outside[:] = [asked]
         self.made_by, self._closed = os.getpid(), False
-        mine = [str(cards.folder) for cards in _open if cards.made_by == os.getpid()]  # the others: a fork's parent's
+        mine = [
+            str(registry.folder) for registry in _open if registry.made_by == os.getpid()
+        ]  # the others: a fork's parent's
         own = asked is None or asked in mine  # machines inside one another have other GPUs
         self._made_folder, self.folder = own, Path(_common_folder() if own else asked)
         self._begin()
@@ -194,27 +196,27 @@ def held_by_processes(folder: str | None, machine: str, count: int) -> list[tupl
 class Share:
     """What an allocator asks about one GPU."""
 
-    def __init__(self, cards: SharedMemoryRegistry, slot: int):
-        self._cards, self._slot = cards, slot
+    def __init__(self, registry: SharedMemoryRegistry, slot: int):
+        self._registry, self._slot = registry, slot
 
     def claim(self, used: int, more: int, capacity: int) -> bool:
         """Take `more` bytes on top of the `used` ones if the GPU has so much. `capacity`: of the GPU."""
-        own, others = self._cards.exchange(self._slot, used, capacity, more)
+        own, others = self._registry.exchange(self._slot, used, capacity, more)
         return own + more + sum(others.values()) <= capacity
 
     def publish(self, used: int) -> None:
         """Tell what this process holds."""
-        self._cards.exchange(self._slot, used)
+        self._registry.exchange(self._slot, used)
 
     def free(self, used: int, capacity: int) -> int:
         """What the GPU has left."""
-        own, others = self._cards.exchange(self._slot, used)
+        own, others = self._registry.exchange(self._slot, used)
         return capacity - own - sum(others.values())
 
     def others(self) -> list[tuple[int, int]]:
         """(process id, bytes) of each other process on the GPU."""
-        with self._cards._alone():
-            return sorted(self._cards._others(self._slot).items())
+        with self._registry._alone():
+            return sorted(self._registry._others(self._slot).items())
 
 
 def _tell_children() -> None:

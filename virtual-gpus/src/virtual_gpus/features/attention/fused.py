@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from virtual_gpus.dispatch.call import as_one
-from virtual_gpus.dispatch.timing import record_attention
+from virtual_gpus.dispatch.timing import charge_attention
 from virtual_gpus.features.attention import memory as memory
 from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH
 from virtual_gpus.features.attention.efficient import Efficient
@@ -40,7 +40,7 @@ class Plan:
     def forward(self, query, key, value, bias):
         """The output, and what backward needs of it: one number per row, seed and offset of the random numbers."""
         out_allocation, lse_allocation, seed_allocations = self.memory.forward()
-        record_attention(self.gpu, self.memory.name, query, key, value, self.numbers)
+        charge_attention(self.gpu, self.memory.name, query, key, value, self.numbers)
         with unseen():
             seed = _draw(self.gpu) if self.numbers.dropout else None
             out, lse = self._forward(query, key, value, bias, seed)
@@ -60,7 +60,7 @@ class Plan:
     def backward(self, gradient, query, key, value, bias, out, lse, seed, _):
         """Gradients of query, key, value and bias (None if it wants none)."""
         allocations = self.memory.backward(gradient, out)
-        record_attention(self.gpu, f"{self.memory.name}_backward", query, key, value, self.numbers)
+        charge_attention(self.gpu, f"{self.memory.name}_backward", query, key, value, self.numbers)
         inputs = (query, key, value, bias)[: len(allocations)]
         with unseen():
             strides = [self.memory.strides(part, part.shape) for part in inputs]

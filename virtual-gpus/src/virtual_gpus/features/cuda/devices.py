@@ -163,14 +163,6 @@ def device_memory_used(device=None) -> int:
     return gpu_at(device, initialize=False).allocator.device.used_by_all
 
 
-def _has_no_sensor(name: str):
-    def sensor(device=None):
-        raise errors.not_modelled(f"torch.cuda.{name}")
-
-    sensor.__name__ = name
-    return sensor
-
-
 def patches():
     """See `features`."""
     functions = (is_available, device_count, is_initialized, init, _lazy_init, _lazy_call, current_device, set_device,
@@ -178,7 +170,7 @@ def patches():
                  can_device_access_peer, is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect,
                  _is_in_bad_fork, utilization, memory_usage,
                  device_memory_used)  # fmt: skip
-    sensors = (_has_no_sensor(name) for name in ("temperature", "power_draw", "clock_rate"))
+    sensors = (errors.refusing(f"torch.cuda.{name}") for name in ("temperature", "power_draw", "clock_rate"))
     return in_package("torch.cuda", *functions, *sensors) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from virtual_gpus import errors
@@ -64,16 +66,10 @@ def mem_get_info(device=None) -> tuple[int, int]:
 def list_gpu_processes(device=None) -> str:
     """The processes on a GPU, as far as they share these virtual ones."""
     gpu = gpu_at(device)
-    found = [(_pid(), gpu.allocator.device.used_bytes)] if gpu.allocator.device.used_bytes else []
+    found = [(os.getpid(), gpu.allocator.device.used_bytes)] if gpu.allocator.device.used_bytes else []
     found += gpu.allocator.device.shared.others()
     lines = [f"process {pid:>10d} uses {used / (1 << 20):>12.3f} MB GPU memory" for pid, used in sorted(found)]
     return "\n".join([f"GPU:{gpu.index}", *(lines or ["no processes are running"])])
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 def get_allocator_backend() -> str:

@@ -50,7 +50,7 @@ from virtual_gpus.features.distributed.groups import (
 )
 from virtual_gpus.features.distributed.whereabouts import connect, tell_who_is_missing, wait_for_all
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper
+from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper, tensors_in
 from virtual_gpus.threads import below, this_thread
 
 _KINDS = {
@@ -161,7 +161,7 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
     return _meet(gpu, group, kind, what, nbytes, call.tensors)
 
 
-def record_collective(
+def charge_collective(
     call: OpCall, gpus: Sequence[VirtualGPU | None], result: Any, meeting: Meeting | None = None
 ) -> None:
     """Called after a collective or a message on tensors of GPUs was issued.
@@ -181,7 +181,7 @@ def record_collective(
         return
     if name in _SENDS or name in _RECEIVES:
         peer = call["dst"] if name in _SENDS else call["src"] if "src" in call.op.names else None
-        tensors = _tensors([call.args[0]])
+        tensors = _on_gpus([call.args[0]])
         arrival = _message(name in _SENDS, gpu, group, tensors, peer, call["tag"])
         _note(gpu, tensors, arrival)
         _look_for_races(gpu, group, name, name not in _SENDS, tensors, arrival)
@@ -191,10 +191,10 @@ def record_collective(
             _note(gpu, [tensor], arrival)
             _look_for_races(gpu, group, kind, kind != "isend", [tensor], arrival)
     elif meeting is not None:
-        made = [] if call.func.namespace == "c10d" else _tensors([result])
+        made = [] if call.func.namespace == "c10d" else _on_gpus([result])
         end = _carry(meeting, _bytes(made))  # an all-to-all may return more than it was given
         arrival = _Known(end)
-        _note(gpu, made or _tensors(call.args[:1]), arrival)
+        _note(gpu, made or _on_gpus(call.args[:1]), arrival)
         if gpu.machine.races is not None:
             arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
             written = made or _written(call, group)
@@ -202,7 +202,7 @@ def record_collective(
             gpu.machine.races.collective(gpu, meeting.lane.queue, name, reads, written, arrival)
 
 
-def record_barrier(gpu: VirtualGPU, group) -> None:
+def charge_barrier(gpu: VirtualGPU, group) -> None:
     """`dist.barrier()`: the hosts wait until the last one has come."""
     gpu.machine.clock.wait(_carry(_meet(gpu, group, "barrier", "barrier")), gpu.slot)
     if gpu.machine.races is not None:
@@ -215,7 +215,7 @@ def _written(call: OpCall, group) -> list[torch.Tensor]:
         return []
     if call.op.written:
         return [tensor for name, tensor in call.named_tensors() if name in call.op.written]
-    return _tensors(call.args[:1])
+    return _on_gpus(call.args[:1])
 
 
 def _look_for_races(gpu: VirtualGPU, group, name: str, receives: bool, tensors: list[torch.Tensor], arrival) -> None:
@@ -406,7 +406,7 @@ def run(call: OpCall) -> Any:
         result = alone.collective(call)
     else:
         return carry_out(call, gpus, lambda result: foreach_ops.place_rows(columns, gpus, result), meeting)
-    record_collective(call, gpus, result, meeting)
+    charge_collective(call, gpus, result, meeting)
     return result
 
 
@@ -481,7 +481,7 @@ def carry_out(
     if call.op.base not in _KINDS or type(_group_of(call)) is not torch.distributed.ProcessGroup:
         result = _issue(call)
         place(result)
-        record_collective(call, gpus, result, meeting)
+        charge_collective(call, gpus, result, meeting)
         return result
     sent = _issue(call, _same_bytes)
     makes_tensors = call.func.namespace != "c10d" and not call.op.written
@@ -491,7 +491,7 @@ def carry_out(
             with below(), torch.no_grad():
                 result = [torch.empty_like(t) for t in sent] if isinstance(sent, list) else torch.empty_like(sent)
             place(result)
-        record_collective(call, gpus, result, meeting)
+        charge_collective(call, gpus, result, meeting)
         with below(), torch.no_grad():
             _await(sent, result if makes_tensors else None)
     except BaseException:
@@ -547,14 +547,8 @@ def _await(sent: Any, result: Any) -> None:
             (result if isinstance(result, list) else [result])[i].copy_(arrived)
 
 
-def _tensors(values) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return [tensor for tensor in found if gpu_of(tensor) is not None]
+def _on_gpus(values: list | tuple) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(values) if gpu_of(tensor) is not None]
 
 
 def _size(kind: str, given: Sequence[Any], group) -> int:
@@ -564,4 +558,4 @@ def _size(kind: str, given: Sequence[Any], group) -> int:
 
 
 def _bytes(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(tensors))
+    return sum(t.numel() * t.element_size() for t in _on_gpus(tensors))

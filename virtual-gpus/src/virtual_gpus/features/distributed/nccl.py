@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from virtual_gpus.features.distributed.collectives import give_to_future, rememb
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend
 from virtual_gpus.machine import active
 from virtual_gpus.patches.table import Patch
-from virtual_gpus.placement.storages import allocation_of, gpu_of, is_fake, is_wrapper, nbytes, put, scratch
+from virtual_gpus.placement.storages import allocation_of, gpu_of, is_fake, is_wrapper, nbytes, put, scratch, tensors_in
 from virtual_gpus.threads import below, this_thread
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
@@ -49,14 +49,6 @@ _collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # works of collectives o
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
 _halves: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}  # of messages to the same rank
 _open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -114,7 +106,7 @@ def _as_bytes(value: Any) -> Any:
 def _list_like(tensors: Any, other: Any) -> Any:
     """A list of tensors, each in the shape of the one tensor at the other side. Lists and tensors may be nested in a
     list of one, as C++ has them. Sizes that differ are left alone: gloo takes them, or refuses them."""
-    shape = next(_tensors([other])).shape
+    shape = tensors_in([other])[0].shape
     if tensors and isinstance(tensors[0], (list, tuple)):
         return [_list_like(part, other) for part in tensors]
     return [_seen_as(t, shape) if t.numel() == shape.numel() else t for t in tensors]
@@ -210,7 +202,7 @@ def _to_itself(group: Any, name: str, tensor: torch.Tensor, tag: int) -> Any:
 
 def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextManager[None]:
     """The flat tensor that PyTorch's NCCL backend copies a list of tensors through if all have one size."""
-    listed = list(_tensors(args[_LISTS[name] : _LISTS[name] + 1])) if name in _LISTS else []
+    listed = tensors_in(args[_LISTS[name] : _LISTS[name] + 1]) if name in _LISTS else []
     gpu = gpu_of(listed[0]) if listed else None
     if gpu is None or len({tensor.shape for tensor in listed}) > 1:
         return nullcontext()
@@ -236,7 +228,7 @@ def _adapt(group: Any, name: str, args: list[Any]) -> list[Any]:
 def _premultiplied(name: str, args: list[Any], factor: Any) -> list[Any]:
     """PREMUL_SUM: what is summed is multiplied first. Results of `allreduce` are in place; other inputs stay."""
     if "scatter" not in name:
-        for tensor in _tensors(args):
+        for tensor in tensors_in(args):
             tensor.mul_(factor)
         return args
     return [args[0], _scaled(args[1], factor), *args[2:]]
@@ -254,7 +246,7 @@ def _by_nccls_rules(name: str, function: Callable) -> Callable:
     @functools.wraps(function)
     @entrance
     def method(group, *args, **rest):
-        tensors = list(_tensors((*args, *rest.values())))
+        tensors = tensors_in((*args, *rest.values()))
         if this_thread.inside or not tensors or any(is_fake(type(t)) or is_wrapper(type(t)) for t in tensors):
             return function(group, *args, **rest)
         is_alone = active().settings.rank is not None
@@ -313,24 +305,24 @@ def _operation(values: Sequence[Any]) -> Any:
 
 
 def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dict[str, Any]) -> Any:
-    args += [rest.pop(key) for key in list(rest) if any(True for _ in _tensors([rest[key]]))]
+    args += [rest.pop(key) for key in list(rest) if tensors_in(rest[key])]
     if name in _INTO_ONE:
         one = getattr(group, _INTO_ONE[name])
         return _together()([one(o, i, *args[2:], **rest) for o, i in zip(*args[:2], strict=True)], list(args[0]))
     if name in ("send", "recv") and args[1] == group.rank():
-        return _to_itself(group, name, next(_tensors(args)), args[2])
-    outputs = list(_tensors(args[:1]))
+        return _to_itself(group, name, tensors_in(args)[0], args[2])
+    outputs = tensors_in(args[:1])
     if name == "gather_single":  # gloo has it for lists only
         parts = [list(args[0].chunk(group.size()))] if args[2].rootRank == group.rank() else []
         return group.gather(parts, [args[1]], *args[2:], **rest)
     if name == "alltoall":
         return _exchange(group, outputs, list(args[1]))
     if name == "allgather" and len({output.shape for output in outputs}) > 1:
-        return _gather_uneven(group, outputs, next(_tensors(args[1:])))
+        return _gather_uneven(group, outputs, tensors_in(args[1:])[0])
     ops = torch.distributed.ReduceOp
     opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
     if op is not None:
-        _check_operation(op, next(_tensors(args)).dtype)
+        _check_operation(op, tensors_in(args)[0].dtype)
     with below():
         args = _adapt(group, name, args)
         if op is not None and op == ops.PREMUL_SUM:

@@ -26,7 +26,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import gpu_at
-from virtual_gpus.features.distributed.collectives import record_barrier
+from virtual_gpus.features.distributed.collectives import charge_barrier
 from virtual_gpus.features.distributed.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
 from virtual_gpus.features.distributed.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
@@ -329,7 +329,7 @@ def _barrier(function: Callable) -> Callable:
             if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
                 opts.device = torch.device("cuda", gpu.index)
         if gpu is not None:
-            record_barrier(gpu, group)
+            charge_barrier(gpu, group)
         return function(group if gpu is None else carrier(group), *args, **kwargs)
 
     return barrier

@@ -77,21 +77,15 @@ def _sleep(cycles: int) -> None:
     clock.launch(gpu.slot, gpu.stream, cycles / core_clock(gpu.spec), clock.host.kernel, "spin_kernel")
 
 
-def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Warn of ("warn" or 1), or refuse ("error" or 2), operators and copies that make the host wait."""
-    _lazy_init()
-    modes = {"default": 0, "warn": 1, "error": 2}
-    if isinstance(debug_mode, str) and debug_mode not in modes:
-        raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
-    mode = modes[debug_mode] if isinstance(debug_mode, str) else debug_mode
-    if mode not in modes.values():
+def _cuda_set_sync_debug_mode(mode: int) -> None:
+    """Warn of (1), or refuse (2), operators and copies that make the host wait: torch.cuda.set_sync_debug_mode."""
+    if mode not in (0, 1, 2):
         raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
     active().sync_debug_mode = mode
 
 
-def get_sync_debug_mode() -> int:
-    """0, 1 or 2: see `set_sync_debug_mode`."""
-    _lazy_init()
+def _cuda_get_sync_debug_mode() -> int:
+    """0, 1 or 2."""
     return active().sync_debug_mode
 
 
@@ -105,5 +99,6 @@ _raw_version = torch.cuda.nccl.version
 
 def patches():
     """See `features`."""
-    return [*in_package("torch.cuda", cudart, _sleep, set_sync_debug_mode, get_sync_debug_mode),
+    modes = (_cuda_set_sync_debug_mode, _cuda_get_sync_debug_mode)
+    return [*in_package("torch.cuda", cudart, _sleep), *((torch._C, mode.__name__, mode) for mode in modes),
             (torch.cuda.nccl, "version", version), (torch.cuda, "_cudart", _runtime)]  # fmt: skip

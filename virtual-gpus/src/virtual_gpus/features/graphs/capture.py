@@ -29,7 +29,7 @@ from virtual_gpus.machine import Route, VirtualGPU, VirtualMachine, active
 from virtual_gpus.memory.allocator import CachingAllocator, PrivatePool
 from virtual_gpus.memory.blocks import BlockPool
 from virtual_gpus.placement.random_numbers import default_generator, known_generator
-from virtual_gpus.placement.storages import find_gpu, gpu_of, is_pinned
+from virtual_gpus.placement.storages import find_gpu, gpu_of, is_pinned, tensors_in
 from virtual_gpus.threads import below, this_thread
 
 _WRITTEN_IN_SECRET = frozenset(("running_mean", "running_var"))  # native_batch_norm's schema does not say so
@@ -254,7 +254,7 @@ class Capture:
         """An operator on CPU tensors runs and is forgotten, unless C++ made them and a GPU may adopt them later."""
         func, args, kwargs = call.func, call.args, call.kwargs
         result = call.op.route(call)
-        made = [t for t in _tensors(result) if t.layout == torch.strided]
+        made = [t for t in tensors_in(result) if t.layout == torch.strided]
         if any(t.untyped_storage()._record.creation_site is not None for t in made) and not self.machine.shapes_only:
             args, kwargs = self.recording.described(args), {k: self.recording.described(v) for k, v in kwargs.items()}
             self._take_down(func, True, args, kwargs, result, False)
@@ -295,7 +295,7 @@ class Capture:
         return {name: self.recording.described(value) for name, value in call.kwargs.items()} if call.kwargs else {}
 
     def _take_down(self, func, is_operator: bool, args, kwargs, result, writes: bool) -> None:
-        tensors = _tensors(result)
+        tensors = tensors_in(result)
         new = any(not self.recording.knows(tensor.untyped_storage()) for tensor in tensors)
         results = [self.recording.ref(tensor, was_made=True) for tensor in tensors]
         if new or writes:  # else it is a view, which is no work
@@ -351,7 +351,7 @@ def replay(recording: Recording, machine: VirtualMachine) -> None:
                     result = call.op.route(call)
             else:
                 result = node.func(*args)
-            for ref, tensor in zip(node.results, _tensors(result), strict=True):
+            for ref, tensor in zip(node.results, tensors_in(result), strict=True):
                 _store(ref, tensor, made)
 
 
@@ -385,12 +385,6 @@ def _tensor(ref: Ref, storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [t for part in result for t in _tensors(part)] if isinstance(result, (list, tuple)) else []
 
 
 @contextlib.contextmanager

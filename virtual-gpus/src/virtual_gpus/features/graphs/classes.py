@@ -190,14 +190,6 @@ class CapturedGraph:
         return capture.graph()
 
 
-def _refused(path: str):
-    def refused(*args, **kwargs):
-        raise errors.not_modelled(path)
-
-    refused.__name__ = path.rpartition(".")[2]
-    return refused
-
-
 _REFUSED = ("debug_dump", "raw_cuda_graph", "raw_cuda_graph_exec", "get_graph_data", "begin_capture_to_if_node",
             "begin_capture_to_while_node", "end_capture_to_conditional_node",
             "set_conditional_handle_for_current_node")  # fmt: skip
@@ -276,7 +268,7 @@ def _rebased(kind: type, base: type, refused: tuple[str, ...] = (), path: str = 
             members[name] = _rebased_property(member, cell)
         elif name not in ("__dict__", "__weakref__"):
             members[name] = member
-    members |= {name: _refused(f"{path}.{name}") for name in refused}
+    members |= {name: errors.refusing(f"{path}.{name}") for name in refused}
     cell.cell_contents = made = type(kind.__name__, (base,), members)
     return made
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import torch
 
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.timing import record_copy, record_read
+from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.contiguous import with_packed
 from virtual_gpus.placement.storages import gpu_of, nbytes
@@ -71,7 +71,7 @@ def send_indices(call: OpCall) -> None:
     """The host waits while integers that lie on the CPU are copied to the GPU."""
     for index in call["indices"]:
         if index is not None and gpu_of(index) is None and not is_mask(index):
-            record_copy(None, call.gpu, index, index.dtype, blocking=True)
+            charge_copy(None, call.gpu, index, index.dtype, blocking=True)
 
 
 def send_and_count(call: OpCall) -> None:
@@ -83,7 +83,7 @@ def send_and_count(call: OpCall) -> None:
     values = call["values"]
     is_filled = values.numel() == 1 and gpu_of(values) is None
     if not is_filled and any(is_mask(index) and gpu_of(index) is not None for index in call["indices"]):
-        record_read(call)
+        charge_read(call)
 
 
 _raw_one_hot = torch._C._nn.one_hot

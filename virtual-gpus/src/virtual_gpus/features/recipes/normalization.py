@@ -13,7 +13,7 @@ import torch
 
 from virtual_gpus.dispatch import known
 from virtual_gpus.dispatch.call import OpCall, as_one
-from virtual_gpus.dispatch.timing import record_kernel
+from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.sharded import is_dtensor
 from virtual_gpus.features.contiguous import packed_copies, with_packed
@@ -171,7 +171,7 @@ def _rms_forward(input, weight, shape, eps):
     gpu = gpu_of(input)
     result, kept = _below(gpu, _normalized, input, weight, shape, eps)
     place(result, gpu)
-    record_kernel(gpu, "native_layer_norm", [input], [result])
+    charge_kernel(gpu, "native_layer_norm", [input], [result])
     return result, place(kept, gpu)
 
 
@@ -180,7 +180,7 @@ def _rms_backward(input, weight, shape, eps, gradient):
     with scratch(gpu, 0 if gradient.is_contiguous() else nbytes(gradient)):
         gradients = _below(gpu, _gradients, input, weight, shape, eps, gradient)
         place_all(gradients, gpu)
-        record_kernel(gpu, "native_layer_norm_backward", [input, gradient], [input])
+        charge_kernel(gpu, "native_layer_norm_backward", [input, gradient], [input])
     return gradients
 
 

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from virtual_gpus.dispatch.call import as_one
-from virtual_gpus.dispatch.timing import record_recurrent
+from virtual_gpus.dispatch.timing import charge_recurrent
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.distributed.collectives import arrived
@@ -128,7 +128,7 @@ def _forward(call: RecurrentCall, input, hx, cx, params, with_graph: bool):
                 reserve.untyped_storage()._graph = graph
     for result, allocation in zip(results, allocations, strict=True):
         put(result, allocation)
-    record_recurrent(gpu, net, (input, hx), backward=False)
+    charge_recurrent(gpu, net, (input, hx), backward=False)
     return tuple(results), reserve, buffer
 
 
@@ -190,7 +190,7 @@ def _backward(call: RecurrentCall, leaves, reserve, gradients, wanted):
         if any(wanted[3:]):
             weights.fill(flat, parts, made[3:])
     if on:
-        record_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], backward=True)
+        charge_recurrent(call.gpu, call.net, [g for g in gradients if g is not None], backward=True)
     first = []
     for gradient, allocation in zip(call.laid_out_gradients(made[:3]), allocations, strict=True):
         if gradient is not None and allocation is not None:

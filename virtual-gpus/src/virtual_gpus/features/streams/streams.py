@@ -287,26 +287,6 @@ def get_stream_from_external(data_ptr: int, device=None) -> Stream:
     return ExternalStream(data_ptr, device)
 
 
-class StreamContext:
-    """`with torch.cuda.stream(s):`; None changes nothing."""
-
-    def __init__(self, stream: Stream | None):
-        self.stream = stream
-
-    def __enter__(self):
-        if self.stream is not None:
-            self.stream.__enter__()
-
-    def __exit__(self, *error) -> None:
-        if self.stream is not None:
-            self.stream.__exit__()
-
-
-def stream(stream: Stream | None) -> StreamContext:
-    """A context in which work goes to `stream`."""
-    return StreamContext(stream)
-
-
 def stop(machine) -> None:
     """Drop this thread's streams of a machine that goes off."""
     for table in (_streams(), _changes()):
@@ -355,8 +335,8 @@ def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
 
 def patches():
     """See `features`."""
-    return in_package("torch.cuda", Stream, ExternalStream, Event, StreamContext, stream, set_stream, current_stream,
-                      default_stream, get_stream_from_external) + [
+    return in_package("torch.cuda", Stream, ExternalStream, Event, set_stream, current_stream, default_stream,
+                      get_stream_from_external) + [
         (torch, "Stream", Stream),
         (torch, "Event", Event),
         (torch._C, "_cuda_setStream", _cuda_setStream),
