@@ -16,17 +16,8 @@ placement operators dispatch patches timeline features switch testing plan measu
 
 
 def imports(path, known):
-    """The modules of this package that a file imports anywhere, also inside functions, but not for its types alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = {
-        inner
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for inner in ast.walk(block)
-    }
-    for node in ast.walk(tree):
-        if node in for_types:
-            continue
+    """The modules of this package that a file imports anywhere, also inside functions and for its types alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):

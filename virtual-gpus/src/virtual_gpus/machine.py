@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Container
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory, PoolKey, PrivatePool
@@ -22,9 +22,6 @@ from virtual_gpus.memory.options import Options
 from virtual_gpus.processes import children, one_rank
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
 from virtual_gpus.settings import Settings
-
-if TYPE_CHECKING:  # it knows torch
-    from virtual_gpus.memory.history import History
 
 
 class _StreamTimes:
@@ -49,7 +46,7 @@ class _Current(threading.local):
     index = 0
 
 
-class Route(NamedTuple):
+class Redirection(NamedTuple):
     """Where allocations go instead of the usual pools: `pool` of the GPU's allocator, or another `allocator`.
 
     thread, streams: whose allocations, as an id of a thread and (slot, stream) pairs. None: those of all.
@@ -76,7 +73,7 @@ class VirtualGPU:
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see ops.blas)
         self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces of convolutions so far (see ops.conv)
-        self.routes: list[Route] = []  # empty but during a capture or a replay, or in `use_mem_pool`
+        self.redirections: list[Redirection] = []  # empty but during a capture or a replay, or in `use_mem_pool`
         self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
@@ -103,20 +100,20 @@ class VirtualGPU:
         if not allocator.device.context:
             self.start_context()
         key: PoolKey = self.stream if self.streams else 0
-        if self.routes:
-            allocator, key = self._routed(key)
+        if self.redirections:
+            allocator, key = self._redirected(key)
         try:
             return allocator.malloc(nbytes, key, owner)
         except OutOfMemory as error:
             error.gpu = self
             raise
 
-    def _routed(self, stream: int) -> tuple[CachingAllocator, PoolKey]:
-        """The allocator and pool that the newest route for this thread and stream names."""
+    def _redirected(self, stream: int) -> tuple[CachingAllocator, PoolKey]:
+        """The allocator and pool that the newest redirection for this thread and stream names."""
         thread = threading.get_ident()
-        for route in reversed(self.routes):
-            if route.thread in (None, thread) and (route.streams is None or (self.slot, stream) in route.streams):
-                return route.allocator or self.allocator, (stream, route.pool) if route.pool else stream
+        for other in reversed(self.redirections):
+            if other.thread in (None, thread) and (other.streams is None or (self.slot, stream) in other.streams):
+                return other.allocator or self.allocator, (stream, other.pool) if other.pool else stream
         return self.allocator, stream
 
     def __repr__(self) -> str:
@@ -138,7 +135,7 @@ class VirtualMachine:
         self.measured = settings.table
         self.clock = Clock(settings.count)
         self.races: Any = None  # with check_races, who looks for them (`features.races.RaceChecker`)
-        self._last_seen = -1, 0.0  # operators issued when somebody last asked for the load, and when that was new
+        self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
         self.captures: list[Any] = []  # of CUDA graphs, that are under way (`features.graphs.capture.Capture`)
         self.private_pools: weakref.WeakValueDictionary[tuple[int, int], PrivatePool] = weakref.WeakValueDictionary()
@@ -149,11 +146,11 @@ class VirtualMachine:
         self.is_in_bad_fork = False  # with `refuse_forks`, whether the parent of this process had used CUDA
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
-        # Handed in by whoever switches it on, since it lies above: errors, and how a spawned process does the same.
+        # Handed in by `switch`, which lies above: errors, and how a spawned process does the same.
         self.no_room_for_context: Callable[[], Exception] = MemoryError
         self.not_initialized: Callable[[], Exception] = RuntimeError
         self.start_in_child: Callable[[Settings], None] | None = None
-        self.history: History | None = None  # of the memory; made at the first use (see memory.history)
+        self.history: Any = None  # of the memory, a `memory.history.History`; made at the first use
         self._local = _Current()
 
     @functools.cached_property

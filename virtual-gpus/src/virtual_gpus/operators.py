@@ -35,7 +35,7 @@ _ON_THE_HOST = {
     "index_put_": {"indices"},
     "_index_put_impl_": {"indices"},
     "_unsafe_index_put": {"indices"},
-    "index_fill_": {"index"},  # x[i] = 5 ends here when C++ thinks that x is on the CPU; on CUDA it is index_put_
+    "index_fill_": {"index"},  # x[i] = 5 ends here if x is on the CPU for C++; on CUDA it is index_put_
     "_ctc_loss": {"input_lengths", "target_lengths"},
     "tensor_split": {"tensor_indices_or_sections"},
 }

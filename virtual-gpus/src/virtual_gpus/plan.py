@@ -219,7 +219,7 @@ def judge(report: TrainingReport, error: BaseException | None, limit: int | None
 
 
 def _activations(report: TrainingReport) -> list[str]:
-    """The modules that hold most activations at the peak. Empty if nobody does."""
+    """The modules that hold most activations at the peak. Empty if none does."""
     found = list(report.by_module.items())
     others = sum(size for _, size in found[_MOST_MODULES:])
     rows = [(name, format_bytes(size)) for name, size in found[:_MOST_MODULES] + [("others", others)] * bool(others)]

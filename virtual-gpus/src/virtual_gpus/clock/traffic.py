@@ -1,9 +1,4 @@
-"""Copies and collectives on the clock: who waits for whom, and how long bytes take on their road. No torch here.
-
-The rules are PyTorch's and CUDA's. A copy between the computer and a GPU runs in the GPU's current stream. Pageable
-memory goes through a buffer of the driver, so the host stands still meanwhile; from pinned memory, with
-`non_blocking=True`, it goes on. A copy from GPU to GPU waits for both current streams, and both wait for it. Each GPU
-has one engine for copies in each direction.
+"""Collectives and messages: how long bytes take on their road. No torch here.
 
 Collectives go around a ring, as NCCL's do for large tensors: an all-reduce of n GPUs sends 2(n - 1)/n of the bytes over
 each link, and the slowest link sets the pace (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
@@ -20,14 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, log2
-from typing import TYPE_CHECKING
 
-from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
-from virtual_gpus.clock.links import REACHED, REACHED_BY_COLLECTIVES, Route, Topology
+from virtual_gpus.clock.links import REACHED_BY_COLLECTIVES, Route, Topology
 from virtual_gpus.gpus import LinkSpec
-
-if TYPE_CHECKING:  # the machine lies above its clock
-    from virtual_gpus.machine import VirtualGPU
 
 _COLLECTIVE_START = 15e-6  # seconds: NCCL's kernel, and its first handshake
 # What all-gathers and reduce-scatters lose with each doubling of the hosts above four. An all-gather of 2 GiB on 32
@@ -46,44 +36,6 @@ _RING = {
     "send": (lambda n: 1.0, lambda n: 1),
     "barrier": (lambda n: 0.0, lambda n: 2 * (n - 1)),
 }
-
-
-def host_copy(gpu: VirtualGPU, nbytes: int, pinned: bool, blocking: bool, inwards: bool) -> None:
-    """A copy between the computer's memory and `gpu`."""
-    clock, slot, stream = gpu.machine.clock, gpu.slot, gpu.stream
-    link, pace, lane = gpu.machine.topology.pcie, clock.host, COPY_IN if inwards else COPY_OUT
-    now = clock.spend(pace.copy, slot)
-    speed, latency = link.bandwidth * REACHED, link.latency / 2
-    if not pinned:
-        speed, latency, blocking = min(speed, pace.pageable), pace.pageable_copy, True
-    start = max(now, clock.mark(slot, stream), clock.ready(slot, lane))
-    end = start + latency + nbytes / speed
-    clock.occupy(slot, lane, start, end, "copy", "to the GPU" if inwards else "to the CPU", kernel=False)
-    clock.hold(slot, stream, end)
-    if blocking:
-        clock.wait(end, slot)
-
-
-def peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
-    """A copy from GPU to GPU."""
-    clock = source.machine.clock
-    clock.meet(source.slot, target.slot)
-    now = clock.spend(clock.host.copy, source.slot)
-    clock.meet(source.slot, target.slot)
-    link = source.machine.topology.between(source.slot, target.slot)
-    ends = (source.slot, source.stream, COPY_OUT), (target.slot, target.stream, COPY_IN)
-    start = max(now, *(clock.ready(slot, lane) for slot, *lanes in ends for lane in lanes))
-    end = start + link.latency + nbytes / (link.bandwidth * REACHED)
-    for slot, stream, lane in ends:
-        clock.occupy(slot, lane, start, end, "copy", f"cuda:{source.index} to cuda:{target.index}", kernel=False)
-        clock.hold(slot, stream, end)
-
-
-def read_value(gpu: VirtualGPU) -> None:
-    """`.item()` and its like: the host waits for everything issued to the current stream, and reads one number."""
-    clock = gpu.machine.clock
-    clock.wait(clock.mark(gpu.slot, gpu.stream), gpu.slot)
-    clock.spend(clock.host.wait, gpu.slot)
 
 
 def ring_seconds(links: Sequence[LinkSpec], count: int, kind: str, nbytes: int) -> float:
@@ -149,17 +101,3 @@ def message_seconds(
 def sent_bytes(count: int, kind: str, nbytes: int) -> float:
     """The bytes that the busiest of `count` GPUs sends or receives in a collective: the fewest possible."""
     return _RING[kind][0](count) * nbytes if count > 1 else 0.0
-
-
-def collective_here(gpus: Sequence[VirtualGPU], kind: str, nbytes: int) -> None:
-    """A collective of several GPUs of this process, in their current streams (DataParallel's)."""
-    clock, slots = gpus[0].machine.clock, [gpu.slot for gpu in gpus]
-    now = clock.spend(clock.host.operator * len(gpus), slots[0])
-    start = max([now, *(clock.ready(gpu.slot, gpu.stream) for gpu in gpus)])
-    links = [
-        gpus[0].machine.topology.between(a, b) for a, b in zip(slots, [*slots[1:], slots[0]], strict=True) if a != b
-    ]
-    end = start + ring_seconds(links, len(slots), kind, nbytes)
-    clock.join(*((gpu.slot, gpu.stream) for gpu in gpus))
-    for gpu in gpus:
-        clock.occupy(gpu.slot, gpu.stream, start, end, "collective", kind, kernel=True)

@@ -18,7 +18,7 @@ from virtual_gpus.placement.random_numbers import count_draws, default_generator
 from virtual_gpus.placement.storages import gpu_of, place_all, put, scratch, tensors_in
 from virtual_gpus.threads import this_thread
 
-_FRESH = (object(),)  # a tuple whose element nobody else holds
+_FRESH = (object(),)  # a tuple that alone holds its element
 
 
 class OpCall:

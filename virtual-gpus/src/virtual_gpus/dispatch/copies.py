@@ -1,6 +1,6 @@
 """Copies between the computer's memory and the GPUs, and from GPU to GPU.
 
-C++ thinks that such a copy goes from the CPU to the CPU and would hand a gradient on untouched, on the wrong GPU. So
+For C++, such a copy goes from the CPU to the CPU. It would hand a gradient on untouched, on the wrong GPU. So
 the copy is an autograd function of its own, whose backward copies back to where the tensor came from.
 """
 
@@ -63,7 +63,7 @@ def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy
     if source is target and not copy and dtype == tensor.dtype and _has_format(tensor, memory_format):
         return tensor
     if source is None and target is not None and target.machine.shapes_only and is_state(tensor):
-        return tensor  # without its values nobody could go on from it, as DTensor does
+        return tensor  # DTensor goes on from it, which needs its values
     is_transformed = _is_transformed()
     if is_transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))

@@ -54,7 +54,7 @@ def _target(call: OpCall, machine: VirtualMachine) -> VirtualGPU | None:
         return call.gpu
     if device.type == "cuda":
         return find_gpu(machine, device)
-    # C++ passing on "the options of this input", which it believes to be on the CPU or, with shapes only, on meta.
+    # C++ passing on "the options of this input", which for C++ is on the CPU or, with shapes only, on meta.
     is_passed_on = device.type != "meta" or (machine.shapes_only and device == _META)
     return call.gpu if is_passed_on and not _is_from_python(call) else None
 

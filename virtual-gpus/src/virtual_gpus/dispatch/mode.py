@@ -19,7 +19,7 @@ _active_mode = torch._C._get_dispatch_mode
 _is_tracing = torch._C._is_tracing
 
 
-class Placement(TorchDispatchMode):
+class VirtualGPUMode(TorchDispatchMode):
     """One instance per thread, entered while virtual GPUs are on; it does nothing when none are."""
 
     supports_higher_order_operators = True
@@ -52,7 +52,7 @@ class Placement(TorchDispatchMode):
 
 
 def _run_fake(func, args, kwargs) -> Any:
-    """An operator under FakeTensorMode, whose tensors have no data: they are nobody's memory, and take no time.
+    """An operator under FakeTensorMode, whose tensors have no data: they take neither memory nor time.
 
     They stay on the CPU, since C++ would ask the driver for the GPU of a fake tensor (in `copy_`, and in backward).
     """
@@ -73,7 +73,7 @@ def enter_thread() -> bool:
     """Make this thread's operators visible. False if they are already."""
     if this_thread.mode is not None:
         return False
-    mode = Placement()
+    mode = VirtualGPUMode()
     _push_mode(mode)
     this_thread.mode = mode
     return True

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
 from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
-from virtual_gpus.clock.traffic import host_copy, peer_copy, read_value
+from virtual_gpus.clock.links import REACHED
 from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.dispatch.described import key_of
@@ -161,7 +162,7 @@ def charge_read(call: OpCall) -> None:
         report_sync(gpu.machine.sync_debug_mode)
     if gpu.machine.clock.tracks[gpu.slot].late and call.tensors:
         await_tensors(gpu, gpu.stream, call.tensors)
-    read_value(gpu)
+    _read_value(gpu)
 
 
 def charge_crossing(call: OpCall) -> None:
@@ -185,12 +186,54 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
     if source is target or (source and target and source.machine is not target.machine):
         return
     if source is not None and target is not None:
-        peer_copy(source, target, tensor.numel() * itemsize)
+        _peer_copy(source, target, tensor.numel() * itemsize)
     else:
         pinned = into_pinned if source is not None else is_pinned(tensor)
         if here.machine.sync_debug_mode and blocking:
             report_sync(here.machine.sync_debug_mode)
-        host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
+        _host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
+
+
+def _host_copy(gpu: VirtualGPU, nbytes: int, pinned: bool, blocking: bool, inwards: bool) -> None:
+    """A copy between the computer's memory and `gpu`, in its current stream.
+
+    Pageable memory goes through a buffer of the driver, so the host stands still meanwhile; from pinned memory, with
+    `non_blocking=True`, it goes on. Each GPU has one engine for copies in each direction.
+    """
+    clock, slot, stream = gpu.machine.clock, gpu.slot, gpu.stream
+    link, pace, lane = gpu.machine.topology.pcie, clock.host, COPY_IN if inwards else COPY_OUT
+    now = clock.spend(pace.copy, slot)
+    speed, latency = link.bandwidth * REACHED, link.latency / 2
+    if not pinned:
+        speed, latency, blocking = min(speed, pace.pageable), pace.pageable_copy, True
+    start = max(now, clock.mark(slot, stream), clock.ready(slot, lane))
+    end = start + latency + nbytes / speed
+    clock.occupy(slot, lane, start, end, "copy", "to the GPU" if inwards else "to the CPU", kernel=False)
+    clock.hold(slot, stream, end)
+    if blocking:
+        clock.wait(end, slot)
+
+
+def _peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
+    """A copy from GPU to GPU. It waits for both current streams, and both wait for it."""
+    clock = source.machine.clock
+    clock.meet(source.slot, target.slot)
+    now = clock.spend(clock.host.copy, source.slot)
+    clock.meet(source.slot, target.slot)
+    link = source.machine.topology.between(source.slot, target.slot)
+    ends = (source.slot, source.stream, COPY_OUT), (target.slot, target.stream, COPY_IN)
+    start = max(now, *(clock.ready(slot, lane) for slot, *lanes in ends for lane in lanes))
+    end = start + link.latency + nbytes / (link.bandwidth * REACHED)
+    for slot, stream, lane in ends:
+        clock.occupy(slot, lane, start, end, "copy", f"cuda:{source.index} to cuda:{target.index}", kernel=False)
+        clock.hold(slot, stream, end)
+
+
+def _read_value(gpu: VirtualGPU) -> None:
+    """`.item()` and its like: the host waits for everything issued to the current stream, and reads one number."""
+    clock = gpu.machine.clock
+    clock.wait(clock.mark(gpu.slot, gpu.stream), gpu.slot)
+    clock.spend(clock.host.wait, gpu.slot)
 
 
 def _await_late(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:

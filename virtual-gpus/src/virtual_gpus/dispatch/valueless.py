@@ -54,7 +54,7 @@ def value(call: OpCall) -> float:
 
 
 class NotKept(float):
-    """What `.item()` gives: nan in arithmetic, and in words where it is printed, so that nobody takes it for a loss."""
+    """What `.item()` gives: nan in arithmetic, and in words where it is printed, so that it is not taken for a loss."""
 
     WORDS = "(values are not kept)"
 

@@ -71,7 +71,7 @@ def table(self, *args, **kwargs) -> str:
 
 
 class _Ranges:
-    """NVTX without anybody who listens: `torch.cuda.nvtx` marks nothing, and counts as the real one does."""
+    """NVTX without a profiler: `torch.cuda.nvtx` marks nothing, and counts as the real one does."""
 
     def __init__(self):
         self._depth = 0

@@ -148,7 +148,7 @@ class _Work:
     def comes_after(self, other: _Work) -> bool:
         if other.place == self.place or other.number <= self.past.get(other.place, 0):
             return True
-        if other.arrival is None or other.arrival.given:  # whoever has a collective's Work waits for it
+        if other.arrival is None or other.arrival.given:  # a collective whose Work Python has is waited for
             return False
         _join(self.past, other.arrival.past)  # C++ has it, and waits itself
         return True
@@ -275,7 +275,7 @@ class RaceChecker:
         self._order.wait(_HOST, self._order.past((gpu.slot, gpu.stream)))
 
     def used_by(self, allocation: StorageAllocation, slot: int, stream: int) -> None:
-        """`record_stream`: the allocator waits for this stream before anybody else has the memory."""
+        """`record_stream`: the allocator waits for this stream before the memory is used again."""
         self._history(allocation).waited_for.add((slot, stream))
 
     # ---- what is used ----
@@ -325,7 +325,7 @@ class RaceChecker:
                 if not work.comes_after(old.work):
                     raise RaceError(self._text(old, new, tensor))
                 if writes and start <= old.start and old.end <= end:
-                    continue  # whoever comes after the new one comes after this one
+                    continue  # what comes after the new one comes after this one
             elif old.work.place == work.place and old.start == start and old.end == end:
                 continue  # an earlier read of the same stream
             kept.append(old)

@@ -78,7 +78,7 @@ def in_mode(function: Callable) -> Callable:
 
 
 def _calling_back(function: Callable) -> Callable:
-    """`then` and `add_done_callback` of a future: whoever completes it calls the function, from any thread."""
+    """`then` and `add_done_callback` of a future: the thread that completes it calls the function."""
 
     @functools.wraps(function)
     def register(self, callback):

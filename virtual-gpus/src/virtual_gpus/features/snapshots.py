@@ -19,7 +19,7 @@ from virtual_gpus.features.cuda.allocator_settings import apply as apply_setting
 from virtual_gpus.features.cuda.allocator_settings import described
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory import stacks
-from virtual_gpus.memory.history import ALL, ALLOC, NEVER, STATE, Settings, history_of
+from virtual_gpus.memory.history import ALL, ALLOC, NEVER, STATE, History, Settings
 from virtual_gpus.memory.options import Options
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import this_thread
@@ -39,7 +39,7 @@ def _start(enabled, context, max_entries, clear=False, compiled=False, every_thr
         raise errors.not_modelled("skip_actions and global_record_annotations of a memory history")
     if pinned:
         raise errors.not_modelled("the history of pinned host memory (record_pinned_host_memory=True)")
-    kept = history_of(active())
+    kept = _history_of(active())
     if enabled and cuda:
         kept.start(Settings(max(1, min(max_entries, 2**63 - 1)), context), clear)
     else:
@@ -66,7 +66,7 @@ def _cuda_record_memory_history_legacy(enabled, *options) -> None:
 
 def _cuda_isHistoryEnabled() -> bool:
     """True while the history is recorded."""
-    return history_of(active()).settings is not None
+    return _history_of(active()).settings is not None
 
 
 def _cuda_memoryMetadataSupported() -> bool:
@@ -85,7 +85,7 @@ def _cuda_memorySnapshot(request=None) -> dict:
     """
     enter_thread()
     pool, with_traces = (_DEFAULT_POOL, True) if request is None else (tuple(request[:2]), request[2:] != (False,))
-    kept = history_of(active())
+    kept = _history_of(active())
     segments, traces = [], []
     for recorder, gpu in zip(kept.recorders, active().gpus, strict=True):
         found = gpu.allocator.snapshot(gpu.index)  # before the trace is read: it sees to it that all frees are in there
@@ -181,12 +181,19 @@ def _visible():
 def _accelerator_setAllocatorSettings(settings: str) -> None:
     """Behind `torch.cuda.memory._set_allocator_settings`: see `allocator_settings`."""
     apply_settings(settings, active())
-    history_of(active()).allocator_settings = settings
+    _history_of(active()).allocator_settings = settings
 
 
 def _accelerator_getAllocatorSettings() -> str:
     """What was set last: by a call, or else in the environment."""
-    return history_of(active()).allocator_settings
+    return _history_of(active()).allocator_settings
+
+
+def _history_of(machine: VirtualMachine) -> History:
+    """The machine's history, made at the first use."""
+    if machine.history is None:
+        machine.history = History(gpu.allocator for gpu in machine.gpus)
+    return machine.history
 
 
 def stop(machine: VirtualMachine) -> None:

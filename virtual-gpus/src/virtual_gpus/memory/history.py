@@ -22,14 +22,11 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from virtual_gpus.memory import stacks
 from virtual_gpus.memory.allocator import CachingAllocator
 from virtual_gpus.memory.options import environment_text
-
-if TYPE_CHECKING:  # a machine lies above, and hands its allocators down
-    from virtual_gpus.machine import VirtualMachine
 
 _now, _new = time.perf_counter_ns, tuple.__new__
 
@@ -266,10 +263,3 @@ class History:
         self.settings = None
         for recorder in self.recorders:
             recorder.stop()
-
-
-def history_of(machine: VirtualMachine) -> History:
-    """The machine's history, made at the first use."""
-    if machine.history is None:
-        machine.history = History(gpu.allocator for gpu in machine.gpus)
-    return machine.history

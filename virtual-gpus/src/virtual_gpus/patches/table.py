@@ -62,7 +62,7 @@ def _tell_torchscript(original: object, replacement: object) -> None:
 
 def take_out() -> dict[int, tuple[Any, Any]]:
     """Put everything back, in the reverse order. Returns what stood in for what: id of the replacement -> it and the
-    original. An id is taken only as long as somebody holds its object."""
+    original. An id is taken only as long as its object is held."""
     while _scripted:
         torch.jit._builtins._get_builtin_table().pop(_scripted.pop()[0], None)
     originals = {}

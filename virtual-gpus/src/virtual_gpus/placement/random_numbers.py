@@ -75,7 +75,7 @@ class Generator(torch._C.Generator):
         return self
 
     def seed(self) -> int:
-        """Start from a seed that nobody chose, and return it."""
+        """Start from a random seed, and return it."""
         self._refuse_in_capture("Cannot call CUDAGeneratorImpl::seed")
         self._seed, self._offset = torch._C.Generator.seed(self), 0
         return self._seed

@@ -2,7 +2,7 @@
 
 A tensor on a virtual GPU is an ordinary CPU tensor (a meta tensor with `shapes_only`). What is known of its *storage*
 stands in one record, the attribute `_record` of the storage's Python object. PyTorch keeps that object as long as the
-storage itself, so the record lives exactly as long as the data, whoever holds it: a Python name, a view, or the
+storage itself, so the record lives exactly as long as the data, whatever holds it: a Python name, a view, or the
 autograd graph. When the record of a storage on a GPU goes, its block goes back to the allocator.
 """
 
@@ -16,7 +16,7 @@ from virtual_gpus.errors import invalid_device_ordinal
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.threads import this_thread
 
-RAW_DEVICE = torch._C.TensorBase.device.__get__  # what C++ thinks: cpu or meta
+RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
 
 
 # ---- records --------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def is_wrapper(kind: type) -> bool:
 
 @functools.cache
 def is_fake(kind: type) -> bool:
-    """True for FakeTensor (torch/_subclasses/fake_tensor.py), which says that it is on a GPU and is nobody's memory."""
+    """True for FakeTensor (torch/_subclasses/fake_tensor.py), which says that it is on a GPU and takes no memory."""
     return any(base.__name__ == "FakeTensor" for base in kind.__mro__)
 
 

@@ -31,7 +31,7 @@ except ImportError:  # Windows: there an open file cannot be removed, which says
 
 FOLDER = "VIRTUAL_GPUS_FOLDER"
 _LOCK = ".lock"
-_STALE_AFTER = 3600  # seconds after which a folder without living processes is somebody's who was killed
+_STALE_AFTER = 3600  # seconds after which a folder without living processes was left by a killed one
 
 
 _open: list[SharedMemoryRegistry] = []  # of the machines that are on in this process, the newest last
@@ -66,7 +66,7 @@ class SharedMemoryRegistry:
         return Share(self, slot)
 
     def close(self) -> None:
-        """Take this process out, and the folder with it if nobody else is there. Does nothing the second time."""
+        """Take this process out, and the folder with it if no other process is there. Does nothing the second time."""
         if self not in _open:
             return
         _open.remove(self)
@@ -257,7 +257,7 @@ def _common_folder() -> str:
 def _sweep(all_folders: Path) -> None:
     """Remove what killed processes left an hour ago or more."""
     for folder in all_folders.glob("*") if all_folders.is_dir() else ():
-        with contextlib.suppress(OSError):  # somebody else is sweeping too
+        with contextlib.suppress(OSError):  # another process is sweeping too
             if time.time() - folder.stat().st_mtime > _STALE_AFTER:
                 if all([_removed_if_dead(path) for path in folder.iterdir() if path.name != _LOCK]):
                     shutil.rmtree(folder)

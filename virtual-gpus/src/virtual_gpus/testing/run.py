@@ -87,7 +87,7 @@ def run_ranks(
     with (
         _one_at_a_time,
         tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder,
-        # A free port, which nobody else can take from now on. The store in which the ranks meet will answer there.
+        # A free port, which no other process can take from now on. The store in which the ranks meet will answer there.
         socket.create_server((HOST, 0)) as door,
     ):
         job = Job(

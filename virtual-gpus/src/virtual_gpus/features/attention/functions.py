@@ -156,7 +156,7 @@ def _plain(query, key, value, mask, dropout, causal, scale, gqa):
     if dropout:
         weights = torch.dropout(weights, dropout, True)
     out = torch.matmul(weights, value).to(dtype)
-    weights.to(dtype)  # PyTorch returns them as well, and nobody takes them
+    weights.to(dtype)  # PyTorch returns them as well; they are not used
     return out
 
 
@@ -186,7 +186,7 @@ _raw_left_aligned = torch._nested_tensor_from_mask_left_aligned
 def left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
     """True if a padding mask lets `nn.TransformerEncoder` pack its input into a nested tensor, which has no padding.
 
-    With shapes only, nobody knows how long the samples are: they stay padded.
+    With shapes only, the lengths of the samples are not known, so they stay padded.
     """
     gpu = gpu_of(t)
     return (gpu is None or not gpu.machine.shapes_only) and _raw_left_aligned(t, mask)

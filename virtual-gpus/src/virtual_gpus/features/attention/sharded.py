@@ -83,7 +83,7 @@ def _placements_of_mask(mask, query, placements: Sequence[Any]) -> list[Any]:
 
 
 def _local(part, mesh, placements: Sequence[Any]):
-    """This rank's part. Its gradient is sharded likewise: whoever has a part of a replica sees all of it."""
+    """This rank's part. Its gradient is sharded likewise: a rank with a part of a replica sees all of it."""
     return part.redistribute(mesh, placements).to_local(grad_placements=placements)
 
 

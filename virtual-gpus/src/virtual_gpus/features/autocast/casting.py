@@ -1,4 +1,4 @@
-"""`torch.autocast("cuda")` for tensors that C++ believes to be on the CPU.
+"""`torch.autocast("cuda")` for tensors that are on the CPU for C++.
 
 Autocast is a dispatch key: PyTorch's kernels at AutocastCUDA cast the inputs, then call the operator again without the
 key (aten/src/ATen/autocast_mode.cpp). They ask C++ whether a tensor is on a GPU, and would cast none of ours. So at the

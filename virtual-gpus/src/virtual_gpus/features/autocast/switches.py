@@ -1,6 +1,6 @@
 """torch.autocast("cuda") and GradScaler: the switches that tell `features.autocast`, and what shapes_only must know.
 
-torch.autocast, custom_fwd, custom_bwd and GradScaler themselves are PyTorch's own. With shapes_only nobody can tell
+torch.autocast, custom_fwd, custom_bwd and GradScaler themselves are PyTorch's own. With shapes_only it is not known
 whether a gradient overflowed; it counts as not. The scale is then followed in the fields that GradScaler starts from
 (`_init_scale`, `_init_growth_tracker`), since its tensors have no values; a state_dict tells the followed ones.
 """

@@ -1,8 +1,8 @@
-"""torch._dynamo, while nobody compiles: a module that answers what PyTorch asks of it in passing.
+"""torch._dynamo, while nothing is compiled: a module that answers what PyTorch asks of it in passing.
 
 Every optimizer, every DistributedDataParallel and every checkpoint imports torch._dynamo, with sympy, to say that it is
 not to be compiled. That takes as long as half of `import torch`, in each process. While virtual GPUs are on, a stand-in
-is in `sys.modules` until somebody asks for more than the names below. Then the real module takes its place.
+is in `sys.modules` until more than the names below is asked for. Then the real module takes its place.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ import torch
 from torch._utils import _flatten_dense_tensors
 from torch.nn.parameter import is_lazy
 
-from virtual_gpus.clock.traffic import collective_here
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
+from virtual_gpus.features.data_parallel.parallel import collective_here
 from virtual_gpus.placement.storages import gpu_of
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
 
 from virtual_gpus.clock.clock import ConcurrentThreads
-from virtual_gpus.clock.traffic import collective_here
+from virtual_gpus.clock.traffic import ring_seconds
 from virtual_gpus.features.autocast import casting
-from virtual_gpus.machine import active
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import device_of, gpu_of
 from virtual_gpus.threads import this_thread
 
@@ -28,6 +29,20 @@ def is_available(tensors) -> bool:
     gpus = [gpu_of(t) for t in tensors]
     dense = all(g is not None and not t.is_sparse and t.is_contiguous() for g, t in zip(gpus, tensors, strict=False))
     return dense and len({id(g) for g in gpus}) == len(gpus)
+
+
+def collective_here(gpus: Sequence[VirtualGPU], kind: str, nbytes: int) -> None:
+    """A collective of several GPUs of this process, in their current streams (DataParallel's)."""
+    clock, slots = gpus[0].machine.clock, [gpu.slot for gpu in gpus]
+    now = clock.spend(clock.host.operator * len(gpus), slots[0])
+    start = max([now, *(clock.ready(gpu.slot, gpu.stream) for gpu in gpus)])
+    links = [
+        gpus[0].machine.topology.between(a, b) for a, b in zip(slots, [*slots[1:], slots[0]], strict=True) if a != b
+    ]
+    end = start + ring_seconds(links, len(slots), kind, nbytes)
+    clock.join(*((gpu.slot, gpu.stream) for gpu in gpus))
+    for gpu in gpus:
+        clock.occupy(gpu.slot, gpu.stream, start, end, "collective", kind, kernel=True)
 
 
 def reduce(inputs, output=None, root: int = 0, op: int = 0, streams=None, comms=None, *, outputs=None) -> None:

@@ -121,7 +121,7 @@ def _functional(call: OpCall):
     """What a functional collective returns: the tensor that it was given to write or to wait for, or else a new one.
 
     PyTorch's shape functions make new tensors of all, as a trace wants them. That would be a second block, which no
-    collective fills, so nobody would wait for it.
+    collective fills, so it would never be waited for.
     """
     if call.op.base in ("wait_tensor", "wait_tensors", "irecv"):
         return call.args[0]

@@ -3,13 +3,13 @@
 A collective begins as soon as the work before it on the current stream is done, and after the collectives that its
 process group was given before: a group has one queue, as a communicator of NCCL has. It moves bytes once the last
 process has come. So each process says when it would begin, by a tiny collective more over the same group, and all
-arrive at the same end. In a group of the backend "fake" there is nobody to wait for.
+arrive at the same end. In a group of the backend "fake", the other ranks do not exist.
 
 A message begins after the collectives of its group too, and collectives after the messages. What a rank sends and what
 it receives do not wait for each other, because links carry both directions at once. Messages in one direction share the
 link, so they go one after the other.
 
-Whoever uses the result waits for that end, on the GPU, and so does the stream on which `work.wait()` or `wait_tensor`
+What uses the result waits for that end, on the GPU, and so does the stream on which `work.wait()` or `wait_tensor`
 is called; the host goes on. That is how NCCL works, and how DistributedDataParallel's buckets overlap with the backward
 pass, and FSDP2's all-gathers with the computation before.
 """
@@ -108,7 +108,7 @@ class Arrival:
         """The modelled time of arrival. Waits for the sender's message."""
         if self._end is None:
             with contextlib.suppress(RuntimeError):  # gloo's word for "no answer in time"
-                self._work.wait(_PATIENCE)  # gloo's messages never say is_completed() before somebody waits
+                self._work.wait(_PATIENCE)  # gloo's messages never say is_completed() before a wait
             sent, host, slot = self._message.tolist()
             seconds = message_seconds(
                 self._gpu.machine.topology, (int(host), int(slot)), place_of(self._gpu), self._nbytes
@@ -417,9 +417,9 @@ def unawaited(call: OpCall) -> torch.Tensor:
     """`_wrap_tensor_autograd`: the result of a functional collective as a tensor that waits when it is first used.
 
     It has no memory but that of the tensor inside. PyTorch's shape function makes a new tensor instead, for which
-    nobody would wait.
+    no operator would wait.
     """
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # loaded, since somebody called it
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # loaded, since it was called
 
     return AsyncCollectiveTensor(call.args[0])
 
@@ -448,7 +448,7 @@ class _Arrived(torch.autograd.Function):
 
 
 def _note(gpu: VirtualGPU, tensors: Iterable[torch.Tensor], arrival) -> None:
-    """Whoever uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
+    """What uses `tensors` waits for `arrival`, and so does `wait()` of the Work that stands for it."""
     this_thread.collective = gpu, arrival
     for tensor in tensors:
         allocation = allocation_of(tensor)
@@ -475,7 +475,7 @@ def carry_out(
 
     A thread of gloo's keeps the tensors of a collective until it comes to let them go, which may be after the program
     did so and measured its memory. So gloo gets the bytes of the program's tensors and not their storages, and what it
-    makes is copied. The collective is over when this returns. That delays nobody: all ranks have come by then
+    makes is copied. The collective is over when this returns. That delays no rank: all ranks have come by then
     (`meet`), and how long a collective takes on GPUs is for the clock to say.
     """
     if call.op.base not in _KINDS or type(_group_of(call)) is not torch.distributed.ProcessGroup:

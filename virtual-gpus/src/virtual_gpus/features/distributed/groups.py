@@ -70,7 +70,7 @@ def route(gpu: VirtualGPU, group, places: Sequence[tuple[int, int]]) -> Route:
 
 
 def _world_size(group) -> int:
-    """The ranks of the program. A group that somebody made without `init_process_group` has them all."""
+    """The ranks of the program. A group that was made without `init_process_group` has them all."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else group.size()
 
 

@@ -171,7 +171,7 @@ def _end(group: Any) -> None:
 
 
 def _rendezvous(function: Callable) -> Callable:
-    """How the ranks meet. One rank of many meets nobody, whatever the place where it was told to."""
+    """How the ranks meet. One rank of many meets no other, wherever it was told to."""
 
     @functools.wraps(function)
     def rendezvous(url, rank=-1, world_size=-1, **kwargs):

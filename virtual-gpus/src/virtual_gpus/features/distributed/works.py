@@ -48,7 +48,7 @@ def _below(function):
 
 
 class _Buckets(TorchDispatchMode):
-    """Puts tensors on GPUs that C++ makes where it thinks that the parameters are, on "cpu".
+    """Puts tensors on GPUs that C++ makes on "cpu", where the parameters are for C++.
 
     DDP's reducer (torch/csrc/distributed/c10d/reducer.cpp) names a device for its buckets and for the map of used
     parameters, and none for what it keeps in the computer's memory. `gpus`: of one after the other, and of all others.

@@ -6,7 +6,7 @@ tensors from outside is undone at the end, and tensors from inside are zeros unt
 
 The recording holds no tensor that the capture made, because its block must go back to the pool as on CUDA. It describes
 each tensor by its storage (a `Slot`), sizes and strides. A replay runs the operators again. What they make goes into
-the storage that they made during the capture, if anybody still holds that, and is gone after the replay otherwise.
+the storage that they made during the capture, if that is still held, and is gone after the replay otherwise.
 
 Sources: aten/src/ATen/cuda/CUDAGraph.cpp, CUDA's programming guide on stream capture.
 """
@@ -25,7 +25,7 @@ from virtual_gpus import errors
 from virtual_gpus.clock.graph_clock import GraphClock
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.machine import Route, VirtualGPU, VirtualMachine, active
+from virtual_gpus.machine import Redirection, VirtualGPU, VirtualMachine, active
 from virtual_gpus.memory.allocator import CachingAllocator, PrivatePool
 from virtual_gpus.memory.blocks import BlockPool
 from virtual_gpus.placement.random_numbers import default_generator, known_generator
@@ -50,7 +50,7 @@ class Slot:
         self._watched = StorageWeakRef(storage)  # its address stays taken, so that it can be a key
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage, or None if nobody holds it any more."""
+        """The storage, or None if it is not held any more."""
         return self._held if self._held is not None else torch.UntypedStorage._new_with_weak_ptr(self._watched.cdata)
 
 
@@ -95,7 +95,7 @@ class Recording:
         return storage._cdata in self._slots
 
     def made(self) -> list[torch.UntypedStorage]:
-        """The storages that the capture made and somebody still holds."""
+        """The storages that the capture made and that are still held."""
         return [s for slot in self._slots.values() if slot.was_made and (s := slot.storage()) is not None]
 
     def described(self, value: Any) -> Any:
@@ -144,16 +144,16 @@ class Capture:
         self._generators = [default_generator(gpu), *map(known_generator, generators)]
         self._marks: list[tuple[torch.Tensor, int]] = []
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what was written to: bytes, and as they were
-        self._routes: list[tuple[VirtualGPU, Route]] = []
+        self._redirections: list[tuple[VirtualGPU, Redirection]] = []
 
     def begin(self) -> None:
         """Capture from now on."""
         machine = self.machine
         self._marks = [generator.marked() for generator in self._generators]
-        route = Route(pool=self.pool, streams=self.streams)
-        self._routes = [(gpu, route) for gpu in machine.gpus]
-        for gpu, _ in self._routes:
-            gpu.routes.append(route)
+        redirection = Redirection(pool=self.pool, streams=self.streams)
+        self._redirections = [(gpu, redirection) for gpu in machine.gpus]
+        for gpu, _ in self._redirections:
+            gpu.redirections.append(redirection)
             gpu.allocator.device.guard = self._check_segment
         machine.clock = GraphClock(machine.clock, self.streams)
         machine.captures.append(self)
@@ -166,8 +166,8 @@ class Capture:
         this_thread.capture = None
         machine.captures.remove(self)
         machine.clock = clock.outer
-        for gpu, route in self._routes:
-            gpu.routes.remove(route)
+        for gpu, redirection in self._redirections:
+            gpu.redirections.remove(redirection)
             gpu.allocator.device.guard = None
         for generator, mark in zip(self._generators, self._marks, strict=True):
             generator.go_back(mark)
@@ -218,7 +218,7 @@ class Capture:
             raise self.violation()
 
     def check_copy_with_host(self, pinned: bool, blocking: bool) -> None:
-        """A copy between a GPU and the computer's memory: only pinned, and only if nobody waits for it."""
+        """A copy between a GPU and the computer's memory: only pinned, and only if the host does not wait for it."""
         if not pinned:
             raise errors.copy_while_capturing()
         if blocking:
@@ -356,7 +356,7 @@ def replay(recording: Recording, machine: VirtualMachine) -> None:
 
 
 def _store(ref: Ref, tensor: torch.Tensor, made: dict[Slot, torch.UntypedStorage]) -> None:
-    """Put a result where the capture had it; where nobody holds that any more, what comes later takes the result."""
+    """Put a result where the capture had it; where that is not held any more, what comes later takes the result."""
     storage, found = ref.slot.storage(), tensor.untyped_storage()
     if storage is None:
         made[ref.slot] = found
@@ -406,15 +406,16 @@ def _below_autograd():
 @contextlib.contextmanager
 def _replaying(machine: VirtualMachine):
     """What runs here takes no time, and its memory comes from nowhere. Autocast is off: operators were cast before."""
-    route = Route(allocator=CachingAllocator(1 << 60, first_address=_REPLAYED), thread=threading.get_ident())
+    nowhere = CachingAllocator(1 << 60, first_address=_REPLAYED)
+    redirection = Redirection(allocator=nowhere, thread=threading.get_ident())
     outer, machine.clock = machine.clock, machine.clock.anew()
     cast, this_thread.autocast = this_thread.autocast, False
     for gpu in machine.gpus:
-        gpu.routes.append(route)
+        gpu.redirections.append(redirection)
     try:
         with torch._C._DisableAutocast(), torch.no_grad():
             yield
     finally:
         for gpu in machine.gpus:
-            gpu.routes.remove(route)
+            gpu.redirections.remove(redirection)
         this_thread.autocast, machine.clock = cast, outer

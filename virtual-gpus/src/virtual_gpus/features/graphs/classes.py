@@ -20,7 +20,7 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.features.graphs.capture import Capture, Recording, replay
 from virtual_gpus.features.streams import streams
-from virtual_gpus.machine import Route, VirtualMachine
+from virtual_gpus.machine import Redirection, VirtualMachine
 from virtual_gpus.memory.allocator import PrivatePool
 from virtual_gpus.patches.table import in_package
 
@@ -233,15 +233,15 @@ def _cuda_beginAllocateCurrentThreadToPool(device: int, pool: PoolId) -> None:
     """This thread's allocations on a GPU go to a pool, until `_cuda_endAllocateToPool`."""
     gpu = gpu_at(device)
     use = _Use(gpu.machine, tuple(pool))
-    route = Route(pool=use.pool, thread=threading.get_ident())
-    gpu.routes.append(route)
-    vars(_entered).setdefault("stack", []).append((gpu, route, use))
+    redirection = Redirection(pool=use.pool, thread=threading.get_ident())
+    gpu.redirections.append(redirection)
+    vars(_entered).setdefault("stack", []).append((gpu, redirection, use))
 
 
 def _cuda_endAllocateToPool(device: int, pool: PoolId) -> None:
     """The end of `_cuda_beginAllocateCurrentThreadToPool`."""
-    gpu, route, _ = _entered.stack.pop()
-    gpu.routes.remove(route)
+    gpu, redirection, _ = _entered.stack.pop()
+    gpu.redirections.remove(redirection)
 
 
 def _cuda_releasePool(device: int, pool: PoolId) -> None:

@@ -1,9 +1,9 @@
 """Additions that PyTorch's C++ does in place, unless a dispatch mode is on, as it is here.
 
-Where two paths of a network join, autograd's engine adds the second gradient onto the first, unless somebody else holds
-that one (torch/csrc/autograd/input_buffer.cpp). And `linear` adds its bias onto the product, where it cannot do both at
-once (aten/src/ATen/native/Linear.cpp). With a mode on, both make a new tensor. Such a sum takes the block of its first
-term over, so that memory is as without a mode.
+Where two paths of a network join, autograd's engine adds the second gradient onto the first, unless that one has
+another holder (torch/csrc/autograd/input_buffer.cpp). And `linear` adds its bias onto the product, where it cannot do
+both at once (aten/src/ATen/native/Linear.cpp). With a mode on, both make a new tensor. Such a sum takes the block of
+its first term over, so that memory is as without a mode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add(call: OpCall):
 
 
 def _engine_adds(call: OpCall, first, second) -> bool:
-    """True if the engine itself adds two gradients, and nobody else holds the first one."""
+    """True if the engine itself adds two gradients, and holds the first one alone."""
     if not call.is_lent or first.shape != second.shape or first.dtype != second.dtype or torch.is_grad_enabled():
         return False
     if not calling_frame().f_code.co_filename.endswith(_ENGINE):

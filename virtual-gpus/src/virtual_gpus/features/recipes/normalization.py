@@ -224,7 +224,7 @@ def _rms_norm_on_each_rank(input, shape, weight, eps):
     What DTensor's strategy (torch/distributed/tensor/_ops/_math_ops.py) does where the rows are sharded; where the
     normalized dimensions are, or the two differ in their mesh, PyTorch's composite operator runs.
     """
-    from torch.distributed.tensor import DTensor, Partial  # loaded already: somebody made a DTensor
+    from torch.distributed.tensor import DTensor, Partial  # loaded already, since there is a DTensor
 
     parts = [input] if weight is None else [input, weight]
     rows = input.dim() - len(shape)

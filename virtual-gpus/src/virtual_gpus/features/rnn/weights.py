@@ -116,7 +116,7 @@ def _flatten(gpu, net: Network, weights, biases: bool) -> None:
     offsets, total = weight_offsets(net, biases)
     flat = empty(gpu, (total,), weights[0].dtype)
     fill(flat, pieces(flat, weights, offsets), weights)
-    # Below autograd, as in C++: DataParallel's replicas are views, which it would not let anybody lay elsewhere.
+    # Below autograd, as in C++: DataParallel's replicas are views, which autograd would not let us lay elsewhere.
     with below(), torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
         for weight, at in zip(weights, offsets, strict=True):
             weight.set_(flat.untyped_storage(), at, weight.shape)

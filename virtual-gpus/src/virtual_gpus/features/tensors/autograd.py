@@ -125,7 +125,7 @@ def _checked(number: int, output, gradient):
 def _apply(self, *gradients):
     """The backward pass of a Python function, for which the GPU of its results is the current one.
 
-    Results that nobody used have gradients of zeros, which the engine makes in C++: they belong on the result's GPU.
+    Results that were not used have gradients of zeros, which the engine makes in C++: they belong on the result's GPU.
     """
     where = [gpu if gpu is not None and gpu.machine is active() else None for gpu in getattr(self, "_virtual_gpus", ())]
     for gradient, gpu in zip(gradients, where, strict=False):

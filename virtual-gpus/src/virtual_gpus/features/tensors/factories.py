@@ -43,7 +43,7 @@ def _maker(name: str):
             kwargs = kwargs if device is None else {**kwargs, "device": device}
             return pin(make(*args, **kwargs)) if kwargs.pop("pin_memory", False) else make(*args, **kwargs)
         enter_thread()
-        target = source  # where data is a tensor, and nobody says otherwise
+        target = source  # where data is a tensor, unless a device is named
         if device is not None:
             target = find_gpu(machine, device) if device.type == "cuda" else None
         return _make_on(make, name, target, *args, **kwargs)
