@@ -33,7 +33,8 @@ FOR_ONE_LESSON = {
     "visualizers of memory, which the package is for": "live_memory read_memory explore describe_memory "
     "draw_segments describe_segments",
     "for training that runs out of memory": "explain_oom largest_batch",
-    "a part or a kind of what several lessons use": "Attention FeedForward LLAMA_70B LlamaBlock RankError gpipe run_hosts",
+    "a part or a kind of what several lessons use": "Attention FeedForward LLAMA_70B LlamaBlock "
+    "RankError gpipe run_hosts",
     "what the panels are made of, for a panel in a lesson": "Panel control",
     "exercises of other lessons tell learners to call it": "describe_time_use",
 }

@@ -318,6 +318,7 @@ def test_scaling_measures_llama_1b_and_its_batch_fits_one_h100():
 
 
 OTHERS = ["scaling", "drill", "who", "fragmentation", "train_llama", "context_parallel", "experts"]
+OTHERS += ["all_reduce", "count_graphs"]
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, *OTHERS])

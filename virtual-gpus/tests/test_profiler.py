@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
-from virtual_gpus import record_timeline
+from virtual_gpus import record_timeline, virtual_gpus
 
 pytestmark = pytest.mark.usefixtures("gpus_of_the_module")
 GPUS = {"count": 2}
@@ -56,6 +57,18 @@ def test_the_trace_has_a_process_for_each_gpu(tmp_path):
     copied, doubled, read = (work[name] for name in names)
     assert (copied["pid"], doubled["pid"], read["pid"]) == (0, 1, 1)
     assert doubled["ts"] >= copied["ts"] + copied["dur"]
+
+
+def test_collectives_have_the_names_of_nccl_s_kernels():
+    with virtual_gpus(2, shapes_only=True, rank=0, world_size=4):
+        dist.init_process_group("nccl")
+        x = torch.ones(4, device="cuda")
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            dist.all_reduce(x)
+            dist.all_to_all_single(torch.empty_like(x), x)
+            dist.all_gather_into_tensor(torch.empty(16, device="cuda"), x)
+    names = [event.name for event in profiled.events()]
+    assert names == [f"ncclDevKernel_{name} (modelled)" for name in ("AllReduce", "SendRecv", "AllGather")]
 
 
 def test_other_ways_to_profile_and_nvtx_ranges_that_do_no_harm():

@@ -1,0 +1,135 @@
+"""The checks of lesson 12: right and wrong answers of each exercise, its traces, and its programs."""
+
+import re
+import statistics
+
+import pytest
+from virtual_gpus import virtual_gpus
+
+from notebooks.checks import lesson12 as check
+from tests.check_answers import Answers, answers_test, cells_of, stored
+from tests.programs import SCRIPTS, in_ranks, printed, set_rank
+
+pytestmark = pytest.mark.usefixtures("workspaces_given_back")
+
+LESSON = "12_slow_steps_and_strange_losses"
+MS = stored(LESSON, "all_reduce_ms_solution")
+WAY_BACK = stored(LESSON, "way_back_solution")
+RIGHT = {"A": "slow rank", "B": "small kernels", "C": "slow link", "D": "copy", "E": "reads"}
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with virtual_gpus(4, memory="1 GiB") as devices:
+        yield devices
+
+
+def from_the_end(losses, every):
+    """The same rule, written in another way."""
+    spikes = [step for step in range(10, len(losses)) if losses[step] / 3 > statistics.median(losses[step - 10 : step])]
+    checkpoints = range(0, len(losses), every)
+    return max([0, *(each for each in checkpoints if each <= spikes[0] - 5)]) if spikes else None
+
+
+def emptied(losses, every):
+    result = WAY_BACK()(losses, every)
+    losses.clear()
+    return result
+
+
+TABLE = {
+    "diseases": Answers(
+        check.diseases,
+        right=[RIGHT, {letter: f" {name.upper()}" for letter, name in reversed(RIGHT.items())}],
+        wrong=[
+            ({**RIGHT, "A": "slow link"}, "In trace A, the all-reduces of rank 2 carry 22 GB/s"),
+            ({**RIGHT, "B": "reads"}, "In trace B, nothing is copied to the host"),
+            ({**RIGHT, "C": "one bucket"}, "In trace C, the first all-reduce begins while the backward pass goes on"),
+            ({**RIGHT, "C": "slow rank"}, "all ranks compute equally long"),
+            ({**RIGHT, "D": "small kernels"}, "hardly waits between kernels"),
+            ({**RIGHT, "E": "copy"}, "no large copy from the host"),
+            ({**RIGHT, "E": "small kernels"}, "look at their names"),
+            ({**RIGHT, "E": ...}, "Replace the dots"),
+            ({**RIGHT, "E": "flu"}, "There is no disease 'flu'"),
+            ({"A": "copy"}, "Name the diseases of A, B, C, D and E"),
+            ("copy", "is not a dict"),
+        ],
+    ),
+    "all_reduce_ms": Answers(
+        check.all_reduce_ms,
+        right=[MS(), lambda nbytes, ranks, busbw: nbytes / busbw * (2 - 2 / ranks) / 1e6],
+        wrong=[
+            (MS("2 * (ranks - 1) / ranks * nbytes", "nbytes"), "send the bytes once"),
+            (MS("2 * (ranks", "(ranks"), "to add the pieces"),
+            (MS("(ranks - 1) / ranks * ", ""), "without the factor"),
+            (MS("1e3 * sent", "sent"), "in seconds"),
+            (MS("1e3 * sent", "1e6 * sent"), "in microseconds"),
+            (MS("1e3 * sent", "8e3 * sent"), "gigabits"),
+            (MS("1e9", "2**30"), "2**30 bytes"),
+            (MS(" / ranks", ""), "the traffic of all ranks"),
+        ],
+    ),
+    "way_back": Answers(
+        check.way_back,
+        right=[WAY_BACK(), from_the_end],
+        wrong=[
+            (WAY_BACK("(step - 5)", "step"), ("With a spike in step 41", "is less than 5 steps before")),
+            (WAY_BACK("(step - 5)", "(step - 10)"), ("step 37", "is too early")),
+            (WAY_BACK(" // every * every", ""), "there is no checkpoint of step"),
+            (WAY_BACK("> 3 *", "> 2 *"), ("triples", "there is no spike by the rule")),
+            (WAY_BACK("> 3 *", "> 300 *"), "sees no spike"),
+            (WAY_BACK("max(0, (step - 5) // every * every)", "50"), "comes after the spike"),
+            (lambda losses, every: 0, ("step 37", "is too early")),
+            (emptied, "changes the list"),
+        ],
+    ),
+}  # fmt: skip
+test_answers = answers_test(TABLE)
+
+
+def test_each_trace_has_its_disease_and_no_other():
+    """By the lesson's own functions, as its solution reads them."""
+    breakdown = cells_of(LESSON)[1]["breakdown"]
+    found = {}
+    for letter, ranks in check.five_traces().items():
+        parts = [breakdown(events) for events in ranks]
+        copies = [event for event in ranks[0] if event["cat"] == "gpu_memcpy"]
+        kernels = [event for event in ranks[0] if event["cat"] == "kernel"]
+        sent = [event["dur"] for event in ranks[2] if event["name"].startswith("ncclDevKernel_AllReduce")]
+        last = max(event["ts"] for event in kernels if not event["name"].startswith("nccl"))
+        assert min(event["ts"] for event in kernels if event["name"].startswith("nccl")) < last  # not one bucket
+        marks = {
+            "slow rank": parts[2]["computing"] > 1.2 * parts[0]["computing"],
+            "small kernels": parts[0]["gaps"] > 0.1 * parts[0]["step"] and not copies,
+            "slow link": sum(sent) / 2 > 30_000,
+            "copy": any(event["dur"] > 1000 for event in copies),
+            "reads": sum(event["name"].startswith("Memcpy DtoH") for event in copies) > 100,
+        }
+        found[letter] = [name for name, has in marks.items() if has]
+    assert found == {letter: [name] for letter, name in RIGHT.items()}
+
+
+def test_all_reduce_measures_all_ranks_and_each_pair(tmp_path, monkeypatch):
+    options = ["--least", 2**20, "--most", 2**26, "--repeats", 2, "--pairs"]
+    slow = [
+        ["X" if row == column else "PHB" if 2 in (row, column) else "NV18" for column in range(4)] for row in range(4)
+    ]
+    with virtual_gpus(4, kind="H100", shapes_only=True, links=slow):
+        output = in_ranks(4, tmp_path, SCRIPTS / "all_reduce.py", *options)[0]
+    pairs = {name: float(speed) for name, speed in re.findall(r"^pair (\d \d) ([\d.]+) GB/s$", output, re.M)}
+    assert len(pairs) == 6 and {name for name, speed in pairs.items() if speed < 100} == {"0 2", "1 2", "2 3"}
+    lines = re.findall(r"^all-reduce ranks=4 bytes=(\d+) ms=([\d.]+) algbw=([\d.]+) busbw=([\d.]+) GB/s$", output, re.M)
+    assert [int(nbytes) for nbytes, *_ in lines] == [2**20, 2**22, 2**24, 2**26]
+    nbytes, milliseconds, algorithm, bus = map(float, lines[-1])
+    assert bus == pytest.approx(1.5 * algorithm, rel=0.01) == pytest.approx(1.5 * nbytes / milliseconds / 1e6, rel=0.01)
+    with virtual_gpus(2):
+        output = in_ranks(2, tmp_path, SCRIPTS / "all_reduce.py", "--most", 2**18)[0]
+    assert output.count("all-reduce ranks=2") == 2 and "pair" not in output
+    set_rank(monkeypatch)
+    for options, words in (
+        ([], "Start two ranks or more"),
+        (["--least", 2**30], "at most --most"),
+        (["--repeats", 0], "1"),
+    ):
+        with pytest.raises(SystemExit, match=words):
+            printed("all_reduce", *options)
