@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import TensorDataset
 
+from helpers.sizes import require_integer
+
 __all__ = ["DamagedData", "Images", "fashion_mnist", "random_tokens"]
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -59,16 +61,15 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
     """
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}.")
-    if size < 1:
-        raise ValueError(f"size={size} must be at least 1.")
+    require_integer("size", size)
     for part in ("train", "t10k"):  # torchvision checks that all four files exist
         _bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         _bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
     from torchvision.datasets import FashionMNIST  # here: it imports the compiler unless virtual GPUs are on
 
     raw = FashionMNIST(DATA)
-    if count is not None and not 1 <= count <= len(raw):
-        raise ValueError(f"count={count} must be from 1 to {len(raw)}.")
+    if count is not None:
+        require_integer("count", count, most=len(raw))
     images = raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255
     images = (images - 0.289) / 0.354  # mean and standard deviation of the 4,000 images
     if images.shape[-1] != size:

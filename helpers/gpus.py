@@ -8,6 +8,8 @@ on real GPUs, torch.profiler records what they do.
 
 import os
 import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +21,10 @@ from helpers.engine import (
     virtual_block_address,
     virtual_gpus,
 )
-from helpers.sizes import GiB, number_of
+from helpers.sizes import GiB, number_of, require_integer
 
-__all__ = ["Device", "block_address", "is_virtual", "modelled_gpus", "modelled_timeline", "require_gpu", "topology",
-           "use_gpus"]  # fmt: skip
+__all__ = ["Device", "block_address", "gpu_index", "gpu_indices", "index_of", "is_virtual", "modelled_gpus",
+           "modelled_timeline", "require_gpu", "same_gpus", "topology", "use_gpus"]  # fmt: skip
 
 Device = int | str | torch.device  # mostly a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
@@ -56,8 +58,6 @@ def use_gpus(
     TypeError for an invalid argument.
     """
     global _ours
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_GPUS:
-        raise ValueError(f"use_gpus(count) needs an integer from 1 to {_MOST_GPUS}, not {count!r}.")
     choice = os.environ.get("GPUS", "auto").strip().lower() or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"The environment variable GPUS is {choice!r}. It must be one of {', '.join(_CHOICES)}.")
@@ -149,6 +149,51 @@ def require_gpu() -> None:
         raise RuntimeError("There is no GPU. Call use_gpus(4) to get virtual GPUs.")
 
 
+@contextmanager
+def same_gpus() -> Iterator[None]:
+    """Raise RuntimeError if the block switches to other virtual GPUs, of which nothing would be measured."""
+    machine = active_machine()
+    yield
+    if active_machine() is not machine:
+        raise RuntimeError("The block switched to other GPUs. Call use_gpus before it.")
+
+
+def index_of(gpu: Device) -> int | None:
+    """Return the index of a GPU, which need not exist, and None for "cuda". Raises ValueError for other devices."""
+    try:
+        device = torch.device("cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
+    except (RuntimeError, TypeError):  # a negative index, a name that PyTorch does not know, or no device at all
+        device = torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"{gpu!r} is not a GPU. Pass a device such as 'cuda:0'.")
+    return device.index
+
+
+def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
+    """Return the indices of `devices` (a device, an index, or a list of them; None means all visible GPUs).
+
+    Raises RuntimeError if there is no GPU, and ValueError for a device that is not a GPU or does not exist.
+    """
+    require_gpu()
+    count = torch.cuda.device_count()
+    devices = range(count) if devices is None else devices
+    indices = []
+    for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:
+        index, name = index_of(device), str(device).removeprefix("cuda:")
+        if name not in ("cuda", *map(str, range(count))):  # asked of the text, because PyTorch takes 256 for 0
+            raise ValueError(f"There is no cuda:{name}. PyTorch sees cuda:0 to cuda:{count - 1}.")
+        indices.append(torch.cuda.current_device() if index is None else index)
+    return list(dict.fromkeys(indices))
+
+
+def gpu_index(gpu: Device) -> int:
+    """Return the index of one GPU. Raises what `gpu_indices` raises, and ValueError for several GPUs."""
+    indices = gpu_indices(gpu)
+    if len(indices) != 1:
+        raise ValueError(f"Pass one GPU, such as 'cuda:0', not {gpu!r}.")
+    return indices[0]
+
+
 def is_virtual() -> bool:
     """Return True if virtual GPUs are active."""
     return active_machine() is not None
@@ -204,6 +249,7 @@ def modelled_gpus(
     exist, process groups work and send nothing, and collectives take modelled time. Raises ValueError or TypeError for
     an invalid argument.
     """
+    require_integer("count", count, most=_MOST_GPUS)
     # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
     settings.setdefault("honour_visible_devices", False)
     return virtual_gpus(count, kind=kind, memory=memory, shapes_only=shapes_only, **settings)

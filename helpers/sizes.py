@@ -1,4 +1,4 @@
-"""Bytes and numbers as text. In the whole course, 1 GiB is 2^30 bytes and 1 MiB is 2^20 bytes."""
+"""Bytes and numbers as text, and which integers are accepted. 1 GiB is 2^30 bytes and 1 MiB is 2^20 bytes."""
 
 MiB = 2**20
 GiB = 2**30
@@ -24,6 +24,14 @@ def digits(value: float, decimals: int) -> str:
     return (
         f"<{smallest:g}" if value > 0 and not round(value, decimals) else f"{round(value, decimals) + 0:,.{decimals}f}"
     )
+
+
+def require_integer(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise ValueError unless `value` is an integer from `least` to `most`. True and False are none."""
+    wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
+    if wrong or (most is not None and value > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+        raise ValueError(f"{name}={value!r} must be an integer {bounds}.")
 
 
 def number_of(count: int, things: str) -> str:

@@ -6,8 +6,11 @@
 The programs in notebooks/scripts contain the same loop in full, with validation and checkpoints.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +30,24 @@ class Epoch(NamedTuple):
     accuracy: float
 
 
+def option_of(loss: Callable[..., Tensor], name: str) -> Any:
+    """Return an option of a loss, which is a module, a function or a functools.partial. None if it has no such option.
+
+    A lambda hides the options of what it calls.
+    """
+    while isinstance(loss, partial):
+        if name in loss.keywords:
+            return loss.keywords[name]
+        loss = loss.func
+    if isinstance(loss, FunctionType):
+        parameter = inspect.signature(loss).parameters.get(name)
+        return parameter and parameter.default
+    return getattr(loss, name, None)
+
+
 def require_mean(loss: Callable[..., Tensor]) -> None:
-    """Raise ValueError for a loss with a `reduction` that is not "mean", also in a functools.partial."""
-    reduction = getattr(loss, "reduction", getattr(loss, "keywords", {}).get("reduction", "mean"))
+    """Raise ValueError for a loss with a `reduction` that is not "mean"."""
+    reduction = option_of(loss, "reduction") or "mean"
     if reduction not in ("mean", "batchmean"):
         raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{reduction}".')
 
@@ -50,7 +68,8 @@ def train_epochs(
     ranks return the figures of all images, and rank 0 alone logs. Each may be compiled.
 
     loss: a mean over images, such as nn.CrossEntropyLoss(). DistributedDataParallel takes the mean of the ranks' means,
-    so it trains like one GPU only if the ranks have equal parts of each batch.
+    so it trains like one GPU only if the ranks have equal parts of each batch. If the loss weights classes or ignores
+    labels, the figures are not those of all images, but means of the batches' means.
 
     loader: gives (images, labels), the labels as (N,) class indices. Its DistributedSampler, if it has one, is told the
     epoch, which begins at 0; images that it repeats to fill the last batch count twice. log: called with a line for

@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from helpers.parallel.pipeline import Slot, bubble, gpipe, most_kept, one_f_one_b, simulate
+from helpers.parallel import Slot, bubble, gpipe, most_kept, one_f_one_b, simulate
 from helpers.show import Panel, control
 from helpers.show.style import COLOURS, WIDTH
 

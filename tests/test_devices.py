@@ -9,7 +9,7 @@ from virtual_gpus import active_machine, virtual_gpus
 
 from helpers import engine, use_gpus
 from helpers import gpus as devices
-from helpers.measure import record_timeline
+from helpers.measure import measure_memory, record_timeline
 
 GIB = 1 << 30
 
@@ -46,8 +46,9 @@ def test_gives_a_list_of_devices_and_says_so_in_one_line(capsys):
     assert use_gpus(2, memory="1 GiB") == [torch.device("cuda:0"), torch.device("cuda:1")]  # replaces the first
     assert torch.cuda.device_count() == 2 and torch.cuda.memory_allocated(1) == 0
     assert old.device.type == "cpu" and old.to("cuda:1").sum().item() == 2.0
-    with pytest.raises(RuntimeError, match="switched to other GPUs"), record_timeline():
-        use_gpus(1)
+    for block in (record_timeline, measure_memory):
+        with pytest.raises(RuntimeError, match="switched to other GPUs"), block():
+            use_gpus(1)
 
 
 def test_one_gpu_and_shapes_only(capsys):

@@ -50,7 +50,7 @@ def test_some_devices_in_any_spelling_each_once(four):
     found = read_memory([torch.device("cuda:3"), "cuda:0", 2, "cuda", "cuda:2"])
     assert [reading.index for reading in found] == [3, 0, 2, 1]
     assert [reading.index for reading in read_memory("cuda:2")] == [2]
-    with pytest.raises(ValueError, match="cpu is not a GPU"):
+    with pytest.raises(ValueError, match="'cpu' is not a GPU"):
         read_memory("cpu")
     for index, device in ((4, [4]), (256, "cuda:256"), (256, 256)):
         with pytest.raises(ValueError, match=f"no cuda:{index}. PyTorch sees cuda:0 to cuda:3"):
@@ -59,7 +59,7 @@ def test_some_devices_in_any_spelling_each_once(four):
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has real GPUs")
 def test_without_any_gpu_a_sentence_says_what_to_do():
-    for read in (read_memory, memory.reset_peaks, lambda: peak_memory(lambda: None)):
+    for read in (read_memory, memory.reset_peaks, lambda: peak_memory(lambda: None), lambda: largest_batch(print)):
         with pytest.raises(RuntimeError, match="There is no GPU. Call use_gpus"):
             read()
 
@@ -294,11 +294,12 @@ def bounded(largest: int, tried: list[int]):
 )
 def test_the_largest_batch_is_found_and_nothing_is_tried_twice(largest, start):
     tried = []
-    assert largest_batch(bounded(largest, tried), start, limit=1000, steps=1) == min(largest, 1000)
+    with virtual_gpus(1):
+        assert largest_batch(bounded(largest, tried), start, limit=1000, steps=1) == min(largest, 1000)
     assert len(tried) == len(set(tried)) <= 20 and all(0 < batch <= 1000 for batch in tried)
 
 
-def test_every_try_is_two_steps_and_errors_pass_through():
+def test_every_try_is_two_steps_and_errors_pass_through(four):
     tried = []
     assert largest_batch(bounded(5, tried)) == 5
     assert tried == [1, 1, 2, 2, 4, 4, 8, 6, 5, 5]
@@ -306,9 +307,7 @@ def test_every_try_is_two_steps_and_errors_pass_through():
         largest_batch(lambda batch: 1 / 0)
     assert largest_batch(bounded(5, tried), smallest=4) == 5 and largest_batch(bounded(5, tried), smallest=6) == 0
     for wrong in ({"start": 0}, {"limit": 8.5}, {"steps": 0}, {"smallest": 0}):
-        with pytest.raises(
-            ValueError, match="{}={} must be an integer of at least 1".format(*next(iter(wrong.items())))
-        ):
+        with pytest.raises(ValueError, match="{}={} must be an integer".format(*next(iter(wrong.items())))):
             largest_batch(lambda batch: None, **wrong)
 
 

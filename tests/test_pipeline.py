@@ -1,5 +1,6 @@
 """Schedules, stages, the pipeline, its panel and the sketch of a matrix that is cut."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -87,15 +88,40 @@ def test_a_pipeline_that_cannot_be_is_refused():
         with pytest.raises(ValueError, match="one GPU for each stage, not 2 for 1"):
             Pipeline([nn.Linear(2, 2)], gpus)
         pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], gpus)
-        for micro_batches, targets, said in ((0, 3, "cut into 0"), (4, 3, "cut into 4"), (1, 2, "3 inputs, but 2 tar")):
+        with pytest.raises(ValueError, match="no cuda:7"):
+            Pipeline([nn.Linear(2, 2)], ["cuda:7"])
+        for micro_batches, targets, said in (
+            (0, 3, "from 1 to 3"),
+            (4, 3, "from 1 to 3"),
+            (1, 2, "3 inputs, but 2 tar"),
+        ):
             with pytest.raises(ValueError, match=said):
                 pipeline.step(torch.ones(3, 2), torch.ones(targets, 2), nn.MSELoss(), micro_batches)
-        for loss, said in ((nn.CrossEntropyLoss(torch.ones(2)), "weights classes"), (nn.CrossEntropyLoss(), "of -100")):
+        for loss, said in (
+            (nn.CrossEntropyLoss(torch.ones(2)), "weights classes"),
+            (partial(cross_entropy, weight=torch.ones(2)), "weights classes"),
+            (nn.CrossEntropyLoss(), "of -100"),
+            (cross_entropy, "of -100"),
+            (partial(nn.CrossEntropyLoss(reduction="sum")), 'not "sum"'),
+        ):
             with pytest.raises(ValueError, match=said):
                 pipeline.step(torch.ones(3, 2), torch.tensor([1, -100, 0]), loss, 2)
+        pipeline.step(
+            torch.ones(3, 2), torch.ones(3, 2), nn.BCEWithLogitsLoss(torch.ones(2, device=gpus[1])), 2
+        )  # divides by samples
         pipeline.schedule = lambda stages, micro_batches: [order[:-1] for order in gpipe(stages, micro_batches)]
         with pytest.raises(ValueError, match="F and B of every micro-batch once"):
             pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
+
+
+def test_a_parameter_of_two_stages_is_one_parameter_and_targets_may_lie_on_a_gpu_in_shapes_only():
+    with virtual_gpus(2, shapes_only=True) as gpus:
+        embedding, output = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        output.weight = embedding.weight
+        pipeline = Pipeline([embedding, nn.Linear(4, 4), output], [gpus[0], gpus[1], gpus[0]])
+        assert len(pipeline.parameters()) == 3
+        tokens = torch.zeros(6, dtype=torch.long, device=gpus[0])
+        pipeline.step(tokens, tokens, nn.CrossEntropyLoss(), 2)
 
 
 def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count=4, micro_batches=8):

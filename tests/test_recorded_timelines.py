@@ -135,6 +135,7 @@ def test_a_table_of_what_each_gpu_does():
         "a cuda:1        10.0        6.0        0.0        0.0        4.0        0.0",
     ]
     assert describe_time_use(of(1.0, (3, 0, 1, "step"), modelled=False)).startswith("measured ms")
+    assert "0.0200" in describe_time_use(of(5e-5, (3, 0, 2e-5, "step")))  # ms, with more decimals
     for seconds, words in ((1.1324, "1,132 ms"), (0.0123456, "12.3 ms"), (2e-5, "0.02 ms")):
         assert describe_timeline(of(seconds)) == f"modelled {words} | busy: "
 

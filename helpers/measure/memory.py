@@ -16,24 +16,21 @@ from typing import Any
 
 import torch
 
-from helpers.gpus import Device, require_gpu
+from helpers.gpus import Device, gpu_indices, require_gpu, same_gpus
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusal import describe_oom, free_frames, read_refusal
-from helpers.sizes import MiB, number_of
+from helpers.sizes import MiB, number_of, require_integer
 
 
 def read_memory(devices: Device | Iterable[Device] | None = None) -> Readings:
-    """Read the memory of `devices` (a device, an index, or a list of them; None means all visible GPUs).
-
-    Raises RuntimeError if there is no GPU, and ValueError for a device that is not a GPU or does not exist.
-    """
+    """Read the memory of `devices`, which are as in `gpu_indices`. Raises what `gpu_indices` raises."""
     indices = gpu_indices(devices)
     driver, note = _driver_view(indices)
     return Readings((_read_one(index, driver.get(index)) for index in indices), note)
 
 
 def reset_peaks(devices: Device | Iterable[Device] | None = None) -> None:
-    """Reset the peaks of `devices` (None means all GPUs) to the memory in use now. Raises what `read_memory` raises."""
+    """Reset the peaks of `devices` (None means all GPUs) to the memory in use now. Raises what `gpu_indices` raises."""
     indices = gpu_indices(devices)
     torch.cuda.init()  # PyTorch cannot reset peaks before CUDA is initialized
     for index in indices:
@@ -49,15 +46,16 @@ def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool
     passed on, as is any other error. With `catch=True`, the program continues after the block instead.
 
     Memory that PyTorch has already cached counts as reserved. Each GPU has one peak, so do not measure within the block
-    of another measurement: the outer one would see only what ran after the inner one began. Raises what `read_memory`
-    raises.
+    of another measurement: the outer one would see only what ran after the inner one began. Raises what `gpu_indices`
+    raises, and RuntimeError if the block switches to other GPUs.
     """
     gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
     reset_peaks(indices)
     readings, refusal, note = Readings(), None, ""
     try:
-        yield readings
+        with same_gpus():
+            yield readings
     except torch.OutOfMemoryError as error:
         refusal, note = read_refusal(error), describe_oom(error)
         if not catch:
@@ -81,19 +79,16 @@ def largest_batch(
     it. A torch.OutOfMemoryError means that the batch is too large; any other error is passed on. The search tries
     `smallest`, so that the answer does not depend on `start`, then `start`, doubles until a try fails, and bisects.
     PyTorch's random number generators are afterwards as before. Raises ValueError if an argument is no integer of at
-    least 1, and if `smallest` is above `limit`.
+    least 1, and if `smallest` is above `limit`, and RuntimeError if there is no GPU.
 
     smallest: the fewest samples that `step` takes. BatchNorm may need 2, and a `Pipeline` one for each micro-batch.
 
     step: best a function that builds model and optimizer and then trains two steps (with `steps=1`), because that is
     what a fresh program does. If an optimizer lives on from one try to the next, more may fit.
     """
-    numbers = {"start": start, "limit": limit, "steps": steps, "smallest": smallest}
-    for name, number in numbers.items():
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r} must be an integer of at least 1.")
-    if smallest > limit:
-        raise ValueError(f"smallest={smallest} is above limit={limit}.")
+    for name, number in {"start": start, "limit": limit, "steps": steps}.items():
+        require_integer(name, number)
+    require_integer("smallest", smallest, most=limit)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         if not fits(_repeat, steps, step, smallest):
             return 0
@@ -111,8 +106,10 @@ def largest_batch(
 def fits(step: Callable[..., object], /, *args: Any, **options: Any) -> bool:
     """Return whether `step(*args, **options)` runs without a torch.OutOfMemoryError. Other errors are passed on.
 
-    Before and after that, it frees what an error has left behind, and empties PyTorch's cache.
+    Before and after that, it frees what an error has left behind, and empties PyTorch's cache. Raises RuntimeError if
+    there is no GPU.
     """
+    require_gpu()
     _free_leftovers()
     try:
         step(*args, **options)
@@ -132,34 +129,6 @@ def _repeat(times: int, step: Callable[[int], object], batch: int) -> None:
 def _free_leftovers() -> None:
     gc.collect()  # an error's traceback keeps the step's tensors alive, in reference cycles
     torch.cuda.empty_cache()
-
-
-def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
-    """Return the indices of `devices`, which are as in `read_memory`. Raises what `read_memory` raises."""
-    require_gpu()
-    count = torch.cuda.device_count()
-    devices = range(count) if devices is None else devices
-    indices = []
-    for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:
-        index = str(device).removeprefix("cuda:")
-        try:
-            device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        except (RuntimeError, TypeError):  # a negative index, a name that PyTorch does not know, or no device at all
-            raise ValueError(f"{device!r} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.") from None
-        if device.type != "cuda":
-            raise ValueError(f"{device} is not a GPU. Pass devices such as 'cuda:0', or None for all GPUs.")
-        indices.append(torch.cuda.current_device() if device.index is None else device.index)
-        if index not in ("cuda", *map(str, range(count))):  # asked of the text, because PyTorch takes 256 for 0
-            raise ValueError(f"There is no cuda:{index}. PyTorch sees cuda:0 to cuda:{count - 1}.")
-    return list(dict.fromkeys(indices))
-
-
-def gpu_index(gpu: Device) -> int:
-    """Return the index of one GPU. Raises what `read_memory` raises, and ValueError for several GPUs."""
-    indices = gpu_indices(gpu)
-    if len(indices) != 1:
-        raise ValueError(f"Pass one GPU, such as 'cuda:0', not {gpu!r}.")
-    return indices[0]
 
 
 def segments_of(gpu: int) -> list[dict[str, Any]]:

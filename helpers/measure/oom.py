@@ -220,8 +220,9 @@ class Explanation:
         if not self:
             return self.happened
         kinds = [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
-        lines = [self.happened, "", "what is there", *kinds, "", "the largest, and the line that made them"]
-        lines += self._largest()
+        lines = [self.happened, "", "what is there", *kinds]
+        if self.blocks:
+            lines += ["", "the largest, and the line that made them", *self._largest()]
         advice = self._advice_lines()
         if advice:
             lines += ["", "what would have helped this request (later ones are not known)", *advice]

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from helpers.engine import Span, active_machine, busy_seconds, gpus_of, seconds_covered
-from helpers.gpus import Device, modelled_timeline, require_gpu
+from helpers.engine import Span, busy_seconds, gpus_of, seconds_covered
+from helpers.gpus import Device, index_of, modelled_timeline, require_gpu, same_gpus
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
@@ -63,9 +63,8 @@ class Timeline:
 
 def _index(gpu: Device) -> int:
     """Return the index of a GPU, which need not exist here, because a timeline may come from another process."""
-    device = torch.device("cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
-    index = device.index
-    if index is None or device.type != "cuda":
+    index = index_of(gpu)
+    if index is None:
         raise ValueError(f"Name one GPU by its index, such as 'cuda:0', not {gpu!r}.")
     return index
 
@@ -107,14 +106,12 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     require_gpu()
     if memory:
         gc.collect()  # or cycles of earlier steps might be freed at any time in the block
-    timeline, clock, machine = Timeline(), modelled_timeline(memory), active_machine()
+    timeline, clock = Timeline(), modelled_timeline(memory)
     if clock is None:
         yield from _measured(timeline)
         return
-    with clock:
+    with same_gpus(), clock:
         yield timeline
-    if active_machine() is not machine:
-        raise RuntimeError("The block switched to other GPUs. Call use_gpus before record_timeline.")
     timeline.seconds = clock.seconds
     timeline.spans = [span for span in clock.spans if span.gpu is not None]
     timeline.memory = clock.memory
@@ -240,17 +237,19 @@ def named_timelines(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[
 
 
 def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
-    """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key.
+    """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key. It has
+    more decimals if all timelines are shorter than a millisecond.
 
     Raises what `named_timelines` raises.
     """
     timelines, modelled_or_measured = named_timelines(timelines)
     heading = f"{modelled_or_measured} ms"
     rows: dict[str, str] = {}
+    decimals = 1 if any(timeline.seconds >= 1e-3 for timeline in timelines.values()) else 4
     for name, timeline in timelines.items():
         for gpu in timeline.gpus:
-            figures = "".join(f"{1e3 * seconds:11.1f}" for seconds in time_use(timeline, gpu))
-            rows[f"{name} cuda:{gpu}".strip()] = f"{1e3 * timeline.seconds:8.1f}{figures}"
+            figures = "".join(f"{1e3 * seconds:11.{decimals}f}" for seconds in time_use(timeline, gpu))
+            rows[f"{name} cuda:{gpu}".strip()] = f"{1e3 * timeline.seconds:8.{decimals}f}{figures}"
     width = max(map(len, [heading, *rows]))
     lines = [f"{heading:{width}} {'in all':>8}" + "".join(f"{part:>11}" for part in TimeUse._fields)]
     return "\n".join([*lines, *(f"{name:{width}} {figures}" for name, figures in rows.items())])

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from helpers.engine import name_work
-from helpers.gpus import Device, require_gpu
-from helpers.train import require_mean
+from helpers.gpus import Device, gpu_index, require_gpu
+from helpers.sizes import require_integer
+from helpers.train import option_of, require_mean
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
@@ -125,10 +126,12 @@ _Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]  # a stage's input and outp
 def _require_mean_over_samples(loss: Loss, targets: Tensor) -> None:
     """Raise ValueError if the mean of a part does not count as often as it has samples."""
     require_mean(loss)
-    if getattr(loss, "weight", None) is not None:
+    ignored = option_of(loss, "ignore_index")  # losses that have it divide by the sum of the weights
+    if ignored is not None and option_of(loss, "weight") is not None:
         raise ValueError("The loss weights classes, so micro-batches do not count by their samples. Leave weight out.")
-    ignored = getattr(loss, "ignore_index", None)
-    if ignored is not None and not targets.is_floating_point() and bool((targets == ignored).any()):
+    if targets.is_floating_point() or targets.device.type != "cpu":  # the host would wait for a GPU in every step
+        return
+    if ignored is not None and bool((targets == ignored).any()):
         raise ValueError(f"The loss leaves out targets of {ignored}, so micro-batches do not count by their samples.")
 
 
@@ -144,13 +147,13 @@ class Pipeline:
         require_gpu()
         if len(stages) != len(gpus) or not stages:
             raise ValueError(f"There must be one GPU for each stage, not {len(gpus)} for {len(stages)}.")
-        self.stages = [stage.to(gpu) for stage, gpu in zip(stages, gpus, strict=True)]
-        self.gpus, self.schedule = list(gpus), schedule
-        self.copies = [torch.cuda.Stream(gpu) for gpu in gpus]
+        self.gpus, self.schedule = [torch.device("cuda", gpu_index(gpu)) for gpu in gpus], schedule
+        self.stages = [stage.to(gpu) for stage, gpu in zip(stages, self.gpus, strict=True)]
+        self.copies = [torch.cuda.Stream(gpu) for gpu in self.gpus]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all stages, for an optimizer."""
-        return [parameter for stage in self.stages for parameter in stage.parameters()]
+        return list(nn.ModuleList(self.stages).parameters())  # one that several stages share, once
 
     def step(self, inputs: Tensor, targets: Tensor, loss: Loss, micro_batches: int) -> Tensor:
         """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
@@ -161,16 +164,13 @@ class Pipeline:
         the first must not begin with an in-place layer, because its input is a leaf. Raises ValueError for a loss whose
         `reduction` is not "mean", that weights classes or ignores some of the targets, if inputs and targets differ in
         number, if the batch has fewer samples than micro_batches, or if the schedule does not give each stage every
-        task once or lets stages wait for each other. Raises RuntimeError if the output of a stage does not depend on
-        its input.
+        task once or lets stages wait for each other. What a lambda calls is not known, and targets that are on a GPU
+        are not looked at. Raises RuntimeError if the output of a stage does not depend on its input.
         """
         _require_mean_over_samples(loss, targets)
         if len(targets) != len(inputs):
             raise ValueError(f"{len(inputs)} inputs, but {len(targets)} targets. Pass one target for each input.")
-        if not 1 <= micro_batches <= len(inputs):
-            raise ValueError(
-                f"{len(inputs)} samples cannot be cut into {micro_batches} micro-batches. Use 1 to {len(inputs)}."
-            )
+        require_integer("micro_batches", micro_batches, most=len(inputs))
         orders = self.schedule(len(self.stages), micro_batches)
         every = sorted((kind, number) for kind in "BF" for number in range(micro_batches))
         if [sorted(order) for order in orders] != [every] * len(self.stages):

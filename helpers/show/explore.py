@@ -86,7 +86,7 @@ def _run_and_draw(
         readings, _, _ = _run(job, count, kind, _MEMORY_FOR_ANY_JOB)
     on = f"{count} x {readings[0].name}"
     readings = Readings(replace(reading, capacity=room, driver_used=None) for reading in readings)  # PyTorch's alone
-    lines = [f"{name}; {on}, {format_bytes(room)} each for PyTorch."]
+    lines = [f"{name + '; ' if name else ''}{on}, {format_bytes(room)} each for PyTorch."]
     if not ran:
         lines += [f"Out of memory: {why}", f"With more memory: {describe_memory(readings)}"]
         if max(reading.peak_allocated for reading in readings) <= room:

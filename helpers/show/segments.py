@@ -4,12 +4,14 @@ PyTorch takes a segment from the driver in one request and divides it into block
 piece that is large enough. With many small gaps, memory can run out although enough of it is free (fragmentation).
 """
 
+from textwrap import fill
+
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from helpers.gpus import Device
-from helpers.measure.memory import gpu_index, in_use, segments_of
+from helpers.gpus import Device, gpu_index
+from helpers.measure.memory import in_use, segments_of
 from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 from helpers.sizes import format_bytes, number_of, unit_of
 
@@ -23,7 +25,8 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
     figure. Raises what `read_memory` raises, and ValueError for a GPU without segments.
     """
-    segments = segments_of(gpu_index(gpu))[:_MOST_ROWS]
+    every = segments_of(gpu_index(gpu))
+    segments = every[:_MOST_ROWS]
     if not segments:
         raise ValueError(
             f"PyTorch has not reserved any memory on GPU {gpu_index(gpu)}, so there is no segment to draw."
@@ -38,9 +41,10 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
                 ax.barh(row, block["size"] / unit, 0.8, left=(block["address"] - segment["address"]) / unit, **style)
     ax.set_yticks(range(len(segments)), [f"segment {row}" for row in range(1, len(segments) + 1)], fontsize=8)
     ax.set_ylim(len(segments) - 0.4, -0.6)
-    ax.set_xlabel(f"place in the segment, in {unit_name}")
+    rest = f" (the {_MOST_ROWS} largest of {len(every)} segments)" if len(every) > _MOST_ROWS else ""
+    ax.set_xlabel(f"place in the segment, in {unit_name}{rest}")
     open_frame(ax)
-    ax.set_title(title or "", loc="left", fontsize=11)
+    ax.set_title(fill(title or "", 66), loc="left", fontsize=11)
     free = Patch(facecolor="white", edgecolor="0.3", label="free, kept by PyTorch")
     keys = [Patch(**style, label="in use"), free]
     figure.legend(handles=keys, loc="outside lower center", ncols=2, frameon=False, fontsize=9)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from helpers.measure import GiB, MiB
-from helpers.parallel.pipeline import Task, bubble, gpipe, most_kept, one_f_one_b, simulate
+from helpers.parallel import Task, bubble, gpipe, most_kept, one_f_one_b, simulate
 from notebooks.checks import compare
 from notebooks.checks.core import NotYet, call, exercise, require, show
 from notebooks.checks.gpus import AGAIN, need_gpus

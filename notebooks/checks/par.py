@@ -17,9 +17,9 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 
-from helpers.gpus import is_virtual, modelled_timeline
+from helpers.gpus import gpu_indices, is_virtual, modelled_timeline
 from helpers.measure import format_bytes
-from helpers.measure.memory import gpu_indices, reset_peaks
+from helpers.measure.memory import reset_peaks
 from helpers.show.style import WIDTH, bar_style, open_frame, set_alt_text
 from notebooks.checks import scores
 
