@@ -36,11 +36,15 @@ def measure_cases(builds: dict[str, Callable]) -> dict:
 
 
 def kind_of(meta: dict) -> str:
-    """The kind of virtual GPU for a measured card: that of its name, else the newest that is not newer than it."""
+    """The kind of virtual GPU for a measured card: that of its name, else the newest that is not newer than it.
+
+    Of several with the same compute capability, it is the one with most memory.
+    """
     name = meta["gpu"].lower()
     named = [kind for kind in kinds() if re.search(r"\s*".join(kind.lower()) + r"(?![0-9a-z])", name)]
     exact = [kind for kind in kinds() if spec(kind).name == meta["gpu"]]
     if exact or named:
         return max(exact or named, key=len)
     capability = tuple(meta.get("capability", (0, 0)))
-    return max((kind for kind in kinds() if spec(kind).capability <= capability), default=kinds()[0], key=kinds().index)
+    ordered = sorted(kinds(), key=lambda kind: (spec(kind).capability, spec(kind).memory))
+    return [ordered[0], *(kind for kind in ordered if spec(kind).capability <= capability)][-1]

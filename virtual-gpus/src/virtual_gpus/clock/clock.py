@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import HOST, HostCosts
+from virtual_gpus.clock.host import HOST, HostCosts
 
 COPY_IN, COPY_OUT = "copy in", "copy out"
 HOST_LANE = "host"

@@ -4,14 +4,16 @@
 
 An operator takes the longer of what its arithmetic and its bytes need, and no less than a kernel takes at all. What
 matters is what CUDA runs, not what the CPU runs: fused kernels, several kernels per operator, reductions that too few
-threads can share. Operators are in classes; each has constants, fitted to a real H200 (see `clock.calibration`).
-One that is in no class reads its inputs and writes its results once, as most do.
+threads can share. Operators are in classes. Their constants were fitted to a real H200, and stand in
+`figures/operators.toml` or beside the formulas. One that is in no class reads its inputs and writes its results once,
+as most do.
 """
 
 from __future__ import annotations
 
 from math import ceil, prod
 
+from virtual_gpus import figures
 from virtual_gpus.clock.cost_conv import backward, forward
 from virtual_gpus.clock.cost_matmul import product
 from virtual_gpus.clock.work import Cost, Work
@@ -87,7 +89,7 @@ def _group_norm(work: Work) -> Cost:
 
 
 def _with(floor: float, share: float, kernels: int = 1):
-    """A class whose constants are a floor in shortest kernels, and the share of an addition's speed."""
+    """A row of `figures/operators.toml`."""
 
     def of(work: Work) -> Cost:
         return Cost(floor * work.kernel + work.reading(work.nbytes, share), kernels)
@@ -160,21 +162,13 @@ def _free(work: Work) -> Cost:
 
 
 _CLASSES = {
+    **{name: _with(**row) for name, row in figures.read("operators.toml").items()},
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_addmm_activation"), _mm),
     **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), _mv),
     **dict.fromkeys(("convolution", "convolution_overrideable"), forward),
     **dict.fromkeys(("convolution_backward", "convolution_backward_overrideable"), backward),
     **dict.fromkeys(("native_batch_norm", "native_batch_norm_backward"), _batch_norm),
-    "native_layer_norm": _with(4.6, 1.0),
-    "native_layer_norm_backward": _with(9.5, 0.6, 3),
     "native_group_norm": _group_norm,
-    "native_group_norm_backward": _with(9.5, 0.5, 3),
-    "_log_softmax": _with(1.2, 0.57),
-    "_softmax": _with(1.2, 0.57),
-    "_safe_softmax": _with(4.0, 0.25, 5),
-    "_log_softmax_backward_data": _with(1.0, 0.78),
-    "_softmax_backward_data": _with(1.0, 0.78),
-    "max_pool2d_with_indices": _with(1.5, 0.37),
     "max_pool2d_with_indices_backward": _pool_backward,
     "nll_loss_forward": _nll(0.0074),
     "nll_loss2d_forward": _nll(0.0074),
@@ -186,7 +180,6 @@ _CLASSES = {
     **dict.fromkeys(("select_backward", "slice_backward"), _two_kernels),
     **dict.fromkeys(("sum", "mean", "prod", "amax", "amin", "nansum", "linalg_vector_norm", "norm", "argmax", "argmin",
                      "max", "min", "var", "std", "var_mean", "std_mean", "all", "any"), _reduction),
-    **dict.fromkeys(("sort", "topk", "unique", "_unique2", "argsort", "cumsum", "randperm"), _with(20.0, 0.1, 6)),
     **dict.fromkeys(("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
                      "new_ones", "new_full", "arange", "bernoulli_", "normal_", "uniform_", "random_", "randn", "rand",
                      "randint"), _fill),

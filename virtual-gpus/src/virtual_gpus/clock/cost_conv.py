@@ -17,7 +17,6 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import calibration
 from virtual_gpus.clock.cost_matmul import in_tiles, peak, tensor_cores
 from virtual_gpus.clock.work import Cost, Operand, Work
 
@@ -74,14 +73,14 @@ def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Op
     cores = tensor_cores(work.spec, work.precision)
     if cores and images.itemsize == 2 and len(filters.shape) > 2:
         return _in_two_bytes(work, conv, images, filters, result, gradients)
-    card, window = calibration(work.spec.kind), prod(filters.shape[2:]) > 1
+    reached, window = work.spec.reached, prod(filters.shape[2:]) > 1
     groups = max(1, images.shape[1] // filters.shape[1]) if len(filters.shape) > 1 else 1
     flops = 2 * prod(result.shape) * prod(filters.shape[1:]) * gradients
     if cores and groups == 1 and len(filters.shape) > 2:
         flops = _in_tiles(images, filters, result, conv is _BACKWARD, gradients)
     if len(result.shape) > 1 and result.shape[1] != filters.shape[0]:  # transposed: filters are (in, out, ...)
         flops, groups = 2 * prod(images.shape) * prod(filters.shape[1:]) * gradients, 1
-    speed = peak(work.spec, work.precision) * (card.tensor_conv if cores else card.conv) * conv.share
+    speed = peak(work.spec, work.precision) * (reached.tensor_conv if cores else reached.conv) * conv.share
     half = gradients / 2 if conv is _BACKWARD else 1
     seconds = work.kernel * (conv.floor + conv.window * window) * half + flops / (speed / min(groups, 8))
     if not (cores and _lie_last(images, filters)):
@@ -133,8 +132,8 @@ def _in_two_bytes(work, conv: _Conv, images: Operand, filters: Operand, result: 
         before = max(1, prod(images.shape) // images.shape[1])
         products = [(out, taps * channels, pixels), (before, channels, max(1, taps * out * pixels // before))]
     once = work.reading(images.nbytes + filters.nbytes + result.nbytes)
-    card = calibration(work.spec.kind)
-    slower = card.tensor / card.conv_in_two_bytes
+    reached = work.spec.reached
+    slower = reached.tensor / reached.conv_in_two_bytes
     arithmetic = [slower * in_tiles(work.spec, *sizes, groups, work.precision, tiles=_TILES)[0] for sizes in products]
     seconds = sum(max(each, once) for each in arithmetic[:gradients])
     if last:

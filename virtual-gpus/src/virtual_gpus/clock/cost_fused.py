@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import calibration
 from virtual_gpus.clock.cost_matmul import peak, product, tensor_cores
 from virtual_gpus.clock.work import Cost
 from virtual_gpus.gpus import GPUSpec
@@ -41,17 +40,17 @@ def attention(call: Attention, spec: GPUSpec, precision: str, backward: bool) ->
     if call.causal:
         tiles = sum(min(across, row + 1) for row in range(down))
     flops = 4 * call.heads * tiles * _TILE * _TILE * call.width * (_BACKWARD_FLOPS if backward else 1)
-    cores, card = tensor_cores(spec, precision), calibration(spec.kind)
+    cores, reached = tensor_cores(spec, precision), spec.reached
     share = _SHARE_ON_CORES if cores else _SHARE
     if cores and call.itemsize == 2 and spec.capability in _SMALL_CORES:
-        share = _SHARE_OF_PRODUCTS * card.tensor
+        share = _SHARE_OF_PRODUCTS * reached.tensor
     share /= _DROPOUT if call.dropout else 1
     read = call.heads * (2 * call.rows + 2 * call.columns) * call.width * call.itemsize
-    seconds = max(flops / (peak(spec, precision) * share), read / (spec.bandwidth * card.memory))
+    seconds = max(flops / (peak(spec, precision) * share), read / (spec.bandwidth * reached.memory))
     if not backward:
-        return Cost(seconds + _START * card.kernel, 1, "product")
-    seconds += 2 * read / (spec.bandwidth * card.memory)
-    return Cost(seconds + _START_BACKWARD * card.kernel, 1 + _OTHERS, "product")
+        return Cost(seconds + _START * reached.kernel, 1, "product")
+    seconds += 2 * read / (spec.bandwidth * reached.memory)
+    return Cost(seconds + _START_BACKWARD * reached.kernel, 1 + _OTHERS, "product")
 
 
 # A step of one layer in microseconds of an H200: the chain of kernels that nothing can shorten, and the share of the
@@ -63,11 +62,11 @@ _KERNELS, _KERNELS_BACKWARD = 2, 3.5
 
 def recurrent(net, spec: GPUSpec, backward: bool) -> Cost:
     """An LSTM, GRU or RNN: products of all inputs at once, then step by step. net: `features.rnn.sizes.Network`."""
-    card, steps = calibration(spec.kind), net.time * net.inner
+    reached, steps = spec.reached, net.time * net.inner
     precision = {2: "fp16", 8: "fp64"}.get(net.itemsize, "fp32")
     rows, width = net.gates * net.hidden, net.output
     flops = 2 * net.batch * rows * width * (2 if backward else 1)
-    chain = (_STEP_BACKWARD if backward else _STEP) * card.kernel
+    chain = (_STEP_BACKWARD if backward else _STEP) * reached.kernel
     step = chain + flops / (peak(spec, precision) * _STEP_SHARE)
     inputs = 0.0
     for layer in range(net.layers):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from virtual_gpus.clock.calibration import calibration
 from virtual_gpus.gpus import GPUSpec
 
 # Tile (rows, columns) and the share of the large products' speed that a kernel with such tiles reaches.
@@ -47,19 +46,19 @@ def product(
     if not m * n * k * batch:
         return 0.0, 0
     seconds, kernels = in_tiles(spec, m, n, k, batch, precision, with_bias)
-    card = calibration(spec.kind)
+    reached = spec.reached
     if not aligned and batch == 1 and tensor_cores(spec, precision):
-        seconds += (_MISALIGNED - 1) * (seconds - _TENSOR_START * card.kernel)
-    least = _bytes(m, n, k, batch, 2 if precision in ("fp16", "bf16") else 4) / (spec.bandwidth * card.memory)
-    return max(seconds, least + card.kernel), kernels
+        seconds += (_MISALIGNED - 1) * (seconds - _TENSOR_START * reached.kernel)
+    least = _bytes(m, n, k, batch, 2 if precision in ("fp16", "bf16") else 4) / (spec.bandwidth * reached.memory)
+    return max(seconds, least + reached.kernel), kernels
 
 
 @lru_cache(maxsize=8192)
 def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, with_bias: bool = False, tiles=()):
     """(seconds, kernels) of the arithmetic alone. tiles: others than those of cuBLAS on tensor cores."""
-    card, cores = calibration(spec.kind), tensor_cores(spec, precision)
-    rate = peak(spec, precision) * (card.tensor if cores else card.simt) / spec.multi_processor_count
-    start = card.kernel * (_TENSOR_START if cores else _START)
+    reached, cores = spec.reached, tensor_cores(spec, precision)
+    rate = peak(spec, precision) * (reached.tensor if cores else reached.simt) / spec.multi_processor_count
+    start = reached.kernel * (_TENSOR_START if cores else _START)
     best = None
     for rows, columns, share in tiles or (_TENSOR_TILES if cores else _SIMT_TILES):
         number = ceil(m / rows) * ceil(n / columns) * batch
@@ -68,7 +67,7 @@ def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, 
                 break
             waves = ceil(number * split / spec.multi_processor_count)
             seconds = waves * 2 * rows * columns * ceil(k / split) / (rate * share)
-            seconds += start + (split > 1) * _ADD_UP * card.kernel
+            seconds += start + (split > 1) * _ADD_UP * reached.kernel
             if best is None or seconds < best[0]:
                 best = seconds, 1 + (split > 1)
     return best[0] * (_WITH_BIAS if with_bias and not cores else 1), best[1]

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import HOST, calibration
 from virtual_gpus.clock.cost_conv import CONVOLUTIONS_BACKWARD
 from virtual_gpus.clock.cost_matmul import peak, tensor_cores
+from virtual_gpus.clock.host import HOST
 from virtual_gpus.clock.links import NETWORKS, REACHED, arrange
 from virtual_gpus.clock.traffic import ring_seconds
 from virtual_gpus.gpus import spec
@@ -43,7 +43,7 @@ class Rates(NamedTuple):
 def rates(kind: str) -> Rates:
     """The rates of a kind of GPU. Raises ValueError for an unknown kind."""
     gpu = spec(kind)
-    shares, cores = calibration(gpu.kind), tensor_cores(gpu, "tf32")
+    shares, cores = gpu.reached, tensor_cores(gpu, "tf32")
     forward = peak(gpu, "tf32" if cores else "fp32") * (shares.tensor_conv if cores else shares.conv)
     both_passes = forward * 3 / (1 + 2 / CONVOLUTIONS_BACKWARD)  # two thirds of the arithmetic are backward
     return Rates(peak(gpu, "fp32") * shares.simt, both_passes, gpu.bandwidth * shares.memory, shares.kernel)

@@ -4,11 +4,8 @@
     topology.between(0, 1).bandwidth      # 100e9 bytes per second: four NVLinks
     print(topology.drawn())               # as `nvidia-smi topo -m` prints it
 
-The bandwidths come from the specifications of PCI Express, NVLink (25 GB/s per link and direction), Ethernet and
-InfiniBand. Copies reach only a part of the peak, which was measured for PCIe 5 on an H200 (55.4 of 63 GB/s). For all
-other links this part is an estimate. So is the part that collectives reach, 0.78 of every link. NCCL's maintainers name
-0.82 for the NVLink of an H100 (nccl-tests, issue 212), and 0.92 to 0.96 for one InfiniBand NDR adapter (issue 290). The
-loss across two bridges or two processors and the latencies of networks are estimates, too.
+The bandwidths and latencies are in `figures/links.toml`, with their sources. Copies reach only a part of the peak, and
+collectives another.
 """
 
 from __future__ import annotations
@@ -18,28 +15,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from virtual_gpus.gpus import PCIE3, PCIE4, PCIE5, GPUSpec, LinkSpec, draw_topology
+from virtual_gpus import figures
+from virtual_gpus.gpus import LINKS, GPUSpec, LinkSpec, draw_topology
 
-REACHED = 0.88  # fraction of a link's peak bandwidth that a copy reaches
-REACHED_BY_COLLECTIVES = 0.78  # the same for NCCL's rings, which start with kernels
-_NVLINK = 25e9  # bytes per second of one NVLink in one direction, generations 2 to 4
-_NVLINK_LATENCY = 5e-6
+_FIGURES = figures.read("links.toml")
+REACHED = _FIGURES["reached"]["copies"]  # fraction of a link's peak bandwidth that a copy reaches
+REACHED_BY_COLLECTIVES = _FIGURES["reached"]["collectives"]  # the same for NCCL's rings, which start with kernels
 # PCIe between two GPUs: nvidia-smi's label of the path, and the fraction of PCIe's speed that the path reaches.
-_ROADS = {"PIX": 1.0, "PXB": 0.95, "PHB": 0.9, "NODE": 0.85, "SYS": 0.6}
-
-_GIGABIT = 1e9 / 8
-NETWORKS = {
-    "Ethernet 10": LinkSpec("Ethernet 10 Gbit/s", "NET", 10 * _GIGABIT, 30e-6),
-    "Ethernet 25": LinkSpec("Ethernet 25 Gbit/s", "NET", 25 * _GIGABIT, 30e-6),
-    "Ethernet 100": LinkSpec("Ethernet 100 Gbit/s", "NET", 100 * _GIGABIT, 20e-6),
-    # Amazon's adapters: NCCL reached 29.6 of the 50 GB/s of four (nccl, issue 527: 4 hosts of 8 A100, p4d). The
-    # bandwidth here is what 0.78 of it gives that figure. The latency is an estimate.
-    "EFA 100": LinkSpec("EFA 100 Gbit/s", "NET", 76 * _GIGABIT, 30e-6),
-    "InfiniBand EDR": LinkSpec("InfiniBand EDR 100 Gbit/s", "NET", 100 * _GIGABIT, 5e-6),
-    "InfiniBand HDR": LinkSpec("InfiniBand HDR 200 Gbit/s", "NET", 200 * _GIGABIT, 5e-6),
-    "InfiniBand NDR": LinkSpec("InfiniBand NDR 400 Gbit/s", "NET", 400 * _GIGABIT, 5e-6),
-}
-_PCIE = {"PCIe 3": PCIE3, "PCIe 4": PCIE4, "PCIe 5": PCIE5}
+_ROADS = _FIGURES["paths"]
+NETWORKS = {name: LinkSpec(label="NET", **link) for name, link in _FIGURES["networks"].items()}
+_PCIE = {name: link for name, link in LINKS.items() if name.startswith("PCIe")}
 ARRANGEMENTS = (*_PCIE, "NVLink pairs", "NVSwitch")
 
 
@@ -121,7 +106,8 @@ class Route:
 def link_of(label: str, pcie: LinkSpec) -> LinkSpec:
     """The link for a label of nvidia-smi. "NV4" is four NVLinks, "SYS" is PCIe across two processors."""
     if match := re.fullmatch(r"NV(\d+)", label):
-        return LinkSpec(f"NVLink x{match[1]}", label, int(match[1]) * _NVLINK, _NVLINK_LATENCY)
+        one = _FIGURES["nvlink"]
+        return LinkSpec(f"NVLink x{match[1]}", label, int(match[1]) * one["bandwidth"], one["latency"])
     if label not in _ROADS:
         raise ValueError(f"The link {label!r} is unknown. Use NV and a number, or one of {', '.join(_ROADS)}.")
     return LinkSpec(f"{pcie.name}, {label}", label, pcie.bandwidth * _ROADS[label], pcie.latency)

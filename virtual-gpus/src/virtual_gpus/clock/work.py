@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from virtual_gpus.clock.calibration import calibration
 from virtual_gpus.gpus import GPUSpec
 
 
@@ -53,12 +52,12 @@ class Work(NamedTuple):
 
     def reading(self, nbytes: float, share: float = 1.0) -> float:
         """Seconds to read or write bytes in GPU memory, at a share of the speed of an addition."""
-        return nbytes / (self.spec.bandwidth * calibration(self.spec.kind).memory * share)
+        return nbytes / (self.spec.bandwidth * self.spec.reached.memory * share)
 
     @property
     def kernel(self) -> float:
         """Seconds of the shortest kernel."""
-        return calibration(self.spec.kind).kernel
+        return self.spec.reached.kernel
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,51 @@
+"""Figures that are data, in TOML files of this folder: each with its unit and where it comes from. No torch here.
+
+    read("kinds/H200.toml")["sheet"]["bandwidth"]      # 4.8e12: bytes per second
+
+A figure is a table `{ value = 4_800, unit = "GB/s", source = "H200 data sheet" }`. In the result, it is a number in
+base units: bytes, seconds, operations per second, or a fraction.
+
+- kinds/*.toml: one GPU each. The name of the file is the name of the kind.
+- links.toml: links between GPUs, and networks between machines.
+- host.toml: what it costs the host to issue work.
+- operators.toml: what operators take besides the reading and writing of their bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+_TIMES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB/s": 1e6, "GB/s": 1e9, "Gbit/s": 1e9 / 8,
+          "TFLOP/s": 1e12, "SM": 1}  # fmt: skip
+_PARTS = {"us": 1e6, "ns": 1e9}  # of a second
+_FIGURE = {"value", "unit", "source"}
+
+
+@functools.cache
+def read(name: str) -> dict[str, Any]:
+    """The tables of a file, which are not to be changed.
+
+    Raises ValueError for a figure without a unit or a source, and for an unknown unit.
+    """
+    return _converted(tomllib.loads((FOLDER / name).read_text(encoding="utf-8")), name)
+
+
+def _converted(part: Any, where: str) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if "value" not in part:
+        return {key: _converted(value, f"{where}: {key}") for key, value in part.items()}
+    if part.keys() != _FIGURE or not part["source"]:
+        raise ValueError(f"{where}: a figure needs a value, a unit and a source, not {part}.")
+    value, unit = part["value"], part["unit"]
+    if unit in _PARTS:
+        return value / _PARTS[unit]
+    if unit in _TIMES:
+        return value * _TIMES[unit]
+    if not unit.startswith("of "):  # a fraction, or a number of something that the unit names
+        raise ValueError(f"{where}: the unit {unit!r} is unknown. Use {', '.join([*_TIMES, *_PARTS])}, or 'of ...'.")
+    return value
