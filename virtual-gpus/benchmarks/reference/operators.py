@@ -16,12 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHARE = 1  # tests of shapes against numbers take a part of each batch, because a CPU is slow
 Build = Callable[[str], tuple[list[Tensor], Callable[[], Tensor]]]
 
 
+def part(number: int) -> int:
+    """The share that is asked for of the samples of a batch."""
+    return max(1, number // SHARE)
+
+
 def values(shape, device, dtype=FP32) -> Tensor:
-    """Random numbers that want a gradient."""
-    return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
+    """Random numbers that want a gradient. The first dimension is that of the batch."""
+    return torch.randn(part(shape[0]), *shape[1:], device=device, dtype=dtype, requires_grad=True)
 
 
 def function(forward: Callable[[Tensor], Tensor], *shape: int, dtype=FP32) -> Build:
@@ -39,7 +45,8 @@ def module(make: Callable[[], nn.Module], *shape: int, dtype=FP32, numbers: int 
 
     def build(device):
         net = make().to(device=device, dtype=dtype)
-        x = torch.randint(0, numbers, shape, device=device) if numbers else values(shape, device, dtype)
+        sizes = part(shape[0]), *shape[1:]
+        x = torch.randint(0, numbers, sizes, device=device) if numbers else values(shape, device, dtype)
 
         def forward():
             output = net(x)
@@ -55,7 +62,7 @@ def cross_entropy(dtype=FP32, rows: int = 4096, classes: int = 20_000, **options
 
     def build(device):
         logits = values((rows, classes), device, dtype)
-        targets = torch.randint(0, classes, (rows,), device=device)
+        targets = torch.randint(0, classes, (part(rows),), device=device)
         return [logits], lambda: F.cross_entropy(logits, targets, **options)
 
     return build
@@ -68,7 +75,7 @@ def attention(*shape: int, dtype=FP32, mask: torch.dtype | None = None, key_head
     def make_mask(device):
         if mask == torch.bool:
             return torch.ones(length, length, device=device).tril().bool()
-        return None if mask is None else torch.zeros(batch, 1, length, length, device=device, dtype=mask)
+        return None if mask is None else torch.zeros(part(batch), 1, length, length, device=device, dtype=mask)
 
     def build(device):
         of_keys = (batch, key_heads or heads, length, width)
@@ -84,7 +91,7 @@ def with_gradients(act: Callable[[list[Tensor]], Callable[[], object]], count=20
     """Twenty parameters of 3.8 MiB with gradients, and what is done to them; its output is a lone zero."""
 
     def build(device):
-        parameters = [nn.Parameter(torch.randn(size, device=device)) for _ in range(count)]
+        parameters = [nn.Parameter(torch.randn(part(size), device=device)) for _ in range(count)]
         do = act(parameters)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
