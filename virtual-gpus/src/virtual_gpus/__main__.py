@@ -25,9 +25,7 @@ from virtual_gpus.collector import passing_over_torch
 
 with passing_over_torch():
     from virtual_gpus import measure, plan
-    from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS
-    from virtual_gpus.gpus import kinds
-    from virtual_gpus.settings import Settings
+    from virtual_gpus.settings import Settings, add_options
     from virtual_gpus.switch import active_machine, virtual_gpus
     from virtual_gpus.timeline.training import record_training
 
@@ -46,35 +44,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         plan.add_options(parser)
     if measures:
         measure.add_options(parser)
-    parser.add_argument("--gpus", type=plan.number_or_place, default=1, help="number of GPUs (default: 1)")
-    parser.add_argument("--memory", default=None, help="memory of each GPU, such as 16GiB (default: that of the kind)")
-    parser.add_argument("--kind", default="H200", help=f"one of {', '.join(kinds())} (default: H200)")
-    parser.add_argument("--shapes-only", action="store_true", help="keep sizes, but no values")
-    parser.add_argument(
-        "--torch",
-        dest="torch_version",
-        help="PyTorch version whose memory rules apply (default: the installed one)",
-    )
-    parser.add_argument(
-        "--links", default=None, help=f"links between GPUs: {', '.join(ARRANGEMENTS)} (default: those of the kind)"
-    )
-    parser.add_argument("--hosts", type=int, default=1, help="number of machines with these GPUs (default: 1)")
-    parser.add_argument("--network", default="Ethernet 100", help=f"network between machines: {', '.join(NETWORKS)}")
-    parser.add_argument("--adapters", type=int, default=1, help="network adapters of each machine (default: 1)")
-    parser.add_argument("--measured", help="a file or folder with measured seconds of operators")
-    parser.add_argument(
-        "--no-children", dest="children", action="store_false", help="programs that it starts have no virtual GPUs"
-    )
-    parser.add_argument(
-        "--check-races", action="store_true", help="raise an error where streams use memory without an order"
-    )
-    parser.add_argument(
-        "--refuse-forks", action="store_true", help="raise CUDA's error in a forked process whose parent used a GPU"
-    )
-    parser.add_argument("--as-rank", dest="rank", type=int, help="be this rank of a job whose other ranks do not exist")
-    parser.add_argument(
-        "--of", dest="world_size", type=plan.number_or_place, help="number of ranks of that job, --gpus on each host"
-    )
+    add_options(parser, plan.number_or_place)
     parser.add_argument("--tokens", type=int, help="tokens of one step of that job, for its report")
     parser.add_argument("--samples", type=int, help="samples of one step of that job, for its report")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
@@ -92,7 +62,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if plans:
             plan.prepare(options)
         asked = {name: value for name, value in vars(options).items() if name in Settings.__dataclass_fields__}
-        options.made = virtual_gpus(options.gpus, **asked)
+        options.made = virtual_gpus(**asked)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     return options, options.arguments

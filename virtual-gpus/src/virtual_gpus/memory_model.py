@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from virtual_gpus.gpus import GPUSpec, spec
 from virtual_gpus.memory.options import SMALL_SEGMENT, Options
+from virtual_gpus.versions import FREED_WORKSPACES, UNIFIED_WORKSPACES
 
 __all__ = [
     "BlasWorkspaces",
@@ -231,14 +232,14 @@ def blas_workspaces(
     text = settings.get("CUBLASLT_WORKSPACE_SIZE", "")
     kept = keeps_workspaces(torch_version, settings)
     asked = settings.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-    unified = kept and (asked == "1" or (torch_version >= (2, 12) and asked != "0"))
-    paired = torch_version < (2, 12) and not unified  # cublasLt's handle was cuBLAS's, and came with the workspace
+    unified = kept and (asked == "1" or (torch_version >= UNIFIED_WORKSPACES and asked != "0"))
+    paired = not unified and torch_version < UNIFIED_WORKSPACES  # cublasLt's handle was cuBLAS's, with its workspace
     return BlasWorkspaces(cublas * _KIB, (int(text) if text.isdigit() else 1024) * _KIB, kept, unified, paired)
 
 
 def keeps_workspaces(torch_version: tuple[int, int], environment: Mapping[str, str]) -> bool:
     """True if workspaces are never freed. This is always the case before 2.15, and since then only on request."""
-    return torch_version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    return torch_version < FREED_WORKSPACES or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
 
 
 def _sheet(gpu: GPUSpec | str) -> GPUSpec:

@@ -70,16 +70,16 @@ def number_or_place(text: str) -> int | str:
 def prepare(options: argparse.Namespace) -> None:
     """Make the options those of rank 0 of a job of --of ranks, or of --gpus. Raises ValueError for a bad --max-peak."""
     options.shapes_only = not options.values
-    options.seeks_gpus = _PLACE in (options.gpus, options.world_size)
+    options.seeks_gpus = _PLACE in (options.count, options.world_size)
     if options.search is not None:
         options.search = _range(options)
     elif options.seeks_gpus:
         raise ValueError("The number of GPUs is {}. Write --search LOW:HIGH as well, for example --search 8:512.")
-    for name in ("gpus", "world_size"):
+    for name in ("count", "world_size"):
         if getattr(options, name) == _PLACE:
             setattr(options, name, options.search[0])
     if options.world_size is None and options.rank is None:
-        options.world_size = options.gpus
+        options.world_size = options.count
     if options.rank is None:
         options.rank = 0
     options.limit = None if options.max_peak is None else parse_bytes(options.max_peak)

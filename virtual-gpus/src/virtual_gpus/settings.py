@@ -2,46 +2,136 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
-import re
-from collections.abc import Sequence
+import os
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from virtual_gpus import sanitizer
-from virtual_gpus.clock.links import Topology, arrange
+from virtual_gpus.clock.links import ARRANGEMENTS, NETWORKS, Topology, arrange
 from virtual_gpus.clock.measured import Measured, load
-from virtual_gpus.gpus import GPUSpec, parse_bytes, spec
+from virtual_gpus.gpus import GPUSpec, kinds, parse_bytes, spec
+from virtual_gpus.versions import NEWEST, OLDEST, Version, parse_version
 
 sanitizer.switch_off()  # before any module of this package makes a tensor
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)  # the versions whose memory rules are known
-INSTALLED = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
+INSTALLED: Version = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
+
+
+def _setting(default: Any, text: str, option: str | None = None, **how: Any) -> Any:
+    """A field of `Settings`.
+
+    text: for `help(virtual_gpus)`. option: its name on the command line, if it has one. how: further arguments of
+    argparse, with a "help" of its own if `text` is too long there.
+    """
+    return dataclasses.field(default=default, metadata={"text": text, "option": option, "how": how})
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The arguments of `virtual_gpus`, which documents them. Raises ValueError or TypeError for an invalid one."""
+    """The arguments of `virtual_gpus` and the options of `python -m virtual_gpus`: this list is the only one of them.
 
-    count: int = 1
-    memory: int | str | None = None
-    kind: str = "H200"
-    shapes_only: bool = False
-    honour_visible_devices: bool = True
-    torch_version: str | None = None
-    links: str | Sequence[Sequence[str]] | None = None
-    hosts: int = 1
-    network: str = "Ethernet 100"
-    children: bool = False
-    rank: int | None = None
-    world_size: int | None = None
-    adapters: int = 1
-    measured: str | None = None
-    check_races: bool = False
-    refuse_forks: bool = False
+    Raises ValueError or TypeError for an invalid argument.
+    """
+
+    count: int = _setting(1, "number of GPUs", "--gpus")
+    _: dataclasses.KW_ONLY
+    memory: int | str | None = _setting(
+        None,
+        'memory of each GPU, in bytes or as text ("16 GiB", "512 MiB"). None: the memory of the kind',
+        "--memory",
+        help="memory of each GPU, such as 16GiB (default: that of the kind)",
+    )
+    kind: str = _setting(
+        "H200",
+        'a name in `virtual_gpus.gpus.kinds()`, such as "A100" or "H200"',
+        "--kind",
+        help=f"one of {', '.join(kinds())} (default: H200)",
+    )
+    shapes_only: bool = _setting(
+        False,
+        "keep sizes, but no values. Use it for jobs that are larger than this computer",
+        "--shapes-only",
+        action="store_true",
+        help="keep sizes, but no values",
+    )
+    honour_visible_devices: bool = _setting(
+        True, "let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine"
+    )
+    torch_version: str | None = _setting(
+        None,
+        "the PyTorch version whose memory rules apply, "
+        "as text from {}.{} to {}.{}, for example that of a cluster. None: the "
+        "installed version".format(*OLDEST, *NEWEST),
+        "--torch",
+        help="PyTorch version whose memory rules apply (default: the installed one)",
+    )
+    links: str | Sequence[Sequence[str]] | None = _setting(
+        None,
+        'the links between the GPUs, for the modelled clock. `help("virtual_gpus.clock.links.arrange")` explains them '
+        "and the next three. None: the links of the kind",
+        "--links",
+        help=f"links between GPUs: {', '.join(ARRANGEMENTS)} (default: those of the kind)",
+    )
+    hosts: int = _setting(1, "number of machines over which the GPUs are spread", "--hosts", type=int)
+    network: str = _setting(
+        "Ethernet 100",
+        "the network between machines",
+        "--network",
+        help=f"network between machines: {', '.join(NETWORKS)}",
+    )
+    adapters: int = _setting(1, "network adapters of each machine", "--adapters", type=int)
+    measured: str | os.PathLike[str] | None = _setting(
+        None,
+        "a file, or a folder of files, with measured seconds of operators, which the modelled clock prefers to its "
+        'formulas: `help("virtual_gpus.clock.measured")`',
+        "--measured",
+        help="a file or folder with measured seconds of operators",
+    )
+    children: bool = _setting(
+        False,
+        "let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are "
+        "started have an `nvidia-smi`. How it works and what switches it off: "
+        '`help("virtual_gpus.processes.children")`',
+        "--no-children",
+        action="store_false",
+        help="programs that it starts have no virtual GPUs",
+    )
+    check_races: bool = _setting(
+        False,
+        "raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and nothing "
+        'orders them. `help("virtual_gpus.features.races")` says how',
+        "--check-races",
+        action="store_true",
+        help="raise an error where streams use memory without an order",
+    )
+    refuse_forks: bool = _setting(
+        False,
+        "raise CUDA's RuntimeError in a forked process whose parent has used a GPU. Without it, such a process "
+        "inherits GPUs and tensors, which no real GPU allows",
+        "--refuse-forks",
+        action="store_true",
+        help="raise CUDA's error in a forked process whose parent used a GPU",
+    )
+    rank: int | None = _setting(
+        None,
+        "with world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the "
+        'job has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees',
+        "--as-rank",
+        type=int,
+        help="be this rank of a job whose other ranks do not exist",
+    )
+    world_size: int | None = _setting(
+        None, "number of ranks of that job", "--of", help="number of ranks of that job, --gpus on each host"
+    )
 
     def __post_init__(self) -> None:
+        if self.measured is not None:
+            object.__setattr__(self, "measured", os.path.abspath(self.measured))
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
         if self.rank is not None or self.world_size is not None:
@@ -80,7 +170,7 @@ class Settings:
     @property
     def version(self) -> tuple[int, int]:
         """(major, minor) of the PyTorch version whose memory rules apply."""
-        return INSTALLED if self.torch_version is None else _parse_version(self.torch_version)
+        return INSTALLED if self.torch_version is None else parse_version(self.torch_version)
 
     @property
     def topology(self) -> Topology:
@@ -90,11 +180,31 @@ class Settings:
     @functools.cached_property
     def table(self) -> Measured | None:
         """The measured seconds of operators that win over the formulas."""
-        return None if self.measured is None else load(self.measured, self.spec.kind)
+        return None if self.measured is None else load(str(self.measured), self.spec.kind)
 
     def arguments(self) -> dict[str, Any]:
         """The settings as keyword arguments for `virtual_gpus(**settings.arguments())`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def described() -> str:
+    """The settings with their texts, for a docstring."""
+    rows = [f"{field.name}: {field.metadata['text']}." for field in dataclasses.fields(Settings)]
+    lines = (textwrap.wrap(row, 112, subsequent_indent="    ") for row in rows)
+    return "\n".join(f"    {line}" for wrapped in lines for line in wrapped)
+
+
+def add_options(parser: argparse.ArgumentParser, number: Callable[[str], object]) -> None:
+    """The options of the command line. number: the type of --gpus and --of, which a search leaves open."""
+    for field in dataclasses.fields(Settings):
+        option, how = field.metadata["option"], dict(field.metadata["how"])
+        if option in ("--gpus", "--of"):
+            how["type"] = number
+        if option is not None:
+            how.setdefault("help", f"{field.metadata['text']} (default: {field.default})")
+            if "action" not in how:
+                how["default"] = field.default
+            parser.add_argument(option, dest=field.name, **how)
 
 
 def _integer(name: str, value: int | None) -> int:
@@ -102,16 +212,3 @@ def _integer(name: str, value: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"One rank of many needs both rank and world_size as integers, but {name} is {value!r}.")
     return value
-
-
-def _parse_version(text: str) -> tuple[int, int]:
-    """ "2.11", "2.11.0" or "2.11.0+cu130" as (2, 11). Raises ValueError for versions with unknown memory rules."""
-    match = re.match(r"(\d+)\.(\d+)(?:[.+]|$)", str(text))
-    version = match and (int(match[1]), int(match[2]))
-    if not version or not OLDEST_TORCH <= version <= NEWEST_TORCH:
-        oldest, newest = ("{}.{}".format(*v) for v in (OLDEST_TORCH, NEWEST_TORCH))
-        raise ValueError(
-            f"torch_version must be text from {oldest!r} to {newest!r}, for example '2.13', not {text!r}. "
-            "The memory rules of other versions are not known."
-        )
-    return version

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
 from virtual_gpus import errors, features, machine
 from virtual_gpus.dispatch import mode
 from virtual_gpus.machine import VirtualMachine, active
-from virtual_gpus.settings import Settings
+from virtual_gpus.settings import Settings, described
 
 _switching = threading.RLock()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Arguments = ParamSpec("_Arguments")
+
+
+def _takes(
+    maker: Callable[_Arguments, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Arguments], None]]:
+    """A method has the arguments of `maker`, for type checkers and for `help`."""
+
+    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, _Arguments], None]:
+        signature = inspect.signature(maker)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        vars(method)["__signature__"] = signature.replace(parameters=[own, *signature.parameters.values()])
+        return method
+
+    return decorate
 
 
 class virtual_gpus:
@@ -25,54 +39,12 @@ class virtual_gpus:
 
     Sets of GPUs can be nested. Entering returns the list of devices. Switching off restores PyTorch as it was.
 
-    count: number of GPUs.
-    memory: memory of each GPU, in bytes or as text ("16 GiB", "512 MiB"). None: the memory of the kind.
-    kind: a name in `virtual_gpus.gpus.kinds()`, such as "A100" or "H200".
-    shapes_only: keep sizes, but no values. Use it for jobs that are larger than this computer.
-    honour_visible_devices: let CUDA_VISIBLE_DEVICES hide and reorder GPUs, as on a real machine.
-    torch_version: the PyTorch version whose memory rules apply, "2.11" to "2.15", for example that of a cluster. None:
-        the installed version.
-    links, hosts, network, adapters: the connections of the GPUs, for the modelled clock. They are explained in
-        `help("virtual_gpus.clock.links.arrange")`.
-    measured: a file, or a folder of files, with measured seconds of operators, which the modelled clock prefers to its
-        formulas: `help("virtual_gpus.clock.measured")`.
-    children: let Python programs that are started with `subprocess` have these GPUs too, and let all programs that are
-        started have an `nvidia-smi`. How it works and what switches it off: `help("virtual_gpus.processes.children")`.
-    check_races: raise `virtual_gpus.RaceError` where two streams, or a stream and the host, use the same memory and
-        nothing orders them. `help("virtual_gpus.features.races")` says how.
-    refuse_forks: raise CUDA's RuntimeError in a forked process whose parent has used a GPU. Without it, such a process
-        inherits GPUs and tensors, which no real GPU allows.
-    rank, world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the job
-        has `count` GPUs. `help("virtual_gpus.processes.one_rank")` says what the program sees.
-
     Raises ValueError or TypeError for an invalid argument.
     """
 
-    def __init__(
-        self,
-        count: int = 1,
-        *,
-        memory: int | str | None = None,
-        kind: str = "H200",
-        shapes_only: bool = False,
-        honour_visible_devices: bool = True,
-        torch_version: str | None = None,
-        links: str | Sequence[Sequence[str]] | None = None,
-        hosts: int = 1,
-        network: str = "Ethernet 100",
-        children: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
-        adapters: int = 1,
-        measured: str | os.PathLike[str] | None = None,
-        check_races: bool = False,
-        refuse_forks: bool = False,
-    ) -> None:
-        self._settings = Settings(
-            count, memory, kind, shapes_only, honour_visible_devices, torch_version, links, hosts, network, children,
-            rank, world_size, adapters, None if measured is None else os.path.abspath(measured), check_races,
-            refuse_forks,
-        )  # fmt: skip
+    @_takes(Settings)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self._settings = Settings(*args, **settings)
         self._machine: VirtualMachine | None = None
 
     def start(self) -> list[torch.device]:
@@ -139,6 +111,9 @@ class virtual_gpus:
         elif inspect.isgeneratorfunction(function):
             decorated = generator_with_gpus
         return cast(_Function, decorated)
+
+
+virtual_gpus.__doc__ = str(virtual_gpus.__doc__).replace("    Raises ", f"{described()}\n\n    Raises ")
 
 
 def start(settings: Settings) -> None:

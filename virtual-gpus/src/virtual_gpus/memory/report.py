@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block
 from virtual_gpus.memory.stats import format_size
+from virtual_gpus.versions import NEWEST, TEXT_OF_EXPANDABLE_SEGMENTS, Version
 
 
 def _state(block: Block) -> str:
@@ -89,7 +90,7 @@ class OutOfMemory(Exception):
         super().__init__(f"Tried to allocate {format_size(requested)}, but only {left} is free.")
 
 
-def oom_message(error: OutOfMemory, gpu_index: int, version: tuple[int, int] = (2, 15)) -> str:
+def oom_message(error: OutOfMemory, gpu_index: int, version: Version = NEWEST) -> str:
     """PyTorch's own text for an `OutOfMemory` on GPU `gpu_index`. That of 2.11 was compared with a real H200.
 
     version: the PyTorch version. Since 2.15 the text is different for expandable segments. The order in which a driver
@@ -105,7 +106,7 @@ def oom_message(error: OutOfMemory, gpu_index: int, version: tuple[int, int] = (
         f" {others}Including non-PyTorch memory, this process has {format_size(error.used)} memory in use. {allowed}"
         f"Of the allocated memory {format_size(error.allocated)} is allocated by PyTorch, and"
         f" {format_size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
-        f"{_EXPANDABLE if error.expandable and version >= (2, 15) else _HINT}"
+        f"{_EXPANDABLE if error.expandable and version >= TEXT_OF_EXPANDABLE_SEGMENTS else _HINT}"
     )
 
 
