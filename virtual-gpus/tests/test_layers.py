@@ -5,6 +5,8 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from virtual_gpus import features
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "virtual_gpus"
 # From the lowest to the highest. A folder is one layer; modules of a layer may import one another, without a cycle.
@@ -48,10 +50,16 @@ def test_no_module_imports_a_higher_layer_or_itself_by_a_detour():
     assert {layer(name) for name in graph} == set(range(len(LAYERS)))
     assert {f"{a} -> {b}" for a, used in graph.items() for b in used if layer(b) > layer(a)} == set()
     TopologicalSorter(graph).prepare()
-    features = {}
+    by_feature = {}
     for name, used in graph.items():
-        features.setdefault(feature(name), set()).update(map(feature, used))
-    TopologicalSorter({name: used - {name} for name, used in features.items() if name}).prepare()
+        by_feature.setdefault(feature(name), set()).update(map(feature, used))
+    TopologicalSorter({name: used - {name} for name, used in by_feature.items() if name}).prepare()
+
+
+def test_a_name_of_pytorch_is_replaced_by_one_feature_only():
+    """So it does not matter in which order the features are found."""
+    of_modules = [{(id(owner), name) for owner, name, _ in rows()} for rows in features._offered("patches")]
+    assert len(of_modules) > 20 and sum(map(len, of_modules)) == len(set().union(*of_modules))
 
 
 def test_nothing_here_imports_the_course():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,3 +91,18 @@ def leave_thread() -> None:
         above.append(top)
     for other in reversed(above):
         _push_mode(other)
+
+
+def in_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with the operators of the calling thread visible; afterwards the thread is as it was."""
+
+    @functools.wraps(function)
+    def visibly(*args, **kwargs):
+        entered = enter_thread()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if entered:
+                leave_thread()
+
+    return visibly

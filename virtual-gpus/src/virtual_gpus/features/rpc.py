@@ -6,7 +6,6 @@ refused, and so is a GPU tensor, which would arrive as a CPU tensor. Objects on 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.mode import enter_thread, leave_thread
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.dispatch.mode import in_mode
+from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.storages import gpu_of, place
 
 _NAMING_DEVICES = ("__init__", "set_device_map", "set_devices")
@@ -29,95 +28,57 @@ def _refuse(values: Iterable[Any]) -> None:
             _refuse(value)
 
 
-def _sending(function: Callable) -> Callable:
+def _sending(function: Callable, *args, **kwargs):
     """A function of C++ that sends the tensors among its arguments, after a look at them."""
-
-    @functools.wraps(function)
-    def send(*args, **kwargs):
-        _refuse((*args, *kwargs.values()))
-        return function(*args, **kwargs)
-
-    return send
+    _refuse((*args, *kwargs.values()))
+    return function(*args, **kwargs)
 
 
-def _without_devices(function: Callable) -> Callable:
+def _without_devices(function: Callable, self, *args, **kwargs):
     """A method of `TensorPipeRpcBackendOptions`: an agent that knows GPUs would look for CUDA's driver in C++."""
-
-    @functools.wraps(function)
-    def method(self, *args, **kwargs):
-        if args or kwargs.get("device_maps") or kwargs.get("devices"):
-            raise errors.not_modelled("device maps of torch.distributed.rpc (send x.cpu() instead)")
-        return function(self, *args, **kwargs)
-
-    return method
+    if args or kwargs.get("device_maps") or kwargs.get("devices"):
+        raise errors.not_modelled("device maps of torch.distributed.rpc (send x.cpu() instead)")
+    return function(self, *args, **kwargs)
 
 
-def _serialize(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def serialize(self, obj):
-        data, tensors = function(self, obj)
-        _refuse(tensors)
-        return data, tensors
-
-    return serialize
+def _serialize(function: Callable, self, obj):
+    data, tensors = function(self, obj)
+    _refuse(tensors)
+    return data, tensors
 
 
-def in_mode(function: Callable) -> Callable:
-    """`function`, which a thread of C++ calls, with this thread's operators visible; afterwards it is as it was."""
-
-    @functools.wraps(function)
-    def visibly(*args, **kwargs):
-        entered = enter_thread()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if entered:
-                leave_thread()
-
-    return visibly
-
-
-def _calling_back(function: Callable) -> Callable:
+def _calling_back(function: Callable, self, callback):
     """`then` and `add_done_callback` of a future: the thread that completes it calls the function."""
-
-    @functools.wraps(function)
-    def register(self, callback):
-        return function(self, in_mode(callback))
-
-    return register
+    return function(self, in_mode(callback))
 
 
-def _get_gradients(function: Callable) -> Callable:
+def _get_gradients(function: Callable, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """`torch.distributed.autograd.get_gradients`: C++ made the gradients, and each belongs on the GPU of its tensor.
 
     A backward pass that another process started runs in such a thread, where no operator is seen.
     """
-
-    @functools.wraps(function)
-    def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-        found = function(context_id)
-        for tensor, gradient in found.items():
-            target = gpu_of(tensor)
-            if target is not None:
-                place(gradient, target)
-        return found
-
-    return get_gradients
+    found = function(context_id)
+    for tensor, gradient in found.items():
+        target = gpu_of(tensor)
+        if target is not None:
+            place(gradient, target)
+    return found
 
 
 def patches() -> list[Patch]:
     """See `features`."""
     future = torch._C.Future  # also of what C++ makes, for example in `Work.get_future`
-    found: list[Patch] = [(future, name, _calling_back(vars(future)[name])) for name in ("then", "add_done_callback")]
+    listening = ("then", "add_done_callback")
+    found: list[Patch] = [(future, name, around(vars(future)[name], _calling_back)) for name in listening]
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is None or not hasattr(api, "_invoke_rpc_builtin"):  # of builds without RPC
         return found
     pickler = internal._InternalRPCPickler
-    found += [(pickler, "serialize", _serialize(pickler.serialize)),
+    found += [(pickler, "serialize", around(pickler.serialize, _serialize)),
               (internal, "_run_function", in_mode(internal._run_function))]  # fmt: skip
     autograd = sys.modules["torch.distributed.autograd"]
-    found.append((autograd, "get_gradients", _get_gradients(autograd.get_gradients)))
+    found.append((autograd, "get_gradients", around(autograd.get_gradients, _get_gradients)))
     options = sys.modules["torch.distributed.rpc.options"].TensorPipeRpcBackendOptions
-    found += [(options, name, _without_devices(getattr(options, name))) for name in _NAMING_DEVICES]
+    found += [(options, name, around(getattr(options, name), _without_devices)) for name in _NAMING_DEVICES]
     builtin = ("_invoke_rpc_builtin", "_invoke_remote_builtin")
-    return found + [(api, name, _sending(getattr(api, name))) for name in builtin]
+    return found + [(api, name, around(getattr(api, name), _sending)) for name in builtin]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -82,6 +82,16 @@ def take_out() -> dict[int, tuple[Any, Any]]:
 
 def _function(attribute: Any) -> Any:
     return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
+
+
+def around(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """What answers for `original` by `function(original, ...)`."""
+
+    @functools.wraps(original)
+    def answer(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    return answer
 
 
 def in_package(package: str, *functions: Any, **by_name: Any) -> list[Patch]:

@@ -23,7 +23,7 @@ from virtual_gpus.features.distributed import alone
 from virtual_gpus.features.distributed.collectives import give_to_future, remember
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend
 from virtual_gpus.machine import active
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_fake, is_wrapper, nbytes, put, scratch, tensors_in
 from virtual_gpus.threads import below, this_thread
 
@@ -345,42 +345,28 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
     return work
 
 
-def _get_future(function: Callable) -> Callable:
+def _get_future(function: Callable, self):
     """`Work.get_future`. NCCL's is done once the collective is issued, so that `then` calls its function at once and
     all ranks issue what follows in one order. Gloo's threads would call it at any time, so gloo is waited for."""
-
-    @functools.wraps(function)
-    def get_future(self):
-        if self in _collectives:
-            with below():  # which keeps the current stream from waiting, too
-                self.wait()
-        give_to_future(self)
-        return function(self)
-
-    return get_future
+    if self in _collectives:
+        with below():  # which keeps the current stream from waiting, too
+            self.wait()
+    give_to_future(self)
+    return function(self)
 
 
 # ---- coalescing ------------------------------------------------------------------------------------------------------
 
 
-def _start_coalescing(function: Callable) -> Callable:
+def _start_coalescing(function: Callable, group, device):
     """Gloo cannot put collectives together: they go one by one, and `_end_coalescing` gives one Work for all."""
-
-    @functools.wraps(function)
-    def start(group, device):
-        if not is_nccl(group) or active().settings.rank is not None:
-            return function(group, device)
-        _open[group] = []
-
-    return start
+    if not is_nccl(group) or active().settings.rank is not None:
+        return function(group, device)
+    _open[group] = []
 
 
-def _end_coalescing(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def end(group, device):
-        return function(group, device) if group not in _open else _together()(_open.pop(group), [])
-
-    return end
+def _end_coalescing(function: Callable, group, device):
+    return function(group, device) if group not in _open else _together()(_open.pop(group), [])
 
 
 def patches() -> list[Patch]:
@@ -390,6 +376,6 @@ def patches() -> list[Patch]:
     group = torch.distributed.ProcessGroup
     work = torch._C._distributed_c10d.Work
     found = [(group, name, _OfCpp(group, name)) for name in _NAMES if name in vars(group)]
-    return [*found, (work, "get_future", _get_future(work.get_future)),
-            (group, "_start_coalescing", _start_coalescing(group._start_coalescing)),
-            (group, "_end_coalescing", _end_coalescing(group._end_coalescing))]  # fmt: skip
+    return [*found, (work, "get_future", around(work.get_future, _get_future)),
+            (group, "_start_coalescing", around(group._start_coalescing, _start_coalescing)),
+            (group, "_end_coalescing", around(group._end_coalescing, _end_coalescing))]  # fmt: skip

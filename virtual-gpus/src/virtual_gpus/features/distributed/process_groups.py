@@ -30,7 +30,7 @@ from virtual_gpus.features.distributed.collectives import charge_barrier
 from virtual_gpus.features.distributed.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
 from virtual_gpus.features.distributed.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
-from virtual_gpus.patches.table import Patch
+from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.processes import one_rank
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import below
@@ -65,44 +65,39 @@ def _without_wrapper() -> Iterator[None]:
         torch.distributed.set_debug_level(level)
 
 
-def _new_process_group_helper(function: Callable, c10d: Any) -> Callable:
+def _new_process_group_helper(function: Callable, *args, **kwargs):
     """PyTorch's function that makes every group, with gloo in the place of NCCL.
 
     init_process_group and new_group call it. They are not replaced themselves, since other modules import them by name.
     """
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def helper(*args, **kwargs):
-        given = signature.bind(*args, **kwargs).arguments
-        asked = given["backend"]
-        config = c10d.BackendConfig(c10d.Backend(asked))
-        devices = dict(config.get_device_backend_map())
-        gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
-        has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
-        is_alone = active().settings.rank is not None
-        if has_nccl or is_alone:
-            given.pop("backend_options", None)
-            given["backend"] = "fake" if is_alone else "gloo"
-        if is_alone and not given["global_ranks_in_group"]:
-            one_rank.check(active().settings, given["group_rank"], given["group_size"])
-        with _without_wrapper() if has_nccl else contextlib.nullcontext():
-            made, store = function(**given)
-        if isinstance(made, c10d.ProcessGroup):
-            backends_of[made] = devices
-            if not is_alone:
-                _rest_at_exit()
-        if isinstance(made, c10d.ProcessGroup) and (has_nccl or is_alone):
-            c10d._world.pg_map[made] = (c10d.Backend(asked), store)
-            c10d._world.pg_backend_config[made] = str(config)
-            made.bound_device_id = gpu
-            if "cpu" in devices and not is_alone:
-                carriers[made] = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
-            if not is_alone:
-                _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
-        return made, store
-
-    return helper
+    c10d = torch.distributed.distributed_c10d
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    asked = given["backend"]
+    config = c10d.BackendConfig(c10d.Backend(asked))
+    devices = dict(config.get_device_backend_map())
+    gpu = given.pop("device_id", None)  # binds a rank to its GPU for NCCL; gloo refuses it
+    has_nccl = any(str(backend).startswith("nccl") for backend in devices.values())
+    is_alone = active().settings.rank is not None
+    if has_nccl or is_alone:
+        given.pop("backend_options", None)
+        given["backend"] = "fake" if is_alone else "gloo"
+    if is_alone and not given["global_ranks_in_group"]:
+        one_rank.check(active().settings, given["group_rank"], given["group_size"])
+    with _without_wrapper() if has_nccl else contextlib.nullcontext():
+        made, store = function(**given)
+    if isinstance(made, c10d.ProcessGroup):
+        backends_of[made] = devices
+        if not is_alone:
+            _rest_at_exit()
+    if isinstance(made, c10d.ProcessGroup) and (has_nccl or is_alone):
+        c10d._world.pg_map[made] = (c10d.Backend(asked), store)
+        c10d._world.pg_backend_config[made] = str(config)
+        made.bound_device_id = gpu
+        if "cpu" in devices and not is_alone:
+            carriers[made] = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
+        if not is_alone:
+            _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
+    return made, store
 
 
 def _hidden(c10d: Any, group: Any, store: Any) -> Any:
@@ -116,26 +111,21 @@ def _hidden(c10d: Any, group: Any, store: Any) -> Any:
     return group
 
 
-def _destroy(function: Callable) -> Callable:
+def _destroy(function: Callable, group=None):
     """Ends the hidden groups as well, once gloo's threads rest.
 
     If DDP's reducer holds the last reference to the group and goes while a thread needs Python's lock, it waits for the
     thread with the lock in its hand, for ever.
     """
-
-    @functools.wraps(function)
-    def destroy_process_group(group=None):
-        if active() is None or active().settings.rank is None:
-            _until_threads_rest()
-            if group in (None, torch.distributed.group.WORLD) and torch.distributed.is_initialized():
-                leave_word("has left: it ended its process group")
-        ended = list(carriers) if group in (None, torch.distributed.group.WORLD) else [group]
-        function(group)
-        for other in ended:
-            if other in carriers:
-                _end(carriers.pop(other))
-
-    return destroy_process_group
+    if active() is None or active().settings.rank is None:
+        _until_threads_rest()
+        if group in (None, torch.distributed.group.WORLD) and torch.distributed.is_initialized():
+            leave_word("has left: it ended its process group")
+    ended = list(carriers) if group in (None, torch.distributed.group.WORLD) else [group]
+    function(group)
+    for other in ended:
+        if other in carriers:
+            _end(carriers.pop(other))
 
 
 def _until_threads_rest() -> None:
@@ -170,35 +160,23 @@ def _end(group: Any) -> None:
     torch._C._distributed_c10d._unregister_process_group(group.group_name)
 
 
-def _rendezvous(function: Callable) -> Callable:
+def _rendezvous(function: Callable, url, rank=-1, world_size=-1, **kwargs):
     """How the ranks meet. One rank of many meets no other, wherever it was told to."""
+    settings = active().settings
+    if settings.rank is None:
+        yield from function(url, rank, world_size, **kwargs)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    @functools.wraps(function)
-    def rendezvous(url, rank=-1, world_size=-1, **kwargs):
-        settings = active().settings
-        if settings.rank is None:
-            yield from function(url, rank, world_size, **kwargs)
-            return
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        one_rank.check(settings, *(whole if given < 0 else given for given, whole in
-                                   ((rank, settings.rank), (world_size, settings.world_size))))  # fmt: skip
-        yield FakeStore(), settings.rank, settings.world_size
-
-    return rendezvous
+    one_rank.check(settings, *(whole if given < 0 else given for given, whole in
+                               ((rank, settings.rank), (world_size, settings.world_size))))  # fmt: skip
+    yield FakeStore(), settings.rank, settings.world_size
 
 
-def _splitting(function: Callable) -> Callable:
+def _splitting(function: Callable, parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
     """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split from PyTorch 2.14 on."""
-
-    @functools.wraps(function)
-    def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
-        groups = [
-            torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()
-        ]
-        return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
-
-    return split_group
+    groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()]
+    return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
 
 
 def stop(machine: VirtualMachine) -> None:
@@ -225,114 +203,80 @@ def _device_types(raw: Any) -> property:
     return property(answer)
 
 
-def _get_object_coll_device(function: Callable) -> Callable:
+def _get_object_coll_device(function: Callable, group=None):
     """The device on which objects travel: the computer's memory if GPU tensors keep no values (shapes_only)."""
-
-    @functools.wraps(function)
-    def device(group=None):
-        return "cpu" if active().shapes_only else function(group)
-
-    return device
+    return "cpu" if active().shapes_only else function(group)
 
 
 def _asker() -> str:
-    """The module that called the function that calls this one."""
-    return sys._getframe(2).f_globals.get("__name__", "")
+    """The module that called the patch (`around`) that calls this function."""
+    return sys._getframe(3).f_globals.get("__name__", "")
 
 
-def _get_backend_name(function: Callable) -> Callable:
+def _get_backend_name(function: Callable, group=None):
     """`get_backend`. torch.distributed.pipelining leaves out what needs another rank's answer if it is "fake".
 
     It does so for a rank that is alone, and where tensors have no values, because it asks for the answer's value.
     """
-
-    @functools.wraps(function)
-    def get_backend(group=None):
-        machine = active()
-        has_no_answer = machine.settings.rank is not None or machine.shapes_only
-        return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
-
-    return get_backend
+    machine = active()
+    has_no_answer = machine.settings.rank is not None or machine.shapes_only
+    return "fake" if has_no_answer and _asker().startswith("torch.distributed.pipelining") else function(group)
 
 
-def _gather_object(function: Callable) -> Callable:
+def _gather_object(function: Callable, *args, **kwargs):
     """One rank of many gets its own object from everyone, which makes no checkpoint."""
-
-    @functools.wraps(function)
-    def gather_object(*args, **kwargs):
-        if active().settings.rank is not None and _asker().startswith("torch.distributed.checkpoint"):
-            raise errors.no_checkpoint_of_others(active().settings)
-        return function(*args, **kwargs)
-
-    return gather_object
+    if active().settings.rank is not None and _asker().startswith("torch.distributed.checkpoint"):
+        raise errors.no_checkpoint_of_others(active().settings)
+    return function(*args, **kwargs)
 
 
-def _objects_from_another(function: Callable) -> Callable:
+def _objects_from_another(function: Callable, *args, **kwargs):
     """A function that receives objects from the rank `src`. One rank of many cannot know what they would be."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def objects_from_another(*args, **kwargs):
-        settings, given = active().settings, signature.bind(*args, **kwargs)
-        if settings.rank is not None:
-            given.apply_defaults()
-            group, source, in_group = (given.arguments[name] for name in ("group", "src", "group_src"))
-            if in_group is not None:
-                source = torch.distributed.get_global_rank(group or torch.distributed.group.WORLD, in_group)
-            elif source is None and function.__name__ != "recv_object_list":
-                source = 0
-            if source != settings.rank:
-                raise errors.nothing_from(source, settings, function.__name__)
-        return function(*args, **kwargs)
-
-    return objects_from_another
+    settings, given = active().settings, inspect.signature(function).bind(*args, **kwargs)
+    if settings.rank is not None:
+        given.apply_defaults()
+        group, source, in_group = (given.arguments[name] for name in ("group", "src", "group_src"))
+        if in_group is not None:
+            source = torch.distributed.get_global_rank(group or torch.distributed.group.WORLD, in_group)
+        elif source is None and function.__name__ != "recv_object_list":
+            source = 0
+        if source != settings.rank:
+            raise errors.nothing_from(source, settings, function.__name__)
+    return function(*args, **kwargs)
 
 
-def _get_backend(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def backend(group, device):
-        require_backend(group, torch.device(device).type)
-        return function(group, device)
-
-    return backend
+def _get_backend(function: Callable, group, device):
+    require_backend(group, torch.device(device).type)
+    return function(group, device)
 
 
-def _split_group(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def split_group(group, *args, **kwargs):
-        made = function(group, *args, **kwargs)
-        devices = backends_of.get(group)
-        if made is not None and devices is not None:
-            chosen = kwargs.get("device_types")
-            kept = set(devices) if chosen is None else {device.type for device in chosen}
-            backends_of[made] = {device: name for device, name in devices.items() if device in kept}
-        if group in carriers:
-            other = function(carriers[group], *args, **kwargs)
-            if made is not None and len(backends_of[made]) > 1:
-                other._set_group_name(f"{made.group_name} of GPUs")
-                torch._C._distributed_c10d._register_process_group(other.group_name, other)
-                carriers[made] = other
-        return made
-
-    return split_group
+def _split_group(function: Callable, group, *args, **kwargs):
+    made = function(group, *args, **kwargs)
+    devices = backends_of.get(group)
+    if made is not None and devices is not None:
+        chosen = kwargs.get("device_types")
+        kept = set(devices) if chosen is None else {device.type for device in chosen}
+        backends_of[made] = {device: name for device, name in devices.items() if device in kept}
+    if group in carriers:
+        other = function(carriers[group], *args, **kwargs)
+        if made is not None and len(backends_of[made]) > 1:
+            other._set_group_name(f"{made.group_name} of GPUs")
+            torch._C._distributed_c10d._register_process_group(other.group_name, other)
+            carriers[made] = other
+    return made
 
 
-def _barrier(function: Callable) -> Callable:
+def _barrier(function: Callable, group, *args, **kwargs):
     """NCCL needs to know the GPU of a barrier; gloo refuses to be told."""
-
-    @functools.wraps(function)
-    def barrier(group, *args, **kwargs):
-        opts = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
-        gpu = _gpu_of_barrier(group, opts) if active().gpus else None
-        if opts is not None:
-            opts.device_ids = []
-            if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
-                opts.device = torch.device("cuda", gpu.index)
-        if gpu is not None:
-            charge_barrier(gpu, group)
-        return function(group if gpu is None else carrier(group), *args, **kwargs)
-
-    return barrier
+    opts = next((value for value in (*args, *kwargs.values()) if hasattr(value, "device_ids")), None)
+    gpu = _gpu_of_barrier(group, opts) if active().gpus else None
+    if opts is not None:
+        opts.device_ids = []
+        if opts.device is not None and opts.device.type == "cuda" and gpu is not None:
+            opts.device = torch.device("cuda", gpu.index)
+    if gpu is not None:
+        charge_barrier(gpu, group)
+    return function(group if gpu is None else carrier(group), *args, **kwargs)
 
 
 def _refused(original: type) -> type:
@@ -399,21 +343,21 @@ def patches() -> list[Patch]:
     import torch.distributed.distributed_c10d as c10d
 
     group = c10d.ProcessGroup
-    destroy = _destroy(c10d.destroy_process_group)
+    destroy = around(c10d.destroy_process_group, _destroy)
     found: list[Patch] = [
-        (c10d, "_new_process_group_helper", _new_process_group_helper(c10d._new_process_group_helper, c10d)),
-        (c10d, "rendezvous", _rendezvous(c10d.rendezvous)),
-        (c10d, "_get_object_coll_device", _get_object_coll_device(c10d._get_object_coll_device)),
+        (c10d, "_new_process_group_helper", around(c10d._new_process_group_helper, _new_process_group_helper)),
+        (c10d, "rendezvous", around(c10d.rendezvous, _rendezvous)),
+        (c10d, "_get_object_coll_device", around(c10d._get_object_coll_device, _get_object_coll_device)),
         (c10d, "_get_split_source", lambda *args: None),  # only NCCL makes a group's communicator out of another's
         (group, "_device_types", _device_types(vars(group)["_device_types"])),
-        (group, "_get_backend", _get_backend(group._get_backend)),
-        (group, "barrier", _barrier(group.barrier)),
+        (group, "_get_backend", around(group._get_backend, _get_backend)),
+        (group, "barrier", around(group.barrier, _barrier)),
     ]
     found += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
-    found.append((torch.distributed, "get_backend", _get_backend_name(c10d.get_backend)))
-    found.append((torch.distributed, "gather_object", _gather_object(c10d.gather_object)))
+    found.append((torch.distributed, "get_backend", around(c10d.get_backend, _get_backend_name)))
+    found.append((torch.distributed, "gather_object", around(c10d.gather_object, _gather_object)))
     for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
-        receiving = _objects_from_another(getattr(c10d, name))
+        receiving = around(getattr(c10d, name), _objects_from_another)
         found += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
     found += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
     if hasattr(torch.distributed, "ProcessGroupNCCL"):
@@ -425,7 +369,7 @@ def patches() -> list[Patch]:
         found.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
     if INSTALLED < (2, 14) and hasattr(device_mesh, "split_group"):
-        found.append((device_mesh, "split_group", _splitting(device_mesh.split_group)))
+        found.append((device_mesh, "split_group", around(device_mesh.split_group, _splitting)))
     if hasattr(group, "split_group"):
-        found.append((group, "split_group", _split_group(group.split_group)))
+        found.append((group, "split_group", around(group.split_group, _split_group)))
     return found

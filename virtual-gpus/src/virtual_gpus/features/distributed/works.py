@@ -6,7 +6,6 @@ only) and which are not modelled. Gloo's buffers are the computer's memory. See 
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from virtual_gpus.features.distributed.collectives import await_work
 from virtual_gpus.features.distributed.groups import require_backend
 from virtual_gpus.features.distributed.nccl import messages
 from virtual_gpus.machine import VirtualGPU
+from virtual_gpus.patches.table import around
 from virtual_gpus.placement.creation_sites import forget_creation_site
 from virtual_gpus.placement.storages import allocation_of, gpu_of, place
 from virtual_gpus.threads import below, this_thread
@@ -29,19 +29,14 @@ _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None
 _GLOO_LETS_GO_IN_S = 5.0  # a tensor that it has sent: at once too, and this is how long it is waited for
 
 
-def _below(function):
+def _wait(function: Callable, self, *args, **kwargs) -> bool:
     """Gloo makes some results in a tensor of its own and copies them at `wait`, which NCCL does not: no GPU copies."""
-
-    @functools.wraps(function)
-    def wait(self, *args, **kwargs):
-        if not this_thread.inside:
-            await_work(self)
-        if self in messages and self.is_completed():
-            return True
-        with below():
-            return function(self, *args, **kwargs)
-
-    return wait
+    if not this_thread.inside:
+        await_work(self)
+    if self in messages and self.is_completed():
+        return True
+    with below():
+        return function(self, *args, **kwargs)
 
 
 # ---- DistributedDataParallel's buckets ------------------------------------------------------------------------------
@@ -186,6 +181,6 @@ def patches():
     functions = (_broadcast_coalesced, _compute_bucket_assignment_by_size, _verify_params_across_processes)
     replaced = [(torch.distributed, function.__name__, function) for function in functions]
     work = torch._C._distributed_c10d.Work
-    replaced.append((work, "wait", _below(work.wait)))
+    replaced.append((work, "wait", around(work.wait, _wait)))
     replaced.append((torch.distributed, "Reducer", _on_gpu(torch._C._distributed_c10d.Reducer)))
     return replaced + [(torch.distributed, "Logger", _without_times(torch._C._distributed_c10d.Logger))]

@@ -9,7 +9,6 @@ program and before it unpickles any argument.
 from __future__ import annotations
 
 import concurrent.futures.thread
-import functools
 import multiprocessing.process
 import multiprocessing.spawn
 import os
@@ -17,28 +16,13 @@ import sys
 import threading
 from collections.abc import Callable
 
-from virtual_gpus.dispatch.mode import enter_thread, leave_thread
+from virtual_gpus.dispatch.mode import in_mode
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.processes.shared_memory import FOLDER
 from virtual_gpus.settings import Settings
 
 _raw_preparation = multiprocessing.spawn.get_preparation_data
 _MAIN = ("init_main_from_name", "init_main_from_path")
-
-
-def _in_mode(run):
-    """`run`, with this thread's operators visible; afterwards the thread is as it was."""
-
-    @functools.wraps(run)
-    def visibly(self, *args):
-        entered = enter_thread()
-        try:
-            return run(self, *args)
-        finally:
-            if entered:
-                leave_thread()
-
-    return visibly
 
 
 def get_preparation_data(name):
@@ -83,7 +67,7 @@ def patches():
     runs = [(threading.Thread, "_bootstrap_inner"), (concurrent.futures.thread._WorkItem, "run")]
     if "asyncio.events" in sys.modules:  # else no event loop is running
         runs.append((sys.modules["asyncio.events"].Handle, "_run"))
-    return [(owner, name, _in_mode(getattr(owner, name))) for owner, name in runs] + [
+    return [(owner, name, in_mode(getattr(owner, name))) for owner, name in runs] + [
         (multiprocessing.spawn, "get_preparation_data", get_preparation_data),
         (multiprocessing.process.BaseProcess, "__reduce_ex__", _reduce_process),
     ]
