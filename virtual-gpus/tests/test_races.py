@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 from virtual_gpus import RaceError, virtual_gpus
+from virtual_gpus.switch import active_machine
 from virtual_gpus.testing import RankError, run_ranks
 
 
@@ -79,6 +80,13 @@ def freed_while_another_stream_reads(mended):
         x.record_stream(stream)
     del x
     ones()
+
+
+def freed_while_another_stream_reads_a_part(mended):
+    x = ones()
+    on_another_stream(partial(torch.mul, x[:100], 2))
+    del x
+    torch.empty(4096, device="cuda")[100 if mended else 99 :].fill_(2)
 
 
 def the_optimizer(mended):
@@ -155,7 +163,8 @@ def in_parts(start, mend, go_on, mended):
 
 
 WHOLE = (starts_too_early, a_part_of_it, the_event_is_recorded_too_early, the_event_is_of_another_stream,
-         the_event_is_not_asked, freed_while_another_stream_reads, the_optimizer, a_copy_from_another_gpu)  # fmt: skip
+         the_event_is_not_asked, freed_while_another_stream_reads, freed_while_another_stream_reads_a_part,
+         the_optimizer, a_copy_from_another_gpu)  # fmt: skip
 CASES = {case.__name__: case for case in WHOLE} | {name: partial(in_parts, *parts) for name, parts in IN_PARTS.items()}
 
 
@@ -182,6 +191,15 @@ def test_nothing_is_checked_unless_asked_for():
     with virtual_gpus(2):
         for case in CASES.values():
             case(False)
+
+
+def test_what_was_freed_is_kept_once():
+    with virtual_gpus(1, check_races=True):
+        for start in range(12):
+            x = torch.empty(4096, device="cuda")
+            on_another_stream(partial(torch.mul, x[start:], 2))
+            del x
+        assert [len(accesses) for _, accesses in active_machine().races._freed] == [1] * 12
 
 
 def _net():

@@ -146,7 +146,7 @@ class _Work:
         self.line = frame.f_code.co_filename, frame.f_lineno
 
     def comes_after(self, other: _Work) -> bool:
-        if other.place == self.place or other.number <= self.past.get(other.place, 0):
+        if other.number <= self.past.get(other.place, 0):
             return True
         if other.arrival is None or other.arrival.given:  # a collective whose Work Python has is waited for
             return False
@@ -295,8 +295,9 @@ class RaceChecker:
         if found is None or found.address != allocation.block.address:
             found = self._of_blocks[key] = _History(allocation, lambda _: self._forget(key))
             for former, accesses in self._freed:
-                if former.address < found.address + found.size and found.address < former.address + former.size:
-                    found.accesses += accesses
+                shift = former.address - found.address
+                if -former.size < shift < found.size:
+                    found.accesses += [a._replace(start=a.start + shift, end=a.end + shift) for a in accesses]
         return found
 
     def _forget(self, key: int) -> None:
@@ -308,7 +309,8 @@ class RaceChecker:
         left = [
             access._replace(freed=True)
             for access in gone.accesses
-            if access.work.place not in safe
+            if not access.freed  # else it is in the list since then
+            and access.work.place not in safe
             and access.work.arrival is None  # a collective's tensors are held until it is waited for
             and access.work.number > host.get(access.work.place, 0)
         ]
@@ -319,15 +321,17 @@ class RaceChecker:
     def _note(self, accesses: list[_Access], work: _Work, tensor: torch.Tensor, writes: bool) -> None:
         """An access to the storage whose earlier ones are `accesses`. Raises RaceError."""
         start, end = _span(tensor)
-        new, kept = _Access(work, start, end, writes), []
+        new, kept, host = _Access(work, start, end, writes), [], self._order.known[_HOST]
         for old in accesses:
-            if (old.freed or (old.start < end and start < old.end)) and (writes or old.writes):
-                if not work.comes_after(old.work):
+            if old.work.number <= host.get(old.work.place, 0):
+                continue  # all that comes from now on comes after it
+            ordered = old.work.place == work.place
+            if not ordered and (writes or old.writes) and old.start < end and start < old.end:
+                ordered = work.comes_after(old.work)
+                if not ordered:
                     raise RaceError(self._text(old, new, tensor))
-                if writes and start <= old.start and old.end <= end:
-                    continue  # what comes after the new one comes after this one
-            elif old.work.place == work.place and old.start == start and old.end == end:
-                continue  # an earlier read of the same stream
+            if ordered and start <= old.start and old.end <= end and (writes or not old.writes):
+                continue  # what comes after the new one comes after this one
             kept.append(old)
         if work.place != _HOST:
             kept.append(new)
