@@ -1,13 +1,14 @@
 """What virtual GPUs cost: ratios of training steps, taken in one run, printed as tables.
 
-    python -m benchmarks.step_cost                # both tables, about 6 minutes on two cores
+    python -m benchmarks.step_cost                # all tables, about 6 minutes on two cores that do nothing else
     python -m benchmarks.step_cost --rounds 1     # a quick look
+    python -m benchmarks.step_cost --table races  # only one of them
     python -m benchmarks.step_cost --cpu-time --threads 1    # on a machine that does other things as well
 
-Table 1: a step on one virtual GPU, with and without `check_races`, and the same step on the CPU under a dispatch mode
-that does nothing (see `operator_cost`), under MemTracker of PyTorch and on FakeGPU where that is found, against the
-plain CPU step.
-Table 2: nn.DataParallel over 1 to 16 virtual GPUs at a fixed total batch, against one virtual GPU.
+Table "steps": a step on one virtual GPU, and the same step on the CPU under a dispatch mode that does nothing (see
+`operator_cost`), under MemTracker of PyTorch and on FakeGPU where that is found, against the plain CPU step.
+Table "races": the step on one virtual GPU with `check_races`, against the step without.
+Table "gpus": nn.DataParallel over 1 to 16 virtual GPUs at a fixed total batch, against one virtual GPU.
 Each round times all columns one after the other, so that a busy machine slows them alike; the median of the rounds'
 ratios is shown, with the smallest and the largest.
 """
@@ -18,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from virtual_gpus import virtual_gpus
@@ -103,7 +105,6 @@ def table_of_steps(rounds: int, steps: int) -> list[str]:
     """One virtual GPU, and the other ways to watch a step, against the plain CPU step."""
     columns = {
         "one virtual GPU": on_virtual_gpus,
-        "check_races": checked,
         "do-nothing mode": under_a_mode,
         "MemTracker": under_mem_tracker,
     }
@@ -119,6 +120,15 @@ def table_of_steps(rounds: int, steps: int) -> list[str]:
     return lines
 
 
+def table_of_races(rounds: int, steps: int) -> list[str]:
+    """One virtual GPU that looks for races, against one that does not."""
+    lines = ["| training step | with check_races / without |", "|---|---|"]
+    for name, job in JOBS.items():
+        without, looking = (partial(way, job, steps) for way in (on_virtual_gpus, checked))
+        lines.append(f"| {name} | {show(ratios(without, [looking], rounds)[0])} |")
+    return lines
+
+
 def table_of_gpus(rounds: int, steps: int, counts=(2, 4, 8, 16)) -> list[str]:
     """DataParallel at a fixed total batch: every replica runs in turn, so the cost is that of more, smaller steps."""
     others = [lambda n=n: on_virtual_gpus(resnet18_b64, steps, n) for n in counts]
@@ -128,12 +138,14 @@ def table_of_gpus(rounds: int, steps: int, counts=(2, 4, 8, 16)) -> list[str]:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
+    tables = {"steps": table_of_steps, "races": table_of_races, "gpus": table_of_gpus}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="how often each column is timed (default 5)")
     parser.add_argument(
         "--steps", type=int, default=5, help="steps per timing at least, of which the fastest counts (default 5)"
     )
+    parser.add_argument("--table", choices=tables, help="print only this one")
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch (default 2)")
     parser.add_argument("--cpu-time", action="store_true", help="time of the processor instead of the wall's")
     options = parser.parse_args()
@@ -141,9 +153,9 @@ def main() -> None:
         global _now
         _now = time.process_time
     torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds\n")
-    print("\n".join(table_of_steps(options.rounds, options.steps)), end="\n\n")
-    print("\n".join(table_of_gpus(options.rounds, options.steps)))
+    print(f"torch {torch.__version__}, {options.threads} threads, {options.rounds} rounds")
+    for name in [options.table] if options.table else tables:
+        print("", *tables[name](options.rounds, options.steps), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,9 @@ def test_the_tables_have_a_row_per_job_count_and_operator(monkeypatch):
     monkeypatch.setattr(step_cost, "LEAST", 0)
     steps = step_cost.table_of_steps(rounds=2, steps=2)
     gpus = step_cost.table_of_gpus(rounds=1, steps=1, counts=(2, 3))
+    races = step_cost.table_of_races(rounds=1, steps=1)
     assert len(steps) == 3 and steps[-1].startswith("| tiny | ") and " to " in steps[-1]
+    assert len(races) == 3
     assert [line.split(",")[0] for line in gpus[3:]] == ["| 2 GPUs", "| 3 GPUs"]
     best = operator_cost.measure(rounds=1, calls=2)
     assert all(figure > 0 for column in best.values() for figure in column.values())
