@@ -89,6 +89,18 @@ def freed_while_another_stream_reads_a_part(mended):
     torch.empty(4096, device="cuda")[100 if mended else 99 :].fill_(2)
 
 
+def resized_while_another_stream_reads(mended):
+    storage = (x := ones()).untyped_storage()
+    stream, _ = on_another_stream(partial(torch.mul, x, 2))
+    if mended:
+        x.record_stream(stream)
+    storage.resize_(0)
+    for _ in range(20):
+        ones("cuda:1")  # by then the stream is done, and the block is the same
+    storage.resize_(4 * 4096)
+    x.fill_(2)
+
+
 def the_optimizer(mended):
     net = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.Adam(net.parameters())
@@ -164,7 +176,7 @@ def in_parts(start, mend, go_on, mended):
 
 WHOLE = (starts_too_early, a_part_of_it, the_event_is_recorded_too_early, the_event_is_of_another_stream,
          the_event_is_not_asked, freed_while_another_stream_reads, freed_while_another_stream_reads_a_part,
-         the_optimizer, a_copy_from_another_gpu)  # fmt: skip
+         resized_while_another_stream_reads, the_optimizer, a_copy_from_another_gpu)  # fmt: skip
 CASES = {case.__name__: case for case in WHOLE} | {name: partial(in_parts, *parts) for name, parts in IN_PARTS.items()}
 
 

@@ -292,16 +292,16 @@ class RaceChecker:
     def _history(self, allocation: StorageAllocation) -> _History:
         key = id(allocation)
         found = self._of_blocks.get(key)
-        if found is None or found.address != allocation.block.address:
-            found = self._of_blocks[key] = _History(allocation, lambda _: self._forget(key))
+        if found is None:
+            found = self._of_blocks[key] = _History(allocation, lambda _: self.freed(key))
             for former, accesses in self._freed:
                 shift = former.address - found.address
                 if -former.size < shift < found.size:
                     found.accesses += [a._replace(start=a.start + shift, end=a.end + shift) for a in accesses]
         return found
 
-    def _forget(self, key: int) -> None:
-        """A storage is gone. Its memory goes to others of its stream, which other streams may still use."""
+    def freed(self, key: int) -> None:
+        """A storage gave its block back. It goes to others of its stream, while other streams may still use it."""
         gone = self._of_blocks.pop(key, None)
         if gone is None:
             return

@@ -54,6 +54,8 @@ class StorageAllocation:
         """A storage that grew gets a new block first, then lets the old one go, as `resize_` does on a GPU."""
         old, self.block = self.block, self.gpu.allocate(nbytes, self)
         self.nbytes = nbytes
+        if self.gpu.machine.races is not None:
+            self.gpu.machine.races.freed(id(self))
         self.gpu.allocator.free(old)
 
 
