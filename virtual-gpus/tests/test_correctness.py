@@ -233,6 +233,11 @@ def test_a_backward_pass_runs_on_the_streams_and_the_gpu_of_the_forward_pass(gpu
         assert side._mark() >= first._mark() and side._mark() >= default._mark()
     assert [stream for _, stream in PLACES[3:]] == [default, second, first]
     assert torch.cuda.current_stream(2) == default and torch.cuda.current_device() == 0
+    (y := x * 2).register_hook(lambda _: PLACES.append(torch.cuda.current_stream(2)))
+    with torch.cuda.stream(side):
+        z = y * 3
+    z.sum().backward()
+    assert PLACES[-1] == default
 
 
 def test_gradients_of_another_device_are_refused_as_pytorch_does(gpus):

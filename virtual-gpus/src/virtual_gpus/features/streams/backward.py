@@ -5,6 +5,7 @@ Hooks on the nodes change streams during the pass. A program that makes no node 
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,13 +53,17 @@ class _Pass:
         self._ready: dict[torch.autograd.graph.Node, float] = {}
         self._callers: dict[int, streams.Stream] = {}  # by the GPU's index: what was current before
         self._used: set[streams.Stream] = set()
+        self._missing: collections.Counter[torch.autograd.graph.Node] = collections.Counter()  # gradients of its inputs
+        self._next: set[torch.autograd.graph.Node] = set()  # nothing is missing, and they have not run
 
     def watch(self, node) -> list[torch.utils.hooks.RemovableHandle]:
         """Hooks before and after a node. The node that adds up a leaf's gradient stays on the current stream."""
         number = node._sequence_nr()
         of_leaf = not node.next_functions
+        self._missing.update(following for following, _ in node.next_functions)
 
         def before(gradients) -> None:
+            self._next.discard(node)
             for gpu in _gpus(gradients):
                 stream = streams.current_stream(gpu.index)
                 self._callers.setdefault(gpu.index, stream)
@@ -72,6 +77,13 @@ class _Pass:
             marks = [streams.current_stream(gpu.index)._mark() for gpu in _gpus(gradients)]
             for following, _ in node.next_functions:
                 self._ready[following] = active().clock.latest([*marks, self._ready.get(following, 0.0)])
+                self._missing[following] -= 1
+                if following is not None and not self._missing[following]:
+                    self._next.add(following)
+            following = max(self._next, key=lambda node: node._sequence_nr(), default=None)
+            if following is not None and following.next_functions:  # hooks on its tensors come before `before`
+                for gpu in _gpus(gradients):
+                    streams.make_current(gpu, streams.stream_of_node(gpu, following._sequence_nr()))
 
         return [node.register_prehook(before), node.register_hook(after)]
 
