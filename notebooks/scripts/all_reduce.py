@@ -5,8 +5,9 @@
     torchrun --standalone --nproc-per-node 4 -m virtual_gpus --gpus 4 --kind H100 --shapes-only all_reduce.py
 
 The bus bandwidth is what each link of a ring carries: 2 (n - 1) / n times the bytes, divided by the seconds, with n
-ranks. Compare it with the data sheet of the slowest link. On virtual GPUs, the times are modelled. Over several
-machines, start the program on each as torchrun asks; what NCCL chose is in the lines of NCCL_DEBUG=INFO.
+ranks. Compare it with one direction of the slowest link, as data sheets of NVLink add both. On virtual GPUs, the times
+are modelled. Over several machines, start the program on each as torchrun asks; what NCCL chose is in the lines of
+NCCL_DEBUG=INFO.
 """
 
 import argparse
