@@ -26,32 +26,30 @@ _NAMES = ("copy", "reads", "small kernels", "one bucket", "slow rank", "slow lin
 
 def five_traces() -> dict[str, list[list[dict[str, Any]]]]:
     """By letter: what the GPUs of four ranks do in two steps, as events of torch.profiler's trace."""
-    found = {}
-    for letter, links in {"B": None, "C": "PCIe 3", "D": None, "E": None}.items():
-        found[letter] = [_alone(rank, letter, links) for rank in range(4)]
-    # Only with a late rank do ranks wait for each other. These are forked, so they find the profiler's modules loaded.
+    alone = [_alone(rank, "BDE") | _alone(rank, "C", links="PCIe 3") for rank in range(4)]
+    # Only with a late rank do ranks wait for each other. Forked now, they find the profiler's modules loaded.
     with modelled_gpus(4, "RTX 4090"):
-        found["A"] = launch(_record, "A", ranks=4, show=False)
-    return dict(sorted(found.items()))
+        together = launch(_record, "A", ranks=4, show=False)
+    return {letter: [(alone[rank] | together[rank])[letter] for rank in range(4)] for letter in _RIGHT}
 
 
-def _alone(rank: int, letter: str, links: str | None) -> list[dict[str, Any]]:
-    with modelled_gpus(4, "RTX 4090", links=links, rank=rank, world_size=4):
+def _alone(rank: int, letters: str, **settings: Any) -> dict[str, list[dict[str, Any]]]:
+    with modelled_gpus(4, "RTX 4090", rank=rank, world_size=4, **settings):
         dist.init_process_group("nccl")
         torch.cuda.set_device(rank)
-        return _record(rank, letter)
+        return _record(rank, letters)
 
 
-def _record(rank: int, letter: str) -> list[dict[str, Any]]:
+def _record(rank: int, letters: str) -> dict[str, list[dict[str, Any]]]:
     layers = [nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(_LAYERS)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=64)
     _step("", model, rank)()  # after the first step, DDP arranges its buckets
-    return _profiled(_step(_RIGHT[letter], model, rank))
+    return {letter: _profiled(_step(_RIGHT[letter], model, rank)) for letter in letters}
 
 
 def _step(disease: str, model: nn.Module, rank: int) -> Callable[[], object]:
     rows = _ROWS * 3 // 2 if disease == "slow rank" and rank == 2 else _ROWS
-    inputs = torch.zeros(rows, _WIDTH)
+    inputs = torch.zeros(rows, _WIDTH, device="cpu")  # whatever the default device is
     on_gpu = inputs.cuda()
 
     def step():
