@@ -3,6 +3,7 @@
 python -m benchmarks.outside --had                      # what FOLDER has to hold, and which packages
 python -m benchmarks.outside --from FOLDER              # run all programs
 python -m benchmarks.outside --from FOLDER --only mnist
+python -m benchmarks.outside --from FOLDER --check-races    # for the column "races"; no reference is run
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.outside import table
 from benchmarks.outside.programs import SOURCES
-from benchmarks.outside.runner import hold, hold_on_fakegpu
+from benchmarks.outside.runner import check_races, hold, hold_on_fakegpu
 
 
 def main() -> None:
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--from", dest="folder", type=Path, help="the folder that holds the repositories")
     parser.add_argument("--only", nargs="*", default=[""], help="only the programs of these names or parts of names")
     parser.add_argument("--fakegpu", action="store_true", help="run on FakeGPU, for the column beside ours")
+    parser.add_argument("--check-races", action="store_true", help="look for races, for the column of that name")
     parser.add_argument("--work", type=Path, help="keep copies, logs and losses here")
     options = parser.parse_args()
     if options.had:
@@ -39,13 +41,15 @@ def main() -> None:
         if not source.is_dir():
             print(f"{program.name}: there is no folder {source}")
             continue
-        if options.fakegpu:
-            result = hold_on_fakegpu(program, source, options.folder / SOURCES["fakegpu"].folder, work)
+        column = "races" if options.check_races else "FakeGPU" if options.fakegpu else "ours"
+        if column == "races":
+            row = check_races(program, source, work)
+        elif column == "FakeGPU":
+            row = hold_on_fakegpu(program, source, options.folder / SOURCES["fakegpu"].folder, work).row()
         else:
-            result = hold(program, source, work)
-        row = result.row()
+            row = hold(program, source, work).row()
         print(program.name, row, flush=True)
-        table.keep(program, row, "FakeGPU" if options.fakegpu else "ours")
+        table.keep(program, row, column)
     table.write()
 
 

@@ -19,6 +19,7 @@ class Source:
 class Run:
     """One call: `arguments` after `python`, on `gpus` virtual GPUs (0: the CPU), in `ranks` processes of torchrun.
 
+    options: further arguments of `python -m virtual_gpus`.
     edits: (file, text, other text) for a run on the CPU of a program that names a GPU in its source. A run on virtual
     GPUs has none.
     """
@@ -28,6 +29,7 @@ class Run:
     ranks: int = 0
     variables: tuple[tuple[str, str], ...] = ()
     edits: tuple[tuple[str, str, str], ...] = ()
+    options: tuple[str, ...] = ()
 
     def on_fakegpu(self, folder: Path) -> Run:
         """The same call with FakeGPU, whose repository lies in `folder`, in place of virtual GPUs."""
@@ -88,6 +90,16 @@ DROPOUT = "dropout draws from the GPU's own generator"
 ATTENTION = "a GPU's fused attention has a dropout of its own"
 ROUNDING = "sums in another order"
 BFLOAT16 = "bfloat16 compared with float32"
+
+# What was found by reading the programs in which `--check-races` reports a race: all are theirs
+RACES = {
+    "Lightning 2.6.6: both programs with DDP": (
+        "lightning/pytorch/strategies/ddp.py:196 and lightning/fabric/strategies/ddp.py:130 make "
+        "DistributedDataParallel on a new stream. Its constructor copies the parameters of rank 0 there. The forward "
+        "pass reads them on the default stream, which does not wait. The same pattern left models of Megatron-LM with "
+        "empty parameters (NVIDIA-NeMo/Megatron-Bridge 1706)."
+    ),
+}
 
 OUT_OF_SCOPE = {
     "pytorch/examples: gcn, gat, fast_neural_style, language_translation, legacy/snli, distributed/FSDP": (

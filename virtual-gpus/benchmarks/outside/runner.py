@@ -13,7 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.outside.programs import Program, Run
@@ -43,6 +43,9 @@ class Outcome:
 
 _NAMES_AN_ERROR = re.compile(
     r"^(?:\[rank\d+\]:)?\s*((?:\w+\.)*(?!ChildFailed|ProcessRaised)\w*(?:Error|Modelled|Refused|Exception)\b.*)"
+)
+_RACE = re.compile(
+    r"RaceError: Race: (.*)\n(?:\[rank\d+\]:)? *(.*:\d+): .*\n(?:\[rank\d+\]:)? *(.*:\d+): ", re.MULTILINE
 )
 
 
@@ -99,7 +102,7 @@ def command(run: Run) -> list[str]:
         line += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
         line += ["-m"] if run.gpus or run.arguments.startswith("-m ") else []
     if run.gpus:
-        line += (["virtual_gpus"] if run.ranks else ["-m", "virtual_gpus"]) + ["--gpus", str(run.gpus)]
+        line += (["virtual_gpus"] if run.ranks else ["-m", "virtual_gpus"]) + ["--gpus", str(run.gpus), *run.options]
     arguments = run.arguments.replace("{callers}", shlex.quote(str(CALLERS)))
     if run.ranks and not run.gpus:
         arguments = arguments.removeprefix("-m ")
@@ -121,7 +124,7 @@ def environment(run: Run, work: Path) -> dict[str, str]:
         "HF_HOME": str(work / "hf"),
         "WANDB_MODE": "disabled",
         "MPLBACKEND": "agg",
-        "OUTSIDE_LOSSES": str(work / "losses"),
+        "OUTSIDE_LOSSES": "" if run.options else str(work / "losses"),
     }
     if not run.gpus:
         kept["CUDA_VISIBLE_DEVICES"] = ""
@@ -203,6 +206,21 @@ def hold_on_fakegpu(program: Program, source: Path, fakegpu: Path, work: Path) -
     place = work / program.name.replace("/", "_").replace(" ", "_")
     on = run_once(program, program.on.on_fakegpu(fakegpu), source, place / "fakegpu")
     return Result(program, on, _beside(program, source, place / "beside"))
+
+
+def check_races(program: Program, source: Path, work: Path) -> dict[str, object]:
+    """Run `program` on virtual GPUs that look for races: whether it ran, why not, and the first race with its lines.
+
+    Losses are not noted, because the host waits for them, and the wait would order what the program leaves unordered.
+    """
+    place = work / program.name.replace("/", "_").replace(" ", "_")
+    on = run_once(program, replace(program.on, options=("--check-races",)), source, place / "races")
+    race = _RACE.search(on.log.read_text(errors="replace"))
+    return {
+        "runs": on.code == 0,
+        "why": "" if on.code == 0 else on.why(),
+        "race": " ".join(race.groups()) if race else "",
+    }
 
 
 def _beside(program: Program, source: Path, work: Path) -> Outcome:

@@ -10,7 +10,7 @@ import torch
 from virtual_gpus import __version__
 
 from benchmarks.outside import examples, frameworks, repositories
-from benchmarks.outside.programs import OUT_OF_SCOPE, SOURCES, Program
+from benchmarks.outside.programs import OUT_OF_SCOPE, RACES, SOURCES, Program
 
 PROGRAMS: list[Program] = [*examples.PROGRAMS, *repositories.PROGRAMS, *frameworks.PROGRAMS]
 
@@ -40,6 +40,9 @@ runs may add numbers in another order. Some programs have a larger limit. The ta
 | none | The program does not call `backward`. |
 | not comparable | The runs have different numbers of losses, or a loss is not a number. |
 
+`python -m benchmarks.outside --from FOLDER --check-races` runs each program once more, with races checked and without a
+reference. A race is two uses of the same memory, at least one of them a write, of which neither waits for the other.
+
 FakeGPU is another package that lets PyTorch programs run without a GPU. An empty cell in its column means that the
 program was not tried on it.
 """
@@ -55,7 +58,7 @@ def keep(program: Program, row: dict[str, object], column: str = "ours") -> None
 
 
 def stored() -> dict:
-    """The results of all runs so far: by program, `ours` and `FakeGPU`."""
+    """The results of all runs so far: by program, `ours`, `races` and `FakeGPU`."""
     return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"made with": "", "programs": {}}
 
 
@@ -93,6 +96,12 @@ def _ran(row: dict[str, object] | None) -> str:
     return "yes" if row["runs"] else f"no: `{str(row['why']).replace('|', '/')}`"
 
 
+def _races(row: dict[str, object] | None) -> str:
+    if row is None:
+        return ""
+    return f"`{row['race']}`" if row["race"] else "none" if row["runs"] else _ran(row)
+
+
 def page() -> str:
     """The text of the page, from the stored results."""
     results = stored()
@@ -106,18 +115,23 @@ def page() -> str:
     if beside:
         theirs = sum(good(program, row) for program, row in beside)
         lines[1] += f" On FakeGPU, {theirs} of the {len(beside)} that were tried do."
-    lines += ["| program | what it uses | runs | losses | FakeGPU |", "|---|---|---|---|---|"]
+    checked = [row["races"] for _, row in rows if "races" in row]
+    if checked:
+        clean, found = (sum(_races(row).startswith(start) for row in checked) for start in ("none", "`"))
+        lines[1] += f" With races checked, {clean} of {len(checked)} run without a race, and {found} have one."
+    lines += ["| program | what it uses | runs | losses | races | FakeGPU |", "|---|---|---|---|---|---|"]
     for program, row in tried:
         fake = row.get("FakeGPU")
         other = "" if fake is None else (_losses(program, fake) or _ran(fake))
-        lines.append(
-            f"| {program.name} | {program.uses} | {_ran(row['ours'])} | {_losses(program, row['ours'])} | {other} |"
-        )
+        cells = program.name, program.uses, _ran(row["ours"]), _losses(program, row["ours"]), _races(row.get("races"))
+        lines.append(f"| {' | '.join(cells)} | {other} |")
     rest = [program.name for program, row in rows if "ours" not in row]
     if rest:
         lines += ["", f"Not run yet: {'; '.join(rest)}."]
     lines += ["", "## Where to get the programs", ""]
     lines += [f"- {source.had}" for source in SOURCES.values()]
+    lines += ["", "## Races", "", "| program | what nothing orders |", "|---|---|"]
+    lines += [f"| {name} | {reason} |" for name, reason in RACES.items()]
     lines += ["", "## Out of scope", "", "| program | reason |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in OUT_OF_SCOPE.items()]
     return "\n".join(lines) + "\n"

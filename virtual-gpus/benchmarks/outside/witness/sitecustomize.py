@@ -1,6 +1,7 @@
 """Note every loss of a program. This folder is on PYTHONPATH, and Python imports this file when it starts.
 
-The value of each tensor on which `backward` is called goes into a file of the process in the folder OUTSIDE_LOSSES.
+The value of each tensor on which `backward` is called goes into a file of the process in the folder OUTSIDE_LOSSES, if
+that is not "".
 Most programs print a few losses and round them, and some print none.
 """
 
@@ -16,7 +17,8 @@ def _note(tensors) -> None:
     import torch
 
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if capturing or not os.environ["OUTSIDE_LOSSES"]:
         return
     with torch.no_grad():
         roots = [getattr(root, "unscaled", root) for root in roots if hasattr(root, "detach")]  # not a GradientEdge
