@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from virtual_gpus import RaceError, virtual_gpus
 from virtual_gpus.switch import active_machine
 from virtual_gpus.testing import RankError, run_ranks
@@ -246,6 +247,9 @@ def ordered(rank):
         dist.recv(x, 0)
     else:
         dist.send(x, 1)
+    for function in (attend, lambda x: rms_norm(x, (8,)), lambda x: nn.LSTM(8, 8).cuda()(x.view(64, 8, 8))[0]):
+        y = function(torch.ones(4096, device="cuda", requires_grad=True).view(512, 8))
+        y.backward(all_reduce(torch.ones_like(y), "sum", dist.group.WORLD))
     dist.barrier()
     return (gathered[1] + x).sum().item()
 

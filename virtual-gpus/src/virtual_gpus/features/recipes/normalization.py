@@ -158,7 +158,7 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx, gradient):
         """Gradients of input and weight. Those that are differentiated again come from composite operators, as CUDA's
         do (`infinitely_differentiable_native_rms_norm_backward`)."""
-        input, weight, _ = ctx.saved_tensors
+        (input, weight, _), gradient = ctx.saved_tensors, arrived(gradient)
         if not torch.is_grad_enabled():
             return *as_one(_rms_backward, input, weight, ctx.shape, ctx.eps, gradient), None, None
         needed = [tensor for tensor, asked in zip((input, weight), ctx.needs_input_grad, strict=False) if asked]

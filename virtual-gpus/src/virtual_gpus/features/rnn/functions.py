@@ -163,6 +163,7 @@ class CudnnRnn(torch.autograd.Function):
         if not call.train:
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         leaves = (input, hx, cx, *params)
+        gradients = tuple(map(arrived, gradients))
         found = as_one(_backward, call, leaves, reserve, gradients, ctx.needs_input_grad[1:])
         if torch.is_grad_enabled():
             found = _once(found, leaves, gradients)
