@@ -1,4 +1,4 @@
-"""The program nvidia-smi for virtual GPUs: the table, `-L`, `--query-gpu` and `--query-compute-apps`.
+"""The program nvidia-smi for virtual GPUs: the table, `-L` and `--query-gpu`.
 
 The table says in its first line that the GPUs are virtual. The other forms, which programs read, say it on stderr.
 Source: the manual page of nvidia-smi. What a virtual GPU does not have is "[N/A]", as there.
@@ -59,12 +59,6 @@ def _select(gpus: list[GPUView], wanted: str | None) -> list[GPUView]:
     return found
 
 
-def _csv(header: Sequence[str], rows: Iterator[Sequence[str]], form: Sequence[str]) -> Iterator[str]:
-    if "noheader" not in form:
-        yield ", ".join(header)
-    yield from (", ".join(row) for row in rows)
-
-
 def query_gpus(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -> Iterator[str]:
     """The lines of `--query-gpu`. names: fields. form: "csv", and perhaps "noheader" and "nounits"."""
     for name in names:
@@ -80,27 +74,9 @@ def query_gpus(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -
 
     units = {name: unit for name, (_, unit) in _FIELDS.items() if unit}
     header = [f"{name} [{units[name]}]" if name in units and "nounits" not in form else name for name in names]
-    return _csv(header, ([cell(gpu, name) for name in names] for gpu in gpus), form)
-
-
-def query_processes(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -> Iterator[str]:
-    """The lines of `--query-compute-apps`."""
-    units = "" if "nounits" in form else " MiB"
-    fields: dict[str, Callable[[GPUView, int, int], str]] = {
-        "pid": lambda gpu, pid, used: str(pid),
-        "process_name": lambda gpu, pid, used: _NONE,
-        "name": lambda gpu, pid, used: _NONE,
-        "used_memory": lambda gpu, pid, used: f"{used >> 20}{units}",
-        "used_gpu_memory": lambda gpu, pid, used: f"{used >> 20}{units}",
-        "gpu_uuid": lambda gpu, pid, used: gpu.uuid,
-        "gpu_name": lambda gpu, pid, used: gpu.name,
-        "gpu_bus_id": lambda gpu, pid, used: gpu.bus_id,
-    }
-    for name in names:
-        if name not in fields:
-            sys.exit(f'Field "{name}" is not a valid field to query.')
-    rows = ([fields[name](gpu, *process) for name in names] for gpu in gpus for process in gpu.processes)
-    return _csv([f"{n} [MiB]" if "memory" in n and units else n for n in names], rows, form)
+    if "noheader" not in form:
+        yield ", ".join(header)
+    yield from (", ".join(cell(gpu, name) for name in names) for gpu in gpus)
 
 
 def table(gpus: list[GPUView]) -> Iterator[str]:
@@ -132,7 +108,6 @@ def main() -> None:
     parser.add_argument("-L", "--list-gpus", action="store_true")
     parser.add_argument("-i", "--id", default=None, help="a GPU by its number, UUID or bus address")
     parser.add_argument("--query-gpu", default=None, help="fields, separated by commas")
-    parser.add_argument("--query-compute-apps", default=None, help="fields, separated by commas")
     parser.add_argument("--format", default="csv", help="csv, and perhaps noheader and nounits")
     options = parser.parse_args()
     gpus = from_environment()
@@ -144,8 +119,6 @@ def main() -> None:
         lines = iter([f"GPU {gpu.slot}: {gpu.name} (UUID: {gpu.uuid})" for gpu in gpus])
     elif options.query_gpu is not None:
         lines = query_gpus(gpus, [name.strip() for name in options.query_gpu.split(",")], form)
-    elif options.query_compute_apps is not None:
-        lines = query_processes(gpus, [name.strip() for name in options.query_compute_apps.split(",")], form)
     else:
         print("\n".join(table(gpus)))
         return

@@ -9,6 +9,7 @@ operator, copy and collective then looks up who used its bytes before. If nothin
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from virtual_gpus import sanitizer
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.dispatch.call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
@@ -382,7 +382,7 @@ class _Works(dict[int, _Work]):
 
 def start(machine: VirtualMachine) -> None:
     """Check a machine that is being switched on for races, if its settings or TORCH_CUDA_SANITIZER ask for it."""
-    if machine.settings.check_races or sanitizer.is_asked_for():
+    if machine.settings.check_races or "TORCH_CUDA_SANITIZER" in os.environ:
         RaceChecker(machine)
 
 
