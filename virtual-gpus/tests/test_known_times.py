@@ -2,11 +2,18 @@
 
 import pytest
 import torch
+from benchmarks.reference import measure
 from nets import PyramidNet, unfused_transformer
 from ranks import in_ranks
 from torch import nn
 from torchvision.models.resnet import Bottleneck, ResNet
 from virtual_gpus import record_timeline, virtual_gpus
+
+
+@pytest.fixture(autouse=True)
+def networks_without_numbers():
+    with measure.nothing_drawn():
+        yield
 
 
 def timed(step, warm_up: int = 1):
@@ -136,7 +143,7 @@ def ddp_step(rank):
 def ways(links: tuple | None) -> tuple[list[float], list[float]]:
     """(seconds, mean utilisation) of DataParallel, parallel loss and DDP."""
     threads = by_threads(links)
-    with virtual_gpus(GPUS, kind="TITAN Xp", links=links):
+    with virtual_gpus(GPUS, kind="TITAN Xp", links=links, shapes_only=True):
         ranks = in_ranks(ddp_step, count=GPUS)
     slowest = max(seconds for seconds, _ in ranks)
     assert slowest < 1.1 * min(seconds for seconds, _ in ranks)
@@ -168,7 +175,7 @@ def bucket_curve(rank, sizes):
 
 def test_ddps_best_bucket_size_is_neither_the_smallest_nor_the_largest():
     """Li et al. 2020, PyTorch Distributed, figures 7 and 8: no overlap with one bucket, overhead with many."""
-    with virtual_gpus(2, kind="K80"):
+    with virtual_gpus(2, kind="K80", shapes_only=True):
         first, second = in_ranks(bucket_curve, (1e-4, 4, 1000), count=2)
     seconds = {size: s for size, (s, _) in first.items()}
     assert seconds[4] < min(seconds[1e-4], seconds[1000])
