@@ -179,7 +179,7 @@ def test_messages_have_sizes_in_words_and_know_expandable_segments():
         gpu.malloc(50 * MIB)  # 60 MiB in pages of 20 do not fit into 40
     error = caught.value
     assert (error.requested, error.free, error.reserved) == (50 * MIB, 40 * MIB, 60 * MIB)
-    text = oom_message(error, 0, (2, 13))
+    text = oom_message(error, 0, (2, 14))
     assert "try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation" in text
     text = oom_message(error, 0, (2, 15))
     assert text.partition("unallocated.")[2].startswith(" expandable_segments is enabled. If instead the process is")

@@ -41,7 +41,7 @@ CACHE = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}
 RULES = [  # PyTorch, environment, taken by a product and by one with a bias: this stays, but not from 2.15 on
     ((2, 11), {}, CUBLAS, CUBLAS + LT),
     ((2, 11), UNIFIED_ON, CUBLAS, CUBLAS),
-    ((2, 13), {}, CUBLAS, CUBLAS),
+    ((2, 12), {}, CUBLAS, CUBLAS),
     ((2, 13), UNIFIED_OFF, CUBLAS, LT),
     ((2, 15), {}, CUBLAS, LT),
     ((2, 15), CACHE, CUBLAS, CUBLAS),

@@ -4,11 +4,13 @@
 """
 
 import functools
+from collections import Counter
 
 import pytest
 from benchmarks import clock
 from benchmarks.reference import timing
 from benchmarks.reference.cases import CASES
+from virtual_gpus import figures
 
 MEASURED = timing.measured_steps()
 steps = functools.cache(lambda: timing.steps(CASES))
@@ -33,6 +35,15 @@ def test_a_step_of_the_later_sets_keeps_the_gpu_busy_as_long_as_the_h200(name):
     """DenseNet's is compared by `python -m benchmarks.clock --leave-one-out`."""
     real, modelled, _ = clock.kernels_of(name)
     assert abs(timing.error(sum(real.values()), sum(modelled.values()))) < 0.15
+
+
+def test_rows_of_operators_are_near_the_kernels_of_the_h200():
+    real, modelled = Counter(), Counter()
+    for name in ("gpt_small_b8", "resnet50_64px_b32"):
+        for total, seconds in zip((real, modelled), clock.kernels_of(name), strict=False):
+            total.update(seconds)
+    ratios = {name: modelled[name] / real[name] for name in figures.read("operators.toml") if real[name]}
+    assert len(ratios) >= 4 and all(0.75 < ratio < 1.25 for ratio in ratios.values()), ratios
 
 
 @pytest.mark.parametrize("op", sorted({entry["op"] for entry in timing.measure.load("ops.json")}))
