@@ -40,12 +40,6 @@ def shifted(outputs, log_sums):
     return naive(outputs, [each - largest for each in log_sums])
 
 
-def in_place(outputs, log_sums):
-    result = shifted(outputs, log_sums)
-    outputs[0].zero_()
-    return result
-
-
 TABLE = {
     "work": Answers(
         check.work,
@@ -67,7 +61,7 @@ TABLE = {
             (lambda outputs, log_sums: sum(outputs), "sum of the blocks"),
             (COMBINE("torch.stack(log_sums).softmax(dim=0)", "torch.stack(log_sums) / sum(log_sums)"), "logarithms"),
             (naive, ("not finite", "each query's largest")),
-            (in_place, "changes its arguments"),
+            (lambda outputs, log_sums: outputs[0].zero_(), "changes its arguments"),
             (lambda outputs, log_sums: shifted(outputs, log_sums).T, "shape"),
         ],
     ),
@@ -89,18 +83,17 @@ TABLE = {
         check.top_two,
         right=[TOP_TWO()],
         wrong=[
-            (TOP_TWO("out[order] = returned", "out = returned"), "the order in which the tokens were"),
+            (TOP_TWO("out[order] = returned", "out = returned"), "back to its token"),
             (TOP_TWO("probability[:, :, None] * ", ""), "differs from one GPU"),
             (TOP_TWO("return x + ", "return "), "Add x"),
             (TOP_TWO("probability[:, :, None]", "(probability / probability.sum(1, True))[:, :, None]"), "their sum"),
-            (TOP_TWO("rows[order]", "rows[order].detach()"), "gradient of the tokens"),
             (TOP_TWO("rows = x.", "rows = x.detach()."), "gradient of the tokens"),
             (TOP_TWO(".unflatten(0, (-1, 2))).sum(dim=1)", ".unflatten(0, (-1, 2)))[:, 0]"), "one expert only"),
-            (TOP_TWO("rows = x.repeat_interleave(2, dim=0)", "rows = x.detach().repeat_interleave(2, dim=0)",
-                     "probability, chosen = router(x)", "probability, chosen = router(x).detach()"), "AllToAll"),
             (TOP_TWO("probability, chosen = router(x)", "probability, chosen = router(x).detach()"), "AllToAll"),
             (TOP_TWO("return x +", "return 2, x +"), "Return the tensor"),
             (lambda *given: TOP_TWO()(*given)[:3], "instead of (24, 16)"),
+            (lambda *given: TOP_TWO()(*given).double(), "is torch.float64 on cuda:"),
+            (lambda *given: TOP_TWO()(*given).cpu(), "is torch.float32 on cpu"),
         ],
         ranks=[4],
     ),

@@ -134,6 +134,8 @@ def _in_rank(rank: int, answer) -> tuple:
     right = whole.chunk(experts)[rank].detach()
     if found.shape != right.shape:
         return ("shape", tuple(found.shape))
+    if (found.dtype, found.device) != (right.dtype, right.device):
+        return ("kind", f"{found.dtype} on {found.device}")
     if not _equal(found, right):
         return (next((name for name, wrong in mistakes.items() if _equal(found, wrong)), "values"), None)
     if not found.requires_grad:
@@ -158,7 +160,7 @@ _WRONG = {
     "once": "This sends each token to one expert only. Take the two largest probabilities.",
     "alone": "The output lacks the tokens themselves. Add x.",
     "scaled": "The two probabilities were divided by their sum. Take them as they are.",
-    "values": "The output differs from one GPU. Do the rows come back in the order in which the tokens were?",
+    "values": "The output differs from one GPU. Does each row come back to its token, and get its own probability?",
     "graph": "Nothing can be trained through the output. Use AllToAll, and no detach().",
 }
 
@@ -173,6 +175,8 @@ def top_two(answer):
             raise NotYet(f"The function returns {value}. Return the tensor with the new tokens.")
         if what == "shape":
             raise NotYet(f"The output has the shape {value} instead of {(_TOKENS, _WIDTH)}.")
+        if what == "kind":
+            raise NotYet(f"The output is {value}. It should have the dtype and the GPU of x.")
         if what:
             raise NotYet(_WRONG.get(what, f"The {what} differs from one GPU."))
     return "With two experts, each token travels twice, and so do its gradients."
