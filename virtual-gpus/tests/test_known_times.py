@@ -6,6 +6,7 @@ from benchmarks.reference import measure
 from nets import PyramidNet, unfused_transformer
 from ranks import in_ranks
 from torch import nn
+from torchvision.models import efficientnet_b0
 from torchvision.models.resnet import Bottleneck, ResNet
 from virtual_gpus import record_timeline, virtual_gpus
 
@@ -181,3 +182,12 @@ def test_ddps_best_bucket_size_is_neither_the_smallest_nor_the_largest():
     assert seconds[4] < min(seconds[1e-4], seconds[1000])
     assert [count for _, count in first.values()] == [12, 6, 1]
     assert {size: s for size, (s, _) in second.items()} == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "tf32", "published"), [("A100-80GB", True, 0.0494), ("V100", False, 0.0856)])
+def test_depthwise_convolutions_in_efficientnet(kind, tf32, published, monkeypatch):
+    """Inference of 256 images: efficientnet/README.md in NVIDIA's DeepLearningExamples, to which they were fitted."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+    with virtual_gpus(1, kind=kind, memory="80 GiB", shapes_only=True), torch.no_grad():
+        net, images = efficientnet_b0().cuda().eval(), torch.empty(256, 3, 224, 224, device="cuda")
+        assert timed(lambda: net(images)).seconds == pytest.approx(published, rel=0.1)

@@ -59,7 +59,7 @@ def test_the_command_line_takes_links_hosts_network_and_version():
 
 
 def test_kinds_have_plausible_figures_in_base_units():
-    assert len(kinds()) == 17
+    assert len(kinds()) == 18
     for kind in kinds():
         card = spec(kind)
         assert card is spec(kind.lower()) is spec(f" {kind.upper()} ")

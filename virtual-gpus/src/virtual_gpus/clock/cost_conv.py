@@ -43,6 +43,14 @@ _CHANNELS = 8  # fewer are padded to so many
 _REWRITTEN = 2.0
 # Depthwise: share of the fp32 peak, and of the bandwidth with the channels first; of a gradient's with them last.
 _DEPTHWISE, _DEPTHWISE_FIRST, _DEPTHWISE_BACKWARD = 0.5, 0.5, 0.17
+# Depthwise in fp32 and TF32, by PyTorch's own kernels (aten/src/ATen/native/cuda/DepthwiseConv2d.cu), whose threads
+# compute more addresses than sums: shares of the fp32 peak. Forward: fitted to the inference of EfficientNet-B0 and B4
+# on A100 and V100 (efficientnet/README.md in NVIDIA's DeepLearningExamples), within 12 %. Backward: to their training
+# in TF32 on A100, two rows to fit to of `benchmarks.published`, within 8 %.
+_NATIVE, _NATIVE_BACKWARD = 0.048, 0.0205
+# Grouped without tensor cores: a group narrower than a tile leaves columns idle. RegNetX-400MF on V100, of 16 channels
+# per group, is a row to fit to.
+_SIMT_COLUMNS = 128
 # Gradients of groups for which cuDNN has no kernel on tensor cores: share of the fp32 peak per root of the channels.
 _SLOW_GROUPS = 0.0082
 _FAST_WIDTHS, _FAST_GROUPS = (4, 8, 16, 32), 32  # the channels of a group, the multiple of groups
@@ -82,7 +90,14 @@ def _conv(work: Work, conv: _Conv, images: Operand, filters: Operand, result: Op
         flops, groups = 2 * prod(images.shape) * prod(filters.shape[1:]) * gradients, 1
     speed = peak(work.spec, work.precision) * (reached.tensor_conv if cores else reached.conv) * conv.share
     half = gradients / 2 if conv is _BACKWARD else 1
-    seconds = work.kernel * (conv.floor + conv.window * window) * half + flops / (speed / min(groups, 8))
+    floor = work.kernel * (conv.floor + conv.window * window) * half
+    if groups > 1 and filters.shape[1] == 1 and images.itemsize == 4:
+        share = _NATIVE_BACKWARD if conv is _BACKWARD else _NATIVE
+        arithmetic = flops / (work.spec.flops.fp32 * share)
+        once = gradients * work.reading(images.nbytes + result.nbytes)
+        return Cost(floor + max(arithmetic, once), max(1, round(conv.kernels * half)), "convolution")
+    slower = max(1, min(groups, 8 if cores else _SIMT_COLUMNS / filters.shape[1]))
+    seconds = floor + flops / (speed / slower)
     if not (cores and _lie_last(images, filters)):
         passes = half if cores else half / 4  # other kernels take images and filters as they lie
         seconds += passes * work.reading(conv.filters * filters.nbytes)
