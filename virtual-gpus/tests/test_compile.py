@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from virtual_gpus import virtual_gpus
+from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.features.compile import compiler
 
 LINE = "virtual GPUs: torch.compile compiles nothing for a GPU; the program runs as it is\n"
@@ -110,3 +110,30 @@ def test_flex_attention():
         assert y.device == x.grad.device == torch.device("cuda:1")
         torch.testing.assert_close(y.cpu(), expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(x.grad.cpu(), wanted.grad, atol=1e-4, rtol=1e-4)
+
+
+def step_seconds(compiled, values: bool = True, **options) -> tuple[float, int]:
+    """Modelled seconds of a forward and a backward pass, and their peak in bytes."""
+    with virtual_gpus(1, shapes_only=not values, **options):
+        net = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 256)).cuda()
+        run, x = compiled(net), torch.ones(4096, 256, device="cuda")
+        for _ in range(2):
+            torch.cuda.synchronize()
+            with record_timeline() as timeline:
+                F.layer_norm(run(x) * 2 + x, (256,)).sum().backward()
+                torch.cuda.synchronize()
+        return timeline.seconds, torch.cuda.max_memory_allocated()
+
+
+def test_a_compiled_module_s_operators_are_fused_if_one_asks_for_it():
+    eager = step_seconds(lambda net: net)
+    assert step_seconds(COMPILE["mode"]) == eager == step_seconds(lambda net: net, compile="modelled")
+    fused = step_seconds(COMPILE["mode"], compile="modelled")
+    assert fused[0] < 0.95 * eager[0] and fused[1] == eager[1]
+    assert step_seconds(COMPILE["module.compile"], compile="modelled") == fused
+    assert step_seconds(lambda net: torch.compile(dynamic=True)(net), compile="modelled") == fused
+    assert step_seconds(COMPILE["mode"], values=False, compile="modelled")[0] == pytest.approx(fused[0])
+    for off in ({"disable": True}, {"backend": "eager"}):
+        assert step_seconds(lambda net, off=off: torch.compile(net, **off), compile="modelled") == eager
+    with pytest.raises(ValueError, match='compile must be "eager" or "modelled", not \'fast\''):
+        virtual_gpus(1, compile="fast")

@@ -86,6 +86,7 @@ What is not modelled, and what differs:
 - torch.compile returns PyTorch's own objects, which run the program operator by operator. While virtual GPUs are on,
   `torch.compiler.set_stance` is at "force_eager", for CPU tensors too. Numbers, memory and modelled time are therefore
   those of the program without torch.compile. On a real GPU, the compiler fuses operators and keeps fewer tensors.
+  `compile="modelled"` models the time of fused operators, but not their memory.
   Backends are not called, and `fullgraph=True` does not find graph breaks. `flex_attention` computes the whole matrix
   of scores, as it does on a real GPU without torch.compile.
 - CUDA graphs: a replay takes the modelled time of its kernels and one launch of the host. Its values cost the computer

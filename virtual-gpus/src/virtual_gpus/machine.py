@@ -134,6 +134,7 @@ class VirtualMachine:
         self.topology = settings.topology
         self.measured = settings.table
         self.clock = Clock(settings.count)
+        self.fusion: Any = None  # with compile="modelled", once compiled code runs (`features.compile.fusion.Fusion`)
         self.races: Any = None  # with check_races, who looks for them (`features.races.RaceChecker`)
         self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`

@@ -129,6 +129,14 @@ class Settings:
         action="store_true",
         help="raise CUDA's error in a forked process whose parent used a GPU",
     )
+    compile: str = _setting(
+        "eager",
+        "let the modelled clock fuse operators in code that torch.compile was called on while these GPUs were on, with "
+        '"modelled": `help("virtual_gpus.features.compile.fusion")`',
+        "--compile",
+        choices=("eager", "modelled"),
+        help="model the time of code that torch.compile was called on, with the operators fused",
+    )
     rank: int | None = _setting(
         None,
         "with world_size: be one rank of a job of `world_size` ranks, whose other ranks do not exist. Each host of the "
@@ -146,6 +154,8 @@ class Settings:
             object.__setattr__(self, "measured", os.path.abspath(self.measured))
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
+        if self.compile not in ("eager", "modelled"):
+            raise ValueError(f'compile must be "eager" or "modelled", not {self.compile!r}.')
         if self.rank is not None or self.world_size is not None:
             self._check_rank()
         _ = self.bytes_per_gpu, self.version, self.topology, self.table  # each raises an error if its part is invalid

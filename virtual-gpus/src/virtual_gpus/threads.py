@@ -23,6 +23,9 @@ class ThreadState(threading.local):
     mode: TorchDispatchMode | None = None
     """The dispatch mode through which this thread's operators are seen; None where it has not entered one."""
 
+    compiled: bool = False
+    """True while a function runs that torch.compile gave back, with `compile="modelled"`."""
+
     worker: object | None = None
     """The replica of DataParallel whose thread this one stands in for; None for the thread itself."""
 

@@ -27,6 +27,11 @@ def cost(name, inputs, outputs, spec, precision: str = "fp32", first: int = 0) -
     return _CLASSES.get(name, _plain)(work)
 
 
+def is_fusible(name: str) -> bool:
+    """True if a compiler fuses the operator with its neighbours: it computes no products and serves no optimizer."""
+    return name not in _UNFUSED and not name.startswith(("_foreach_", "_fused_"))
+
+
 def _plain(work: Work) -> Cost:
     return Cost(work.kernel + work.reading(work.nbytes), 1)
 
@@ -191,3 +196,5 @@ _CLASSES = {
     **dict.fromkeys(("split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype"), _rewritten),
     **dict.fromkeys(("all_gather_copy_in", "batch_norm_elemt"), _copied_in),
 }  # fmt: skip
+_UNFUSED = {name for name, kind in _CLASSES.items()
+            if kind in (_mm, _mv, forward, backward, _free, _rewritten, _copied_in, _embedding_backward)}  # fmt: skip

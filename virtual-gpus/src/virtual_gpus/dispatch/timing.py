@@ -38,7 +38,9 @@ _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 def charge_op(call: OpCall, result: Any) -> None:
     """Put one operator on the GPU's clock. result: as it returned it."""
     gpu, op, tensors = call.gpu, call.op, call.tensors
-    clock = gpu.machine.clock
+    clock, fusion = gpu.machine.clock, gpu.machine.fusion
+    if fusion is not None and fusion.takes(call, result):
+        return
     if op.is_view and type(result) is torch.Tensor and not (result.is_nested or tensors[0].is_nested):
         clock.spend(clock.host.view, gpu.slot)  # as `_look_up` says, for the most frequent operators
         return
@@ -99,6 +101,8 @@ def charge_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], output
 
 def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
     """A fused attention kernel, `name` as PyTorch calls it."""
+    if gpu.machine.fusion is not None:
+        gpu.machine.fusion.write(gpu, (query, key, value))
     _await_late(gpu, (query, key, value))
     samples, heads, rows, width = query.shape
     call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,

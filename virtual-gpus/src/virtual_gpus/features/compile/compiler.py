@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from virtual_gpus.features.compile.fusion import compiled
 from virtual_gpus.machine import active
 
 _raw_compile = torch.compile
@@ -59,6 +60,12 @@ def compile(*args: Any, **kwargs: Any) -> Any:
     is_pytorch_s = getattr(backend, "__module__", "").startswith("torch.")  # flex_attention compiles for itself
     if not (kwargs.get("disable") or backend == "eager" or is_pytorch_s or torch._dynamo.config.disable):
         _say_once()
+        machine = active()
+        if machine is not None and machine.settings.compile == "modelled":
+            if isinstance(made, torch.nn.Module):
+                made.forward = compiled(made.forward)
+            elif args or "model" in kwargs:  # no decorator, which calls this function
+                made = compiled(made)
     return made
 
 

@@ -1,0 +1,85 @@
+"""`compile="modelled"`: the modelled time of what torch.compile fuses. Numbers and memory stay those of the program.
+
+In compiled code and in backward passes, all operators are fused except matrix multiplications, convolutions, attention,
+optimizers, and FSDP's copies. A fused operator takes the time to read its arguments. Its result is neither written nor
+read again until an operator that is not fused needs it, and is then written once. Views cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from virtual_gpus.clock.cost import is_fusible
+from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.timing import await_tensors
+from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.placement.storages import allocation_of, tensors_in
+from virtual_gpus.threads import this_thread
+
+
+class Fusion:
+    """The results of fused operators that nothing has written yet. One per machine, once it runs compiled code."""
+
+    def __init__(self) -> None:
+        self._unwritten: dict[int, weakref.ref[Any]] = {}  # id of an allocation -> itself
+
+    def takes(self, call: OpCall, result: Any) -> bool:
+        """Charge an operator if it is fused."""
+        if not (this_thread.compiled or this_thread.in_backward):
+            return False
+        if call.op.is_view:
+            return True
+        if not is_fusible(call.op.base):
+            self.write(call.gpu, call.tensors)
+            return False
+        self._charge(call.gpu, call.op.base, call.tensors, unwritten=False)
+        for tensor in tensors_in(result):
+            allocation = allocation_of(tensor)
+            if allocation is not None:
+                self._unwritten[id(allocation)] = weakref.ref(allocation)
+        return True
+
+    def write(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+        """Charge what an operator that is not fused reads, if it is not written yet."""
+        self._charge(gpu, "fused", tensors, unwritten=True)
+
+    def _charge(self, gpu: VirtualGPU, name: str, tensors: Iterable[torch.Tensor], unwritten: bool) -> None:
+        tensors, found = list(tensors), {}
+        for tensor in tensors:
+            allocation = allocation_of(tensor)
+            known = self._unwritten.get(id(allocation))
+            if (known is not None and known() is allocation) == unwritten:
+                found[id(allocation)] = tensor.numel() * tensor.element_size()
+        clock = gpu.machine.clock
+        if clock.tracks[gpu.slot].late:
+            await_tensors(gpu, gpu.stream, tensors)
+        seconds = sum(found.values()) / (gpu.spec.bandwidth * gpu.spec.reached.memory)
+        if seconds:
+            clock.launch(gpu.slot, gpu.stream, seconds, 0.0 if unwritten else clock.host.kernel, name)
+        if unwritten:
+            for key in found:
+                del self._unwritten[key]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose operators are fused while GPUs with `compile="modelled"` are on."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        machine, before = active(), this_thread.compiled
+        if machine is None or machine.settings.compile != "modelled":
+            return function(*args, **kwargs)
+        if machine.fusion is None:
+            machine.fusion = Fusion()
+        this_thread.compiled = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            this_thread.compiled = before
+
+    return run
