@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -35,6 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchvision.models.resnet import Bottleneck, ResNet
 from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus.dispatch.described import key_of
+from virtual_gpus.gpus import spec
 
 from benchmarks.reference.networks import GPT, positions
 from benchmarks.scale import Llama, Shape
@@ -115,6 +118,10 @@ MPT = {
     "30B": (48, 7168, 56),
     "70B": (80, 8192, 64),
 }
+# Shares of the peak that FlashAttention's kernel in Triton reaches, forward and backward. A100: the FlashAttention-2
+# paper (arXiv 2307.08691, section 4.1) has 0.73 and 0.63 for its own kernels, which are 1.3 to 1.5 times and twice as
+# fast as those in Triton. H100: half of these shares, fitted to MPT 1B with 16,384 tokens, a row to fit to.
+TRITON = {"A100": (0.52, 0.315), "A100-80GB": (0.52, 0.315), "H100": (0.26, 0.158)}
 # As Meta published them: Llama 2 ("-2", 34B: Code Llama), 3, 3.1, 3.2
 LLAMAS = {
     "7B-2": Shape(32, 4096, 32, 32, 11008, 32_000),
@@ -130,7 +137,7 @@ LLAMAS = {
 def mpt(
     gpus: int, layers: int, size: str, length: int, batch: int, checkpoint=None, pure=False, keeps_parameters=False
 ) -> Step:
-    """MPT, a GPT with its head tied to its words, sharded over all GPUs."""
+    """MPT, a GPT with its head tied to its words, sharded over all GPUs. `in_triton` times its attention."""
     _, width, heads = MPT[size]
     with torch.device("meta"):
         model = GPT(words=50_368, hidden=width, layers=layers, heads=heads, length=length)
@@ -141,6 +148,21 @@ def mpt(
     sharded(model, model.blocks, init_device_mesh("cuda", (gpus,)), pure, keeps_parameters)
     words = torch.zeros(batch, length, dtype=torch.long, device="cuda")
     return trained(model, partial(next_words, model, words))
+
+
+def in_triton(gpu: str, size: str, length: int, batch: int, **_: Any) -> dict[str, Any]:
+    """The attention of MPT as measured operators: FlashAttention's kernel in Triton of 2022."""
+    _, width, heads = MPT[size]
+    whole = torch.empty(batch, length, 3 * width, dtype=torch.bfloat16, device="meta")
+    parts = [part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in whole.split(width, dim=2)]
+    seconds = 2 * batch * length**2 * width / spec(gpu).flops.bf16  # two products, of which the causal mask leaves half
+    rows = []
+    kernels = [f"_scaled_dot_product_{name}_attention" for name in ("flash", "cudnn")]  # what PyTorch would choose
+    for suffix, products, share in zip(("", "_backward"), (1, 2.5), TRITON[gpu], strict=True):
+        for kernel in kernels:
+            asked = json.loads(key_of(kernel + suffix, parts, {"is_causal": True, "dropout_p": 0.0}))
+            rows.append({"operator": asked[0], "arguments": asked[1], "seconds": products * seconds / share})
+    return {"gpu": gpu, "rows": rows}
 
 
 def in_parallel(model: Llama, mesh: DeviceMesh) -> None:
@@ -178,6 +200,7 @@ def llama(
     tensor=1,
     hybrid=False,
     chunks=1,
+    compiled=False,
 ) -> Step:
     """A Llama. pure: all in bfloat16, and on one GPU. tensor: GPUs of a host that share each layer. hybrid: sharded on
     each host, with a copy on every one. chunks: the loss is computed in so many parts of the text, one after the other.
@@ -198,7 +221,8 @@ def llama(
     else:
         sharded(model, model.blocks, mesh)
     words = torch.zeros(batch, length, dtype=torch.long, device="cuda")
-    return trained(model, partial(next_words, model, words, chunks), clips=not pure)
+    loss = partial(next_words, model, words, chunks)
+    return trained(model, torch.compile(loss) if compiled else loss, clips=not pure)
 
 
 def gpt(gpus: int, layers: int, width: int, heads: int, words: int, length: int, batch: int) -> Step:
@@ -307,13 +331,12 @@ def hf(gpus: int, layers: int, net: str, batch: int, length: int, attention: str
 def bert(gpus: int, layers: int, length: int, batch: int, precision: str, predictions: int) -> Step:
     """Pre-training of BERT large: words at some places of each text are predicted."""
     net = Encoder(layers, 1024, 16, 4096, 30_528, fused=False).cuda()
-    model = replicated(net, gpus)
+    model = replicated(net.half() if precision == "fp16" else net, gpus)
     tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
     places = torch.zeros(batch * predictions, dtype=torch.long, device="cuda")
 
     def loss() -> Tensor:
-        with torch.autocast("cuda", torch.float16, enabled=precision == "fp16"):
-            return F.cross_entropy(model(tokens, places), places)
+        return F.cross_entropy(model(tokens, places).float(), places)
 
     return trained(model, loss, clips=False)
 
@@ -349,9 +372,9 @@ def images(
     x = torch.zeros(batch, 3, px, px, device="cuda").to(memory_format=layout)
     y = torch.zeros(batch, dtype=torch.long, device="cuda")
     if optimizer == "rmsprop":
-        stepping: Any = torch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.9)
+        stepping: Any = torch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     else:
-        stepping = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5)
+        stepping = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=False)
 
     def step(parts: int) -> None:
         for part in range(parts):
@@ -386,7 +409,8 @@ def layers_of(row: dict[str, Any]) -> int:
 def seconds_of(row: dict[str, Any]) -> tuple[float, float]:
     """Modelled seconds of a step, and the part of it in which the GPU runs kernels, 0 to 1.
 
-    Transformers of many layers run with 4 and with 8, and each further layer is taken to cost what these four do.
+    Transformers of many layers run with 4 and with 8, and each further layer is taken to cost what these four do. No
+    step is faster than its input: `fed` are the images per second that reach a GPU.
     """
     layers = layers_of(row)
     if layers <= 12:
@@ -396,23 +420,32 @@ def seconds_of(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _frozen(row: dict[str, Any]) -> str:
-    return json.dumps([row["job"], row["gpu"], row["gpus"], row.get("network", ["Ethernet 100", 1]), row["settings"]])
+    settings = row["settings"] | ({"compiled": True} if row["how"] == "compiled" else {})
+    return json.dumps([row["job"], row["gpu"], row["gpus"], row.get("network", ["Ethernet 100", 1]), settings])
 
 
 @lru_cache
 def _seconds(frozen: str, layers: int) -> tuple[float, float]:
     name, gpu, gpus, (network, adapters), settings = json.loads(frozen)
-    parts, _ = settings.pop("parts", 1), settings.pop("layers", None)
+    parts, fed, _ = settings.pop("parts", 1), settings.pop("fed", None), settings.pop("layers", None)
     precision = settings.get("precision")
     rank = {} if gpus == 1 else {"rank": 0, "world_size": gpus}
     hardware: dict[str, Any] = {"kind": gpu, "memory": "1 TiB", "network": network, "adapters": adapters}
-    with virtual_gpus(min(8, gpus), shapes_only=True, **hardware, **rank), tf32(precision == "tf32", precision):
+    with contextlib.ExitStack() as stack:
+        if name == "mpt":
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
+            json.dump(in_triton(gpu, **settings), file)
+            file.flush()
+            hardware["measured"] = file.name
+        hardware["compile"] = "modelled"  # for the jobs that call torch.compile
+        stack.enter_context(virtual_gpus(min(8, gpus), shapes_only=True, **hardware, **rank))
+        stack.enter_context(tf32(precision == "tf32", precision))
         try:
             step = JOBS[name](gpus, layers, **settings)
             step(1)  # makes the optimizer's state
             one, busy = timed(step, 1)
             if parts == 1:
-                return one, busy
+                return max(one, settings["batch"] / fed if fed else 0.0), busy
             two, busy = timed(step, 2)
             return one + (parts - 1) * (two - one), busy
         finally:
