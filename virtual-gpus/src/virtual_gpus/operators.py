@@ -204,12 +204,12 @@ def _runs_on_cuda(func) -> bool:
     return has(name, "CUDA") or has(name, "SparseCUDA") or not has(name, "CPU")
 
 
-_known: dict[int, Operator] = {}  # by the overload's id, since its own hash is a call into Python
+KNOWN: dict[int, Operator] = {}  # by the overload's id, since its own hash is a call into Python
 
 
 def operator(func: torch._ops.OpOverload) -> Operator:
     """The facts of `func`, from the cache after the first time."""
-    found = _known.get(id(func))
+    found = KNOWN.get(id(func))
     if found is None:
-        found = _known[id(func)] = Operator(func)
+        found = KNOWN[id(func)] = Operator(func)
     return found

@@ -12,7 +12,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch import known
 from virtual_gpus.machine import VirtualGPU
-from virtual_gpus.operators import operator
+from virtual_gpus.operators import KNOWN, operator
 from virtual_gpus.placement.creation_sites import Site, calling_site
 from virtual_gpus.placement.random_numbers import count_draws, default_generator, device_of_generator, drawing_from
 from virtual_gpus.placement.storages import gpu_of, place_all, put, scratch, tensors_in
@@ -26,19 +26,19 @@ class OpCall:
 
     func, op: the ATen overload and its facts. kernel: what computes it. args, kwargs: as the dispatcher passed them,
     later as the kernel gets them. tensors: all that were among them as they were passed. gpu: the GPU that is on of the
-    first tensor that has one, where the operator runs; None if there is none. is_dense: False if a tensor has no
-    storage of its own, as sparse ones. is_plain: True if all tensors are dense and on that GPU. is_lent: True if a sum
-    of a backward pass got its first tensor from C++ and no Python object holds that tensor. It is asked first of all,
-    while the dispatcher's tuple alone has it.
+    first tensor that has one, where the operator runs; None if there is none. is_plain: True if all tensors have a
+    storage of their own on that GPU. is_usual: False if one has none, as sparse ones, if C++ made it for itself, or if
+    its GPU is off. is_lent: True if a sum of a backward pass got its first tensor from C++ and no Python object holds
+    that tensor. It is asked first of all, while the dispatcher's tuple alone has it.
 
     A recipe (see `features.recipes`) takes it and runs the kernel as CUDA would use memory for it.
     """
 
-    __slots__ = ("args", "func", "gpu", "is_dense", "is_lent", "is_plain", "kernel", "kwargs", "op", "tensors")
+    __slots__ = ("args", "func", "gpu", "is_lent", "is_plain", "is_usual", "kernel", "kwargs", "op", "tensors")
 
     def __init__(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.op = op = operator(func)
+        self.op = op = KNOWN.get(id(func)) or operator(func)
         self.kernel = op.kernel
         self.is_lent = op.is_sum and this_thread.in_backward and _is_lent(args)
         self.tensors = found = []
@@ -50,19 +50,22 @@ class OpCall:
         if kwargs and op.takes_by_name:
             found += tensors_in(tuple(kwargs.values()))
         gpu: VirtualGPU | None = None
-        self.is_dense, is_plain = True, True
+        is_plain = is_usual = True
         for tensor in found:
             try:
-                where = tensor.untyped_storage()._record.gpu  # `gpu_of`, without its calls
+                record = tensor.untyped_storage()._record
+                where = record.gpu  # `gpu_of`, without its calls
             except (NotImplementedError, RuntimeError):
-                where, self.is_dense, is_plain = gpu_of(tensor), False, False
-            if where is None or not where.machine.on:
-                is_plain = False
+                where, is_plain, is_usual = gpu_of(tensor), False, False
+            if where is None:
+                is_plain, is_usual = False, is_usual and record.creation_site is None
+            elif not where.machine.on:
+                is_plain = is_usual = False
             elif gpu is None:
                 gpu = where
             elif where is not gpu:
                 is_plain = False
-        self.gpu, self.is_plain = gpu, is_plain and gpu is not None
+        self.gpu, self.is_plain, self.is_usual = gpu, is_plain and gpu is not None, is_usual
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name in the schema, or its default."""

@@ -18,7 +18,7 @@ from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_devi
 from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import record_creation_site
-from virtual_gpus.placement.storages import follow_size, gpu_of, storages
+from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, storages
 from virtual_gpus.threads import this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
@@ -30,7 +30,7 @@ _exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
 def ordinary(call: OpCall) -> Any:
     """Most operators, with all tensors on one GPU."""
     if not call.is_plain:
-        return particular(call)
+        return on_host(call) if call.gpu is None else particular(call)
     result = call.run() if call.op.recipe is None else call.op.recipe(call)
     charge_op(call, result)
     return result
@@ -54,8 +54,8 @@ def particular(call: OpCall) -> Any:
     if reads and shapes_only:
         charge_read(call)
         return valueless.value(call)
-    by_recipe = op.recipe is not None and call.is_dense  # CUDA has other kernels for sparse tensors
-    result = op.recipe(call) if by_recipe else call.run()
+    is_dense = call.is_plain or all(map(has_storage, call.tensors))  # CUDA has other kernels for sparse tensors
+    result = op.recipe(call) if op.recipe is not None and is_dense else call.run()
     if reads:
         charge_read(call)
     else:
@@ -90,15 +90,10 @@ def on_host(call: OpCall) -> Any:
     """An operator on CPU tensors. What C++ computes from a helper of its own in the same call is such a helper too."""
     if call.op.has_generator:
         refuse_gpu_generator(call)
-    is_from_cpp = False
-    for tensor in call.tensors:
-        for storage in (tensor.untyped_storage(),) if call.is_dense else storages(tensor):
-            record = storage._record
-            if record.gpu is not None:
-                errors.warn_of_gpu_that_is_off(record.gpu, calling_frame())
-            is_from_cpp |= record.creation_site is not None
+    for former in filter(None, map(former_gpu_of, call.tensors if not call.is_usual else ())):
+        errors.warn_of_gpu_that_is_off(former, calling_frame())
     result = call.kernel(*call.args, **call.kwargs)
-    if is_from_cpp and isinstance(result, torch.Tensor):
+    if not call.is_usual and isinstance(result, torch.Tensor):
         site = call.site
         sites = {storage._record.creation_site for tensor in call.tensors for storage in storages(tensor)} - {None}
         if site in sites or (sites and this_thread.in_backward):

@@ -17,9 +17,9 @@ from virtual_gpus.clock.clock import COPY_IN, COPY_OUT
 from virtual_gpus.clock.cost import cost
 from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
 from virtual_gpus.clock.links import REACHED
+from virtual_gpus.clock.measured import key as measured_key
 from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.dispatch.described import key_of
 from virtual_gpus.errors import report_sync
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
@@ -68,7 +68,7 @@ def charge_op(call: OpCall, result: Any) -> None:
         clock.spend(host, gpu.slot)
         return
     if gpu.machine.measured is not None:
-        seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
+        seconds = gpu.machine.measured.seconds(_key_of(call.func, call.args, call.kwargs), seconds)
     stream = gpu.stream if gpu.streams else 0
     if this_thread.in_backward or (_grad_enabled() and _is_trained(tensors)):
         host += clock.host.training  # autograd notes it down, which costs the host more
@@ -110,7 +110,7 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
     found = attention(call, gpu.spec, _precision("", [query]), name.endswith("_backward"))
     if gpu.machine.measured is not None:
         settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
-        asked = key_of(name, (query, key, value), settings)
+        asked = _key_of(name, (query, key, value), settings)
         found = found._replace(seconds=gpu.machine.measured.seconds(asked, found.seconds))
     clock = gpu.machine.clock
     host = clock.host.operator + clock.host.product + clock.host.training
@@ -148,7 +148,7 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
             found = _known[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
         seconds, host, further = found
         if gpu.machine.measured is not None and len(rows[0]) == len(gpus):
-            seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
+            seconds = gpu.machine.measured.seconds(_key_of(call.func, call.args, call.kwargs), seconds)
         track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
         if track.late:
             await_tensors(gpu, stream, chain(*rows))
@@ -260,6 +260,31 @@ def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor])
     for key, (arrival, owner) in late.copy().items():
         if owner() is None or (arrival.known and arrival.time() <= ready):
             late.pop(key, None)
+
+
+# ---- the key of a call among measured operators (`clock.measured`) ---------------------------------------------------
+
+
+def _key_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str:
+    """The key of a call. operator: an ATen overload, or the name of a fused kernel."""
+    return measured_key(str(operator), [_described(args), {name: _described(value) for name, value in kwargs.items()}])
+
+
+def _described(value: Any) -> Any:
+    """A tensor as its shape, type and strides; types, layouts and devices by their names in torch."""
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return {"shape": list(value.shape), "dtype": kind, "strides": list(value.stride())}
+    if isinstance(value, (list, tuple)):
+        return [_described(part) for part in value]
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"torch": "device"}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+# ---- what the formulas say -------------------------------------------------------------------------------------------
 
 
 def _shape_of(result):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 
 HOST = "127.0.0.1"
@@ -22,10 +21,3 @@ def interface() -> dict[str, str]:
 def has_libuv() -> bool:
     """Whether a TCPStore may use libuv, as torch/distributed/rendezvous.py decides it. PyTorch for Windows cannot."""
     return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
-
-
-def free_port() -> int:
-    """Return a port of this machine that no program uses at the moment."""
-    with socket.create_server((HOST, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
