@@ -39,4 +39,5 @@ def print_into(out: Path, err: Path) -> None:
         raw = open(number, "wb", buffering=0, closefd=False)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
+    faulthandler.disable()  # or it would not put in its handlers again, which another library may have replaced
     faulthandler.enable(sys.stderr)  # a crash in C++ prints the line of Python
