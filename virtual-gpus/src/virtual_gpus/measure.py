@@ -120,7 +120,7 @@ def prepared(operator: str, arguments: list[Any], device: str) -> Callable[[], A
 
 
 def made(value: Any, device: str) -> Any:
-    """An argument as `dispatch.described` wrote it, on a device."""
+    """An argument as `dispatch.timing.key_of` wrote it, on a device."""
     if isinstance(value, list):
         return [made(part, device) for part in value]
     if not isinstance(value, dict):

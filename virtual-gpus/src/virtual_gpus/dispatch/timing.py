@@ -68,7 +68,7 @@ def charge_op(call: OpCall, result: Any) -> None:
         clock.spend(host, gpu.slot)
         return
     if gpu.machine.measured is not None:
-        seconds = gpu.machine.measured.seconds(_key_of(call.func, call.args, call.kwargs), seconds)
+        seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
     stream = gpu.stream if gpu.streams else 0
     if this_thread.in_backward or (_grad_enabled() and _is_trained(tensors)):
         host += clock.host.training  # autograd notes it down, which costs the host more
@@ -110,7 +110,7 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
     found = attention(call, gpu.spec, _precision("", [query]), name.endswith("_backward"))
     if gpu.machine.measured is not None:
         settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
-        asked = _key_of(name, (query, key, value), settings)
+        asked = key_of(name, (query, key, value), settings)
         found = found._replace(seconds=gpu.machine.measured.seconds(asked, found.seconds))
     clock = gpu.machine.clock
     host = clock.host.operator + clock.host.product + clock.host.training
@@ -148,7 +148,7 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
             found = _known[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
         seconds, host, further = found
         if gpu.machine.measured is not None and len(rows[0]) == len(gpus):
-            seconds = gpu.machine.measured.seconds(_key_of(call.func, call.args, call.kwargs), seconds)
+            seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
         track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
         if track.late:
             await_tensors(gpu, stream, chain(*rows))
@@ -265,7 +265,7 @@ def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor])
 # ---- the key of a call among measured operators (`clock.measured`) ---------------------------------------------------
 
 
-def _key_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str:
+def key_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str:
     """The key of a call. operator: an ATen overload, or the name of a fused kernel."""
     return measured_key(str(operator), [_described(args), {name: _described(value) for name, value in kwargs.items()}])
 
