@@ -215,16 +215,3 @@ def test_fused_adam_takes_states_of_bfloat16():
     state = optimizer.state[x]
     torch.testing.assert_close(x, torch.full_like(x, 0.9))
     assert state["exp_avg"].dtype == torch.bfloat16 and state["exp_avg"][0].item() == pytest.approx(0.2, rel=0.01)
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-def test_state_that_stayed_on_the_cpu_is_refused(gpus, foreach):
-    """The classic mistake: the optimizer trained on the CPU, the net moved to a GPU, its momentum did not."""
-    net = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=foreach)
-    net(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    net.to(gpus[1])
-    net(torch.ones(2, 3, device=gpus[1])).sum().backward()
-    with pytest.raises(RuntimeError, match="found at least two devices, cuda:1 and cpu!"):
-        optimizer.step()
