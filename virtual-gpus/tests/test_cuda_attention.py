@@ -276,15 +276,6 @@ def test_encoder_layers_fast_path_runs_the_layers_operators(shapes_only, first):
         assert shapes_only or torch.allclose(out.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_multihead_attention_keeps_scores_for_those_who_want_them(weights):
-    attention, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(4, 128, 32)
-    with virtual_gpus(1, torch_version="2.11"), torch.no_grad():
-        run = partial(attention.cuda(), *[x.cuda()] * 3, need_weights=weights)
-        run()  # library workspaces
-        assert (bytes_of(run)[2] > 4 * 4 * 128 * 128 * 4) == weights
-
-
 def test_backward_under_autocast_has_the_inputs_precision_and_rows_that_see_nothing_zeros():
     with virtual_gpus(1):
         leaves = parts((2, 2, 8, 16))

@@ -60,20 +60,6 @@ def test_layouts_are_converted_for_tensor_cores(kind):
         assert not converts(torch.float32, tf32=False)
 
 
-def test_one_dimension_is_an_image_of_one_row():
-    """`view1d_as_2d` of aten/src/ATen/native/Convolution.cpp."""
-    peaks = []
-    for layer, x in (
-        (nn.Conv1d(64, 128, 5, padding=2), (32, 64, 1000)),
-        (nn.Conv2d(64, 128, (1, 5), padding=(0, 2)), (32, 64, 1, 1000)),
-    ):
-        with virtual_gpus(1, shapes_only=True):
-            layer, x = layer.cuda(), torch.randn(x, device="cuda", requires_grad=True)
-            y, forward = peak_of(lambda layer=layer, x=x: layer(x))
-            peaks.append((forward, peak_of(y.sum().backward)[1]))
-    assert peaks[0] == peaks[1]
-
-
 LAYERS = {
     "1d": (lambda: nn.Conv1d(8, 16, 5, padding=2), (4, 8, 64)),
     "2d": (lambda: nn.Conv2d(8, 16, 3, padding=1), (4, 8, 12, 12)),
