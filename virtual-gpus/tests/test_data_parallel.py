@@ -119,17 +119,6 @@ def test_another_dimension_inputs_on_any_device_and_inference_mode():
     close(out, model(x.cuda()))
 
 
-def test_buffers_come_from_the_first_gpu(gpus):
-    norm, x = nn.BatchNorm1d(3).to(gpus[1]), draw(8, 3)
-    expected = nn.BatchNorm1d(3)
-    expected(x[:4])  # the running statistics of the replicas on other GPUs are lost, as on real ones
-    out = DataParallel(norm, [1, 2])(x)
-    close(norm.running_mean, expected.running_mean)
-    close(norm.running_var, expected.running_var)
-    assert norm.num_batches_tracked == 1 and norm.running_mean.device == gpus[1]
-    close(out, torch.cat([nn.BatchNorm1d(3)(half) for half in x.split(4)]))
-
-
 def test_communication_functions(gpus):
     x = draw(3, 2).to(gpus[1])
     copies = comm.broadcast(x, [1, 0, 2])

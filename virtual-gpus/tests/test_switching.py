@@ -154,13 +154,6 @@ def test_stopped_under_a_mode_that_stays():
         assert torch.ones(2).device.type == "cpu" and seen
 
 
-@pytest.mark.parametrize("error", [ValueError, GeneratorExit])
-def test_exceptions_inside(error):
-    with pytest.raises(error), virtual_gpus(4), virtual_gpus(2):
-        train()
-        raise error
-
-
 def test_a_failure_while_switching_on(monkeypatch):
     monkeypatch.setattr(smi, "patches", lambda: [(torch.cuda, "device_count", 1), (object(), "x", 1)])
     with pytest.raises((TypeError, AttributeError)):
