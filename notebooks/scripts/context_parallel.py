@@ -107,10 +107,9 @@ def parse_arguments():
 
 def check(args, ranks):
     """The number of processes per sequence and the number of such groups, if they fit the arguments."""
-    for name in ("sequence", "batch_size", "steps", "context_parallel"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} is {value}. It must be at least 1.")
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not value > 0:
+            raise SystemExit(f"--{name.replace('_', '-')} is {value}. It must be more than 0.")
     context = args.context_parallel or ranks
     groups = max(1, ranks // context)
     if ranks % context or args.batch_size % groups:

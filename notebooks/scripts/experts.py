@@ -134,7 +134,7 @@ def parse_arguments():
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     args = parser.parse_args()
     for name, value in vars(args).items():
-        if type(value) in (int, float) and value <= 0 and name != "balance":
+        if type(value) in (int, float) and not value > 0 and name != "balance":
             raise SystemExit(f"--{name.replace('_', '-')} is {value}. It must be more than 0.")
     if not args.data.is_file() or args.data.stat().st_size <= args.sequence:
         raise SystemExit(f"{args.data} is not a file with more than {args.sequence} bytes. Give --data another file.")
