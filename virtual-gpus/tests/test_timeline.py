@@ -232,4 +232,4 @@ def test_the_modules_of_replicas_have_their_names():
         with record_training() as recorded:
             net(torch.empty(4096, 512, device="cuda")).sum().backward()
         modules = recorded.report().by_module
-    assert {"*"} <= modules.keys() <= {"*", "module.*", "backward pass", "outside modules"}, modules
+    assert "*" in modules and not modules.keys() & {"Linear", "ReLU"}, modules
