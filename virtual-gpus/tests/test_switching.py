@@ -255,7 +255,7 @@ def test_a_finalizer_may_import_while_gpus_go_on(monkeypatch):
     thresholds = gc.get_threshold()
     table.modules_of.cache_clear()
     gc.callbacks.append(import_one)
-    gc.set_threshold(50, 1, 1)
+    gc.set_threshold(1, 1, 1)
     try:
         assert torch.cuda in table.modules_of("torch.cuda")
     finally:

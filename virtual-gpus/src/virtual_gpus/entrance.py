@@ -17,6 +17,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import typing_extensions
 
 from virtual_gpus import errors
 from virtual_gpus.memory.allocator import OutOfMemory
@@ -102,7 +103,8 @@ def quoted_line(file: str, line: int, names: dict[str, Any] | None = None) -> st
 @functools.cache
 def is_of_program(filename: str) -> bool:
     """True for the code of a file outside PyTorch and this package."""
-    return not filename.startswith((str(pathlib.Path(torch.__file__).parent) + os.sep, _HERE + os.sep, "<frozen"))
+    of_torch = str(pathlib.Path(torch.__file__).parent) + os.sep, typing_extensions.__file__  # which wraps what is old
+    return not filename.startswith((*of_torch, _HERE + os.sep, "<frozen"))
 
 
 def _beyond_this_package(traceback: TracebackType | None) -> TracebackType | None:
