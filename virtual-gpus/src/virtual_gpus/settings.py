@@ -18,6 +18,7 @@ from virtual_gpus.clock.measured import Measured, load
 from virtual_gpus.gpus import GPUSpec, kinds, parse_bytes, spec
 from virtual_gpus.versions import NEWEST, OLDEST, Version, parse_version
 
+_COMPILE = ("eager", "modelled")
 INSTALLED: Version = int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1])
 
 
@@ -134,7 +135,7 @@ class Settings:
         "let the modelled clock fuse operators in code that torch.compile was called on while these GPUs were on, with "
         '"modelled": `help("virtual_gpus.features.compile.fusion")`',
         "--compile",
-        choices=("eager", "modelled"),
+        choices=_COMPILE,
         help="model the time of code that torch.compile was called on, with the operators fused",
     )
     rank: int | None = _setting(
@@ -154,7 +155,7 @@ class Settings:
             object.__setattr__(self, "measured", os.path.abspath(self.measured))
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"The number of virtual GPUs must be an integer of at least 1, not {self.count!r}.")
-        if self.compile not in ("eager", "modelled"):
+        if self.compile not in _COMPILE:
             raise ValueError(f'compile must be "eager" or "modelled", not {self.compile!r}.')
         if self.rank is not None or self.world_size is not None:
             self._check_rank()
