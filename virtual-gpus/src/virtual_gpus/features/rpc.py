@@ -7,7 +7,7 @@ refused, and so is a GPU tensor, which would arrive as a CPU tensor. Objects on 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,14 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import in_mode
 from virtual_gpus.patches.table import Patch, around
-from virtual_gpus.placement.storages import gpu_of, place
+from virtual_gpus.placement.storages import gpu_of, place, tensors_in
 
 _NAMING_DEVICES = ("__init__", "set_device_map", "set_devices")
 
 
-def _refuse(values: Iterable[Any]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor) and gpu_of(value) is not None:
-            raise errors.not_modelled("sending a GPU tensor by torch.distributed.rpc (send x.cpu() instead)")
-        if isinstance(value, (list, tuple)):
-            _refuse(value)
+def _refuse(values: Sequence[Any]) -> None:
+    if any(gpu_of(tensor) is not None for tensor in tensors_in(values)):
+        raise errors.not_modelled("sending a GPU tensor by torch.distributed.rpc (send x.cpu() instead)")
 
 
 def _sending(function: Callable, *args, **kwargs):
