@@ -4,6 +4,7 @@ import atexit
 import functools
 import gc
 import os
+import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -17,15 +18,28 @@ import pytest
 import run_all
 from jupyter_client.manager import KernelManager
 
+WARM_KERNELS = Path(__file__).parent / "tests" / "warm_kernels.py"
 OUTPUT_TIMEOUT_S = 60  # from the end of a cell until its outputs have come; nbval's 5 are short for a busy machine
 
 
-def kernel_with_files(**options):
+class KernelWithFiles(KernelManager):
     """A kernel that is reached through files. Ports are chosen before it starts, and others can take them until then.
 
     If somebody takes the port of its outputs, ipykernel 7.4 neither ends nor answers.
     """
-    return KernelManager(transport="ipc", ip=f"{tempfile.gettempdir()}/kernel-{uuid.uuid4().hex}", **options)
+
+    test_run = 0  # the process that runs all tests; the kernels of its lessons share what they import
+
+    def __init__(self, **options):
+        super().__init__(transport="ipc", ip=f"{tempfile.gettempdir()}/kernel-{uuid.uuid4().hex}", **options)
+
+    def format_kernel_cmd(self, extra_arguments=None):
+        command = super().format_kernel_cmd(extra_arguments)
+        if sys.platform != "linux":
+            return command
+        address = f"{tempfile.gettempdir()}/kernels-{self.test_run}"
+        arguments = command[command.index("ipykernel_launcher") + 1 :]
+        return [sys.executable, "-I", "-S", str(WARM_KERNELS), address, str(self.test_run), *arguments]
 
 
 def pytest_configure(config):
@@ -35,7 +49,8 @@ def pytest_configure(config):
     environment["PYTHONSTARTUP"] = str(Path(__file__).parent / "tests" / "kernel_start.py")
     nbval.kernel.start_new_kernel = functools.partial(nbval.kernel.start_new_kernel, env=environment)
     if os.name != "nt":
-        nbval.kernel.KernelManager = kernel_with_files
+        nbval.kernel.KernelManager = KernelWithFiles
+        KernelWithFiles.test_run = os.getppid() if hasattr(config, "workerinput") else os.getpid()
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)  # runs last: the system takes everything back at once, Python in two seconds
     else:
