@@ -154,6 +154,8 @@ def test_messages_without_values(monkeypatch):
 
 LOOPED = {  # with the stages of a rank, of four
     "ScheduleInterleaved1F1B": lambda rank: (rank, rank + 2),
+    "ScheduleInterleavedZeroBubble": lambda rank: (rank, rank + 2),
+    "ScheduleZBVZeroBubble": lambda rank: (rank, 3 - rank),
     "ScheduleDualPipeV": lambda rank: (rank, 3 - rank),
 }
 
