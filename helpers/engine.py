@@ -19,6 +19,7 @@ from virtual_gpus.testing import RankError, run_hosts, run_ranks
 from virtual_gpus.timeline import COLOURS as KIND_COLOURS
 from virtual_gpus.timeline import (
     MEMORY_KINDS,
+    Recording,
     Span,
     animate,
     busy_seconds,
@@ -30,9 +31,8 @@ from virtual_gpus.timeline import (
     owned,
     seconds_covered,
 )
-from virtual_gpus.timeline import Timeline as ModelledTimeline
 
-__all__ = ["KIND_COLOURS", "MEMORY_KINDS", "ModelledTimeline", "RankError", "Span", "active_machine", "animate",
+__all__ = ["KIND_COLOURS", "MEMORY_KINDS", "RankError", "Recording", "Span", "active_machine", "animate",
            "busy_seconds", "describe_timeline", "gpus_of", "kind_of", "merged", "name_work",
            "owned", "record_modelled_timeline", "record_training", "run_hosts", "run_ranks", "seconds_covered",
            "virtual_block_address", "virtual_gpus"]  # fmt: skip

@@ -14,17 +14,11 @@ from typing import Any
 
 import torch
 
-from helpers.engine import (
-    ModelledTimeline,
-    active_machine,
-    record_modelled_timeline,
-    virtual_block_address,
-    virtual_gpus,
-)
+from helpers.engine import active_machine, virtual_block_address, virtual_gpus
 from helpers.sizes import GiB, number_of, require_integer
 
 __all__ = ["Device", "block_address", "gpu_index", "gpu_indices", "index_of", "is_virtual", "modelled_gpus",
-           "modelled_timeline", "require_gpu", "same_gpus", "topology", "use_gpus"]  # fmt: skip
+           "require_gpu", "same_gpus", "topology", "use_gpus"]  # fmt: skip
 
 Device = int | str | torch.device  # mostly a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
@@ -197,11 +191,6 @@ def gpu_index(gpu: Device) -> int:
 def is_virtual() -> bool:
     """Return True if virtual GPUs are active."""
     return active_machine() is not None
-
-
-def modelled_timeline(memory: bool = False) -> ModelledTimeline | None:
-    """Return a recorder for the virtual GPUs' modelled clock (see `helpers.measure.timeline`), or None on real GPUs."""
-    return record_modelled_timeline(memory) if is_virtual() else None
 
 
 def block_address(tensor: torch.Tensor) -> int | None:

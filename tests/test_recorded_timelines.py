@@ -7,18 +7,12 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 from torch import nn
+from virtual_gpus import record_timeline as record_in_detail
 from virtual_gpus import virtual_gpus
 
 from helpers.engine import Span
 from helpers.measure import describe_timeline
-from helpers.measure.timeline import (
-    BLOCK,
-    Timeline,
-    describe_time_use,
-    record_timeline,
-    spans_of,
-    time_use,
-)
+from helpers.measure.timeline import BLOCK, Timeline, describe_time_use, record_timeline, spans_of, time_use
 from helpers.show import timeline_bars
 from tests.pictures import alt_text
 
@@ -99,7 +93,7 @@ def test_nothing_to_draw_or_to_record_is_refused_and_errors_in_the_block_pass_th
         with pytest.raises(ValueError, match=said):
             timeline_bars(nothing)
     for wrong in ({"a": None}, [Timeline()], None):
-        with pytest.raises(TypeError, match="Pass what helpers.measure.record_timeline gives"):
+        with pytest.raises(TypeError, match="Pass what record_timeline gives"):
             describe_time_use(wrong)
     with virtual_gpus(1), pytest.raises(KeyError), record_timeline():
         raise KeyError("mine")
@@ -119,12 +113,14 @@ def test_each_moment_counts_once_at_the_first_that_holds():
 
 
 def test_a_gpu_that_waits_for_the_host():
-    with virtual_gpus(1, shapes_only=True), record_timeline() as timeline:
+    with virtual_gpus(1, shapes_only=True), record_in_detail() as detailed, record_timeline() as timeline:
         x = torch.empty(8, device="cuda:0")
         for _ in range(20):
             x = x + 1
     used = time_use(timeline, 0)
     assert used.nothing > 0.6 * timeline.seconds and used.others == used.copying == used.collective == 0
+    assert time_use(detailed, 0).computing == pytest.approx(used.computing)  # the engine's timeline, whose host waits
+    assert alt_text(timeline_bars(detailed).axes[0]) == describe_timeline(detailed)
 
 
 def test_a_table_of_what_each_gpu_does():

@@ -1,7 +1,5 @@
 """Records what every GPU does during a block of code, in modelled or measured time.
 
-The engine's `record_timeline` has modelled time only, and more detail. A `Timeline` of this module can be pickled.
-
     with record_timeline() as timeline:
         step()
     timeline.seconds, timeline.utilisation(0)
@@ -9,7 +7,8 @@ The engine's `record_timeline` has modelled time only, and more detail. A `Timel
     print(describe_time_use(timeline))             # one line per GPU: how long it computes, and what it waits for
 
 Virtual GPUs have a modelled clock. On real GPUs, torch.profiler measures the times, which slows the program down.
-`timeline.modelled` says which of the two applies, and so do tables and pictures (`helpers.show.timeline_bars`).
+`timeline.modelled` says which of the two applies, and so do tables and pictures (`helpers.show.timeline_bars`). These
+also take a timeline of `virtual_gpus.record_timeline`, which has more detail, but cannot be pickled.
 """
 
 import gc
@@ -26,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from helpers.engine import Span, busy_seconds, gpus_of, seconds_covered
-from helpers.gpus import Device, index_of, modelled_timeline, require_gpu, same_gpus
+from helpers.engine import Recording, Span, busy_seconds, gpus_of, record_modelled_timeline, seconds_covered
+from helpers.gpus import Device, index_of, is_virtual, require_gpu, same_gpus
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
@@ -106,11 +105,11 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     require_gpu()
     if memory:
         gc.collect()  # or cycles of earlier steps might be freed at any time in the block
-    timeline, clock = Timeline(), modelled_timeline(memory)
-    if clock is None:
+    timeline = Timeline(modelled=is_virtual())
+    if not timeline.modelled:
         yield from _measured(timeline)
         return
-    with same_gpus(), clock:
+    with same_gpus(), record_modelled_timeline(memory) as clock:
         yield timeline
     timeline.seconds = clock.seconds
     timeline.spans = [span for span in clock.spans if span.gpu is not None]
@@ -119,10 +118,9 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
 
 def _measured(timeline: Timeline) -> Iterator[Timeline]:
     """Record with torch.profiler."""
-    timeline.modelled = False
     _wait_for_gpus()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        with record_function(BLOCK):
+        with record_function(BLOCK), same_gpus():
             yield timeline
             _wait_for_gpus()
     with tempfile.TemporaryDirectory() as folder:
@@ -193,17 +191,17 @@ def _phase(
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def time_use(timeline: Timeline, gpu: Device) -> TimeUse:
+def time_use(timeline: Recording, gpu: Device) -> TimeUse:
     """Return how one GPU spent its time, in modelled or measured seconds like the timeline.
 
     A timeline contains only the GPUs of its process. If each rank is a process, record a timeline in each. Raises
     ValueError for a GPU that did nothing in the timeline.
     """
-    gpu = _index(gpu)
-    if gpu not in timeline.gpus:
-        raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {timeline.gpus}.")
+    gpu, work = _index(gpu), [span for span in timeline.spans if span.gpu is not None]
+    if gpu not in gpus_of(work):
+        raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {gpus_of(work)}.")
     intervals: dict[str, list[tuple[float, float]]] = {kind: [] for kind in ("", "collective", "copy", "others")}
-    for span in timeline.spans:
+    for span in work:
         kind = "others" if span.gpu != gpu else span.kind if span.kind in intervals else ""
         intervals[kind].append((span.start, span.end))
     # A moment in which a GPU does several things counts for the first of them.
@@ -217,17 +215,16 @@ def time_use(timeline: Timeline, gpu: Device) -> TimeUse:
     return TimeUse(*parts, nothing=max(0.0, timeline.seconds - covered))
 
 
-def named_timelines(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[str, Timeline], str]:
+def named_timelines(timelines: Mapping[str, Recording] | Recording) -> tuple[dict[str, Recording], str]:
     """Return the timelines by name, and whether their times are "modelled" or "measured".
 
     Raises ValueError if there are none, or if some are modelled and others measured, which cannot be compared, and
-    TypeError for anything else, such as a Timeline of the package virtual_gpus.
+    TypeError for anything else.
     """
     named = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
     for timeline in named.values():
-        if not isinstance(timeline, Timeline):
-            kind = f"{type(timeline).__module__}.{type(timeline).__name__}"
-            raise TypeError(f"Pass what helpers.measure.record_timeline gives, not a {kind}.")
+        if not hasattr(timeline, "modelled"):
+            raise TypeError(f"Pass what record_timeline gives, or several of them by name, not {timeline!r}.")
     if not named:
         raise ValueError("There is no timeline to show. Pass one, or several by name.")
     kinds = {"modelled" if timeline.modelled else "measured" for timeline in named.values()}
@@ -236,18 +233,19 @@ def named_timelines(timelines: Mapping[str, Timeline] | Timeline) -> tuple[dict[
     return named, kinds.pop()
 
 
-def describe_time_use(timelines: Mapping[str, Timeline] | Timeline) -> str:
+def describe_time_use(timelines: Mapping[str, Recording] | Recording) -> str:
     """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key. It has
     more decimals if all timelines are shorter than a millisecond.
 
-    Raises what `named_timelines` raises.
+    Raises ValueError if there are no timelines, or if some are modelled and others measured, and TypeError for anything
+    else.
     """
     timelines, modelled_or_measured = named_timelines(timelines)
     heading = f"{modelled_or_measured} ms"
     rows: dict[str, str] = {}
     decimals = 1 if any(timeline.seconds >= 1e-3 for timeline in timelines.values()) else 4
     for name, timeline in timelines.items():
-        for gpu in timeline.gpus:
+        for gpu in gpus_of(timeline.spans):
             figures = "".join(f"{1e3 * seconds:11.{decimals}f}" for seconds in time_use(timeline, gpu))
             rows[f"{name} cuda:{gpu}".strip()] = f"{1e3 * timeline.seconds:8.{decimals}f}{figures}"
     width = max(map(len, [heading, *rows]))
