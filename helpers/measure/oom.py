@@ -217,10 +217,11 @@ class Explanation:
         return sorted(useful, key=lambda line: -line.saves)
 
     def __repr__(self) -> str:
+        happened = fill(self.happened, LINE)
         if not self:
-            return self.happened
+            return happened
         kinds = [f"  {kind:<30}{format_bytes(size):>10}" for kind, size in self.by_kind().items()]
-        lines = [self.happened, "", "what is there", *kinds]
+        lines = [happened, "", "what is there", *kinds]
         if self.blocks:
             lines += ["", "the largest, and the line that made them", *self._largest()]
         advice = self._advice_lines()
@@ -237,10 +238,10 @@ class Explanation:
         lines = []
         for text, group in groups[:_MOST_ROWS]:
             number = f"{len(group)} x " if len(group) > 1 else ""
-            lines.append(f"  {format_bytes(sum(group)):>9}  {number}{text}")
+            lines.append(_line(sum(group), f"{number}{text}"))
         others = [size for _, group in groups[_MOST_ROWS:] for size in group]
         if others:
-            lines.append(f"  {format_bytes(sum(others)):>9}  in {len(others)} others")
+            lines.append(_line(sum(others), f"in {len(others)} others"))
         return lines
 
     def _advice_lines(self) -> list[str]:
@@ -250,9 +251,13 @@ class Explanation:
             enough = "may be enough" if at_most else "enough"
             if lacking > 0:
                 enough = f"not enough: {format_bytes(lacking)} are missing"
-            line = f"{format_bytes(size):>9}  {text} ({enough})"
-            lines.append(fill(line, LINE, initial_indent="  ", subsequent_indent=" " * 13))
+            lines.append(_line(size, f"{text} ({enough})"))
         return lines
+
+
+def _line(size: int, text: str) -> str:
+    """Return a size with a text, which continues below itself if it is too long for a line."""
+    return fill(f"  {format_bytes(size):>9}  {text}", LINE, subsequent_indent=" " * 13)
 
 
 @contextmanager
