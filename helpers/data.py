@@ -48,9 +48,6 @@ def _bundled(name: str) -> Path:
     return path
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------
-
-
 def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -> Images:
     """The 4,000 bundled photographs of clothes for training. Among all of them, the ten classes are equally frequent.
 
@@ -61,7 +58,7 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
     """
     if channels not in (1, 3):
         raise ValueError(f"channels must be 1 or 3, not {channels}.")
-    require_integer("size", size)
+    size = require_integer("size", size)
     for part in ("train", "t10k"):  # torchvision checks that all four files exist
         _bundled(f"FashionMNIST/raw/{part}-images-idx3-ubyte")
         _bundled(f"FashionMNIST/raw/{part}-labels-idx1-ubyte")
@@ -69,15 +66,12 @@ def fashion_mnist(channels: int = 3, size: int = 32, count: int | None = None) -
 
     raw = FashionMNIST(DATA)
     if count is not None:
-        require_integer("count", count, most=len(raw))
+        count = require_integer("count", count, most=len(raw))
     images = raw.data[:count].unsqueeze(1).expand(-1, channels, -1, -1).float() / 255
     images = (images - 0.289) / 0.354  # mean and standard deviation of the 4,000 images
     if images.shape[-1] != size:
         images = interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     return Images(images.contiguous(), raw.targets[:count], raw.classes)
-
-
-# ---- random batches --------------------------------------------------------------------------------------------------
 
 
 def random_tokens(batch: int, length: int, vocabulary_size: int) -> tuple[Tensor, Tensor]:

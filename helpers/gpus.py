@@ -181,7 +181,7 @@ def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
 
 
 def gpu_index(gpu: Device) -> int:
-    """Return the index of one GPU. Raises what `gpu_indices` raises, and ValueError for several GPUs."""
+    """Return the index of one GPU. Raises RuntimeError if there is no GPU, and ValueError unless `gpu` is one GPU."""
     indices = gpu_indices(gpu)
     if len(indices) != 1:
         raise ValueError(f"Pass one GPU, such as 'cuda:0', not {gpu!r}.")
@@ -238,7 +238,7 @@ def modelled_gpus(
     exist, process groups work and send nothing, and collectives take modelled time. Raises ValueError or TypeError for
     an invalid argument.
     """
-    require_integer("count", count, most=_MOST_GPUS)
+    count = require_integer("count", count, most=_MOST_GPUS)
     # CUDA_VISIBLE_DEVICES refers to real GPUs here, for example on a cluster. All virtual GPUs are visible.
     settings.setdefault("honour_visible_devices", False)
     return virtual_gpus(count, kind=kind, memory=memory, shapes_only=shapes_only, **settings)

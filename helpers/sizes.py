@@ -1,5 +1,7 @@
 """Bytes and numbers as text, and which integers are accepted. 1 GiB is 2^30 bytes and 1 MiB is 2^20 bytes."""
 
+from numbers import Integral
+
 MiB = 2**20
 GiB = 2**30
 
@@ -20,18 +22,18 @@ def digits(value: float, decimals: int) -> str:
     """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01", and
     a negative one "0.00".
     """
-    smallest = 10**-decimals
-    return (
-        f"<{smallest:g}" if value > 0 and not round(value, decimals) else f"{round(value, decimals) + 0:,.{decimals}f}"
-    )
+    if value > 0 and not round(value, decimals):
+        return f"<{10**-decimals:g}"
+    return f"{round(value, decimals) + 0:,.{decimals}f}"  # + 0, because -0.0 would keep its sign
 
 
-def require_integer(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError unless `value` is an integer from `least` to `most`. True and False are none."""
-    wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
-    if wrong or (most is not None and value > most):
+def require_integer(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return `value`, an integer from `least` to `most`, as an int. Raises ValueError for others, and for a bool."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
+    if number < least or (most is not None and number > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
         raise ValueError(f"{name}={value!r} must be an integer {bounds}.")
+    return number
 
 
 def number_of(count: int, things: str) -> str:

@@ -16,23 +16,33 @@ from typing import Any
 
 import torch
 
+from helpers.engine import active_machine
 from helpers.gpus import Device, gpu_indices, require_gpu, same_gpus
 from helpers.measure.readings import Reading, Readings
 from helpers.measure.refusal import describe_oom, free_frames, read_refusal
 from helpers.sizes import MiB, number_of, require_integer
 
+# The measurements in progress, by the id of their readings: the machine, and what was read when others reset the peaks.
+_in_progress: dict[int, tuple[Any, list[Reading]]] = {}
+
 
 def read_memory(devices: Device | Iterable[Device] | None = None) -> Readings:
-    """Read the memory of `devices`, which are as in `gpu_indices`. Raises what `gpu_indices` raises."""
+    """Read the memory of `devices` (a device, an index, or a list of them; None means all visible GPUs).
+
+    Raises RuntimeError if there is no GPU, and ValueError for a device that is not a GPU or does not exist.
+    """
     indices = gpu_indices(devices)
     driver, note = _driver_view(indices)
     return Readings((_read_one(index, driver.get(index)) for index in indices), note)
 
 
 def reset_peaks(devices: Device | Iterable[Device] | None = None) -> None:
-    """Reset the peaks of `devices` (None means all GPUs) to the memory in use now. Raises what `gpu_indices` raises."""
+    """Reset the peaks of `devices` to the memory in use now. Takes and raises the same as `read_memory`."""
     indices = gpu_indices(devices)
     torch.cuda.init()  # PyTorch cannot reset peaks before CUDA is initialized
+    for machine, earlier in _in_progress.values():
+        if machine is active_machine():
+            earlier += [_read_one(index, None) for index in indices]
     for index in indices:
         torch.cuda.reset_peak_memory_stats(index)
 
@@ -45,14 +55,15 @@ def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool
     how much was requested and how much was in use. The peaks of the other GPUs cover what ran until then. The error is
     passed on, as is any other error. With `catch=True`, the program continues after the block instead.
 
-    Memory that PyTorch has already cached counts as reserved. Each GPU has one peak, so do not measure within the block
-    of another measurement: the outer one would see only what ran after the inner one began. Raises what `gpu_indices`
-    raises, and RuntimeError if the block switches to other GPUs.
+    Memory that PyTorch has already cached counts as reserved. A measurement within the block does not change the peaks
+    of this one, but torch.cuda.reset_peak_memory_stats does. Takes and raises the same as `read_memory`, and raises
+    RuntimeError if the block switches to other GPUs.
     """
     gc.collect()  # otherwise reference cycles of earlier cells may be freed at any time in the block
     indices = gpu_indices(devices)
     reset_peaks(indices)
     readings, refusal, note = Readings(), None, ""
+    _in_progress[id(readings)] = active_machine(), []
     try:
         with same_gpus():
             yield readings
@@ -62,11 +73,14 @@ def measure_memory(devices: Device | Iterable[Device] | None = None, catch: bool
             raise
         free_frames(error)
     finally:
-        indices = [index for index in indices if index < torch.cuda.device_count()]  # the block may have changed GPUs
-        now = read_memory(indices) if indices else Readings()
+        machine, earlier = _in_progress.pop(id(readings))
+        now = read_memory(indices) if machine is active_machine() else Readings()
         for reading in now:
-            failed = refusal is not None and refusal.gpu == reading.index
-            readings.append(replace(reading, refused=refusal) if failed else reading)
+            every = [reading, *(each for each in earlier if each.index == reading.index)]
+            allocated = max(each.peak_allocated for each in every)
+            reserved = max(each.peak_reserved for each in every)
+            refused = refusal if refusal and refusal.gpu == reading.index else None
+            readings.append(replace(reading, peak_allocated=allocated, peak_reserved=reserved, refused=refused))
         readings.note = f"{note} {now.note}".strip()
 
 
@@ -86,9 +100,9 @@ def largest_batch(
     step: best a function that builds model and optimizer and then trains two steps (with `steps=1`), because that is
     what a fresh program does. If an optimizer lives on from one try to the next, more may fit.
     """
-    for name, number in {"start": start, "limit": limit, "steps": steps}.items():
-        require_integer(name, number)
-    require_integer("smallest", smallest, most=limit)
+    start, steps = require_integer("start", start), require_integer("steps", steps)
+    limit = require_integer("limit", limit)
+    smallest = require_integer("smallest", smallest, most=limit)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         if not fits(_repeat, steps, step, smallest):
             return 0
@@ -181,10 +195,8 @@ def _driver_view(indices: list[int]) -> tuple[dict[int, Any], str]:
         return matched, ""
     names = (f"the driver's GPU {gpu.id}" if gpu else "not in the driver's list" for gpu in matched.values())
     pairs = ", ".join(f"cuda:{index} is {name}" for index, name in zip(matched, names, strict=True))
-    return (
-        matched,
-        f"The driver lists {number_of(len(listed), 'GPUs')}, PyTorch sees {seen}: {pairs} (matched by UUID).",
-    )
+    both = f"The driver lists {number_of(len(listed), 'GPUs')}, PyTorch sees {seen}"
+    return matched, f"{both}: {pairs} (matched by UUID)."
 
 
 def _uuid(uuid: object) -> str:

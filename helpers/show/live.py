@@ -84,7 +84,7 @@ def live_memory(every: float = 0.5) -> Iterator[LivePanel]:
 
     every: seconds between two updates. Peaks are reset at the start, as with `measure_memory`. The panel ends with the
     block, even if the block fails or is interrupted. Outside a notebook, nothing is shown or read. Raises ValueError if
-    `every` is not positive. When the panel is shown, it also raises what `read_memory` raises.
+    `every` is not positive and, in a notebook, RuntimeError if there is no GPU.
     """
     panel = LivePanel(every)
     if not _in_a_notebook():

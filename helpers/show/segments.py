@@ -23,14 +23,13 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
     are white.
 
     For an expandable segment, the row shows the part that has memory. gpu: an index, "cuda:1", or a device. Returns the
-    figure. Raises what `read_memory` raises, and ValueError for a GPU without segments.
+    figure. Raises RuntimeError if there is no GPU, and ValueError for one without segments or that does not exist.
     """
-    every = segments_of(gpu_index(gpu))
+    index = gpu_index(gpu)
+    every = segments_of(index)
     segments = every[:_MOST_ROWS]
     if not segments:
-        raise ValueError(
-            f"PyTorch has not reserved any memory on GPU {gpu_index(gpu)}, so there is no segment to draw."
-        )
+        raise ValueError(f"PyTorch has not reserved any memory on GPU {index}, so there is no segment to draw.")
     figure, ax = plt.subplots(figsize=(WIDTH, 1.3 + 0.24 * len(segments)), layout="constrained")
     unit, unit_name = unit_of(segments[0]["total_size"])
     style = bar_style(0) | {"linewidth": 0.6}
@@ -53,16 +52,14 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
 
 
 def describe_segments(gpu: Device = 0) -> str:
-    """Describe the segments, the memory in use, and the free pieces. Raises what `read_memory` raises."""
+    """Describe segments and their pieces. Raises RuntimeError if there is no GPU, and ValueError if `gpu` is none."""
     segments = segments_of(gpu_index(gpu))
     blocks = [block for segment in segments for block in segment["blocks"]]
     used = [block["size"] for block in blocks if in_use(block)]
     free = [block["size"] for block in blocks if not in_use(block)]
     reserved = format_bytes(sum(segment["total_size"] for segment in segments))
-    gaps = "no gaps"
+    parts = f"{format_bytes(sum(used))} used in {number_of(len(used), 'blocks')}, "
     if free:
-        gaps = (
-            f"{format_bytes(sum(free))} free in {number_of(len(free), 'pieces')}, the largest {format_bytes(max(free))}"
-        )
-    used_part = f"{format_bytes(sum(used))} used in {number_of(len(used), 'blocks')}"
-    return f"{number_of(len(segments), 'segments')}, {reserved} reserved: {used_part}, {gaps}."
+        parts += f"{format_bytes(sum(free))} free in {number_of(len(free), 'pieces')}, "
+    parts += f"the largest {format_bytes(max(free))}" if free else "no gaps"
+    return f"{number_of(len(segments), 'segments')}, {reserved} reserved: {parts}."
