@@ -76,7 +76,7 @@ def train_epochs(
     each epoch. The line is stored in notebooks, so it has few digits and no time, which would differ from run to run.
 
     Raises ValueError for a loss whose `reduction` is not "mean", for an optimizer that holds none of the model's
-    parameters, for labels of another shape, and for a loader that gives no batch.
+    parameters, for other batches than (images, labels), and for a loader that gives no batch.
     """
     require_mean(loss)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -85,7 +85,7 @@ def train_epochs(
             f"This {type(optimizer).__name__} holds none of the model's parameters and would train nothing. Build "
             "the optimizer from model.parameters(), after the model."
         )
-    group, ranks, where = None, 1, f"cuda:{device}" if isinstance(device, int) else str(device)
+    group, ranks, where = None, 1, str(torch.device(device))
     wrapped = getattr(network, "_orig_mod", network)  # what torch.compile was given
     if isinstance(wrapped, DistributedDataParallel):
         group = wrapped.process_group
@@ -104,9 +104,13 @@ def train_epochs(
         rate = optimizer.param_groups[0]["lr"]
         sums = torch.zeros(3, device=device)
         sizes: list[int] = []
-        for images, labels in loader:
-            if labels.ndim != 1:
-                raise ValueError(f"The labels have the shape {tuple(labels.shape)}. Pass one class index per image.")
+        for batch in loader:
+            match batch:
+                case (Tensor() as images, Tensor(ndim=1) as labels):
+                    pass
+                case _:
+                    found = ", ".join(str(getattr(each, "shape", each)) for each in batch)
+                    raise ValueError(f"A batch must be two tensors, images and their class indices, not {found}.")
             # Before the forward pass, so that old gradients and new activations are never in memory together.
             optimizer.zero_grad()
             mean, correct = _forward(network, loss, images, labels, device, scatters)
@@ -135,12 +139,7 @@ def train_epochs(
 
 
 def _forward(
-    network: nn.Module,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    images: Tensor,
-    labels: Tensor,
-    device: Device,
-    scatters: bool,
+    network: nn.Module, loss: Callable[..., Tensor], images: Tensor, labels: Tensor, device: Device, scatters: bool
 ) -> tuple[Tensor, Tensor]:
     """The mean loss of a batch, with its graph, and the number of correct answers.
 

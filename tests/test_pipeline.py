@@ -90,11 +90,9 @@ def test_a_pipeline_that_cannot_be_is_refused():
         pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], gpus)
         with pytest.raises(ValueError, match="no cuda:7"):
             Pipeline([nn.Linear(2, 2)], ["cuda:7"])
-        for micro_batches, targets, said in (
-            (0, 3, "from 1 to 3"),
-            (4, 3, "from 1 to 3"),
-            (1, 2, "3 inputs, but 2 tar"),
-        ):
+        with pytest.raises(RuntimeError, match="does not require grad"), torch.no_grad():
+            Pipeline([nn.Linear(2, 2)], gpus[:1]).step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
+        for micro_batches, targets, said in ((0, 3, "from 1 to 3"), (4, 3, "to 3"), (1, 2, "3 inputs, but 2 tar")):
             with pytest.raises(ValueError, match=said):
                 pipeline.step(torch.ones(3, 2), torch.ones(targets, 2), nn.MSELoss(), micro_batches)
         for loss, said in (
@@ -106,9 +104,8 @@ def test_a_pipeline_that_cannot_be_is_refused():
         ):
             with pytest.raises(ValueError, match=said):
                 pipeline.step(torch.ones(3, 2), torch.tensor([1, -100, 0]), loss, 2)
-        pipeline.step(
-            torch.ones(3, 2), torch.ones(3, 2), nn.BCEWithLogitsLoss(torch.ones(2, device=gpus[1])), 2
-        )  # divides by samples
+        divides_by_samples = nn.BCEWithLogitsLoss(torch.ones(2, device=gpus[1]))
+        pipeline.step(torch.ones(3, 2), torch.ones(3, 2), divides_by_samples, 2)
         pipeline.schedule = lambda stages, micro_batches: [order[:-1] for order in gpipe(stages, micro_batches)]
         with pytest.raises(ValueError, match="F and B of every micro-batch once"):
             pipeline.step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
@@ -122,6 +119,8 @@ def test_a_parameter_of_two_stages_is_one_parameter_and_targets_may_lie_on_a_gpu
         assert len(pipeline.parameters()) == 3
         tokens = torch.zeros(6, dtype=torch.long, device=gpus[0])
         pipeline.step(tokens, tokens, nn.CrossEntropyLoss(), 2)
+        with pytest.raises(ValueError, match="Stages on different GPUs share a parameter"):
+            Pipeline([embedding, output], gpus)
 
 
 def test_the_modelled_bubble_is_the_formulas_and_1f1b_keeps_less(count=4, micro_batches=8):

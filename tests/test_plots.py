@@ -44,7 +44,7 @@ PICTURES = {
     "tiny, no driver": lambda: memory_bars(readings(0.05, 0)),
     "sixteen GPUs": lambda: memory_bars(readings(*range(16)), title="sixteen"),
     "many situations": lambda: memory_bars({f"{i} {LONG[:60]}": BERT for i in range(5)}, title=LONG),
-    "one and four": lambda: memory_bars({"one": readings(9.2), "four": readings(8, 8, 8, 8, capacity_gib=12)}),
+    "one and four": lambda: memory_bars({1: readings(9.2), "four": readings(8, 8, 8, 8, capacity_gib=12)}),
     "over, one GPU": lambda: memory_bars(readings(13, capacity_gib=11.8), title=LONG),
     "far over": lambda: memory_bars(readings(400, 2, capacity_gib=12)),
     "hardly over": lambda: memory_bars(readings(12.01, 11.99, capacity_gib=12)),

@@ -140,7 +140,7 @@ class Pipeline:
 
     stages: one module per GPU, which is moved there. Each takes one tensor and returns one, samples first. schedule:
     `gpipe`, `one_f_one_b`, or any function of (stages, micro_batches) that returns the orders. Raises ValueError unless
-    there is one GPU for each stage, and RuntimeError if there is no GPU at all.
+    there is one GPU for each stage, or if two GPUs would share a parameter. Raises RuntimeError if there is no GPU.
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence[Device], schedule: Schedule = gpipe):
@@ -149,6 +149,8 @@ class Pipeline:
             raise ValueError(f"There must be one GPU for each stage, not {len(gpus)} for {len(stages)}.")
         self.gpus, self.schedule = [torch.device("cuda", gpu_index(gpu)) for gpu in gpus], schedule
         self.stages = [stage.to(gpu) for stage, gpu in zip(stages, self.gpus, strict=True)]
+        if any(p.device != gpu for part, gpu in zip(self.stages, self.gpus, strict=True) for p in part.parameters()):
+            raise ValueError("Stages on different GPUs share a parameter. Put them on one GPU, or give each its own.")
         self.copies = [torch.cuda.Stream(gpu) for gpu in self.gpus]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -165,12 +167,12 @@ class Pipeline:
         `reduction` is not "mean", that weights classes or ignores some of the targets, if inputs and targets differ in
         number, if the batch has fewer samples than micro_batches, or if the schedule does not give each stage every
         task once or lets stages wait for each other. What a lambda calls is not known, and targets that are on a GPU
-        are not looked at. Raises RuntimeError if the output of a stage does not depend on its input.
+        are not looked at. Raises RuntimeError if a stage's output does not depend on its input, or if nothing trains.
         """
         _require_mean_over_samples(loss, targets)
         if len(targets) != len(inputs):
             raise ValueError(f"{len(inputs)} inputs, but {len(targets)} targets. Pass one target for each input.")
-        require_integer("micro_batches", micro_batches, most=len(inputs))
+        micro_batches = require_integer("micro_batches", micro_batches, most=len(inputs))
         orders = self.schedule(len(self.stages), micro_batches)
         every = sorted((kind, number) for kind in "BF" for number in range(micro_batches))
         if [sorted(order) for order in orders] != [every] * len(self.stages):
@@ -212,7 +214,7 @@ class _Step:
     def backward(self, stage: int, number: int) -> None:
         x, y = self.kept.pop((stage, number))
         gradient = self._receive(self.gradients, stage, number) if stage < self.last else None
-        if y.requires_grad:  # not so for a first stage that is frozen
+        if y.requires_grad or self.last == 0:  # not so for a frozen stage before others
             y.backward(gradient)
         if stage:
             if x.grad is None:

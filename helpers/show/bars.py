@@ -67,7 +67,7 @@ def memory_bars(
     axes = figure.subplots(len(counts), sharex=True, squeeze=False, height_ratios=counts)[:, 0]
     for ax, (name, situation) in zip(axes, situations.items(), strict=True):
         _draw(ax, situation, unit)
-        ax.set_title(fill(name, 80), loc="left", fontsize=10)
+        ax.set_title(fill(str(name), 80), loc="left", fontsize=10)
     axes[-1].set_xlim(0, 1.03 * length / unit)
     axes[-1].set_xlabel(f"memory in {unit_name}" + (" (the axis ends before the capacity)" if zoomed else ""))
     shown = [bar for bar in _BARS if any(getattr(reading, bar.peak) is not None for reading in gpus)]
