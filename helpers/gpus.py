@@ -105,7 +105,7 @@ def _refuse_what_is_on(count: int, choice: str, shapes_only: bool) -> None:
     if visible < count:
         raise RuntimeError(
             f"PyTorch sees only {visible} of the {number_of(count, 'GPUs')}. Start the program "
-            f"with --gpus {count}, or call use_gpus outside the `with` block of other GPUs."
+            f"with --gpus {count}, or call use_gpus before `launch` and outside the `with` block of other GPUs."
         )
 
 

@@ -19,9 +19,7 @@ def format_bytes(count: float) -> str:
 
 
 def digits(value: float, decimals: int) -> str:
-    """Format `value` with this number of decimals. A positive value that would be rounded to zero becomes "<0.01", and
-    a negative one "0.00".
-    """
+    """Format `value` with this number of decimals. A positive value that rounds to zero is "<0.01", others "0.00"."""
     if value > 0 and not round(value, decimals):
         return f"<{10**-decimals:g}"
     return f"{round(value, decimals) + 0:,.{decimals}f}"  # + 0, because -0.0 would keep its sign

@@ -242,7 +242,11 @@ def test_a_run_that_does_not_fit_can_be_caught(three):
     def step():
         tensor = take(GiB)
         alive.append(weakref.ref(tensor))
-        take(2 * GiB)
+        try:
+            take(2 * GiB)
+        except torch.OutOfMemoryError as error:
+            kept = error  # which refers to this frame
+            raise torch.OutOfMemoryError(str(error)) from kept
 
     first = peak_memory(step, catch=True)[0]
     assert first.refused.requested == 2 * GiB and first.allocated == GiB  # as it was when it failed

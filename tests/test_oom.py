@@ -43,6 +43,7 @@ def test_kinds_add_up_to_the_capacity(gpu):
     assert kinds["other"] >= x.nbytes
     assert kinds["activations"] >= 2048 * (1024 + 1024) * 4  # BatchNorm's and ReLU's outputs
     assert sum(kinds.values()) == 256 * MiB and graph.is_cuda
+    assert "Divide parameters, gradients and optimizer state between" in str(why)
 
 
 def test_out_of_memory_is_explained_and_cleaned_up(gpu):
@@ -56,8 +57,8 @@ def test_out_of_memory_is_explained_and_cleaned_up(gpu):
     assert why and why.refused.requested == 100 * MiB
     assert why.by_kind()["other"] == 150 * MiB
     assert "(50, 262144) float32, other: made before the memory history began" in str(why) and kept.is_cuda
-    row = "100 MiB 5 x (20, 262144) float32, other: `return torch.zeros(count, MiB // 4, device=gpu)` in mebibytes"
-    assert f"{row} (tests/test_oom.py:" in " ".join(str(why).split()) and max(map(len, str(why).splitlines())) <= 110
+    row = "  100 MiB  5 x (20, 262144) float32, other: `return torch.zeros(count, MiB // 4, device=gpu)` in mebibytes"
+    assert f"{row}\n             (tests/test_oom.py:" in str(why) and max(map(len, str(why).splitlines())) <= 110
     assert torch.cuda.memory_allocated(gpu) == kept.nbytes and not torch._C._cuda_isHistoryEnabled()
     cell = {"filename": "ipykernel_1/2.py", "name": "<module>", "line": 3}
     assert describe_origin([{"filename": torch.__file__, "name": "zeros", "line": 1}, cell]) == "`<module>`"
@@ -116,8 +117,10 @@ def test_the_gpu_that_ran_out_is_the_one_explained():
 def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     """The blocks are looked at after the refusal. Its text is rounded: a small difference says nothing."""
     refused = Refusal(0, 300 * MiB, 1000 * MiB, 200 * MiB, held * MiB, 700 * MiB)
-    shown = Explanation(refused, 1000 * MiB, 700 * MiB, 100 * MiB, [Block(500 * MiB, "activations", "here")])
+    block = Block(500 * MiB, "activations", f"a tensor `{'f() ' * 23}`")
+    shown = Explanation(refused, 1000 * MiB, 700 * MiB, 100 * MiB, [block])
     kinds = shown.by_kind()
+    assert "f() " * 23 in str(shown)  # code is not folded
     assert kinds.get("freed since the failure", 0) == gone * MiB
     assert kinds["cached by PyTorch"] == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
 

@@ -156,9 +156,7 @@ def test_the_panel_of_a_pipeline_says_what_a_step_takes_and_which_number_of_micr
     assert idle == "1F1B, 4 stages, 8 micro-batches: each GPU is idle for 27.3 % of the step, 3/11."
     assert kept == "Stage 0 keeps the activations of at most 4 of 8 micro-batches, 50 % of the batch."
     # (8 + 4 - 1) tasks of each kind, of (1 + 2) / 8 + 2 % of a forward pass, in 3 * 4 of them
-    assert (
-        f"takes {11 * (3 / 8 + 0.02) / 12:.2f} of one GPU's time" in step and "shortest with 21 micro-batches" in step
-    )
+    assert f"takes {11 * (3 / 8 + 0.02) / 12:.2f} of one GPU's time" in step and "shortest with 21 micro-" in step
     assert "at most 8 of 8" in panel.at(schedule="GPipe") and "or more micro-batches" in panel.at(extra=0.0)
     assert size_of(panel._png)["width"] == 980
     with pytest.raises(ValueError, match="stages=9 is none of the options"):

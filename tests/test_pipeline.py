@@ -59,9 +59,8 @@ def layers():
 
 def gpipe_from_the_first(stages, micro_batches):
     """Another order that can be done: GPipe, with the backward passes in the order of the forward passes."""
-    return [
-        sorted(order, key=lambda task: (task.kind == "B", task.micro_batch)) for order in gpipe(stages, micro_batches)
-    ]
+    orders = gpipe(stages, micro_batches)
+    return [sorted(order, key=lambda task: (task.kind == "B", task.micro_batch)) for order in orders]
 
 
 @pytest.mark.parametrize(

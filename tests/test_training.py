@@ -96,12 +96,8 @@ def in_a_rank(rank, ranks):
         loader = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     history = train_epochs(Compiled(network), optimizer, LOSS, loader, "cpu", 2, log=lines.append)
-    return (
-        history,
-        lines,
-        loader.batch_sampler.sampler.epoch,
-        torch.cat([each.detach().flatten() for each in network.parameters()]),
-    )
+    weights = torch.cat([each.detach().flatten() for each in network.parameters()])
+    return history, lines, loader.batch_sampler.sampler.epoch, weights
 
 
 def test_ranks_of_ddp_train_like_one_device_and_all_know_the_figures_of_all_images():

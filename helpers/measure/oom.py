@@ -7,6 +7,7 @@ block is known if PyTorch's memory history has the stack of the allocation: in t
 
 import gc
 import linecache
+import re
 import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -195,7 +196,8 @@ class Explanation:
         ]
         if states:
             size = sum(states.values())
-            text = f"Divide {' and '.join(states)} between two GPUs (fully_shard), or make them bfloat16 if they are "
+            words = " and ".join(states).replace(" and ", ", ", len(states) - 2)
+            text = f"Divide {words} between two GPUs (fully_shard), or make them bfloat16 if they are "
             advice.append(Advice(size // 2, f"{text}float32: half of {format_bytes(size)}."))
         if states.keys() <= {"parameters"}:
             text = "If this is no training: torch.inference_mode(), which keeps nothing for backward."
@@ -256,8 +258,9 @@ class Explanation:
 
 
 def _line(size: int, text: str) -> str:
-    """Return a size with a text, which continues below itself if it is too long for a line."""
-    return fill(f"  {format_bytes(size):>9}  {text}", LINE, subsequent_indent=" " * 13)
+    """Return a size with a text, which continues below itself if it is too long for a line, but not within code."""
+    text = re.sub("`.*`", lambda code: code[0].replace(" ", "\xa0"), text)
+    return fill(f"  {format_bytes(size):>9}  {text}", LINE, subsequent_indent=" " * 13).replace("\xa0", " ")
 
 
 @contextmanager

@@ -90,9 +90,11 @@ def describe_oom(error: BaseException) -> str:
     return f"{refusal}." if refusal else f"Memory ran out; PyTorch does not say where: {first_line}"
 
 
-def free_frames(error: BaseException) -> None:
-    """Free the tensors that `error` keeps alive: the variables of the functions that it left.
+def free_frames(error: BaseException | None) -> None:
+    """Free the tensors that `error` keeps alive: the variables of the functions that it and the errors before it left.
 
-    Its traceback refers to their frames, and a frame often refers to the error again, so that only gc would free them.
+    A traceback refers to their frames, and a frame often refers to the error again, so that only gc would free them.
     """
-    error.__traceback__ = None
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -218,8 +218,7 @@ def time_use(timeline: Recording, gpu: Device) -> TimeUse:
 def named_timelines(timelines: Mapping[str, Recording] | Recording) -> tuple[dict[str, Recording], str]:
     """Return the timelines by name, and whether their times are "modelled" or "measured".
 
-    Raises ValueError if there are none, or if some are modelled and others measured, which cannot be compared, and
-    TypeError for anything else.
+    Raises ValueError if there are none, or if some are modelled and others measured, and TypeError for anything else.
     """
     named = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
     for timeline in named.values():
@@ -237,8 +236,7 @@ def describe_time_use(timelines: Mapping[str, Recording] | Recording) -> str:
     """Return a table in modelled or measured ms, with a line for each GPU of each timeline, named by its key. It has
     more decimals if all timelines are shorter than a millisecond.
 
-    Raises ValueError if there are no timelines, or if some are modelled and others measured, and TypeError for anything
-    else.
+    Raises ValueError if there is none, or if some are modelled and others measured, and TypeError for anything else.
     """
     timelines, modelled_or_measured = named_timelines(timelines)
     heading = f"{modelled_or_measured} ms"
