@@ -110,7 +110,7 @@ def train_epochs(
                     pass
                 case _:
                     found = ", ".join(str(getattr(each, "shape", each)) for each in batch)
-                    raise ValueError(f"A batch must be two tensors, images and their class indices, not {found}.")
+                    raise ValueError(f"A batch must be two tensors, images and one class index for each, not {found}.")
             # Before the forward pass, so that old gradients and new activations are never in memory together.
             optimizer.zero_grad()
             mean, correct = _forward(network, loss, images, labels, device, scatters)
