@@ -223,7 +223,7 @@ def named_timelines(timelines: Mapping[str, Recording] | Recording) -> tuple[dic
     named = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
     for timeline in named.values():
         if not hasattr(timeline, "modelled"):
-            raise TypeError(f"Pass what record_timeline gives, or several of them by name, not {timeline!r}.")
+            raise TypeError(f"Pass what record_timeline gives, or several by name, not a {type(timeline).__name__}.")
     if not named:
         raise ValueError("There is no timeline to show. Pass one, or several by name.")
     kinds = {"modelled" if timeline.modelled else "measured" for timeline in named.values()}
