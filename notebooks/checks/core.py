@@ -66,7 +66,7 @@ def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
             _refuse_stubs([*answers, *options.values()])
             gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
             current = torch.cuda.device(torch.cuda.current_device()) if gpus else nullcontext()
-            with torch.random.fork_rng(range(gpus)), current, _settings_of_pytorch():
+            with torch.random.fork_rng(range(gpus)), current, settings_of_pytorch():
                 correct, text = True, "Correct: " + check(*answers, **options)
         except KeyboardInterrupt:
             raise
@@ -81,7 +81,7 @@ def exercise(check: Callable[..., str]) -> Callable[..., Verdict]:
 
 
 @contextmanager
-def _settings_of_pytorch() -> Iterator[None]:
+def settings_of_pytorch() -> Iterator[None]:
     """PyTorch's own default device, default dtype and gradients, whatever a cell or an answer sets; then the cell's."""
     device, dtype, gradients = torch.get_default_device(), torch.get_default_dtype(), torch.is_grad_enabled()
     torch.set_default_device(None)

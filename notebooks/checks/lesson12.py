@@ -1,55 +1,72 @@
-"""Checks of lesson 12, slow steps and strange losses, and the five traces of its first exercise."""
+"""Checks of lesson 12, slow steps and strange losses, and the five traces of its first exercise. One starts ranks."""
 
 import json
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.gpus import modelled_gpus
+from helpers.measure import Timeline, record_timeline
 from helpers.parallel import launch
 from notebooks.checks import compare
-from notebooks.checks.core import call, exercise, require, show
+from notebooks.checks.core import call, exercise, given, require, settings_of_pytorch, show
+from notebooks.checks.gpus import in_ranks, plain
+from notebooks.checks.par import Score, compare_with_par
 
 _WIDTH, _LAYERS, _ROWS, _SAMPLES = 4096, 8, 4096, 100
 _RIGHT = {"A": "slow rank", "B": "small kernels", "C": "slow link", "D": "copy", "E": "reads"}
+_Batches = list[tuple[Tensor, Tensor]]
 _NAMES = ("copy", "reads", "small kernels", "one bucket", "slow rank", "slow link")
 
 
 def five_traces() -> dict[str, list[list[dict[str, Any]]]]:
-    """By letter: what the GPUs of four ranks do in two steps, as events of torch.profiler's trace."""
-    alone = [_alone(rank, "BDE") | _alone(rank, "C", links="PCIe 3") for rank in range(4)]
-    # Only with a late rank do ranks wait for each other. Forked now, they find the profiler's modules loaded.
-    with modelled_gpus(4, "RTX 4090"):
-        together = launch(_record, "A", ranks=4, show=False)
-    return {letter: [(alone[rank] | together[rank])[letter] for rank in range(4)] for letter in _RIGHT}
+    """By letter: what the GPUs of four ranks do in two steps, as events of torch.profiler's trace.
+
+    Only in A do the ranks differ, and wait for each other. In the others, rank 0's trace stands for all.
+    """
+    with settings_of_pytorch():
+        alone = _alone("BDE") | _alone("C", links="PCIe 3")
+        # Forked now, the ranks find the profiler's modules loaded.
+        with modelled_gpus(4, "RTX 4090"):
+            together = launch(_record, "A", ranks=4, show=False)
+    return {
+        letter: [alone[letter]] * 4 if letter in alone else [each[letter] for each in together] for letter in _RIGHT
+    }
 
 
-def _alone(rank: int, letters: str, **settings: Any) -> dict[str, list[dict[str, Any]]]:
-    with modelled_gpus(4, "RTX 4090", rank=rank, world_size=4, **settings):
+def _alone(letters: str, **settings: Any) -> dict[str, list[dict[str, Any]]]:
+    with modelled_gpus(4, "RTX 4090", rank=0, world_size=4, **settings):
         dist.init_process_group("nccl")
-        torch.cuda.set_device(rank)
-        return _record(rank, letters)
+        return _record(0, letters)
 
 
 def _record(rank: int, letters: str) -> dict[str, list[dict[str, Any]]]:
-    layers = [nn.Linear(_WIDTH, _WIDTH, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(_LAYERS)]
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=64)
+    model = DistributedDataParallel(_net([_WIDTH] * (_LAYERS + 1), torch.bfloat16), bucket_cap_mb=64)
     _step("", model, rank)()  # after the first step, DDP arranges its buckets
     return {letter: _profiled(_step(_RIGHT[letter], model, rank)) for letter in letters}
 
 
+def _net(widths: list[int], dtype: torch.dtype) -> nn.Sequential:
+    layers = [nn.Linear(*pair, bias=False, dtype=dtype, device="cuda") for pair in pairwise(widths)]
+    return nn.Sequential(*layers)
+
+
 def _step(disease: str, model: nn.Module, rank: int) -> Callable[[], object]:
     rows = _ROWS * 3 // 2 if disease == "slow rank" and rank == 2 else _ROWS
-    inputs = torch.zeros(rows, _WIDTH, device="cpu")  # whatever the default device is
+    inputs = torch.zeros(rows, _WIDTH)
     on_gpu = inputs.cuda()
 
     def step():
@@ -129,7 +146,7 @@ def all_reduce_ms(answer):
             right * ranks: "counts the traffic of all ranks. They send at the same time.",
         }
         case = f"For {nbytes:,} bytes, {ranks} ranks and {busbw} GB/s, "
-        compare.number(call(answer, nbytes, ranks, busbw), right, "ms", 1e-3, mistakes, case)
+        compare.number(call(answer, nbytes, ranks, busbw), right, "ms", 0.01, mistakes, case)  # one decimal is enough
     return "However many ranks there are, an all-reduce takes less than twice as long as sending the bytes once."
 
 
@@ -189,3 +206,118 @@ def way_back(answer):
         early = f"{case}step {step:g} is too early. A later checkpoint is at least 5 steps before the spike."
         require(step > spike - 5 - every, early)
     return "The steps from there are taken again without the batches up to the spike."
+
+
+_BATCHES, _SMALL = 4, [8, 16, 4]  # of each rank where values count, and the widths of the net
+
+
+@exercise
+def train(answer):
+    """Exercise 4: `answer(net, batches)` ends where one GPU ends with the batches of all ranks; its time is scored."""
+    require(callable(answer), f"{show(answer)} is not a function. Write train(net, batches).")
+    with modelled_gpus(2, shapes_only=False):
+        found = in_ranks(_train_in_rank, answer, ranks=2, timeout=60)
+        right, losses = _on_one_gpu()
+        known = {
+            "The net is as it was before. Train the net itself and not a copy.": _on_one_gpu(0.0)[0],
+            "The gradients are summed over the ranks. Take their average.": _on_one_gpu(0.2)[0],
+        }
+        apart = [_on_one_gpu(ranks=[rank])[0] for rank in (0, 1)]
+    why = "Is it SGD with lr=0.1, one step per batch, and are the gradients reset after each step?"
+    for rank, (returned, weights) in enumerate(found):
+        what = f"Rank {rank} returned {show(given(returned, answer))}."
+        require(isinstance(returned, Tensor), what, "Return a tensor with the losses of its batches.")
+        alone = {"It learned from its own batches only. Average the gradients of all ranks.": apart[rank]}
+        compare.alike(weights, right, f"Compared with one GPU, the weights of rank {rank} are", why, known | alone)
+        everyone = {"Those are averages over the ranks. Return the losses of this rank's batches.": losses.mean(dim=0)}
+        before = "Return one loss for each batch, from before its step."
+        compare.alike(returned, losses[rank], f"Rank {rank}'s losses are", before, everyone)
+    late = _timeline(answer, 2, [16, 16], rows=2**21).spans  # a large batch for a small net
+    arrived = min((span.end for span in late if span.kind == "copy" and span.end - span.start > 1e-3), default=0.0)
+    begun = min((span.start for span in late if span.kind == "forward" and "mm" in span.name), default=arrived)
+    early = "The forward pass begins before its batch has arrived, so on real GPUs it may read other numbers."
+    require(begun >= arrived, early, "Let the current stream wait for the stream of the copies.")
+    return "Weights and losses are those of one GPU. " + compare_with_par(
+        "12 a loop without waiting", naive=_goal(_waiting), par=_goal(_ahead), you=_score(answer), unit_note="modelled"
+    )
+
+
+def _train_in_rank(rank: int, answer: Callable) -> tuple[object, Tensor]:
+    """What the learner's function returns, as one tensor if it can be one, and the weights."""
+    net, batches = _small_job()
+    returned = answer(net, batches[rank])
+    if isinstance(returned, list | tuple) and returned:
+        returned = torch.tensor([float(each) for each in returned])
+    returned = returned.detach().cpu() if isinstance(returned, Tensor) else plain(returned)
+    return returned, parameters_to_vector(net.parameters()).detach().cpu()
+
+
+def _small_job() -> tuple[nn.Module, list[_Batches]]:
+    """A net, and the batches of two ranks."""
+    torch.manual_seed(12)
+    draw = [[(torch.randn(6, 8), torch.randint(4, (6,))) for _ in range(_BATCHES)] for _ in range(2)]
+    return _net(_SMALL, torch.float32), draw
+
+
+def _on_one_gpu(rate: float = 0.1, ranks: Sequence[int] = (0, 1)) -> tuple[Tensor, Tensor]:
+    """The weights after training on the batches of `ranks`, and the losses of both ranks."""
+    net, batches = _small_job()
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=rate), []
+    for both in zip(*batches, strict=True):
+        losses.append(torch.stack([cross_entropy(net(x.to("cuda")), y.to("cuda")) for x, y in both]))
+        losses[-1][list(ranks)].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters_to_vector(net.parameters()).detach().cpu(), torch.stack(losses, dim=1).detach().cpu()
+
+
+def _timeline(answer: Callable, count: int, widths: list[int], rows: int) -> Timeline:
+    """What rank 0 of four does with so many batches, without values."""
+    with modelled_gpus(4, "RTX 4090", rank=0, world_size=4):
+        dist.init_process_group("nccl")
+        net = _net(widths, torch.bfloat16)
+        batch = torch.zeros(rows, widths[0], dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.long)
+        with record_timeline() as timeline:
+            answer(net, [batch] * count)
+    return timeline
+
+
+def _score(answer: Callable) -> Score:
+    """The time of a step, without what only the first steps need."""
+    few, many = (_timeline(answer, count, [_WIDTH] * (_LAYERS + 1), _ROWS).seconds for count in (2, 4))
+    return Score(None, (many - few) / 2)
+
+
+_goal = cache(_score)
+
+
+def _waiting(net: nn.Module, batches: _Batches) -> Tensor:
+    """The naive answer."""
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for x, y in batches:
+        loss = cross_entropy(net(x.to("cuda")), y.to("cuda"))
+        loss.backward()
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return torch.stack(losses)
+
+
+def _ahead(net: nn.Module, batches: _Batches) -> Tensor:
+    """Par: DDP, and all copies on a stream of their own, which the kernels wait for."""
+    model, copies, losses = DistributedDataParallel(net), torch.cuda.Stream(), []
+    optimizer, on_gpu = torch.optim.SGD(net.parameters(), lr=0.1), []
+    with torch.cuda.stream(copies):
+        for batch in batches:
+            moved = [tensor.pin_memory().to("cuda", non_blocking=True) for tensor in batch]
+            on_gpu.append((moved, copies.record_event()))
+    for (x, y), arrived in on_gpu:
+        torch.cuda.current_stream().wait_event(arrived)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
