@@ -63,7 +63,7 @@ TABLE = {
             (WAY_BACK("(step - 5)", "(step - 10)"), ("step 37", "is too early")),
             (WAY_BACK(" // every * every", ""), "there is no checkpoint of step"),
             (WAY_BACK("> 3 *", ">= 3 *"), ("6.0 in step 30", "there is no spike by the rule")),
-            (WAY_BACK("> 3 *", "> 3.2 *"), ("6.25 in step 30", "sees no spike")),
+            (WAY_BACK("statistics.median(", "statistics.median_low("), "too early"),
             (WAY_BACK("range(10", "range(9", "step - 10 :", "max(0, step - 10) :"), "With a high loss in step 9"),
             (WAY_BACK("range(10", "range(11"), ("a spike in step 10", "sees no spike")),
             (WAY_BACK("step - 10 :", "step - 9 :"), ("from step 20 on of 5.0", "sees no spike")),

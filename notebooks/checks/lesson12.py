@@ -179,6 +179,7 @@ def _cases() -> list[tuple[str, list[float], int]]:
         ("losses of 10, from step 20 on of 2.0, and one of 20 in step 25", put([10.0] * 20 + flat, step25=20.0), 5),
         ("losses of 2.0, from step 20 on of 5.0, and one of 12 in step 25", put(flat[:20] + [5.0] * 9, step25=12.0), 5),
         ("two spikes, in steps 25 and 50", put(calm, step25=50.0, step50=80.0), 5),
+        ("2.0 and 3.0 in turn, 7.0 in step 30 and 8.0 in step 50", put([2.0, 3.0] * 30, step30=7.0, step50=8.0), 10),
         ("losses of five steps", calm[:5], 10),
     ]
 
