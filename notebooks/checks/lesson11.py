@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from helpers.models import FeedForward
 from notebooks.checks import compare
-from notebooks.checks.core import NotYet, call, exercise, require, show
+from notebooks.checks.core import NotYet, call, exercise, given, require, show
 from notebooks.checks.gpus import in_ranks, need_gpus, plain
 
 _WIDTH, _TOKENS = 16, 24  # of exercise 4: tokens on each rank
@@ -174,7 +174,7 @@ def top_two(answer):
     require(callable(answer), f"{show(answer)} is not a function. Write top_two(x, router, expert).")
     for what, value in in_ranks(_in_rank, answer, ranks=4, timeout=30):
         if what == "returns":
-            raise NotYet(f"The function returns {value}. Return the tensor with the new tokens.")
+            raise NotYet(f"The function returns {given(value, answer)}. Return the tensor with the new tokens.")
         if what == "shape":
             raise NotYet(f"The output has the shape {value} instead of {(_TOKENS, _WIDTH)}.")
         if what == "kind":

@@ -217,7 +217,7 @@ def train(answer):
     """Exercise 4: `answer(net, batches)` ends where one GPU ends with the batches of all ranks; its time is scored."""
     require(callable(answer), f"{show(answer)} is not a function. Write train(net, batches).")
     with modelled_gpus(2, shapes_only=False):
-        found = in_ranks(_train_in_rank, answer, ranks=2, timeout=60)
+        found = in_ranks(_train_in_rank, answer, ranks=2, timeout=30)
         right, losses = _on_one_gpu()
         known = {
             "The net is as it was before. Train the net itself and not a copy.": _on_one_gpu(0.0)[0],
