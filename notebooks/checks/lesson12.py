@@ -250,7 +250,8 @@ def _train_in_rank(rank: int, answer: Callable) -> tuple[object, Tensor]:
     if isinstance(returned, list | tuple) and returned:
         returned = torch.tensor([float(each) for each in returned])
     returned = returned.detach().cpu() if isinstance(returned, Tensor) else plain(returned)
-    return returned, parameters_to_vector(net.parameters()).detach().cpu()
+    weights = [getattr(each, "full_tensor", each.detach)() for each in net.parameters()]  # also after fully_shard
+    return returned, parameters_to_vector(weights).detach().cpu()
 
 
 def _small_job() -> tuple[nn.Module, list[_Batches]]:
