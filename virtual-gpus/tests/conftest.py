@@ -69,6 +69,11 @@ def workspaces_given_back(monkeypatch):
     monkeypatch.setattr(memory_model, "keeps_workspaces", lambda version, environment: False)
 
 
+@pytest.fixture
+def rules_of_2_11(monkeypatch):
+    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 11))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_program():
     """gc forgets the half million objects of PyTorch and pytest until the module's tests have ended.

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 import torch
-from measuring import sizes_of
-from nets import function
+from measuring import function, sizes_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from virtual_gpus import entrance, virtual_gpus

@@ -10,11 +10,7 @@ from virtual_gpus import active_machine, virtual_gpus
 
 MIB = 2**20
 CUBLAS, LT = 32 * MIB, MIB  # on Hopper
-
-
-@pytest.fixture(autouse=True)
-def rules_of_2_11(monkeypatch):
-    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 11))
+pytestmark = pytest.mark.usefixtures("rules_of_2_11")
 
 
 def matrix(*shape, **options):

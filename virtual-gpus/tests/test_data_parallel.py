@@ -62,21 +62,6 @@ def test_training_equals_the_cpu(gpus, ids, batch):
         close(one.grad, other.grad)
 
 
-def test_a_sparse_gradient_equals_the_cpus(gpus):
-    found = []
-    for wrap, device in ((DataParallel, gpus[0]), (nn.Sequential, "cpu")):
-        torch.manual_seed(0)
-        table = nn.Embedding(9, 4, sparse=True).to(device)
-        wrap(table)((torch.arange(10) % 7).to(device)).square().sum().backward()
-        gradient = table.weight.grad
-        assert gradient.is_sparse and gradient._values().device == gradient._indices().device == table.weight.device
-        torch.optim.SparseAdam(list(table.parameters())).step()
-        found.append((gradient.to_dense(), table.weight))
-    for one, other in zip(*found, strict=True):
-        assert one.device == gpus[0]
-        close(one, other)
-
-
 @pytest.mark.parametrize(
     "ids, pieces, output_device, expected",
     [
@@ -132,6 +117,9 @@ def test_communication_functions(gpus):
     sparse, dense = comm.broadcast_coalesced([x.to_sparse(), x], [1, 3])[1]
     assert sparse.is_sparse and sparse.device == dense.device == gpus[3]
     same(sparse.to_dense(), dense)
+    (sparse,) = comm.reduce_add_coalesced([[sparse], [x.to_sparse()]], destination=1)
+    assert sparse.is_sparse and sparse._values().device == sparse._indices().device == gpus[1]
+    close(sparse.to_dense(), 2 * x)
     sums = comm.reduce_add_coalesced([[x, x + 1, x[:0]], [c.to(gpus[2]) for c in (x, x, x[:0])]], destination=1)
     assert [t.device for t in sums] == [gpus[1]] * 3  # the one without elements too
     close(sums[1], 2 * x + 1)

