@@ -187,7 +187,7 @@ def test_copies_from_pinned_memory_and_between_gpus_let_the_host_go_on(gpus):
     assert arrived - before >= PRODUCT + moved.numel() * 4 / gpus.topology.between(0, 1).bandwidth
 
 
-# ---- convolutions on tensor cores
+# ---- convolutions on tensor cores, and group norms
 
 
 def convolution(out, into, kind="H200", bias=False, precision="tf32", groups=1, last=False, backward=False) -> float:
@@ -254,3 +254,11 @@ def test_times_do_not_depend_on_numbers_or_on_who_looks_on():
                 torch.cuda.synchronize()
                 found.append(round(active_machine().clock.now, 12))
     assert found[0] == found[1] == found[2] != found[3] == found[4] == found[5]
+
+
+def test_a_group_norm_of_few_groups_leaves_the_gpu_half_idle():
+    def seconds(groups):
+        outputs = [Operand(shape, 4) for shape in ((8, 64, 64, 64), (8, groups), (8, groups))]
+        return cost("native_group_norm", outputs[:1], outputs, spec("H200")).seconds
+
+    assert seconds(4) > 1.5 * seconds(8) > 2 * seconds(64)

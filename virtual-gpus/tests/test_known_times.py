@@ -65,7 +65,7 @@ def test_the_pipeline_of_pytorchs_tutorial():
     whose jobs the course tells."""
     whole = resnet50_seconds(lambda: ResNet(Bottleneck, [3, 4, 6, 3], num_classes=1000).to(0), 0)
     split = {size: resnet50_seconds(lambda s=size: Halves(s), 1) for size in (120, 20, 8)}
-    assert 3 * whole == pytest.approx(3.75, rel=0.12)  # three steps
+    assert 0.88 * 3.75 < 3 * whole < 3.75  # three steps
     assert 1.0 < split[120] / whole < 1.10  # two GPUs by turns: 4.02 s against 3.75 s, 7 % longer
     assert whole / split[20] - 1 == pytest.approx(0.49, abs=0.10)  # a pipeline: 2.51 s, 49 % faster
     assert split[20] < min(split[120], split[8])  # small parts cost launches, large ones leave a GPU idle

@@ -78,14 +78,15 @@ def inner():
         raise RuntimeError("and so\nthis") from error
 
 
-def one_raises(rank, file):
-    """Rank 2 starts a process and waits for it, rank 0 waits for the others."""
+def one_raises(rank, folder):
+    """Ranks 1 and 2 start a process each, for which rank 2 waits. Rank 0 waits for the others."""
+    if rank:
+        child = subprocess.Popen(["sleep", "1000"])
+        write_whole(folder / str(rank), str(child.pid))
     if rank == 1:
-        until(file.exists)
+        until((folder / "2").exists)
         inner()
     if rank == 2:
-        child = subprocess.Popen(["sleep", "1000"])
-        write_whole(file, str(child.pid))
         child.wait()
     dist.all_reduce(torch.ones(3))
 
@@ -94,13 +95,14 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_the_others_end_with_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(run, "_GRACE_S", 0.1)
-    text = fails(one_raises, tmp_path / "child")
+    text = fails(one_raises, tmp_path)
     assert text.startswith("Rank 1 of 3 raised RuntimeError: and so\n\nIn rank 1:\nTraceback ")
     assert text.endswith("RuntimeError: and so\nthis") and text.count("Traceback") == 2
     assert "ValueError: no such thing" in text and "direct cause" in text
     frames = [line.split(", in ")[1] for line in text.split("\n") if line.startswith("  File")]
     assert frames == ["inner", "one_raises", "inner"] and "    inner()\n" in text
-    wait_for_the_end(int((tmp_path / "child").read_text()))
+    for rank in "12":
+        wait_for_the_end(int((tmp_path / rank).read_text()))
 
 
 def leaves(rank):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from virtual_gpus import NotModelled, virtual_gpus
 from virtual_gpus.features.compile import dynamo, own_kernels
+from virtual_gpus.patches import table
 
 SLOW = ("sympy", "torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor")
 
@@ -148,21 +149,26 @@ def test_kernels_in_cuda_are_refused_before_a_compiler_runs(monkeypatch, tmp_pat
     assert not hasattr(extension._jit_compile, "__wrapped__")
 
 
-def test_a_finalizer_may_change_what_a_module_holds_while_gpus_go_off(monkeypatch):
+def test_a_finalizer_may_import_while_gpus_go_on_and_change_what_a_module_holds_while_they_go_off(monkeypatch):
     """The garbage collector comes at any line."""
 
-    def grow(phase, info):
+    def work(phase, info):
         module.table[len(module.table)] = None
+        monkeypatch.setitem(sys.modules, f"imported_late_{len(sys.modules)}", types.ModuleType("imported_late"))
 
     module, thresholds = types.ModuleType("torch._captured"), gc.get_threshold()
     module.table = dict.fromkeys(range(100), torch.add)
+    table.modules_of.cache_clear()
+    gc.callbacks.append(work)
     try:
+        gc.set_threshold(1, 1, 1)
+        assert torch.cuda in table.modules_of("torch.cuda")
+        gc.set_threshold(*thresholds)
         with virtual_gpus(1):
             monkeypatch.setitem(sys.modules, module.__name__, module)
-            gc.callbacks.append(grow)
             gc.set_threshold(50, 1, 1)
     finally:
-        gc.callbacks.remove(grow)
+        gc.callbacks.remove(work)
         gc.set_threshold(*thresholds)
     assert len(module.table) > 100
 

@@ -2,11 +2,9 @@
 
 import asyncio
 import concurrent.futures
-import gc
 import importlib
 import os
 import pkgutil
-import sys
 import types
 import weakref
 
@@ -244,21 +242,3 @@ def test_no_other_object_is_taken_for_a_patch():
     del stand_in
     originals = table.take_out()
     assert alive() is not None and originals[number] == (alive(), owner.double)
-
-
-def test_a_finalizer_may_import_while_gpus_go_on(monkeypatch):
-    """The garbage collector comes at any line."""
-
-    def import_one(phase, info):
-        monkeypatch.setitem(sys.modules, f"imported_late_{len(sys.modules)}", types.ModuleType("imported_late"))
-
-    thresholds = gc.get_threshold()
-    table.modules_of.cache_clear()
-    gc.callbacks.append(import_one)
-    gc.set_threshold(1, 1, 1)
-    try:
-        assert torch.cuda in table.modules_of("torch.cuda")
-    finally:
-        gc.callbacks.remove(import_one)
-        gc.set_threshold(*thresholds)
-    assert any(name.startswith("imported_late_") for name in sys.modules)
