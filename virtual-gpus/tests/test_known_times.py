@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.reference import measure
 from benchmarks.reference.networks import GPT
-from ranks import in_ranks
 from torch import nn
 from torchvision.models import efficientnet_b0
 from torchvision.models.resnet import Bottleneck, ResNet
@@ -71,26 +71,16 @@ def test_the_pipeline_of_pytorchs_tutorial():
     assert split[20] < min(split[120], split[8])  # small parts cost launches, large ones leave a GPU idle
 
 
-WORDS, LENGTH, BATCH, GPUS = 4000, 32, 32, 4
+def alone(count):
+    """What makes this process the first rank of `count`."""
+    return {"rank": 0, "world_size": count}
 
 
-def small_transformer() -> nn.Module:
-    torch.manual_seed(0)
-    return GPT(0.0, WORDS, hidden=64, layers=2, heads=2, length=LENGTH)
+WORDS, GPUS = 4000, 4
+SLOW = tuple(tuple("X" if a == b else "SYS" for b in range(GPUS)) for a in range(GPUS))
 
 
-def step_of(net, optimizer, loss_of):
-    words = torch.randint(0, WORDS, (BATCH, LENGTH))
-
-    def step():
-        optimizer.zero_grad()
-        loss_of(net, words).backward()
-        optimizer.step()
-
-    return step
-
-
-def logits_loss(net, words):
+def loss_of(net, words):
     return nn.functional.cross_entropy(net(words.to("cuda")).flatten(0, 1), words.to("cuda").flatten())
 
 
@@ -98,74 +88,54 @@ class WithLoss(nn.Sequential):
     """A net whose output is its loss: under DataParallel each GPU computes its own, and sends one number."""
 
     def forward(self, words):
-        return logits_loss(self[0], words).unsqueeze(0)
+        return loss_of(self[0], words).unsqueeze(0)
 
 
-def parallel_loss(net, words):
-    return net(words.to("cuda")).mean()
+WAYS = [  # the net of a model, the loss of a net and its words, further options
+    (nn.DataParallel, loss_of, {}),
+    (lambda model: nn.DataParallel(WithLoss(model)), lambda net, words: net(words.to("cuda")).mean(), {}),
+    (nn.parallel.DistributedDataParallel, lambda net, words: loss_of(net, words[::GPUS]), alone(GPUS)),
+]
 
 
-def by_threads(links) -> list:
-    """Timelines of one process that feeds four GPUs: DataParallel, then with the parallel loss."""
-    found = []
-    with virtual_gpus(GPUS, kind="TITAN Xp", links=links, shapes_only=True):
-        for wrap, loss in ((lambda net: net, logits_loss), (WithLoss, parallel_loss)):
-            model = small_transformer().to("cuda")
-            net = nn.DataParallel(wrap(model))
-            found.append(timed(step_of(net, torch.optim.Adam(model.parameters()), loss)))
-    return found
+def small_transformer_step(links, wrap, loss, options):
+    """(seconds, mean utilisation of the GPUs that this process uses) of a step."""
+    with virtual_gpus(GPUS, kind="TITAN Xp", links=links, shapes_only=True, **options):
+        if options:
+            dist.init_process_group("nccl")
+        model = GPT(0.0, WORDS, hidden=64, layers=2, heads=2, length=32).to("cuda")
+        net, optimizer, words = wrap(model), torch.optim.Adam(model.parameters()), torch.zeros(32, 32).long()
 
+        def step():
+            optimizer.zero_grad()
+            loss(net, words).backward()
+            optimizer.step()
 
-def ddp_step(rank):
-    """(seconds, utilisation of this rank's GPU) of a step of the same job, a quarter of the batch on each GPU."""
-    model = small_transformer().to(rank)
-    net = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
-    step = step_of(net, torch.optim.Adam(model.parameters()), lambda net, words: logits_loss(net, words[::GPUS]))
-    timeline = timed(step, warm_up=2)
-    return timeline.seconds, timeline.utilisation(rank)
-
-
-def ways(links: tuple | None) -> tuple[list[float], list[float]]:
-    """(seconds, mean utilisation) of DataParallel, parallel loss and DDP."""
-    threads = by_threads(links)
-    with virtual_gpus(GPUS, kind="TITAN Xp", links=links, shapes_only=True):
-        ranks = in_ranks(ddp_step, count=GPUS)
-    slowest = max(seconds for seconds, _ in ranks)
-    assert slowest < 1.1 * min(seconds for seconds, _ in ranks)
-    busy = [sum(map(timeline.utilisation, range(GPUS))) / GPUS for timeline in threads]
-    return [*(t.seconds for t in threads), slowest], [*busy, sum(share for _, share in ranks) / GPUS]
+        timeline, used = timed(step, warm_up=2), 1 if options else GPUS
+        return timeline.seconds, sum(map(timeline.utilisation, range(used))) / used
 
 
 def test_dataparallel_parallel_loss_ddp_from_slowest_to_fastest():
     """Each is faster and busier than the one before, and a slower link hurts DataParallel more."""
-    seconds, busy = ways(None)
-    assert seconds == sorted(seconds, reverse=True) and busy == sorted(busy)
-    slow = tuple(tuple("X" if a == b else "SYS" for b in range(GPUS)) for a in range(GPUS))
-    lost = [after - before for before, after in zip(seconds, ways(slow)[0], strict=True)]
+    (seconds, busy), (slower, _) = (zip(*(small_transformer_step(links, *way) for way in WAYS), strict=True)
+                                    for links in (None, SLOW))  # fmt: skip
+    assert list(seconds) == sorted(seconds, reverse=True) and list(busy) == sorted(busy)
+    lost = [after - before for before, after in zip(seconds, slower, strict=True)]
     assert lost[0] > lost[2] >= -1e-9
-
-
-def bucket_curve(rank, sizes):
-    """MiB of a bucket -> (seconds, collectives) of forward and backward."""
-    found = {}
-    for size in sizes:
-        torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).to(rank)
-        net = nn.parallel.DistributedDataParallel(net, device_ids=[rank], bucket_cap_mb=size)
-        x = torch.ones(64, 1024, device=rank)
-        timeline = timed(lambda net=net, x=x: net(x).sum().backward(), warm_up=2)
-        found[size] = timeline.seconds, sum(s.kind == "collective" for s in timeline.spans)
-    return found
 
 
 def test_ddps_best_bucket_size_is_neither_the_smallest_nor_the_largest():
     """Li et al. 2020, PyTorch Distributed, figures 7 and 8: no overlap with one bucket, overhead with many."""
-    with virtual_gpus(2, kind="K80", shapes_only=True):
-        first, second = in_ranks(bucket_curve, (1e-4, 4, 1000), count=2)
-    seconds = {size: s for size, (s, _) in first.items()}
-    assert seconds[4] < min(seconds[1e-4], seconds[1000])
-    assert [count for _, count in first.values()] == [12, 6, 1]
-    assert {size: s for size, (s, _) in second.items()} == pytest.approx(seconds, rel=0.02)
+    found = {}
+    with virtual_gpus(2, kind="K80", shapes_only=True, **alone(2)):
+        dist.init_process_group("nccl")
+        for size in (1e-4, 4, 1000):
+            net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).cuda()
+            net = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=size)
+            x = torch.ones(64, 1024, device="cuda")
+            found[size] = timed(lambda net=net, x=x: net(x).sum().backward(), warm_up=2)
+    assert found[4].seconds < min(found[1e-4].seconds, found[1000].seconds)
+    assert [sum(s.kind == "collective" for s in each.spans) for each in found.values()] == [12, 6, 1]
 
 
 @pytest.mark.parametrize(("kind", "tf32", "published"), [("A100-80GB", True, 0.0494), ("V100", False, 0.0856)])
