@@ -1,9 +1,7 @@
-"""How long collectives take by bytes over links, as one rank of many (PyTorch's backend "fake").
+"""How long collectives take by bytes over links, as one rank of many.
 
 An H100's NVLink: 450 GB/s. One InfiniBand NDR adapter: 50 GB/s. Collectives reach 0.78 of both (`clock.links`).
 """
-
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import HELD_BY_COLLECTIVES, Clock
 from virtual_gpus.clock.links import arrange
@@ -24,16 +21,10 @@ GPUS = 8  # of a host
 NBYTES = 1 << 28
 
 
-@contextmanager
 def one_rank(rank: int, world: int, **options):
     """This process is one rank of `world` on hosts with 8 H100. The others are not there."""
-    with virtual_gpus(GPUS, kind="H100", network="InfiniBand NDR", shapes_only=True, **options):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        torch.cuda.set_device(rank % GPUS)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    options |= {"kind": "H100", "network": "InfiniBand NDR", "shapes_only": True}
+    return virtual_gpus(GPUS, rank=rank, world_size=world, **options)
 
 
 def collectives(function) -> list:
@@ -239,16 +230,13 @@ def test_kernels_beside_a_collective_are_slower():
 
 def test_ddp_copies_the_order_of_new_buckets_back_to_the_computer():
     """`Reducer::sync_bucket_indices` (reducer.cpp): two small tensors go to the GPU, from rank 0 to all, and back."""
-    with virtual_gpus(1):
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0])
-            x = torch.ones(8, device="cuda")
-            net(x).sum().backward()
-            with record_timeline() as timeline:
-                net(x)
-        finally:
-            dist.destroy_process_group()
+    with virtual_gpus(1, rank=0, world_size=1):
+        dist.init_process_group("nccl")
+        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0])
+        x = torch.ones(8, device="cuda")
+        net(x).sum().backward()
+        with record_timeline() as timeline:
+            net(x)
     copies = [span.name for span in timeline.spans if span.kind in ("copy", "collective")]
     assert copies == ["to the GPU", "broadcast", "to the CPU"] * 2
     assert not [span for span in timeline.spans if span.name == "_to_copy"]

@@ -17,33 +17,31 @@ def shapes(rank):
     dist.barrier(device_ids=[rank])
     pair = dist.new_group([0, 1], None, "nccl")
     factor = dist._make_nccl_premul_sum(0.5)
+
+    def written(collective, into, *args, **options):
+        """The tensors that a collective writes."""
+        collective(into, *args, **options)
+        return into if isinstance(into, list) else [into]
+
     made = {
-        "mean": [ones(2) * mine, torch.tensor([rank, -3 * rank], device="cuda")],
-        "broadcast": [ones(2) * mine],
-        "gathered into a flat tensor": [ones(8)],
-        "gathered into a list of another shape": [ones(4), ones(4)],
-        "gathered unevenly": [ones(1), ones(3)],
-        "scattered from a flat tensor": [ones(2, 2)],
-        "scattered unevenly": [ones(1 + 2 * rank)],
+        "mean": written(dist.all_reduce, ones(2) * mine, op=dist.ReduceOp.AVG),
+        "mean of integers": written(dist.all_reduce, ones(1, dtype=torch.long) * -3 * rank, op=dist.ReduceOp.AVG),
+        "broadcast": written(dist.broadcast, ones(2) * mine, src=1, group=pair),
+        "gathered into a flat tensor": written(dist.all_gather_into_tensor, ones(8), ones(2, 2) * mine),
+        "gathered into a list of another shape": written(dist.all_gather, [ones(4), ones(4)], ones(2, 2) * mine),
+        "gathered unevenly": written(dist.all_gather, [ones(1), ones(3)], ones(1 + 2 * rank) * mine),
+        "scattered from a flat tensor": written(dist.reduce_scatter_tensor, ones(2, 2), torch.arange(8.0).cuda()),
+        "scattered unevenly": written(dist.reduce_scatter, ones(1 + 2 * rank), [ones(1) * mine, ones(3) * mine]),
+        "gathered scalars": written(dist.all_gather_into_tensor, ones(2), torch.tensor(mine).cuda()),
         "all to all": [ones(1 + rank), ones(2 - rank)],
-        "gathered scalars": [ones(2)],
         "coalesced": [ones(2) * mine, ones(3) * mine],
         "coalesced into tensors": [ones(4), ones(2, 2)],
-        "multiplied first": [ones(2) * mine, ones(2)],
         "batch of messages": [ones(2)],
+        "multiplied first": written(dist.all_reduce, ones(2) * mine, op=factor),
     }
-    for mean in made["mean"]:
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-    dist.broadcast(made["broadcast"][0], src=1, group=pair)
-    dist.all_gather_into_tensor(made["gathered into a flat tensor"][0], ones(2, 2) * mine)
-    dist.all_gather(made["gathered into a list of another shape"], ones(2, 2) * mine)
-    dist.all_gather(made["gathered unevenly"], ones(1 + 2 * rank) * mine)
-    dist.reduce_scatter_tensor(made["scattered from a flat tensor"][0], torch.arange(8.0, device="cuda"))
-    dist.reduce_scatter(made["scattered unevenly"][0], [ones(1) * mine, ones(3) * mine])
     parts = made["all to all"]
     work = dist.all_to_all(parts, [part * mine for part in parts], async_op=True)
     assert work.wait() and work.result() is not None and len(work.get_future().wait()) == 2
-    dist.all_gather_into_tensor(made["gathered scalars"][0], torch.tensor(mine, device="cuda"))
     small = [ones(2, dtype=torch.float8_e4m3fn) for _ in range(2)]
     dist.all_gather(small, (ones(2) * mine).to(torch.float8_e4m3fn))
     made["float8"] = [part.float() for part in small]
@@ -55,8 +53,7 @@ def shapes(rank):
         for one in made["coalesced into tensors"]:
             dist.all_gather_into_tensor(one, ones(2) * mine)
     given = ones(4) * mine
-    dist.all_reduce(made["multiplied first"][0], op=factor)
-    dist.reduce_scatter_tensor(made["multiplied first"][1], given, op=factor)
+    made["multiplied first"] += written(dist.reduce_scatter_tensor, ones(2), given, op=factor)
     assert given.tolist() == [mine] * 4
     received = made["batch of messages"][0], ones(2)
     for peer, sent, into in ((1 - rank, ones(2) * mine, received[0]), (rank, ones(2) * 5, received[1])):
@@ -136,7 +133,8 @@ def test_collectives_of_nccl():
     with virtual_gpus(2):
         (first, gradients, mixture, refused), (second, *_) = in_ranks(all_of_it, count=2)
     assert first == {
-        "mean": [[1.5, 1.5], [0, -1]],  # of 0 and 1, and of 0 and -3: NCCL drops what is left over
+        "mean": [[1.5, 1.5]],
+        "mean of integers": [[-1]],  # of 0 and -3: NCCL drops what is left over
         "broadcast": [[2.0, 2.0]],
         "gathered into a flat tensor": [[1.0] * 4 + [2.0] * 4],
         "gathered into a list of another shape": [[1.0] * 4, [2.0] * 4],

@@ -94,7 +94,6 @@ def test_the_other_ranks_hold_what_this_one_holds(capfd):
         counts = torch.tensor([1, 2])  # on the CPU, as programs count their samples
         dist.all_reduce(counts, group=dist.new_group(backend="gloo"))
         assert counts.tolist() == [2, 4]
-        dist.destroy_process_group()
 
 
 def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():

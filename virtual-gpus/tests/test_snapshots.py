@@ -189,6 +189,7 @@ def test_frames_are_the_learners_lines_innermost_first_also_of_a_backward_pass()
 def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
     with virtual_gpus(2, shapes_only=shapes_only):
         memory._record_memory_history()
+        inner = active()
         net = nn.DataParallel(small_net(), [0, 1])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net(torch.ones(8, 64).to("cuda:0")).sum().backward()
@@ -201,6 +202,8 @@ def test_frames_show_the_program_and_not_how_virtual_gpus_work(shapes_only):
         worker.start()
         worker.join()
         snapshot = memory._snapshot()
+    assert not torch._C._cuda_isHistoryEnabled() and trace() == []  # recording has ended with its GPUs
+    assert inner.gpus[0].allocator.observers == [] and not inner.history.recorders[0].entries
     stacks = [event["frames"] for events in snapshot["device_traces"] for event in events]
     assert len(stacks) > 100
     for frames in stacks:
@@ -287,17 +290,6 @@ def test_stopping_forgets_the_history_and_blocks_keep_their_stacks(arguments):
     for blocks in (in_use(snapshot), in_use(memory._snapshot())):
         assert {b["requested_size"]: b["frames"] != [] for b in blocks} == {4000: True, 11600: False}
     del kept, later
-
-
-def test_recording_ends_with_the_gpus():
-    with virtual_gpus(1):
-        memory._record_memory_history()
-        x = torch.ones(10, device="cuda")
-        inner = active()
-        assert len(trace()) == 2
-    assert not torch._C._cuda_isHistoryEnabled() and trace() == []
-    assert inner.gpus[0].allocator.observers == [] and not inner.history.recorders[0].entries
-    del x
 
 
 def test_recording_keeps_no_tensor_alive():
