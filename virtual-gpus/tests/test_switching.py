@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.features.driver import smi
 from virtual_gpus.patches import table
+from virtual_gpus.processes.shared_memory import FOLDER
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -126,11 +127,14 @@ def test_stopped_out_of_order():
     outer, inner = virtual_gpus(4), virtual_gpus(2)
     outer.start()
     x = torch.ones(10, device="cuda:3")
+    folder = os.environ[FOLDER]
     inner.start()
+    assert os.environ[FOLDER] != folder
     outer.stop()
     assert torch.cuda.device_count() == 2 and x.device.type == "cpu"
     assert torch.ones(2, device="cuda:1").is_cuda
     inner.stop()
+    assert FOLDER not in os.environ
 
 
 def test_stopped_under_a_mode_that_stays():
