@@ -1,7 +1,15 @@
 """What a piece of work takes of the first GPU's memory."""
 
+import pytest
 import torch
 from virtual_gpus.machine import active
+
+with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
+
+
+def allocated():
+    """Bytes in use on each GPU."""
+    return [torch.cuda.memory_allocated(gpu.index) for gpu in active().gpus]
 
 
 def bytes_of(work):

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from measuring import bytes_of, events_of
+from measuring import bytes_of, events_of, with_and_without_numbers
 from pairwise import pairwise, title
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +18,6 @@ from virtual_gpus.settings import INSTALLED
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-with_and_without_numbers = pytest.mark.parametrize("shapes_only", [True, False], ids=["shapes", "numbers"])
 
 
 def parts(shape, device="cuda", dtype=FP32, kv_heads=None, columns=None, value_width=None, layout="heads first"):

@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from measuring import with_and_without_numbers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from virtual_gpus import virtual_gpus
 from virtual_gpus.features.autocast import casting, casts, lists
 
-with_and_without_numbers = pytest.mark.parametrize("shapes_only", [False, True], ids=["numbers", "shapes"])
 BF16 = torch.bfloat16
 GPUS = {"count": 3}
 KINDS = [(torch.float32, BF16), (BF16, torch.float32), (BF16, BF16)]  # of floating-point arguments, in turn

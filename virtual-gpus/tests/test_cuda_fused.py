@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from measuring import with_and_without_numbers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ NO_SECOND_DERIVATIVE = {
     "attention in bfloat16": "derivative for .*_cudnn_attention_backward is",
     "LSTM": "Double backwards is not supported for CuDNN RNNs",
 }
-with_and_without_numbers = pytest.mark.parametrize("shapes_only", [True, False], ids=["shapes", "numbers"])
 every_kind = pytest.mark.parametrize("kind", NO_SECOND_DERIVATIVE)
 
 

@@ -77,19 +77,11 @@ def check_numbers(found, **tolerances):
 
 
 def test_each_rank_holds_its_share():
-    """Parameters, gradients and momentum of 4 layers, of which each rank has a half; without values, alone, as well."""
-    memory = []
-    options = {"torch_version": "2.15"}  # cuBLAS keeps no workspace from then on
-    with virtual_gpus(2, **options):
+    """Parameters, gradients and momentum of 4 layers, of which each rank has a half."""
+    with virtual_gpus(2, torch_version="2.15"):  # cuBLAS keeps no workspace from then on
         found = in_ranks(sharded, {}, count=2)
         check_numbers(found)
-    for rank in range(2):
-        with virtual_gpus(2, shapes_only=True, rank=rank, world_size=2, **options):
-            dist.init_process_group("nccl")
-            torch.cuda.set_device(rank)
-            memory.append(sharded(rank, {})[1])
-    assert memory == [rank[1] for rank in found]
-    for before, peak, after in memory:
+    for _, (before, peak, after), _ in found:
         room = 128 * 2**10  # the batch, and blocks of 512 bytes
         assert 2 * BLOCKS * LAYER // 2 <= before < 2 * BLOCKS * LAYER // 2 + room
         assert 3 * BLOCKS * LAYER // 2 <= after < 3 * BLOCKS * LAYER // 2 + room

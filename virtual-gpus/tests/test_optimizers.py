@@ -7,15 +7,12 @@ import inspect
 
 import pytest
 import torch
+from measuring import allocated
 from torch import nn
 from torch.optim import lr_scheduler
 
 pytestmark = pytest.mark.usefixtures("workspaces_given_back", "gpus")
 GPUS = {"count": 3, "memory": "16 GiB"}
-
-
-def allocated():
-    return [torch.cuda.memory_allocated(gpu) for gpu in range(3)]
 
 
 SPECIAL = {"LBFGS", "SparseAdam"}  # the first has no operator of its own, the second is in PROGRAMS below

@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from measuring import allocated
 from ranks import in_ranks
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel, comm, replicate
@@ -17,10 +18,6 @@ from virtual_gpus.machine import active
 
 KIB, MIB = 2**10, 2**20
 pytestmark = pytest.mark.usefixtures("rules_of_2_11")
-
-
-def allocated():
-    return [torch.cuda.memory_allocated(gpu.index) for gpu in active().gpus]
 
 
 def rounded(*numbers):

@@ -127,8 +127,8 @@ MADE_OTHERWISE = {"embedding_sparse"}  # meta tensors have no sparse gradients: 
 
 
 def test_an_operator_needs_the_same_memory_with_shapes_as_with_numbers(monkeypatch):
-    """With a sixteenth of each batch, because a CPU is slow."""
-    monkeypatch.setattr(reference_operators, "SHARE", 16)
+    """With a sixty-fourth of each batch, because a CPU is slow."""
+    monkeypatch.setattr(reference_operators, "SHARE", 64)
     builds = {name: build for name, build in OPERATOR_SETS.items() if name not in MADE_OTHERWISE}
     act = functools.partial(measure.operators_in_order, builds, rounds=1)
     shapes, numbers = measure.on_virtual_gpu(act, TORCH), with_numbers(act)
