@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.outside import table
+from benchmarks.outside import operator_table, table
 from benchmarks.outside.programs import SOURCES
 from benchmarks.outside.runner import hold
 
@@ -29,6 +29,13 @@ def test_pytorch_s_tests_of_torch_distributed_pass_as_before():
     pytest.importorskip("expecttest")
     command = [sys.executable, "-m", "benchmarks.outside.distributed_tests", "--check"]
     subprocess.run(command, check=True, cwd=table.PAGE.parents[1])
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("part", range(operator_table.PARTS))
+def test_operators_are_as_on_the_cpu(part):
+    pytest.importorskip("expecttest", reason="op_db imports it")
+    assert operator_table.differences(part) == {}
 
 
 @pytest.mark.outside
