@@ -11,5 +11,12 @@ def in_ranks(function, *arguments, count: int) -> list:
     return run_ranks(function, count, arguments, timeout=HANGS_S, show=False)
 
 
+def fully_sharded(net, **options):
+    """A network of which the whole is sharded, and each part by itself."""
+    for part in (*net, net):
+        torch.distributed.fsdp.fully_shard(part, **options)
+    return net
+
+
 def ones(*shape, dtype=None):
     return torch.ones(*shape, dtype=dtype, device="cuda")

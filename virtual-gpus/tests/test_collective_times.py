@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from ranks import fully_sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from virtual_gpus import record_timeline, virtual_gpus
 from virtual_gpus.clock.clock import HELD_BY_COLLECTIVES, Clock
@@ -123,9 +123,7 @@ def forward_of_fully_shard(rows: int):
     """A forward pass over four blocks of one matrix each (256 MiB), sharded over 16 ranks with 8 adapters per host."""
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
-    for part in (*net, net):
-        fully_shard(part)
-    net.to_empty(device="cuda")
+    fully_sharded(net).to_empty(device="cuda")
     x = torch.empty(rows, WIDTH, device="cuda")
     with torch.no_grad():
         net(x)

@@ -78,7 +78,15 @@ def test_a_workspace_that_does_not_fit_raises_and_leaves_the_books_in_order(monk
             assert torch.cuda.memory_allocated() == 512
 
 
+def by_cublaslt(a, v, b):
+    chosen = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    a @ a
+    torch.backends.cuda.preferred_blas_library(chosen)
+
+
 TAKERS = {
+    "a preferred library": (by_cublaslt, CUBLAS + LT),
     "mm": (lambda a, v, b: torch.mm(a, a), CUBLAS),
     "bmm": (lambda a, v, b: torch.bmm(b, b), CUBLAS),
     "baddbmm": (lambda a, v, b: torch.baddbmm(b, b, b), CUBLAS),
@@ -109,19 +117,6 @@ def test_an_operator_leaves_its_workspaces(shapes_only):
             function(*inputs)
             assert torch.cuda.memory_allocated() - before == expected, name
             torch._C._cuda_clearCublasWorkspaces()
-
-
-def test_a_preferred_library():
-    chosen = torch.backends.cuda.preferred_blas_library()
-    try:
-        with virtual_gpus(1):
-            torch.backends.cuda.preferred_blas_library("cublaslt")
-            a = matrix(4, 4)
-            a @ a
-            assert torch.cuda.memory_allocated() == 512 + CUBLAS + LT
-            torch.backends.cuda.preferred_blas_library("cublas")
-    finally:
-        torch.backends.cuda.preferred_blas_library(chosen)
 
 
 def test_backward_and_threads_at_once_have_handles_of_their_own_and_a_later_thread_takes_what_is_left():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import in_ranks
+from ranks import fully_sharded, in_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,10 +47,7 @@ def steps(net, x, y):
 
 
 def sharded_mlp(**options):
-    net = mlp().cuda()
-    for part in (*net, net):
-        fully_shard(part, **options)
-    return net
+    return fully_sharded(mlp().cuda(), **options)
 
 
 def sharded(rank, options):
@@ -120,9 +117,7 @@ def from_meta(rank):
     torch.manual_seed(0)
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
-    for part in (*net, net):
-        fully_shard(part)
-    net.to_empty(device="cuda")
+    fully_sharded(net).to_empty(device="cuda")
     for part in net:
         part.reset_parameters()
     net(torch.ones(2, 8, device="cuda")).sum().backward()

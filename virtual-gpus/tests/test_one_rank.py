@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import command
-from ranks import in_ranks
+from ranks import fully_sharded, in_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -137,17 +137,11 @@ def mlp():
     return nn.Sequential(first, nn.Linear(99, WIDTH))
 
 
-def sharded(net, **options):
-    for part in (*net, net):
-        fully_shard(part, **options)
-    return net
-
-
 def replicated():
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("copy", "shard"))
     net = mlp().cuda()
     net[0] = checkpoint_wrapper(net[0])
-    return sharded(net, mesh=mesh, mp_policy=HALF, reshard_after_forward=False)
+    return fully_sharded(net, mesh=mesh, mp_policy=HALF, reshard_after_forward=False)
 
 
 def from_meta():
@@ -156,7 +150,7 @@ def from_meta():
     with torch.device("meta"):
         net = mlp()
     parallelize_module(net, mesh["model"], {"0.0": ColwiseParallel(), "0.2": RowwiseParallel(), "1": ColwiseParallel()})
-    sharded(net, mesh=mesh["data"]).to_empty(device="cuda")
+    fully_sharded(net, mesh=mesh["data"]).to_empty(device="cuda")
     for layer in (net[0][0], net[0][2], net[1]):
         layer.reset_parameters()
     return net
@@ -165,7 +159,7 @@ def from_meta():
 CASES = {
     "from meta": from_meta,
     "replicated and sharded, gathered until the backward pass, checkpointed, in bfloat16": replicated,
-    "on the host": lambda: sharded(mlp(), offload_policy=CPUOffloadPolicy()),
+    "on the host": lambda: fully_sharded(mlp(), offload_policy=CPUOffloadPolicy()),
 }
 
 

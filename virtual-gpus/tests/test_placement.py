@@ -193,6 +193,9 @@ def test_visible_devices_hide_and_reorder(monkeypatch):
         with virtual_gpus(4):
             assert torch.cuda.device_count() == count
             assert torch.cuda.is_available() == (count > 0)
+            if not count:
+                with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+                    torch.ones(1, device="cuda")
 
 
 def test_numbers_name_gpus_in_builds_without_cuda(monkeypatch):

@@ -29,12 +29,6 @@ from virtual_gpus.testing.failures import Failure, _short, _without_middle, run_
 from waiting import until
 
 
-@pytest.fixture
-def all_fail_by_themselves(monkeypatch):
-    """Nobody ends ranks that fail or return by themselves, however long one of them waits for a core."""
-    monkeypatch.setattr(run, "_GRACE_S", 60)
-
-
 def wait_for_the_end(pid):
     with suppress(psutil.NoSuchProcess):
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, seconds=60)
@@ -110,8 +104,8 @@ def leaves(rank):
         dist.all_reduce(torch.ones(3, device="cuda:0"))
 
 
-@pytest.mark.usefixtures("all_fail_by_themselves")
-def test_an_error_on_virtual_gpus_says_who_had_returned():
+def test_an_error_on_virtual_gpus_says_who_had_returned(monkeypatch):
+    monkeypatch.setattr(run, "_GRACE_S", 60)  # nobody ends rank 0, however long it waits for a core
     with virtual_gpus(2, memory="64 MiB"):
         text = fails(leaves, ranks=2)
     assert text.startswith("Rank 0 of 2 raised RuntimeError: ") and "virtual_gpus" not in text
