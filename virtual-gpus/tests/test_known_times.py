@@ -71,12 +71,7 @@ def test_the_pipeline_of_pytorchs_tutorial():
     assert split[20] < min(split[120], split[8])  # small parts cost launches, large ones leave a GPU idle
 
 
-def alone(count):
-    """What makes this process the first rank of `count`."""
-    return {"rank": 0, "world_size": count}
-
-
-WORDS, GPUS = 4000, 4
+WORDS, GPUS, ALONE = 4000, 4, {"rank": 0, "world_size": 4}
 SLOW = tuple(tuple("X" if a == b else "SYS" for b in range(GPUS)) for a in range(GPUS))
 
 
@@ -94,7 +89,7 @@ class WithLoss(nn.Sequential):
 WAYS = [  # the net of a model, the loss of a net and its words, further options
     (nn.DataParallel, loss_of, {}),
     (lambda model: nn.DataParallel(WithLoss(model)), lambda net, words: net(words.to("cuda")).mean(), {}),
-    (nn.parallel.DistributedDataParallel, lambda net, words: loss_of(net, words[::GPUS]), alone(GPUS)),
+    (nn.parallel.DistributedDataParallel, lambda net, words: loss_of(net, words[::GPUS]), ALONE),
 ]
 
 
@@ -127,7 +122,7 @@ def test_dataparallel_parallel_loss_ddp_from_slowest_to_fastest():
 def test_ddps_best_bucket_size_is_neither_the_smallest_nor_the_largest():
     """Li et al. 2020, PyTorch Distributed, figures 7 and 8: no overlap with one bucket, overhead with many."""
     found = {}
-    with virtual_gpus(2, kind="K80", shapes_only=True, **alone(2)):
+    with virtual_gpus(2, kind="K80", shapes_only=True, rank=0, world_size=2):
         dist.init_process_group("nccl")
         for size in (1e-4, 4, 1000):
             net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).cuda()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forks import run
-from virtual_gpus import measure, record_timeline, virtual_gpus
+from virtual_gpus import active_machine, measure, record_timeline, virtual_gpus
 from virtual_gpus.__main__ import main
 
 PROGRAM = """\
@@ -63,6 +63,9 @@ def test_a_programs_operators_are_listed_and_can_be_called(listed):
     operators = {row["operator"] for row in rows}
     assert {"aten.addmm.default", "aten._softmax.default", "aten.mm.default"} <= operators
     assert any(name.startswith("aten._foreach_") for name in operators)
+    with virtual_gpus(shapes_only=True):
+        measure.write_list(lambda: exec(PROGRAM, {}), active_machine(), listed)  # without the command
+    rows = json.loads(listed.read_text())["rows"]
     assert sum("attention" in row["operator"] for row in rows) == 2  # both directions
     for row in rows:
         measure.prepared(row["operator"], row["arguments"], "cpu")()
