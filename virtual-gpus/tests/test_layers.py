@@ -56,6 +56,13 @@ def test_no_module_imports_a_higher_layer_or_itself_by_a_detour():
     TopologicalSorter({name: used - {name} for name, used in by_feature.items() if name}).prepare()
 
 
+def test_versions_of_pytorch_are_numbers_in_one_module_only():
+    number = re.compile(r"\(2, 1\d\)")
+    nodes = [(path, node) for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    found = {path.name for path, node in nodes if isinstance(node, ast.Tuple) and number.match(ast.unparse(node))}
+    assert found == {"versions.py"}
+
+
 def test_a_name_of_pytorch_is_replaced_by_one_feature_only():
     """So it does not matter in which order the features are found."""
     of_modules = [{(id(owner), name) for owner, name, _ in rows()} for rows in features._offered("patches")]

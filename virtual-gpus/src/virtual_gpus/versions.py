@@ -1,6 +1,7 @@
-"""The versions of PyTorch: which are supported, and since which one a rule of memory holds. Does not import torch.
+"""The versions of PyTorch: which are supported, and since which one a rule holds. Does not import torch.
 
-A new PyTorch begins here: raise `NEWEST`, and give each rule that changed a name and the version that began it.
+A new PyTorch begins here: ARCHITECTURE.md ("A new PyTorch") says how. A rule that changed has a name here, and no other
+module compares versions with numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +13,35 @@ Version = tuple[int, int]  # (major, minor)
 OLDEST: Version = (2, 11)
 NEWEST: Version = (2, 15)
 
+# ---- memory and errors, by the version that `torch_version` sets -----------------------------------------------------
+
 # cuBLAS and cublasLt share one workspace (aten/src/ATen/cuda/CublasHandlePool.cpp).
 UNIFIED_WORKSPACES: Version = (2, 12)
 # Each operator frees its workspace again (the same file).
 FREED_WORKSPACES: Version = (2, 15)
+# addmm with a matrix as bias goes through cublasLt in half precision (aten/src/ATen/native/cuda/Blas.cpp).
+LT_FOR_MATRICES_AS_BIAS: Version = (2, 15)
 # An out-of-memory error with expandable segments has a text of its own (c10/cuda/CUDACachingAllocator.cpp).
 TEXT_OF_EXPANDABLE_SEGMENTS: Version = (2, 15)
+
+# ---- which kernel attention takes, by the same version ---------------------------------------------------------------
+
+# All are in aten/src/ATen/native/transformers (cuda/sdp_utils.cpp, attention.cpp).
+CUDNN_DROPOUT_IN_SIXTEENTHS: Version = (2, 12)  # cuDNN's kernel takes no other probability
+EFFICIENT_NEEDS_ALIGNMENT: Version = (2, 13)  # of where its inputs begin, from Ampere on
+CUDNN_LIMITS_BATCH_AND_HEADS: Version = (2, 13)  # to 65535
+ATTENTION_IN_THREE_DIMENSIONS: Version = (2, 14)  # gets a batch of one
+SHARED_HEADS: Version = (2, 14)  # the memory-efficient kernel shares keys among heads, and all kernels one key
+CUDNN_WIDE_HEADS: Version = (2, 15)  # of up to 256 numbers
+# Where torch was built without cuDNN: what the wheels of a version bring, as PyTorch counts it (91900 for 9.19.0).
+CUDNN_OF_WHEELS: dict[Version, int] = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92600, (2, 15): 92600}
+
+# ---- what PyTorch's own Python code expects, by the installed version ------------------------------------------------
+
+POOLS_IN_HISTORY: Version = (2, 12)  # this and the next two: torch/csrc/cuda/Module.cpp
+ROUNDING_IN_SNAPSHOTS: Version = (2, 13)
+HOST_IN_SNAPSHOTS: Version = (2, 14)
+GLOO_SPLITS: Version = (2, 14)  # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 
 
 def parse_version(text: str) -> Version:

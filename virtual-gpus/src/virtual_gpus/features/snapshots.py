@@ -23,6 +23,7 @@ from virtual_gpus.memory.history import ALL, ALLOC, NEVER, STATE, History, Setti
 from virtual_gpus.memory.options import Options
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import this_thread
+from virtual_gpus.versions import HOST_IN_SNAPSHOTS, POOLS_IN_HISTORY
 
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
 _DEFAULT_POOL = (0, 0)
@@ -117,10 +118,7 @@ def _as_dictionary(kept, segments, traces) -> dict:
         "allocator_settings": described(kept.allocator_settings, active().options or Options(), INSTALLED),
         "external_annotations": [],
     }
-    return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= (2, 14) else {})
-
-
-_HAS_POOLS = INSTALLED >= (2, 12)
+    return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= HOST_IN_SNAPSHOTS else {})
 
 
 def _event(entry: tuple, frames: dict, epoch: int) -> dict:
@@ -136,7 +134,7 @@ def _event(entry: tuple, frames: dict, epoch: int) -> dict:
         "compile_context": "N/A",
         "user_metadata": "",
     }
-    if _HAS_POOLS:
+    if INSTALLED >= POOLS_IN_HISTORY:
         event["pool_id"] = _DEFAULT_POOL
     if stack is not None:
         event["frames"] = frames[id(stack)]

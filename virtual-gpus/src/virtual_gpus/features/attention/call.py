@@ -7,12 +7,10 @@ import functools
 import torch
 
 from virtual_gpus.settings import INSTALLED
+from virtual_gpus.versions import CUDNN_OF_WHEELS, NEWEST, Version
 
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3  # as torch.nn.attention.SDPBackend
 HALF = (torch.float16, torch.bfloat16)
-# Where torch was built without cuDNN: what the wheels of that version bring.
-_CUDNN_OF_WHEELS = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000}
-_NEWEST_CUDNN = 92600
 
 
 class AttentionCall:
@@ -36,9 +34,9 @@ class AttentionCall:
 
 
 @functools.cache
-def cudnn_version(version: tuple[int, int] = INSTALLED) -> int:
+def cudnn_version(version: Version = INSTALLED) -> int:
     """cuDNN's version as PyTorch counts it, 91900 for 9.19.0: the installed one, or that of a version's wheels."""
     if version != INSTALLED or not torch.backends.cudnn.is_available():
-        return _CUDNN_OF_WHEELS.get(version, _NEWEST_CUDNN)
+        return CUDNN_OF_WHEELS.get(version, CUDNN_OF_WHEELS[NEWEST])
     major, minor, patch = torch._C._cudnn.getCompileVersion()
     return major * 10000 + minor * 100 + patch

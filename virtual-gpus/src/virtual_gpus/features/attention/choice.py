@@ -16,6 +16,7 @@ import torch
 from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, cudnn_version
 from virtual_gpus.features.attention.conditions import TAKES
 from virtual_gpus.settings import INSTALLED
+from virtual_gpus.versions import Version
 
 _ORDER = [FLASH, EFFICIENT, MATH]
 
@@ -30,7 +31,7 @@ def choose(call: AttentionCall) -> int:
     raise _nothing_left(call)
 
 
-def order(capability: tuple[int, int], version: tuple[int, int] = INSTALLED) -> list[int]:
+def order(capability: tuple[int, int], version: Version = INSTALLED) -> list[int]:
     """The kernels in the order in which they are asked. cuDNN's comes first on Hopper and Blackwell."""
     wanted = torch._C._get_sdp_priority_order()
     return (

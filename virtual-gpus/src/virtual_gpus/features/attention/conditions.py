@@ -1,13 +1,14 @@
 """Which calls CUDA's fused attention kernels take.
 
-Sources: sdp_utils.cpp and sdp_utils_cpp.h in aten/src/ATen/native/transformers, with what changed from PyTorch 2.11 to
-2.15.
+Sources: sdp_utils.cpp and sdp_utils_cpp.h in aten/src/ATen/native/transformers, with what changed since PyTorch 2.11
+(`versions`).
 """
 
 from __future__ import annotations
 
 import torch
 
+from virtual_gpus import versions
 from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall, cudnn_version
 
 
@@ -40,9 +41,9 @@ def _efficient(call: AttentionCall) -> bool:
         and call.capability >= (5, 0)
         and query == key > 0 < value
         and query % multiple == value % multiple == 0
-        and (aligned or call.version < (2, 13) or major < 8)
+        and (aligned or call.version < versions.EFFICIENT_NEEDS_ALIGNMENT or major < 8)
         and _dense(call, ignore_width_one=False)
-        and _heads(call, may_share=call.version >= (2, 14), same=True)
+        and _heads(call, may_share=call.version >= versions.SHARED_HEADS, same=True)
     )
 
 
@@ -53,7 +54,7 @@ def _cudnn(call: AttentionCall) -> bool:
         and call.query.dtype in HALF
         and call.capability >= (8, 0)
         and not strict
-        and (call.version < (2, 12) or call.dropout * 16 % 1 == 0)
+        and (call.version < versions.CUDNN_DROPOUT_IN_SIXTEENTHS or call.dropout * 16 % 1 == 0)
         and _dense(call, ignore_width_one=True)
         and _heads(call, may_share=True, same=False)
         and _cudnn_mask(call)
@@ -79,7 +80,7 @@ def _heads(call: AttentionCall, may_share: bool, same: bool) -> bool:
     (n, query), (key_n, key), (value_n, value) = (part.shape[:2] for part in call.parts)
     if not n == key_n == value_n:
         return False
-    one_for_all = may_share and call.version >= (2, 14) and query and key == value == 1
+    one_for_all = may_share and call.version >= versions.SHARED_HEADS and query and key == value == 1
     if query == key == value or one_for_all:
         return True
     if not (may_share and call.gqa) or (same and key != value):
@@ -98,10 +99,10 @@ def _cudnn_mask(call: AttentionCall) -> bool:
 def _cudnn_sizes(call: AttentionCall) -> bool:
     pair = width, value_width = call.query.shape[-1], call.value.shape[-1]
     wide = call.capability[0] in (9, 10)
-    newest = wide and call.version >= (2, 15) and cudnn_version(call.version) > 92200
+    newest = wide and call.version >= versions.CUDNN_WIDE_HEADS and cudnn_version(call.version) > 92200
     limit = 256 if newest else 192 if wide and pair == (192, 128) else 128
     one_row = call.key.shape[-2] == 1 or (call.dropout and call.query.shape[-2] == 1)
-    too_many = call.version >= (2, 13) and max(call.query.shape[:2]) > 65535
+    too_many = call.version >= versions.CUDNN_LIMITS_BATCH_AND_HEADS and max(call.query.shape[:2]) > 65535
     if max(pair) > limit or width % 8 or value_width % 8 or one_row or too_many:
         return False
     # Such wide heads have no backward pass otherwise.

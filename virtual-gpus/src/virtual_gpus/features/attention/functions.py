@@ -25,6 +25,7 @@ from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.machine import active
 from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper, nbytes
 from virtual_gpus.threads import this_thread
+from virtual_gpus.versions import ATTENTION_IN_THREE_DIMENSIONS
 
 _raw = torch._C._nn.scaled_dot_product_attention
 
@@ -86,7 +87,7 @@ def _on_gpu(query, key, value, mask, dropout: float, causal: bool, *, scale, ena
             f"query.device: {q} key.device: {k} and value.device: {v} instead."
         )
     version = gpu_of(query).machine.settings.version
-    if version < (2, 14) or not query.dim() == key.dim() == value.dim() == 3:
+    if version < ATTENTION_IN_THREE_DIMENSIONS or not query.dim() == key.dim() == value.dim() == 3:
         return _attention(query, key, value, mask, dropout, causal, scale, enable_gqa)
     query, key, value = (part.unsqueeze(0) for part in (query, key, value))
     while mask is not None and mask.dim() < 4:

@@ -21,6 +21,7 @@ from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.memory_model import blas_workspaces
 from virtual_gpus.placement.storages import ScratchBlock, nbytes
 from virtual_gpus.threads import this_thread
+from virtual_gpus.versions import LT_FOR_MATRICES_AS_BIAS
 
 _LT = torch._C._BlasBackend.Cublaslt
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -168,7 +169,7 @@ def addmm(call: OpCall):
 def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
     """isInputCompliesAddmmCudaLt. Else the bias is copied into the result first, and cuBLAS adds to that.
 
-    A matrix as bias goes through cublasLt before an activation, and from 2.15 on in half precision.
+    A matrix as bias goes through cublasLt before an activation, and since `LT_FOR_MATRICES_AS_BIAS` in half precision.
     """
     bias, _, mat2 = call.args[:3]
     shape = mat2.shape
@@ -177,7 +178,7 @@ def _has_lt_bias(call: OpCall, activation: bool = False) -> bool:
     if bias.is_contiguous() and 1 <= bias.dim() <= 2 and bias.numel() == bias.shape[-1] == shape[1]:
         return True
     half = bias.dim() == 2 and bias.dtype in _LT_TYPES[2:] and bias.is_contiguous() and bias.shape[0] > 1
-    half = half and call.gpu.machine.settings.version >= (2, 15)
+    half = half and call.gpu.machine.settings.version >= LT_FOR_MATRICES_AS_BIAS
     return (bias.dim() == 2 and (activation or half)) or _prefers_lt()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from virtual_gpus import errors
 from virtual_gpus.machine import VirtualMachine
 from virtual_gpus.memory.options import UNLIMITED, Options, environment_text, parse
+from virtual_gpus.versions import ROUNDING_IN_SNAPSHOTS, Version
 
 
 def from_environment() -> Options:
@@ -40,7 +41,7 @@ def _modelled(options: Options) -> Options:
     return options
 
 
-def described(settings: str, options: Options, version: tuple[int, int]) -> dict:
+def described(settings: str, options: Options, version: Version) -> dict:
     """The settings as a snapshot lists them (torch/csrc/cuda/Module.cpp)."""
     result = {
         "PYTORCH_CUDA_ALLOC_CONF": settings,
@@ -53,4 +54,4 @@ def described(settings: str, options: Options, version: tuple[int, int]) -> dict
         "graph_capture_record_stream_reuse": False,
         "roundup_power2_divisions": {str(1 << i): divisions for i, divisions in enumerate(options.divisions)},
     }
-    return result | ({"max_round_threshold": -1, "max_cached_size": -1} if version >= (2, 13) else {})
+    return result | ({"max_round_threshold": -1, "max_cached_size": -1} if version >= ROUNDING_IN_SNAPSHOTS else {})

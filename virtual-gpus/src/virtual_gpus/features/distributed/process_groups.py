@@ -34,6 +34,7 @@ from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.processes import one_rank
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import below
+from virtual_gpus.versions import GLOO_SPLITS
 
 _said = False
 _GLOO_FINISHES_IN_S = 1.0  # it needs microseconds, once the lock is free and a core too
@@ -174,7 +175,7 @@ def _rendezvous(function: Callable, url, rank=-1, world_size=-1, **kwargs):
 
 
 def _splitting(function: Callable, parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
-    """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split from PyTorch 2.14 on."""
+    """DeviceMesh splits groups that are bound to a GPU. Gloo and "fake" can be split since `GLOO_SPLITS`."""
     groups = [torch.distributed.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in split_ranks or ()]
     return next((group for group in groups if isinstance(group, torch.distributed.ProcessGroup)), None)
 
@@ -368,7 +369,7 @@ def patches() -> list[Patch]:
     if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
         found.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
-    if INSTALLED < (2, 14) and hasattr(device_mesh, "split_group"):
+    if INSTALLED < GLOO_SPLITS and hasattr(device_mesh, "split_group"):
         found.append((device_mesh, "split_group", around(device_mesh.split_group, _splitting)))
     if hasattr(group, "split_group"):
         found.append((group, "split_group", around(group.split_group, _split_group)))
