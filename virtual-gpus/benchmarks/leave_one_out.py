@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory --leave-one-out
 
-The fitted limits stand in `Fitted` of features/conv/workspaces.py and features/rnn/sizes.py. Each case that uses
+The fitted limits are `FITTED` in features/conv/workspaces.py and features/rnn/sizes.py. Each case that uses
 convolutions or a recurrent net is predicted with limits that the other cases choose: for each limit the value, fitted
 or alternative, with the smallest sum of errors. Where an alternative is as good as the fitted value, the others do not
 know the limit, and the alternative is taken. Alternatives stand in their order, the rule's absence first. What is

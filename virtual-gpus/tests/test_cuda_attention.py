@@ -11,7 +11,7 @@ from pairwise import pairwise, title
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from virtual_gpus import virtual_gpus
-from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall
+from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall
 from virtual_gpus.features.attention.choice import choose, order
 from virtual_gpus.features.attention.memory import _best_split
 from virtual_gpus.settings import INSTALLED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.creation_sites import may_be_adopted
 from virtual_gpus.placement.storages import device_of, former_gpu_of, gpu_of, place
 

@@ -12,7 +12,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch import valueless
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_foreach
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import device_of, gpu_of, place, place_all

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
-from virtual_gpus.dispatch.call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.devices import adopt_destination, resolve_common_device
+from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import record_creation_site

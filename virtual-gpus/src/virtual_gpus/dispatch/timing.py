@@ -19,7 +19,7 @@ from virtual_gpus.clock.cost_fused import Attention, attention, recurrent
 from virtual_gpus.clock.links import REACHED
 from virtual_gpus.clock.measured import key as measured_key
 from virtual_gpus.clock.work import Operand
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.errors import report_sync
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in

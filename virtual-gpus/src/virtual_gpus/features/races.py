@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.operators import Operator

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 
 _THREADS, _BYTES = 128, 128 * 16  # of one block: its threads, and what it copies at a time
 _NUMBER = 8  # bytes

@@ -68,7 +68,7 @@ def animate(timeline: Recorded | Mapping[str, Recorded], *, title: str, story: M
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-class _Work(NamedTuple):
+class _ShownWork(NamedTuple):
     """A span on a GPU. kind: the word that the picture shows. label: "3" of a name such as "addmm F3" (`name_work`)."""
 
     gpu: int
@@ -86,7 +86,7 @@ class _Panel:
     seconds: float
     modelled: bool
     spans: list[Span]
-    work: list[_Work]
+    work: list[_ShownWork]
     memory: dict[int, Curve]
 
 
@@ -103,11 +103,11 @@ class _Travel(NamedTuple):
 
 def _joined(recorded: Recorded) -> _Panel:
     ranks = recorded if isinstance(recorded, Sequence) else [recorded]
-    spans, work = [span for rank in ranks for span in rank.spans], list[_Work]()
+    spans, work = [span for rank in ranks for span in rank.spans], list[_ShownWork]()
     for span in spans:
         if span.gpu is not None:
             label = "".join(re.findall(r" [A-Z]([0-9a-z]{1,3})$", span.name))
-            work.append(_Work(span.gpu, span.start, span.end, _word(span), label, span.name))
+            work.append(_ShownWork(span.gpu, span.start, span.end, _word(span), label, span.name))
     if {w.kind for w in work}.isdisjoint(("backward", "step")):  # no training
         work = [w._replace(kind="compute") if w.kind == "forward" else w for w in work]
     memory = {gpu: rank.memory[gpu] for rank in ranks for gpu in gpus_of(rank.spans) if rank.memory.get(gpu)}
@@ -125,7 +125,7 @@ def _word(span: Span) -> str:
 
 def _travels(panel: _Panel) -> list[_Travel]:
     found = set[_Travel]()
-    collectives = defaultdict[tuple[str, float], list[_Work]](list)
+    collectives = defaultdict[tuple[str, float], list[_ShownWork]](list)
     after = dict(_ring(gpus_of(panel.spans)))
     for w in panel.work:
         if w.kind == "send":
@@ -153,7 +153,7 @@ def _ring(gpus: list[int]) -> list[tuple[int, int]]:
     return list(zip(gpus, [*gpus[1:], gpus[0]], strict=True))
 
 
-def _states(work: Sequence[_Work], moment: float) -> list[str]:
+def _states(work: Sequence[_ShownWork], moment: float) -> list[str]:
     """What a GPU does in each moment: the kind that takes most of it, computing before transfers."""
     shares = [defaultdict[str, float](float) for _ in range(_MOMENTS)]
     for w in work:

@@ -28,7 +28,7 @@ _NCCL = {"all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter":
 _OURS = "PythonDispatchMode"  # the profiler's name for what the engine does around each operator
 
 
-class _Work(NamedTuple):
+class _IssuedSpan(NamedTuple):
     span: Span
     issued: int  # real nanoseconds since 1970, as the profiler counts
 
@@ -37,7 +37,7 @@ class DeviceRecord:
     """The spans of one profile, from the moment when it is made until `stop`."""
 
     def __init__(self, machine: VirtualMachine):
-        self._machine, self._work, self._began = machine, list[_Work](), machine.clock.now
+        self._machine, self._work, self._began = machine, list[_IssuedSpan](), machine.clock.now
         machine.clock.timelines.append(self)
 
     def stop(self) -> None:
@@ -50,9 +50,9 @@ class DeviceRecord:
         A copy between two GPUs is heard of on both, and counts on the one that it comes from.
         """
         if span.gpu is not None and (span.lane != COPY_IN or span.name == _TO_THE_GPU):
-            self._work.append(_Work(span, time.time_ns()))
+            self._work.append(_IssuedSpan(span, time.time_ns()))
 
-    def _visible(self) -> Iterator[tuple[int, _Work]]:
+    def _visible(self) -> Iterator[tuple[int, _IssuedSpan]]:
         index = {gpu.slot: gpu.index for gpu in self._machine.gpus}
         return ((index[work.span.gpu], work) for work in self._work if work.span.gpu in index)
 

@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, cudnn_version
+from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, MATH, AttentionCall, cudnn_version
 from virtual_gpus.features.attention.conditions import TAKES
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.versions import Version

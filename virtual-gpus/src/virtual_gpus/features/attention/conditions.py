@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import versions
-from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall, cudnn_version
+from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall, cudnn_version
 
 
 def _flash(call: AttentionCall) -> bool:

@@ -50,7 +50,7 @@ class Efficient(Kernel):
             bias = []
             if sizes.bias:
                 bias = [self.allocate(sizes.per_row * up(sizes.columns, 16) * sizes.bytes)]
-            kernel = _Blocks(sizes)
+            kernel = _BackwardKernel(sizes)
             with ExitStack() as sums:
                 self._delta(kernel, stack, sums)
             self.scratch(stack, kernel.workspace())
@@ -58,7 +58,7 @@ class Efficient(Kernel):
                 gradients += [self.allocate(key), self.allocate(value)]
         return gradients + bias
 
-    def _delta(self, kernel: _Blocks, stack: ExitStack, sums: ExitStack) -> None:
+    def _delta(self, kernel: _BackwardKernel, stack: ExitStack, sums: ExitStack) -> None:
         """The sum over each row of gradient times output: by the kernel, or by operators with temporaries."""
         sizes = self.sizes
         rows, product = sizes.per_row * FLOAT, sizes.per_row * sizes.value_width * FLOAT
@@ -69,7 +69,7 @@ class Efficient(Kernel):
         self.scratch(stack, rows)
 
 
-class _Blocks:
+class _BackwardKernel:
     """Which of the backward kernels runs, and the workspace it asks for (mem_eff_attention/kernels/cutlassB.h)."""
 
     def __init__(self, sizes: Sizes):

@@ -13,9 +13,9 @@ import math
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance
-from virtual_gpus.features.attention.call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
+from virtual_gpus.features.attention.attention_call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
 from virtual_gpus.features.attention.choice import choose
 from virtual_gpus.features.attention.fused import fused
 from virtual_gpus.features.attention.operators import by_name

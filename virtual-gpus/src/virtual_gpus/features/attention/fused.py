@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from virtual_gpus.dispatch.call import as_one
+from virtual_gpus.dispatch.op_call import as_one
 from virtual_gpus.dispatch.timing import charge_attention
 from virtual_gpus.features.attention import memory as memory
-from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH
+from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH
 from virtual_gpus.features.attention.efficient import Efficient
 from virtual_gpus.features.attention.numbers import Numbers
 from virtual_gpus.machine import VirtualGPU

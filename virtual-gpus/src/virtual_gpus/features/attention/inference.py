@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from virtual_gpus.dispatch.call import OpCall
-from virtual_gpus.features.attention.call import MATH, AttentionCall
+from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.attention.attention_call import MATH, AttentionCall
 from virtual_gpus.features.attention.choice import choose
 from virtual_gpus.features.attention.fused import KERNELS
 from virtual_gpus.features.attention.memory import Sizes

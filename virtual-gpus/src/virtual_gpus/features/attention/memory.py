@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import torch
 
-from virtual_gpus.features.attention.call import HALF
+from virtual_gpus.features.attention.attention_call import HALF
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 FLOAT = 4

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall, as_one
+from virtual_gpus.dispatch.op_call import OpCall, as_one
 from virtual_gpus.errors import not_modelled
-from virtual_gpus.features.attention.call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall
+from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall
 from virtual_gpus.features.attention.fused import KERNELS, Plan, unseen
 from virtual_gpus.features.attention.memory import Sizes, up
 from virtual_gpus.features.attention.numbers import Numbers

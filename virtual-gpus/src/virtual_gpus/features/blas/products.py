@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import VirtualGPU, VirtualMachine
 from virtual_gpus.memory_model import blas_workspaces
 from virtual_gpus.placement.storages import ScratchBlock, nbytes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.clock.cost import is_fusible
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import await_tensors
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import allocation_of, tensors_in

@@ -17,7 +17,7 @@ from math import prod
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.blas.products import handles_of
 from virtual_gpus.features.contiguous import CHANNELS_LAST
 from virtual_gpus.features.conv import workspaces as workspaces

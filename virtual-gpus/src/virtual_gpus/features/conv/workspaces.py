@@ -60,7 +60,7 @@ _FOURIER_TILE = 32  # numbers per side
 _FOURIER_FILTER = 5  # pixels per side of the smallest filter
 
 
-class Fitted(NamedTuple):
+class FittedLimits(NamedTuple):
     """The limits that were chosen on the measured cases.
 
     shortest_part: pixels that one part of a split sum covers at least.
@@ -81,7 +81,7 @@ class Fitted(NamedTuple):
     largest_sums: int = 64 << 20
 
 
-FITTED = Fitted()  # `benchmarks.leave_one_out` tries others
+FITTED = FittedLimits()  # `benchmarks.leave_one_out` tries others
 
 
 class Shape(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import program_frame, quoted_line
 from virtual_gpus.features.distributed.groups import described
 

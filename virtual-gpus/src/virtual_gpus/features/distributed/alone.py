@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.distributed.groups import is_boxed
 from virtual_gpus.machine import active
 from virtual_gpus.threads import below

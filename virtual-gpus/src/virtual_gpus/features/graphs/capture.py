@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from virtual_gpus import errors
 from virtual_gpus.clock.graph_clock import GraphClock
 from virtual_gpus.dispatch import valueless
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.machine import Redirection, VirtualGPU, VirtualMachine, active
 from virtual_gpus.memory.allocator import CachingAllocator, PrivatePool
 from virtual_gpus.memory.blocks import BlockPool
@@ -75,7 +75,7 @@ class Node(NamedTuple):
     results: list[Ref]
 
 
-class Recording:
+class GraphRecording:
     """The nodes of one graph, in the order in which they were issued. seconds: modelled time of a replay, by slot."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Capture:
         self.origin = (gpu.slot, gpu.stream)
         self.streams = {self.origin}
         self.thread = threading.get_ident()
-        self.recording = Recording()
+        self.recording = GraphRecording()
         self.valid = True
         self._unjoined: set[tuple[int, int]] = set()
         self._generators = [default_generator(gpu), *map(known_generator, generators)]
@@ -159,7 +159,7 @@ class Capture:
         machine.captures.append(self)
         this_thread.capture = self
 
-    def end(self) -> Recording:
+    def end(self) -> GraphRecording:
         """Stop capturing. Raises CUDA's error if the capture is not valid; it has ended then all the same."""
         machine = self.machine
         clock = machine.clock
@@ -338,7 +338,7 @@ class Capture:
 # ---- replaying ------------------------------------------------------------------------------------------------------
 
 
-def replay(recording: Recording, machine: VirtualMachine) -> None:
+def replay(recording: GraphRecording, machine: VirtualMachine) -> None:
     """Run all nodes again. Nothing of this takes memory or time, which are the graph's."""
     made: dict[Slot, torch.UntypedStorage] = {}
     with _replaying(machine):

@@ -18,7 +18,7 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
-from virtual_gpus.features.graphs.capture import Capture, Recording, replay
+from virtual_gpus.features.graphs.capture import Capture, GraphRecording, replay
 from virtual_gpus.features.streams import streams
 from virtual_gpus.machine import Redirection, VirtualMachine
 from virtual_gpus.memory.allocator import PrivatePool
@@ -62,7 +62,7 @@ class CapturedGraph:
         """Nothing more: see `__new__`."""
 
     def _clear(self) -> None:
-        self._recording: Recording | None = None
+        self._recording: GraphRecording | None = None
         self._machine: VirtualMachine | None = None
         self._has_graph_exec = False
         self._uses: list[_Use] = []

@@ -2,7 +2,7 @@
 
 A *recipe* runs one ATen operator and counts the memory that CUDA would use for it:
 
-    def softmax_backward(call):               # an `OpCall`, see `dispatch.call`
+    def softmax_backward(call):               # an `OpCall`, see `dispatch.op_call`
         with call.scratch(1024):              # temporaries, in CUDA's order
             return call.run()                 # the kernel itself, and blocks for its results
 

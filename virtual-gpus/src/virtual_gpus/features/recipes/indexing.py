@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_copy, charge_read
 from virtual_gpus.dispatch.valueless import is_mask
 from virtual_gpus.features.contiguous import with_packed

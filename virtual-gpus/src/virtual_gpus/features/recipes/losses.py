@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.recipes.reductions import take_buffers
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
 

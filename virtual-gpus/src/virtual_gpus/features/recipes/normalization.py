@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.dispatch import known
-from virtual_gpus.dispatch.call import OpCall, as_one
+from virtual_gpus.dispatch.op_call import OpCall, as_one
 from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.sharded import is_dtensor

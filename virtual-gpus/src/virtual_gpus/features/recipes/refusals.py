@@ -13,7 +13,7 @@ import torch
 from torch._prims_common import alert_not_deterministic
 
 from virtual_gpus import errors
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import gpu_of
 
 # Base name of the operator -> the name in CUDA's message.

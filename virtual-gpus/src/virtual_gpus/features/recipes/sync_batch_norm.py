@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import OpCall
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.threads import below
 
 

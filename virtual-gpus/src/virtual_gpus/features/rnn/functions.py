@@ -18,13 +18,13 @@ from contextlib import ExitStack
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from virtual_gpus.dispatch.call import as_one
+from virtual_gpus.dispatch.op_call import as_one
 from virtual_gpus.dispatch.timing import charge_recurrent
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import casting
 from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.features.rnn import weights as weights
-from virtual_gpus.features.rnn.call import RecurrentCall, bind, check
+from virtual_gpus.features.rnn.recurrent_call import RecurrentCall, bind, check
 from virtual_gpus.features.rnn.sizes import (
     dropout_state_bytes,
     is_small,

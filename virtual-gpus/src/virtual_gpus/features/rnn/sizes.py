@@ -33,7 +33,7 @@ _SMALL = 3  # sequences that the small-hidden algorithm adds for each gate of ea
 _DROPOUT_STATE_PER_PROCESSOR = 1024 * 48  # random states of cuRAND's XORWOW, one per thread
 
 
-class Fitted(NamedTuple):
+class FittedCounts(NamedTuple):
     """What one measurement each decided about the workspace.
 
     aligned: hidden sizes that are a multiple of it need no padding.
@@ -46,7 +46,7 @@ class Fitted(NamedTuple):
     gru_inputs: int = 0
 
 
-FITTED = Fitted()  # `benchmarks.leave_one_out` tries others
+FITTED = FittedCounts()  # `benchmarks.leave_one_out` tries others
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.call import as_one
+from virtual_gpus.dispatch.op_call import as_one
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.rnn.sizes import Network, weight_offsets
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
