@@ -313,7 +313,7 @@ def test_ctrl_c_anywhere_while_recording_leaves_the_books_in_order():
         torch.ones(30, device="cuda").to("cuda:1")
         torch.cuda.empty_cache()
 
-    files = tuple(PACKAGE + name for name in ("memory/history.py", "memory/stacks.py"))
+    files = tuple(PACKAGE + name for name in ("features/snapshots/history.py", "features/snapshots/stacks.py"))
     moment, place = 0, "start"
     while place:
         memory._record_memory_history(clear_history=True)

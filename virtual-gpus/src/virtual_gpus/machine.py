@@ -151,7 +151,7 @@ class VirtualMachine:
         self.no_room_for_context: Callable[[], Exception] = MemoryError
         self.not_initialized: Callable[[], Exception] = RuntimeError
         self.start_in_child: Callable[[Settings], None] | None = None
-        self.history: Any = None  # of the memory, a `memory.history.History`; made at the first use
+        self.history: Any = None  # of the memory, a `features.snapshots.history.History`; made at the first use
         self._local = _Current()
 
     @functools.cached_property

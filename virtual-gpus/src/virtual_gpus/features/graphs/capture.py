@@ -22,9 +22,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from virtual_gpus import errors
-from virtual_gpus.clock.graph_clock import GraphClock
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.graphs.graph_clock import GraphClock
 from virtual_gpus.machine import Redirection, VirtualGPU, VirtualMachine, active
 from virtual_gpus.memory.allocator import CachingAllocator, PrivatePool
 from virtual_gpus.memory.blocks import BlockPool

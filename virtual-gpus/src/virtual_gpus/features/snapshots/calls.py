@@ -2,7 +2,7 @@
 
 PyTorch's own Python code does the rest (`_record_memory_history`, `_snapshot`, `_dump_snapshot`, `memory_snapshot`),
 and its viewer reads the result: the dictionaries have the keys of torch/csrc/cuda/Module.cpp, in its order. How to use
-it: `virtual_gpus.memory.history`.
+it: `virtual_gpus.features.snapshots.history`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.features.cuda.allocator_settings import apply as apply_settings
 from virtual_gpus.features.cuda.allocator_settings import described
+from virtual_gpus.features.snapshots import stacks
+from virtual_gpus.features.snapshots.history import ALL, ALLOC, NEVER, STATE, History, HistorySettings
 from virtual_gpus.machine import VirtualMachine, active
-from virtual_gpus.memory import stacks
-from virtual_gpus.memory.history import ALL, ALLOC, NEVER, STATE, History, Settings
 from virtual_gpus.memory.options import Options
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import this_thread
@@ -42,7 +42,7 @@ def _start(enabled, context, max_entries, clear=False, compiled=False, every_thr
         raise errors.not_modelled("the history of pinned host memory (record_pinned_host_memory=True)")
     kept = _history_of(active())
     if enabled and cuda:
-        kept.start(Settings(max(1, min(max_entries, 2**63 - 1)), context), clear)
+        kept.start(HistorySettings(max(1, min(max_entries, 2**63 - 1)), context), clear)
     else:
         kept.stop()
 

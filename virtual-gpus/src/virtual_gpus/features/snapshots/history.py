@@ -5,7 +5,7 @@
     torch.cuda.memory._dump_snapshot("snapshot.pickle")   # python -m torch.cuda._memory_viz trace_plot snapshot.pickle
 
 `Recorder` listens to one GPU's allocator and keeps what c10/cuda/CUDACachingAllocator.cpp keeps, in its words.
-`History` is a machine's recorders and their settings; `features.snapshots` turns it into a snapshot. Sizes are bytes,
+`History` is a machine's recorders and their settings; `calls` turns it into a snapshot. Sizes are bytes,
 as requested; times are nanoseconds of time.perf_counter_ns. Nothing is attached to an allocator while nobody records.
 Recording costs half a microsecond per event without stacks, 1 to 4 with them: a step of many tiny operators takes up
 to 1.25 times as long then.
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from virtual_gpus.memory import stacks
+from virtual_gpus.features.snapshots import stacks
 from virtual_gpus.memory.allocator import CachingAllocator
 from virtual_gpus.memory.options import environment_text
 
@@ -34,7 +34,7 @@ NEVER, STATE, ALLOC, ALL = range(4)  # which events get a stack: none, live bloc
 
 
 @dataclass(frozen=True)
-class Settings:
+class HistorySettings:
     """What _record_memory_history was told."""
 
     max_entries: int
@@ -76,7 +76,7 @@ class Recorder:
         self._blocks: dict[int, Live] = {}
         self._waiting: dict[int, Live] = {}  # freed, but another stream still uses them
         self._segments: dict[int, tuple] = {}  # address -> (stream, stack); no address is used for a second segment
-        self.settings: Settings | None = None
+        self.settings: HistorySettings | None = None
         self._is_plain = False  # no stacks
         self._told = {
             "alloc": self._alloc,
@@ -90,7 +90,7 @@ class Recorder:
             "segment_unmap": self._segment_unmap,
         }
 
-    def start(self, settings: Settings, clear: bool) -> None:
+    def start(self, settings: HistorySettings, clear: bool) -> None:
         """Record from now on, or go on with other settings. Blocks that are in use already have no stack."""
         with self._allocator.exclusive():
             fields = () if clear else [value for entry in self.events() for value in entry]
@@ -249,10 +249,10 @@ class History:
 
     def __init__(self, allocators: Iterable[CachingAllocator]):
         self.recorders = [Recorder(allocator) for allocator in allocators]
-        self.settings: Settings | None = None
+        self.settings: HistorySettings | None = None
         self.allocator_settings = environment_text()
 
-    def start(self, settings: Settings, clear: bool = False) -> None:
+    def start(self, settings: HistorySettings, clear: bool = False) -> None:
         """Record, with or without what was recorded before."""
         self.settings = settings
         for recorder in self.recorders:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pathlib
 import time
 import weakref
 from collections import deque
@@ -17,7 +18,7 @@ from itertools import repeat
 
 import torch
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the package
+_HERE = str(pathlib.Path(__file__).parents[2]) + os.sep  # the package
 _gather = torch._C._profiler.gather_traceback
 # What lies between two frames of this package belongs to it as well: how it calls operators and its own contexts.
 _BETWEEN = {torch._ops.__file__, torch.autograd.function.__file__, contextlib.__file__}

@@ -1,0 +1,1 @@
+"""The history of a GPU's memory, and its snapshots."""
