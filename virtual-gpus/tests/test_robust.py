@@ -152,7 +152,7 @@ def counted():
         "tensors": sum(isinstance(found, torch.Tensor) for found in gc.get_objects()),
         "held": held,
         "segments": len(torch.cuda.memory_snapshot()),
-        "known times": len(timing._known),
+        "known times": len(timing._kept),
         "collectives on their way": sum(len(track.late) for track in tracks),
         "streams": sum(len(track.streams) for track in tracks),
         "resident": int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0,

@@ -38,7 +38,7 @@ def entrance(function: Callable[_P, _R]) -> Callable[_P, _R]:
             text = seen_from_outside(error)
             if text is None:
                 raise
-        # Raised from here, with the inputs let go, the traceback keeps no tensor alive: what the learner frees is free.
+        # Raised from here, with the inputs let go, the traceback keeps no tensor alive: what the program frees is free.
         raise torch.OutOfMemoryError(text)
 
     return entered

@@ -51,7 +51,7 @@ def nothing_from(source: int | None, settings: Settings, function: str) -> NotMo
     whose = "another rank" if source is None else f"rank {source}"
     return NotModelled(
         f"torch.distributed.{function} would receive objects from {whose}, but only rank {settings.rank} of "
-        f"{settings.world_size} exists, so nobody knows them. "
+        f"{settings.world_size} exists, so they are not known. "
         + (f"Run as that rank (rank={source}), or give" if source is not None else "Give")
         + " the program these objects in another way. A stage of a pipeline needs its input_args and output_args."
     )

@@ -8,7 +8,7 @@ Times are modelled seconds since the machine was switched on. The rules are CUDA
 operator. A stream does its work in order, each piece once the host has issued it and the stream is free. Streams of one
 GPU share its multiprocessors, so their kernels take turns, and those of a stream with a priority come first. Copies and
 collectives run beside them, and a kernel beside a collective is slower by the multiprocessors that this one holds.
-Events carry a time from one stream to another, or to the host. Nothing else makes anybody wait.
+Events carry a time from one stream to another, or to the host. Nothing else makes one of them wait.
 
 Whatever is issued has its times at once, since nothing issued later can change them. So nothing needs to be kept, and
 the clock costs a few microseconds per operator. What is kept: for each GPU when it was busy during the last second
@@ -121,7 +121,7 @@ class Track:
     def load(self, now: float) -> float:
         """Share of the last second before `now` (of the time so far, if that is less) in which kernels ran."""
         since = max(0.0, now - _WINDOW)
-        # In one piece, and from its end: whoever asks, such as a live panel, is often another thread, and the first
+        # In one piece, and from its end: the caller, such as a live panel, is often another thread, and the first
         # half of a span may just have been forgotten.
         times = list(self.busy)[::-1]
         spans = zip(times[1::2], times[::2], strict=False)
@@ -246,7 +246,7 @@ class Clock:
     def occupy(
         self, gpu: int, lane: int | str, start: float, end: float, kind: str, name: str, kernel: bool, sent: float = 0.0
     ) -> None:
-        """Note work whose times somebody else found: a copy or a collective on `lane`. kernel: if it counts as load."""
+        """Note work whose times are known: a copy or a collective on `lane`. kernel: if it counts as load."""
         track = self.tracks[gpu]
         if kind == "collective" and end > start:
             track.share(start, end)

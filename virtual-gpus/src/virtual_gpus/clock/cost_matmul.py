@@ -2,7 +2,7 @@
 
 A product of (m, k) and (k, n) is cut into tiles of the result. As many tiles as there are multiprocessors run at once,
 so work comes in waves, and a wave that is not full leaves multiprocessors idle. For few tiles cuBLAS also cuts along k
-and adds the parts up (split-K). cuBLAS takes what it thinks fastest; here the fastest is taken.
+and adds the parts up (split-K). cuBLAS takes what its heuristics say is fastest; here the fastest is taken.
 """
 
 from __future__ import annotations

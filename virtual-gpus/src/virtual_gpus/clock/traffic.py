@@ -88,7 +88,7 @@ def message_seconds(
     """Seconds of a message between the GPUs at two places, (host, slot) each.
 
     Between hosts it goes through one network adapter. share: `Route.across` of a group whose ranks all send at the same
-    time, if that is less. None: nobody else sends.
+    time, if that is less. None: no others send.
     """
     if here[0] == there[0]:
         links = [] if here == there else [topology.between(here[1], there[1])]

@@ -74,7 +74,7 @@ def _create_on_host(call: OpCall, source: VirtualGPU | None) -> Any:
 
 
 def _allocation_before_filling(call: OpCall) -> StorageAllocation | None:
-    """Ask the allocator first: a tensor that cannot fit on the GPU must not fill the laptop's memory.
+    """Ask the allocator first: a tensor that cannot fit on the GPU must not fill this computer's memory.
 
     Only worth it for large tensors, and only factories without inputs can be asked cheaply (on the meta device).
     """

@@ -41,17 +41,17 @@ class OpCall:
         self.op = op = KNOWN.get(id(func)) or operator(func)
         self.kernel = op.kernel
         self.is_lent = op.is_sum and this_thread.in_backward and _is_lent(args)
-        self.tensors = found = []
+        self.tensors = tensors = []
         for value in args[: op.takes_first]:  # `tensors_in`, without its call: this runs for every operator
             if isinstance(value, torch.Tensor):
-                found.append(value)
+                tensors.append(value)
             elif isinstance(value, (list, tuple)):
-                found += tensors_in(value)
+                tensors += tensors_in(value)
         if kwargs and op.takes_by_name:
-            found += tensors_in(tuple(kwargs.values()))
+            tensors += tensors_in(tuple(kwargs.values()))
         gpu: VirtualGPU | None = None
         is_plain = is_usual = True
-        for tensor in found:
+        for tensor in tensors:
             try:
                 record = tensor.untyped_storage()._record
                 where = record.gpu  # `gpu_of`, without its calls

@@ -26,7 +26,7 @@ from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, te
 from virtual_gpus.threads import this_thread
 
 _PRECISION = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
-_known: dict[tuple, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
+_kept: dict[tuple, tuple[float, float, float]] = {}  # -> seconds on the GPU, on the host, and there for more kernels
 _CHAINED = 1.75  # cuDNN's kernels for RNNs cost the host more: events between several streams
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
@@ -58,12 +58,12 @@ def charge_op(call: OpCall, result: Any) -> None:
         if name == "native_batch_norm" and not call["training"]:
             name = "batch_norm_elemt"  # it reads and writes once
         key += (name, op.has_products and _allows_tf32("cuda", op.has_products), *map(_strides, tensors))
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = _look_up(gpu, op, name, tensors, result)
-        if len(_known) > 65536:
-            _known.clear()
-    seconds, host, further = found
+    kept = _kept.get(key)
+    if kept is None:
+        kept = _kept[key] = _look_up(gpu, op, name, tensors, result)
+        if len(_kept) > 65536:
+            _kept.clear()
+    seconds, host, further = kept
     if not seconds:
         clock.spend(host, gpu.slot)
         return
@@ -107,14 +107,14 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
     samples, heads, rows, width = query.shape
     call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
                      bool(numbers.dropout))  # fmt: skip
-    found = attention(call, gpu.spec, _precision("", [query]), name.endswith("_backward"))
+    charge = attention(call, gpu.spec, _precision("", [query]), name.endswith("_backward"))
     if gpu.machine.measured is not None:
         settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
         asked = key_of(name, (query, key, value), settings)
-        found = found._replace(seconds=gpu.machine.measured.seconds(asked, found.seconds))
+        charge = charge._replace(seconds=gpu.machine.measured.seconds(asked, charge.seconds))
     clock = gpu.machine.clock
     host = clock.host.operator + clock.host.product + clock.host.training
-    clock.launch(gpu.slot, gpu.stream, found.seconds, host, name, clock.host.kernel * (found.kernels - 1))
+    clock.launch(gpu.slot, gpu.stream, charge.seconds, host, name, clock.host.kernel * (charge.kernels - 1))
     if gpu.machine.races is not None:
         gpu.machine.races.kernel(name, (query, key, value), ())
 
@@ -122,11 +122,11 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
 def charge_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backward: bool) -> None:
     """An LSTM, GRU or RNN by cuDNN; net: its sizes."""
     _await_late(gpu, inputs)
-    found, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
+    charge, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
     name = "_cudnn_rnn_backward" if backward else "_cudnn_rnn"
     clock = gpu.machine.clock
-    further = pace.kernel * _CHAINED * (found.kernels - 1)
-    clock.launch(gpu.slot, gpu.stream, found.seconds, pace.operator + pace.training, name, further)
+    further = pace.kernel * _CHAINED * (charge.kernels - 1)
+    clock.launch(gpu.slot, gpu.stream, charge.seconds, pace.operator + pace.training, name, further)
     if gpu.machine.races is not None:
         gpu.machine.races.kernel(name, inputs, ())
 
@@ -142,11 +142,11 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
             rows = [[part for part, where in zip(column, gpus, strict=False) if where is gpu] for column in columns]
         # How long lists take depends on their elements and bytes (`cost`), which are found faster than all shapes.
         key = (gpu.spec.kind, op, *map(len, rows), sum(map(_elements, rows[0])), *map(_nbytes, rows))
-        found = _known.get(key)
-        if found is None:
+        kept = _kept.get(key)
+        if kept is None:
             made = () if op.base.endswith("_") else rows[0]
-            found = _known[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
-        seconds, host, further = found
+            kept = _kept[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
+        seconds, host, further = kept
         if gpu.machine.measured is not None and len(rows[0]) == len(gpus):
             seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
         track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
@@ -311,14 +311,14 @@ def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, fl
 
 def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):
     """Seconds on the GPU, on the host to issue the first kernel, and there to issue the others."""
-    found, pace = cost(name, inputs, outputs, gpu.spec, precision, first), gpu.machine.clock.host
-    if not found.kernels:
+    charge, pace = cost(name, inputs, outputs, gpu.spec, precision, first), gpu.machine.clock.host
+    if not charge.kernels:
         return 0.0, pace.view, 0.0
     host = pace.in_place if in_place else pace.operator
-    host += {"product": pace.product, "convolution": pace.convolution}.get(found.kind, 0.0)
-    if found.kind == "list":
+    host += {"product": pace.product, "convolution": pace.convolution}.get(charge.kind, 0.0)
+    if charge.kind == "list":
         host += pace.tensor * len(inputs)
-    return found.seconds, host, pace.kernel * (found.kernels - 1)
+    return charge.seconds, host, pace.kernel * (charge.kernels - 1)
 
 
 def operands(tensors) -> tuple[Operand, ...]:

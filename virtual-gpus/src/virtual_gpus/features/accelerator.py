@@ -74,5 +74,5 @@ def get_device_module(device=None):
 def patches():
     """See `features`."""
     own = current_accelerator, device_index, empty_host_cache, memory_stats
-    found = in_package("torch.accelerator", *own, **_SAME)
-    return found + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]
+    rows = in_package("torch.accelerator", *own, **_SAME)
+    return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

@@ -99,6 +99,6 @@ class _Ranges:
 def patches():
     """See `features`."""
     methods = (_prepare_trace, _start_trace, __exit__, _parse_kineto_results, export_chrome_trace)
-    found = [(profiler.profile, method.__name__, method) for method in methods]
-    found += [(owner, "_supported_activities", _supported_activities) for owner in (profiler, torch.autograd)]
-    return found + [(profiler_util.EventList, "table", table), (torch.cuda.nvtx, "_nvtx", _Ranges())]
+    rows = [(profiler.profile, method.__name__, method) for method in methods]
+    rows += [(owner, "_supported_activities", _supported_activities) for owner in (profiler, torch.autograd)]
+    return rows + [(profiler_util.EventList, "table", table), (torch.cuda.nvtx, "_nvtx", _Ranges())]

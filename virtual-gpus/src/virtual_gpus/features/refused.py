@@ -100,16 +100,16 @@ def export(mod, *args, **kwargs):
 
 def patches():
     """See `features`. A name that this PyTorch version lacks gives no row."""
-    found = [
+    rows = [
         _refuse(sys.modules[path], name, f"{path}.{name}")
         for path, names in _REFUSED.items()
         for name in names
         if path in sys.modules and name in vars(sys.modules[path])
     ]
-    found.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", _plans_of_cufft))
-    found.append((torch.cuda.jiterator._JittedFunction, "__call__", _jitted))
-    found.append((torch.export, "export", export))
-    found += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
-    return found + [
+    rows.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", _plans_of_cufft))
+    rows.append((torch.cuda.jiterator._JittedFunction, "__call__", _jitted))
+    rows.append((torch.export, "export", export))
+    rows += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
+    return rows + [
         (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED
     ]

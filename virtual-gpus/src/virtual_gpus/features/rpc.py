@@ -66,16 +66,16 @@ def patches() -> list[Patch]:
     """See `features`."""
     future = torch._C.Future  # also of what C++ makes, for example in `Work.get_future`
     listening = ("then", "add_done_callback")
-    found: list[Patch] = [(future, name, around(vars(future)[name], _calling_back)) for name in listening]
+    rows: list[Patch] = [(future, name, around(vars(future)[name], _calling_back)) for name in listening]
     internal, api = (sys.modules.get(f"torch.distributed.rpc.{name}") for name in ("internal", "api"))
     if internal is None or not hasattr(api, "_invoke_rpc_builtin"):  # of builds without RPC
-        return found
+        return rows
     pickler = internal._InternalRPCPickler
-    found += [(pickler, "serialize", around(pickler.serialize, _serialize)),
+    rows += [(pickler, "serialize", around(pickler.serialize, _serialize)),
               (internal, "_run_function", in_mode(internal._run_function))]  # fmt: skip
     autograd = sys.modules["torch.distributed.autograd"]
-    found.append((autograd, "get_gradients", around(autograd.get_gradients, _get_gradients)))
+    rows.append((autograd, "get_gradients", around(autograd.get_gradients, _get_gradients)))
     options = sys.modules["torch.distributed.rpc.options"].TensorPipeRpcBackendOptions
-    found += [(options, name, around(getattr(options, name), _without_devices)) for name in _NAMING_DEVICES]
+    rows += [(options, name, around(getattr(options, name), _without_devices)) for name in _NAMING_DEVICES]
     builtin = ("_invoke_rpc_builtin", "_invoke_remote_builtin")
-    return found + [(api, name, around(getattr(api, name), _sending)) for name in builtin]
+    return rows + [(api, name, around(getattr(api, name), _sending)) for name in builtin]

@@ -94,7 +94,7 @@ class CachingAllocator:
     def malloc(self, nbytes: int, stream: PoolKey = 0, owner: object = None) -> Block:
         """A block of at least `nbytes` bytes for work on `stream`; 0 bytes give a block that counts nothing.
 
-        `owner`: an object that the block belongs to, or None. When it dies, its block is freed before anybody looks
+        `owner`: an object that the block belongs to, or None. When it dies, its block is freed before anything looks
         again. No line of Python runs at that moment, so Ctrl-C cannot hit it and be lost, and no block is either.
         Raises OutOfMemory; ValueError for a negative size; RuntimeError when a finalizer or an observer
         allocates in the middle of another malloc.
@@ -135,7 +135,7 @@ class CachingAllocator:
         block.state = FREEING
         if block.size:
             self._pending.append(block)
-            if not self._busy:  # else whoever is busy looks at _pending once more when done
+            if not self._busy:  # else the thread that is busy looks at _pending once more when done
                 self._drain()
 
     def record_stream(self, block: Block, stream: Stream) -> None:
@@ -157,7 +157,7 @@ class CachingAllocator:
             self.device.publish()
 
     def abandon(self, private: PrivatePool) -> None:
-        """Give the free memory of a private pool back to the GPU: nobody uses the pool any more.
+        """Give the free memory of a private pool back to the GPU: the pool has no use any more.
 
         A finalizer may call it. In the middle of another call nothing happens; the next `empty_cache` does it then.
         """
@@ -196,7 +196,7 @@ class CachingAllocator:
                 self._busy = False
                 self._lock.release()
 
-    # ---- where blocks come from and go. Whoever calls these has the lock. _allocate and _free_pending run for
+    # ---- where blocks come from and go. Callers of these have the lock. _allocate and _free_pending run for
     # every tensor: written out rather than cut up, since each call costs.
 
     def _allocate(self, nbytes: int, stream: PoolKey, owner: object) -> Block | None:
@@ -265,7 +265,7 @@ class CachingAllocator:
         if options.expandable and i < len(free):
             i = expandable.best_to_expand(free, i)
         while not options.expandable and i < len(free) and free[i][2].arena is not None:
-            i += 1  # as long as new segments are of fixed size, those of expandable ones serve nobody
+            i += 1  # as long as new segments are of fixed size, those of expandable ones are of no use
         if i < len(free):
             oversize = size >= options.max_split
             limit = size + options.max_non_split_rounding if oversize else options.max_split
@@ -376,7 +376,7 @@ class CachingAllocator:
         self._stats.recount(list(self._live.values()), waiting, list(segments), free)
 
     def _taken_blocks(self) -> list[Block]:
-        """The blocks that nobody else may have."""
+        """The blocks that no other owner may have."""
         return [*self._live.values(), *(entry[0] for entry in self._waits.waiting.values())]
 
     # ---- settings and figures

@@ -85,7 +85,7 @@ class BlockPool:
         del entries[bisect_left(entries, (block.size, block.address))]
 
     def reclaim(self, block: Block) -> None:
-        """`put` a block that nobody uses any more, as one with its neighbours in the same state, and count it.
+        """`put` a block that is not in use any more, as one with its neighbours in the same state, and count it.
 
         Written out, without `put` and `remove`: this runs for every tensor, and each call costs.
         """

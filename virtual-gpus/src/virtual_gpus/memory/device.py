@@ -60,7 +60,7 @@ class DeviceMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What the GPU has left for anybody: the first figure of torch.cuda.mem_get_info."""
+        """What the GPU has left for all processes: the first figure of torch.cuda.mem_get_info."""
         if self.shared is not None:
             return self.shared.free(self.used_bytes, self.capacity - self.other)
         return self.capacity - self.other - self.used_bytes

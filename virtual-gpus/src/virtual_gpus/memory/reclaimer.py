@@ -31,7 +31,7 @@ class Reclaimer:
                         del pools[key]
 
     def release_private(self, private: PrivatePool, options: Options) -> None:
-        """The same for one private pool, also while somebody holds it."""
+        """The same for one private pool, also while a graph or a context holds it."""
         for pools in self._pools:
             for pool in pools.values():
                 if pool.private is private:

@@ -1,8 +1,8 @@
-"""Tensors that C++ makes on the way, and how they are told from the learner's own.
+"""Tensors that C++ makes on the way, and how they are told from the program's own.
 
 Code in C++ asks for helpers of its own ("zeros with the options of this input"). For C++, the input is on the
 CPU, so they arrive there. They are known by the Python instruction that was running when they were made: the same one
-that runs when they meet a tensor on a GPU. They are then *adopted*: given a block on that GPU. A learner's own
+that runs when they meet a tensor on a GPU. They are then *adopted*: given a block on that GPU. The program's own
 `torch.zeros(3)` is another instruction, and stays where it is.
 """
 

@@ -16,17 +16,17 @@ from virtual_gpus.placement.storages import gpu_of
 from virtual_gpus.threads import this_thread
 
 # C++ hands a generator on as a new Python object; the address of what it wraps says which one it was.
-_known: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
+_generators: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
 
 
 def known_generator(generator: torch.Generator) -> torch.Generator:
     """The Python object that was made for a generator, also when C++ has wrapped it anew."""
-    return _known.get(generator._cdata, generator)
+    return _generators.get(generator._cdata, generator)
 
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
     """The device that a generator draws for, also when C++ has wrapped it anew."""
-    made = _known.get(generator._cdata)
+    made = _generators.get(generator._cdata)
     return generator.device if made is None else made.device
 
 
@@ -53,7 +53,7 @@ class Generator(torch._C.Generator):
             made._device = torch.device("cuda", machine.current if machine else 0)
         made._seed, made._offset = torch._C.Generator.initial_seed(made), 0
         made._seen = OrderedDict()  # (seed, offset) -> the CPU's state
-        _known[made._cdata] = made
+        _generators[made._cdata] = made
         return made
 
     @property
@@ -204,7 +204,7 @@ def _mixed(seed: int, offset: int) -> int:
 
 def count_draws(generator: torch.Generator, elements: int, multiprocessors: int = 1) -> None:
     """Let the offset of a GPU's generator follow a kernel that drew `elements` numbers."""
-    made = _known.get(generator._cdata)
+    made = _generators.get(generator._cdata)
     if made is not None:
         made.advance(elements, multiprocessors)
 

@@ -25,7 +25,7 @@ RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
 class HostStorage:
     """The record of a storage in the computer's memory.
 
-    creation_site: the Python instruction during which C++ made it, see `creation_sites`; None for a learner's own.
+    creation_site: the Python instruction during which C++ made it, see `creation_sites`; None for the program's own.
     pinned: what `pin_memory` promised.
     """
 

@@ -25,7 +25,7 @@ from virtual_gpus.timeline.spans import Curve, Recording, describe, gpus_of, mer
 
 _MOMENTS = 150  # the picture tells so many moments apart
 _STEADY, _READ = 2, 9  # moments for which a word and a sentence stay at least
-_SHORTEST = 0.035  # of the time: a block travels at least so long, otherwise nobody would see it
+_SHORTEST = 0.035  # of the time: a block travels at least so long, so that it can be seen
 _LEVEL = 0.02  # of the highest peak: smaller changes of the memory are not shown
 _COMPUTING = ("forward", "backward", "step", "compute")
 _State = TypeVar("_State")
@@ -268,7 +268,7 @@ class _Picture:
         wires = "".join(f"M{188 + 17 * column} {min(rows.values())}V{max(rows.values())}" for column in range(4))
         self.parts.append(f'<path d="{wires}" stroke="var(--line)" stroke-width="3"/>')
         for t in self.travels[name]:
-            if t.start >= latest.get(t[2:], -least) + least:  # otherwise nobody could tell the two apart
+            if t.start >= latest.get(t[2:], -least) + least:  # so that the two can be told apart
                 latest[t[2:]] = t.start
                 self._add_travel(t, rows, max(t.end, t.start + least))
         return y + 4

@@ -120,7 +120,7 @@ class PeakLog:
             self._modules[number] = module
 
     def freed(self, address: int, size: int) -> None:
-        """Note that a block of `size` bytes was freed. A block that nobody allocated here is ignored."""
+        """Note that a block of `size` bytes was freed. A block whose allocation is not in this log is ignored."""
         if address in self._serial_at:
             self._log.append((self._serial_at.pop(address), -size))
 

@@ -44,7 +44,7 @@ class TrainingReport:
     step_seconds: the last step. None before the second one has ended, as for all that follows.
     communication_seconds: the part of it in which collectives and messages run.
     exposed_seconds: the part of that in which no other kernel runs on this GPU, so that the GPU waits.
-    unit, units_per_second: "tokens" or "samples", of the whole job. None if nobody said how many are in a step.
+    unit, units_per_second: "tokens" or "samples", of the whole job. None if their number in a step is not known.
     mfu: model flops utilization, the flops of the model over what all GPUs could do in this time (Chowdhery et al.,
         "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B). Recomputed activations do not count.
     """

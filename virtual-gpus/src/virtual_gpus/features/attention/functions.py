@@ -199,5 +199,5 @@ RECIPES = {"_safe_softmax": safe_softmax}
 def patches():
     """See `features`."""
     owners = (torch.nn.functional, torch._C._nn)
-    found = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]
-    return found + [(torch, "_nested_tensor_from_mask_left_aligned", left_aligned)]
+    rows = [(owner, scaled_dot_product_attention.__name__, scaled_dot_product_attention) for owner in owners]
+    return rows + [(torch, "_nested_tensor_from_mask_left_aligned", left_aligned)]

@@ -41,14 +41,14 @@ def _functions(name: str, library: str):
 
 def patches():
     """See `features`. A build without CUDA has none of these names, a GPU's owner all of them."""
-    found = [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]
+    rows = [(torch._C, "_cuda_clearCublasWorkspaces", _cuda_clearCublasWorkspaces)]
     if hasattr(torch.backends.cuda, "cublas_workspace_size"):
         for name, library in _LIBRARIES.items():
-            found += [(torch._C, key, function) for key, function in _functions(name, library).items()]
+            rows += [(torch._C, key, function) for key, function in _functions(name, library).items()]
     if torch.version.cuda is None:
-        found += [(torch._C, "_get_blas_preferred_backend", _get_preferred),
+        rows += [(torch._C, "_get_blas_preferred_backend", _get_preferred),
                  (torch._C, "_set_blas_preferred_backend", _set_preferred)]  # fmt: skip
-    return found
+    return rows
 
 
 def _get_preferred():

@@ -112,7 +112,7 @@ def patches():
     """See `features`."""
     raw = (_cuda_cudaCachingAllocator_raw_alloc, _cuda_cudaCachingAllocator_raw_delete,
            _cuda_cudaCachingAllocator_enable)  # fmt: skip
-    found = in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
+    rows = in_package("torch.cuda", memory_stats_as_nested_dict, reset_peak_memory_stats, empty_cache, mem_get_info,
                        reset_accumulated_memory_stats, set_per_process_memory_fraction,
                        get_per_process_memory_fraction, list_gpu_processes, get_allocator_backend)  # fmt: skip
-    return found + [(torch._C, function.__name__, function) for function in raw]
+    return rows + [(torch._C, function.__name__, function) for function in raw]

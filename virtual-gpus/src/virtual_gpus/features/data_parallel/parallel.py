@@ -120,7 +120,7 @@ _raw_group = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
 
 
 def _group_tensors_by_device_and_dtype(tensorlistlist, with_indices: bool = False):
-    """PyTorch's grouping, split by virtual GPU: C++ sees one CPU where a learner sees several GPUs."""
+    """PyTorch's grouping, split by virtual GPU: for C++, all tensors are on one CPU."""
     groups = {}
     for (_, dtype), (lists, indices) in _raw_group(tensorlistlist, True).items():
         for row, leader in enumerate(lists[0]):
@@ -140,11 +140,11 @@ def forget() -> None:
 
 def patches():
     """See `features`. The modules are taken from sys.modules: functions of the same names hide them."""
-    found = [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
+    rows = [(torch.cuda.nccl, "is_available", is_available), (torch.cuda.nccl, "reduce", reduce)]
     shim = SimpleNamespace(Thread=SequentialThread, Lock=threading.Lock)
-    found.append((sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim))
+    rows.append((sys.modules["torch.nn.parallel.parallel_apply"], "threading", shim))
     group = _group_tensors_by_device_and_dtype
     users = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.optim.swa_utils")
-    return found + [
+    return rows + [
         (sys.modules[m], group.__name__, group) for m in users if hasattr(sys.modules.get(m), group.__name__)
     ]

@@ -375,7 +375,7 @@ def patches() -> list[Patch]:
         return []
     group = torch.distributed.ProcessGroup
     work = torch._C._distributed_c10d.Work
-    found = [(group, name, _OfCpp(group, name)) for name in _NAMES if name in vars(group)]
-    return [*found, (work, "get_future", around(work.get_future, _get_future)),
+    rows = [(group, name, _OfCpp(group, name)) for name in _NAMES if name in vars(group)]
+    return [*rows, (work, "get_future", around(work.get_future, _get_future)),
             (group, "_start_coalescing", around(group._start_coalescing, _start_coalescing)),
             (group, "_end_coalescing", around(group._end_coalescing, _end_coalescing))]  # fmt: skip

@@ -345,7 +345,7 @@ def patches() -> list[Patch]:
 
     group = c10d.ProcessGroup
     destroy = around(c10d.destroy_process_group, _destroy)
-    found: list[Patch] = [
+    rows: list[Patch] = [
         (c10d, "_new_process_group_helper", around(c10d._new_process_group_helper, _new_process_group_helper)),
         (c10d, "rendezvous", around(c10d.rendezvous, _rendezvous)),
         (c10d, "_get_object_coll_device", around(c10d._get_object_coll_device, _get_object_coll_device)),
@@ -354,23 +354,23 @@ def patches() -> list[Patch]:
         (group, "_get_backend", around(group._get_backend, _get_backend)),
         (group, "barrier", around(group.barrier, _barrier)),
     ]
-    found += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
-    found.append((torch.distributed, "get_backend", around(c10d.get_backend, _get_backend_name)))
-    found.append((torch.distributed, "gather_object", around(c10d.gather_object, _gather_object)))
+    rows += [(owner, "destroy_process_group", destroy) for owner in (c10d, torch.distributed)]
+    rows.append((torch.distributed, "get_backend", around(c10d.get_backend, _get_backend_name)))
+    rows.append((torch.distributed, "gather_object", around(c10d.gather_object, _gather_object)))
     for name in ("broadcast_object_list", "scatter_object_list", "recv_object_list"):
         receiving = around(getattr(c10d, name), _objects_from_another)
-        found += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
-    found += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
+        rows += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
+    rows += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
     if hasattr(torch.distributed, "ProcessGroupNCCL"):
         refused = _refused(torch.distributed.ProcessGroupNCCL)
-        found += [(owner, "ProcessGroupNCCL", refused) for owner in (c10d, torch.distributed)]
+        rows += [(owner, "ProcessGroupNCCL", refused) for owner in (c10d, torch.distributed)]
     if hasattr(c10d, "ProcessGroupGloo"):
-        found.append((c10d, "ProcessGroupGloo", _with_one_thread(c10d.ProcessGroupGloo)))
+        rows.append((c10d, "ProcessGroupGloo", _with_one_thread(c10d.ProcessGroupGloo)))
     if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
-        found.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
+        rows.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
     if INSTALLED < GLOO_SPLITS and hasattr(device_mesh, "split_group"):
-        found.append((device_mesh, "split_group", around(device_mesh.split_group, _splitting)))
+        rows.append((device_mesh, "split_group", around(device_mesh.split_group, _splitting)))
     if hasattr(group, "split_group"):
-        found.append((group, "split_group", around(group.split_group, _split_group)))
-    return found
+        rows.append((group, "split_group", around(group.split_group, _split_group)))
+    return rows

@@ -85,10 +85,10 @@ class GraphRecording:
 
     def slot(self, storage: torch.UntypedStorage, was_made: bool) -> Slot:
         """The slot of a storage. was_made: whether the capture made it, if it is new here."""
-        found = self._slots.get(storage._cdata)
-        if found is None:
-            found = self._slots[storage._cdata] = Slot(storage, was_made)
-        return found
+        slot = self._slots.get(storage._cdata)
+        if slot is None:
+            slot = self._slots[storage._cdata] = Slot(storage, was_made)
+        return slot
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """True for a storage that has a slot."""
@@ -379,8 +379,8 @@ def _rebuilt(value: Any, made: dict[Slot, torch.UntypedStorage], with_grad: bool
 
 
 def _tensor(ref: Ref, storage: torch.UntypedStorage) -> torch.Tensor:
-    made = torch.empty(0, dtype=ref.dtype, device="cpu")
-    return made.set_(storage, ref.offset, ref.size, ref.stride)
+    empty = torch.empty(0, dtype=ref.dtype, device="cpu")
+    return empty.set_(storage, ref.offset, ref.size, ref.stride)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -313,8 +313,8 @@ def patches():
     """See `features`."""
     functions = [_cuda_isCurrentStreamCapturing, _graph_pool_handle, _cuda_beginAllocateCurrentThreadToPool,
                  _cuda_endAllocateToPool, _cuda_releasePool]  # fmt: skip
-    found = in_package("torch.cuda", CUDAGraph, MemPool, is_current_stream_capturing, *functions)
-    found += [(torch._C, function.__name__, function) for function in (*functions, _host_emptyCache)]
+    rows = in_package("torch.cuda", CUDAGraph, MemPool, is_current_stream_capturing, *functions)
+    rows += [(torch._C, function.__name__, function) for function in (*functions, _host_emptyCache)]
     if _AcceleratorGraph is not None:
-        found.append((torch.accelerator, "Graph", _AcceleratorGraph))
-    return [*found, (torch.cuda.graphs.graph, "default_capture_stream", None)]
+        rows.append((torch.accelerator, "Graph", _AcceleratorGraph))
+    return [*rows, (torch.cuda.graphs.graph, "default_capture_stream", None)]

@@ -165,7 +165,7 @@ def _own(tensor):
 
 
 def _without_hooks():
-    """Keep the learner's saved-tensor hooks away from the CPU's graph: hooks that do nothing go on top of theirs."""
+    """Keep the program's saved-tensor hooks away from the CPU's graph: hooks that do nothing go on top of them."""
     stack = ExitStack()
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))

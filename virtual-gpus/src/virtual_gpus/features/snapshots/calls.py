@@ -89,10 +89,10 @@ def _cuda_memorySnapshot(request=None) -> dict:
     kept = _history_of(active())
     segments, traces = [], []
     for recorder, gpu in zip(kept.recorders, active().gpus, strict=True):
-        found = gpu.allocator.snapshot(gpu.index)  # before the trace is read: it sees to it that all frees are in there
+        of_gpu = gpu.allocator.snapshot(gpu.index)  # before the trace is read, so that all frees are in there
         traces.append(recorder.events() if with_traces else [])
-        segments += [(recorder, s) for s in found if pool in (_DEFAULT_POOL, s["segment_pool_id"])]
-        recorder.snapshot_taken(sum(segment["active_size"] for segment in found))
+        segments += [(recorder, s) for s in of_gpu if pool in (_DEFAULT_POOL, s["segment_pool_id"])]
+        recorder.snapshot_taken(sum(segment["active_size"] for segment in of_gpu))
     return _as_dictionary(kept, segments, traces)
 
 
@@ -102,8 +102,8 @@ def _as_dictionary(kept, segments, traces) -> dict:
         (recorder, b["address"]) for recorder, segment in segments for b in segment["blocks"] if b["requested_size"]
     ]
     blocks = {address: recorder.origin(address) for recorder, address in used}
-    entries = [entry for trace in traces for entry in trace]
-    frames = stacks.named([*origins.values(), *(made[0] for made in blocks.values()), *(entry[5] for entry in entries)])
+    of_entries = [entry[5] for trace in traces for entry in trace]
+    frames = stacks.named([*origins.values(), *(stack for stack, _ in blocks.values()), *of_entries])
     for _, segment in segments:
         segment["frames"] = frames.get(id(origins[segment["address"]]), [])
         for block in segment["blocks"]:

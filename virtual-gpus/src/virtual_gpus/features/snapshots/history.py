@@ -5,8 +5,8 @@
     torch.cuda.memory._dump_snapshot("snapshot.pickle")   # python -m torch.cuda._memory_viz trace_plot snapshot.pickle
 
 `Recorder` listens to one GPU's allocator and keeps what c10/cuda/CUDACachingAllocator.cpp keeps, in its words.
-`History` is a machine's recorders and their settings; `calls` turns it into a snapshot. Sizes are bytes,
-as requested; times are nanoseconds of time.perf_counter_ns. Nothing is attached to an allocator while nobody records.
+`History` is a machine's recorders and their settings; `calls` turns it into a snapshot. Sizes are bytes, as requested;
+times are nanoseconds of time.perf_counter_ns. Nothing is attached to an allocator unless a history is recorded.
 Recording costs half a microsecond per event without stacks, 1 to 4 with them: a step of many tiny operators takes up
 to 1.25 times as long then.
 
@@ -121,7 +121,7 @@ class Recorder:
                 self._allocator.observers.remove(self.hear)
             self.settings = self._deaths = None
             self.entries.clear()
-            # From here on nobody says when a block is given back; its owner tells whether it still is the same one.
+            # From here on no event says when a block is given back; its owner tells whether it still is the same one.
             self._blocks = {address: block for address, block in self._blocks.items() if block.owner is not None}
 
     # ---- the allocator's events

@@ -1,7 +1,7 @@
-"""Where in the learner's program something happened: Python stacks, taken and named by PyTorch's own unwinder.
+"""Where in the user's program something happened: Python stacks, taken and named by PyTorch's own unwinder.
 
 A stack keeps code objects, no frames: it holds no tensor and no variable alive. Taking one costs a quarter of a
-microsecond; names and line numbers are looked up when somebody asks for them.
+microsecond; names and line numbers are looked up when a snapshot is taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _is_ours(filename: str) -> bool:
     return filename.startswith(_HERE)
 
 
-def _of_the_learner(frames: list[dict]) -> list[dict]:
+def _of_the_program(frames: list[dict]) -> list[dict]:
     """The frames without those of this package, and without what lies between two of those."""
     kept: list[dict] = []
     since_ours = None  # the length of `kept` after the last frame of ours, while only _BETWEEN came since
@@ -69,11 +69,11 @@ def named(stacks: Iterable[object]) -> dict[int, list[dict]]:
     stacks_seen: dict[tuple, list[dict]] = {}
 
     def shared(frames):
-        frames = [frames_seen.setdefault(tuple(frame.values()), frame) for frame in _of_the_learner(frames)]
+        frames = [frames_seen.setdefault(tuple(frame.values()), frame) for frame in _of_the_program(frames)]
         return stacks_seen.setdefault(tuple(map(id, frames)), frames)
 
-    found = _symbolized(list(distinct.values()))
-    return {key: shared(frames) for key, frames in zip(distinct, found, strict=True)}
+    symbolized = _symbolized(list(distinct.values()))
+    return {key: shared(frames) for key, frames in zip(distinct, symbolized, strict=True)}
 
 
 def _symbolized(stacks: list) -> list[list[dict]]:
@@ -121,7 +121,7 @@ class Deaths:
         self._watched[address] = mark, weakref.ref(thing, self._note_moment)
 
     def of(self, address: int) -> tuple | None:
-        """(nanoseconds, stack) of the death that freed the block at `address`, once; None when nobody died."""
+        """(nanoseconds, stack) of the death that freed the block at `address`, once; None when nothing died."""
         while self._notes:
             note = self._notes.popleft()
             if isinstance(note, tuple):

@@ -232,15 +232,15 @@ def _refuse_older_graph(gradients) -> None:
 def patches():
     """See `features`."""
     tensor = torch.Tensor
-    found = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, apply_, map_)]
-    found += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
-    found += [(torch._tensor_str, "_str", _str)]
-    found += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
-    found += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
-    found += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
-    found += [(FakeTensorConverter, "from_real_tensor", from_real_tensor)]
-    found += [(tensor, "data", property(_raw_data.__get__, _set_data))]
-    found += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
+    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, apply_, map_)]
+    rows += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
+    rows += [(torch._tensor_str, "_str", _str)]
+    rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
+    rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
+    rows += [(tensor, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))]
+    rows += [(FakeTensorConverter, "from_real_tensor", from_real_tensor)]
+    rows += [(tensor, "data", property(_raw_data.__get__, _set_data))]
+    rows += [(tensor, "__cuda_array_interface__", property(_cuda_array_interface))]
     if hasattr(torch, "get_device"):
-        found.append((torch, "get_device", get_device))
-    return found
+        rows.append((torch, "get_device", get_device))
+    return rows

@@ -118,10 +118,10 @@ def _beside_input(function):
 
 def patches():
     """See `features`."""
-    found = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
-    found += [(torch, name, _maker(name)) for name in _raw_make]
-    found += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _MAKES_FOR_ITSELF]
-    return found + [(torch, name, _joining(function)) for name, function in _factories()]
+    rows = [(torch.Tensor, f.__name__, f) for f in (new_tensor, new)]
+    rows += [(torch, name, _maker(name)) for name in _raw_make]
+    rows += [(owner, name, _beside_input(getattr(owner, name))) for owner, name in _MAKES_FOR_ITSELF]
+    return rows + [(torch, name, _joining(function)) for name, function in _factories()]
 
 
 def _factories():

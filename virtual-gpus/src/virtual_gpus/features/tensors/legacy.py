@@ -143,10 +143,10 @@ def forget() -> None:
 
 def patches():
     """See `features`."""
-    found = [
+    rows = [
         (owner, name, _legacy(kind, owner.__name__))
         for owner in (torch.cuda, torch.cuda.sparse)
         for name, kind in vars(owner).items()
         if name.endswith("Tensor") and name[0] != "_"
     ]
-    return [*found, (torch, "set_default_tensor_type", set_default_tensor_type)]
+    return [*rows, (torch, "set_default_tensor_type", set_default_tensor_type)]

@@ -154,6 +154,6 @@ def save(obj, f, *args, **kwargs):
 def patches():
     """See `features`, and `placement.storages` for `_record`."""
     storage = torch.UntypedStorage
-    found = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
-    found += [(module, "save", save) for module in (torch, torch.serialization)]
-    return found + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cuda, cpu, clone, resize_)]
+    rows = [(storage, "_record", UNRECORDED), (storage, "device", property(device))]
+    rows += [(module, "save", save) for module in (torch, torch.serialization)]
+    return rows + [(storage, f.__name__, f) for f in (__new__, new, __getitem__, to, cuda, cpu, clone, resize_)]
