@@ -1,6 +1,7 @@
 """What the package's pages show: code runs as printed, and bugs fail as docs/bugs.md says and run once mended."""
 
 import re
+import runpy
 from pathlib import Path
 
 import bugs
@@ -21,6 +22,16 @@ def test_the_example_trains_counts_and_refuses(capsys):
     assert shape.startswith("torch.Size([500, 1000]) [4") and "found GPUs {" in refused
     assert (torch.Tensor.device, torch.Tensor.to, torch.cuda._lazy_init) == before
     assert 55 <= len([line for line in CODE[0].splitlines() if line.strip()]) <= 65
+
+
+def test_a_new_feature_runs_and_its_test_fails_until_it_is_filled(tmp_path):
+    (tmp_path / "tests").mkdir()
+    command = runpy.run_path(str(ROOT / "docs" / "new_feature.py"))
+    command["main"](["airy", "Airy functions", "special_airy_ai"], tmp_path)
+    module, test = (runpy.run_path(str(next(tmp_path.rglob(name)))) for name in ("recipes.py", "test_airy.py"))
+    assert module["RECIPES"] == {"special_airy_ai": module["special_airy_ai"]}
+    with pytest.raises(AssertionError):
+        test["test_peak_of_special_airy_ai"]()
 
 
 @pytest.mark.parametrize("program", bugs.programs(), ids=lambda program: program.__name__)

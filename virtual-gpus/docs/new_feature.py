@@ -1,0 +1,68 @@
+"""Make the folder of a new feature, which runs, and its test, which fails until you have filled both.
+
+    python docs/new_feature.py airy "Airy functions" special_airy_ai
+
+The feature begins as a recipe for the memory of one operator, which has none yet. ARCHITECTURE.md ("How to add a
+feature") says what else the folder may have.
+"""
+
+import argparse
+from pathlib import Path
+
+from virtual_gpus import features, operators
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = '"""{what}."""\n'
+MODULE = '''"""{what}: how CUDA uses memory. Name the file of PyTorch, or the measurement, that this rests on."""
+
+from __future__ import annotations
+
+from virtual_gpus.dispatch.op_call import OpCall
+
+
+def {operator}(call: OpCall):
+    """Say what CUDA takes on the way, in its order."""
+    with call.scratch(512):  # bytes
+        return call.run()
+
+
+RECIPES = {{"{operator}": {operator}}}
+'''
+TEST = '''"""{what}: the memory of its operators."""
+
+import torch
+from virtual_gpus import virtual_gpus
+
+PEAK = 0  # bytes: measured on a real GPU, or added up from PyTorch's source
+
+
+def test_peak_of_{operator}():
+    with virtual_gpus(1):
+        x = torch.ones(1000, device="cuda")
+        torch.ops.aten.{operator}(x)
+        assert torch.cuda.max_memory_allocated() == PEAK
+'''
+
+
+def main(arguments=None, root=ROOT):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the folder")
+    parser.add_argument("what", help="the feature in a few words, for its docstrings")
+    parser.add_argument("operator", help="base name of an ATen operator: torch.ops.aten.NAME")
+    options = parser.parse_args(arguments)
+    if not options.name.isidentifier() or hasattr(features, options.name):
+        parser.error(f"{options.name!r} is the name of a feature, or no name for a folder.")
+    if options.operator in operators.RECIPES:
+        parser.error(f"{options.operator!r} has a recipe: {operators.RECIPES[options.operator].__module__}.")
+    folder = root / "src" / "virtual_gpus" / "features" / options.name
+    folder.mkdir(parents=True)
+    texts = {folder / "__init__.py": FOLDER, folder / "recipes.py": MODULE,
+             root / "tests" / f"test_{options.name}.py": TEST}  # fmt: skip
+    for path, text in texts.items():
+        path.write_text(text.format(**vars(options)), encoding="utf-8", newline="\n")
+        print(path.relative_to(root))
+    print("Fill the recipe and the test, then run the test and: pytest -n0 tests/test_layers.py")
+
+
+if __name__ == "__main__":
+    main()
