@@ -64,15 +64,15 @@ def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy
         return tensor
     if source is None and target is not None and target.machine.shapes_only and is_state(tensor):
         return tensor  # DTensor goes on from it, which needs its values
-    is_transformed = _is_transformed()
-    if is_transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
+    transformed = is_transformed()
+    if transformed and source is target:  # a cast; in a rule of vmap, no Function may be called
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=_format_for(tensor, memory_format))
-    if (tensor.requires_grad and torch.is_grad_enabled()) or is_transformed:
+    if (tensor.requires_grad and torch.is_grad_enabled()) or transformed:
         return ToCopy.apply(tensor, target, dtype, memory_format, blocking)
     return raw_copy(tensor, target, dtype, memory_format, blocking)
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """True inside torch.func's transforms and forward-mode differentiation, which follow tensors without a flag."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 

@@ -63,16 +63,8 @@ def _succeed(gpus, *_) -> int:
     return _SUCCESS
 
 
-def _error_string(gpus, code) -> bytes:
-    return _ERRORS.get(getattr(code, "value", code), b"Unknown Error")
-
-
 def _driver_version(gpus, buffer, length) -> int:
     return _give_text(buffer, DRIVER, length)
-
-
-def _count(gpus, pointer) -> int:
-    return _give(pointer, len(gpus))
 
 
 def _handle(pointer, slot: int) -> int:
@@ -120,10 +112,6 @@ def _processes(gpu: GPUView, count, places) -> int:
     return _SUCCESS
 
 
-def _no_processes(gpu: GPUView, count, places) -> int:
-    return _give(count, 0)
-
-
 def _capability(gpu: GPUView, major, minor) -> int:
     return _give(major, gpu.capability[0]) or _give(minor, gpu.capability[1])
 
@@ -139,10 +127,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "nvmlInit": _succeed,
     "nvmlInitWithFlags": _succeed,
     "nvmlShutdown": _succeed,
-    "nvmlErrorString": _error_string,
+    "nvmlErrorString": lambda gpus, code: _ERRORS.get(getattr(code, "value", code), b"Unknown Error"),
     "nvmlSystemGetDriverVersion": _driver_version,
     "nvmlSystemGetNVMLVersion": _driver_version,
-    "nvmlDeviceGetCount": _count,
+    "nvmlDeviceGetCount": lambda gpus, pointer: _give(pointer, len(gpus)),
     "nvmlDeviceGetHandleByIndex": _handle_by_index,
     "nvmlDeviceGetHandleByUUID": _handle_by("uuid"),
     "nvmlDeviceGetHandleByPciBusId": _handle_by("bus_id"),
@@ -153,8 +141,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetMemoryInfo": _of_gpu(_memory),
     "nvmlDeviceGetUtilizationRates": _of_gpu(_utilization),
     "nvmlDeviceGetComputeRunningProcesses": _of_gpu(_processes),
-    "nvmlDeviceGetGraphicsRunningProcesses": _of_gpu(_no_processes),
-    "nvmlDeviceGetMPSComputeRunningProcesses": _of_gpu(_no_processes),
+    "nvmlDeviceGetGraphicsRunningProcesses": _of_gpu(lambda gpu, count, places: _give(count, 0)),
+    "nvmlDeviceGetMPSComputeRunningProcesses": _of_gpu(lambda gpu, count, places: _give(count, 0)),
     "nvmlDeviceGetCudaComputeCapability": _of_gpu(_capability),
     "nvmlDeviceGetPciInfo": _of_gpu(_pci),
 }

@@ -45,7 +45,7 @@ class device_index:
 
     def __exit__(self, *error) -> None:
         if self.idx is not None:
-            cuda._maybe_exchange_device(self.prev_idx)
+            cuda._exchange_device(self.prev_idx)
 
 
 def empty_host_cache() -> None:

@@ -53,14 +53,15 @@ def withdraw(facts: dict[str, Any]) -> None:
         os.environ[VARIABLE] = json.dumps(_offers[-1])
         return
     for name in (VARIABLE, _PYTHON):
-        _restore(name, _outside[name])
+        restore(name, _outside[name])
     for name, entry in _ENTRIES.items():
         if entry not in (_outside[name] or "").split(os.pathsep):
             rest = [part for part in os.environ.get(name, "").split(os.pathsep) if part != entry]
-            _restore(name, os.pathsep.join(rest) or _outside[name])
+            restore(name, os.pathsep.join(rest) or _outside[name])
 
 
-def _restore(name: str, value: str | None) -> None:
+def restore(name: str, value: str | None) -> None:
+    """Give a variable of the environment a value, or take it out (None)."""
     if value is None:
         os.environ.pop(name, None)
     else:

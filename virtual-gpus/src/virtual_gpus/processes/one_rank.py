@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import os
 
+from virtual_gpus.processes.children import restore
 from virtual_gpus.settings import Settings
 
 _before: list[tuple[Settings, dict[str, str | None]]] = []  # what the environment said before each that is on
@@ -67,10 +68,7 @@ def leave(settings: Settings) -> None:
         _before[place] = _before[place][0], before
         return
     for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        restore(name, value)
 
 
 def check(settings: Settings, rank: int, world_size: int) -> None:

@@ -13,6 +13,7 @@ import math
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from virtual_gpus.dispatch.copies import is_transformed
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.attention_call import EFFICIENT, FLASH, HALF, MATH, AttentionCall
@@ -64,8 +65,7 @@ def _is_elsewhere(query, key, value) -> bool:
         or query.is_nested
         or key.is_nested
         or value.is_nested
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+        or is_transformed()
     )
 
 

@@ -20,6 +20,7 @@ import torch
 
 from virtual_gpus.features.autocast import lists as lists
 from virtual_gpus.features.autocast.casts import cast, clear_cache, is_eligible, is_on_gpu, widest
+from virtual_gpus.operators import operator
 from virtual_gpus.threads import this_thread
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
@@ -98,7 +99,7 @@ def _to_fp32_results(op):
 
 def _with_fp32_appended(op):
     arguments = op._schema.arguments
-    twin = _overload(lists.FP32_APPEND_DTYPE[_name_of(op)])
+    twin = _overload(lists.FP32_APPEND_DTYPE[operator(op).name])
 
     def kernel(*args, **kwargs):
         if not is_eligible(args[0]):
@@ -204,11 +205,6 @@ def unregister() -> None:
 def _overload(name: str):
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
-def _name_of(op) -> str:
-    schema = op._schema
-    return schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
 
 
 @contextlib.contextmanager

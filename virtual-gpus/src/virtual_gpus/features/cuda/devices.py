@@ -72,10 +72,6 @@ def _exchange_device(device: int) -> int:
     return before
 
 
-def _maybe_exchange_device(device: int) -> int:
-    return _exchange_device(device)
-
-
 def synchronize(device=None) -> None:
     """The modelled host waits for all streams of a GPU. The numbers are there already."""
     gpu = gpu_at(device)
@@ -166,12 +162,12 @@ def device_memory_used(device=None) -> int:
 def patches():
     """See `features`."""
     functions = (is_available, device_count, is_initialized, init, _lazy_init, _lazy_call, current_device, set_device,
-                 synchronize, _exchange_device, _maybe_exchange_device, get_device_properties,
+                 synchronize, _exchange_device, get_device_properties,
                  can_device_access_peer, is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect,
                  _is_in_bad_fork, utilization, memory_usage,
                  device_memory_used)  # fmt: skip
     sensors = (errors.refusing(f"torch.cuda.{name}") for name in ("temperature", "power_draw", "clock_rate"))
-    return in_package("torch.cuda", *functions, *sensors) + [
+    return in_package("torch.cuda", *functions, *sensors, _maybe_exchange_device=_exchange_device) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

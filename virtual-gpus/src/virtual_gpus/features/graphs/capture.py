@@ -106,7 +106,7 @@ class GraphRecording:
             return self.ref(value, was_made=False)
         if isinstance(value, (list, tuple)):
             return type(value)(map(self.described, value))
-        return value
+        return {name: self.described(part) for name, part in value.items()} if isinstance(value, dict) else value
 
     def _is_number(self, storage: torch.UntypedStorage) -> bool:
         """True for a CPU tensor from outside the capture that no C++ made on the way."""
@@ -244,7 +244,7 @@ class Capture:
             self.recording.nodes.append(None)
             return call.op.route(call)
         written = call.op.written | _WRITTEN_IN_SECRET
-        func, args, kwargs = call.func, self.recording.described(call.args), self._described_kwargs(call)
+        func, args, kwargs = call.func, self.recording.described(call.args), self.recording.described(call.kwargs)
         writes = self._keep([tensor for name, tensor in call.named_tensors() if name in written])
         result = call.op.route(call)
         self._take_down(func, True, args, kwargs, result, writes)
@@ -256,7 +256,7 @@ class Capture:
         result = call.op.route(call)
         made = [t for t in tensors_in(result) if t.layout == torch.strided]
         if any(t.untyped_storage()._record.creation_site is not None for t in made) and not self.machine.shapes_only:
-            args, kwargs = self.recording.described(args), {k: self.recording.described(v) for k, v in kwargs.items()}
+            args, kwargs = self.recording.described(args), self.recording.described(kwargs)
             self._take_down(func, True, args, kwargs, result, False)
         return result
 
@@ -290,9 +290,6 @@ class Capture:
         elif source is None:
             self.check_copy_with_host(is_pinned(tensor), blocking)
         return self.node(function, tensor, target, dtype, memory_format, blocking)
-
-    def _described_kwargs(self, call: OpCall) -> dict[str, Any]:
-        return {name: self.recording.described(value) for name, value in call.kwargs.items()} if call.kwargs else {}
 
     def _take_down(self, func, is_operator: bool, args, kwargs, result, writes: bool) -> None:
         tensors = tensors_in(result)

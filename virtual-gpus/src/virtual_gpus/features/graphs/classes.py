@@ -286,11 +286,6 @@ def _cuda_isCurrentStreamCapturing() -> bool:
     return streams.capture_of(gpu, gpu.stream) is not None
 
 
-def is_current_stream_capturing() -> bool:
-    """True while a graph captures this thread's current stream."""
-    return _cuda_isCurrentStreamCapturing()
-
-
 def _graph_pool_handle() -> PoolId:
     """A new id for a pool that several graphs may share."""
     return _new_id(for_graph=False)
@@ -313,7 +308,8 @@ def patches():
     """See `features`."""
     functions = [_cuda_isCurrentStreamCapturing, _graph_pool_handle, _cuda_beginAllocateCurrentThreadToPool,
                  _cuda_endAllocateToPool, _cuda_releasePool]  # fmt: skip
-    rows = in_package("torch.cuda", CUDAGraph, MemPool, is_current_stream_capturing, *functions)
+    rows = in_package("torch.cuda", CUDAGraph, MemPool, *functions,
+                      is_current_stream_capturing=_cuda_isCurrentStreamCapturing)  # fmt: skip
     rows += [(torch._C, function.__name__, function) for function in (*functions, _host_emptyCache)]
     if _AcceleratorGraph is not None:
         rows.append((torch.accelerator, "Graph", _AcceleratorGraph))

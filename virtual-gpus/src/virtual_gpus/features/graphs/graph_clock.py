@@ -11,6 +11,8 @@ from collections.abc import Container
 
 from virtual_gpus.clock.clock import Clock, Track
 
+_OF_THE_HOST = ("spend", "time_of", "wait", "start_backward", "end_backward", "meet", "done")  # as on the usual clock
+
 
 class GraphClock(Clock):
     """Stands before the clock `outer` for streams in `captured`, (slot, stream) pairs. Times of captured work: seconds
@@ -19,6 +21,7 @@ class GraphClock(Clock):
     def __init__(self, outer: Clock, captured: Container[tuple[int, int]]):
         self.outer, self.captured, self.host = outer, captured, outer.host
         self.tracks = [Track() for _ in outer.tracks]
+        vars(self).update({name: getattr(outer, name) for name in _OF_THE_HOST})
 
     def __getattr__(self, name: str):
         return getattr(self.outer, name)  # the host's time above all
@@ -26,32 +29,6 @@ class GraphClock(Clock):
     def seconds(self) -> dict[int, float]:
         """How long each GPU is at work in one replay, by slot."""
         return {slot: track.done for slot, track in enumerate(self.tracks) if track.done}
-
-    # ---- the host's time is that of the usual clock ----
-
-    def spend(self, seconds: float, gpu: int | None = None) -> float:
-        """See `Clock`."""
-        return self.outer.spend(seconds, gpu)
-
-    def time_of(self, gpu: int) -> float:
-        """See `Clock`."""
-        return self.outer.time_of(gpu)
-
-    def wait(self, until: float, gpu: int | None = None) -> None:
-        """See `Clock`."""
-        self.outer.wait(until, gpu)
-
-    def start_backward(self) -> None:
-        """See `Clock`."""
-        self.outer.start_backward()
-
-    def end_backward(self) -> None:
-        """See `Clock`."""
-        self.outer.end_backward()
-
-    def meet(self, first: int, second: int) -> float:
-        """See `Clock`."""
-        return self.outer.meet(first, second)
 
     # ---- work on a stream ----
 
@@ -83,10 +60,6 @@ class GraphClock(Clock):
     def mark(self, gpu: int, stream: int) -> float:
         """See `Clock`."""
         return super().ready(gpu, stream) if self._is_inner(gpu, stream) else self.outer.mark(gpu, stream)
-
-    def done(self, gpu: int) -> float:
-        """See `Clock`."""
-        return self.outer.done(gpu)
 
     def _is_inner(self, gpu: int, lane: int | str) -> bool:
         return (gpu, lane) in self.captured

@@ -178,33 +178,32 @@ class Recorder:
     def _free_completed(self, address, size):
         block = self._waiting.pop(address, None)
         if block is not None:
-            stack = stacks.take() if self.settings.context >= STATE else None
-            self._add("free_completed", address, block.requested, block.stream, stack=stack)
+            self._add("free_completed", address, block.requested, block.stream, stack=self._stack())
 
     def _segment_alloc(self, address, size):
         stream = self._allocator.device.segments[address].pool.stream
-        self._segments[address] = stream, stacks.take() if self.settings.context >= STATE else None
+        self._segments[address] = stream, self._stack()
         self._add("segment_alloc", address, size, stream, stack=self._segments[address][1])
 
     def _segment_free(self, address, size):
         stream, stack = self._segments.pop(address, (0, None))
-        if self.settings.context >= STATE:
-            stack = stacks.take()
-        self._add("segment_free", address, size, stream, stack=stack)
+        self._add("segment_free", address, size, stream, stack=self._stack() or stack)
 
     def _segment_map(self, address, size):
-        arena, stack = self._allocator.segment_at(address), stacks.take() if self.settings.context >= STATE else None
+        arena, stack = self._allocator.segment_at(address), self._stack()
         if address == arena.address:
             self._segments.setdefault(address, (arena.pool.stream, stack))
         self._add("segment_map", address, size, arena.pool.stream, stack=stack)
 
     def _segment_unmap(self, address, size):
-        stack = stacks.take() if self.settings.context >= STATE else None
-        self._add("segment_unmap", address, size, self._allocator.segment_at(address).pool.stream, stack=stack)
+        stream = self._allocator.segment_at(address).pool.stream
+        self._add("segment_unmap", address, size, stream, stack=self._stack())
 
     def _oom(self, _, size):
-        stack = stacks.take() if self.settings.context >= STATE else None
-        self._add("oom", self._allocator.device.free_bytes, size, 0, stack=stack)
+        self._add("oom", self._allocator.device.free_bytes, size, 0, stack=self._stack())
+
+    def _stack(self) -> object:
+        return stacks.take() if self.settings.context >= STATE else None
 
     def snapshot_taken(self, active: int) -> None:
         """Note that a snapshot was taken, which found `active` bytes in use."""
