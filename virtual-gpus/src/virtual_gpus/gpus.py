@@ -35,9 +35,7 @@ from typing import NamedTuple
 
 from virtual_gpus import figures
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
+_BY_LOWER = {unit.lower(): size for unit, size in figures.SIZES.items()}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -60,7 +58,7 @@ def _bytes_of_text(text: str) -> int:
     number, unit = match.groups()
     if unit.lower() not in _BY_LOWER:
         problem = f"has the unknown unit {unit!r}" if unit else "has no unit"
-        raise ValueError(f"The size {text!r} {problem}. Use one of {', '.join(_UNITS)}.")
+        raise ValueError(f"The size {text!r} {problem}. Use one of {', '.join(figures.SIZES)}.")
     return int(float(number) * _BY_LOWER[unit.lower()])
 
 
@@ -69,8 +67,8 @@ def format_bytes(nbytes: int) -> str:
     if nbytes < 0:
         return "-" + format_bytes(-nbytes)
     for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if nbytes >= _UNITS[unit]:
-            return f"{nbytes / _UNITS[unit]:.1f}".removesuffix(".0") + f" {unit}"
+        if nbytes >= figures.SIZES[unit]:
+            return f"{nbytes / figures.SIZES[unit]:.1f}".removesuffix(".0") + f" {unit}"
     return f"{nbytes} B"
 
 

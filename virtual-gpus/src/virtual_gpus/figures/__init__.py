@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-_TIMES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB/s": 1e6, "GB/s": 1e9, "Gbit/s": 1e9 / 8,
-          "TFLOP/s": 1e12, "SM": 1}  # fmt: skip
+SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}  # fmt: skip
+_TIMES = {unit: SIZES[unit] for unit in ("B", "KiB", "MiB", "GiB")}
+_TIMES |= {"MB/s": 1e6, "GB/s": 1e9, "Gbit/s": 1e9 / 8, "TFLOP/s": 1e12, "SM": 1}
 _PARTS = {"us": 1e6, "ns": 1e9}  # of a second
 _FIGURE = {"value", "unit", "source"}
 

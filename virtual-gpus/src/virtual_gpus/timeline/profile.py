@@ -96,7 +96,8 @@ class DeviceRecord:
                 named.add((gpu, span.lane))
                 for name, label in (("process_name", f"cuda:{gpu} (modelled)"), ("thread_name", lane_name(span.lane))):
                     events.append({"ph": "M", "name": name, "pid": gpu, "tid": _lane(span), "args": {"name": label}})
-            events.append({"ph": "X", "cat": _category(span), "name": _name(span), "pid": gpu, "tid": _lane(span),
+            category = "gpu_memcpy" if span.kind == "copy" else "kernel"
+            events.append({"ph": "X", "cat": category, "name": _name(span), "pid": gpu, "tid": _lane(span),
                            "ts": start + (span.start - self._began) * 1e6, "dur": (span.end - span.start) * 1e6,
                            "args": {"device": gpu, "stream": _lane(span)}})  # fmt: skip
         path.write_text(json.dumps(trace), "utf-8")
@@ -135,7 +136,3 @@ def _name(span: Span) -> str:
 
 def _lane(span: Span) -> int:
     return _LANES.setdefault(span.lane, 1001 + len(_LANES)) if isinstance(span.lane, str) else span.lane
-
-
-def _category(span: Span) -> str:
-    return "gpu_memcpy" if span.kind == "copy" else "kernel"

@@ -38,7 +38,7 @@ def on_each_rank(attention: Callable, query, key, value, mask, *args, **kwargs):
         )
     kept = _placements(query)
     if not all(_fits(query, other, mesh, kept) for other in (key, value)):
-        kept = _replicated(kept)
+        kept = [sys.modules["torch.distributed.tensor"].Replicate() for _ in kept]
     local = [_local(part, mesh, kept) for part in (query, key, value)]
     if mask is not None:
         mask = _local(mask, mesh, _placements_of_mask(mask, query, kept))
@@ -55,11 +55,6 @@ def _placements(query) -> list[Any]:
     inner = query.dim() - 2
     keeps = [type(placement) is module.Shard and placement.dim % query.dim() < inner for placement in query.placements]
     return [p if keep else module.Replicate() for p, keep in zip(query.placements, keeps, strict=True)]
-
-
-def _replicated(placements: Sequence[Any]) -> list[Any]:
-    module = sys.modules["torch.distributed.tensor"]
-    return [module.Replicate() for _ in placements]
 
 
 def _fits(query, other, mesh, placements: Sequence[Any]) -> bool:

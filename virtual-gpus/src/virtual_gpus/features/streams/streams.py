@@ -20,8 +20,18 @@ from virtual_gpus.patches.table import in_package
 
 _ids = itertools.count(1)
 _newest = [0]  # the largest id so far
-_current = threading.local()  # (machine id, GPU index) -> stream, per thread as in CUDA
 _CUDA = 1  # c10::DeviceType::CUDA
+
+
+class _OfThread(threading.local):
+    """By (machine id, GPU index): this thread's stream, and its changes of streams, see `_note`."""
+
+    def __init__(self) -> None:
+        self.streams: dict[tuple[int, int], Stream] = {}
+        self.changes: dict[tuple[int, int], list[tuple[int, Stream | None]]] = {}
+
+
+_thread = _OfThread()
 
 
 class Stream:
@@ -244,12 +254,6 @@ def _host_waits(gpu: VirtualGPU, until: float) -> None:
     clock.spend(clock.host.wait)
 
 
-def _streams() -> dict:
-    if not hasattr(_current, "streams"):
-        _current.streams = {}
-    return _current.streams
-
-
 def default_stream(device=None) -> Stream:
     """The stream that everything runs on unless told otherwise (id 0)."""
     return Stream(gpu_at(device).index, stream_id=0)
@@ -258,7 +262,7 @@ def default_stream(device=None) -> Stream:
 def current_stream(device=None) -> Stream:
     """This thread's stream on a GPU."""
     gpu = gpu_at(device)
-    return _streams().get((id(gpu.machine), gpu.index)) or default_stream(gpu.index)
+    return _thread.streams.get((id(gpu.machine), gpu.index)) or default_stream(gpu.index)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -270,7 +274,7 @@ def set_stream(stream: Stream | None) -> None:
 
 def make_current(gpu: VirtualGPU, stream: Stream) -> None:
     """Make `stream` this thread's stream on `gpu`."""
-    _streams()[id(gpu.machine), gpu.index] = stream
+    _thread.streams[id(gpu.machine), gpu.index] = stream
     gpu.streams.pop(threading.get_ident(), None)
     if stream.stream_id:
         gpu.streams[threading.get_ident()] = stream.stream_id
@@ -289,7 +293,7 @@ def get_stream_from_external(data_ptr: int, device=None) -> Stream:
 
 def stop(machine) -> None:
     """Drop this thread's streams of a machine that goes off."""
-    for table in (_streams(), _changes()):
+    for table in (_thread.streams, _thread.changes):
         for key in [key for key in table if key[0] == id(machine)]:
             del table[key]
 
@@ -302,15 +306,9 @@ _next_number = torch._C._autograd._get_sequence_nr
 _KEPT = 4096  # changes per GPU: older nodes belong to the default stream
 
 
-def _changes() -> dict[tuple[int, int], list[tuple[int, Stream | None]]]:
-    """This thread's changes by machine and GPU: the next node's number, and the stream from then on (None: default)."""
-    if not hasattr(_current, "changes"):
-        _current.changes = {}
-    return _current.changes
-
-
 def _note(gpu: VirtualGPU, stream: Stream | None) -> None:
-    changes = _changes().setdefault((id(gpu.machine), gpu.index), [])
+    """Note the next node's number, and the stream from then on (None: the default one)."""
+    changes = _thread.changes.setdefault((id(gpu.machine), gpu.index), [])
     number = _next_number()
     if changes and changes[-1][0] == number:
         changes.pop()  # no node was made meanwhile
@@ -322,12 +320,12 @@ def _note(gpu: VirtualGPU, stream: Stream | None) -> None:
 
 def have_changed() -> bool:
     """True if this thread may have made nodes on a stream other than the default one, or is on one now."""
-    return any(_changes().values())
+    return any(_thread.changes.values())
 
 
 def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
     """The stream of `gpu` that was current when this thread made the node of that number."""
-    changes = _changes().get((id(gpu.machine), gpu.index), ())
+    changes = _thread.changes.get((id(gpu.machine), gpu.index), ())
     index = bisect.bisect_right(changes, number, key=lambda change: change[0])
     stream = changes[index - 1][1] if index else None
     return default_stream(gpu.index) if stream is None else stream
