@@ -460,7 +460,7 @@ REACHED = {"": TAKING | {"change_splits"},
 def test_a_finalizer_may_free_in_the_middle_of_a_malloc(nbytes):
     moment, place, seen = 0, "start", set()
     while place:
-        moment += 7 if nbytes < MIB else 29
+        moment += 7 if nbytes < MIB else 19
         gpu, held = crowded("")
         free, malloc = partial(gpu.free, held[0]), lambda g=gpu, h=held: h.append(g.malloc(nbytes))
         place = interrupted_at(moment, malloc, free, ours)

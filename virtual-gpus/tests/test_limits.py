@@ -69,7 +69,6 @@ ELSEWHERE = {
     "A block that is marked with `record_stream`": "test_shared_cards.py::test_a_block_stays_as_long_as",
     "`shapes_only` keeps no values": "test_shapes_only.py::test_what_needs_values_says_so",
     "What is not modelled raises": "test_public_names.py::test_every_refusal_is_in_the_list",
-    "CUDA graphs": "test_cuda_graphs.py::test_a_replay_is_one_launch_for_the_host",
     "Gloo carries the messages": "test_nccl.py::test_collectives_of_nccl",
     "`torch.distributed.fsdp.fully_shard`": "test_fully_shard.py::test_each_rank_holds_its_share",
     "One rank of many": "test_one_rank.py::test_the_other_ranks_hold_what_this_one_holds",

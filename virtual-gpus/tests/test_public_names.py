@@ -30,12 +30,13 @@ def test_a_method_keeps_its_name(owner, name):
     assert getattr(owner, name).__name__ == name
 
 
-@pytest.mark.parametrize("name", ["GreenContext", "CUDAPluggableAllocator"])
+@pytest.mark.parametrize("name", ["GreenContext", "CUDAPluggableAllocator", "CUDAGraph", "graph", "MemPool"])
 def test_a_refused_class_names_itself_when_one_is_made(name):
     kind = getattr(torch.cuda, name, None) or getattr(torch.cuda.memory, name)
     for made in (kind, type("Own", (kind,), {})):
         with pytest.raises(NotModelled, match=f"torch.cuda.{name}"):
             made("an argument")
+    assert torch.cuda.is_current_stream_capturing() is False  # optimizers ask
 
 
 def test_streams_by_handle_sleep_by_cycles_raw_blocks_the_runtime_library_and_the_plans_of_cufft():
@@ -126,7 +127,7 @@ ARGUMENTS = {
     "CudaError": lambda: [0], "ExternalStream": lambda: [0], "StreamContext": lambda: [None],
     "caching_allocator_alloc": lambda: [512], "caching_allocator_enable": lambda: [False], "mark": lambda: ["m"],
     "check_error": lambda: [0], "device": lambda: [1], "get_stream_from_external": lambda: [0],
-    "graph": lambda: [torch.cuda.CUDAGraph()], "range": lambda: ["r"], "range_end": lambda: [0],
+    "range": lambda: ["r"], "range_end": lambda: [0],
     "range_push": lambda: ["r"], "range_start": lambda: ["r"], "set_stream": lambda: [None],
     "set_sync_debug_mode": lambda: [0], "stream": lambda: [None], "set_filename": lambda: ["results.csv"],
     "set_max_tuning_duration": lambda: [30], "set_max_tuning_iterations": lambda: [100],

@@ -1,4 +1,4 @@
-"""Why tests of PyTorch fail on virtual GPUs: the name of a test, or of a class of tests -> the reason."""
+"""Why tests of PyTorch fail on virtual GPUs: the name of a test, of a class, or how names begin -> the reason."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ INSIDES = {
     "test_cudart_register": _CUDART,
     "test_external_streams": _CUDART,
     "test_external_streams_multi_device": _CUDART,
-    "test_graph_concurrent_replay": "It expects the wrong numbers of two kernels that write to the same memory at the "
-    "same time.",
 }
 # The file is older than PyTorch 2.15, with which they fail on a real GPU too.
 AGE = {
     "test_cublas_allow_bf16_reduced_precision_reduction_get_set": _FLAGS,
     "test_cublas_allow_fp16_reduced_precision_reduction_get_set": _FLAGS,
     "test_allocator_settings": "PyTorch 2.15 raises ValueError for an unknown key. The test expects RuntimeError.",
-    "test_graph_memory_stats_and_use_result_after_destroy_graph": "Before 2.13, every graph took two blocks for random "
-    "numbers. PyTorch 2.15 takes them when a graph draws its first random number.",
-    "test_memory_stats_of_multiple_generators_and_graphs": "Before 2.13, every generator of a graph took two blocks. "
-    "PyTorch 2.15 takes them when the generator draws its first number in the graph.",
     "test_cuda_vitals_gpu_only": "PyTorch 2.15 has no `torch.read_vitals`.",
 }
+GRAPHS = dict.fromkeys(
+    ("test_graph_", "test_graphsafe_", "test_cuda_graph_", "test_memory_stats_of_multiple_generators_and_graphs"),
+    "`torch.cuda.CUDAGraph`, `make_graphed_callables` and `graphsafe_get_state` are refused by name.",
+)
 OTHERS = {
-    "test_graphsafe_set_get_rng_state": "`torch.Generator.graphsafe_get_state` is refused by name.",
-    "test_graph_three_successive": "It expects wrong numbers where replays overwrite each other's memory. Numbers do "
-    "not depend on addresses here.",
     "test_cycles": "It finds the block of a tensor by `data_ptr()`, which is an address in the computer's memory here.",
     "test_cpp_warnings_have_python_context": "If a function of PyTorch is replaced, a warning from C++ names a line "
     "of the replacement.",
@@ -45,8 +40,6 @@ OTHERS = {
     "test_stream_event_nogil": "Two threads wait at the same time. The modelled host waits for one after the other.",
     "test_cudnn_multiple_threads_same_device": _LONG,
     "test_cusparse_multiple_threads_same_device": _LONG,
-    "test_graph_make_graphed_callables_with_amp_cache_disabled_allow_unused_input": _LONG,
-    "test_graph_make_graphed_callables_without_amp_allow_unused_input": _LONG,
     "test_allocator_fuzz": _LONG,
 }
 
@@ -54,4 +47,5 @@ OTHERS = {
 def reason(test: str, reasons: dict[str, str]) -> str | None:
     """Why `test` ("Class.test_name") fails, if that is known."""
     kind, _, name = test.partition(".")
-    return reasons.get(kind) or reasons.get(name.removesuffix("_cuda"))
+    begin = next((key for key in reasons if key[-1] == "_" and name.startswith(key)), name.removesuffix("_cuda"))
+    return reasons.get(kind) or reasons.get(begin)

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.outside.pytorch_reasons import AGE, INSIDES, OTHERS, reason
+from benchmarks.outside.pytorch_reasons import AGE, GRAPHS, INSIDES, OTHERS, reason
 
 RESULTS = Path(__file__).with_suffix(".json")
 DOCS = Path(__file__).parents[2] / "docs" / "pytorchs_tests.md"
@@ -36,6 +36,7 @@ DEVICE_PART = {"test_torch.py": "CUDA.test"}
 GROUPS = {
     "Tests of CUDA's internals": INSIDES,
     "Tests of other versions, which fail on a real GPU too": AGE,
+    "Tests of CUDA graphs": GRAPHS,
     "Other tests that fail": OTHERS,
 }
 INTRODUCTION = """
@@ -47,7 +48,7 @@ INTRODUCTION = """
 counted. [distributed_tests.md](distributed_tests.md) has the tests of torch.distributed.
 """
 NOTE = """
-The last column is the share of the tests that pass. It leaves out skipped tests, and the tests of the first two
+The last column is the share of the tests that pass. It leaves out skipped tests, and the tests of the first three
 sections below. Skipped tests need other hardware or libraries, or more memory than the 8 GiB of these GPUs.
 """
 
@@ -147,7 +148,7 @@ def write(results: dict) -> None:
              "|---|---|---|---|---|---|"]  # fmt: skip
     for name, found in sorted(results.items()):
         passed, failed, skipped = (_named(found, word) for word in ("passed", "failed", "skipped"))
-        share = 100 * len(passed) / (len(passed) + sum(not reason(test, INSIDES | AGE) for test in failed))
+        share = 100 * len(passed) / (len(passed) + sum(not reason(test, INSIDES | AGE | GRAPHS) for test in failed))
         lines.append(
             f"| {name} | {found['version']} | {len(passed)} | {len(failed)} | {len(skipped)} | {share:.1f} % |"
         )
@@ -198,7 +199,7 @@ def main() -> int:
             RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     write(results)
     failed = [test for found in results.values() for test in _named(found, "failed")]
-    unknown = [test for test in failed if not reason(test, INSIDES | AGE | OTHERS)]
+    unknown = [test for test in failed if not reason(test, INSIDES | AGE | GRAPHS | OTHERS)]
     print("Failed for no known reason:", ", ".join(unknown) or "none")
     return bool(unknown)
 

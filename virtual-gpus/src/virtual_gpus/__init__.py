@@ -42,8 +42,8 @@ Time:
   algorithms, rings are modelled, and trees for all-reduces over several hosts.
 - Numbers never depend on streams. A program that forgets to wait gives correct results here, but may give wrong ones on
   a real GPU. `check_races=True` raises an error there. It compares the spans of bytes that tensors take, so two streams
-  that use different columns of one matrix count as a race. It does not look into CUDA graphs and CPU threads, nor at
-  what a NumPy array of pinned memory is used for later.
+  that use different columns of one matrix count as a race. It does not look into CPU threads, nor at what a NumPy
+  array of pinned memory is used for later.
 - In torch.distributed, collectives and messages take modelled time for GPU tensors, but none for CPU tensors. With the
   backend "fake", each collective begins without waiting for the other ranks, which are not there. Groups of one host
   share its network adapters as if all ranks ran such collectives at the same time. On NVLink, groups do not slow each
@@ -89,9 +89,6 @@ What is not modelled, and what differs:
   `compile="modelled"` models the time of fused operators, but not their memory.
   Backends are not called, and `fullgraph=True` does not find graph breaks. `flex_attention` computes the whole matrix
   of scores, as it does on a real GPU without torch.compile.
-- CUDA graphs: a replay takes the modelled time of its kernels and one launch of the host. Its values cost the computer
-  what the operators cost. A graph keeps tensors that it reads from outside the capture alive, where CUDA would read
-  freed memory. Tensors that the capture made are zeros until the first replay.
 - An index out of range, of a label, an embedding or a `gather`, raises the CPU's error, in the line that has it. On a
   real GPU the kernel asserts: a later line raises "device-side assert triggered", and the process has lost its GPU.
 - Gloo carries the messages of the backend "nccl", which has NCCL's rules and errors. Numbers are added in gloo's order,

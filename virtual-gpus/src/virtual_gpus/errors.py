@@ -36,11 +36,11 @@ def not_modelled(what: str, instead: str = "") -> NotModelled:
     )
 
 
-def refusing(path: str) -> Callable[..., Any]:
-    """A function that only says that `path` ("torch.cuda.temperature") is not modelled."""
+def refusing(path: str, instead: str = "") -> Callable[..., Any]:
+    """A function that only says that `path` ("torch.cuda.temperature") is not modelled. instead: another way."""
 
     def refused(*args, **kwargs):
-        raise not_modelled(path)
+        raise not_modelled(path, instead)
 
     refused.__name__ = path.rpartition(".")[2]
     return refused
@@ -62,38 +62,6 @@ def no_checkpoint_of_others(settings: Settings) -> NotModelled:
     return NotModelled(
         "torch.distributed.checkpoint needs to know what every rank holds, but only rank "
         f"{settings.rank} of {settings.world_size} exists. Leave the checkpoint out of this run."
-    )
-
-
-# The errors of CUDA about stream capture (driver_types.h): what cudaGetErrorString says of each.
-_CAPTURE = {
-    "Unsupported": "operation not permitted when stream is capturing",
-    "Invalidated": "operation failed due to a previous error during capture",
-    "Unjoined": "capturing stream has unjoined work",
-    "Isolation": "dependency created on uncaptured work in another stream",
-}
-
-
-def capture_error(kind: str) -> Exception:
-    """CUDA's error cudaErrorStreamCapture`kind`, or cudaErrorCapturedEvent for an event of a capture."""
-    code = f"cudaErrorStreamCapture{kind}" if kind in _CAPTURE else "cudaErrorCapturedEvent"
-    text = _CAPTURE.get(kind, "operation not permitted on an event last recorded in a capturing stream")
-    return _cuda_error(text, code)
-
-
-def copy_while_capturing() -> RuntimeError:
-    """A copy between pageable host memory and a GPU in a capture (aten/src/ATen/native/cuda/Copy.cu)."""
-    return RuntimeError(
-        "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
-        "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
-    )
-
-
-def generator_while_capturing(call: str) -> RuntimeError:
-    """A call of a generator's method that a capture cannot contain (aten/src/ATen/cuda/CUDAGraphsUtils.cuh)."""
-    return RuntimeError(
-        f"{call} during CUDA graph capture. If you need this call to be captured, please file an issue. "
-        "Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
     )
 
 

@@ -11,13 +11,12 @@ import json
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from virtual_gpus.clock.clock import Clock
-from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory, PoolKey, PrivatePool
+from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.options import Options
 from virtual_gpus.processes import children, one_rank
 from virtual_gpus.processes.shared_memory import SharedMemoryRegistry
@@ -46,18 +45,6 @@ class _Current(threading.local):
     index = 0
 
 
-class Redirection(NamedTuple):
-    """Where allocations go instead of the usual pools: `pool` of the GPU's allocator, or another `allocator`.
-
-    thread, streams: whose allocations, as an id of a thread and (slot, stream) pairs. None: those of all.
-    """
-
-    pool: PrivatePool | None = None
-    allocator: CachingAllocator | None = None
-    thread: int | None = None
-    streams: Container[tuple[int, int]] | None = None
-
-
 class VirtualGPU:
     """One GPU: its number among the visible GPUs (`index`), its number in the machine (`slot`), its spec and memory."""
 
@@ -73,7 +60,6 @@ class VirtualGPU:
         self.generator = None  # made on first use, with torch (see random_numbers)
         self.blas = None  # likewise (see ops.blas)
         self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces of convolutions so far (see ops.conv)
-        self.redirections: list[Redirection] = []  # empty but during a capture or a replay, or in `use_mem_pool`
         self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
@@ -99,22 +85,11 @@ class VirtualGPU:
             raise self.machine.not_initialized()
         if not allocator.device.context:
             self.start_context()
-        key: PoolKey = self.stream if self.streams else 0
-        if self.redirections:
-            allocator, key = self._redirected(key)
         try:
-            return allocator.malloc(nbytes, key, owner)
+            return allocator.malloc(nbytes, self.stream if self.streams else 0, owner)
         except OutOfMemory as error:
             error.gpu = self
             raise
-
-    def _redirected(self, stream: int) -> tuple[CachingAllocator, PoolKey]:
-        """The allocator and pool that the newest redirection for this thread and stream names."""
-        thread = threading.get_ident()
-        for other in reversed(self.redirections):
-            if other.thread in (None, thread) and (other.streams is None or (self.slot, stream) in other.streams):
-                return other.allocator or self.allocator, (stream, other.pool) if other.pool else stream
-        return self.allocator, stream
 
     def __repr__(self) -> str:
         return f"VirtualGPU(cuda:{self.index}, {self.spec.name})"
@@ -138,8 +113,6 @@ class VirtualMachine:
         self.races: Any = None  # with check_races, who looks for them (`features.races.RaceChecker`)
         self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
-        self.captures: list[Any] = []  # of CUDA graphs, that are under way (`features.graphs.capture.Capture`)
-        self.private_pools: weakref.WeakValueDictionary[tuple[int, int], PrivatePool] = weakref.WeakValueDictionary()
         self.sync_debug_mode = 0  # see torch.cuda.set_sync_debug_mode
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self.registry: SharedMemoryRegistry | None = None  # while it is on: what other processes hold

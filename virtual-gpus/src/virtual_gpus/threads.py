@@ -29,9 +29,6 @@ class ThreadState(threading.local):
     worker: object | None = None
     """The replica of DataParallel whose thread this one stands in for; None for the thread itself."""
 
-    capture: Any = None
-    """The CUDA graph that this thread captures (`features.graphs.capture.Capture`); None where it captures none."""
-
     autocast: bool = False
     """True while `torch.autocast("cuda")` is on and the operator that is called has not been cast yet."""
 

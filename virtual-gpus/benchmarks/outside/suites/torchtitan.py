@@ -35,8 +35,8 @@ def about() -> str:
     return (
         "The integration tests of features and models of a torchtitan of 21 August 2026, on as many virtual GPUs as "
         "each asks for, 1 to 8. Its own command line makes them smaller: steps are 2 instead of 10, or 1 with a "
-        "pipeline, and sequences have 128 tokens. Its CUDA graphs are off, because virtual GPUs refuse collectives in "
-        "one. With torch.compile, the program runs operator by operator. The texts are random words. "
+        "pipeline, and sequences have 128 tokens. Its CUDA graphs are off, because virtual GPUs refuse "
+        "them. With torch.compile, the program runs operator by operator. The texts are random words. "
         f"{len(KERNELS)} tests need kernels in Triton or Helion and {len(TORCHAO)} needs torchao: they were not run, "
         "nor were those of Flux and those that need an H100."
     )

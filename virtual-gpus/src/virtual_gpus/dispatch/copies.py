@@ -13,7 +13,6 @@ from virtual_gpus.dispatch.timing import charge_copy
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.random_numbers import is_state
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, is_wrapper, pin, place, put
-from virtual_gpus.threads import this_thread
 
 
 class ToCopy(torch.autograd.Function):
@@ -87,12 +86,6 @@ def raw_copy(
     """The copy itself, unseen by dispatch modes and by autograd. Raises the allocator's OutOfMemory."""
     if is_wrapper(type(tensor)):
         return _copy_of_wrapper(tensor, lambda part: raw_copy(part, target, dtype, memory_format, blocking))
-    if this_thread.capture is not None:
-        return this_thread.capture.copy(_copy_now, tensor, target, dtype, memory_format, blocking)
-    return _copy_now(tensor, target, dtype, memory_format, blocking)
-
-
-def _copy_now(tensor, target: VirtualGPU | None, dtype: torch.dtype, memory_format, blocking: bool) -> torch.Tensor:
     source = gpu_of(tensor)
     made = _copied(tensor, source, target, dtype, memory_format)
     into_pinned = target is None and source is not None and not blocking  # as `_to_copy` does (TensorConversions.cpp)

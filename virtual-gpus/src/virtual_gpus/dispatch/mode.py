@@ -43,8 +43,7 @@ class VirtualGPUMode(TorchDispatchMode):
             if _active_mode(_FAKE) is not None or (types and any(map(is_fake, types))):
                 return _run_fake(func, args, kwargs or {})
             call = OpCall(func, args, kwargs or {})
-            follower = this_thread.capture or machine.races
-            return call.op.route(call) if follower is None else follower.follow(call)
+            return call.op.route(call) if machine.races is None else machine.races.follow(call)
         except BaseException as error:
             args = kwargs = None
             text = seen_from_outside(error)

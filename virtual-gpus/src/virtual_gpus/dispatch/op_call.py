@@ -115,15 +115,6 @@ class OpCall:
         return scratch(self.gpu, *sizes)
 
 
-def as_one(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that computes below the accounting. A CUDA graph that is captured takes it down as one node.
-
-    Its tensors are among `args` and in its result, also within lists and tuples.
-    """
-    capture = this_thread.capture
-    return function(*args) if capture is None else capture.node(function, *args)
-
-
 def _is_lent(args: tuple) -> bool:
     """True if C++ holds the first of `args` and Python does only in this tuple, which the dispatcher made.
 

@@ -195,7 +195,7 @@ class RaceChecker:
     def follow(self, call: OpCall) -> Any:
         """Run an operator, after a look at what it reads and writes. Raises RaceError."""
         op = call.op
-        if _has_no_access(op) or self._machine.captures:
+        if _has_no_access(op):
             return op.route(call)
         if op.base == "copy_" and len(call.tensors) == 2 and gpu_of(call.tensors[0]) is not gpu_of(call.tensors[1]):
             result = op.route(call)
@@ -215,8 +215,6 @@ class RaceChecker:
 
     def kernel(self, name: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Work on the current streams that the dispatch mode does not see."""
-        if self._machine.captures:
-            return
         works = _Works(self._order, name)
         for tensor in reads:
             self._access(tensor, False, works)
@@ -225,8 +223,6 @@ class RaceChecker:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, blocking: bool) -> None:
         """A copy between two devices. blocking: whether the program asked the host to wait for it."""
-        if self._machine.captures:
-            return
         gpus = [gpu for gpu in (gpu_of(source), gpu_of(target)) if gpu is not None]
         places = [(gpu.slot, gpu.stream) for gpu in gpus]
         self._order.meet(places)  # a copy from GPU to GPU waits for both streams, and both wait for it

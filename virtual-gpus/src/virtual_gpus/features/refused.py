@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -14,40 +16,46 @@ from virtual_gpus.patches import table
 _HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumulated_host_memory_stats",
          "reset_peak_host_memory_stats")  # fmt: skip
 _ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
-_GRAPHS = ("export_dot", "export_graph_data")
+_GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "export_dot", "export_graph_data")
+_POOLS = ("MemPool", "use_mem_pool")
 # By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
 _REFUSED = {
     "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
                  "_cuda_checkPoolLiveAllocations", "_cuda_setCheckpointPoolState"),  # of torch.compile's graph trees
-    "torch.accelerator": ("get_device_capability",),
+    "torch.accelerator": ("get_device_capability", "Graph"),
     "torch.cuda.gds": ("GdsFile", "gds_register_buffer", "gds_deregister_buffer"),
     "torch.cuda.graphs": _GRAPHS,
     "torch.cuda.green_contexts": ("GreenContext", "SMPartition", "get_num_locality_domains",
                                   "is_localization_supported"),
     # _allocation_traceback wants a GPU's address, and tensors have the CPU's.
     "torch.cuda.memory": ("_allocation_traceback", "_set_memory_metadata", "_get_memory_metadata", "_annotate_tensor",
-                          *_HOST, *_ALLOCATORS),
+                          *_HOST, *_ALLOCATORS, *_POOLS),
     "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
     "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
                            "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
     "torch.jit": ("trace", "trace_module"),
-    "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", *_HOST, *_ALLOCATORS, *_GRAPHS),
+    "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", *_HOST, *_ALLOCATORS, *_GRAPHS,
+                   *_POOLS),
 }  # fmt: skip
+
+
+_INSTEAD = dict.fromkeys((*_GRAPHS, "Graph"), "Run the work without a graph: the numbers are the same, and so is the "
+                         "memory, but for the graph's own pool.") | dict.fromkeys(
+                             _POOLS, "Allocate without a pool: the sizes are the same.")  # fmt: skip
 
 
 def _refuse(owner, name: str, path: str) -> table.Patch:
     """The patch that refuses `owner.name`. A class stays the type it is, since programs name it in annotations and
     ask isinstance; only making one is refused, of subclasses too."""
-    original = vars(owner)[name]
+    original, refused = vars(owner)[name], errors.refusing(path, _INSTEAD.get(name, ""))
     if isinstance(original, type):
-        return _refuse_instances(original, path)
-    return owner, name, functools.update_wrapper(errors.refusing(path), original)
+        return _refuse_instances(original, refused)
+    return owner, name, functools.update_wrapper(refused, original)
 
 
-def _refuse_instances(kind: type, path: str) -> table.Patch:
+def _refuse_instances(kind: type, refused: Callable[..., Any]) -> table.Patch:
     # The bases of a CPU build are dummies whose __new__, in Python, raises something obscure before any __init__ runs.
     made_by = next((base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), staticmethod)), None)
-    refused = errors.refusing(path)
     return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
 
 

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 from virtual_gpus.memory import expandable
-from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, PrivatePool, Segment, cut_off
+from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, cut_off
 from virtual_gpus.memory.device import DeviceMemory
 from virtual_gpus.memory.options import SMALL_REQUEST, UNLIMITED, Options
 from virtual_gpus.memory.reclaimer import Reclaimer
@@ -35,12 +35,9 @@ from virtual_gpus.memory.report import OutOfMemory, oom_message, segment_entries
 from virtual_gpus.memory.stats import AllocatorStats, format_size
 from virtual_gpus.memory.stream_waits import NoClock, Stream, StreamWaits
 
-__all__ = ["Block", "CachingAllocator", "OutOfMemory", "PrivatePool", "format_size", "oom_message"]
+__all__ = ["Block", "CachingAllocator", "OutOfMemory", "format_size", "oom_message"]
 
 FIRST_ADDRESS = 0x7F0000000000
-
-
-PoolKey = int | tuple[int, PrivatePool]  # a stream, or a stream within a private pool
 
 
 class Owner(weakref.ref):
@@ -78,8 +75,8 @@ class CachingAllocator:
         self._max_split = -1  # as the statistics show it: what held when CUDA started
         self._stats = AllocatorStats()
         self.device = DeviceMemory(capacity, context, first_address, self._stats, self.observers)
-        self._large_pools: dict[PoolKey, BlockPool] = {}
-        self._small_pools: dict[PoolKey, BlockPool] = {}
+        self._large_pools: dict[int, BlockPool] = {}
+        self._small_pools: dict[int, BlockPool] = {}  # by stream, as the large ones
         self._pools = self._large_pools, self._small_pools
         self._reclaimer = Reclaimer(self.device, self._stats, self._pools)
         self._waits = StreamWaits()
@@ -91,7 +88,7 @@ class CachingAllocator:
 
     # ---- allocate and free
 
-    def malloc(self, nbytes: int, stream: PoolKey = 0, owner: object = None) -> Block:
+    def malloc(self, nbytes: int, stream: int = 0, owner: object = None) -> Block:
         """A block of at least `nbytes` bytes for work on `stream`; 0 bytes give a block that counts nothing.
 
         `owner`: an object that the block belongs to, or None. When it dies, its block is freed before anything looks
@@ -148,23 +145,10 @@ class CachingAllocator:
                 self._waits.record(block, stream)
 
     def empty_cache(self) -> None:
-        """Give all segments without a used block, and all free pages of expandable ones, back to the GPU.
-
-        Private pools that are in use keep theirs.
-        """
+        """Give all segments without a used block, and all free pages of expandable ones, back to the GPU."""
         with self.exclusive():
             self._release_cached()
             self.device.publish()
-
-    def abandon(self, private: PrivatePool) -> None:
-        """Give the free memory of a private pool back to the GPU: the pool has no use any more.
-
-        A finalizer may call it. In the middle of another call nothing happens; the next `empty_cache` does it then.
-        """
-        if not self._busy:
-            with self.exclusive():
-                self._reclaimer.release_private(private, self.options)
-                self.device.publish()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -199,7 +183,7 @@ class CachingAllocator:
     # ---- where blocks come from and go. Callers of these have the lock. _allocate and _free_pending run for
     # every tensor: written out rather than cut up, since each call costs.
 
-    def _allocate(self, nbytes: int, stream: PoolKey, owner: object) -> Block | None:
+    def _allocate(self, nbytes: int, stream: int, owner: object) -> Block | None:
         """A used block, or None when memory ran out. The last step, entering it in _live, makes it so."""
         if self._waits.waiting:
             self._complete_waits()
@@ -247,15 +231,9 @@ class CachingAllocator:
         self._live[address] = block
         return block
 
-    def _new_pool(self, small: bool, key: PoolKey) -> BlockPool:
-        stream, private = key if isinstance(key, tuple) else (key, None)
-        pool = BlockPool(small, stream, self._stats, 0, private)
-        pool.split_from = self._split_from(pool)
-        return (self._small_pools if small else self._large_pools).setdefault(key, pool)
-
-    def _split_from(self, pool: BlockPool) -> int:
-        is_whole = pool.private is not None and pool.private.no_split
-        return UNLIMITED if is_whole else self.options.split_from(pool.small)
+    def _new_pool(self, small: bool, stream: int) -> BlockPool:
+        pool = BlockPool(small, stream, self._stats, self.options.split_from(small))
+        return (self._small_pools if small else self._large_pools).setdefault(stream, pool)
 
     def _search(self, pool: BlockPool, size: int, i: int) -> int:
         """Which free block serves `size` bytes under the options, if without them it is number `i`."""
@@ -280,8 +258,7 @@ class CachingAllocator:
         if block is None and self._reclaimer.release_oversize(pool, size, self.options):
             block = self._new_block(pool, size)
         if block is None:
-            if self.device.guard is None:  # nothing goes back while a CUDA graph is captured
-                self._release_cached()
+            self._release_cached()
             self._stats.events["num_alloc_retries"] += 1
             block = self._new_block(pool, size)
         return block
@@ -388,7 +365,7 @@ class CachingAllocator:
             self._always_plain = self._always_plain and options.plain
             for pools in self._pools:
                 for pool in pools.values():
-                    pool.split_from = self._split_from(pool)
+                    pool.split_from = options.split_from(pool.small)
         if first:
             self.device.set_fraction(options.fraction)
             self._max_split = -1 if options.max_split == UNLIMITED else options.max_split

@@ -42,33 +42,16 @@ class Block:
         return f"Block({self.address:#x}, {format_size(self.size)}, {state})"
 
 
-class PrivatePool:
-    """Memory apart from all other: of CUDA graphs, or of a `torch.cuda.MemPool`. Blocks never move between pools.
-
-    id: the two numbers that name it, as torch.cuda.MemPool.id. uses: how many graphs and pools in Python's sense hold
-    it. While there is one, its memory stays reserved. no_split: every block is a segment of its own.
-    """
-
-    __slots__ = ("__weakref__", "id", "no_split", "uses")
-
-    def __init__(self, id: tuple[int, int], no_split: bool = False):
-        self.id, self.uses, self.no_split = id, 0, no_split
-
-
 class BlockPool:
     """The free blocks of one size class on one stream: a sorted list of (size, address, block).
 
-    private: the private pool that it is a part of, or None. unmapped: the same of what has no memory in the pool's
-    expandable segments. split_from: the least remainder that is split off. tally: the counters of the size class, in
-    `stats`.
+    unmapped: the same of what has no memory in the pool's expandable segments. split_from: the least remainder that is
+    split off. tally: the counters of the size class, in `stats`.
     """
 
-    __slots__ = ("_stats", "free", "private", "small", "split_from", "stream", "tally", "unmapped")
+    __slots__ = ("_stats", "free", "small", "split_from", "stream", "tally", "unmapped")
 
-    def __init__(
-        self, small: bool, stream: int, stats: AllocatorStats, split_from: int, private: PrivatePool | None = None
-    ):
-        self.private = private
+    def __init__(self, small: bool, stream: int, stats: AllocatorStats, split_from: int):
         self.small, self.stream, self.split_from = small, stream, split_from
         self._stats, self.tally = stats, stats.small if small else stats.large
         self.free: list[tuple[int, int, Block]] = []

@@ -33,7 +33,6 @@ class DeviceMemory:
         self.segments: dict[int, Segment] = {}
         self._next_address, self._stats, self._observers = first_address, stats, observers
         self._fraction: float | None = None
-        self.guard: Callable[[BlockPool], None] | None = None  # while a CUDA graph is captured: may raise
 
     # ---- how much there is
 
@@ -108,8 +107,6 @@ class DeviceMemory:
 
     def malloc(self, nbytes: int, pool: BlockPool) -> Block | None:
         """The only block of a new segment, which is in no pool; None when the GPU is full."""
-        if self.guard is not None:
-            self.guard(pool)
         if not self.has_room(nbytes):
             return None
         segment = self.add_segment(nbytes, pool)
@@ -127,8 +124,6 @@ class DeviceMemory:
     def map(self, segment: Segment, pages: range) -> bool:
         """Give pages of an expandable segment memory; False when the GPU is full."""
         nbytes = len(pages) * segment.page
-        if self.guard is not None:
-            self.guard(segment.pool)
         if not self.has_room(nbytes):
             return False
         segment.mapped.update(pages)

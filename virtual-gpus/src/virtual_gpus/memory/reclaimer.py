@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from virtual_gpus.memory import expandable
-from virtual_gpus.memory.blocks import Block, BlockPool, PrivatePool
+from virtual_gpus.memory.blocks import Block, BlockPool
 from virtual_gpus.memory.device import DeviceMemory
 from virtual_gpus.memory.options import UNLIMITED, Options
 from virtual_gpus.memory.stats import AllocatorStats
@@ -24,23 +24,10 @@ class Reclaimer:
         """Give back every segment without a used block, and all free pages of expandable ones."""
         self._stats.events["num_sync_all_streams"] += 1
         for pools in self._pools:
-            for key, pool in list(pools.items()):
-                if pool.private is None or not pool.private.uses:
-                    self._release_pool(pool, options)
-                    if pool.private is not None and not any(s.pool is pool for s in self._device.segments.values()):
-                        del pools[key]
-
-    def release_private(self, private: PrivatePool, options: Options) -> None:
-        """The same for one private pool, also while a graph or a context holds it."""
-        for pools in self._pools:
             for pool in pools.values():
-                if pool.private is private:
-                    self._release_pool(pool, options)
-
-    def _release_pool(self, pool: BlockPool, options: Options) -> None:
-        for block in _whole_segments(pool):
-            self._release(block, options)
-        expandable.unmap_free_pages(self._device, pool)
+                for block in _whole_segments(pool):
+                    self._release(block, options)
+                expandable.unmap_free_pages(self._device, pool)
 
     def release_oversize(self, pool: BlockPool, size: int, options: Options) -> bool:
         """Give back so many free oversize blocks as the request needs, the best fit or the largest ones.
@@ -73,8 +60,7 @@ class Reclaimer:
         if not self.collects_garbage(options):
             return
         excess = self._stats.reserved - int(options.gc_threshold * self._device.allowed)
-        cached = [block for pool in self._pools[0].values() if pool.private is None
-                  for block in _whole_segments(pool)]  # fmt: skip
+        cached = [block for pool in self._pools[0].values() for block in _whole_segments(pool)]
         ages = {block: block.pool.tally.searches - block.born for block in cached}
         reclaimed, freed = 0, True
         while reclaimed < excess and freed and ages:

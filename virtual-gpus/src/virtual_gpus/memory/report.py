@@ -52,7 +52,7 @@ def _segment_entry(head: Block, device: int) -> dict:
         "requested_size": sum(entry["requested_size"] for entry in active),
         "stream": head.pool.stream,
         "segment_type": "small" if head.pool.small else "large",
-        "segment_pool_id": (0, 0) if head.pool.private is None else head.pool.private.id,
+        "segment_pool_id": (0, 0),  # that of the usual pools
         "is_expandable": head.arena is not None,
         "frames": [],
         "blocks": blocks,

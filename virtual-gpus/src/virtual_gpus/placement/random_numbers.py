@@ -10,18 +10,12 @@ from collections import OrderedDict
 
 import torch
 
-from virtual_gpus.errors import generator_while_capturing, not_modelled
+from virtual_gpus.errors import not_modelled
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import gpu_of
-from virtual_gpus.threads import this_thread
 
 # C++ hands a generator on as a new Python object; the address of what it wraps says which one it was.
 _generators: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDictionary()
-
-
-def known_generator(generator: torch.Generator) -> torch.Generator:
-    """The Python object that was made for a generator, also when C++ has wrapped it anew."""
-    return _generators.get(generator._cdata, generator)
 
 
 def device_of_generator(generator: torch.Generator) -> torch.device:
@@ -62,21 +56,13 @@ class Generator(torch._C.Generator):
         return self._device
 
     def manual_seed(self, seed: int) -> Generator:
-        """Start from `seed`, at offset 0. While a CUDA graph is captured, only the seed that it has is allowed."""
-        if self._is_captured():
-            if seed != self._seed:
-                raise RuntimeError(
-                    "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the "
-                    "same as the original seed."
-                )
-            return self
+        """Start from `seed`, at offset 0."""
         torch._C.Generator.manual_seed(self, seed)
         self._seed, self._offset = seed & _MASK, 0
         return self
 
     def seed(self) -> int:
         """Start from a random seed, and return it."""
-        self._refuse_in_capture("Cannot call CUDAGeneratorImpl::seed")
         self._seed, self._offset = torch._C.Generator.seed(self), 0
         return self._seed
 
@@ -92,7 +78,6 @@ class Generator(torch._C.Generator):
 
     def get_state(self) -> torch.Tensor:
         """A GPU's: (16,) bytes on the CPU, the seed and the offset. The CPU's: what PyTorch has."""
-        self._refuse_in_capture("Cannot call CUDAGeneratorImpl::current_seed")
         raw = self.raw_state()
         if self._device.type != "cuda":
             return raw
@@ -109,9 +94,6 @@ class Generator(torch._C.Generator):
         if self._device.type != "cuda":
             self.set_raw_state(new_state)
             return self
-        self._refuse_in_capture(
-            "Please ensure to utilize the CUDAGeneratorImpl::set_state_index method during capturing."
-        )
         if new_state.dtype != torch.uint8 or gpu_of(new_state) is not None:
             raise TypeError("RNG state must be a torch.ByteTensor")
         if new_state.numel() not in (_STATE_BYTES, _STATE_BYTES // 2):  # without an offset, it is 0
@@ -129,7 +111,6 @@ class Generator(torch._C.Generator):
 
     def get_offset(self) -> int:
         """A GPU's offset: four for each call of its random number engine, per thread."""
-        self._refuse_in_capture("Cannot call CUDAGeneratorImpl::get_offset")
         return self._offset if self._device.type == "cuda" else torch._C.Generator.get_offset(self)
 
     def set_offset(self, offset: int) -> Generator:
@@ -152,22 +133,6 @@ class Generator(torch._C.Generator):
         """Count a kernel that drew `elements` numbers, as `calc_execution_policy` in DistributionTemplates.h does."""
         blocks = min(multiprocessors * _BLOCKS_PER_MULTIPROCESSOR, -(-elements // _THREADS_PER_BLOCK)) or 1
         self._offset += _PER_CALL * max(1, -(-elements // (blocks * _THREADS_PER_BLOCK * _PER_CALL)))
-
-    def _is_captured(self) -> bool:
-        return this_thread.capture is not None and self._device.type == "cuda"
-
-    def _refuse_in_capture(self, call: str) -> None:
-        if self._is_captured():
-            raise generator_while_capturing(call)
-
-    def marked(self) -> tuple[torch.Tensor, int]:
-        """Where the generator stands, for `go_back`."""
-        return self.raw_state(), self._offset
-
-    def go_back(self, mark: tuple[torch.Tensor, int]) -> None:
-        """Stand where `marked` was called, also during the capture of a CUDA graph."""
-        self.set_raw_state(mark[0])
-        self._offset = mark[1]
 
     def raw_state(self) -> torch.Tensor:
         """The state of the CPU's algorithm."""

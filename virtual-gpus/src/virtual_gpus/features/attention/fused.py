@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from virtual_gpus.dispatch.op_call import as_one
 from virtual_gpus.dispatch.timing import charge_attention
 from virtual_gpus.features.attention import memory as memory
 from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH
@@ -111,7 +110,7 @@ def _at(tensor, allocation, like=None):
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, bias, plan):
-        out, *kept = as_one(plan.forward, query, key, value, bias)
+        out, *kept = plan.forward(query, key, value, bias)
         ctx.save_for_backward(query, key, value, bias, out, *kept)
         ctx.plan = plan
         return out
@@ -121,7 +120,7 @@ class _Fused(torch.autograd.Function):
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients need a graph, if only to refuse a second pass
             return *_FusedBackward.apply(ctx.plan, gradient, *tensors), None
-        return *as_one(ctx.plan.backward, gradient, *tensors), None
+        return *ctx.plan.backward(gradient, *tensors), None
 
 
 class _FusedBackward(torch.autograd.Function):
@@ -130,7 +129,7 @@ class _FusedBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, *tensors):
         ctx.name = plan.memory.name
-        return as_one(plan.backward, *tensors)
+        return plan.backward(*tensors)
 
     @staticmethod
     def backward(ctx, *_):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.dispatch.op_call import OpCall, as_one
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.errors import not_modelled
 from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall
 from virtual_gpus.features.attention.fused import KERNELS, Plan, unseen
@@ -29,7 +29,7 @@ def _forward(backend: int, call: OpCall) -> tuple[Any, ...]:
     query, key, value = call["query"], call["key"], call["value"]
     bias = None if backend == FLASH else call["attn_bias"]
     plan = _plan(backend, call, bias, trains=backend == FLASH or call["compute_log_sumexp"])
-    out, lse, seed, offset = as_one(plan.forward, query, key, value, bias)
+    out, lse, seed, offset = plan.forward(query, key, value, bias)
     with unseen():
         if backend == EFFICIENT:
             seed, offset = (torch.empty((), dtype=torch.int64) for _ in range(2))  # on the host
@@ -57,7 +57,7 @@ def _backward(backend: int, call: OpCall) -> tuple[Any, ...]:
     plan, lse = _plan(backend, call, bias, trains=True), call["logsumexp"]
     with unseen():
         lse = lse.squeeze(-1) if lse.dim() == 4 else lse[..., : query.shape[2]]
-    gradients = as_one(plan.backward, gradient, query, key, value, bias, call["out"], lse, None, None)
+    gradients = plan.backward(gradient, query, key, value, bias, call["out"], lse, None, None)
     return gradients if backend == EFFICIENT else gradients[:3]
 
 

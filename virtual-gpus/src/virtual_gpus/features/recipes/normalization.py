@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.dispatch import known
-from virtual_gpus.dispatch.op_call import OpCall, as_one
+from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.dispatch.timing import charge_kernel
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.sharded import is_dtensor
@@ -149,7 +149,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, shape, eps):
         """(..., *shape) -> the same; numbers as the CPU's composite operator gives them."""
-        result, kept = as_one(_rms_forward, input, weight, shape, eps)
+        result, kept = _rms_forward(input, weight, shape, eps)
         ctx.save_for_backward(input, weight, kept)
         ctx.shape, ctx.eps = shape, eps
         return result
@@ -160,7 +160,7 @@ class RMSNorm(torch.autograd.Function):
         do (`infinitely_differentiable_native_rms_norm_backward`)."""
         (input, weight, _), gradient = ctx.saved_tensors, arrived(gradient)
         if not torch.is_grad_enabled():
-            return *as_one(_rms_backward, input, weight, ctx.shape, ctx.eps, gradient), None, None
+            return *_rms_backward(input, weight, ctx.shape, ctx.eps, gradient), None, None
         needed = [tensor for tensor, asked in zip((input, weight), ctx.needs_input_grad, strict=False) if asked]
         result = _raw_rms_norm(input, ctx.shape, weight, ctx.eps)
         found = iter(torch.autograd.grad(result, needed, gradient, create_graph=True))

@@ -18,7 +18,6 @@ from contextlib import ExitStack
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from virtual_gpus.dispatch.op_call import as_one
 from virtual_gpus.dispatch.timing import charge_recurrent
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.autocast import casting
@@ -85,7 +84,7 @@ def _on_cudnn(call: RecurrentCall):
         warnings.warn(_NOT_FLAT, stacklevel=4)
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
         return CudnnRnn.apply(call.without_tensors(), call.input, call.hx, call.cx, *call.params)
-    return as_one(_forward, call.without_tensors(), call.input, call.hx, call.cx, call.params, False)[0]
+    return _forward(call.without_tensors(), call.input, call.hx, call.cx, call.params, False)[0]
 
 
 def _cast(call: RecurrentCall) -> None:
@@ -148,7 +147,7 @@ class CudnnRnn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, input, hx, cx, *params):
         """Results of `_forward`, and what backward needs: inputs, output, reserve, weights."""
-        results, reserve, buffer = as_one(_forward, call, input, hx, cx, params, True)
+        results, reserve, buffer = _forward(call, input, hx, cx, params, True)
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, hx, cx, results[0], reserve, buffer, *params)
@@ -164,7 +163,7 @@ class CudnnRnn(torch.autograd.Function):
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         leaves = (input, hx, cx, *params)
         gradients = tuple(map(arrived, gradients))
-        found = as_one(_backward, call, leaves, reserve, gradients, ctx.needs_input_grad[1:])
+        found = _backward(call, leaves, reserve, gradients, ctx.needs_input_grad[1:])
         if torch.is_grad_enabled():
             found = _once(found, leaves, gradients)
         return None, *found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from virtual_gpus.dispatch.op_call import as_one
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.rnn.sizes import Network, weight_offsets
 from virtual_gpus.placement.storages import StorageAllocation, gpu_of, put
@@ -70,7 +69,7 @@ class CastFlat(torch.autograd.Function):
     def forward(ctx, net, biases, gpu, *params):
         """The cast weights, all on one storage."""
         ctx.dtype = params[0].dtype
-        return as_one(_cast_flat, net, biases, gpu, params)
+        return _cast_flat(net, biases, gpu, params)
 
     @staticmethod
     def backward(ctx, *gradients):

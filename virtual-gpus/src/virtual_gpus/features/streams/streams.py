@@ -79,37 +79,21 @@ class Stream:
         gpu = self._gpu
         return gpu.machine.clock.mark(gpu.slot, self.stream_id)
 
-    @property
-    def _capture(self):
-        return capture_of(self._gpu, self.stream_id)
-
     def query(self) -> bool:
         """True if all work given so far is done, on the modelled clock."""
-        _refuse_if_captured(self._capture)
         return _is_past(self._gpu, self._mark())
 
     def synchronize(self) -> None:
         """The host waits for the work given so far."""
-        _refuse_if_captured(self._capture)
         _host_waits(self._gpu, self._mark())
 
     def wait_stream(self, stream: Stream) -> None:
         """Work given later waits for what `stream` has been given so far."""
-        self._join(stream, stream._capture)
         self._hold(stream._mark())
-
-    def _join(self, other: Stream, other_capture) -> None:
-        """Captured work spreads to the streams that wait for it, and must not wait for work outside its capture."""
-        own = self._capture
-        if other_capture is not None:
-            other_capture.join((self._gpu.slot, self.stream_id), (other._gpu.slot, other.stream_id))
-        elif own is not None and own.valid:
-            raise own.violation("Isolation")
 
     def wait_event(self, event: Event) -> None:
         """Work given later waits for `event`, if it was recorded."""
         if event._time is not None:
-            self._join(event._stream, event._capture)
             self._hold(event._time)
 
     def _hold(self, until: float) -> None:
@@ -123,8 +107,8 @@ class Stream:
         return event
 
     def is_capturing(self) -> bool:
-        """True while a CUDA graph captures this stream."""
-        return self._capture is not None
+        """No CUDA graph captures a stream here."""
+        return False
 
     def __enter__(self):
         self._outer.append((current_stream(self._index), active().current))
@@ -170,7 +154,6 @@ class Event:
         self.enable_timing = enable_timing
         self._stream: Stream | None = None
         self._time: float | None = None  # modelled seconds at which the mark is passed
-        self._capture = None  # of a CUDA graph, if it was recorded in one
 
     @property
     def device(self) -> torch.device | None:
@@ -187,7 +170,6 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Put the mark behind the work given so far to `stream` (default: the current one)."""
         self._stream = current_stream() if stream is None else stream
-        self._capture = self._stream._capture
         self._time = self._stream._mark()
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -196,12 +178,10 @@ class Event:
 
     def query(self) -> bool:
         """True if all work before the mark is done, on the modelled clock."""
-        _refuse_if_captured(self._capture, "Event")
         return self._time is None or _is_past(self._stream._gpu, self._time)
 
     def synchronize(self) -> None:
         """The host waits for the mark."""
-        _refuse_if_captured(self._capture, "Event")
         if self._time is not None:
             _host_waits(self._stream._gpu, self._time)
 
@@ -228,16 +208,6 @@ class Event:
 
     def __repr__(self) -> str:
         return "<torch.cuda.Event uninitialized>" if self._stream is None else f"<torch.cuda.Event on {self.device}>"
-
-
-def capture_of(gpu: VirtualGPU, stream: int):
-    """The capture of a CUDA graph that a stream is in (`features.graphs.capture.Capture`), or None."""
-    return next((found for found in gpu.machine.captures if (gpu.slot, stream) in found.streams), None)
-
-
-def _refuse_if_captured(capture, kind: str = "Unsupported") -> None:
-    if capture is not None:
-        raise capture.violation(kind)
 
 
 def _is_past(gpu: VirtualGPU, time: float) -> bool:
@@ -291,6 +261,11 @@ def get_stream_from_external(data_ptr: int, device=None) -> Stream:
     return ExternalStream(data_ptr, device)
 
 
+def is_current_stream_capturing() -> bool:
+    """No CUDA graph captures a stream here. Optimizers and libraries ask."""
+    return False
+
+
 def stop(machine) -> None:
     """Drop this thread's streams of a machine that goes off."""
     for table in (_thread.streams, _thread.changes):
@@ -334,8 +309,10 @@ def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
 def patches():
     """See `features`."""
     return in_package("torch.cuda", Stream, ExternalStream, Event, set_stream, current_stream, default_stream,
-                      get_stream_from_external) + [
+                      get_stream_from_external, is_current_stream_capturing,
+                      _cuda_isCurrentStreamCapturing=is_current_stream_capturing) + [
         (torch, "Stream", Stream),
         (torch, "Event", Event),
         (torch._C, "_cuda_setStream", _cuda_setStream),
+        (torch._C, "_cuda_isCurrentStreamCapturing", is_current_stream_capturing),
     ]  # fmt: skip

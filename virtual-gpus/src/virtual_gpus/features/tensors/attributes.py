@@ -74,8 +74,6 @@ def tolist(self):
     gpu = _gpu(self)
     if gpu is not None and gpu.machine.shapes_only:
         raise errors.needs_values("tolist()")
-    if gpu is not None and this_thread.capture is not None:
-        raise this_thread.capture.violation()
     if gpu is None:
         _host_reads(self, "tolist")
     return _raw_tolist(self)

@@ -1,1 +1,0 @@
-"""CUDA graphs and memory pools."""
