@@ -16,37 +16,24 @@ from virtual_gpus.driver.view import DRIVER, GPUView, from_environment
 _NOTICE = "These GPUs are virtual: the package virtual_gpus models them. There may be no GPU in this machine."
 _NO_GPUS = "nvidia-smi: No virtual GPUs are on, or their program did not ask for them in its children."
 _NONE = "[N/A]"
-_Field = tuple[Callable[[GPUView], object], str]  # how to read it, and its unit
 
-
-def _load(gpu: GPUView) -> int:
-    return round(100 * gpu.load)
-
-
-_FIELDS: dict[str, _Field] = {
+# By field: how to read it, and its unit.
+_FIELDS: dict[str, tuple[Callable[[GPUView], object], str]] = {
+    **dict.fromkeys(("name", "gpu_name"), (lambda gpu: gpu.name, "")),
+    **dict.fromkeys(("uuid", "gpu_uuid"), (lambda gpu: gpu.uuid, "")),
+    **dict.fromkeys(("pci.bus_id", "gpu_bus_id"), (lambda gpu: gpu.bus_id, "")),
+    **dict.fromkeys(("utilization.gpu", "utilization.memory"), (lambda gpu: gpu.percent, "%")),
+    **dict.fromkeys(("display_mode", "display_active"), (lambda gpu: "Disabled", "")),
     "index": (lambda gpu: gpu.slot, ""),
-    "name": (lambda gpu: gpu.name, ""),
-    "uuid": (lambda gpu: gpu.uuid, ""),
     "memory.total": (lambda gpu: gpu.memory >> 20, "MiB"),
     "memory.used": (lambda gpu: gpu.used >> 20, "MiB"),
-    "memory.free": (lambda gpu: (gpu.memory - gpu.used) >> 20, "MiB"),
-    "utilization.gpu": (_load, "%"),
-    "utilization.memory": (_load, "%"),
+    "memory.free": (lambda gpu: gpu.free >> 20, "MiB"),
     "driver_version": (lambda gpu: DRIVER, ""),
-    "pci.bus_id": (lambda gpu: gpu.bus_id, ""),
     "compute_cap": (lambda gpu: "{}.{}".format(*gpu.capability), ""),
     "timestamp": (lambda gpu: time.strftime("%Y/%m/%d %H:%M:%S.000"), ""),
-    "display_mode": (lambda gpu: "Disabled", ""),
-    "display_active": (lambda gpu: "Disabled", ""),
 }
-_FIELDS |= {"gpu_name": _FIELDS["name"], "gpu_uuid": _FIELDS["uuid"], "gpu_bus_id": _FIELDS["pci.bus_id"]}
-_NOT_MODELLED = {
-    "clocks.current.graphics", "clocks.current.memory", "clocks.current.sm", "clocks.gr", "clocks.max.graphics",
-    "clocks.max.memory", "clocks.max.sm", "clocks.mem", "clocks.sm", "compute_mode", "ecc.mode.current",
-    "enforced.power.limit", "fan.speed", "gpu_serial", "mig.mode.current", "pcie.link.gen.current",
-    "pcie.link.width.current", "persistence_mode", "power.draw", "power.limit", "power.max_limit", "pstate", "serial",
-    "temperature.gpu", "temperature.memory", "vbios_version",
-}  # fmt: skip
+_NOT_MODELLED = ("clocks.", "compute_mode", "ecc.", "enforced.power.limit", "fan.speed", "gpu_serial", "mig.", "pcie.",
+                 "persistence_mode", "power.", "pstate", "serial", "temperature.", "vbios_version")  # fmt: skip
 
 
 def _select(gpus: list[GPUView], wanted: str | None) -> list[GPUView]:
@@ -61,22 +48,16 @@ def _select(gpus: list[GPUView], wanted: str | None) -> list[GPUView]:
 
 def query_gpus(gpus: list[GPUView], names: Sequence[str], form: Sequence[str]) -> Iterator[str]:
     """The lines of `--query-gpu`. names: fields. form: "csv", and perhaps "noheader" and "nounits"."""
+    fields = {**_FIELDS, "count": (lambda gpu: len(gpus), "")}
     for name in names:
-        if name not in _FIELDS and name not in _NOT_MODELLED and name != "count":
+        if name not in fields and not name.startswith(_NOT_MODELLED):
             sys.exit(f'Field "{name}" is not a valid field to query.')
-
-    def cell(gpu: GPUView, name: str) -> str:
-        if name == "count":
-            return str(len(gpus))
-        read, unit = _FIELDS.get(name, (lambda gpu: _NONE, ""))
-        value = read(gpu)
-        return str(value) if not unit or "nounits" in form or value == _NONE else f"{value} {unit}"
-
-    units = {name: unit for name, (_, unit) in _FIELDS.items() if unit}
-    header = [f"{name} [{units[name]}]" if name in units and "nounits" not in form else name for name in names]
+    units = {name: fields[name][1] if name in fields and "nounits" not in form else "" for name in names}
     if "noheader" not in form:
-        yield ", ".join(header)
-    yield from (", ".join(cell(gpu, name) for name in names) for gpu in gpus)
+        yield ", ".join(f"{name} [{units[name]}]" if units[name] else name for name in names)
+    for gpu in gpus:
+        cells = (f"{fields[name][0](gpu)} {units[name]}".rstrip() if name in fields else _NONE for name in names)
+        yield ", ".join(cells)
 
 
 def table(gpus: list[GPUView]) -> Iterator[str]:
@@ -90,7 +71,7 @@ def table(gpus: list[GPUView]) -> Iterator[str]:
     yield f"| {'GPU':<4}{'Name':<33}{'Memory-Usage':>24}  {'GPU-Util':>12}  |"
     yield rule
     for gpu in gpus:
-        memory, load = f"{gpu.used >> 20}MiB / {gpu.memory >> 20}MiB", f"{_load(gpu)}%"
+        memory, load = f"{gpu.used >> 20}MiB / {gpu.memory >> 20}MiB", f"{gpu.percent}%"
         yield f"| {gpu.slot:<4}{gpu.name:<33}{memory:>24}  {load:>12}  |"
     yield rule
     yield f"| {'Processes: GPU':<22}{'PID':>12}{'GPU Memory':>24}{'':<19}|"

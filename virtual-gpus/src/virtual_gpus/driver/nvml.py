@@ -19,6 +19,33 @@ _ERRORS = {_SUCCESS: b"Success", _INVALID_ARGUMENT: b"Invalid Argument", _NOT_SU
            _NOT_FOUND: b"Not Found", _INSUFFICIENT_SIZE: b"Insufficient Size"}  # fmt: skip
 _FIRST_HANDLE = 1 << 20  # handles are pointers that only NVML follows: GPU 0 has this one
 
+# What a function answers. Its type says what is filled in: a text, numbers (one for each pointer), the fields of a
+# structure, or a list of processes.
+_OF_THE_MACHINE: dict[str, Callable[[list[GPUView]], Any]] = {
+    "nvmlInit": lambda gpus: (),
+    "nvmlInitWithFlags": lambda gpus: (),
+    "nvmlShutdown": lambda gpus: (),
+    "nvmlSystemGetDriverVersion": lambda gpus: DRIVER,
+    "nvmlSystemGetNVMLVersion": lambda gpus: DRIVER,
+    "nvmlDeviceGetCount": lambda gpus: (len(gpus),),
+}
+_OF_A_GPU: dict[str, Callable[[GPUView], Any]] = {
+    "nvmlDeviceGetIndex": lambda gpu: (gpu.slot,),
+    "nvmlDeviceGetMinorNumber": lambda gpu: (gpu.slot,),
+    "nvmlDeviceGetName": lambda gpu: gpu.name,
+    "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
+    "nvmlDeviceGetMemoryInfo": lambda gpu: {"total": gpu.memory, "used": gpu.used, "free": gpu.free, "reserved": 0},
+    "nvmlDeviceGetUtilizationRates": lambda gpu: {"gpu": gpu.percent, "memory": gpu.percent},
+    "nvmlDeviceGetComputeRunningProcesses": lambda gpu: gpu.processes,
+    "nvmlDeviceGetGraphicsRunningProcesses": lambda gpu: [],
+    "nvmlDeviceGetMPSComputeRunningProcesses": lambda gpu: [],
+    "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
+    "nvmlDeviceGetPciInfo": lambda gpu: {"domain": 0, "bus": gpu.slot + 1, "device": 0, "busId": gpu.bus_id.encode(),
+                                         "busIdLegacy": gpu.bus_id[4:].encode()},
+}  # fmt: skip
+_HANDLES = {"nvmlDeviceGetHandleByIndex": "slot", "nvmlDeviceGetHandleByUUID": "uuid",
+            "nvmlDeviceGetHandleByPciBusId": "bus_id"}  # fmt: skip
+
 
 class Library:
     """`pynvml.nvmlLib`. look: returns the GPUs as they are now."""
@@ -29,120 +56,59 @@ class Library:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if not name.startswith("nvml"):
             raise AttributeError(name)
-        function = _FUNCTIONS.get(re.sub(r"_v\d+$", "", name))
 
         def call(*args):  # a function of its own, since pynvml sets `restype`
-            return _NOT_SUPPORTED if function is None else function(self._look(), *args)
+            return _answer(self._look(), re.sub(r"_v\d+$", "", name), *args)
 
         return call
 
 
-def _of_gpu(function: Callable[..., int]) -> Callable[..., int]:
-    """A function whose first argument is a GPU's handle."""
+def _answer(gpus: list[GPUView], name: str, *args) -> int | bytes:
+    if name == "nvmlErrorString":
+        return _ERRORS.get(getattr(args[0], "value", args[0]), b"Unknown Error")
+    if name in _HANDLES:
+        return _handle(gpus, _HANDLES[name], *args)
+    if name in _OF_THE_MACHINE:
+        return _fill(_OF_THE_MACHINE[name](gpus), *args)
+    if name not in _OF_A_GPU:
+        return _NOT_SUPPORTED
+    slot = (ctypes.cast(args[0], ctypes.c_void_p).value or 0) - _FIRST_HANDLE
+    return _fill(_OF_A_GPU[name](gpus[slot]), *args[1:]) if 0 <= slot < len(gpus) else _INVALID_ARGUMENT
 
-    def call(gpus: list[GPUView], handle, *args) -> int:
-        slot = (ctypes.cast(handle, ctypes.c_void_p).value or 0) - _FIRST_HANDLE
-        return function(gpus[slot], *args) if 0 <= slot < len(gpus) else _INVALID_ARGUMENT
 
-    return call
+def _handle(gpus: list[GPUView], attribute: str, wanted, pointer) -> int:
+    wanted = getattr(wanted, "value", wanted)
+    wanted = wanted.decode() if isinstance(wanted, bytes) else wanted
+    for gpu in gpus:
+        if getattr(gpu, attribute) == wanted:
+            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_void_p))[0] = _FIRST_HANDLE + gpu.slot
+            return _SUCCESS
+    return _INVALID_ARGUMENT if attribute == "slot" else _NOT_FOUND
 
 
-def _give(pointer, value: int) -> int:
-    pointer._obj.value = value
+def _fill(value, *places) -> int:
+    if isinstance(value, str):
+        buffer, length = places
+        if len(value) >= getattr(length, "value", length):
+            return _INSUFFICIENT_SIZE
+        buffer.value = value.encode()
+    elif isinstance(value, list):
+        count, entries = places
+        room, count._obj.value = count._obj.value, len(value)
+        if room < len(value):
+            return _INSUFFICIENT_SIZE
+        for entry, (process, nbytes) in zip(entries or (), value, strict=False):
+            _set(entry, pid=process, usedGpuMemory=nbytes, gpuInstanceId=0xFFFFFFFF, computeInstanceId=0xFFFFFFFF)
+    elif isinstance(value, dict):
+        _set(places[0]._obj, **value)
+    else:
+        for place, number in zip(places, value, strict=False):
+            place._obj.value = number
     return _SUCCESS
 
 
-def _give_text(buffer, text: str, length) -> int:
-    if len(text) >= getattr(length, "value", length):
-        return _INSUFFICIENT_SIZE
-    buffer.value = text.encode()
-    return _SUCCESS
-
-
-def _succeed(gpus, *_) -> int:
-    return _SUCCESS
-
-
-def _driver_version(gpus, buffer, length) -> int:
-    return _give_text(buffer, DRIVER, length)
-
-
-def _handle(pointer, slot: int) -> int:
-    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_void_p))[0] = _FIRST_HANDLE + slot
-    return _SUCCESS
-
-
-def _handle_by_index(gpus, index, pointer) -> int:
-    slot = getattr(index, "value", index)
-    return _handle(pointer, slot) if slot < len(gpus) else _INVALID_ARGUMENT
-
-
-def _handle_by(attribute: str) -> Callable[..., int]:
-    def find(gpus, text, pointer) -> int:
-        wanted = getattr(text, "value", text)
-        wanted = wanted.decode() if isinstance(wanted, bytes) else wanted
-        slots = [gpu.slot for gpu in gpus if getattr(gpu, attribute) == wanted]
-        return _handle(pointer, slots[0]) if slots else _NOT_FOUND
-
-    return find
-
-
-def _memory(gpu: GPUView, pointer) -> int:
-    found = pointer._obj
-    found.total, found.used, found.free = gpu.memory, gpu.used, gpu.memory - gpu.used
-    if hasattr(found, "reserved"):
-        found.reserved = 0
-    return _SUCCESS
-
-
-def _utilization(gpu: GPUView, pointer) -> int:
-    pointer._obj.gpu = pointer._obj.memory = round(100 * gpu.load)
-    return _SUCCESS
-
-
-def _processes(gpu: GPUView, count, places) -> int:
-    room, count._obj.value = count._obj.value, len(gpu.processes)
-    if room < len(gpu.processes):
-        return _INSUFFICIENT_SIZE
-    for place, (process, nbytes) in zip(places or (), gpu.processes, strict=False):
-        place.pid, place.usedGpuMemory = process, nbytes
-        for name in ("gpuInstanceId", "computeInstanceId"):
-            if hasattr(place, name):
-                setattr(place, name, 0xFFFFFFFF)
-    return _SUCCESS
-
-
-def _capability(gpu: GPUView, major, minor) -> int:
-    return _give(major, gpu.capability[0]) or _give(minor, gpu.capability[1])
-
-
-def _pci(gpu: GPUView, pointer) -> int:
-    found = pointer._obj
-    found.domain, found.bus, found.device = 0, gpu.slot + 1, 0
-    found.busId, found.busIdLegacy = gpu.bus_id.encode(), gpu.bus_id[4:].encode()
-    return _SUCCESS
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "nvmlInit": _succeed,
-    "nvmlInitWithFlags": _succeed,
-    "nvmlShutdown": _succeed,
-    "nvmlErrorString": lambda gpus, code: _ERRORS.get(getattr(code, "value", code), b"Unknown Error"),
-    "nvmlSystemGetDriverVersion": _driver_version,
-    "nvmlSystemGetNVMLVersion": _driver_version,
-    "nvmlDeviceGetCount": lambda gpus, pointer: _give(pointer, len(gpus)),
-    "nvmlDeviceGetHandleByIndex": _handle_by_index,
-    "nvmlDeviceGetHandleByUUID": _handle_by("uuid"),
-    "nvmlDeviceGetHandleByPciBusId": _handle_by("bus_id"),
-    "nvmlDeviceGetIndex": _of_gpu(lambda gpu, pointer: _give(pointer, gpu.slot)),
-    "nvmlDeviceGetMinorNumber": _of_gpu(lambda gpu, pointer: _give(pointer, gpu.slot)),
-    "nvmlDeviceGetName": _of_gpu(lambda gpu, buffer, length: _give_text(buffer, gpu.name, length)),
-    "nvmlDeviceGetUUID": _of_gpu(lambda gpu, buffer, length: _give_text(buffer, gpu.uuid, length)),
-    "nvmlDeviceGetMemoryInfo": _of_gpu(_memory),
-    "nvmlDeviceGetUtilizationRates": _of_gpu(_utilization),
-    "nvmlDeviceGetComputeRunningProcesses": _of_gpu(_processes),
-    "nvmlDeviceGetGraphicsRunningProcesses": _of_gpu(lambda gpu, count, places: _give(count, 0)),
-    "nvmlDeviceGetMPSComputeRunningProcesses": _of_gpu(lambda gpu, count, places: _give(count, 0)),
-    "nvmlDeviceGetCudaComputeCapability": _of_gpu(_capability),
-    "nvmlDeviceGetPciInfo": _of_gpu(_pci),
-}
+def _set(structure, **fields) -> None:
+    """Versions of a structure have more and fewer fields."""
+    for name, value in fields.items():
+        if hasattr(structure, name):
+            setattr(structure, name, value)

@@ -33,6 +33,16 @@ class GPUView(NamedTuple):
         return sum(nbytes for _, nbytes in self.processes)
 
     @property
+    def free(self) -> int:
+        """Bytes that no process uses."""
+        return self.memory - self.used
+
+    @property
+    def percent(self) -> int:
+        """The load in percent."""
+        return round(100 * self.load)
+
+    @property
     def bus_id(self) -> str:
         """Its address on the PCI bus, as NVML writes it."""
         return f"00000000:{self.slot + 1:02X}:00.0"

@@ -49,13 +49,10 @@ def _of_gputil():
 
 def _of_pynvml():
     """pynvml keeps the library that it loaded, and its functions by name. torch.cuda imports pynvml if it can."""
-    modules = (sys.modules.get(name) for name in ("pynvml", "py3nvml.py3nvml"))
-    return [
-        row
-        for module in modules
-        if module is not None and hasattr(module, "_nvmlGetFunctionPointer_cache")
-        for row in ((module, "nvmlLib", Library(look)), (module, "_nvmlGetFunctionPointer_cache", {}))
-    ]
+    module = sys.modules.get("pynvml")
+    if not hasattr(module, "_nvmlGetFunctionPointer_cache"):
+        return []
+    return [(module, "nvmlLib", Library(look)), (module, "_nvmlGetFunctionPointer_cache", {})]
 
 
 def patches():
