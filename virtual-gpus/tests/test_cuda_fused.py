@@ -84,8 +84,10 @@ def test_what_a_layer_keeps_is_made_anew_or_lies_on_the_cpu_and_dropout_stays_th
         for way in WAYS:
             run, leaves = layer(kind, dropout=0.25)
             run(*leaves)  # makes the dropout state
-            torch.manual_seed(1)
             before = torch.cuda.memory_allocated()
+            way(run, *leaves)
+            assert torch.cuda.memory_allocated() == before
+            torch.manual_seed(1)
             out = way(run, *leaves)
             gc.collect()
             kept = torch.cuda.memory_allocated() - before - out.nbytes

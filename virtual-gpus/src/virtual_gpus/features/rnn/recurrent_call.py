@@ -165,10 +165,13 @@ def _own(tensor):
 
 
 def _without_hooks():
-    """Keep the program's saved-tensor hooks away from the CPU's graph: hooks that do nothing go on top of them."""
+    """Keep the program's saved-tensor hooks away from the CPU's graph: others go on top of them.
+
+    They save outputs without the node that saves them, which would keep itself alive.
+    """
     stack = ExitStack()
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same))
     return stack
 
 
