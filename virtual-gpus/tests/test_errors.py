@@ -250,16 +250,7 @@ def test_the_host_waits_for_a_gpu_where_cuda_s_does():
     assert torch.cuda.get_sync_debug_mode() == 0 and F.one_hot(gpu_rows, 3).tolist() == [[1, 0, 0], [0, 1, 0]]
 
 
-def test_old_names_warn_and_copies_of_storages_are_pinned():
-    torch.set_warn_always(True)
-    try:
-        with pytest.warns(UserWarning, match="DtypeTensor constructors are no longer recommended"):
-            torch.cuda.FloatTensor([0])
-        with pytest.warns(UserWarning, match="set_default_tensor_type.. is deprecated as of PyTorch 2.1"):
-            torch.set_default_tensor_type("torch.cuda.FloatTensor")
-    finally:
-        torch.set_warn_always(False)
-        torch.set_default_tensor_type("torch.FloatTensor")
+def test_copies_of_storages_are_pinned():
     storage = torch.ones(2, device="cuda").untyped_storage()
     assert storage.to(device="cpu", non_blocking=True).is_pinned()
     assert not storage.to(device="cpu").is_pinned()

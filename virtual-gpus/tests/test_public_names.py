@@ -67,18 +67,13 @@ def test_streams_by_handle_sleep_by_cycles_raw_blocks_the_runtime_library_and_th
             use()
 
 
-def test_legacy_types_make_tensors_on_the_gpu_also_by_default():
-    cuda = torch.cuda
-    x = cuda.FloatTensor(2, 3)
+def test_legacy_types_make_tensors_on_the_gpu():
+    x = torch.cuda.FloatTensor(2, 3)
     assert (x.shape, x.type(), x.device) == (torch.Size([2, 3]), "torch.cuda.FloatTensor", torch.device("cuda", 0))
-    assert cuda.LongTensor([1, 2]).tolist() == [1, 2] and cuda.HalfTensor().shape == (0,)
-    assert cuda.ByteTensor(torch.Size([2]), device="cuda:1").device.index == 1
-    assert cuda.FloatTensor(x).data_ptr() == x.data_ptr()
-    with pytest.raises(TypeError, match=r"expected torch\.cuda\.FloatTensor \(got torch\.FloatTensor\)"):
-        cuda.FloatTensor(torch.ones(2))
-    assert isinstance(x, cuda.FloatTensor) and not isinstance(x, cuda.HalfTensor)
-    sparse = cuda.sparse.DoubleTensor(torch.tensor([[1]]), torch.tensor([2.0]), torch.Size([3]))
-    assert sparse.is_cuda and sparse.to_dense().tolist() == [0, 2, 0]
+    assert torch.cuda.LongTensor([1, 2]).tolist() == [1, 2] and torch.cuda.HalfTensor().shape == (0,)
+    assert torch.cuda.ByteTensor(torch.Size([2]), device="cuda:1").device.index == 1
+    assert torch.cuda.FloatTensor(x).data_ptr() == x.data_ptr()
+    assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x, torch.cuda.HalfTensor)
     for name in ("torch.cuda.HalfTensor", "torch.HalfTensor"):
         for start, kind in (("cpu", name), ("cuda:1", name), ("cuda:1", eval(name))):
             moved = torch.ones(2, device=start).type(kind)
@@ -86,15 +81,12 @@ def test_legacy_types_make_tensors_on_the_gpu_also_by_default():
             assert moved.get_device() == (-1 if "cuda" not in name else 0 if start == "cpu" else 1)
     with pytest.raises(ValueError, match="invalid type"):
         x.type("torch.NoTensor")
-    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
-    try:
-        for made in (torch.zeros(2), torch.Tensor(2, 3), torch.Tensor([1, 2]), torch.nn.Linear(2, 2).weight):
-            assert made.type() == "torch.cuda.DoubleTensor"
-        assert not torch.FloatTensor(2).is_cuda
-    finally:
-        torch.set_default_tensor_type(torch.FloatTensor)
-    assert torch.Tensor(2).type() == torch.zeros(2).type() == "torch.FloatTensor"
-    assert torch.Tensor.__new__ is torch._C.TensorBase.__new__
+    with pytest.raises(NotModelled, match=r"torch\.cuda\.sparse\.FloatTensor\. Use torch\.sparse"):
+        torch.cuda.sparse.FloatTensor()
+    for kind in ("torch.cuda.FloatTensor", torch.cuda.FloatTensor):
+        with pytest.raises(NotModelled, match="set_default_tensor_type of a CUDA type. Use torch.set_default_dtype"):
+            torch.set_default_tensor_type(kind)
+    torch.set_default_tensor_type(torch.FloatTensor)
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -106,7 +98,7 @@ def test_storages_are_made_on_the_gpu():
     assert made.new().device == made[1:].device == made.device and made[1:].data_ptr() == made.data_ptr() + 1
     assert torch.UntypedStorage(4, device="cuda").nbytes() == 4 and torch.UntypedStorage(device="cuda").is_cuda
     typed = torch.cuda.FloatStorage([1, 2])
-    assert typed.device.type == "cuda" and torch.cuda.FloatTensor(typed).tolist() == [1, 2]
+    assert typed.device.type == "cuda" and typed.tolist() == [1, 2]
     assert torch.TypedStorage(3, dtype=torch.half, device="cuda").nbytes() == 6
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         torch.UntypedStorage(1 << 40, device="cuda")

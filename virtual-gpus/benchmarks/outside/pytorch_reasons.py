@@ -7,6 +7,7 @@ _STACKS = (
 )
 _CUDART = "It calls a function of the CUDA runtime that is refused by name."
 _LONG = "It takes minutes on a CPU, and did not finish within 40 s of processor time."
+_OLD = "It needs `torch.set_default_tensor_type` of a CUDA type, or the warning of typed names such as `FloatTensor`."
 _FLAGS = "In PyTorch 2.15 the flag has two parts."
 
 # They look at the inside of CUDA.
@@ -32,6 +33,8 @@ GRAPHS = dict.fromkeys(
     "`torch.cuda.CUDAGraph`, `make_graphed_callables` and `graphsafe_get_state` are refused by name.",
 )
 OTHERS = {
+    "test_dtypetensor_warnings": _OLD,
+    "test_set_default_tensor_type_warnings": _OLD,
     "test_cycles": "It finds the block of a tensor by `data_ptr()`, which is an address in the computer's memory here.",
     "test_cpp_warnings_have_python_context": "If a function of PyTorch is replaced, a warning from C++ names a line "
     "of the replacement.",

@@ -121,16 +121,6 @@ def report_sync(mode: int) -> None:
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
 
 
-_warned: set[str] = set()
-
-
-def warn_once(text: str) -> None:
-    """Warn as C++'s TORCH_WARN_ONCE does: once in a process, or always after `torch.set_warn_always(True)`."""
-    if text not in _warned or torch.is_warn_always_enabled():
-        _warned.add(text)
-        warnings.warn(text, UserWarning, stacklevel=3)
-
-
 def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
     """`Tensor.numpy()` of a GPU tensor (torch/csrc/utils/tensor_numpy.cpp)."""
     return TypeError(
@@ -139,7 +129,7 @@ def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
 
 
 def legacy_constructor(device: torch.device) -> RuntimeError:
-    """`torch.cuda.FloatTensor(..., device=...)` and `x.new(..., device=...)` for a device that is no GPU."""
+    """`x.new(..., device=...)` for a device that is no GPU."""
     return RuntimeError(f"legacy constructor expects device type: cuda but device type: {device.type} was passed")
 
 
