@@ -62,7 +62,7 @@ def _draw_as_the_cpu(numbers) -> None:
         return generator
 
     def give_back(generator):
-        generator = numbers.known_generator(generator)
+        generator = numbers._generators.get(generator._cdata, generator)  # also when C++ has wrapped it anew
         if id(generator) in owned:
             torch.default_generator.set_state(generator.raw_state())
 
