@@ -10,10 +10,7 @@ from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, stored
 pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 
 LESSON = "11_long_sequences_and_experts"
-WORK = stored(LESSON, "work_solution")
-COMBINE = stored(LESSON, "combine_solution")
-SENT = stored(LESSON, "sent_solution")
-TOP_TWO = stored(LESSON, "top_two_solution")
+WORK, COMBINE, SENT, TOP_TWO = (stored(LESSON, f"{name}_solution") for name in ("work", "combine", "sent", "top_two"))
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +67,9 @@ TABLE = {
             (SENT("(ranks - 1) * block", "ranks * block"), "a step too many"),
             (SENT("(ranks - 1) * block", "(ranks > 1) * block * 7 / 7"), "is one step"),
             (SENT("block = 2 *", "block = 1 *"), "one of keys and values"),
-            (SENT("head_width * 2", "head_width * 4"), "four bytes"),
-            (SENT("(tokens / ranks)", "tokens"), "whole sequence"),
+            (SENT("head_width * 2", "head_width * 4"), "four bytes"), (SENT("(tokens / ranks)", "tokens"), "whole"),
             (lambda *job: 1.0 + SENT()(*job), "nobody to send to"),
+            (lambda *job: SENT()(*job) / 1e9, "right in GB"),
         ],
     ),
     "top_two": Answers(
@@ -87,12 +84,15 @@ TABLE = {
             (TOP_TWO(".unflatten(0, (-1, 2))).sum(dim=1)", ".unflatten(0, (-1, 2)))[:, 0]"), "one expert only"),
             (TOP_TWO("probability, chosen = router(x)", "probability, chosen = router(x).detach()"), "AllToAll"),
             (TOP_TWO("return x +", "return 2, x +"), "Return the tensor"),
+            (TOP_TWO("expert(", "(lambda rows: expert(rows.repeat(2, 1))[: len(rows)])("), "Send it no others"),
             (lambda *given: TOP_TWO()(*given)[:3], "instead of (24, 16)"),
-            (lambda *given: TOP_TWO()(*given).double(), "is torch.float64 on cuda:"),
-            (lambda *given: TOP_TWO()(*given).cpu(), "is torch.float32 on cpu"),
+            (lambda *job: TOP_TWO()(*job).double(), "64 on cuda:"), (lambda *job: TOP_TWO()(*job).cpu(), "32 on cpu"),
         ],
         strange=STRANGE_RESULTS,
         ranks=[4],
+    ),
+    "an expert without tokens": Answers(
+        check.top_two, wrong=[(TOP_TWO("minlength=dist.get_world_size()", ""), "RankError")], strange=[]
     ),
 }  # fmt: skip
 test_answers = answers_test(TABLE)

@@ -93,13 +93,12 @@ def sent(answer):
             ranks * block: "counts a step too many. The last block is not passed on.",
             block: "is one step. A block is passed on in every step but the last.",
             right / 2: "counts one of keys and values, or a byte for each number.",
-            right * 2: "counts four bytes for each number. A bfloat16 takes two.",
+            right * 2: "counts four bytes for each number, or the backward pass, too. A bfloat16 takes two.",
             right * ranks: "counts the whole sequence. A block has tokens / ranks of it, or one rank sends this much.",
+            right / 4: "counts a byte for each number, and only keys or only values.",
             right / heads: "counts one head.",
-            right / 2**20: "is in MiB. Return bytes.",
-            right / 2**30: "is in GiB. Return bytes.",
         }
-        compare.number(value, right, "bytes", 1e-3, mistakes, case)
+        compare.memory(value, right, "bytes", 1e-3, mistakes, case)
     return "With many ranks, a rank sends nearly all keys and values once, however many ranks there are."
 
 
@@ -119,17 +118,22 @@ def _in_rank(rank: int, answer) -> tuple:
     torch.manual_seed(0)
     router = nn.Linear(_WIDTH, experts, bias=False).to("cuda")
     mine = nn.ModuleList(FeedForward(_WIDTH, 2 * _WIDTH) for _ in range(experts)).to("cuda")
-    x = torch.randn(experts * _TOKENS, _WIDTH).to("cuda").requires_grad_()
+    x, last = torch.randn(experts * _TOKENS, _WIDTH).to("cuda"), router.weight.detach()[-1]
+    x[:_TOKENS] -= 5 * last / last.square().sum()  # so that rank 0 sends nothing to the last expert
+    x.requires_grad_()
     whole = _two_each(x, router, mine)
     whole.square().sum().backward()
     expected = mine[rank].up.weight.grad.clone(), router.weight.grad.clone(), x.grad.chunk(experts)[rank]
     x = x.detach()
     with torch.no_grad():
-        two = router(x).softmax(dim=-1).topk(2, dim=-1).values.sum(dim=-1, keepdim=True)
-        mistakes = {"once": _two_each(x, router, mine, 1), "alone": whole - x, "scaled": x + (whole - x) / two}
+        two, chosen = router(x).softmax(dim=-1).topk(2, dim=-1)
+        scaled = x + (whole - x) / two.sum(dim=-1, keepdim=True)
+        mistakes = {"once": _two_each(x, router, mine, 1), "alone": whole - x, "scaled": scaled}
     mistakes = {name: wrong.chunk(experts)[rank].detach() for name, wrong in mistakes.items()}
     router.zero_grad(), mine.zero_grad()
     tokens = x.chunk(experts)[rank].clone().requires_grad_()
+    computed, needed = [], int((chosen == rank).sum())  # rows of the expert, not counting empty ones
+    mine[rank].register_forward_pre_hook(lambda _, inputs: computed.append(int(inputs[0].any(dim=-1).sum())))
     found = answer(tokens, router, mine[rank])
     if not isinstance(found, Tensor):
         return ("returns", plain(found))
@@ -142,6 +146,8 @@ def _in_rank(rank: int, answer) -> tuple:
         return (next((name for name, wrong in mistakes.items() if _equal(found, wrong)), "values"), None)
     if not found.requires_grad:
         return ("graph", None)
+    if sum(computed) > needed:
+        return ("rows", (sum(computed), needed))
     found.square().sum().backward()
     gradients = [mine[rank].up.weight.grad, router.weight.grad, tokens.grad]
     if any(gradient is None for gradient in gradients):
@@ -179,6 +185,8 @@ def top_two(answer):
             raise NotYet(f"The output has the shape {value} instead of {(_TOKENS, _WIDTH)}.")
         if what == "kind":
             raise NotYet(f"The output is {value}. It should have the dtype and the GPU of x.")
+        if what == "rows":
+            raise NotYet("An expert computes {} rows, and only {} choose it. Send it no others.".format(*value))
         if what:
             raise NotYet(_WRONG.get(what, f"The {what} differs from one GPU."))
     return "With two experts, each token travels twice, and so do its gradients."
