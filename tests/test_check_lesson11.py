@@ -56,6 +56,7 @@ TABLE = {
             (lambda outputs, log_sums: torch.stack(outputs).mean(dim=0), "mean of the blocks"),
             (COMBINE("torch.stack(log_sums).softmax(dim=0)", "torch.stack(log_sums) / sum(log_sums)"), "logarithms"),
             (naive, ("not finite", "each query's largest")),
+            (lambda *blocks: naive(*blocks).nan_to_num(), "All values are 0"),
             (lambda outputs, log_sums: outputs[0].zero_(), "changes its arguments"),
             (lambda outputs, log_sums: shifted(outputs, log_sums).T, "shape"),
         ],
@@ -68,8 +69,7 @@ TABLE = {
             (SENT("(ranks - 1) * block", "(ranks > 1) * block * 7 / 7"), "is one step"),
             (SENT("block = 2 *", "block = 1 *"), "one of keys and values"),
             (SENT("head_width * 2", "head_width * 4"), "four bytes"), (SENT("(tokens / ranks)", "tokens"), "whole"),
-            (lambda *job: 1.0 + SENT()(*job), "nobody to send to"),
-            (lambda *job: SENT()(*job) / 1e9, "right in GB"),
+            (lambda *job: 1.0 + SENT()(*job), "nobody to send to"), (lambda *job: SENT()(*job) / 1e9, "right in GB"),
         ],
     ),
     "top_two": Answers(

@@ -103,6 +103,7 @@ def tensor(answer: object, expected: Tensor, rel: float = 1e-4, absolute: float 
     if torch.allclose(found, right, rtol=rel, atol=absolute):
         return
     require(bool(found.isfinite().all()), "Some values are nan or infinite. All should be finite.")
+    require(bool(found.any()), "All values are 0.")
     factor = float((found * right).sum() / (right * right).sum())
     if abs(factor - 1) > 0.005 and torch.allclose(found, factor * right, rtol=rel, atol=absolute):
         often = "One factor for all values often means a sum in place of a mean, or a mean in place of a sum."
