@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.memory.allocator import OutOfMemory, oom_message
 from virtual_gpus.settings import Settings
 
@@ -138,8 +137,8 @@ def wrong_generator(wanted: str, found: str) -> RuntimeError:
     return RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
 
 
-def out_of_memory_text(error: OutOfMemory, gpu: VirtualGPU) -> str:
-    """PyTorch's message for an allocation that does not fit, with the numbers of this GPU."""
+def out_of_memory_text(error: OutOfMemory, gpu: Any) -> str:
+    """PyTorch's message for an allocation that does not fit on a `VirtualGPU`, with its numbers."""
     return oom_message(error, gpu.index, gpu.machine.settings.version)
 
 
@@ -228,7 +227,7 @@ def other_machine(device: torch.device) -> RuntimeError:
     )
 
 
-def gpu_is_off(gpu: VirtualGPU) -> RuntimeError:
+def gpu_is_off(gpu: Any) -> RuntimeError:
     """The error for a tensor whose virtual GPUs are off, in one operator with a tensor on GPUs that are on."""
     return RuntimeError(
         "Expected all tensors to be on the same device, but one of them was made on "
@@ -236,7 +235,7 @@ def gpu_is_off(gpu: VirtualGPU) -> RuntimeError:
     )
 
 
-def warn_of_gpu_that_is_off(gpu: VirtualGPU, frame: FrameType) -> None:
+def warn_of_gpu_that_is_off(gpu: Any, frame: FrameType) -> None:
     """Warn that an operator runs on the CPU because its tensor's virtual GPUs are off, while others are on.
 
     The warning appears once per set of GPUs. frame: the caller whose line the warning names.
@@ -247,7 +246,7 @@ def warn_of_gpu_that_is_off(gpu: VirtualGPU, frame: FrameType) -> None:
         warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
-def _off(gpu: VirtualGPU) -> str:
+def _off(gpu: Any) -> str:
     values = "has no values, because those GPUs kept none" if gpu.machine.shapes_only else "is now on the CPU"
     return (
         f"cuda:{gpu.index} of virtual GPUs that are off. They were stopped or replaced, or their block ended. "
@@ -260,10 +259,13 @@ def lengths_on_gpu(name: str, tensor: torch.Tensor) -> RuntimeError:
 
     The text is that of aten/src/ATen/native/PackedSequence.cpp.
     """
-    kind = torch._C.TensorBase.type(tensor).split(".")[-1].removesuffix("Tensor")
-    return RuntimeError(
-        f"'{name}' argument should be a 1D CPU int64 tensor, but got {tensor.dim()}D {tensor.device} {kind} tensor"
-    )
+    found = f"{tensor.dim()}D {tensor.device} {scalar_type(tensor)} tensor"
+    return RuntimeError(f"'{name}' argument should be a 1D CPU int64 tensor, but got {found}")
+
+
+def scalar_type(tensor: torch.Tensor) -> str:
+    """The type of a tensor's numbers as C++ calls it: "Float" for torch.float32."""
+    return torch._C.TensorBase.type(tensor).rpartition(".")[2].removesuffix("Tensor")
 
 
 def indices_elsewhere(indexed: torch.device) -> RuntimeError:
@@ -283,8 +285,7 @@ def convolution_weight_elsewhere(input_type: str, weight_type: str) -> RuntimeEr
 
 def no_kernel_for(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
     """A dtype that a kernel of CUDA does not know (c10's AT_DISPATCH macros)."""
-    kind = torch._C.TensorBase.type(tensor).split(".")[-1].removesuffix("Tensor")
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{kind}'")
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_type(tensor)}'")
 
 
 def addcmul_with_number(name: str) -> RuntimeError:

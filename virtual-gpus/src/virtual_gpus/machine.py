@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+from virtual_gpus import errors
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
 from virtual_gpus.memory.options import Options
@@ -58,8 +59,8 @@ class VirtualGPU:
         self.allocator = CachingAllocator(self.memory, first_address=FIRST_ADDRESS + (slot << 44))
         self.allocator.clock = _StreamTimes(machine)
         self.generator = None  # made on first use, with torch (see random_numbers)
-        self.blas = None  # likewise (see ops.blas)
-        self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces of convolutions so far (see ops.conv)
+        self.blas = None  # likewise (see `features.blas.products`)
+        self.cudnn: dict[tuple, int] = {}  # bytes of the workspaces so far (see `features.conv.convolutions`)
         self.streams: dict[int, int] = {}  # thread -> its current stream here, where that is not the default one
         self.uuid = f"GPU-00000000-0000-4000-8000-{slot:012d}"
 
@@ -71,22 +72,24 @@ class VirtualGPU:
     def start_context(self) -> None:
         """Count the memory of the CUDA context, which a real GPU allocates when a process first uses it.
 
-        Raises `machine.no_room_for_context` if other processes have left too little memory.
+        Raises CUDA's error if other processes have left too little memory.
         """
         if not self.allocator.device.context:
             self.machine.start_cuda()
             if not self.allocator.device.take_context(min(self.spec.context, self.memory // 8)):
-                raise self.machine.no_room_for_context()
+                raise errors.no_room_for_context()
 
-    def allocate(self, nbytes: int, owner: object) -> Block:
-        """Allocate a block on this thread's current stream that lives as long as `owner`. Raises OutOfMemory."""
+    def allocate(self, nbytes: int, owner: object, stream: int | None = None) -> Block:
+        """Allocate a block that lives as long as `owner`, on a stream (None: the current one). Raises OutOfMemory."""
         allocator = self.allocator
         if self.machine.is_in_bad_fork:
-            raise self.machine.not_initialized()
+            raise errors.not_initialized()
         if not allocator.device.context:
             self.start_context()
         try:
-            return allocator.malloc(nbytes, self.stream if self.streams else 0, owner)
+            if stream is None:
+                stream = self.stream if self.streams else 0
+            return allocator.malloc(nbytes, stream, owner)
         except OutOfMemory as error:
             error.gpu = self
             raise
@@ -120,10 +123,7 @@ class VirtualMachine:
         self.is_in_bad_fork = False  # with `refuse_forks`, whether the parent of this process had used CUDA
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
-        # Handed in by `switch`, which lies above: errors, and how a spawned process does the same.
-        self.no_room_for_context: Callable[[], Exception] = MemoryError
-        self.not_initialized: Callable[[], Exception] = RuntimeError
-        self.start_in_child: Callable[[Settings], None] | None = None
+        self.start_in_child: Callable[[Settings], None] | None = None  # by `switch`, which lies above
         self.history: Any = None  # of the memory, a `features.snapshots.history.History`; made at the first use
         self._local = _Current()
 

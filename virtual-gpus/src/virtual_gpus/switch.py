@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from virtual_gpus import errors, features, machine
+from virtual_gpus import features, machine
 from virtual_gpus.dispatch import mode
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.settings import Settings, described
@@ -54,8 +54,6 @@ class virtual_gpus:
                 raise RuntimeError("These virtual GPUs are already on. Call stop() first, or create new ones.")
             first = active() is None
             made = VirtualMachine(self._settings)
-            made.no_room_for_context = errors.no_room_for_context
-            made.not_initialized = errors.not_initialized
             made.start_in_child = start
             features.start(made)
             self._machine = made

@@ -10,7 +10,7 @@ from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
 from virtual_gpus.machine import VirtualGPU, active
-from virtual_gpus.memory.allocator import Block, OutOfMemory
+from virtual_gpus.memory.allocator import Block
 from virtual_gpus.patches.table import in_package
 
 
@@ -81,12 +81,7 @@ _raw_blocks: dict[int, tuple[VirtualGPU, Block]] = {}  # by address
 def _cuda_cudaCachingAllocator_raw_alloc(nbytes: int, stream: int) -> int:
     """Behind `torch.cuda.caching_allocator_alloc`: the address of a block of the current GPU."""
     gpu = gpu_at()
-    gpu.start_context()
-    try:
-        block = gpu.allocator.malloc(nbytes, stream)
-    except OutOfMemory as error:
-        error.gpu = gpu
-        raise
+    block = gpu.allocate(nbytes, None, stream)
     _raw_blocks[block.address] = gpu, block
     return block.address
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from virtual_gpus.entrance import entrance
+from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed import alone
 from virtual_gpus.features.distributed.collectives import give_to_future, remember
 from virtual_gpus.features.distributed.groups import is_nccl, require_backend
@@ -64,8 +65,7 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> None:
         if name not in _MESSAGES and not _is_contiguous(tensor):
             raise ValueError("Tensors must be contiguous")
         if tensor.dtype not in _MOVED:
-            kind = torch._C.TensorBase.type(tensor).split(".")[-1].removesuffix("Tensor")
-            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {kind}")
+            raise TypeError(f"Input tensor data type is not supported for NCCL process group: {scalar_type(tensor)}")
         if "reduce" in name and tensor.dtype in _FLOAT8:
             raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
 

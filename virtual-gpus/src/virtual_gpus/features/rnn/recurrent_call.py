@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
+from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.rnn.sizes import Network
 from virtual_gpus.placement.random_numbers import drawing_from
 from virtual_gpus.placement.storages import device_of, record_of
@@ -222,11 +223,6 @@ def _check_one(input, kind: str, tensor, dtypes: bool) -> None:
         )
     if dtypes and input.dtype != tensor.dtype:
         raise RuntimeError(
-            f"Input and {kind} tensors are not the same dtype, found input tensor with {_scalar(input)} and {kind} "
-            f"tensor with {_scalar(tensor)}"
+            f"Input and {kind} tensors are not the same dtype, found input tensor with {scalar_type(input)} and {kind} "
+            f"tensor with {scalar_type(tensor)}"
         )
-
-
-def _scalar(tensor) -> str:
-    """float32 -> Float, as C++ names it."""
-    return tensor.type().rpartition(".")[2].removesuffix("Tensor")
