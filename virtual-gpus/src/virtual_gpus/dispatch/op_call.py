@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -106,12 +106,8 @@ class OpCall:
         """Run what CUDA does in place of `tensor`, and PyTorch here does not: the result takes its block over."""
         return put(run_kernel(self), tensor.untyped_storage()._record)
 
-    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
-        """Memory that CUDA's kernel takes on the way: `with call.scratch(nbytes): ...`. Raises OutOfMemory."""
-        return scratch(self.gpu, nbytes)
-
-    def scratches(self, sizes: Iterable[int]) -> AbstractContextManager[None]:
-        """Several blocks at once, in order."""
+    def scratch(self, *sizes: int) -> AbstractContextManager[None]:
+        """Blocks that CUDA's kernel takes on the way, in order: `with call.scratch(nbytes):`. Raises OutOfMemory."""
         return scratch(self.gpu, *sizes)
 
 

@@ -77,7 +77,7 @@ def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
     sizes = packed_copies(call, names)
     if not sizes:
         return finish(call)
-    with call.scratches(sizes):
+    with call.scratch(*sizes):
         return finish(call)
 
 
@@ -86,7 +86,7 @@ def _recipe(names: tuple[str, ...], copy_of):
         """These kernels have their results first."""
         sizes = packed_copies(call, names, copy_of)
         result = call.run()
-        with call.scratches(sizes):
+        with call.scratch(*sizes):
             return result
 
     return run_and_pack

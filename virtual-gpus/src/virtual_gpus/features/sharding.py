@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 
@@ -56,14 +55,12 @@ def chunk_cat(call: OpCall):
         blocks = sum(-(-(math.prod(shape[dim:]) // chunks * wanted.itemsize) // _BYTES) for shape in rows)
         _take_numbers(call, 6 * len(tensors) + 2 + blocks)
         return call.run()
-    with ExitStack() as copies:
-        for tensor in tensors:
-            if mixed and tensor.dtype != wanted:
-                copies.enter_context(call.scratch(tensor.numel() * wanted.itemsize))
-        for tensor in tensors:
-            padded = math.prod(_padded(tensor.shape, dim, chunks))
-            if padded != tensor.numel():
-                copies.enter_context(call.scratch(padded * (wanted if mixed else tensor.dtype).itemsize))
+    copies = [tensor.numel() * wanted.itemsize for tensor in tensors if mixed and tensor.dtype != wanted]
+    for tensor in tensors:
+        padded = math.prod(_padded(tensor.shape, dim, chunks))
+        if padded != tensor.numel():
+            copies.append(padded * (wanted if mixed else tensor.dtype).itemsize)
+    with call.scratch(*copies):
         return call.run()
 
 

@@ -33,6 +33,11 @@ class AttentionCall:
         return self.query, self.key, self.value
 
 
+def must_be_deterministic() -> bool:
+    """True if PyTorch takes deterministic algorithms only, and does not just warn of others."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 @functools.cache
 def cudnn_version(version: Version = INSTALLED) -> int:
     """cuDNN's version as PyTorch counts it, 91900 for 9.19.0: the installed one, or that of a version's wheels."""

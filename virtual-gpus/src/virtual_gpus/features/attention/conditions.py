@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus import versions
-from virtual_gpus.features.attention.attention_call import CUDNN, EFFICIENT, FLASH, HALF, AttentionCall, cudnn_version
+from virtual_gpus.features.attention.attention_call import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    HALF,
+    AttentionCall,
+    cudnn_version,
+    must_be_deterministic,
+)
 
 
 def _flash(call: AttentionCall) -> bool:
@@ -48,12 +56,11 @@ def _efficient(call: AttentionCall) -> bool:
 
 
 def _cudnn(call: AttentionCall) -> bool:
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
         and call.query.dtype in HALF
         and call.capability >= (8, 0)
-        and not strict
+        and not must_be_deterministic()
         and (call.version < versions.CUDNN_DROPOUT_IN_SIXTEENTHS or call.dropout * 16 % 1 == 0)
         and _dense(call, ignore_width_one=True)
         and _heads(call, may_share=True, same=False)

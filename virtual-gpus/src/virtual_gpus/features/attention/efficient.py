@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 import torch
 
+from virtual_gpus.features.attention.attention_call import must_be_deterministic
 from virtual_gpus.features.attention.memory import FLOAT, Kernel, Sizes, packed, up
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
@@ -102,7 +103,6 @@ class _BackwardKernel:
         if sizes.n * sizes.heads >= 256 and sizes.columns <= 2 * self.columns:
             splits = 1
         splits = min(splits, 200 // max(1, sizes.n * sizes.heads))
-        fixed = torch.are_deterministic_algorithms_enabled()
-        if not self.splits_keys or (fixed and not torch.is_deterministic_algorithms_warn_only_enabled()):
+        if not self.splits_keys or must_be_deterministic():
             splits = 1
         return max(1, splits)

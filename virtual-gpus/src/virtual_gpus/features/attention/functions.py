@@ -24,7 +24,7 @@ from virtual_gpus.features.attention.sharded import in_a_ring, is_dtensor, on_ea
 from virtual_gpus.features.autocast.casting import casting
 from virtual_gpus.features.distributed.collectives import arrived
 from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper, nbytes
+from virtual_gpus.placement.storages import device_of, gpu_of, is_wrapper
 from virtual_gpus.threads import this_thread
 from virtual_gpus.versions import ATTENTION_IN_THREE_DIMENSIONS
 
@@ -176,9 +176,9 @@ def safe_softmax(call: OpCall):
     scores, dim = call["self"], call["dim"]
     rows = max(1, scores.shape[dim]) if scores.dim() else 1
     dtype = call["dtype"] or scores.dtype
-    with call.scratch(nbytes(scores) // scores.element_size() * dtype.itemsize), call.scratch(dtype.itemsize):
-        with call.scratch(scores.numel()), call.scratch(scores.numel() // rows), call.scratch(dtype.itemsize):
-            return call.run()
+    found, number = scores.numel(), dtype.itemsize
+    with call.scratch(found * number, number, found, found // rows, number):
+        return call.run()
 
 
 _raw_left_aligned = torch._nested_tensor_from_mask_left_aligned

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import torch
 
-from virtual_gpus.features.attention.attention_call import HALF
+from virtual_gpus.features.attention.attention_call import HALF, must_be_deterministic
 from virtual_gpus.placement.storages import StorageAllocation, scratch
 
 FLOAT = 4
@@ -79,8 +79,7 @@ class Kernel:
 
     def scratch(self, stack: ExitStack, *sizes: int) -> None:
         """Blocks that go when `stack` closes."""
-        for nbytes in sizes:
-            stack.enter_context(scratch(self.gpu, nbytes))
+        stack.enter_context(scratch(self.gpu, *sizes))
 
 
 def packed(order, shape) -> tuple[int, ...]:
@@ -160,8 +159,7 @@ class Flash(Kernel):
 
     def _copies(self) -> int:
         """Sums of query's gradient: one, or one per group of thread blocks when the order of adding must be fixed."""
-        fixed = torch.are_deterministic_algorithms_enabled()
-        if not fixed or torch.is_deterministic_algorithms_warn_only_enabled():
+        if not must_be_deterministic():
             return 1
         return -(-self.gpu.spec.multi_processor_count // (self.sizes.n * self.sizes.heads))
 

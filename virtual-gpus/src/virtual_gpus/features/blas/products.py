@@ -144,7 +144,7 @@ def with_workspace(call: OpCall, lt: bool = False):
     first = _FIRST.get(call.op.base)
     for matrix in () if first is None else call.args[first : first + 2]:
         if not matrix.is_contiguous():
-            with call.scratches(filter(None, map(copied_bytes, call.args[first : first + 2]))):
+            with call.scratch(*filter(None, map(copied_bytes, call.args[first : first + 2]))):
                 handles.work(lt)
             return result
     handles.work(lt)

@@ -6,8 +6,6 @@ without temporaries. The sizes give the H200's figures to the byte.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
@@ -32,22 +30,19 @@ def _add_up_rows(call: OpCall):
     by_frequency = call["scale_grad_by_freq"]
     if count <= _FEW and not by_frequency:
         return call.run()
-    with ExitStack() as stack:
-        for _ in range(3 if by_frequency else 2):  # the sorted indices, where each was, how often
-            stack.enter_context(call.scratch(nbytes(indices)))
+    with call.scratch(*[nbytes(indices)] * (3 if by_frequency else 2)):  # sorted, where each was, how often
         _sort(call, count, size)
         result = call.run()
         segments = min(count, call["num_weights"])
         partial = count // _ROWS_PER_THREAD + segments
         row = gradient.shape[-1] * max(4, gradient.element_size())
-        for part in (count * size, 8, segments * size, segments * size, 8, partial * size, partial * row):
-            stack.enter_context(call.scratch(part))
-    return result
+        with call.scratch(count * size, 8, segments * size, segments * size, 8, partial * size, partial * row):
+            return result
 
 
 def _sort(call: OpCall, count: int, size: int) -> None:
     """cub's radix sort of keys and values: the positions to sort along, and second copies of both."""
-    with call.scratch(count * size), call.scratch(2 * count * size):
+    with call.scratch(count * size, 2 * count * size):
         pass
 
 
@@ -62,7 +57,7 @@ def index_put(call: OpCall):
     count = max((i.numel() for i in indices), default=0)
     in_place = this_thread.in_backward and call.op.base == "index_put"
     sizes = [8 * count] * 3 + ([] if values.is_contiguous() else [nbytes(values)])
-    with call.scratches(sizes):
+    with call.scratch(*sizes):
         _sort(call, count, 8)
         return call.run_in_place(call["self"]) if in_place else call.run()
 

@@ -49,7 +49,7 @@ def log_sigmoid(call: OpCall):
 def with_logits(call: OpCall):
     """binary_cross_entropy_with_logits: log-sigmoid, the loss per element and a scaled copy, then the reduction."""
     size = nbytes(call["self"])
-    with call.scratch(size), call.scratch(size):
+    with call.scratch(size, size):
         result = call.run()
         if call["reduction"] != _NONE:
             take_buffers(call, call["self"], None, 4)

@@ -43,7 +43,7 @@ def layer_norm(call: OpCall):
         if kept.element_size() < 4:
             put(kept, StorageAllocation(call.gpu, kept.numel() * 4))
     call.place(result)
-    with call.scratches(sizes):
+    with call.scratch(*sizes):
         return result
 
 
@@ -51,7 +51,7 @@ def layer_norm_backward(call: OpCall):
     """With very many rows, the gradients of weight and bias are added up in two steps (layer_norm_kernel.cu)."""
     sizes = packed_copies(call, ("input", "grad_out"))
     result = call.run()
-    with call.scratches(sizes + _partial_gradients(call)):
+    with call.scratch(*sizes, *_partial_gradients(call)):
         return result
 
 
@@ -68,7 +68,7 @@ def _partial_gradients(call: OpCall) -> list[int]:
 def group_norm(call: OpCall):
     """A scale and a shift per sample and channel, in float."""
     size = call["N"] * call["C"] * 4
-    with call.scratch(size), call.scratch(size):
+    with call.scratch(size, size):
         return with_packed(call, ("input",))
 
 
@@ -79,7 +79,7 @@ def group_norm_backward(call: OpCall):
 
     def finish(call: OpCall):
         result = call.run()
-        with call.scratches(sizes):
+        with call.scratch(*sizes):
             return result
 
     return with_packed(call, ("grad_out", "input"), finish)
@@ -122,7 +122,7 @@ def _partial_sums(call: OpCall, tensor, per_block: int) -> None:
     rows = tensor.numel() // channels
     blocks = _blocks(rows, channels)
     if blocks > 1:
-        with call.scratch(per_block * channels * blocks * 4), call.scratch(-(-channels // 32) * 4):
+        with call.scratch(per_block * channels * blocks * 4, -(-channels // 32) * 4):
             pass
 
 

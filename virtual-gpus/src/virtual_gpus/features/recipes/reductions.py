@@ -14,7 +14,7 @@ def take_buffers(call: OpCall, tensor: torch.Tensor, dims, partial_bytes: int) -
         tensor.shape, call.gpu.spec, dims, strides=tensor.stride(), partial_bytes=partial_bytes
     )
     if partial:
-        with call.scratch(partial), call.scratch(semaphores):
+        with call.scratch(partial, semaphores):
             pass
 
 
