@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS
 
+from virtual_gpus.clock.cost import depends_on_strides, tf32_setting
 from virtual_gpus.errors import checks_each_argument
 
 _MATRICES = ("mm", "bmm", "addmm", "baddbmm")
@@ -57,10 +58,6 @@ _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")  # namespaces
-# Which setting says whether fp32 numbers may be multiplied as TF32: that of matrix products or that of convolutions.
-_PRODUCTS = dict.fromkeys(("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_addmm_activation"), "matmul")
-_PRODUCTS |= dict.fromkeys(("convolution", "convolution_backward"), "conv")
-_TIMED_BY_LAYOUT = frozenset(("native_batch_norm", "native_batch_norm_backward", "max_pool2d_with_indices_backward"))
 
 
 # Filled from above. By base name ("mm"): what CUDA refuses or waits for before an operator runs, and the operators that
@@ -74,10 +71,10 @@ class Operator:
     """The facts of one overload (`aten.mm.default`), found once and kept."""
 
     __slots__ = ("_defaults", "allowed_on_host", "base", "by_element", "changes_size", "check", "crosses", "draws",
-                 "draws_by_default", "func", "has_generator", "has_layout", "has_products", "host_result",
+                 "depends_on_strides", "draws_by_default", "func", "has_generator", "host_result",
                  "is_collective", "is_composite", "is_index", "is_sum", "is_view", "kernel", "kernels", "keeps_answers",
                  "name", "names", "needs_values", "on_cuda", "positions", "recipe", "route", "takes_by_name",
-                 "takes_first", "with_generator", "written")  # fmt: skip
+                 "takes_first", "tf32_setting", "with_generator", "written")  # fmt: skip
 
     def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
         self.func = func  # kept, so that no other overload gets its id
@@ -128,8 +125,7 @@ class Operator:
         self.written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
         returns = func._schema.returns
         self.is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        self.has_products = _PRODUCTS.get(self.base, "")
-        self.has_layout = bool(self.has_products) or self.base in _TIMED_BY_LAYOUT  # strides decide how long it takes
+        self.tf32_setting, self.depends_on_strides = tf32_setting(self.base), depends_on_strides(self.base)
         self.changes_size = "resize" in self.base or self.base == "set_" or "out" in self.written
         self.keeps_answers = _keeps_answers(self, func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))

@@ -32,6 +32,16 @@ def is_fusible(name: str) -> bool:
     return name not in _UNFUSED and not name.startswith(("_foreach_", "_fused_"))
 
 
+def tf32_setting(name: str) -> str:
+    """The setting that lets the operator multiply fp32 numbers as TF32: "matmul", "conv", or "" if there is none."""
+    return _TF32_SETTINGS.get(_CLASSES.get(name, _plain), "")
+
+
+def depends_on_strides(name: str) -> bool:
+    """True if how its tensors lie in memory decides how long the operator takes."""
+    return _CLASSES.get(name) in (*_TF32_SETTINGS, _batch_norm, _pool_backward)
+
+
 def _plain(work: Work) -> Cost:
     return Cost(work.kernel + work.reading(work.nbytes), 1)
 
@@ -196,5 +206,6 @@ _CLASSES = {
     **dict.fromkeys(("split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype"), _rewritten),
     **dict.fromkeys(("all_gather_copy_in", "batch_norm_elemt"), _copied_in),
 }  # fmt: skip
+_TF32_SETTINGS = {_mm: "matmul", forward: "conv", backward: "conv"}
 _UNFUSED = {name for name, kind in _CLASSES.items()
             if kind in (_mm, _mv, forward, backward, _free, _rewritten, _copied_in, _embedding_backward)}  # fmt: skip

@@ -1,7 +1,7 @@
 """What each operator costs on the clock: its sizes are looked up once, its seconds are kept.
 
-The dispatch mode calls `charge_op` after every operator on a GPU; code that computes below the mode calls `charge_work`
-with the operator that CUDA would have run.
+The routes call `charge_op` after every operator on a GPU. Code that computes below the dispatch mode calls
+`charge_kernel` with the operator that CUDA would have run.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def charge_op(call: OpCall, result: Any) -> None:
     except RuntimeError:
         return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
     name = op.base
-    if op.has_layout:
+    if op.depends_on_strides:
         if name == "native_batch_norm" and not call["training"]:
             name = "batch_norm_elemt"  # it reads and writes once
-        key += (name, op.has_products and _allows_tf32("cuda", op.has_products), *map(_strides, tensors))
+        key += (name, op.tf32_setting and _allows_tf32("cuda", op.tf32_setting), *map(_strides, tensors))
     kept = _kept.get(key)
     if kept is None:
         kept = _kept[key] = _look_up(gpu, op, name, tensors, result)
@@ -84,26 +84,16 @@ def _is_trained(tensors: list[torch.Tensor]) -> bool:
     return False
 
 
-def charge_work(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32") -> None:
-    """Put work on the clock that the dispatch mode does not see. inputs, outputs: operands as `cost` takes them."""
-    seconds, host, further = times(gpu, name, inputs, outputs, precision)
-    gpu.machine.clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
-
-
 def charge_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """`charge_work` on tensors, for which it waits."""
-    _await_late(gpu, inputs)
-    charge_work(gpu, name, operands(inputs), operands(outputs))
-    if gpu.machine.races is not None:
-        made = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
-        gpu.machine.races.kernel(name, inputs, made)
+    """Work that the dispatch mode does not see, as the operator that CUDA would have run."""
+    made = [tensor for tensor in outputs if not any(tensor is given for given in inputs)]  # some stand for a shape
+    _launch(gpu, name, inputs, *times(gpu, name, operands(inputs), operands(outputs)), made)
 
 
 def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> None:
     """A fused attention kernel, `name` as PyTorch calls it."""
     if gpu.machine.fusion is not None:
         gpu.machine.fusion.write(gpu, (query, key, value))
-    _await_late(gpu, (query, key, value))
     samples, heads, rows, width = query.shape
     call = Attention(samples * heads, rows, key.shape[2], width, query.dtype.itemsize, numbers.causal,
                      bool(numbers.dropout))  # fmt: skip
@@ -112,23 +102,27 @@ def charge_attention(gpu: VirtualGPU, name: str, query, key, value, numbers) -> 
         settings = {"is_causal": numbers.causal, "dropout_p": numbers.dropout}
         asked = key_of(name, (query, key, value), settings)
         charge = charge._replace(seconds=gpu.machine.measured.seconds(asked, charge.seconds))
-    clock = gpu.machine.clock
-    host = clock.host.operator + clock.host.product + clock.host.training
-    clock.launch(gpu.slot, gpu.stream, charge.seconds, host, name, clock.host.kernel * (charge.kernels - 1))
-    if gpu.machine.races is not None:
-        gpu.machine.races.kernel(name, (query, key, value), ())
+    pace = gpu.machine.clock.host
+    host, further = pace.operator + pace.product + pace.training, pace.kernel * (charge.kernels - 1)
+    _launch(gpu, name, (query, key, value), charge.seconds, host, further)
 
 
 def charge_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backward: bool) -> None:
     """An LSTM, GRU or RNN by cuDNN; net: its sizes."""
-    _await_late(gpu, inputs)
     charge, pace = recurrent(net, gpu.spec, backward), gpu.machine.clock.host
     name = "_cudnn_rnn_backward" if backward else "_cudnn_rnn"
-    clock = gpu.machine.clock
     further = pace.kernel * _CHAINED * (charge.kernels - 1)
-    clock.launch(gpu.slot, gpu.stream, charge.seconds, pace.operator + pace.training, name, further)
-    if gpu.machine.races is not None:
-        gpu.machine.races.kernel(name, inputs, ())
+    _launch(gpu, name, inputs, charge.seconds, pace.operator + pace.training, further)
+
+
+def _launch(gpu: VirtualGPU, name: str, reads, seconds: float, host: float, further: float, writes=()) -> None:
+    """Kernels that the dispatch mode does not see. They wait for what they read."""
+    clock, races = gpu.machine.clock, gpu.machine.races
+    if clock.tracks[gpu.slot].late:
+        await_tensors(gpu, gpu.stream, reads)
+    clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
+    if races is not None:
+        races.kernel(name, reads, writes)
 
 
 def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
@@ -186,7 +180,8 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         await_tensors(source, source.stream, [tensor])
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
-        charge_work(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
+        cast = times(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
+        source.machine.clock.launch(source.slot, source.stream, *cast[:2], "_to_copy", cast[2])
     if source is target or (source and target and source.machine is not target.machine):
         return
     if source is not None and target is not None:
@@ -238,11 +233,6 @@ def _read_value(gpu: VirtualGPU) -> None:
     clock = gpu.machine.clock
     clock.wait(clock.mark(gpu.slot, gpu.stream), gpu.slot)
     clock.spend(clock.host.wait, gpu.slot)
-
-
-def _await_late(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
-    if gpu.machine.clock.tracks[gpu.slot].late:
-        await_tensors(gpu, gpu.stream, tensors)
 
 
 def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor]) -> None:
@@ -298,15 +288,15 @@ def _shape_of(result):
 def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, float, float]:
     if op.is_view:
         return 0.0, gpu.machine.clock.host.view, 0.0
-    if op.has_products and "out" in op.written:  # which comes last, and is no factor
+    if op.tf32_setting and "out" in op.written:  # which comes last, and is no factor
         tensors = tensors[:-1]
     inputs = operands(tensors)
-    if not op.written or "out" in op.written and op.has_products:
+    if not op.written or "out" in op.written and op.tf32_setting:
         outputs = operands(tensors_in(result))
     else:
         outputs = () if op.by_element else inputs[:1]
     in_place = bool(op.written)
-    return times(gpu, name, inputs, outputs, _precision(op.has_products, tensors), in_place=in_place)
+    return times(gpu, name, inputs, outputs, _precision(op.tf32_setting, tensors), in_place=in_place)
 
 
 def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):
