@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 
 class ThreadState(threading.local):
@@ -50,3 +50,17 @@ def below() -> Iterator[None]:
         yield
     finally:
         this_thread.inside = before
+
+
+@contextmanager
+def seen() -> Iterator[None]:
+    """Have operators seen: while the dispatch mode works on one it is off, and what others make would be nowhere."""
+    mode = this_thread.mode
+    if mode is None or mode in _get_current_dispatch_mode_stack():
+        yield
+        return
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()

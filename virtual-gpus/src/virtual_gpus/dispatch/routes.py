@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch import creation, foreach_ops, valueless
@@ -19,7 +18,7 @@ from virtual_gpus.dispatch.timing import charge_crossing, charge_op, charge_read
 from virtual_gpus.entrance import calling_frame
 from virtual_gpus.placement.creation_sites import record_creation_site
 from virtual_gpus.placement.storages import follow_size, former_gpu_of, gpu_of, has_storage, storages
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import seen, this_thread
 
 _CUDA, _CPU = torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU
 _COMPOSITE = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -107,8 +106,7 @@ def composite(call: OpCall) -> Any:
     The parts follow autocast's lists if the composite was called under autocast, whose key is off by now. Operators of
     higher order, which are given an operator or a function to run, are composite too.
     """
-    _push_mode(this_thread.mode)  # for the parts: while a mode works it is off
-    try:
+    with seen():
         if call.op.kernels is not None:
             keys = (_CPU, *_COMPOSITE) if call.gpu is None else (_CUDA, _CPU, *_COMPOSITE)
             return next(call.op.kernels[key] for key in keys if key in call.op.kernels)(*call.args, **call.kwargs)
@@ -119,8 +117,6 @@ def composite(call: OpCall) -> Any:
             return call.func.decompose(*call.args, **call.kwargs)
         finally:
             _exclude_key(_AUTOCAST, True)
-    finally:
-        _pop_mode()
 
 
 ROUTES = {"composite": composite, "factory": creation.create, "list": lists, "crossing": crossing,

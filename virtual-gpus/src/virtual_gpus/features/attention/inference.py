@@ -6,10 +6,9 @@ aten/src/ATen/native/transformers/cuda/attention.cu and aten/src/ATen/native/tra
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.features.attention.attention_call import MATH, AttentionCall
@@ -18,7 +17,7 @@ from virtual_gpus.features.attention.fused import KERNELS
 from virtual_gpus.features.attention.memory import Sizes
 from virtual_gpus.features.blas.products import with_workspace
 from virtual_gpus.placement.storages import nbytes
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import seen
 
 
 def multi_head_attention(call: OpCall):
@@ -70,7 +69,7 @@ def encoder_layer(call: OpCall):
     src = call["src"]
     if src.is_nested or not src.numel():
         return call.run()
-    with _seen():
+    with seen():
         return _layer(call, src)
 
 
@@ -95,16 +94,6 @@ def _norm(call: OpCall, x, number: int):
     return torch.layer_norm(
         x, (call["embed_dim"],), call[f"norm_weight_{number}"], call[f"norm_bias_{number}"], call["eps"]
     )
-
-
-@contextmanager
-def _seen():
-    """Operators are seen again: while the mode works it is off."""
-    _push_mode(this_thread.mode)
-    try:
-        yield
-    finally:
-        _pop_mode()
 
 
 RECIPES = {"_native_multi_head_attention": multi_head_attention, "_transformer_encoder_layer_fwd": encoder_layer}

@@ -8,10 +8,8 @@ it: `virtual_gpus.features.snapshots.history`.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 
 import torch
-from torch.utils import _python_dispatch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
@@ -22,7 +20,7 @@ from virtual_gpus.features.snapshots.history import ALL, ALLOC, NEVER, STATE, Hi
 from virtual_gpus.machine import VirtualMachine, active
 from virtual_gpus.memory.options import Options
 from virtual_gpus.settings import INSTALLED
-from virtual_gpus.threads import this_thread
+from virtual_gpus.threads import seen
 from virtual_gpus.versions import HOST_IN_SNAPSHOTS, POOLS_IN_HISTORY
 
 _CONTEXTS = {None: NEVER, "state": STATE, "alloc": ALLOC, "all": ALL}
@@ -156,24 +154,10 @@ def _cuda_attach_out_of_memory_observer(observer) -> None:
 def _call_of(observer, gpu):
     def call(error):
         total = error.capacity if error.allowed is None else error.allowed
-        with _visible():
+        with seen():
             observer(gpu.index, error.requested, total, error.free)
 
     return call
-
-
-@contextmanager
-def _visible():
-    """While an operator is at work its mode is off, and a tensor that the observer makes would be nowhere."""
-    mode = this_thread.mode
-    if mode is None or mode in _python_dispatch._get_current_dispatch_mode_stack():
-        yield
-        return
-    _python_dispatch._push_mode(mode)
-    try:
-        yield
-    finally:
-        _python_dispatch._pop_mode()
 
 
 def _accelerator_setAllocatorSettings(settings: str) -> None:
