@@ -26,7 +26,7 @@ class Fusion:
     """The results of fused operators that nothing has written yet. One per machine, once it runs compiled code."""
 
     def __init__(self) -> None:
-        self._unwritten: dict[int, weakref.ref[Any]] = {}  # id of an allocation -> itself
+        self._unwritten: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # allocations, by id
 
     def takes(self, call: OpCall, result: Any) -> bool:
         """Charge an operator if it is fused."""
@@ -41,7 +41,7 @@ class Fusion:
         for tensor in tensors_in(result):
             allocation = allocation_of(tensor)
             if allocation is not None:
-                self._unwritten[id(allocation)] = weakref.ref(allocation)
+                self._unwritten[id(allocation)] = allocation
         return True
 
     def write(self, gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
@@ -52,8 +52,7 @@ class Fusion:
         tensors, found = list(tensors), {}
         for tensor in tensors:
             allocation = allocation_of(tensor)
-            known = self._unwritten.get(id(allocation))
-            if (known is not None and known() is allocation) == unwritten:
+            if (id(allocation) in self._unwritten) == unwritten:
                 found[id(allocation)] = tensor.numel() * tensor.element_size()
         clock = gpu.machine.clock
         if clock.tracks[gpu.slot].late:
