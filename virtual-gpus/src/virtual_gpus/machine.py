@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from virtual_gpus import errors
 from virtual_gpus.clock.clock import Clock
 from virtual_gpus.memory.allocator import FIRST_ADDRESS, Block, CachingAllocator, OutOfMemory
@@ -237,6 +239,26 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
 def active() -> VirtualMachine | None:
     """The machine of the virtual GPUs that are on, or None."""
     return _stack[-1] if _stack else None
+
+
+def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = True) -> VirtualGPU:
+    """The GPU that a cuda device names; no index means this thread's current one. Raises as CUDA does.
+
+    initialize: whether CUDA would initialize itself for this question. It does for all but a few statistics.
+    """
+    if not machine.gpus:
+        raise RuntimeError("No CUDA GPUs are available")
+    index = machine.current if device.index is None else device.index
+    if not 0 <= index < len(machine.gpus):
+        raise errors.invalid_device_ordinal()
+    if initialize and machine.is_in_bad_fork:
+        raise RuntimeError(  # `torch.cuda._lazy_init`
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' start method"
+        )
+    if initialize and not machine.is_initialized:
+        machine.is_initialized = torch.cuda._initialized = True  # checkpoints read the latter
+    return machine.gpus[index]
 
 
 def push(machine: VirtualMachine) -> None:

@@ -10,9 +10,9 @@ import torch
 from virtual_gpus.dispatch import valueless
 from virtual_gpus.dispatch.op_call import OpCall, refuse_gpu_generator
 from virtual_gpus.dispatch.timing import charge_op
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.machine import VirtualGPU, VirtualMachine, active, find_gpu
 from virtual_gpus.placement.creation_sites import record_creation_site
-from virtual_gpus.placement.storages import StorageAllocation, find_gpu, pin, put
+from virtual_gpus.placement.storages import StorageAllocation, pin, put
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")

@@ -12,8 +12,7 @@ import functools
 
 import torch
 
-from virtual_gpus.errors import invalid_device_ordinal
-from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
+from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.threads import this_thread
 
 RAW_DEVICE = torch._C.TensorBase.device.__get__  # as C++ sees it: cpu or meta
@@ -282,23 +281,3 @@ def follow_size(tensor: torch.Tensor) -> None:
         record = storage._record
         if record.gpu is not None and record.nbytes != storage.nbytes():
             record.resize(storage.nbytes())
-
-
-def find_gpu(machine: VirtualMachine, device: torch.device, initialize: bool = True) -> VirtualGPU:
-    """The GPU that a cuda device names; no index means this thread's current one. Raises as CUDA does.
-
-    initialize: whether CUDA would initialize itself for this question. It does for all but a few statistics.
-    """
-    if not machine.gpus:
-        raise RuntimeError("No CUDA GPUs are available")
-    index = machine.current if device.index is None else device.index
-    if not 0 <= index < len(machine.gpus):
-        raise invalid_device_ordinal()
-    if initialize and machine.is_in_bad_fork:
-        raise RuntimeError(  # `torch.cuda._lazy_init`
-            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
-            "'spawn' start method"
-        )
-    if initialize and not machine.is_initialized:
-        machine.is_initialized = torch.cuda._initialized = True  # checkpoints read the latter
-    return machine.gpus[index]

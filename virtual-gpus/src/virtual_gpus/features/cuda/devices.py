@@ -8,9 +8,8 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
-from virtual_gpus.machine import VirtualGPU, active
+from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.patches.table import in_package
-from virtual_gpus.placement.storages import find_gpu
 
 
 def gpu_at(device=None, initialize: bool = True) -> VirtualGPU:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch.multiprocessing.reductions import reduce_storage
 
-from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import StorageAllocation, find_gpu, record_of
+from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.placement.storages import StorageAllocation, record_of
 from virtual_gpus.threads import below
 
 _raw_share_memory = torch.UntypedStorage.share_memory_

@@ -15,9 +15,9 @@ from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.numbers import named
 from virtual_gpus.features.tensors.transfers import as_device
-from virtual_gpus.machine import active
+from virtual_gpus.machine import active, find_gpu
 from virtual_gpus.placement.creation_sites import was_made_in_cpp
-from virtual_gpus.placement.storages import find_gpu, gpu_of, pin, place
+from virtual_gpus.placement.storages import gpu_of, pin, place
 from virtual_gpus.threads import this_thread
 
 # The functions that parse their data in C++, and the name of that argument.

@@ -9,8 +9,8 @@ from virtual_gpus.dispatch.copies import move
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.tensors.numbers import named
-from virtual_gpus.machine import active
-from virtual_gpus.placement.storages import find_gpu, gpu_of, is_fake, pin
+from virtual_gpus.machine import active, find_gpu
+from virtual_gpus.placement.storages import gpu_of, is_fake, pin
 from virtual_gpus.placement.storages import is_pinned as says_pinned
 from virtual_gpus.threads import this_thread
 
