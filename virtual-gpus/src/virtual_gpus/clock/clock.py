@@ -174,6 +174,11 @@ class Clock:
         if self.timelines and after > before:
             self._record(Span(None, HOST_LANE, before, after, "wait", "wait"))
 
+    def notice(self, until: float, gpu: int | None = None) -> None:
+        """`wait`, and the time that the host needs to notice that it is over."""
+        self.wait(until, gpu)
+        self.spend(self.host.wait, gpu)
+
     def anew(self) -> Clock:
         """Another clock for the same GPUs, which starts at 0."""
         return Clock(len(self.tracks), self.host)

@@ -160,7 +160,8 @@ def charge_read(call: OpCall) -> None:
         report_sync(gpu.machine.sync_debug_mode)
     if gpu.machine.clock.tracks[gpu.slot].late and call.tensors:
         await_tensors(gpu, gpu.stream, call.tensors)
-    _read_value(gpu)
+    clock = gpu.machine.clock
+    clock.notice(clock.mark(gpu.slot, gpu.stream), gpu.slot)
 
 
 def charge_crossing(call: OpCall) -> None:
@@ -226,13 +227,6 @@ def _peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
     for slot, stream, lane in ends:
         clock.occupy(slot, lane, start, end, "copy", f"cuda:{source.index} to cuda:{target.index}", kernel=False)
         clock.hold(slot, stream, end)
-
-
-def _read_value(gpu: VirtualGPU) -> None:
-    """`.item()` and its like: the host waits for everything issued to the current stream, and reads one number."""
-    clock = gpu.machine.clock
-    clock.wait(clock.mark(gpu.slot, gpu.stream), gpu.slot)
-    clock.spend(clock.host.wait, gpu.slot)
 
 
 def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor]) -> None:

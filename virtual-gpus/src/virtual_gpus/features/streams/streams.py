@@ -85,7 +85,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """The host waits for the work given so far."""
-        _host_waits(self._gpu, self._mark())
+        self._gpu.machine.clock.notice(self._mark())
 
     def wait_stream(self, stream: Stream) -> None:
         """Work given later waits for what `stream` has been given so far."""
@@ -183,7 +183,7 @@ class Event:
     def synchronize(self) -> None:
         """The host waits for the mark."""
         if self._time is not None:
-            _host_waits(self._stream._gpu, self._time)
+            self._stream._gpu.machine.clock.notice(self._time)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Modelled milliseconds between two marks. Errors as PyTorch's, and CUDA's while a mark is not passed yet."""
@@ -216,12 +216,6 @@ def _is_past(gpu: VirtualGPU, time: float) -> bool:
         return False
     clock.seen(time)
     return True
-
-
-def _host_waits(gpu: VirtualGPU, until: float) -> None:
-    clock = gpu.machine.clock
-    clock.wait(until)
-    clock.spend(clock.host.wait)
 
 
 def default_stream(device=None) -> Stream:
