@@ -3,12 +3,13 @@
     python docs/new_feature.py airy "Airy functions" special_airy_ai
 
 The feature begins as a recipe for the memory of one operator, which has none yet. ARCHITECTURE.md ("How to add a
-feature") says what else the folder may have.
+feature") says what else the folder may have, and "How to add an operator" how to fill the recipe.
 """
 
 import argparse
 from pathlib import Path
 
+import torch
 from virtual_gpus import features, operators
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ PEAK = 0  # bytes: measured on a real GPU, or added up from PyTorch's source
 def test_peak_of_{operator}():
     with virtual_gpus(1):
         x = torch.ones(1000, device="cuda")
-        torch.ops.aten.{operator}(x)
+        torch.ops.aten.{operator}({arguments})
         assert torch.cuda.max_memory_allocated() == PEAK
 '''
 
@@ -54,6 +55,16 @@ def main(arguments=None, root=ROOT):
         parser.error(f"{options.name!r} is the name of a feature, or no name for a folder.")
     if options.operator in operators.RECIPES:
         parser.error(f"{options.operator!r} has a recipe: {operators.RECIPES[options.operator].__module__}.")
+    packet = getattr(torch.ops.aten, options.operator, None)
+    if packet is None:
+        parser.error(f"There is no operator {options.operator!r}. Write add, not add.Tensor: overloads share a recipe.")
+    overload = getattr(packet, packet.overloads()[0])
+    if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd"):
+        parser.error(
+            f"{options.operator!r} is made of other operators. Write recipes for those, or a row of patches()."
+        )
+    needed = [argument for argument in overload._schema.arguments if not argument.has_default_value()]
+    options.arguments = ", ".join({"Tensor": "x", "List[Tensor]": "[x]"}.get(str(a.type), "...") for a in needed)
     folder = root / "src" / "virtual_gpus" / "features" / options.name
     folder.mkdir(parents=True)
     texts = {folder / "__init__.py": FOLDER, folder / "recipes.py": MODULE,
@@ -61,7 +72,8 @@ def main(arguments=None, root=ROOT):
     for path, text in texts.items():
         path.write_text(text.format(**vars(options)), encoding="utf-8", newline="\n")
         print(path.relative_to(root))
-    print("Fill the recipe and the test, then run the test and: pytest -n0 tests/test_layers.py")
+    print(f"Its arguments, of which call[NAME] gives one: {overload._schema}")
+    print(f"Fill the recipe and the test, then run: pytest tests/test_{options.name}.py tests/test_layers.py")
 
 
 if __name__ == "__main__":

@@ -24,10 +24,14 @@ def test_the_example_trains_counts_and_refuses(capsys):
     assert 55 <= len([line for line in CODE[0].splitlines() if line.strip()]) <= 65
 
 
-def test_a_new_feature_runs_and_its_test_fails_until_it_is_filled(tmp_path):
+def test_a_new_feature_runs_and_its_test_fails_until_it_is_filled(tmp_path, capsys):
     (tmp_path / "tests").mkdir()
-    command = runpy.run_path(str(ROOT / "docs" / "new_feature.py"))
-    command["main"](["airy", "Airy functions", "special_airy_ai"], tmp_path)
+    make = runpy.run_path(str(ROOT / "docs" / "new_feature.py"))["main"]
+    for operator, words in {"mm": "has a recipe", "kron": "made of other", "add.Tensor": "no operator"}.items():
+        with pytest.raises(SystemExit):
+            make(["airy", "Airy functions", operator], tmp_path)
+        assert words in capsys.readouterr().err
+    make(["airy", "Airy functions", "special_airy_ai"], tmp_path)
     module, test = (runpy.run_path(str(next(tmp_path.rglob(name)))) for name in ("recipes.py", "test_airy.py"))
     assert module["RECIPES"] == {"special_airy_ai": module["special_airy_ai"]}
     with pytest.raises(AssertionError):

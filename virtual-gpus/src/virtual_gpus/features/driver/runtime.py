@@ -14,7 +14,8 @@ from virtual_gpus.machine import active
 from virtual_gpus.patches.table import in_package
 
 _NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels for Linux
-_CORES = {(3, 7): 192, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64, (9, 0): 128}  # CUDA's programming guide
+_CORES = {(3, 7): 192, (6, 1): 128, (7, 0): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 9): 128, (9, 0): 128,
+          (10, 0): 128, (12, 0): 128}  # CUDA's programming guide  # fmt: skip
 
 
 class cudaError(int):
