@@ -132,9 +132,7 @@ RANKED = [
 RAISES = lambda rank, samples, log: dist.barrier() or samples[32 + rank]  # noqa: E731
 ANSWERS = {
     "tree": Answers(
-        check.tree,
-        [from_far_to_near, tree("return steps", "return [zip(*zip(*step)) for step in steps]")],
-        TREE,
+        check.tree, [from_far_to_near, tree("return steps", "return [zip(*zip(*step)) for step in steps]")], TREE
     ),
     "validate": Answers(
         check.validate,
@@ -150,11 +148,7 @@ ANSWERS = {
         ranks=[4],
     ),
     "factor": Answers(
-        check.factor,
-        [
-            lambda counts, rank: torch.tensor(counts)[rank] / torch.tensor(counts).float().mean(),
-        ],
-        FACTOR,
+        check.factor, [lambda counts, rank: torch.tensor(counts)[rank] / torch.tensor(counts).float().mean()], FACTOR
     ),
     "factor in ranks": Answers(
         check.factor,

@@ -27,7 +27,7 @@ JUDGE = Answers(
     check.judge,
     right=[
         # in another form: from the speed-up, as a list with a float
-        judge_by("(gpus / (seconds[1] / seconds[gpus]) - 1) / (gpus - 1)\n    return [float(gpus), share]"),
+        judge_by("(gpus / (seconds[1] / seconds[gpus]) - 1) / (gpus - 1)\n    return [float(gpus), share]")
     ],
     wrong=[
         (changed_judge("return gpus, share", "return gpus"), "returned 8. Return two numbers, (gpus, share)"),
@@ -61,10 +61,7 @@ ddp_bytes = stored("07_choosing_a_method", "ddp_bytes_solution")()
 FITS = Answers(
     check.fits,
     right=[lambda *job: int(ddp_bytes(*job))],
-    wrong=[
-        *check._WRONG_BYTES,
-        (lambda p, k, t, s, n: 17.8 * 2**30, "is too large"),
-    ],
+    wrong=[*check._WRONG_BYTES, (lambda p, k, t, s, n: 17.8 * 2**30, "is too large")],
 )
 
 

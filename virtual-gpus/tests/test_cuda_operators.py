@@ -21,11 +21,7 @@ def gpu(request):
 
 # Rows, columns of matrices whose rows were added up; bytes of partial results and of semaphores, both rounded up to
 # blocks of 512, in traces of training steps on an H200.
-COLUMN_SUMS = [
-    (2048, 384, 6_291_456, 512),
-    (2608, 20_000, 143_360_000, 1024),
-    (4096, 1024, 33_554_432, 512),
-]
+COLUMN_SUMS = [(2048, 384, 6_291_456, 512), (2608, 20_000, 143_360_000, 1024), (4096, 1024, 33_554_432, 512)]
 
 
 def test_partial_sums_are_those_of_an_h200_s_steps_and_depend_on_the_gpu_and_the_layout():

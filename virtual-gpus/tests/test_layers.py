@@ -6,7 +6,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import torch
-from virtual_gpus import features
+from virtual_gpus import features, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "virtual_gpus"
@@ -61,7 +61,7 @@ def test_versions_of_pytorch_are_numbers_in_one_module_only():
     number = re.compile(r"\(2, 1\d\)")
     nodes = [(path, node) for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
     found = {path.name for path, node in nodes if isinstance(node, ast.Tuple) and number.match(ast.unparse(node))}
-    assert found == {"versions.py"}
+    assert found == {"versions.py"} and max(versions.CUDNN_OF_WHEELS) == versions.NEWEST
 
 
 def test_a_name_of_pytorch_is_replaced_by_one_feature_only():

@@ -283,11 +283,10 @@ def _barrier(function: Callable, group, *args, **kwargs):
 def _refused(original: type) -> type:
     """ProcessGroupNCCL itself, which looks for real GPUs: it stays a type, with its options."""
 
-    class ProcessGroupNCCL(original):
-        def __init__(self, *args, **kwargs):
-            raise errors.not_modelled('torch.distributed.ProcessGroupNCCL (use init_process_group("nccl"))')
+    def refuse(self, *args, **kwargs):
+        raise errors.not_modelled(f'torch.distributed.{original.__name__} (use init_process_group("nccl"))')
 
-    return ProcessGroupNCCL
+    return type(original.__name__, (original,), {"__init__": refuse})
 
 
 def _with_one_thread(raw: type) -> type:
@@ -361,9 +360,9 @@ def patches() -> list[Patch]:
         receiving = around(getattr(c10d, name), _objects_from_another)
         rows += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
     rows += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
-    if hasattr(torch.distributed, "ProcessGroupNCCL"):
-        refused = _refused(torch.distributed.ProcessGroupNCCL)
-        rows += [(owner, "ProcessGroupNCCL", refused) for owner in (c10d, torch.distributed)]
+    for name in [name for name in vars(torch.distributed) if name.startswith("ProcessGroupNCCL")]:
+        refused = _refused(getattr(torch.distributed, name))
+        rows += [(owner, name, refused) for owner in (c10d, torch.distributed)]
     if hasattr(c10d, "ProcessGroupGloo"):
         rows.append((c10d, "ProcessGroupGloo", _with_one_thread(c10d.ProcessGroupGloo)))
     if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
