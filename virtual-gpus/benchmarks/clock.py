@@ -4,6 +4,7 @@
     python -m benchmarks.clock resnet18_cifar_b64    # only that one
     python -m benchmarks.clock --operators           # single operators and copies
     python -m benchmarks.clock --kernels gpt_small_b8    # the kernels of a step, operator by operator
+    python -m benchmarks.clock --measured mine.json      # the same for a file of `python -m virtual_gpus measure`
     python -m benchmarks.clock --leave-one-out           # kernels of all sets, by rates fitted without the case
     python -m benchmarks.clock --plot clock.png      # steps as a picture
 
@@ -15,11 +16,14 @@ wall time is the median of 15 steps; where the host is the bottleneck, it moved 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
 import torch
+from virtual_gpus import record_timeline, virtual_gpus
+from virtual_gpus.measure import prepared
 
 from benchmarks import clock_plot
 from benchmarks.reference import measure, second, timing
@@ -85,9 +89,26 @@ def kernels_of(name: str) -> tuple[dict[str, float], dict[str, float], dict[str,
     return real, modelled, calls
 
 
-def table_of_kernels(name: str) -> list[str]:
-    """Each operator of a step: calls, measured and modelled microseconds, the largest difference first."""
-    real, modelled, calls = kernels_of(name)
+def kernels_of_file(file: Path) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
+    """The same of the rows of `python -m virtual_gpus measure`, on the kind of GPU that it measured."""
+    real, modelled, calls = defaultdict(float), defaultdict(float), defaultdict(int)
+    content = json.loads(file.read_text(encoding="utf-8"))
+    with virtual_gpus(1, kind=content["gpu"], shapes_only=True):
+        for row in content["rows"]:
+            if row["seconds"] is None:
+                continue
+            act, count = prepared(row["operator"], row["arguments"], "cuda"), row.get("calls", 1)
+            with record_timeline() as timeline:
+                act()
+            name = row["operator"].removeprefix("aten.").partition(".")[0]
+            real[name] += count * row["seconds"]
+            modelled[name] += count * timeline.busy_seconds(0, copies=True)
+            calls[name] += count
+    return real, modelled, calls
+
+
+def table_of_kernels(real, modelled, calls) -> list[str]:
+    """Each operator: calls, measured and modelled microseconds, the largest difference first."""
     names = sorted({*real, *modelled}, key=lambda op: -abs(real[op] - modelled[op]))
     lines = [f"{'operator':50} calls  real, us  modelled, us"]
     return lines + [f"{op:50} {calls[op]:5} {real[op] * _US:9.1f} {modelled[op] * _US:13.1f}" for op in names]
@@ -136,6 +157,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help=f"only these training steps, of: {', '.join(CASES)}")
     parser.add_argument("--operators", action="store_true", help="single operators and copies")
     parser.add_argument("--kernels", metavar="CASE", choices=list(timing.BUILDS), help="the kernels of one step")
+    parser.add_argument("--measured", metavar="FILE", type=Path, help="the operators that you measured, on their GPU")
     parser.add_argument("--leave-one-out", action="store_true", help="the kernels of all sets, each case left out once")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the steps (.png, .svg, .pdf)")
     options = parser.parse_args()
@@ -147,13 +169,16 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Print what was asked for."""
     options, meta = arguments(), measure.load("steps.json")["meta"]
+    if options.measured:
+        print("\n".join(table_of_kernels(*kernels_of_file(options.measured))))
+        return
     print(f"real: {meta['gpu']}, torch {meta['torch']}; modelled: torch {torch.__version__}\n")
     if options.operators:
         print("\n".join(table_of_operators(timing.operators())))
     elif options.leave_one_out:
         print("\n".join(table_of_leave_one_out()))
     elif options.kernels:
-        print("\n".join(table_of_kernels(options.kernels)))
+        print("\n".join(table_of_kernels(*kernels_of(options.kernels))))
     else:
         measured, modelled = timing.measured_steps(), timing.steps(options.names or list(CASES))
         print("\n".join(table_of_steps(measured, modelled)))

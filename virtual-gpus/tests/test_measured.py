@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks import clock
 from forks import run
 from virtual_gpus import active_machine, measure, record_timeline, virtual_gpus
 from virtual_gpus.__main__ import main
@@ -56,6 +57,8 @@ def test_a_row_wins_over_the_formula_for_its_arguments_alone(tmp_path):
         assert times() == [pytest.approx(formulas[0]), pytest.approx(0.25), pytest.approx(formulas[2])]
     with virtual_gpus(shapes_only=True):
         assert times() == formulas  # what was looked up with a table is forgotten
+    expected = ({"_softmax": 0.25}, {"_softmax": pytest.approx(formulas[1])}, {"_softmax": 1})
+    assert clock.kernels_of_file(tmp_path / "softmax.json") == expected
 
 
 def test_a_programs_operators_are_listed_and_can_be_called(listed):
@@ -71,21 +74,17 @@ def test_a_programs_operators_are_listed_and_can_be_called(listed):
         measure.prepared(row["operator"], row["arguments"], "cpu")()
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (None, "Cannot read measured operators"),
-        ("{", "Cannot read measured operators"),
-        ([], "holds no measured operators"),
-        ({"gpu": "A100", "rows": []}, "of A100, and none of H200"),
-        ({"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}, 'Row 1 of .* needs "operator"'),
-        ({"gpu": "H200", "rows": [{"operator": "a", "arguments": [], "seconds": -1}]}, "needs seconds above 0"),
-    ],
-)
+BAD = {None: "Cannot read measured operators", "{": "Cannot read measured operators",
+       "[]": "holds no measured operators", '{"gpu": "A100", "rows": []}': "of A100, and none of H200",
+       '{"gpu": "H200", "rows": [{"operator": "aten.mm.default"}]}': 'Row 1 of .* needs "operator"',
+       '{"gpu": "H200", "rows": [{"operator": "a", "arguments": [], "seconds": -1}]}': "seconds above 0"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "words"), BAD.items())
 def test_bad_files_are_refused(tmp_path, content, words):
     file = tmp_path / "bad.json"
     if content is not None:
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        file.write_text(content)
     with pytest.raises(ValueError, match=words):
         virtual_gpus(measured=str(file))
 
