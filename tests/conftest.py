@@ -40,7 +40,6 @@ def ctrl_c_interrupts():
 
 @pytest.fixture
 def four():
-    """Four virtual GPUs."""
     from virtual_gpus import virtual_gpus
 
     with virtual_gpus(4) as gpus:

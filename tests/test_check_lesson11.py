@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from virtual_gpus import virtual_gpus
 
 from notebooks.checks import lesson11 as check
 from tests.check_answers import STRANGE_RESULTS, Answers, answers_test, stored
@@ -12,11 +11,7 @@ pytestmark = pytest.mark.usefixtures("workspaces_given_back")
 LESSON = "11_long_sequences_and_experts"
 WORK, COMBINE, SENT, TOP_TWO = (stored(LESSON, f"{name}_solution") for name in ("work", "combine", "sent", "top_two"))
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    with virtual_gpus(4, memory="1 GiB") as devices:
-        yield devices
+pytestmark = pytest.mark.usefixtures("four")
 
 
 def by_pairs(rank, ranks, balanced):

@@ -21,11 +21,7 @@ TRAIN = stored(LESSON, "train_solution", copy=copy)
 IN_HOOKS = stored(LESSON, "train_in_hooks")
 RIGHT = {"A": "slow rank", "B": "small kernels", "C": "slow link", "D": "copy", "E": "reads"}
 
-
-@pytest.fixture(autouse=True)
-def gpus():
-    with virtual_gpus(4, memory="1 GiB") as devices:
-        yield devices
+pytestmark = pytest.mark.usefixtures("four")
 
 
 TABLE = {
