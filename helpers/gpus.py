@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ import torch
 from helpers.engine import active_machine, virtual_block_address, virtual_gpus
 from helpers.sizes import GiB, number_of, require_integer
 
-__all__ = ["Device", "block_address", "gpu_index", "gpu_indices", "index_of", "is_virtual", "modelled_gpus",
-           "require_gpu", "same_gpus", "topology", "use_gpus"]  # fmt: skip
+__all__ = ["Device", "block_address", "gpu_index", "gpu_indices", "is_virtual", "modelled_gpus", "require_gpu",
+           "same_gpus", "topology", "use_gpus"]  # fmt: skip
 
 Device = int | str | torch.device  # mostly a GPU: 1, "cuda:1", or torch.device("cuda", 1)
 
@@ -152,40 +153,36 @@ def same_gpus() -> Iterator[None]:
         raise RuntimeError("The block switched to other GPUs. Call use_gpus before it.")
 
 
-def index_of(gpu: Device) -> int | None:
-    """Return the index of a GPU, which need not exist, and None for "cuda". Raises ValueError for other devices."""
-    try:
-        device = torch.device("cuda", gpu) if isinstance(gpu, int) else torch.device(gpu)
-    except (RuntimeError, TypeError):  # a negative index, a name that PyTorch does not know, or no device at all
-        device = torch.device("cpu")
-    if device.type != "cuda":
-        raise ValueError(f"{gpu!r} is not a GPU. Pass a device such as 'cuda:0'.")
-    return device.index
-
-
-def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
-    """Return the indices of `devices` (a device, an index, or a list of them; None means all visible GPUs).
+def gpu_index(gpu: Device, must_exist: bool = True) -> int:
+    """Return the index of a GPU: of "cuda", that of the current one. must_exist: refuse a GPU that PyTorch does not
+    see. A timeline may come from another process.
 
     Raises RuntimeError if there is no GPU, and ValueError for a device that is not a GPU or does not exist.
     """
+    try:
+        device = torch.device("cuda", int(gpu)) if isinstance(gpu, Integral) else torch.device(gpu)
+    except (RuntimeError, TypeError, ValueError):  # a negative index, an unknown name, or no device at all
+        device = torch.device("cpu")
+    if device.type != "cuda":
+        raise ValueError(f"{gpu!r} is not a GPU. Pass a device such as 'cuda:0'.")
+    if must_exist or device.index is None:
+        require_gpu()
+    count, name = torch.cuda.device_count() if must_exist else _MOST_GPUS, str(gpu).removeprefix("cuda:")
+    if name not in ("cuda", *map(str, range(count))):  # asked of the text, because PyTorch takes 256 for 0
+        raise ValueError(f"There is no cuda:{name}. Pass one of cuda:0 to cuda:{count - 1}.")
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def gpu_indices(devices: Device | Iterable[Device] | None = None) -> list[int]:
+    """Return the indices of `devices` (a device, an index, or a list of them; None means all visible GPUs), each once.
+
+    Raises the same as `gpu_index`.
+    """
     require_gpu()
-    count = torch.cuda.device_count()
-    devices = range(count) if devices is None else devices
-    indices = []
-    for device in devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]:
-        index, name = index_of(device), str(device).removeprefix("cuda:")
-        if name not in ("cuda", *map(str, range(count))):  # asked of the text, because PyTorch takes 256 for 0
-            raise ValueError(f"There is no cuda:{name}. PyTorch sees cuda:0 to cuda:{count - 1}.")
-        indices.append(torch.cuda.current_device() if index is None else index)
-    return list(dict.fromkeys(indices))
-
-
-def gpu_index(gpu: Device) -> int:
-    """Return the index of one GPU. Raises RuntimeError if there is no GPU, and ValueError unless `gpu` is one GPU."""
-    indices = gpu_indices(gpu)
-    if len(indices) != 1:
-        raise ValueError(f"Pass one GPU, such as 'cuda:0', not {gpu!r}.")
-    return indices[0]
+    if devices is None:
+        return list(range(torch.cuda.device_count()))
+    several = devices if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
+    return list(dict.fromkeys(map(gpu_index, several)))
 
 
 def is_virtual() -> bool:

@@ -54,7 +54,7 @@ def test_some_devices_in_any_spelling_each_once(four):
     with pytest.raises(ValueError, match="'cpu' is not a GPU"):
         read_memory("cpu")
     for index, device in ((4, [4]), (256, "cuda:256"), (256, 256)):
-        with pytest.raises(ValueError, match=f"no cuda:{index}. PyTorch sees cuda:0 to cuda:3"):
+        with pytest.raises(ValueError, match=f"no cuda:{index}. Pass one of cuda:0 to cuda:3"):
             read_memory(device)
 
 

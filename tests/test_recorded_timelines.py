@@ -109,6 +109,8 @@ def test_each_moment_counts_once_at_the_first_that_holds():
     assert used == (3, 3, 2, 4, 8) and used.waiting == 17  # 1 to 4; to 7; to 9; to 12 and 14 to 15; the rest
     assert time_use(timeline, 1) == (4, 0, 1, 7, 8)
     assert sum(used) == sum(time_use(timeline, 1)) == timeline.seconds
+    with pytest.raises(ValueError, match="no cuda:256. Pass one of"):  # which PyTorch takes for 0
+        timeline.utilisation(256)
     assert timeline.busy_seconds(0) == 6 and timeline.utilisation(0) == 0.3 and timeline.utilisation(2) == 0
 
 

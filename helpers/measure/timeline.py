@@ -26,7 +26,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from helpers.engine import Recording, Span, busy_seconds, gpus_of, record_modelled_timeline, seconds_covered
-from helpers.gpus import Device, index_of, is_virtual, require_gpu, same_gpus
+from helpers.gpus import Device, gpu_index, is_virtual, require_gpu, same_gpus
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
 _ON_GPU = {"kernel": "", "gpu_memcpy": "copy", "gpu_memset": ""}
@@ -48,7 +48,7 @@ class Timeline:
 
     def busy_seconds(self, gpu: Device) -> float:
         """Seconds in which a GPU ran kernels. Collectives count, and copies do not. Overlapping kernels count once."""
-        return busy_seconds(self.spans, _index(gpu))
+        return busy_seconds(self.spans, gpu_index(gpu, must_exist=False))
 
     def utilisation(self, gpu: Device) -> float:
         """The share of the block's time, from 0 to 1, in which a GPU ran kernels."""
@@ -58,14 +58,6 @@ class Timeline:
     def gpus(self) -> list[int]:
         """The indices of the GPUs that did something, in ascending order."""
         return gpus_of(self.spans)
-
-
-def _index(gpu: Device) -> int:
-    """Return the index of a GPU, which need not exist here, because a timeline may come from another process."""
-    index = index_of(gpu)
-    if index is None:
-        raise ValueError(f"Name one GPU by its index, such as 'cuda:0', not {gpu!r}.")
-    return index
 
 
 class TimeUse(NamedTuple):
@@ -197,12 +189,12 @@ def time_use(timeline: Recording, gpu: Device) -> TimeUse:
     A timeline contains only the GPUs of its process. If each rank is a process, record a timeline in each. Raises
     ValueError for a GPU that did nothing in the timeline.
     """
-    gpu, work = _index(gpu), [span for span in timeline.spans if span.gpu is not None]
-    if gpu not in gpus_of(work):
-        raise ValueError(f"GPU {gpu} did nothing in this timeline. The GPUs that did are {gpus_of(work)}.")
+    index, work = gpu_index(gpu, must_exist=False), [span for span in timeline.spans if span.gpu is not None]
+    if index not in gpus_of(work):
+        raise ValueError(f"GPU {index} did nothing in this timeline. The GPUs that did are {gpus_of(work)}.")
     intervals: dict[str, list[tuple[float, float]]] = {kind: [] for kind in ("", "collective", "copy", "others")}
     for span in work:
-        kind = "others" if span.gpu != gpu else span.kind if span.kind in intervals else ""
+        kind = "others" if span.gpu != index else span.kind if span.kind in intervals else ""
         intervals[kind].append((span.start, span.end))
     # A moment in which a GPU does several things counts for the first of them.
     counted: list[tuple[float, float]] = []

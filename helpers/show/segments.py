@@ -52,7 +52,7 @@ def draw_segments(gpu: Device = 0, title: str | None = None) -> Figure:
 
 
 def describe_segments(gpu: Device = 0) -> str:
-    """Describe segments and pieces. Raises RuntimeError if there is no GPU, and ValueError unless `gpu` is one GPU."""
+    """Describe segments and pieces. Raises RuntimeError if there is no GPU, and ValueError unless `gpu` is a GPU."""
     segments = segments_of(gpu_index(gpu))
     blocks = [block for segment in segments for block in segment["blocks"]]
     used = [block["size"] for block in blocks if in_use(block)]
