@@ -106,10 +106,11 @@ def train_epochs(
         sizes: list[int] = []
         for batch in loader:
             match batch:
-                case (Tensor() as images, Tensor(ndim=1) as labels):
+                case (Tensor() as images, Tensor(ndim=1) as labels) if len(images) == len(labels) > 0:
                     pass
                 case _:
-                    found = ", ".join(str(getattr(each, "shape", each)) for each in batch)
+                    parts = batch if type(batch) in (list, tuple) else [batch]
+                    found = ", ".join(str(getattr(part, "shape", type(part).__name__)) for part in parts)
                     raise ValueError(f"A batch must be two tensors, images and one class index for each, not {found}.")
             # Before the forward pass, so that old gradients and new activations are never in memory together.
             optimizer.zero_grad()

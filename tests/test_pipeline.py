@@ -91,9 +91,9 @@ def test_a_pipeline_that_cannot_be_is_refused():
             Pipeline([nn.Linear(2, 2)], ["cuda:7"])
         with pytest.raises(RuntimeError, match="does not require grad"), torch.no_grad():
             Pipeline([nn.Linear(2, 2)], gpus[:1]).step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
-        for micro_batches, targets, said in ((0, 3, "from 1 to 3"), (4, 3, "to 3"), (1, 2, "3 inputs, but 2 tar")):
+        for parts, x, y, said in ((0, 3, 3, "1 to 3"), (4, 3, 3, "to 3"), (1, 3, 2, "3 inputs"), (1, 0, 0, "0 inputs")):
             with pytest.raises(ValueError, match=said):
-                pipeline.step(torch.ones(3, 2), torch.ones(targets, 2), nn.MSELoss(), micro_batches)
+                pipeline.step(torch.ones(x, 2), torch.ones(y, 2), nn.MSELoss(), parts)
         for loss, said in (
             (nn.CrossEntropyLoss(torch.ones(2)), "weights classes"),
             (partial(cross_entropy, weight=torch.ones(2)), "weights classes"),
@@ -103,6 +103,8 @@ def test_a_pipeline_that_cannot_be_is_refused():
         ):
             with pytest.raises(ValueError, match=said):
                 pipeline.step(torch.ones(3, 2), torch.tensor([1, -100, 0]), loss, 2)
+        with pytest.raises(RuntimeError, match="train nothing"):
+            Pipeline([nn.ReLU(), nn.ReLU()], gpus).step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
         divides_by_samples = nn.BCEWithLogitsLoss(torch.ones(2, device=gpus[1]))
         pipeline.step(torch.ones(3, 2), torch.ones(3, 2), divides_by_samples, 2)
         pipeline.schedule = lambda stages, micro_batches: [order[:-1] for order in gpipe(stages, micro_batches)]

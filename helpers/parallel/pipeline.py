@@ -160,18 +160,21 @@ class Pipeline:
     def step(self, inputs: Tensor, targets: Tensor, loss: Loss, micro_batches: int) -> Tensor:
         """Run the forward and backward pass of a batch. Add to the gradients and return the loss, on the last GPU.
 
-        inputs and targets: tensors with N samples in the first dimension. loss(outputs, targets) must be a mean over
-        samples, such as nn.CrossEntropyLoss(). Each micro-batch is weighted by its size, so loss and gradients are
-        those of the whole batch, if the stages treat each sample by itself (no BatchNorm, no dropout). A stage after
-        the first must not begin with an in-place layer, because its input is a leaf. Raises ValueError for a loss whose
-        `reduction` is not "mean", that weights classes or ignores some of the targets, if inputs and targets differ in
-        number, if the batch has fewer samples than micro_batches, or if the schedule does not give each stage every
-        task once or lets stages wait for each other. What a lambda calls is not known, and targets that are on a GPU
-        are not looked at. Raises RuntimeError if a stage's output does not depend on its input, or if nothing trains.
+        inputs and targets: tensors with N samples in the first dimension, one for each micro-batch at least. loss: a
+        mean over samples, such as nn.CrossEntropyLoss(), without class weights or ignored targets. What a lambda calls
+        is not known, and targets that are on a GPU are not looked at. Each micro-batch is weighted by its size, so loss
+        and gradients are those of the whole batch, if the stages treat each sample by itself (no BatchNorm, no
+        dropout). A stage after the first must not begin with an in-place layer, because its input is a leaf.
+
+        Raises ValueError for other inputs, targets or losses, and for a schedule that does not give each stage every
+        task once, or in which stages wait for each other. Raises RuntimeError if all parameters are frozen, or if a
+        stage's output does not depend on its input.
         """
         _require_mean_over_samples(loss, targets)
-        if len(targets) != len(inputs):
-            raise ValueError(f"{len(inputs)} inputs, but {len(targets)} targets. Pass one target for each input.")
+        if len(targets) != len(inputs) or not len(inputs):
+            raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets. Pass some, one target for each input.")
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise RuntimeError("The step would train nothing. Set requires_grad_(True) for some of the parameters.")
         micro_batches = require_integer("micro_batches", micro_batches, most=len(inputs))
         orders = self.schedule(len(self.stages), micro_batches)
         every = sorted((kind, number) for kind in "BF" for number in range(micro_batches))
