@@ -125,6 +125,19 @@ def test_what_the_failed_operation_let_go_is_not_called_cached(held, gone):
     assert kinds["cached by PyTorch"] == (200 - gone) * MiB and sum(kinds.values()) == shown.capacity
 
 
+def test_results_without_a_graph_and_what_a_replica_has_let_go(kept=()):
+    with virtual_gpus(2, memory="256 MiB"):
+        net = nn.Sequential(*(nn.Linear(512, 512) for _ in range(9))).to("cuda:0")
+        with explain_oom() as why:
+            nn.DataParallel(net)(torch.zeros(2**15, 512))
+        assert why.by_kind()["freed since the failure"] > 99 * MiB and "Halve the batch" in why.advice()[1].text
+        with explain_oom() as why, torch.no_grad():
+            while True:
+                kept = *kept, net(torch.zeros(8192, 512, device="cuda:0"))
+        assert why.by_kind()["results without a graph"] >= 16 * MiB * len(kept) > 99 * MiB
+        assert why.advice()[0].text.startswith("Use smaller batches") and "Halve" not in str(why)
+
+
 @pytest.mark.parametrize(
     ("kind", "held", "requested", "reserved", "first", "size"),
     [
@@ -143,7 +156,9 @@ def test_advice(kind, held, requested, reserved, first, size):
     assert bool(advice) == bool(first)
     for found, text, _ in advice[:1]:
         assert found == size * MiB and first in text and text[:20] in str(shown)
-    assert ("Two tensors hold 600 MiB" in str(shown)) == (kind == "activations") and "checkpoint" not in str(shown)
+    assert ("One or two tensors hold 600 MiB" in str(shown)) == (kind == "activations") and "checkpoint" not in str(
+        shown
+    )
     shown.blocks.append(Block(MiB, "gradients", "here"))  # now it is training
     assert "inference_mode" not in str(shown)
 

@@ -31,6 +31,7 @@ from helpers.sizes import format_bytes
 _FOREIGN = (str(Path(torch.__file__).parent), "<frozen", "<string>", "??")
 _STDLIB = sysconfig.get_path("stdlib")
 _STATES = ("parameters", "gradients", "optimizer state")  # of `MEMORY_KINDS`
+_NO_GRAPH, _GONE = "results without a graph", "freed since the failure"
 _CACHED, _FREE = "cached by PyTorch", "free"
 _MOST_ROWS = 5
 
@@ -66,7 +67,7 @@ def _objects_of(kind: type) -> list[Any]:
 
 
 class Block(NamedTuple):
-    """A block in use: its bytes, one of `MEMORY_KINDS`, and its shape, kind and line as text."""
+    """A block in use: its bytes, its kind as in `Explanation.by_kind`, and its shape, kind and line as text."""
 
     size: int
     kind: str
@@ -86,18 +87,23 @@ def _live_blocks(gpu: int) -> list[Block]:
     kinds = {address: kind for index, address, kind in _blocks_by_kind() if index == gpu}
     tensors = _tensors_by_address(gpu)
     blocks = [block for segment in segments_of(gpu) for block in segment["blocks"] if in_use(block)]
-    return [_describe(block, kinds.get(block["address"]), tensors.get(block["address"])) for block in blocks]
+    # Under torch.no_grad(), no tensor has a graph. During training, a few have none, and others have one.
+    results = "activations" if any(tensor.grad_fn is not None for tensor in tensors.values()) else _NO_GRAPH
+    return [_describe(block, kinds.get(block["address"]), tensors.get(block["address"]), results) for block in blocks]
 
 
 def _tensors_by_address(gpu: int) -> dict[int | None, Tensor]:
-    """Return one tensor for each block on GPU number `gpu` that Python knows: of several, the first that gc lists."""
+    """Return one tensor for each block on GPU number `gpu` that Python knows: of several, the first that gc lists, and
+    preferably one with a graph."""
     tensors = [tensor for tensor in _objects_of(Tensor) if tensor.device == torch.device("cuda", gpu)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    return {block_address(tensor): tensor for tensor in reversed(tensors) if tensor.layout is torch.strided}
+    tensors = sorted(reversed(tensors), key=lambda tensor: tensor.requires_grad)
+    return {block_address(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
 
 
-def _describe(block: dict[str, Any], kind: str | None, tensor: Tensor | None) -> Block:
-    """Return the snapshot's `block` in words. Without a `kind`, the stack of its allocation says it."""
+def _describe(block: dict[str, Any], kind: str | None, tensor: Tensor | None, results: str) -> Block:
+    """Return the snapshot's `block` in words. Without a `kind`, the stack of its allocation says it. `results` is the
+    kind of what modules compute."""
     frames = block.get("frames", [])
     what = "held by autograd or a library"
     if tensor is not None:
@@ -105,6 +111,7 @@ def _describe(block: dict[str, Any], kind: str | None, tensor: Tensor | None) ->
     if kind is None:
         made_before = tensor is not None and not frames
         kind = "other" if made_before else kind_of((frame["filename"], frame["name"]) for frame in frames)
+        kind = results if kind == "activations" else kind
     return Block(block["size"], kind, f"{what}, {kind}: {describe_origin(frames)}")
 
 
@@ -154,13 +161,14 @@ class Explanation:
         return self.refused
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes per kind: those of `MEMORY_KINDS`, then memory that is gone, cached, used by others, or free."""
+        """Bytes per kind: those of `MEMORY_KINDS`, then what modules computed without a graph, for example under
+        torch.no_grad(), and memory that is gone, cached, used by others, or free."""
         sizes, refused = Counter[str](), self._refused()
         for size, kind, _ in self.blocks:
             sizes[kind] += size
         gone = refused.allocated - sizes.total()  # what the failed operation, or the line that it is in, has let go
         if gone > 0.01 * refused.allocated:  # the figures of PyTorch's error text are rounded
-            sizes["freed since the failure"] = gone
+            sizes[_GONE] = gone
         sizes[_CACHED] = max(0, self.reserved - sizes.total())
         sizes["context and other programs"] = self.outside
         sizes[_FREE] = max(0, self.capacity - self.reserved - self.outside)
@@ -174,25 +182,23 @@ class Explanation:
         is enough for the request that failed may be too little for later ones, which are not known.
         """
         kinds, refused = self.by_kind(), self._refused()
-        activations, cached = kinds.get("activations", 0), kinds.get(_CACHED, 0)
+        gone, cached = kinds.get(_GONE, 0), kinds.get(_CACHED, 0)
+        activations = kinds.get("activations", 0) + gone  # for example those of a replica of DataParallel
         states = {kind: kinds[kind] for kind in _STATES if kind in kinds}
-        half = f"half of {format_bytes(activations)}"
+        half = f"half of {format_bytes(activations)}" + (", with what was freed" if gone else "")
         # No checkpoint frees what stands outside the model's blocks, which is mostly the logits and their gradient.
         logits = sum(sorted(block.size for block in self.blocks if block.kind == "activations")[-2:])
         logits = logits if logits > activations / 2 else 0
+        inner = activations - logits
+        halve = "Halve the batch and accumulate the gradients of both halves"
+        checkpoint = "Put torch.utils.checkpoint around the model's blocks"
+        autocast = "Use autocast to bfloat16, if the job computes in float32"
+        collect = "Use smaller batches, and move the results that you keep to the CPU."
         advice = [
-            Advice(activations // 2, f"Halve the batch and accumulate the gradients of both halves: {half}."),
-            Advice(
-                (activations - logits) // 2,
-                "Put torch.utils.checkpoint around the model's blocks: half of "
-                f"{format_bytes(activations - logits)} or more.",
-                at_most=True,
-            ),
-            Advice(
-                activations // 2,
-                f"Use autocast to bfloat16, if the job computes in float32: up to {half}.",
-                at_most=True,
-            ),
+            Advice(activations // 2, f"{halve}: {half}.", at_most=gone > 0),
+            Advice(inner // 2, f"{checkpoint}: half of {format_bytes(inner)} or more.", at_most=True),
+            Advice(activations // 2, f"{autocast}: up to {half}.", at_most=True),
+            Advice(kinds.get(_NO_GRAPH, 0), collect, at_most=True),
         ]
         if states:
             size = sum(states.values())
@@ -203,8 +209,8 @@ class Explanation:
             text = "If this is no training: torch.inference_mode(), which keeps nothing for backward."
             advice.append(Advice(activations, text, at_most=True))
         if logits:
-            text = f"Two tensors hold {format_bytes(logits)} of the activations. If they come from the logits, compute "
-            text += "the loss in chunks (torch.nn.functional.linear_cross_entropy, from PyTorch 2.15 on)."
+            text = f"One or two tensors hold {format_bytes(logits)} of the activations. If they come from the logits, "
+            text += "compute the loss in chunks (torch.nn.functional.linear_cross_entropy, from PyTorch 2.15 on)."
             advice.append(Advice(logits, text, at_most=True))
         if refused.requested > refused.room + refused.reserved:
             text = "Make that tensor smaller: this one request is larger than all that PyTorch may take."
