@@ -154,8 +154,8 @@ def same_gpus() -> Iterator[None]:
 
 
 def gpu_index(gpu: Device, must_exist: bool = True) -> int:
-    """Return the index of a GPU: of "cuda", that of the current one. must_exist: refuse a GPU that PyTorch does not
-    see. A timeline may come from another process.
+    """Return the index of a GPU. That of "cuda" is the current GPU's. must_exist: refuse a GPU that PyTorch does not
+    see. Timelines set it to False, because they may come from another process.
 
     Raises RuntimeError if there is no GPU, and ValueError for a device that is not a GPU or does not exist.
     """

@@ -171,10 +171,10 @@ class Pipeline:
         stage's output does not depend on its input.
         """
         _require_mean_over_samples(loss, targets)
-        if len(targets) != len(inputs) or not len(inputs):
-            raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets. Pass some, one target for each input.")
+        if not len(inputs) == len(targets) > 0:
+            raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets. Pass as many of both, at least one.")
         if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise RuntimeError("The step would train nothing. Set requires_grad_(True) for some of the parameters.")
+            raise RuntimeError("No stage has a parameter that trains. Unfreeze some with requires_grad_(True).")
         micro_batches = require_integer("micro_batches", micro_batches, most=len(inputs))
         orders = self.schedule(len(self.stages), micro_batches)
         every = sorted((kind, number) for kind in "BF" for number in range(micro_batches))
