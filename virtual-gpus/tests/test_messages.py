@@ -1,6 +1,7 @@
 """Messages between ranks on the clock: their times travel beside them, and must neither hang nor wait for patience."""
 
 import gc
+import time
 from datetime import timedelta
 
 import pytest
@@ -137,6 +138,23 @@ def test_messages_without_values(monkeypatch):
         check_that_messages_are_at_once(at_once)
         # The same bytes over the same links, and between the messages the sums and copies of a quarter each.
         assert nccls < by_hand < 1.15 * nccls
+
+
+def a_last_message(rank):
+    """The seconds of a message, after which rank 0 ends, while rank 1 is slow to ask when it was sent."""
+    x, ask = torch.ones(2**22, device="cuda"), collectives._message
+    with pytest.MonkeyPatch.context() as patch, record_timeline() as timeline:
+        if rank == 1:
+            patch.setattr(collectives, "_message", lambda *args: time.sleep(0.3) or ask(*args))
+        dist.recv(x, 0) if rank else dist.send(x, 1)
+        x.add_(1)
+    return next(span.end - span.start for span in timeline.spans if span.kind == "collective")
+
+
+def test_a_message_s_time_arrives_from_a_rank_that_has_ended():
+    with virtual_gpus(2, shapes_only=True):
+        sent, received = run_ranks(a_last_message, 2, show=False)
+    assert received == pytest.approx(sent)
 
 
 LOOPED = {  # with the stages of a rank, of four

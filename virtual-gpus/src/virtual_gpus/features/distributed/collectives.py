@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -73,6 +74,7 @@ _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
 _PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
 # (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
 _on_their_way: deque = deque(maxlen=1024)
+_sent: deque = deque(maxlen=1024)  # the same of times that this process sends
 _ends: weakref.WeakKeyDictionary[Any, tuple[VirtualGPU, Any]] = weakref.WeakKeyDictionary()  # of works that Python has
 
 
@@ -365,13 +367,21 @@ def _message(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None, tag
         message = torch.tensor([began, *place_of(gpu)], dtype=torch.float64, device="cpu")
         carried = carrier(group)
         work = (carried.send if sends else carried.recv)([message], peer, tag + _CLOCK_TAG)
-    _on_their_way.append((work, message))
+    (_sent if sends else _on_their_way).append((work, message))
     if not sends:
         return Arrival(gpu, lane, work, message, began, nbytes)
     there = peer % len(gpu.machine.slots)  # as good a guess as any: where the rank would be
     end = began + message_seconds(gpu.machine.topology, place_of(gpu), (place_of(gpu)[0], there), nbytes)
     _occupy(gpu, lane, began, end, nbytes)
     return _Known(end)
+
+
+def until_times_have_arrived() -> None:
+    """Wait until the times of this process's messages are received. Gloo sends nothing of a process that has ended."""
+    end = time.monotonic() + _PATIENCE.total_seconds()
+    while _sent:
+        with contextlib.suppress(RuntimeError):  # the other process has ended, or does not receive
+            _sent.popleft()[0].wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
 
 
 def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None):

@@ -26,7 +26,7 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import gpu_at
-from virtual_gpus.features.distributed.collectives import charge_barrier
+from virtual_gpus.features.distributed.collectives import charge_barrier, until_times_have_arrived
 from virtual_gpus.features.distributed.groups import backends_of, carrier, carriers, first_gpu_of, require_backend
 from virtual_gpus.features.distributed.whereabouts import leave_word
 from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
@@ -135,6 +135,7 @@ def _until_threads_rest() -> None:
     A gloo thread that has just done a collective drops the settings of the thread that asked for it, a dispatch mode
     among them, and needs Python's lock for that. Sleeping gives the lock away.
     """
+    until_times_have_arrived()
     threads, end, quiet = Path("/proc/self/task"), time.monotonic() + _GLOO_FINISHES_IN_S, 0
     if not threads.is_dir():  # not on Linux
         time.sleep(0.1)
