@@ -128,7 +128,10 @@ def diseases(answer):
         named = _plain(answer[letter])
         instead = _WITH_READS if (letter, named) == ("E", "small kernels") else _INSTEAD[named].format(letter)
         require(named == right, instead)
-    return "Each has its own mark. The slow rank can only be told from a slow link with the traces of several ranks."
+    return (
+        "Each has its own mark. The slow rank can only be told from a slow link with the traces of several ranks. "
+        "In B, the second step has fewer gaps: while the GPU ends the first, the CPU launches kernels of the second."
+    )
 
 
 @exercise
