@@ -476,7 +476,7 @@ def test_a_finalizer_may_free_in_the_middle_of_a_malloc(nbytes):
 def test_ctrl_c_in_the_middle_leaves_the_books_in_order(text, nbytes):
     moment, place, seen = 0, "start", set()
     while place:
-        moment += 17 if nbytes < MIB else 23
+        moment += 17 if nbytes < MIB else 13
         gpu, held = crowded(text)
         before = gpu.allocated
         place = interrupted_at(moment, partial(gpu.malloc, nbytes), press, ours)
