@@ -17,7 +17,6 @@ from torch import nn
 from torch.cuda import _memory_viz as viz
 from virtual_gpus import NotModelled, virtual_gpus
 from virtual_gpus.machine import active
-from virtual_gpus.memory_model import replay
 
 MIB = 2**20
 HERE = os.path.abspath(__file__)
@@ -100,7 +99,7 @@ def test_a_snapshot_has_the_keys_of_pytorch():
     del x
 
 
-def test_a_trace_replays_to_what_the_allocator_says_and_a_file_without_classes_feeds_text_tools(tmp_path):
+def test_a_trace_tells_what_is_in_use_and_a_file_without_classes_feeds_text_tools(tmp_path):
     memory._record_memory_history()
     held = [torch.ones(n, device="cuda") for n in (1, 10, 1000, 300_000, 3_000_000)]
     del held[1:4:2]
@@ -110,10 +109,9 @@ def test_a_trace_replays_to_what_the_allocator_says_and_a_file_without_classes_f
     events = snapshot["device_traces"][0]
     times = [event["time_us"] for event in events]
     assert times == sorted(times) and times[0] > 1_500_000_000_000_000  # microseconds since 1970
-    states, used = list(replay(events)), {}
-    figures = states[-1].allocated, max(state.allocated for state in states), states[-1].reserved
-    measured = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
-    assert figures == measured
+    taken = {"segment_alloc": 1, "segment_free": -1}
+    assert sum(taken.get(e["action"], 0) * e["size"] for e in events) == torch.cuda.memory_reserved()
+    used = {}
     for event in events:
         if event["action"] == "alloc":
             used[event["addr"]] = event["size"]
@@ -301,7 +299,8 @@ def test_recording_keeps_no_tensor_alive():
         net(x).sum().backward()
         del net, x
         assert [ref() for ref in dead] == [None, None] and torch.cuda.memory_allocated() == 0
-        assert [*replay(trace())][-1].allocated == 0
+        actions = [event["action"] for event in trace()]
+        assert actions.count("alloc") == actions.count("free_completed") > 3
         snapshot = memory._snapshot()
         assert not [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.is_cuda] and snapshot
     finally:

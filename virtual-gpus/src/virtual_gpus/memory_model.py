@@ -4,7 +4,6 @@
     segment_size(3 << 20)                             # 20 MiB: what the allocator takes from the GPU for 3 MiB
     blas_workspaces("H200", (2, 13)).size("cublas")   # 32 MiB
     reduction_scratch((65536, 768), "H200", dims=(0,))
-    for state in replay(trace): print(state.allocated, state.reserved, state.segments)
 
 The virtual GPUs use the same functions. You can call them without any GPU, and they do not switch virtual GPUs on.
 All sizes are in bytes. `memory.allocator.CachingAllocator` is the complete allocator, which follows a running program.
@@ -14,22 +13,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
 
 from virtual_gpus.gpus import GPUSpec, spec
-from virtual_gpus.memory.options import SMALL_SEGMENT, Options
+from virtual_gpus.memory.options import Options
 from virtual_gpus.versions import FREED_WORKSPACES, UNIFIED_WORKSPACES
 
 __all__ = [
     "BlasWorkspaces",
-    "MemoryState",
     "blas_workspaces",
     "reduction_scratch",
-    "replay",
     "round_size",
     "segment_size",
 ]
@@ -49,127 +45,6 @@ def round_size(nbytes: int, options: Options = _DEFAULTS) -> int:
 def segment_size(nbytes: int, options: Options = _DEFAULTS) -> int:
     """The bytes that the allocator takes from the GPU for a request of `nbytes` bytes if no cached block fits."""
     return options.segment_size(options.rounded(nbytes))
-
-
-class MemoryState(NamedTuple):
-    """The state of an allocator: bytes in used blocks, bytes taken from the GPU, and the number of segments."""
-
-    allocated: int
-    reserved: int
-    segments: int
-
-
-def replay(
-    trace: Iterable[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]] = (), options: Options = _DEFAULTS
-) -> Iterator[MemoryState]:
-    """Replay a recorded trace. Yields the allocator's state before the first event of `trace` and after each event.
-
-    trace: the events of one GPU, as in `torch.cuda.memory._snapshot()["device_traces"]`.
-    segments: the segments of this GPU before the first event, as in "segments" of a snapshot. The default is none.
-
-    A trace contains the requested bytes, not the sizes of the blocks. These follow from the rules: sizes are rounded
-    up, and a remainder that is too small to split off stays with its block. A block counts with its rounded size if
-    `trace` and `segments` do not explain its address, or if it is in an expandable segment, which splits to 512 bytes.
-    """
-    blocks = _Blocks(segments, options)
-    used = (block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
-    allocated, reserved = sum(block["size"] for block in used), sum(s["total_size"] for s in segments)
-    count = sum(not segment.get("is_expandable") for segment in segments)
-    state = MemoryState(allocated, reserved, count)
-    yield state
-    for event in trace:
-        action, size = event["action"], event["size"]
-        if action == "free_completed":
-            blocks.free(event["addr"])
-            yield state
-            continue
-        if action == "alloc":
-            allocated += blocks.allocate(event["addr"], size)
-        elif action == "free_requested":
-            allocated -= blocks.size_of(event["addr"], size)
-        elif action == "segment_alloc":
-            blocks.add_segment(event["addr"], size)
-            reserved, count = reserved + size, count + 1
-        elif action == "segment_free":
-            blocks.remove_segment(event["addr"])
-            reserved, count = reserved - size, count - 1
-        elif action == "segment_map":
-            reserved += size
-        elif action == "segment_unmap":
-            reserved -= size
-        state = MemoryState(allocated, reserved, count)
-        yield state
-
-
-_Place = tuple[int, int, int]  # a block: its size, its segment's address (0: not known), the least that is split off it
-
-
-class _Blocks:
-    """The free bytes of every segment by address. They determine the size of the block for an allocation."""
-
-    def __init__(self, segments: Sequence[Mapping[str, Any]], options: Options):
-        self._options = options
-        self._free: dict[int, _Place] = {}
-        self._ends: dict[int, int] = {}  # end of a free block -> its address
-        self._used: dict[int, _Place] = {}
-        for segment in segments:
-            known = not segment.get("is_expandable")
-            split_from = options.split_from(segment["segment_type"] == "small")
-            for block in segment["blocks"]:
-                place = block["size"], segment["address"] if known else 0, split_from
-                if block["state"] != "inactive":
-                    self._used[block["address"]] = place
-                elif known:
-                    self._put(block["address"], place)
-
-    def _put(self, address: int, place: _Place) -> None:
-        self._free[address] = place
-        self._ends[address + place[0]] = address
-
-    def add_segment(self, address: int, size: int) -> None:
-        self._put(address, (size, address, self._options.split_from(size <= SMALL_SEGMENT)))
-
-    def remove_segment(self, address: int) -> None:
-        place = self._free.pop(address, None)
-        if place is not None:
-            del self._ends[address + place[0]]
-
-    def size_of(self, address: int, requested: int) -> int:
-        place = self._used.get(address)
-        return self._options.rounded(requested) if place is None else place[0]
-
-    def allocate(self, address: int, requested: int) -> int:
-        """The size of the block for a request at `address`."""
-        size, place = self._options.rounded(requested), self._free.pop(address, None)
-        if place is None:
-            self._used[address] = size, 0, 0
-            return size
-        found, segment, split_from = place
-        if found - size >= split_from and (size < self._options.max_split or self._options.expandable):
-            self._free[address + size] = found - size, segment, split_from
-            self._ends[address + found] = address + size
-        else:
-            del self._ends[address + found]
-            size = found
-        self._used[address] = size, segment, split_from
-        return size
-
-    def free(self, address: int) -> None:
-        """Free a block, so that it can be used again. It merges with free neighbours in its segment."""
-        size, segment, split_from = self._used.pop(address, (0, 0, 0))
-        if not segment:
-            return
-        free, ends = self._free, self._ends
-        after = free.get(address + size)
-        if after is not None and after[1] == segment:
-            del free[address + size]
-            size += after[0]
-        before = ends.get(address)
-        if before is not None and free[before][1] == segment:
-            del free[before], ends[address]
-            address, size = before, address - before + size
-        free[address] = size, segment, split_from
-        ends[address + size] = address
 
 
 # ---- cuBLAS
