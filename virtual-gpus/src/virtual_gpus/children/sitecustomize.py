@@ -4,7 +4,6 @@ It switches them on when the program imports torch, in the Python installation o
 not import torch loses no time. It runs the `sitecustomize` that would have run without this file, too.
 """
 
-import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -40,7 +39,7 @@ def _passing_over_torch():
     return passing_over_torch()
 
 
-def _switch_on(torch):
+def _switch_on():
     # While the package itself imports torch, the program switches GPUs on, or multiprocessing does, which begins with
     # unpickling a name in `patches`.
     ours = [module for name, module in sys.modules.copy().items() if name.startswith("virtual_gpus.")]
@@ -51,23 +50,14 @@ def _switch_on(torch):
         start_inherited(_facts["settings"])
 
 
-def _lend_nvml(pynvml):
-    _import_package()
-    from virtual_gpus.driver.nvml import Library
-    from virtual_gpus.driver.view import from_environment
+class _AfterTorch:
+    """Finds torch as Python would, and switches the GPUs on once it has been imported."""
 
-    pynvml.nvmlLib = Library(from_environment)
-
-
-class _After:
-    """Finds the modules of `actions` as Python would, and calls the action once the module has been imported."""
-
-    def __init__(self, actions):
-        self._actions = actions
-        self._searching = False
+    def __init__(self):
+        self._searching = self._is_done = False
 
     def find_spec(self, name, path=None, target=None):
-        if self._searching or name not in self._actions:
+        if self._searching or name != "torch" or self._is_done:
             return None
         self._searching = True  # by the other finders
         try:
@@ -79,11 +69,11 @@ class _After:
 
             def exec_module(module):  # a spec may also be asked for without an import, to see whether there is a module
                 del spec.loader.exec_module
-                action = self._actions.pop(name, None)
-                with _passing_over_torch() if name == "torch" else contextlib.nullcontext():
+                with _passing_over_torch():
                     run(module)
-                    if action is not None:
-                        action(module)
+                    if not self._is_done:
+                        self._is_done = True
+                        _switch_on()
 
             spec.loader.exec_module = exec_module
         return spec
@@ -99,5 +89,5 @@ def _read():
 
 _facts = _read()
 if _facts is not None:
-    sys.meta_path.insert(0, _After({"torch": _switch_on, "pynvml": _lend_nvml}))
+    sys.meta_path.insert(0, _AfterTorch())
 _run_the_next()

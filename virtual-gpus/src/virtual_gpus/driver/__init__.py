@@ -1,1 +1,1 @@
-"""What NVIDIA's driver would tell tools about the virtual GPUs: NVML and nvidia-smi. Does not import torch."""
+"""What NVIDIA's driver would tell tools about the virtual GPUs: nvidia-smi. Does not import torch."""

@@ -44,7 +44,7 @@ class GPUView(NamedTuple):
 
     @property
     def bus_id(self) -> str:
-        """Its address on the PCI bus, as NVML writes it."""
+        """Its address on the PCI bus, as nvidia-smi writes it."""
         return f"00000000:{self.slot + 1:02X}:00.0"
 
 

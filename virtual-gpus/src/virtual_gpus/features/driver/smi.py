@@ -1,4 +1,4 @@
-"""What asks the driver in this process: GPUtil, which runs nvidia-smi, and pynvml, which gpustat and nvitop use."""
+"""What asks the driver in this process: GPUtil, which runs nvidia-smi, and pynvml, which finds no library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from virtual_gpus.driver.nvidia_smi import query_gpus
-from virtual_gpus.driver.nvml import Library
 from virtual_gpus.driver.view import GPUView
 from virtual_gpus.machine import VirtualGPU, active
 
@@ -48,11 +47,14 @@ def _of_gputil():
 
 
 def _of_pynvml():
-    """pynvml keeps the library that it loaded, and its functions by name. torch.cuda imports pynvml if it can."""
+    """NVML would tell of the machine's real GPUs, or of none: programs hear that there is no such library."""
     module = sys.modules.get("pynvml")
-    if not hasattr(module, "_nvmlGetFunctionPointer_cache"):
-        return []
-    return [(module, "nvmlLib", Library(look)), (module, "_nvmlGetFunctionPointer_cache", {})]
+    return [(module, "nvmlInitWithFlags", _no_library)] if hasattr(module, "nvmlInitWithFlags") else []
+
+
+def _no_library(flags: int) -> None:
+    nvml = sys.modules["pynvml"]
+    raise nvml.NVMLError(nvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
 
 def patches():
