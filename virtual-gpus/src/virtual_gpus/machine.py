@@ -126,7 +126,7 @@ class VirtualMachine:
         self.options: Options | None = None  # of all allocators; None before CUDA's start
         self.first_options: Callable[[], Options] = Options  # what they are at CUDA's start
         self.start_in_child: Callable[[Settings], None] | None = None  # by `switch`, which lies above
-        self.history: Any = None  # of the memory, a `features.snapshots.history.History`; made at the first use
+        self.history: Any = None  # of the memory, a `snapshots.history.Recorder` per GPU; made at the first use
         self._local = _Current()
 
     @functools.cached_property

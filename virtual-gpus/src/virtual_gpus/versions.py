@@ -38,8 +38,7 @@ CUDNN_OF_WHEELS: dict[Version, int] = {(2, 11): 91900, (2, 12): 92000, (2, 13): 
 
 # ---- what PyTorch's own Python code expects, by the installed version ------------------------------------------------
 
-POOLS_IN_HISTORY: Version = (2, 12)  # this and the next two: torch/csrc/cuda/Module.cpp
-ROUNDING_IN_SNAPSHOTS: Version = (2, 13)
+POOLS_IN_HISTORY: Version = (2, 12)  # this and the next one: torch/csrc/cuda/Module.cpp
 HOST_IN_SNAPSHOTS: Version = (2, 14)
 GLOO_SPLITS: Version = (2, 14)  # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from virtual_gpus.memory import expandable
 from virtual_gpus.memory.blocks import FREE, FREEING, USED, Block, BlockPool, Segment, cut_off
 from virtual_gpus.memory.device import DeviceMemory
-from virtual_gpus.memory.options import SMALL_REQUEST, UNLIMITED, Options
+from virtual_gpus.memory.options import LARGE_SEGMENT, SMALL_REQUEST, UNLIMITED, Options
 from virtual_gpus.memory.reclaimer import Reclaimer
 from virtual_gpus.memory.report import OutOfMemory, oom_message, segment_entries
 from virtual_gpus.memory.stats import AllocatorStats, format_size
@@ -246,7 +246,7 @@ class CachingAllocator:
             i += 1  # as long as new segments are of fixed size, those of expandable ones are of no use
         if i < len(free):
             oversize = size >= options.max_split
-            limit = size + options.max_non_split_rounding if oversize else options.max_split
+            limit = size + LARGE_SEGMENT if oversize else options.max_split
             if free[i][0] >= limit:
                 return len(free)
         return i

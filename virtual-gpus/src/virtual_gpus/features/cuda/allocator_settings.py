@@ -1,20 +1,64 @@
-"""The caching allocator's settings: where they come from, and how a snapshot lists them.
+"""The caching allocator's settings: PYTORCH_ALLOC_CONF and `torch.cuda.memory._set_allocator_settings`.
 
-What they are and do: `memory.options`. Those that change no figure of the
-model are accepted; those that would, and are not modelled, are refused by name.
+    parse("max_split_size_mb:128,garbage_collection_threshold:0.8").max_split == 128 << 20
+
+What they do: `memory.options`. Those that change no figure of GPU memory are accepted. All others are refused by name.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
 from virtual_gpus import errors
-from virtual_gpus.machine import VirtualMachine
-from virtual_gpus.memory.options import UNLIMITED, Options, environment_text, parse
-from virtual_gpus.versions import ROUNDING_IN_SNAPSHOTS, Version
+from virtual_gpus.machine import VirtualMachine, active
+from virtual_gpus.memory.options import LARGE_SEGMENT, MIB, UNLIMITED, Options
+
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the first that is set counts
+# How host memory is pinned, when a lock is held, what a graph capture does: how such keys begin.
+_WITHOUT_EFFECT = ("pinned_", "release_lock_on_", "graph_capture_")
+# Key -> the field of `Options`, how its value is read, and which values there are.
+_KEYS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], bool]]] = {
+    "max_split_size_mb": ("max_split", lambda text: int(text) * MIB, lambda size: size >= LARGE_SEGMENT),
+    "garbage_collection_threshold": ("gc_threshold", float, lambda part: 0 < part < 1),
+    "expandable_segments": ("expandable", {"True": True, "False": False}.get, lambda value: value is not None),
+    "roundup_power2_divisions": ("divisions", int, lambda number: number > 0 and number.bit_count() == 1),
+    "per_process_memory_fraction": ("fraction", float, lambda part: 0 <= part <= 1),
+}
+
+
+def parse(text: str, before: Options | None = None) -> Options:
+    """The options after `text` was set, where `before` held.
+
+    As in PyTorch, only expandable_segments and per_process_memory_fraction stay where `text` does not name them. Raises
+    NotModelled for a key that is not modelled, and ValueError for a value that cannot be.
+    """
+    before = before or Options()
+    found = Options(expandable=before.expandable, fraction=before.fraction, text=text)
+    for setting in filter(None, "".join(text.split()).split(",")):
+        key, _, value = setting.partition(":")
+        if key.startswith(_WITHOUT_EFFECT) or setting == "backend:native":
+            continue
+        if key not in _KEYS or value.startswith("["):
+            raise errors.not_modelled(f'the allocator setting "{setting}"')
+        field, read, is_possible = _KEYS[key]
+        try:
+            number = read(value)
+        except ValueError:
+            number = None
+        if number is None or not is_possible(number):
+            raise ValueError(f"The allocator setting {setting} has no value that PyTorch takes.")
+        found = replace(found, **{field: number})
+    return found
 
 
 def from_environment() -> Options:
     """The options that PYTORCH_CUDA_ALLOC_CONF (else PYTORCH_ALLOC_CONF) asks for."""
-    return _modelled(parse(environment_text()))
+    return parse(next((os.environ[name] for name in _VARIABLES if name in os.environ), ""))
 
 
 def start(machine: VirtualMachine) -> None:
@@ -22,36 +66,42 @@ def start(machine: VirtualMachine) -> None:
     machine.first_options = from_environment
 
 
-def apply(settings: str, machine: VirtualMachine) -> None:
+def _now(machine: VirtualMachine) -> Options:
+    return machine.options or machine.first_options()
+
+
+def _accelerator_setAllocatorSettings(settings: str) -> None:
     """Behind `torch.cuda.memory._set_allocator_settings`. Raises before anything was changed.
 
     per_process_memory_fraction counts until the first touch of a GPU, as in PyTorch.
     """
-    before = machine.options or machine.first_options()
-    options = _modelled(parse(settings, before))
+    machine = active()
+    options = parse(settings, _now(machine))
     if machine.options is None:
         machine.first_options = lambda: options
     else:
         machine.set_options(options)
 
 
-def _modelled(options: Options) -> Options:
-    if options.unknown:
-        raise errors.not_modelled(f'the allocator setting "{options.unknown[0]}"')
-    return options
+def _accelerator_getAllocatorSettings() -> str:
+    """What was set last: by a call, or else in the environment."""
+    return _now(active()).text
 
 
-def described(settings: str, options: Options, version: Version) -> dict:
-    """The settings as a snapshot lists them (torch/csrc/cuda/Module.cpp)."""
-    result = {
-        "PYTORCH_CUDA_ALLOC_CONF": settings,
+def described() -> dict:
+    """The settings as a snapshot lists them (torch/csrc/cuda/Module.cpp), those that change figures."""
+    options = _now(active())
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": options.text,
         "max_split_size": -1 if options.max_split == UNLIMITED else options.max_split,
         "garbage_collection_threshold": options.gc_threshold,
         "expandable_segments": options.expandable,
-        "pinned_num_register_threads": 1,
-        "release_lock_on_cudamalloc": False,
-        "pinned_use_cuda_host_register": False,
-        "graph_capture_record_stream_reuse": False,
-        "roundup_power2_divisions": {str(1 << i): divisions for i, divisions in enumerate(options.divisions)},
     }
-    return result | ({"max_round_threshold": -1, "max_cached_size": -1} if version >= ROUNDING_IN_SNAPSHOTS else {})
+
+
+def patches():
+    """See `features`. Builds without CUDA, and older versions, have not all of them."""
+    rows = [(torch._C, "_accelerator_setAllocatorSettings", _accelerator_setAllocatorSettings)]
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        rows.append((torch._C, "_accelerator_getAllocatorSettings", _accelerator_getAllocatorSettings))
+    return rows

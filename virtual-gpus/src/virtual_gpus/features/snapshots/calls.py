@@ -13,12 +13,10 @@ import torch
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
-from virtual_gpus.features.cuda.allocator_settings import apply as apply_settings
 from virtual_gpus.features.cuda.allocator_settings import described
 from virtual_gpus.features.snapshots import stacks
-from virtual_gpus.features.snapshots.history import ALL, ALLOC, NEVER, STATE, History, HistorySettings
+from virtual_gpus.features.snapshots.history import ALL, ALLOC, NEVER, STATE, Entry, Recorder
 from virtual_gpus.machine import VirtualMachine, active
-from virtual_gpus.memory.options import Options
 from virtual_gpus.settings import INSTALLED
 from virtual_gpus.threads import seen
 from virtual_gpus.versions import HOST_IN_SNAPSHOTS, POOLS_IN_HISTORY
@@ -30,42 +28,34 @@ _DEFAULT_POOL = (0, 0)
 # ---- recording -----------------------------------------------------------------------------------------------------
 
 
-def _start(enabled, context, max_entries, clear=False, compiled=False, every_thread=False, skipped=(), pinned=False,
-           cuda=True) -> None:  # fmt: skip
-    """The last arguments of both calls below, of which older versions of PyTorch have fewer."""
+def _cuda_record_memory_history(enabled, context, stacks, max_entries, clear=False, compiled=False, *others) -> None:
+    """Behind `torch.cuda.memory._record_memory_history`. Stacks are Python's, whatever `stacks` says.
+
+    others: marks of record_function, actions to leave out, pinned memory of the host, whether CUDA's is recorded. Older
+    versions have fewer.
+    """
     enter_thread()
-    if skipped or every_thread:
-        raise errors.not_modelled("skip_actions and global_record_annotations of a memory history")
-    if pinned:
-        raise errors.not_modelled("the history of pinned host memory (record_pinned_host_memory=True)")
-    kept = _history_of(active())
-    if enabled and cuda:
-        kept.start(HistorySettings(max(1, min(max_entries, 2**63 - 1)), context), clear)
-    else:
-        kept.stop()
-
-
-def _cuda_record_memory_history(enabled, context, stacks, max_entries, *options) -> None:
-    """Behind `torch.cuda.memory._record_memory_history`. Stacks are Python's, whatever `stacks` says."""
-    if enabled not in (None, "state", "all"):
-        raise RuntimeError("expected state to be 'state', 'all', or None")
-    if context not in _CONTEXTS:
-        raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
-    if stacks not in ("python", "all"):
-        raise RuntimeError("expected stacks to be 'python', or 'all'")
-    _start(enabled, _CONTEXTS[context], max_entries if enabled == "all" else 1, *options)
+    if any(others[:3]) or False in others[3:]:
+        raise errors.not_modelled("skip_actions, global_record_annotations and pinned memory of a memory history")
+    if enabled not in (None, "state", "all") or context not in _CONTEXTS:
+        raise RuntimeError("expected enabled and context to be 'state', 'all', or None; context also 'alloc'")
+    for recorder in _recorders(active()):
+        if enabled is None:
+            recorder.stop()
+        else:
+            recorder.start(max_entries if enabled == "all" else 1, _CONTEXTS[context], clear)
 
 
 def _cuda_record_memory_history_legacy(enabled, *options) -> None:
     """The same for a call with True or False."""
     if enabled:
         raise errors.not_modelled('_record_memory_history(True) (an old way to say "all" or "state")')
-    _start(None, NEVER, 1)
+    stop(active())
 
 
 def _cuda_isHistoryEnabled() -> bool:
     """True while the history is recorded."""
-    return _history_of(active()).settings is not None
+    return any(recorder.context is not None for recorder in _recorders(active()))
 
 
 def _cuda_memoryMetadataSupported() -> bool:
@@ -84,60 +74,52 @@ def _cuda_memorySnapshot(request=None) -> dict:
     """
     enter_thread()
     pool, with_traces = (_DEFAULT_POOL, True) if request is None else (tuple(request[:2]), request[2:] != (False,))
-    kept = _history_of(active())
     segments, traces = [], []
-    for recorder, gpu in zip(kept.recorders, active().gpus, strict=True):
+    for recorder, gpu in zip(_recorders(active()), active().gpus, strict=True):
         of_gpu = gpu.allocator.snapshot(gpu.index)  # before the trace is read, so that all frees are in there
-        traces.append(recorder.events() if with_traces else [])
+        traces.append(list(recorder.entries) if with_traces else [])
         segments += [(recorder, s) for s in of_gpu if pool in (_DEFAULT_POOL, s["segment_pool_id"])]
         recorder.snapshot_taken(sum(segment["active_size"] for segment in of_gpu))
-    return _as_dictionary(kept, segments, traces)
+    return _as_dictionary(segments, traces)
 
 
-def _as_dictionary(kept, segments, traces) -> dict:
+def _as_dictionary(segments, traces) -> dict:
     origins = {segment["address"]: recorder.segment_origin(segment["address"]) for recorder, segment in segments}
     used = [
         (recorder, b["address"]) for recorder, segment in segments for b in segment["blocks"] if b["requested_size"]
     ]
     blocks = {address: recorder.origin(address) for recorder, address in used}
-    of_entries = [entry[5] for trace in traces for entry in trace]
-    frames = stacks.named([*origins.values(), *(stack for stack, _ in blocks.values()), *of_entries])
+    of_entries = [entry.stack for trace in traces for entry in trace]
+    frames = stacks.named([*origins.values(), *blocks.values(), *of_entries])
     for _, segment in segments:
         segment["frames"] = frames.get(id(origins[segment["address"]]), [])
         for block in segment["blocks"]:
-            stack, forward = blocks.get(block["address"], (None, None))
-            block["frames"] = frames.get(id(stack), [])
-            if forward is not None:
-                block["forward_frames"] = forward
+            block["frames"] = frames.get(id(blocks.get(block["address"])), [])
     epoch = time.time_ns() - time.perf_counter_ns()
     result = {
         "segments": [segment for _, segment in segments],
         "device_traces": [[_event(entry, frames, epoch) for entry in trace] for trace in traces],
-        "allocator_settings": described(kept.allocator_settings, active().options or Options(), INSTALLED),
+        "allocator_settings": described(),
         "external_annotations": [],
     }
     return result | ({"host_segments": [], "host_traces": []} if INSTALLED >= HOST_IN_SNAPSHOTS else {})
 
 
-def _event(entry: tuple, frames: dict, epoch: int) -> dict:
-    """One event, the fields of a `history.Entry`, as PyTorch describes it. `epoch`: nanoseconds from
-    perf_counter_ns to Unix time."""
-    action, value, size, stream, moment, stack, forward = entry
+def _event(entry: Entry, frames: dict, epoch: int) -> dict:
+    """One event as PyTorch describes it. `epoch`: nanoseconds from perf_counter_ns to Unix time."""
     event = {
-        "action": action,
-        "device_free" if action == "oom" else "addr": value,
-        "size": size,
-        "stream": stream,
-        "time_us": (moment + epoch) // 1000,
+        "action": entry.action,
+        "device_free" if entry.action == "oom" else "addr": entry.value,
+        "size": entry.size,
+        "stream": entry.stream,
+        "time_us": (entry.time + epoch) // 1000,
         "compile_context": "N/A",
         "user_metadata": "",
     }
     if INSTALLED >= POOLS_IN_HISTORY:
         event["pool_id"] = _DEFAULT_POOL
-    if stack is not None:
-        event["frames"] = frames[id(stack)]
-    if forward is not None:
-        event["forward_frames"] = forward
+    if entry.stack is not None:
+        event["frames"] = frames[id(entry.stack)]
     return event
 
 
@@ -160,37 +142,23 @@ def _call_of(observer, gpu):
     return call
 
 
-def _accelerator_setAllocatorSettings(settings: str) -> None:
-    """Behind `torch.cuda.memory._set_allocator_settings`: see `allocator_settings`."""
-    apply_settings(settings, active())
-    _history_of(active()).allocator_settings = settings
-
-
-def _accelerator_getAllocatorSettings() -> str:
-    """What was set last: by a call, or else in the environment."""
-    return _history_of(active()).allocator_settings
-
-
-def _history_of(machine: VirtualMachine) -> History:
-    """The machine's history, made at the first use."""
+def _recorders(machine: VirtualMachine) -> list[Recorder]:
+    """The recorder of each GPU of the machine, made at the first use."""
     if machine.history is None:
-        machine.history = History(gpu.allocator for gpu in machine.gpus)
+        machine.history = [Recorder(gpu.allocator) for gpu in machine.gpus]
     return machine.history
 
 
 def stop(machine: VirtualMachine) -> None:
-    """Record no more."""
-    if machine.history is not None:
-        machine.history.stop()
+    """Record no more and forget what was recorded."""
+    for recorder in machine.history or ():
+        recorder.stop()
 
 
 def patches():
     """See `features`. Set in builds without CUDA too, whose C++ has none of them."""
     functions = [_cuda_record_memory_history, _cuda_record_memory_history_legacy, _cuda_isHistoryEnabled,
-                 _cuda_memorySnapshot, _cuda_attach_out_of_memory_observer,
-                 _accelerator_setAllocatorSettings]  # fmt: skip
+                 _cuda_memorySnapshot, _cuda_attach_out_of_memory_observer]  # fmt: skip
     if hasattr(torch.cuda.memory, "_memory_metadata_supported"):
         functions.append(_cuda_memoryMetadataSupported)
-    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
-        functions.append(_accelerator_getAllocatorSettings)
     return [(torch._C, function.__name__, function) for function in functions]

@@ -29,15 +29,6 @@ def take() -> object:
     return _gather(True, True, False)
 
 
-def forward_lines() -> list[str] | None:
-    """With anomaly detection on, and in a backward pass: where the forward pass made the node that runs now."""
-    if not torch.is_anomaly_enabled():
-        return None
-    node = torch._C._current_autograd_node()
-    lines = None if node is None else node.metadata.get("traceback_")
-    return None if lines is None else [line for line in lines if f'File "{_HERE}' not in line]
-
-
 @functools.cache
 def _is_ours(filename: str) -> bool:
     return filename.startswith(_HERE)
