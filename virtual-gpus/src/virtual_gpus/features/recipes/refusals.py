@@ -16,35 +16,15 @@ from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.placement.storages import gpu_of
 
+_WITH_CUDA = """avg_pool3d_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward
+fractional_max_pool3d_backward grid_sampler_2d_backward grid_sampler_3d_backward max_pool3d_with_indices_backward
+replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward"""
+_WITH_OUT_CUDA = """reflection_pad1d_backward reflection_pad3d_backward upsample_linear1d_backward
+upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
+_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"""
 # Base name of the operator -> the name in CUDA's message.
-_ALERTS = {
-    name: f"{name}_cuda"
-    for name in (
-        "avg_pool3d_backward",
-        "adaptive_max_pool2d_backward",
-        "fractional_max_pool2d_backward",
-        "fractional_max_pool3d_backward",
-        "grid_sampler_2d_backward",
-        "grid_sampler_3d_backward",
-        "max_pool3d_with_indices_backward",
-        "replication_pad1d_backward",
-        "replication_pad2d_backward",
-        "replication_pad3d_backward",
-    )
-}
-_ALERTS |= {
-    name: f"{name.removeprefix('_')}_out_cuda"
-    for name in (
-        "reflection_pad1d_backward",
-        "reflection_pad3d_backward",
-        "upsample_linear1d_backward",
-        "upsample_bilinear2d_backward",
-        "upsample_bicubic2d_backward",
-        "upsample_trilinear3d_backward",
-        "_upsample_bilinear2d_aa_backward",
-        "_upsample_bicubic2d_aa_backward",
-    )
-}
+_ALERTS = {name: f"{name}_cuda" for name in _WITH_CUDA.split()}
+_ALERTS |= {name: f"{name.removeprefix('_')}_out_cuda" for name in _WITH_OUT_CUDA.split()}
 _ALERTS |= {
     "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
     "_adaptive_avg_pool3d_backward": "adaptive_avg_pool3d_backward_cuda",
@@ -75,23 +55,6 @@ def _multiplies(call: OpCall) -> bool:
     return call.func._schema.overload_name == "reduce" and call["reduce"] == "multiply"
 
 
-def _is_maximum(call: OpCall) -> bool:
-    return call["mode"] == _MAX
-
-
-def _gives_indices(call: OpCall) -> bool:
-    return len(call.func._schema.returns) == 2
-
-
-def _is_product(call: OpCall) -> bool:
-    return call["reduce"] == "prod"
-
-
-def _accumulates(call: OpCall) -> bool:
-    """The CPU's kernel refuses the other calls itself."""
-    return call["accumulate"]
-
-
 def _without_cudnn(call: OpCall) -> bool:
     """cuDNN's kernel is deterministic (cond_cudnn_grid_sampler in aten/src/ATen/native/GridSamplerUtils.h)."""
     x = call["input"]
@@ -100,23 +63,18 @@ def _without_cudnn(call: OpCall) -> bool:
     return not (plain and wide and torch._C._get_cudnn_enabled())
 
 
-# Those that CUDA refuses in some calls only.
+# Those that CUDA refuses in some calls only. `put_`: the CPU's kernel refuses the other calls itself.
 _ONLY_IF: dict[str, Callable[[OpCall], bool]] = {
-    "_embedding_bag_backward": _is_maximum,
-    "_embedding_bag_dense_backward": _is_maximum,
     "bincount": lambda call: call["weights"] is not None,
     "grid_sampler_2d_backward": _without_cudnn,
     "histc": lambda call: call["self"].is_floating_point(),
-    "median": _gives_indices,
-    "nanmedian": _gives_indices,
     "nll_loss2d_forward": lambda call: call["reduction"] != _NO_REDUCTION,
-    "put": _accumulates,
-    "put_": _accumulates,
-    "scatter": _multiplies,
-    "scatter_": _multiplies,
-    "scatter_reduce": _is_product,
-    "scatter_reduce_": _is_product,
 }
+_ONLY_IF |= dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), lambda c: c["mode"] == _MAX)
+_ONLY_IF |= dict.fromkeys(("median", "nanmedian"), lambda call: len(call.func._schema.returns) == 2)  # with indices
+_ONLY_IF |= dict.fromkeys(("put", "put_"), lambda call: call["accumulate"])
+_ONLY_IF |= dict.fromkeys(("scatter", "scatter_"), _multiplies)
+_ONLY_IF |= dict.fromkeys(("scatter_reduce", "scatter_reduce_"), lambda call: call["reduce"] == "prod")
 
 
 def alert(call: OpCall) -> None:
