@@ -197,18 +197,3 @@ def test_gradient_scaling(gpus, fused):
         scaler.update()
     assert scaler.get_scale() == 512.0 and scaler._scale.device.type == "cuda"
     assert_same_weights(layers, on_the_cpu("Adam"), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="PyTorch 2.11 refuses such states on any device")
-def test_fused_adam_takes_states_of_bfloat16():
-    x = torch.ones(3, device="cuda:1", requires_grad=True)
-    optimizer = torch.optim.AdamW([x], lr=0.1, weight_decay=0, fused=True)
-    halves = (torch.zeros_like(x, dtype=torch.bfloat16) for _ in range(2))
-    optimizer.state[x] = dict(
-        zip(("step", "exp_avg", "exp_avg_sq"), (torch.zeros((), device="cuda:1"), *halves), strict=True)
-    )
-    x.square().sum().backward()
-    optimizer.step()
-    state = optimizer.state[x]
-    torch.testing.assert_close(x, torch.full_like(x, 0.9))
-    assert state["exp_avg"].dtype == torch.bfloat16 and state["exp_avg"][0].item() == pytest.approx(0.2, rel=0.01)
