@@ -139,7 +139,7 @@ def wrong_generator(wanted: str, found: str) -> RuntimeError:
 
 def out_of_memory_text(error: OutOfMemory, gpu: Any) -> str:
     """PyTorch's message for an allocation that does not fit on a `VirtualGPU`, with its numbers."""
-    return oom_message(error, gpu.index, gpu.machine.settings.version)
+    return oom_message(error, gpu.index)
 
 
 class NeedsValues(RuntimeError):

@@ -21,8 +21,6 @@ UNIFIED_WORKSPACES: Version = (2, 12)
 FREED_WORKSPACES: Version = (2, 15)
 # addmm with a matrix as bias goes through cublasLt in half precision (aten/src/ATen/native/cuda/Blas.cpp).
 LT_FOR_MATRICES_AS_BIAS: Version = (2, 15)
-# An out-of-memory error with expandable segments has a text of its own (c10/cuda/CUDACachingAllocator.cpp).
-TEXT_OF_EXPANDABLE_SEGMENTS: Version = (2, 15)
 
 # ---- which kernel attention takes, by the same version ---------------------------------------------------------------
 

@@ -289,8 +289,7 @@ class CachingAllocator:
             allowed=device.allowed,
             allocated=stats.allocated,
             reserved=stats.reserved,
-            others=() if device.shared is None else sorted(device.shared.others()),
-            expandable=options.expandable,
+            others=() if device.shared is None else tuple(sorted(device.shared.others())),
         )
 
     def _free_pending(self) -> None:

@@ -6,10 +6,10 @@ Sizes are bytes. No torch is imported.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block
 from virtual_gpus.memory.stats import format_size
-from virtual_gpus.versions import NEWEST, TEXT_OF_EXPANDABLE_SEGMENTS, Version
 
 
 def _state(block: Block) -> str:
@@ -59,6 +59,7 @@ def _segment_entry(head: Block, device: int) -> dict:
     }
 
 
+@dataclass(eq=False)
 class OutOfMemory(Exception):
     """An allocation found no memory, even after the cache was emptied. All sizes are in bytes.
 
@@ -68,33 +69,26 @@ class OutOfMemory(Exception):
     allowed: the limit of `set_fraction`, or None.
     allocated, reserved: the memory in used blocks and in segments.
     others: (process id, bytes) of each other process on the GPU.
-    expandable: whether segments were expandable.
     """
 
-    def __init__(
-        self,
-        requested: int,
-        capacity: int,
-        free: int,
-        used: int,
-        allowed: int | None,
-        allocated: int,
-        reserved: int,
-        others: Iterable[tuple[int, int]] = (),
-        expandable: bool = False,
-    ):
-        self.requested, self.capacity, self.free, self.used = requested, capacity, free, used
-        self.allowed, self.allocated, self.reserved = allowed, allocated, reserved
-        self.others, self.expandable = tuple(others), expandable
-        left = f"{format_size(free)} of {format_size(capacity)}"
-        super().__init__(f"Tried to allocate {format_size(requested)}, but only {left} is free.")
+    requested: int
+    capacity: int
+    free: int
+    used: int
+    allowed: int | None
+    allocated: int
+    reserved: int
+    others: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        left = f"{format_size(self.free)} of {format_size(self.capacity)}"
+        return f"Tried to allocate {format_size(self.requested)}, but only {left} is free."
 
 
-def oom_message(error: OutOfMemory, gpu_index: int, version: Version = NEWEST) -> str:
+def oom_message(error: OutOfMemory, gpu_index: int) -> str:
     """PyTorch's own text for an `OutOfMemory` on GPU `gpu_index`. That of 2.11 was compared with a real H200.
 
-    version: the PyTorch version. Since 2.15 the text is different for expandable segments. The order in which a driver
-    lists the other processes is not documented.
+    The order in which a driver lists the other processes is not documented.
     """
     if error.requested >= 1 << 60:
         return "CUDA out of memory. Tried to allocate more than 1EB memory."
@@ -106,19 +100,8 @@ def oom_message(error: OutOfMemory, gpu_index: int, version: Version = NEWEST) -
         f" {others}Including non-PyTorch memory, this process has {format_size(error.used)} memory in use. {allowed}"
         f"Of the allocated memory {format_size(error.allocated)} is allocated by PyTorch, and"
         f" {format_size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated."
-        f"{_EXPANDABLE if error.expandable and version >= TEXT_OF_EXPANDABLE_SEGMENTS else _HINT}"
+        " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        " to avoid fragmentation.  See documentation for Memory Management "
+        " (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+        "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
     )
-
-
-_HINT = (
-    " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    " to avoid fragmentation.  See documentation for Memory Management "
-    " (https://docs.pytorch.org/docs/stable/notes/cuda.html"
-    "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
-)
-_EXPANDABLE = (
-    " expandable_segments is enabled. If instead the process is running out of virtual address space (VSZ),"
-    " expandable segments may be over-reserving VA (each segment reserves ~9/8 of device memory, times the number of"
-    " streams); reduce it via PYTORCH_CUDA_ALLOC_CONF expandable_segments_reserve /"
-    " expandable_segments_reserve_by_class."
-)
