@@ -32,7 +32,7 @@ class Tally:
     """
 
     __slots__ = (*(name + kind for name in METRICS for kind in _KINDS), "active_bytes_peak", "active_peak",
-                 "base_down", "base_up", "searches", "waiting", "waiting_bytes")  # fmt: skip
+                 "searches", "waiting", "waiting_bytes")  # fmt: skip
 
     def __init__(self):
         self.searches = 0  # for free blocks, counted while garbage is collected: the age of a block is counted in them
@@ -41,7 +41,6 @@ class Tally:
         for name in METRICS:
             for kind in _KINDS:
                 setattr(self, name + kind, 0)
-        self.forget_history()
 
     @property
     def active(self) -> int:
@@ -57,17 +56,6 @@ class Tally:
         """Lift the peaks of `active` and `active_bytes` to these figures."""
         self.active_peak = max(self.active_peak, blocks)
         self.active_bytes_peak = max(self.active_bytes_peak, nbytes)
-
-    def down(self, name: str) -> int:
-        """All that was ever taken away from the metric `name`."""
-        return getattr(self, name + "_up") - getattr(self, name)
-
-    def forget_history(self) -> None:
-        """Count `allocated` and `freed` from here on."""
-        self.base_up = {name: getattr(self, name + "_up") for name in METRICS}
-        self.base_down = {name: self.down(name) for name in METRICS}
-        self.base_down["active"] = self.allocation_up - self.active
-        self.base_down["active_bytes"] = self.allocated_bytes_up - self.active_bytes
 
     def recount(self, used: list, waiting: list, segments: list, free: list) -> None:
         """Set the counters to what is there, keeping current = added - taken away."""
@@ -91,7 +79,7 @@ class Stat:
     """One counter with its peak, for figures that are not kept by pool."""
 
     def __init__(self):
-        self.current = self.peak = self.up = self.base_up = self.base_down = 0
+        self.current = self.peak = self.up = 0
 
     def change(self, by: int) -> None:
         """Count up or down."""
@@ -103,30 +91,25 @@ class Stat:
         """Let the peak start again from the present value."""
         self.peak = self.current
 
-    def forget_history(self) -> None:
-        """Count `allocated` and `freed` from here on."""
-        self.base_up, self.base_down = self.up, self.up - self.current
-
     def entry(self) -> dict[str, int]:
         """As torch.cuda.memory_stats_as_nested_dict lists it."""
-        allocated, freed = self.up - self.base_up, self.up - self.current - self.base_down
-        return {"current": self.current, "peak": self.peak, "allocated": allocated, "freed": freed}
+        return {"current": self.current, "peak": self.peak, "allocated": self.up, "freed": self.up - self.current}
 
 
 _nows, _peaks, _ups = (attrgetter(*(name + kind for name in METRICS)) for kind in ("", "_peak", "_up"))
 
 
 def _figures(tally):
-    """Of every metric: now, peak, all that was added, and what of that and of what was taken away does not count."""
-    return zip(_nows(tally), _peaks(tally), _ups(tally), tally.base_up.values(), tally.base_down.values(), strict=False)
+    """Of every metric: now, peak, and all that was added."""
+    return zip(_nows(tally), _peaks(tally), _ups(tally), strict=True)
 
 
 def _entry(small, large, peak):
     """One metric of both pools, out of `_figures`. They need not have had their peaks at the same time."""
-    now, small_peak, up, base_up, base_down = small
-    first = {"current": now, "peak": small_peak, "allocated": up - base_up, "freed": up - now - base_down}
-    now, large_peak, up, base_up, base_down = large
-    second = {"current": now, "peak": large_peak, "allocated": up - base_up, "freed": up - now - base_down}
+    now, small_peak, up = small
+    first = {"current": now, "peak": small_peak, "allocated": up, "freed": up - now}
+    now, large_peak, up = large
+    second = {"current": now, "peak": large_peak, "allocated": up, "freed": up - now}
     total = {
         "current": first["current"] + now,
         "peak": peak,
@@ -141,9 +124,18 @@ def _active_entry(name, like, small, large, both):
 
     def figures(tally):
         peak = max(getattr(tally, like + "_peak"), getattr(tally, name + "_peak"))
-        return getattr(tally, name), peak, getattr(tally, like + "_up"), tally.base_up[like], tally.base_down[name]
+        return getattr(tally, name), peak, getattr(tally, like + "_up")
 
     return _entry(figures(small), figures(large), max(getattr(both, like + "_peak"), getattr(both, name + "_peak")))
+
+
+def _since(base: dict, found: dict) -> dict:
+    """`found`, whose figures of `allocated` and `freed` count from those in `base` on."""
+    return {
+        key: _since(base[key], value) if isinstance(value, dict)
+        else value - base[key] if key in ("allocated", "freed") else value
+        for key, value in found.items()
+    }  # fmt: skip
 
 
 class AllocatorStats:
@@ -154,6 +146,7 @@ class AllocatorStats:
         self.oversize_allocations, self.oversize_segments = Stat(), Stat()
         self.events = dict.fromkeys(EVENTS, 0)
         self.rising = False  # something was allocated since the peaks were last looked at
+        self._base: dict | None = None  # what `_all` said when the accumulated figures began anew
 
     @property
     def allocated(self) -> int:
@@ -252,8 +245,7 @@ class AllocatorStats:
 
     def reset_accumulated(self) -> None:
         """Count `allocated` and `freed`, the retries and the out-of-memory errors from zero again."""
-        for counter in (self.small, self.large, self.oversize_allocations, self.oversize_segments):
-            counter.forget_history()
+        self._base = self._all()
         self.events.update(dict.fromkeys(EVENTS, 0))
 
     def recount(self, used: list, waiting: list, segments: list, free: list) -> None:
@@ -269,6 +261,14 @@ class AllocatorStats:
 
         max_split: the size from which blocks and segments are "oversize", -1 without a limit.
         """
+        stats = self._all() if self._base is None else _since(self._base, self._all())
+        stats["max_split_size"] = max_split
+        stats["num_oom_rejections"] = 0
+        stats.update(self.events)
+        return stats
+
+    def _all(self) -> dict:
+        """What is counted, from the beginning on."""
         self.note_peaks()
         small, large, both = self.small, self.large, self.both
         stats = dict(zip(METRICS, map(_entry, _figures(small), _figures(large), _peaks(both)), strict=False))
@@ -276,9 +276,6 @@ class AllocatorStats:
         stats["active_bytes"] = _active_entry("active_bytes", "allocated_bytes", small, large, both)
         stats["oversize_allocations"] = self.oversize_allocations.entry()
         stats["oversize_segments"] = self.oversize_segments.entry()
-        stats["max_split_size"] = max_split
-        stats["num_oom_rejections"] = 0
-        stats.update(self.events)
         return stats
 
 
