@@ -212,8 +212,6 @@ def test_kernels_that_cuda_has_not_and_those_that_only_cuda_has():
     torch.addcmul(x, x, number)
     with pytest.raises(RuntimeError, match="CPU Scalar support for tensor1 argument .* please swap"):
         torch.addcmul(x, number, x)
-    with pytest.raises(RuntimeError, match="not implemented for 'ComplexFloat'"):
-        x.cfloat().scatter_(0, ROWS.cuda(), x.cfloat(), reduce="multiply")
     assert ROWS.cuda().histc(bins=2, min=0, max=1).tolist() == [1, 1]
     x, weight = image(1, 1, 4, 4).detach(), image(1, 1, 3, 3).detach()
     with pytest.raises(NotImplementedError, match="cudnn_convolution"):

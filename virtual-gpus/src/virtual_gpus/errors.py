@@ -283,11 +283,6 @@ def convolution_weight_elsewhere(input_type: str, weight_type: str) -> RuntimeEr
     return RuntimeError(f"Input type ({input_type}) and weight type ({weight_type}) should be the same")
 
 
-def no_kernel_for(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
-    """A dtype that a kernel of CUDA does not know (c10's AT_DISPATCH macros)."""
-    return NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_type(tensor)}'")
-
-
 def addcmul_with_number(name: str) -> RuntimeError:
     """A 0-dim CPU tensor in the wrong place (aten/src/ATen/native/PointwiseOps.cpp)."""
     text = f"CPU Scalar support for {name} argument is not supported when calling addcmul on CUDA tensors."

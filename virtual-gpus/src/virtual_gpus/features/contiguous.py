@@ -83,7 +83,9 @@ def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
 
 def _recipe(names: tuple[str, ...], copy_of):
     def run_and_pack(call: OpCall):
-        """These kernels have their results first."""
+        """These kernels have their results first. That of a loss per pixel takes any strides (NLLLoss2d.cu)."""
+        if call.op.base.startswith("nll_loss2d") and call["reduction"] == _NO_REDUCTION:
+            return call.run()
         sizes = packed_copies(call, names, copy_of)
         result = call.run()
         with call.scratch(*sizes):
@@ -92,17 +94,7 @@ def _recipe(names: tuple[str, ...], copy_of):
     return run_and_pack
 
 
-def _reduced(recipe):
-    """`recipe` where losses are summed up: the kernels of a loss per pixel take any strides (NLLLoss2d.cu)."""
-
-    def run_reduced(call: OpCall):
-        return call.run() if call["reduction"] == _NO_REDUCTION else recipe(call)
-
-    return run_reduced
-
-
 RECIPES = {
     **{name: _recipe(inputs, packed_copy) for name, inputs in _PACKED.items()},
     **{name: _recipe(inputs, channels_first_copy) for name, inputs in _CHANNELS_FIRST.items()},
 }
-RECIPES |= {name: _reduced(RECIPES[name]) for name in ("nll_loss2d_forward", "nll_loss2d_backward")}

@@ -59,24 +59,16 @@ def _refuse_instances(kind: type, refused: Callable[..., Any]) -> table.Patch:
     return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
 
 
-_raw_to_dlpack = torch.utils.dlpack.to_dlpack
-
-
-def to_dlpack(tensor):
+def _without_dlpack(original):
     """DLPack would hand out a CPU address as if it were a GPU's."""
-    if tensor.is_cuda:
-        raise errors.not_modelled("DLPack export of a GPU tensor")
-    return _raw_to_dlpack(tensor)
 
+    @functools.wraps(original)
+    def export(tensor, *args, **kwargs):
+        if tensor.is_cuda:
+            raise errors.not_modelled("DLPack export of a GPU tensor")
+        return original(tensor, *args, **kwargs)
 
-def _jitted(self, *tensors, **kwargs):
-    """A function that was made of C++. Making one compiles nothing yet, and programs do that when they are imported."""
-    raise errors.not_modelled("functions of torch.cuda.jiterator")
-
-
-def _plans_of_cufft(self, device):
-    """The cache of one GPU. The attributes of the manager are those of the current GPU's cache."""
-    raise errors.not_modelled("torch.backends.cuda.cufft_plan_cache")
+    return export
 
 
 _NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
@@ -114,10 +106,16 @@ def patches():
         for name in names
         if path in sys.modules and name in vars(sys.modules[path])
     ]
-    rows.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", _plans_of_cufft))
-    rows.append((torch.cuda.jiterator._JittedFunction, "__call__", _jitted))
+    # The attributes of the manager are those of the current GPU's cache, which it asks for in this way.
+    plans = errors.refusing("torch.backends.cuda.cufft_plan_cache")
+    rows.append((torch.backends.cuda.cuFFTPlanCacheManager, "__getitem__", plans))
+    # Making such a function compiles nothing yet, and programs do that when they are imported.
+    jitted = errors.refusing("functions of torch.cuda.jiterator")
+    rows.append((torch.cuda.jiterator._JittedFunction, "__call__", jitted))
     rows.append((torch.export, "export", export))
-    rows += [(owner, "to_dlpack", to_dlpack) for owner in (torch, torch.utils.dlpack) if hasattr(owner, "to_dlpack")]
+    exports = ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch.Tensor, "__dlpack__"),
+               (torch.Tensor, "__dlpack_device__"))  # fmt: skip
+    rows += [(owner, name, _without_dlpack(getattr(owner, name))) for owner, name in exports if hasattr(owner, name)]
     return rows + [
         (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED
     ]

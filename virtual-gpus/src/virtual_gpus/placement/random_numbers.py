@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import torch
 
-from virtual_gpus.errors import not_modelled
+from virtual_gpus.errors import refusing
 from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.placement.storages import gpu_of
 
@@ -121,13 +121,8 @@ class Generator(torch._C.Generator):
             raise RuntimeError("offset must be a multiple of 4")
         return self.set_state(torch.frombuffer(bytearray(struct.pack("=Qq", self._seed, offset)), dtype=torch.uint8))
 
-    def graphsafe_get_state(self) -> Generator:
-        """Not modelled."""
-        raise not_modelled("torch.Generator.graphsafe_get_state")
-
-    def graphsafe_set_state(self, state: torch.Generator) -> Generator:
-        """Not modelled."""
-        raise not_modelled("torch.Generator.graphsafe_set_state")
+    graphsafe_get_state = refusing("torch.Generator.graphsafe_get_state")
+    graphsafe_set_state = refusing("torch.Generator.graphsafe_set_state")
 
     def advance(self, elements: int, multiprocessors: int) -> None:
         """Count a kernel that drew `elements` numbers, as `calc_execution_policy` in DistributionTemplates.h does."""

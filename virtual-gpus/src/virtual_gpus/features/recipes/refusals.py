@@ -84,13 +84,6 @@ def alert(call: OpCall) -> None:
         alert_not_deterministic(_ALERTS[call.op.base])
 
 
-def scatter(call: OpCall) -> None:
-    """CUDA multiplies no complex numbers into a tensor (aten/src/ATen/native/cuda/ScatterGatherKernel.cu)."""
-    alert(call)
-    if _multiplies(call) and call["self"].is_complex():
-        raise errors.no_kernel_for("cuda_scatter_gather_base_kernel_func", call["self"])
-
-
 def addcmul(call: OpCall) -> None:
     """Of the arguments of addcmul, CUDA takes only the last one from the CPU, if it is a number."""
     for name in ("self", "tensor1"):
@@ -108,6 +101,4 @@ CHECKS = dict.fromkeys(_ALERTS, alert) | {
     "_pack_padded_sequence": packed_lengths,
     "addcmul": addcmul,
     "addcmul_": addcmul,
-    "scatter": scatter,
-    "scatter_": scatter,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorConverter
 
@@ -19,8 +21,6 @@ _raw_get_device = torch._C.TensorBase.get_device
 _raw_numpy = torch._C.TensorBase.numpy
 _raw_type = torch._C.TensorBase.type
 _raw_record_stream = torch._C.TensorBase.record_stream
-_raw_dlpack = torch.Tensor.__dlpack__
-_raw_dlpack_device = torch.Tensor.__dlpack_device__
 _raw_set = torch._C.TensorBase.set_
 _raw_item = torch._C.TensorBase.item
 _raw_str = torch._tensor_str._str
@@ -161,33 +161,17 @@ def from_real_tensor(self, fake_mode, t, *args, **kwargs):
         return _raw_from_real(self, fake_mode, t, *args, **kwargs)
 
 
-def __dlpack__(self, *args, **kwargs):
-    if _gpu(self) is not None:
-        raise errors.not_modelled("DLPack export of a GPU tensor")
-    return _raw_dlpack(self, *args, **kwargs)
+def _on_cpu_only(name: str):
+    """`apply_` or `map_`, which call a Python function for every number: as PyTorch, only for CPU tensors."""
+    original = getattr(torch._C.TensorBase, name)
 
+    @functools.wraps(original)
+    def method(self, *args):
+        if any(isinstance(tensor, torch.Tensor) and _gpu(tensor) is not None for tensor in (self, *args)):
+            raise TypeError(f"{name} is only implemented on CPU tensors")
+        return original(self, *args)
 
-def __dlpack_device__(self):
-    if _gpu(self) is not None:
-        raise errors.not_modelled("DLPack export of a GPU tensor")
-    return _raw_dlpack_device(self)
-
-
-def apply_(self, function):
-    """As PyTorch: only for CPU tensors."""
-    _refuse_on_gpu("apply_", self)
-    return torch._C.TensorBase.apply_(self, function)
-
-
-def map_(self, tensor, function):
-    """As PyTorch: only for CPU tensors."""
-    _refuse_on_gpu("map_", self, tensor)
-    return torch._C.TensorBase.map_(self, tensor, function)
-
-
-def _refuse_on_gpu(name: str, *tensors) -> None:
-    if any(_gpu(tensor) is not None for tensor in tensors):
-        raise TypeError(f"{name} is only implemented on CPU tensors")
+    return method
 
 
 def _cuda_array_interface(self):
@@ -230,8 +214,8 @@ def _refuse_older_graph(gradients) -> None:
 def patches():
     """See `features`."""
     tensor = torch.Tensor
-    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, apply_, map_)]
-    rows += [(tensor, f.__name__, f) for f in (item, __dlpack__, __dlpack_device__)]
+    rows = [(tensor, f.__name__, f) for f in (get_device, numpy, tolist, record_stream, set_, item)]
+    rows += [(tensor, name, _on_cpu_only(name)) for name in ("apply_", "map_")]
     rows += [(torch._tensor_str, "_str", _str)]
     rows += [(tensor, f.__name__, property(f)) for f in (is_cuda, is_cpu, is_meta)]
     rows += [(tensor, "device", property(device_of)), (tensor, "type", type_)]
