@@ -11,7 +11,7 @@ from ranks import HANGS_S
 from virtual_gpus import active_machine, virtual_gpus
 from virtual_gpus.__main__ import parse
 from virtual_gpus.driver import nvidia_smi
-from virtual_gpus.driver.view import GPUView
+from virtual_gpus.driver.nvidia_smi import GPUView
 from virtual_gpus.processes import children
 
 NAMES = ("VIRTUAL_GPUS_CHILDREN", "VIRTUAL_GPUS_PYTHON", "PYTHONPATH", "PATH")

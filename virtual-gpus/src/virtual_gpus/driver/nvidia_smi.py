@@ -1,4 +1,4 @@
-"""The program nvidia-smi for virtual GPUs: the table, `-L` and `--query-gpu`.
+"""The program nvidia-smi for virtual GPUs, which sees them as a driver does: the table, `-L` and `--query-gpu`.
 
 The table says in its first line that the GPUs are virtual. The other forms, which programs read, say it on stderr.
 Source: the manual page of nvidia-smi. What a virtual GPU does not have is "[N/A]", as there.
@@ -7,15 +7,76 @@ Source: the manual page of nvidia-smi. What a virtual GPU does not have is "[N/A
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from virtual_gpus.driver.view import DRIVER, GPUView, from_environment
+from virtual_gpus.processes.children import VARIABLE
+from virtual_gpus.processes.shared_memory import FOLDER, held_by_processes
 
 _NOTICE = "These GPUs are virtual: the package virtual_gpus models them. There may be no GPU in this machine."
 _NO_GPUS = "nvidia-smi: No virtual GPUs are on, or their program did not ask for them in its children."
 _NONE = "[N/A]"
+DRIVER = "virtual"  # the version that tools show
+
+
+class GPUView(NamedTuple):
+    """One GPU, hidden ones too. Sizes are bytes.
+
+    slot: its number in the machine. processes: (process id, bytes) of those that use it. load: the fraction of the last
+    modelled second in which it ran kernels.
+    """
+
+    slot: int
+    name: str
+    uuid: str
+    memory: int
+    capability: tuple[int, int]
+    processes: list[tuple[int, int]]
+    load: float
+
+    @property
+    def used(self) -> int:
+        """Bytes that all processes use together."""
+        return sum(nbytes for _, nbytes in self.processes)
+
+    @property
+    def free(self) -> int:
+        """Bytes that no process uses."""
+        return self.memory - self.used
+
+    @property
+    def percent(self) -> int:
+        """The load in percent."""
+        return round(100 * self.load)
+
+    @property
+    def bus_id(self) -> str:
+        """Its address on the PCI bus, as nvidia-smi writes it."""
+        return f"00000000:{self.slot + 1:02X}:00.0"
+
+
+def from_environment() -> list[GPUView] | None:
+    """The GPUs that this process inherits, see `processes.children`. None if there are none.
+
+    The process that has the clock usually waits for this one, so the load is 0.
+    """
+    try:
+        facts = json.loads(os.environ.get(VARIABLE, "null"))
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        return None
+    count = len(facts["gpus"])
+    held = held_by_processes(os.environ.get(FOLDER), facts["machine"], count)
+    return [
+        GPUView(slot, name, uuid, memory, (major, minor), [(p, used[slot]) for p, used in held if used[slot]], 0.0)
+        for slot, (name, uuid, memory, (major, minor)) in enumerate(facts["gpus"])
+    ]
+
 
 # By field: how to read it, and its unit.
 _FIELDS: dict[str, tuple[Callable[[GPUView], object], str]] = {

@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from virtual_gpus.driver.nvidia_smi import query_gpus
-from virtual_gpus.driver.view import GPUView
+from virtual_gpus.driver.nvidia_smi import GPUView, query_gpus
 from virtual_gpus.machine import VirtualGPU, active
 
 
