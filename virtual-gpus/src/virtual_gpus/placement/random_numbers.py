@@ -30,8 +30,15 @@ _MASK = (1 << 64) - 1
 _THREADS_PER_BLOCK, _BLOCKS_PER_MULTIPROCESSOR, _PER_CALL = 256, 8, 4
 
 
-class Generator(torch._C.Generator):
-    """`torch.Generator(device="cuda:1")`: a CPU generator that says it belongs to a GPU.
+class _AnyGenerator(type(torch._C.Generator)):
+    """isinstance(g, torch.Generator) stays true for generators that C++ made."""
+
+    def __instancecheck__(cls, instance) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class Generator(torch._C.Generator, metaclass=_AnyGenerator):
+    """`torch.Generator(device="cuda:1")` while virtual GPUs are on: a CPU generator that says it belongs to a GPU.
 
     Its state has the 16 bytes of a CUDA generator's: the seed, and an offset that counts as in DistributionTemplates.h.
     The numbers come from the CPU's algorithm, whose larger state lies behind the 16 bytes in the same storage, so that

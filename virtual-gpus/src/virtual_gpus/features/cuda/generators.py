@@ -11,17 +11,6 @@ from virtual_gpus.machine import active
 from virtual_gpus.placement.random_numbers import Generator, default_generator
 
 
-class _AnyGenerator(type(torch._C.Generator)):
-    """isinstance(g, torch.Generator) stays true for generators that C++ made."""
-
-    def __instancecheck__(cls, instance) -> bool:
-        return isinstance(instance, torch._C.Generator)
-
-
-class VirtualGenerator(Generator, metaclass=_AnyGenerator):
-    """torch.Generator while virtual GPUs are on."""
-
-
 class DefaultGenerators:
     """torch.cuda.default_generators: one per visible GPU."""
 
@@ -37,4 +26,4 @@ class DefaultGenerators:
 
 def patches():
     """See `features`."""
-    return [(torch, "Generator", VirtualGenerator), (torch.cuda, "default_generators", DefaultGenerators())]
+    return [(torch, "Generator", Generator), (torch.cuda, "default_generators", DefaultGenerators())]

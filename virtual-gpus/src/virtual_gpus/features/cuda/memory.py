@@ -39,8 +39,6 @@ def set_per_process_memory_fraction(fraction: float, device=None) -> None:
     """Let this process reserve at most `fraction` (0 to 1) of a GPU."""
     if not isinstance(fraction, float):
         raise TypeError("Invalid type for fraction argument, must be `float`")
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
     gpu = gpu_at(device)
     gpu.machine.start_cuda()
     gpu.allocator.device.set_fraction(fraction)

@@ -38,12 +38,7 @@ def stats(call: OpCall):
 def gather_stats(call: OpCall):
     """Mean and invstd of all ranks' samples from theirs, (ranks, C) each; the running ones move towards them."""
     with below():
-        means = _wide(call["mean"])
-        counts = (
-            _wide(call["counts"]).view(-1, 1)
-            if "counts" in call.op.names
-            else means.new_full((len(means), 1), call["count"])
-        )
+        means, counts = _wide(call["mean"]), _wide(call["counts"]).view(-1, 1)
         mean = (counts * means).sum(0) / counts.sum()
         squares = counts * (_wide(call["invstd"]) ** -2 - call["eps"] + (means - mean) ** 2)
         variance = squares.sum(0) / counts.sum()
@@ -93,7 +88,6 @@ def backward_elemt(call: OpCall):
 
 RECIPES = {
     "batch_norm_stats": stats,
-    "batch_norm_gather_stats": gather_stats,
     "batch_norm_gather_stats_with_counts": gather_stats,
     "batch_norm_elemt": normalize,
     "batch_norm_backward_reduce": backward_reduce,

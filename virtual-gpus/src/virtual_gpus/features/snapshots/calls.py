@@ -84,17 +84,13 @@ def _cuda_memorySnapshot(request=None) -> dict:
 
 
 def _as_dictionary(segments, traces) -> dict:
-    origins = {segment["address"]: recorder.segment_origin(segment["address"]) for recorder, segment in segments}
-    used = [
-        (recorder, b["address"]) for recorder, segment in segments for b in segment["blocks"] if b["requested_size"]
+    origins = [(segment, recorder.segment_origin(segment["address"])) for recorder, segment in segments]
+    origins += [
+        (b, recorder.origin(b["address"])) for recorder, s in segments for b in s["blocks"] if b["requested_size"]
     ]
-    blocks = {address: recorder.origin(address) for recorder, address in used}
-    of_entries = [entry.stack for trace in traces for entry in trace]
-    frames = stacks.named([*origins.values(), *blocks.values(), *of_entries])
-    for _, segment in segments:
-        segment["frames"] = frames.get(id(origins[segment["address"]]), [])
-        for block in segment["blocks"]:
-            block["frames"] = frames.get(id(blocks.get(block["address"])), [])
+    frames = stacks.named([*(stack for _, stack in origins), *(entry.stack for trace in traces for entry in trace)])
+    for found, stack in origins:
+        found["frames"] = frames.get(id(stack), [])
     epoch = time.time_ns() - time.perf_counter_ns()
     result = {
         "segments": [segment for _, segment in segments],

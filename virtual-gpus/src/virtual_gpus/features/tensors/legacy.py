@@ -13,10 +13,9 @@ _raw_set_default = torch.set_default_tensor_type
 
 
 class LegacyType(type):
-    """The type of torch.cuda.FloatTensor: a dtype and a layout on the GPU, with the attributes of a `tensortype`."""
+    """The type of torch.cuda.FloatTensor: a dtype on the GPU, with the attributes of a `tensortype`."""
 
     dtype: torch.dtype
-    layout: torch.layout
 
     def __instancecheck__(cls, instance) -> bool:
         return isinstance(instance, torch.Tensor) and instance.type() == f"{cls.__module__}.{cls.__name__}"
@@ -24,18 +23,15 @@ class LegacyType(type):
     def __call__(cls, *args, device=None):
         """A new tensor, of these sizes or with these values. `device` names another GPU."""
         device = "cuda" if device is None else device
-        if cls.layout is torch.sparse_coo:
-            raise errors.not_modelled(f"torch.cuda.sparse.{cls.__name__}", "Use torch.sparse_coo_tensor.")
         if all(isinstance(size, int) for size in args) or isinstance(args[0], torch.Size):
             return torch.empty(args or (0,) if len(args) != 1 else args[0], dtype=cls.dtype, device=device)
         return torch.as_tensor(*args, dtype=cls.dtype, device=device)
 
 
-def _legacy(original, module: str) -> LegacyType:
-    layout = torch.sparse_coo if "sparse" in module else torch.strided
-    facts = {"dtype": _dtype_of(original.__name__), "layout": layout, "is_cuda": True, "is_xpu": False,
-             "is_sparse": layout is not torch.strided, "is_sparse_csr": False, "__module__": module}  # fmt: skip
-    return LegacyType(original.__name__, (), facts)
+def _legacy(name: str) -> LegacyType:
+    facts = {"dtype": _dtype_of(name), "layout": torch.strided, "is_cuda": True, "is_xpu": False, "is_sparse": False,
+             "is_sparse_csr": False, "__module__": "torch.cuda"}  # fmt: skip
+    return LegacyType(name, (), facts)
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -70,12 +66,13 @@ def set_default_tensor_type(t, /) -> None:
     _raw_set_default(t)
 
 
+def _names(owner) -> list[str]:
+    return [name for name in vars(owner) if name.endswith("Tensor") and name[0] != "_"]
+
+
 def patches():
     """See `features`."""
-    rows = [
-        (owner, name, _legacy(kind, owner.__name__))
-        for owner in (torch.cuda, torch.cuda.sparse)
-        for name, kind in vars(owner).items()
-        if name.endswith("Tensor") and name[0] != "_"
-    ]
+    sparse, instead = torch.cuda.sparse, "Use torch.sparse_coo_tensor."
+    rows = [(torch.cuda, name, _legacy(name)) for name in _names(torch.cuda)]
+    rows += [(sparse, name, errors.refusing(f"torch.cuda.sparse.{name}", instead)) for name in _names(sparse)]
     return [*rows, (torch, "set_default_tensor_type", set_default_tensor_type)]
