@@ -230,10 +230,11 @@ def _output_vector(inner: Sequence[_Dim], outer: Sequence[_Dim]) -> int:
 
 def _thread_block(dim0: int, dim1: int, limit: int) -> tuple[int, int]:
     """Width and height of a thread block."""
-    width0, height0 = (_last_power(n) if n < limit else limit for n in (dim0, dim1))
+    width0, height0 = (power_of_2(n) if n < limit else limit for n in (dim0, dim1))
     height = min(height0, limit // min(width0, _WARP))
     return min(width0, limit // height), height
 
 
-def _last_power(n: int) -> int:
+def power_of_2(n: int) -> int:
+    """The largest power of 2 that is at most `n`; 1 if there is none."""
     return 1 << max(n.bit_length() - 1, 0)

@@ -15,7 +15,7 @@ from virtual_gpus.placement.storages import nbytes
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-_NO_REDUCTION = 0  # at::Reduction::None
+NO_REDUCTION = 0  # at::Reduction::None
 
 # Operator -> inputs that must be packed with the channels first, in the order of their copies.
 _CHANNELS_FIRST = {
@@ -84,7 +84,7 @@ def with_packed(call: OpCall, names: tuple[str, ...], finish=OpCall.run):
 def _recipe(names: tuple[str, ...], copy_of):
     def run_and_pack(call: OpCall):
         """These kernels have their results first. That of a loss per pixel takes any strides (NLLLoss2d.cu)."""
-        if call.op.base.startswith("nll_loss2d") and call["reduction"] == _NO_REDUCTION:
+        if call.op.base.startswith("nll_loss2d") and call["reduction"] == NO_REDUCTION:
             return call.run()
         sizes = packed_copies(call, names, copy_of)
         result = call.run()

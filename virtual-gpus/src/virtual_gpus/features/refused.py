@@ -59,43 +59,29 @@ def _refuse_instances(kind: type, refused: Callable[..., Any]) -> table.Patch:
     return (kind, "__init__", refused) if made_by is None else (made_by, "__new__", staticmethod(refused))
 
 
-def _without_dlpack(original):
-    """DLPack would hand out a CPU address as if it were a GPU's."""
-
-    @functools.wraps(original)
-    def export(tensor, *args, **kwargs):
-        if tensor.is_cuda:
-            raise errors.not_modelled("DLPack export of a GPU tensor")
-        return original(tensor, *args, **kwargs)
-
-    return export
-
-
 _NESTED = ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged", "narrow")
+# What works on the CPU alone. DLPack would hand out a CPU address as if it were a GPU's. An exported program would make
+# its new tensors on the CPU, since PyTorch traces with fake tensors, which are there.
+_ON_CPU_ONLY = [(torch.export, "export", "torch.export of a module on a GPU")]
+_ON_CPU_ONLY += [(owner, "to_dlpack", "DLPack export of a GPU tensor") for owner in (torch, torch.utils.dlpack)]
+_ON_CPU_ONLY += [(torch.Tensor, f"__dlpack{end}__", "DLPack export of a GPU tensor") for end in ("", "_device")]
+_ON_CPU_ONLY += [(torch.nested, name, f"torch.nested.{name} on a GPU") for name in _NESTED]
 
 
-def _on_cpu_only(name: str, original):
+def _on_cpu_only(what: str, original):
+    """`original`, which refuses tensors and modules on a GPU, and a `device` that is one."""
+
     @functools.wraps(original)
-    def call(data, *args, device=None, **kwargs):
-        parts = data if isinstance(data, (list, tuple)) else [data]
-        on_gpu = any(isinstance(part, torch.Tensor) and part.is_cuda for part in parts)
+    def call(*args, **kwargs):
+        tensors, device = tree_leaves((args, kwargs)), kwargs.get("device")
+        modules = [leaf for leaf in tensors if isinstance(leaf, torch.nn.Module)]
+        tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        on_gpu = any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors)
         if on_gpu or (device is not None and torch.device(device).type == "cuda"):
-            raise errors.not_modelled(f"torch.nested.{name} on a GPU")
-        return original(data, *args, device=device, **kwargs)
+            raise errors.not_modelled(what)
+        return original(*args, **kwargs)
 
     return call
-
-
-_raw_export = torch.export.export
-
-
-@functools.wraps(_raw_export)
-def export(mod, *args, **kwargs):
-    """The program would make its new tensors on the CPU, since PyTorch traces with fake tensors, which are there."""
-    tensors = (*mod.parameters(), *mod.buffers(), *tree_leaves((args, kwargs)))
-    if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors):
-        raise errors.not_modelled("torch.export of a module on a GPU")
-    return _raw_export(mod, *args, **kwargs)
 
 
 def patches():
@@ -112,10 +98,8 @@ def patches():
     # Making such a function compiles nothing yet, and programs do that when they are imported.
     jitted = errors.refusing("functions of torch.cuda.jiterator")
     rows.append((torch.cuda.jiterator._JittedFunction, "__call__", jitted))
-    rows.append((torch.export, "export", export))
-    exports = ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch.Tensor, "__dlpack__"),
-               (torch.Tensor, "__dlpack_device__"))  # fmt: skip
-    rows += [(owner, name, _without_dlpack(getattr(owner, name))) for owner, name in exports if hasattr(owner, name)]
     return rows + [
-        (torch.nested, name, _on_cpu_only(f"torch.nested.{name}", getattr(torch.nested, name))) for name in _NESTED
+        (owner, name, _on_cpu_only(what, getattr(owner, name)))
+        for owner, name, what in _ON_CPU_ONLY
+        if hasattr(owner, name)
     ]

@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.contiguous import NO_REDUCTION
 from virtual_gpus.features.recipes.reductions import take_buffers
 from virtual_gpus.placement.storages import StorageAllocation, nbytes, put
-
-_NONE = 0  # at::Reduction::None
 
 
 def reduced_in_place(call: OpCall):
     """A loss per element, summed up into the same storage by way of a second one."""
-    if call["reduction"] == _NONE:
+    if call["reduction"] == NO_REDUCTION:
         return call.run()
     result = call.compute()
     shape, other = call["self"].shape, call["target"].shape
@@ -32,7 +31,7 @@ def reduced_in_place(call: OpCall):
 
 def reduced(call: OpCall):
     """A loss per element, then its sum or mean in a storage of its own."""
-    if call["reduction"] == _NONE:
+    if call["reduction"] == NO_REDUCTION:
         return call.run()
     with call.scratch(nbytes(call["self"])):
         return call.run()
@@ -51,7 +50,7 @@ def with_logits(call: OpCall):
     size = nbytes(call["self"])
     with call.scratch(size, size):
         result = call.run()
-        if call["reduction"] != _NONE:
+        if call["reduction"] != NO_REDUCTION:
             take_buffers(call, call["self"], None, 4)
     return result
 

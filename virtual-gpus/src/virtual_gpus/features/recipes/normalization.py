@@ -18,6 +18,7 @@ from virtual_gpus.entrance import entrance
 from virtual_gpus.features.attention.sharded import is_dtensor
 from virtual_gpus.features.contiguous import packed_copies, with_packed
 from virtual_gpus.features.distributed.collectives import arrived
+from virtual_gpus.memory_model import power_of_2
 from virtual_gpus.placement.storages import (
     StorageAllocation,
     gpu_of,
@@ -128,14 +129,10 @@ def _partial_sums(call: OpCall, tensor, per_block: int) -> None:
 
 def _blocks(rows: int, channels: int) -> int:
     """How many blocks share a channel (flexible_launch_configs: at least 16 rows per thread, at most 128 blocks)."""
-    width = min(_power(channels), 32)
-    height = min(_power(-(-rows // _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
+    width = min(power_of_2(channels), 32)
+    height = min(power_of_2(-(-rows // _ELEMENTS_PER_THREAD)), _LAST_BLOCK // width)
     blocks = min(128, -(-rows // (height * _ELEMENTS_PER_THREAD)))
     return blocks if blocks >= 8 else 1  # fewer are not worth their trouble
-
-
-def _power(n: int) -> int:
-    return 1 << max(n.bit_length() - 1, 0)
 
 
 # ---- RMS norm ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch._prims_common import alert_not_deterministic
 
 from virtual_gpus import errors
 from virtual_gpus.dispatch.op_call import OpCall
+from virtual_gpus.features.contiguous import NO_REDUCTION
 from virtual_gpus.placement.storages import gpu_of
 
 _WITH_CUDA = """avg_pool3d_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward
@@ -47,7 +48,7 @@ _ALERTS |= {
 }
 
 
-_MAX, _NO_REDUCTION = 2, 0  # as C++ counts EmbeddingBag's modes and the reductions of losses
+_MAX = 2  # as C++ counts EmbeddingBag's modes
 
 
 def _multiplies(call: OpCall) -> bool:
@@ -68,7 +69,7 @@ _ONLY_IF: dict[str, Callable[[OpCall], bool]] = {
     "bincount": lambda call: call["weights"] is not None,
     "grid_sampler_2d_backward": _without_cudnn,
     "histc": lambda call: call["self"].is_floating_point(),
-    "nll_loss2d_forward": lambda call: call["reduction"] != _NO_REDUCTION,
+    "nll_loss2d_forward": lambda call: call["reduction"] != NO_REDUCTION,
 }
 _ONLY_IF |= dict.fromkeys(("_embedding_bag_backward", "_embedding_bag_dense_backward"), lambda c: c["mode"] == _MAX)
 _ONLY_IF |= dict.fromkeys(("median", "nanmedian"), lambda call: len(call.func._schema.returns) == 2)  # with indices
