@@ -34,8 +34,8 @@ _REFUSED = {
     "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
                            "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
     "torch.jit": ("trace", "trace_module"),
-    "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", *_HOST, *_ALLOCATORS, *_GRAPHS,
-                   *_POOLS),
+    "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", "temperature", "power_draw",
+                   "clock_rate", *_HOST, *_ALLOCATORS, *_GRAPHS, *_POOLS),
 }  # fmt: skip
 
 

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from virtual_gpus.memory.blocks import FREE, UNMAPPED, WAITING, Block
 from virtual_gpus.memory.stats import format_size
 
-
-def _state(block: Block) -> str:
-    if block.state == FREE:
-        return "inactive"
-    return "active_pending_free" if block.state == WAITING else "active_allocated"
+_STATES = {FREE: "inactive", WAITING: "active_pending_free"}  # all others: "active_allocated"
 
 
 def _block_entry(block: Block) -> dict:
@@ -23,7 +19,7 @@ def _block_entry(block: Block) -> dict:
         "address": block.address,
         "size": block.size,
         "requested_size": block.requested if block.state else 0,
-        "state": _state(block),
+        "state": _STATES.get(block.state, "active_allocated"),
         "frames": [],
     }
 

@@ -6,7 +6,6 @@ import uuid
 
 import torch
 
-from virtual_gpus import errors
 from virtual_gpus.dispatch.mode import enter_thread
 from virtual_gpus.machine import VirtualGPU, active, find_gpu
 from virtual_gpus.patches.table import in_package
@@ -161,8 +160,7 @@ def patches():
                  can_device_access_peer, is_bf16_supported, is_tf32_supported, get_arch_list, ipc_collect,
                  _is_in_bad_fork, utilization, memory_usage,
                  device_memory_used)  # fmt: skip
-    sensors = (errors.refusing(f"torch.cuda.{name}") for name in ("temperature", "power_draw", "clock_rate"))
-    return in_package("torch.cuda", *functions, *sensors, _maybe_exchange_device=_exchange_device) + [
+    return in_package("torch.cuda", *functions, _maybe_exchange_device=_exchange_device) + [
         (torch._C, "_cuda_setDevice", set_device),
         (torch.cuda, "_initialized", False),  # checkpointing asks this before it keeps the generators' states
     ]

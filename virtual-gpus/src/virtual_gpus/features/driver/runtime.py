@@ -24,11 +24,6 @@ class cudaError(int):
     success = 0
 
 
-_ERRORS = {0: "no error", 1: "invalid argument", 2: "out of memory", 3: "initialization error",
-           100: "no CUDA-capable device is detected", 101: "invalid device ordinal", 400: "invalid resource handle",
-           600: "device not ready", 700: "an illegal memory access was encountered"}  # fmt: skip
-
-
 class Runtime:
     """torch.cuda.cudart(): the names of torch/csrc/cuda/shared/cudart.cpp. What is not here raises NotModelled."""
 
@@ -36,8 +31,8 @@ class Runtime:
 
     @staticmethod
     def cudaGetErrorString(error: int) -> str:
-        """What an error code means. Only the common ones are known."""
-        return _ERRORS.get(error, "unrecognized error code")
+        """What an error code means."""
+        return "no error" if error == cudaError.success else "an error of CUDA's runtime library"
 
     @staticmethod
     def cudaProfilerStart() -> int:

@@ -6,6 +6,7 @@ import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
 from virtual_gpus.memory_model import reduction_scratch
+from virtual_gpus.threads import below
 
 
 def take_buffers(call: OpCall, tensor: torch.Tensor, dims, partial_bytes: int) -> None:
@@ -50,7 +51,17 @@ def _dims(call: OpCall):
     return (dim,) if isinstance(dim, int) else dim
 
 
+def histc(call: OpCall):
+    """Of integers as well, for which only CUDA has a kernel (aten/src/ATen/native/cuda/SummaryOps.cu)."""
+    x = call["self"]
+    if x.is_floating_point():
+        return call.run()
+    with below():
+        return call.place(torch.histc(x.double(), call["bins"], call["min"], call["max"]).to(x.dtype))
+
+
 RECIPES = {
+    "histc": histc,
     **dict.fromkeys(("sum", "mean", "nansum", "prod", "amax", "amin", "linalg_vector_norm", "norm"), reduction),
     **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean"), with_index),
 }

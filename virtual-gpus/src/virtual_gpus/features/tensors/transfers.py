@@ -1,4 +1,4 @@
-"""Moving tensors: to, cuda, cpu, pin_memory and what follows from them."""
+"""Moving tensors: to, cuda, cpu, pin_memory, save_on_cpu and what follows from them."""
 
 from __future__ import annotations
 
@@ -120,11 +120,32 @@ def _has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) 
     return not (input.is_meta or from_.is_meta) and input.layout == from_.layout
 
 
+class save_on_cpu(torch.autograd.graph.save_on_cpu):
+    """Within it, what autograd saves is moved to the computer's memory until the backward pass asks for it.
+
+    With shapes_only, the computer's memory gets a tensor without values as well: what is packed away comes back unread.
+    A copy by `.cpu()` would refuse integers (the words of an embedding) and fill the rest with nan.
+    """
+
+    def __init__(self, pin_memory: bool = False, device_type: str = "cuda"):
+        super().__init__(pin_memory, device_type)
+        with_values = self.pack_hook
+
+        def pack(tensor):
+            gpu = gpu_of(tensor)
+            if gpu is None or not gpu.machine.shapes_only:
+                return with_values(tensor)
+            return tensor.device, torch.empty_like(tensor, device="meta")
+
+        self.pack_hook = pack
+
+
 def patches():
     """See `features`."""
     compatible = (torch, "_has_compatible_shallow_copy_type", _has_compatible_shallow_copy_type)
     lazy = torch.nn.parameter.UninitializedTensorMixin  # it knows what it lets pass by what it was before
     return [(torch.Tensor, f.__name__, f) for f in (to, cuda, cpu, type_as, pin_memory, is_pinned)] + [
         compatible,
+        (torch.autograd.graph, "save_on_cpu", save_on_cpu),
         (lazy, "_allowed_methods", [*lazy._allowed_methods, to, cuda, cpu, torch.Tensor.untyped_storage]),
     ]
