@@ -131,11 +131,19 @@ def test_results_without_a_graph_and_what_a_replica_has_let_go(kept=()):
         with explain_oom() as why:
             nn.DataParallel(net)(torch.zeros(2**15, 512))
         assert why.by_kind()["freed since the failure"] > 99 * MiB and "Halve the batch" in why.advice()[1].text
+        assert why.by_kind()["other"] == 32 * MiB and "results without a graph" not in why.by_kind()  # the inputs
         with explain_oom() as why, torch.no_grad():
             while True:
                 kept = *kept, net(torch.zeros(8192, 512, device="cuda:0"))
         assert why.by_kind()["results without a graph"] >= 16 * MiB * len(kept) > 99 * MiB
         assert why.advice()[0].text.startswith("Use smaller batches") and "Halve" not in str(why)
+
+
+def test_what_autograd_keeps_without_a_graph_is_an_activation(gpu):
+    with explain_oom() as why:
+        kept = nn.Dropout()(mebibytes(20, gpu).requires_grad_())
+        mebibytes(300, gpu)
+    assert why.by_kind()["activations"] == 25 * MiB and kept.is_cuda  # with the mask, of a byte for each number
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,11 @@ class Explanation:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes per kind: those of `MEMORY_KINDS`, then what modules computed without a graph, for example under
-        torch.no_grad(), and memory that is gone, cached, used by others, or free."""
+        torch.no_grad(), and memory that is gone, cached, used by others, or free.
+
+        While any tensor has a graph, such as a loss that is still named, results without one count as activations.
+        Autograd keeps tensors without a graph, too, such as the masks of dropout, and nothing tells them apart.
+        """
         sizes, refused = Counter[str](), self._refused()
         for size, kind, _ in self.blocks:
             sizes[kind] += size

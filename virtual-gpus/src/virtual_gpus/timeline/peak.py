@@ -37,6 +37,7 @@ _KINDS = (
     ("virtual_gpus/features/distributed/works.py", None, BUFFERS),
     ("nn/parallel/distributed.py", ("__init__", "_sync_module_states"), BUFFERS),
     ("torch/nn/parallel/replicate.py", None, PARAMETERS),
+    ("torch/nn/parallel/scatter_gather.py", ("scatter_map",), OTHER),  # inputs, which one GPU would get from outside
     ("torch/distributed/_functional_collectives.py", None, BUFFERS),
     ("torch/distributed/distributed_c10d.py", None, BUFFERS),
     ("torch/nn/modules/module.py", ("_apply", "to_empty"), PARAMETERS),
