@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int):
         super().__init__()
-        if width % heads or heads % kv_heads:
+        if min(heads, kv_heads) < 1 or width % heads or heads % kv_heads:
             raise ValueError(f"width={width} must be a multiple of heads={heads}, and that of kv_heads={kv_heads}.")
         self.head_width = width // heads
         self.query = nn.Linear(width, heads * self.head_width, bias=False)

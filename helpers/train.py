@@ -46,7 +46,9 @@ def option_of(loss: Callable[..., Tensor], name: str) -> Any:
 
 
 def require_mean(loss: Callable[..., Tensor]) -> None:
-    """Raise ValueError for a loss with a `reduction` that is not "mean"."""
+    """Raise ValueError for a loss with a `reduction` that is not "mean", and TypeError for a class."""
+    if isinstance(loss, type):
+        raise TypeError(f"{loss.__name__} is a class. Pass a loss that is made from it: {loss.__name__}().")
     reduction = option_of(loss, "reduction") or "mean"
     if reduction not in ("mean", "batchmean"):
         raise ValueError(f'The loss must be a mean. Build it with reduction="mean", not "{reduction}".')
@@ -76,7 +78,8 @@ def train_epochs(
     each epoch. The line is stored in notebooks, so it has few digits and no time, which would differ from run to run.
 
     Raises ValueError for a loss whose `reduction` is not "mean", for an optimizer that holds none of the model's
-    parameters, for other batches than (images, labels), and for a loader that gives no batch.
+    parameters, for other batches than (images, labels), and for a loader that gives no batch. Raises TypeError for a
+    loss that is a class.
     """
     require_mean(loss)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

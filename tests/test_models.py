@@ -73,6 +73,9 @@ def test_wrong_sizes_are_named():
         Bert(50, 16, 1, 4, length=8)(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="multiple of heads"):
         Bert(50, hidden=10, layers=1, heads=4, length=8)
+    for heads, kv_heads in ((0, 4), (8, 0), (-8, 4), (6, 3), (8, 3)):
+        with pytest.raises(ValueError, match=f"multiple of heads={heads}, and that of kv_heads={kv_heads}"):
+            models.Llama(heads=heads, kv_heads=kv_heads)
     for depth in (9, 2):
         with pytest.raises(ValueError, match=r"6 n \+ 2"):
             PyramidNet(depth=depth, alpha=10)

@@ -5,6 +5,7 @@ import threading
 from base64 import b64decode
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -58,10 +59,12 @@ def test_controls():
     assert control("x", ["a", "b"], "b").value == "b" and control("x", ["a", "b"]).value == "a"
     kinds = [type(control("x", options)).__name__ for options in ([1, 8, 64], [True, False], ["a", "b"])]
     assert kinds == ["SelectionSlider", "Dropdown", "Dropdown"]
+    pair = control("x", [(1, 2), (3, 4)])
+    assert pair.value == (1, 2) and control("x", range(3), 1).value == 1
     for options, value in (((1, 9), 10), ((1, 9, 2), -1), (["a", "b"], "c")):
         with pytest.raises(ValueError, match=re.escape(f"x={value!r} is none of the options")):
             control("x", options, value)
-    for options in ((9, 1), "abc", []):
+    for options in ((9, 1), "abc", [], np.arange(3)):
         with pytest.raises(ValueError, match="The options of x must be"):
             control("x", options)
 

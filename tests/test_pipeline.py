@@ -26,6 +26,10 @@ def test_every_stage_does_every_task_once_and_the_bubble_is_the_formulas(schedul
             busy = sum(slot.end - slot.start for slot in slots) / stages
             assert 1 - busy / max(slot.end for slot in slots) == pytest.approx(bubble(stages, micro_batches))
 
+    for arguments in ((0, 1), (1, 0)):
+        with pytest.raises(ValueError, match="=0 must be an integer of at least 1"):
+            bubble(*arguments)
+
 
 def test_what_each_stage_keeps_and_1f1b_of_four_stages_as_the_papers_draw_it():
     assert [most_kept(order) for order in gpipe(4, 8)] == [8, 8, 8, 8]
@@ -87,6 +91,11 @@ def test_a_pipeline_that_cannot_be_is_refused():
         with pytest.raises(ValueError, match="one GPU for each stage, not 2 for 1"):
             Pipeline([nn.Linear(2, 2)], gpus)
         pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], gpus)
+        for stages, schedule in (([nn.ReLU, nn.ReLU], gpipe), (nn.Sequential(nn.ReLU(), nn.ReLU()), gpipe(2, 4))):
+            with pytest.raises(TypeError, match="not their classes, and as the schedule a function"):
+                Pipeline(stages, gpus, schedule)
+        with pytest.raises(TypeError, match="two tensors, not a tuple and a Tensor"):
+            pipeline.step((torch.ones(3, 2),), torch.ones(1, 2), nn.MSELoss(), 1)
         with pytest.raises(ValueError, match="no cuda:7"):
             Pipeline([nn.Linear(2, 2)], ["cuda:7"])
         with pytest.raises(RuntimeError, match="does not require grad"), torch.no_grad():
@@ -100,9 +109,12 @@ def test_a_pipeline_that_cannot_be_is_refused():
             (nn.CrossEntropyLoss(), "of -100"),
             (cross_entropy, "of -100"),
             (partial(nn.CrossEntropyLoss(reduction="sum")), 'not "sum"'),
+            (nn.CrossEntropyLoss, r"is a class.*: CrossEntropyLoss\(\)"),
         ):
-            with pytest.raises(ValueError, match=said):
+            with pytest.raises(TypeError if loss is nn.CrossEntropyLoss else ValueError, match=said):
                 pipeline.step(torch.ones(3, 2), torch.tensor([1, -100, 0]), loss, 2)
+        with pytest.raises(TypeError, match="Stage 1 returned a tuple"):
+            Pipeline([nn.Linear(2, 2), nn.LSTM(2, 2)], gpus).step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
         with pytest.raises(RuntimeError, match="No stage has a parameter that trains"):
             Pipeline([nn.ReLU(), nn.ReLU()], gpus).step(torch.ones(3, 2), torch.ones(3, 2), nn.MSELoss(), 1)
         divides_by_samples = nn.BCEWithLogitsLoss(torch.ones(2, device=gpus[1]))

@@ -138,6 +138,10 @@ def test_what_is_over_the_capacity_is_drawn_apart_and_what_cannot_be_drawn_is_re
     for nothing in (Readings(), {}, {"a": Readings()}):
         with pytest.raises(ValueError, match="no readings to draw"):
             memory_bars(nothing)
+    for draw in (memory_bars, describe_memory):
+        for other, kind in ((BERT[0], "Reading"), ({"BERT": BERT[0]}, "Reading"), (None, "NoneType"), ([1], "list")):
+            with pytest.raises(TypeError, match=f"Pass what read_memory or measure_memory gives.*not a {kind}"):
+                draw(other)
     assert plt.get_fignums() == []  # refused before a figure is made
 
 

@@ -65,7 +65,11 @@ def one_f_one_b(stages: int, micro_batches: int) -> list[list[Task]]:
 
 
 def bubble(stages: int, micro_batches: int) -> float:
-    """Return the share of time in which each GPU is idle, (p - 1) / (m + p - 1), if all stages take equally long."""
+    """Return the share of time in which each GPU is idle, (p - 1) / (m + p - 1), if all stages take equally long.
+
+    Raises ValueError if an argument is no integer of at least 1.
+    """
+    stages, micro_batches = require_integer("stages", stages), require_integer("micro_batches", micro_batches)
     return (stages - 1) / (micro_batches + stages - 1)
 
 
@@ -140,11 +144,14 @@ class Pipeline:
 
     stages: one module per GPU, which is moved there. Each takes one tensor and returns one, samples first. schedule:
     `gpipe`, `one_f_one_b`, or any function of (stages, micro_batches) that returns the orders. Raises ValueError unless
-    there is one GPU for each stage, or if two GPUs would share a parameter. Raises RuntimeError if there is no GPU.
+    there is one GPU for each stage, or if two GPUs would share a parameter. Raises TypeError for other stages or
+    schedules, and RuntimeError if there is no GPU.
     """
 
     def __init__(self, stages: Sequence[nn.Module], gpus: Sequence[Device], schedule: Schedule = gpipe):
         require_gpu()
+        if not (callable(schedule) and all(isinstance(stage, nn.Module) for stage in stages)):
+            raise TypeError("Pass modules as the stages, not their classes, and as the schedule a function like gpipe.")
         if len(stages) != len(gpus) or not stages:
             raise ValueError(f"There must be one GPU for each stage, not {len(gpus)} for {len(stages)}.")
         self.gpus, self.schedule = [torch.device("cuda", gpu_index(gpu)) for gpu in gpus], schedule
@@ -167,9 +174,12 @@ class Pipeline:
         dropout). A stage after the first must not begin with an in-place layer, because its input is a leaf.
 
         Raises ValueError for other inputs, targets or losses, and for a schedule that does not give each stage every
-        task once, or in which stages wait for each other. Raises RuntimeError if all parameters are frozen, or if a
-        stage's output does not depend on its input.
+        task once, or in which stages wait for each other. Raises TypeError for inputs or targets that are no tensors,
+        for a loss that is a class, and for a stage that returns no tensor. Raises RuntimeError if all parameters are
+        frozen, or if a stage's output does not depend on its input.
         """
+        if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):
+            raise TypeError(f"Pass two tensors, not a {type(inputs).__name__} and a {type(targets).__name__}.")
         _require_mean_over_samples(loss, targets)
         if not len(inputs) == len(targets) > 0:
             raise ValueError(f"{len(inputs)} inputs and {len(targets)} targets. Pass as many of both, at least one.")
@@ -206,6 +216,8 @@ class _Step:
         # The input from another stage is a leaf, so each stage has a graph of its own.
         x = self._receive(self.activations, stage, number).requires_grad_() if stage else self.inputs[number]
         y = self.pipeline.stages[stage](x)
+        if not isinstance(y, Tensor):
+            raise TypeError(f"Stage {stage} returned a {type(y).__name__}. Let it return one tensor.")
         if stage < self.last:
             self._send(y.detach(), self.activations, stage, stage + 1, number)
         else:

@@ -10,7 +10,7 @@ taken (`torch.cuda.max_memory_allocated`). The frame is the GPU's capacity. The 
 other two are peaks: after the cache was emptied, a peak can exceed it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from textwrap import fill
 from typing import NamedTuple
@@ -50,9 +50,9 @@ def memory_bars(
     readings: of one situation, or of several by name, which are drawn below each other, on the same scale. If all
     figures are small, the axis ends before the capacity, and its label says so. What exceeds the capacity has its own
     colour. figure: an empty figure to draw in, such as `empty_figure`. Returns the figure. Raises ValueError if there
-    are no readings.
+    are no readings, and TypeError for anything else.
     """
-    situations = readings if isinstance(readings, Mapping) else {"": readings}
+    situations = _by_name(readings)
     if not situations or not all(situations.values()):
         raise ValueError("There are no readings to draw. Pass the result of read_memory().")
     counts = [len(situation) for situation in situations.values()]
@@ -78,6 +78,16 @@ def memory_bars(
                   title=fill(title or "", 66), title_fontsize=11, columnspacing=1.2, handlelength=1.6)  # fmt: skip
     set_alt_text(figure, title, describe_memory(readings))
     return figure
+
+
+def _by_name(readings: Readings | Mapping[str, Readings]) -> Mapping[str, Readings]:
+    """Return situations by name. The name of the only one is empty. Raises TypeError for anything else."""
+    situations = readings if isinstance(readings, Mapping) else {"": readings}
+    for situation in situations.values():
+        if not isinstance(situation, Sequence) or not all(isinstance(reading, Reading) for reading in situation):
+            kind = type(situation).__name__
+            raise TypeError(f"Pass what read_memory or measure_memory gives, or several by name, not a {kind}.")
+    return situations
 
 
 def empty_figure(gpus: int) -> Figure:
@@ -157,11 +167,13 @@ def _row_now(reading: Reading, length: int) -> str:
 def describe_memory(readings: Readings | Mapping[str, Readings]) -> str:
     """Describe each GPU's peaks of allocated and reserved memory and what the driver counts, equal GPUs in one line.
 
-    readings: of one situation, or of several by name. A GPU that ran out of memory has the request that failed.
+    readings: of one situation, or of several by name. A GPU that ran out of memory has the request that failed. Raises
+    TypeError for anything else.
     """
+    situations = _by_name(readings)
     if isinstance(readings, Mapping):
-        texts = {name: describe_memory(situation) for name, situation in readings.items()}
-        return "\n".join(f"{name}: {line}" for name, text in texts.items() for line in text.splitlines())
+        texts = {name: describe_memory(situation) for name, situation in situations.items()}
+        return "\n".join(f"{name}: {line}" for name, text in texts.items() for line in text.splitlines()) or NO_READINGS
     gpus: dict[str, list[str]] = {}  # by what is said of them
     for reading in readings:
         gpus.setdefault(_figures(reading), []).append(str(reading.index))

@@ -43,7 +43,7 @@ def explore(
     shapes only, so it must not read values. options: for each argument of `step`, (low, high) or (low, high, step) for
     a slider, a list of choices, or a dict of choices by name. A control starts at the argument's default value.
     count, kind, memory: the virtual GPUs of the job, as for `use_gpus`, and not arguments of `step`. Active GPUs do not
-    change.
+    change. In several ranks at once, the jobs share their GPUs.
 
     If the job runs out of memory, it runs again with more memory to show how much it needs. Raises TypeError if `step`
     does not accept the options, and ValueError for a default outside the options or for GPUs that do not exist.

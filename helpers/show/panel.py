@@ -11,6 +11,7 @@ Readers without a kernel see the picture and the text for the initial values.
 import struct
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from inspect import Parameter
 from io import BytesIO
@@ -124,15 +125,17 @@ def control(label: str, options: Sequence[Any], value: object = Parameter.empty)
 
     Raises ValueError for other options, and for a value that the slider or menu cannot take.
     """
-    usable = options and not isinstance(options, str | int | float)
-    try:
-        widget = ipywidgets.interactive.widget_from_abbrev(options, value) if usable else None
-    except ValueError:  # low > high
-        widget = None
+    widget = None
+    if isinstance(options, tuple):
+        with suppress(ValueError):  # low > high
+            widget = ipywidgets.interactive.widget_from_abbrev(options, value)
+    elif isinstance(options, Sequence) and options and not isinstance(options, str):
+        numbers = {type(option) for option in options} <= {int, float}
+        kind = ipywidgets.SelectionSlider if numbers else ipywidgets.Dropdown
+        labelled = [(str(option), option) for option in options]  # without labels, half of a pair would be the label
+        widget = kind(options=labelled, value=value if value in options else options[0])
     if widget is None:
         raise ValueError(f"The options of {label} must be (low, high), (low, high, step) or a list, not {options!r}.")
-    if isinstance(options, list) and {type(option) for option in options} <= {int, float}:
-        widget = ipywidgets.SelectionSlider(options=options, value=widget.value)
     if value is not Parameter.empty and widget.value != value:
         raise ValueError(f"{label}={value!r} is none of the options {options}.")
     widget.description = label
