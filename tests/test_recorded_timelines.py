@@ -161,6 +161,7 @@ def test_a_trace_is_read_as_work():
         launch(1, 1001, 1), kernel(1, "sgemm", 1010, 20),
         event("cpu_op", "autograd::engine::evaluate_function: on the CPU, in the same thread", 1003, 2, 1),
         event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 1090, 20, 2),
+        event("cpu_op", "autograd::engine::evaluate_function: in a checkpoint", 1091, 2, 2),
         launch(2, 1100, 2), kernel(2, "sgemm", 1110, 40, device=1),
         launch(5, 1020, 3), kernel(5, "replica", 1030, 5, device=1),  # DataParallel calls each replica in a thread
         launch(3, 1310, 1), kernel(3, "multi_tensor", 1320, 10),
@@ -180,3 +181,11 @@ def test_a_trace_is_read_as_work():
     measured.seconds, measured.spans, measured.modelled = seconds, work, False
     in_us = [1e6 * part for part in time_use(measured, 0)]  # 20 + 10 + 5 computing; 40 of the other, and its copy
     assert in_us == pytest.approx([35, 30, 5, 50, 380])
+
+
+def test_a_second_profiler_on_a_real_gpu_is_refused(monkeypatch):
+    """PyTorch lets two begin, and then the process can end with a segmentation fault."""
+    monkeypatch.setattr("helpers.measure.timeline.is_virtual", lambda: False)
+    with virtual_gpus(1), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with pytest.raises(RuntimeError, match="A profiler is on already"), record_timeline():
+            pass

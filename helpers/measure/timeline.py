@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from helpers.engine import Recording, Span, busy_seconds, gpus_of, record_modelled_timeline, seconds_covered
+from helpers.engine import Recording, Span, busy_seconds, gpus_of, merged, record_modelled_timeline, seconds_covered
 from helpers.gpus import Device, gpu_index, is_virtual, require_gpu, same_gpus
 
 BLOCK = "helpers.measure.timeline"  # the name of the recorded block in torch.profiler's trace
@@ -89,10 +89,11 @@ class TimeUse(NamedTuple):
 @contextmanager
 def record_timeline(memory: bool = False) -> Iterator[Timeline]:
     """Record what the GPUs do in the block. All GPUs finish their work before the block begins and before it ends. The
-    timeline stays empty if the block fails. On real GPUs, blocks cannot be nested.
+    timeline stays empty if the block fails.
 
     memory: also record what virtual GPUs, and only they, hold at each moment. Raises RuntimeError if there is no GPU,
-    and if the block calls `use_gpus`, whose new GPUs would not be recorded.
+    if the block calls `use_gpus`, whose new GPUs would not be recorded, and on real GPUs if a profiler is on already,
+    so blocks cannot be nested there.
     """
     require_gpu()
     if memory:
@@ -110,6 +111,8 @@ def record_timeline(memory: bool = False) -> Iterator[Timeline]:
 
 def _measured(timeline: Timeline) -> Iterator[Timeline]:
     """Record with torch.profiler."""
+    if torch.autograd._profiler_enabled():  # a second one can end the process without an error
+        raise RuntimeError("A profiler is on already. On real GPUs, record one timeline at a time, without a profiler.")
     _wait_for_gpus()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         with record_function(BLOCK), same_gpus():
@@ -144,9 +147,11 @@ def spans_of(events: Sequence[dict[str, Any]]) -> tuple[float, list[Span]]:
     launched = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     launches = {e.get("args", {}).get("correlation"): e for e in launched}
     backward: dict[int, list[tuple[float, float]]] = {}  # by thread; autograd has one for each GPU
-    for event in sorted(events, key=lambda event: event["ts"]):
+    for event in events:
         if event["name"].startswith("autograd::engine::evaluate_function"):
             backward.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    # A function can contain others, such as those of a checkpoint that is computed again.
+    backward = {thread: merged(functions) for thread, functions in backward.items()}
     spans: list[Span] = []
     for event in events:
         if event.get("cat") in _ON_GPU:
