@@ -125,7 +125,7 @@ ARGUMENTS = {
     "check_error": lambda: [0], "device": lambda: [1], "get_stream_from_external": lambda: [0],
     "range": lambda: ["r"], "range_end": lambda: [0], "set_cublaslt_requested_algo_count": lambda: [1],
     "range_push": lambda: ["r"], "range_start": lambda: ["r"], "set_stream": lambda: [None],
-    "set_sync_debug_mode": lambda: [0], "stream": lambda: [None], "set_filename": lambda: ["results.csv"],
+    "stream": lambda: [None], "set_filename": lambda: ["results.csv"],
     "set_max_tuning_duration": lambda: [30], "set_max_tuning_iterations": lambda: [100],
     "set_numerical_check_tolerances": lambda: [False], "nccl.reduce": lambda: [[x(), x(1)]],
     "all_gather_coalesced": lambda: [[[x()]], [x()]],

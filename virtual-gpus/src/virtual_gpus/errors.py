@@ -112,14 +112,6 @@ def _cuda_error(what: str, hint: str) -> Exception:
     )
 
 
-def report_sync(mode: int) -> None:
-    """Warn (1) or raise (2) that the host waits for a GPU (c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync)."""
-    if mode == 2:
-        raise RuntimeError("called a synchronizing CUDA operation")
-    if mode == 1:
-        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=2)
-
-
 def numpy_of_gpu_tensor(device: torch.device) -> TypeError:
     """`Tensor.numpy()` of a GPU tensor (torch/csrc/utils/tensor_numpy.cpp)."""
     return TypeError(
@@ -289,11 +281,3 @@ def addcmul_with_number(name: str) -> RuntimeError:
     if name == "tensor1":
         text += " However, CPU Scalar support for tensor2 is supported, please swap your tensor1 and tensor2 terms."
     return RuntimeError(text)
-
-
-def no_cuda_kernel(name: str) -> NotImplementedError:
-    """An operator that PyTorch does not implement for CUDA."""
-    return NotImplementedError(
-        f"Could not run '{name}' with arguments from the 'CUDA' backend. PyTorch has no CUDA kernel for this "
-        "operator, so a real GPU would refuse it as well. Call it on a CPU tensor."
-    )

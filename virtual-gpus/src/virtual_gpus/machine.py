@@ -118,7 +118,6 @@ class VirtualMachine:
         self.races: Any = None  # with check_races, who looks for them (`features.races.RaceChecker`)
         self._last_seen = -1, 0.0  # operators issued when the load was last asked for, and when that was new
         self.said_that_it_is_off = False  # see `errors.warn_of_gpu_that_is_off`
-        self.sync_debug_mode = 0  # see torch.cuda.set_sync_debug_mode
         self.on = False  # tensors of a machine that went off are ordinary CPU tensors
         self.registry: SharedMemoryRegistry | None = None  # while it is on: what other processes hold
         self.is_initialized = False  # whether this process has used CUDA: torch.cuda.is_initialized()

@@ -42,17 +42,6 @@ _ON_THE_HOST = {
 }
 # Results that stay on the CPU: the lengths of a packed sequence.
 _RESULTS_ON_THE_HOST = {"_pack_padded_sequence": 1, "_pad_packed_sequence": 1}
-# Operators that the CPU build of a composite picks, where CUDA picks another: a GPU is never asked for these.
-_CPU_TWINS = {
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "mkldnn_rnn_layer",
-    "mkldnn_rnn_layer_backward",
-    "_mkldnn_reshape",
-    "mkldnn_convolution",
-    "_convolution_double_backward",
-    "_thnn_fused_lstm_cell",
-}
 _CROSSES_DEVICES = {"copy_", "_foreach_copy_", "set_", "_copy_from", "_copy_from_and_resize", "record_stream",
                     "_has_compatible_shallow_copy_type"}  # fmt: skip
 
@@ -73,7 +62,7 @@ class Operator:
     __slots__ = ("_defaults", "allowed_on_host", "base", "by_element", "changes_size", "check", "crosses", "draws",
                  "depends_on_strides", "draws_by_default", "func", "has_generator", "host_result",
                  "is_collective", "is_composite", "is_index", "is_sum", "is_view", "kernel", "kernels", "keeps_answers",
-                 "name", "names", "needs_values", "on_cuda", "positions", "recipe", "route", "takes_by_name",
+                 "name", "names", "needs_values", "positions", "recipe", "route", "takes_by_name",
                  "takes_first", "tf32_setting", "with_generator", "written")  # fmt: skip
 
     def __init__(self, func: torch._ops.OpOverload | torch._ops.HigherOrderOperator):
@@ -130,7 +119,6 @@ class Operator:
         self.keeps_answers = _keeps_answers(self, func)
         self.needs_values = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
         self.recipe = RECIPES.get(self.base)
-        self.on_cuda = self.base in _CPU_TWINS or _runs_on_cuda(func)
         self.route = ROUTES[self.kind]
 
     @property
@@ -144,7 +132,7 @@ class Operator:
             return "collective" if self.is_collective else "list"
         if self.crosses:
             return "crossing"
-        return "particular" if self.check or self.needs_values or self.changes_size or not self.on_cuda else "ordinary"
+        return "particular" if self.check or self.needs_values or self.changes_size else "ordinary"
 
     def default(self, name: str) -> Any:
         """What an argument is that is not given."""
@@ -189,15 +177,6 @@ def _overload_with_generator(func) -> torch._ops.OpOverload | None:
     twin = f"{overload}_generator" if overload else "generator"
     packet = func.overloadpacket
     return getattr(packet, twin) if twin in packet.overloads() else None
-
-
-def _runs_on_cuda(func) -> bool:
-    """True if PyTorch has a CUDA kernel (or a composite one). Only a CUDA build of PyTorch can tell; others say yes."""
-    if torch.version.cuda is None:
-        return True
-    name = func._schema.name + (f".{func._schema.overload_name}" if func._schema.overload_name else "")
-    has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
-    return has(name, "CUDA") or has(name, "SparseCUDA") or not has(name, "CPU")
 
 
 KNOWN: dict[int, Operator] = {}  # by the overload's id, since its own hash is a call into Python

@@ -44,8 +44,6 @@ def particular(call: OpCall) -> Any:
         op.check(call)
     if not call.is_plain:
         resolve_common_device(call)
-    if not op.on_cuda:
-        raise errors.no_cuda_kernel(f"aten::{op.name}")
     shapes_only = call.gpu.machine.shapes_only
     if shapes_only:
         valueless.prepare(call)

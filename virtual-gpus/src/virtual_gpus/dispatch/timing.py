@@ -20,7 +20,6 @@ from virtual_gpus.clock.links import REACHED
 from virtual_gpus.clock.measured import key as measured_key
 from virtual_gpus.clock.work import Operand
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.errors import report_sync
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_pinned, tensors_in
 from virtual_gpus.threads import this_thread
@@ -156,8 +155,6 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 def charge_read(call: OpCall) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
     gpu = call.gpu
-    if gpu.machine.sync_debug_mode:
-        report_sync(gpu.machine.sync_debug_mode)
     if gpu.machine.clock.tracks[gpu.slot].late and call.tensors:
         await_tensors(gpu, gpu.stream, call.tensors)
     clock = gpu.machine.clock
@@ -189,8 +186,6 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
         _peer_copy(source, target, tensor.numel() * itemsize)
     else:
         pinned = into_pinned if source is not None else is_pinned(tensor)
-        if here.machine.sync_debug_mode and blocking:
-            report_sync(here.machine.sync_debug_mode)
         _host_copy(here, nbytes if source is None else tensor.numel() * itemsize, pinned, blocking, source is None)
 
 

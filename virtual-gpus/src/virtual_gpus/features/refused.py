@@ -18,6 +18,7 @@ _HOST = ("host_memory_stats", "host_memory_stats_as_nested_dict", "reset_accumul
 _ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
 _GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "export_dot", "export_graph_data")
 _POOLS = ("MemPool", "use_mem_pool")
+_SYNC = ("set_sync_debug_mode", "get_sync_debug_mode")
 # By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
 _REFUSED = {
     "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
@@ -35,7 +36,7 @@ _REFUSED = {
                            "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
     "torch.jit": ("trace", "trace_module"),
     "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", "temperature", "power_draw",
-                   "clock_rate", *_HOST, *_ALLOCATORS, *_GRAPHS, *_POOLS),
+                   "clock_rate", *_SYNC, *_HOST, *_ALLOCATORS, *_GRAPHS, *_POOLS),
 }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import torch
 from virtual_gpus import errors
 from virtual_gpus.features.cuda.devices import _lazy_init, gpu_at
 from virtual_gpus.gpus import GPUSpec
-from virtual_gpus.machine import active
 from virtual_gpus.patches.table import in_package
 
 _NCCL = (2, 28, 9)  # for a build without NCCL: that of PyTorch 2.11's wheels for Linux
@@ -73,18 +72,6 @@ def _sleep(cycles: int) -> None:
     clock.launch(gpu.slot, gpu.stream, cycles / core_clock(gpu.spec), clock.host.kernel, "spin_kernel")
 
 
-def _cuda_set_sync_debug_mode(mode: int) -> None:
-    """Warn of (1), or refuse (2), operators and copies that make the host wait: torch.cuda.set_sync_debug_mode."""
-    if mode not in (0, 1, 2):
-        raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
-    active().sync_debug_mode = mode
-
-
-def _cuda_get_sync_debug_mode() -> int:
-    """0, 1 or 2."""
-    return active().sync_debug_mode
-
-
 def version() -> tuple[int, ...]:
     """torch.cuda.nccl.version(): of the NCCL in this PyTorch. Nothing of it runs (`features.distributed`)."""
     return _raw_version() if hasattr(torch._C, "_nccl_version") else _NCCL
@@ -95,6 +82,5 @@ _raw_version = torch.cuda.nccl.version
 
 def patches():
     """See `features`."""
-    modes = (_cuda_set_sync_debug_mode, _cuda_get_sync_debug_mode)
-    return [*in_package("torch.cuda", cudart, _sleep), *((torch._C, mode.__name__, mode) for mode in modes),
-            (torch.cuda.nccl, "version", version), (torch.cuda, "_cudart", _runtime)]  # fmt: skip
+    return [*in_package("torch.cuda", cudart, _sleep), (torch.cuda.nccl, "version", version),
+            (torch.cuda, "_cudart", _runtime)]  # fmt: skip
