@@ -49,8 +49,6 @@ def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.
         return errors.indices_elsewhere(common)
     if op.base == "convolution" and name == "weight":
         return _convolution_error(call, common, device)
-    if op.base in ("masked_fill", "masked_fill_") and name == "mask":
-        return errors.mask_elsewhere(device, common)
     if op.checks_each or op.base == "embedding":
         return errors.argument_elsewhere(op.name, name, device, common)
     cuda = [d for d in (common, device) if d.type == "cuda"]

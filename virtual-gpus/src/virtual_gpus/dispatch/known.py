@@ -9,7 +9,6 @@ ordinary (another layout, a CPU tensor among the inputs, results that share memo
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,10 @@ _MOST = 16384  # answers that are kept
 _SETTINGS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout,
                        torch.memory_format))  # fmt: skip
 _keys_of = torch._C._dispatch_keys
-_default_dtype, _is_deterministic = torch.get_default_dtype, torch._C._get_deterministic_algorithms
 _empty_strided = torch._C._VariableFunctions.empty_strided  # not `torch`'s, which is a patch while GPUs are on
-_PLAIN = _keys_of(torch.empty(0, device=_META))
+_PLAIN = [_keys_of(torch.empty(0, device=_META))]  # strided, neither conjugated nor negated nor wrapped
 with torch.inference_mode():
-    _OF_INFERENCE = _keys_of(torch.empty(0, device=_META))
+    _PLAIN.append(_keys_of(torch.empty(0, device=_META)))
 
 
 class _Form(NamedTuple):
@@ -48,18 +46,9 @@ _known: dict[tuple, object] = {}  # question -> a form, None, a list or tuple of
 
 def ask(op: Operator, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
     """The results of an operator on meta tensors: made at once if they are known, else by `run()`."""
-    asked = _question_of(op, args, kwargs) if op.keeps_answers else None
-    if asked is None:
+    if not op.keeps_answers or torch._C._len_torch_dispatch_stack():  # another mode wants to see every operator
         return run()
-    found = _known.get(asked, _MISSING)
-    if found is not _MISSING:
-        return args[0] if found is _FIRST else _made(found)
-    result = run()
-    if not op.written:
-        _keep_form(asked, args, result)
-    elif _question_of(op, args, kwargs) == asked and (result is None or result is args[0]):
-        _remember(asked, None if result is None else _FIRST)
-    return result
+    return _answer(op, args, kwargs, run, op.by_element, bool(op.written))
 
 
 def computed(function: Callable, *args: Any) -> Any:
@@ -67,68 +56,54 @@ def computed(function: Callable, *args: Any) -> Any:
 
     They are made at once if they are known, as an operator's are.
     """
-    ours_alone = torch._C._len_torch_dispatch_stack() == 1 and not torch.is_autocast_enabled("cuda")
-    asked = _question(function, args, {}, False) if ours_alone else None
-    if asked is None:
+    if torch._C._len_torch_dispatch_stack() != 1 or torch.is_autocast_enabled("cuda"):
         return function(*args)
-    found = _known.get(asked, _MISSING)
+    return _answer(function, args, {}, lambda: function(*args), False, False)
+
+
+def _answer(asks, args: tuple, kwargs: dict, run: Callable[[], Any], by_element: bool, in_place: bool) -> Any:
+    """asks: the operator or function. by_element: it takes lists. in_place: its result is its first argument."""
+    asked = [asks, torch.get_default_dtype(), torch._C._get_deterministic_algorithms()]
+    try:
+        asked += [_part(value, by_element) for value in args]
+        asked += [(name, _part(value, by_element)) for name, value in kwargs.items()]
+    except _Unusual:
+        return run()
+    question = tuple(asked)
+    found = _known.get(question, _MISSING)
     if found is not _MISSING:
-        return _made(found)
-    result = function(*args)
-    _keep_form(asked, args, result)
+        return args[0] if found is _FIRST else _made(found)
+    result = run()
+    try:
+        found = _FIRST if in_place and result is args[0] else _form(result, set(map(_memory_of, tensors_in(args))))
+    except _Unusual:
+        return result
+    if len(_known) >= _MOST:
+        _known.clear()
+    _known[question] = found
     return result
 
 
-def _question_of(op: Operator, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-    """All that the answer hangs on; None if it may hang on more, or if another mode wants to see every operator."""
-    return None if torch._C._len_torch_dispatch_stack() else _question(op, args, kwargs, op.by_element)
-
-
-def _question(asks: Any, args: tuple, kwargs: dict, by_element: bool) -> tuple | None:
-    """asks: the operator or function."""
-    asked = [asks, _default_dtype(), _is_deterministic()]
-    try:
-        for value in args:
-            _add(asked, value, by_element)
-        for name, value in kwargs.items():
-            asked.append(name)
-            _add(asked, value, by_element)
-    except _Unusual:
-        return None
-    return tuple(asked)
-
-
-def _add(asked: list, value, by_element: bool) -> None:
+def _part(value: Any, by_element: bool) -> Any:
+    """What an answer hangs on in one argument. Raises _Unusual if it may hang on more."""
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
-        if not _is_plain(value):
+        if _keys_of(value) not in _PLAIN:
             raise _Unusual
-        asked += value.shape, value.stride(), value.dtype
-    elif kind is float and by_element:
-        asked.append(float)  # of Adam's factors, which differ from step to step, none changes a shape
-    elif kind in _SETTINGS:
-        asked += kind, value  # with the type: 1 == 1.0 == True
-    elif kind is list or kind is tuple:
-        kinds = tuple(map(type, value))
-        asked += kind, kinds
-        if _SETTINGS.issuperset(kinds) and not by_element:  # sizes and strides, as most
-            asked.append(tuple(value))
-            return
-        for part, kind in zip(value, kinds, strict=True):
-            if kind is torch.Tensor and _is_plain(part):  # a call less for each tensor of an optimizer
-                asked += part.shape, part.stride(), part.dtype
-            else:
-                _add(asked, part, by_element)
-    elif isinstance(value, torch._C.Generator):
-        asked.append(torch._C.Generator)  # no shape is drawn
-    else:
-        raise _Unusual
+        return value.shape, value.stride(), value.dtype
+    if kind is float and by_element:
+        return float  # of Adam's factors, which differ from step to step, none changes a shape
+    if kind in _SETTINGS:
+        return kind, value  # with the type: 1 == 1.0 == True
+    if kind is list or kind is tuple:
+        return kind, *[_part(part, by_element) for part in value]
+    if isinstance(value, torch._C.Generator):
+        return torch._C.Generator  # no shape is drawn
+    raise _Unusual
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """A strided meta tensor, neither conjugated nor negated nor wrapped."""
-    keys = _keys_of(tensor)
-    return keys == _PLAIN or keys == _OF_INFERENCE
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _made(form):
@@ -138,24 +113,13 @@ def _made(form):
     return None if form is None else kind(map(_made, form))
 
 
-def _keep_form(asked: tuple, args: tuple, result) -> None:
-    with suppress(_Unusual):
-        _remember(asked, _form(result, {t.untyped_storage()._cdata for t in tensors_in(args)}))
-
-
-def _remember(asked: tuple, found: object) -> None:
-    if len(_known) >= _MOST:
-        _known.clear()
-    _known[asked] = found
-
-
 def _form(result, seen: set[int]):
     """seen: the storages that a result may not share, which grow by its own."""
     if type(result) in (list, tuple):
         return type(result)([_form(part, seen) for part in result])
     if result is None:
         return None
-    if type(result) is not torch.Tensor or not _is_plain(result) or result.storage_offset():
+    if type(result) is not torch.Tensor or _keys_of(result) not in _PLAIN or result.storage_offset():
         raise _Unusual
     storage, form = result.untyped_storage(), _Form(tuple(result.shape), result.stride(), result.dtype)
     if storage._cdata in seen or storage.nbytes() != _made(form).untyped_storage().nbytes():

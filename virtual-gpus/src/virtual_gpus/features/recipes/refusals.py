@@ -85,21 +85,10 @@ def alert(call: OpCall) -> None:
         alert_not_deterministic(_ALERTS[call.op.base])
 
 
-def addcmul(call: OpCall) -> None:
-    """Of the arguments of addcmul, CUDA takes only the last one from the CPU, if it is a number."""
-    for name in ("self", "tensor1"):
-        if gpu_of(call[name]) is None and not call[name].dim():
-            raise errors.addcmul_with_number(name)
-
-
 def packed_lengths(call: OpCall) -> None:
     """The lengths of packed sequences must stay on the CPU."""
     if gpu_of(call["lengths"]) is not None:
         raise errors.lengths_on_gpu("lengths", call["lengths"])
 
 
-CHECKS = dict.fromkeys(_ALERTS, alert) | {
-    "_pack_padded_sequence": packed_lengths,
-    "addcmul": addcmul,
-    "addcmul_": addcmul,
-}
+CHECKS = dict.fromkeys(_ALERTS, alert) | {"_pack_padded_sequence": packed_lengths}
