@@ -122,7 +122,7 @@ def test_the_report_says_what_fills_the_gpu_and_where_the_time_goes():
     assert 0 < report.exposed_seconds <= report.communication_seconds <= report.step_seconds
     assert report.units_per_second == pytest.approx(16 * ranks / report.step_seconds)
     assert report.mfu == pytest.approx(6 * 8 * layer * 16 / report.step_seconds / 989.4e12, rel=0.01)
-    assert "gathered layers" in str(report) and "<table>" in report._repr_html_()
+    assert "gathered layers" in str(report)
     with virtual_gpus(1, shapes_only=True), record_training() as recorded:
         pass
     assert recorded.report().step_seconds is None

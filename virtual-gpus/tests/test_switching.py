@@ -1,6 +1,5 @@
 """On, off, nested, out of order, by decorator, from several threads: afterwards everything is as it was."""
 
-import asyncio
 import concurrent.futures
 import importlib
 import os
@@ -81,23 +80,11 @@ def test_decorator_gives_fresh_gpus_to_every_call():
     assert allocate.__name__ == "allocate" and allocate.__doc__ == "A docstring."
 
 
-def test_decorated_generators_and_coroutines_have_their_gpus_until_they_end():
-    @virtual_gpus(2)
-    def batches():
-        for i in range(3):
-            yield torch.full((2,), i, device="cuda:1")
+def test_generators_and_coroutines_are_not_decorated():
+    async def work(): ...
 
-    @virtual_gpus(2)
-    async def work():
-        await asyncio.sleep(0)
-        return torch.ones(2, device="cuda:1").is_cuda
-
-    assert [b.device.type for b in batches()] == ["cuda"] * 3  # asked while it ran
-    unfinished = batches()
-    assert active_machine() is None
-    assert next(unfinished).is_cuda and active_machine() is not None
-    unfinished.close()
-    assert active_machine() is None and asyncio.run(work())
+    with pytest.raises(TypeError, match="Write `with virtual_gpus"):
+        virtual_gpus(2)(work)
 
 
 def test_inner_gpus_are_other_cards():

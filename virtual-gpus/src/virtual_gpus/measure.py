@@ -132,4 +132,7 @@ def made(value: Any, device: str) -> Any:
 
 
 if __name__ == "__main__":
-    fill_in(Path(sys.argv[1]))
+    words = "Time the operators that a file lists on the real GPU of this computer."
+    parser = argparse.ArgumentParser(prog="python -m virtual_gpus.measure", description=words)
+    parser.add_argument("file", type=Path, help="what `python -m virtual_gpus measure --out FILE` wrote")
+    fill_in(parser.parse_args().file)

@@ -86,29 +86,16 @@ class virtual_gpus:
         self.stop()
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorate a function so that every call gets new GPUs. A generator has them until it ends."""
+        """Decorate a function so that every call gets new GPUs. Raises TypeError for a generator or a coroutine."""
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError("A generator or a coroutine cannot be decorated. Write `with virtual_gpus(...):` in it.")
 
         @functools.wraps(function)
         def with_gpus(*args: Any, **kwargs: Any) -> Any:
             with virtual_gpus(**self._settings.arguments()):
                 return function(*args, **kwargs)
 
-        @functools.wraps(function)
-        def generator_with_gpus(*args: Any, **kwargs: Any) -> Any:
-            with virtual_gpus(**self._settings.arguments()):
-                return (yield from function(*args, **kwargs))
-
-        @functools.wraps(function)
-        async def coroutine_with_gpus(*args: Any, **kwargs: Any) -> Any:
-            with virtual_gpus(**self._settings.arguments()):
-                return await function(*args, **kwargs)
-
-        decorated: Callable[..., Any] = with_gpus
-        if inspect.iscoroutinefunction(function):
-            decorated = coroutine_with_gpus
-        elif inspect.isgeneratorfunction(function):
-            decorated = generator_with_gpus
-        return cast(_Function, decorated)
+        return cast(_Function, with_gpus)
 
 
 virtual_gpus.__doc__ = str(virtual_gpus.__doc__).replace("    Raises ", f"{described()}\n\n    Raises ")

@@ -11,12 +11,13 @@ as most do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import ceil, prod
 
 from virtual_gpus import figures
 from virtual_gpus.clock.cost_conv import backward, forward
 from virtual_gpus.clock.cost_matmul import product
-from virtual_gpus.clock.work import Cost, Work
+from virtual_gpus.clock.work import Cost, Operand, Work
 
 
 def cost(name, inputs, outputs, spec, precision: str = "fp32", first: int = 0) -> Cost:
@@ -42,8 +43,20 @@ def depends_on_strides(name: str) -> bool:
     return _CLASSES.get(name) in (*_TF32_SETTINGS, _batch_norm, _pool_backward)
 
 
-def _plain(work: Work) -> Cost:
-    return Cost(work.kernel + work.reading(work.nbytes), 1)
+def _moving(floor: float, nbytes: Callable[[Work], float], kernels: int = 1, share: float = 1.0):
+    """An operator that takes its start, in shortest kernels, and as long as it moves bytes, at a share of the speed."""
+
+    def of(work: Work) -> Cost:
+        return Cost(floor * work.kernel + work.reading(nbytes(work), share), kernels)
+
+    return of
+
+
+def _sum(operands: Iterable[Operand]) -> int:
+    return sum(part.nbytes for part in operands)
+
+
+_plain = _moving(1, lambda work: work.nbytes)
 
 
 def _lists(work: Work) -> Cost:
@@ -55,9 +68,7 @@ def _lists(work: Work) -> Cost:
     elements = sum(prod(part.shape) for part in first)
     kernels = max(1, ceil(work.first / 45)) + elements // (320 * 65536)
     share = 0.57 if work.outputs else 0.74
-    return Cost(
-        kernels * work.kernel + work.reading(sum(p.nbytes for p in (*inputs, *written)), share), kernels, "list"
-    )
+    return Cost(kernels * work.kernel + work.reading(_sum((*inputs, *written)), share), kernels, "list")
 
 
 # ---- matrices --------------------------------------------------------------------------------------------------------
@@ -103,15 +114,6 @@ def _group_norm(work: Work) -> Cost:
     return Cost(4.6 * work.kernel + work.reading(images, busy) + work.reading(2 * images), 2)
 
 
-def _with(floor: float, share: float, kernels: int = 1):
-    """A row of `figures/operators.toml`."""
-
-    def of(work: Work) -> Cost:
-        return Cost(floor * work.kernel + work.reading(work.nbytes, share), kernels)
-
-    return of
-
-
 def _pool_backward(work: Work) -> Cost:
     return Cost(2.0 * work.kernel + work.reading(work.nbytes, 0.3 if work.inputs[1].channels_last else 0.15), 1)
 
@@ -126,15 +128,10 @@ def _reduction(work: Work) -> Cost:
 def _nll(per_row: float):
     def of(work: Work) -> Cost:
         rows = work.inputs[0].shape[0] if work.name.endswith("forward") else work.inputs[1].shape[0]
-        written = 0 if work.name.endswith("forward") else sum(part.nbytes for part in work.outputs)
+        written = 0 if work.name.endswith("forward") else _sum(work.outputs)
         return Cost(work.kernel * (1.5 + per_row * rows) + work.reading(written), 1 if not written else 2)
 
     return of
-
-
-def _rows_taken(work: Work) -> Cost:
-    """Lookups: only the rows that are asked for are read."""
-    return Cost(1.5 * work.kernel + work.reading(2 * sum(part.nbytes for part in work.outputs)), 1)
 
 
 def _embedding_backward(work: Work) -> Cost:
@@ -144,32 +141,16 @@ def _embedding_backward(work: Work) -> Cost:
     return Cost(work.kernel * (4 + 0.0245 * min(numbers, 3072)) + work.reading(written), 2 if numbers <= 3072 else 8)
 
 
-def _two_kernels(work: Work) -> Cost:
-    """Zeros first, then the part that has values."""
-    nbytes = sum(part.nbytes for part in work.outputs) + 2 * sum(part.nbytes for part in work.inputs)
-    return Cost(2 * work.kernel + work.reading(nbytes), 2)
-
-
-def _fill(work: Work) -> Cost:
-    nbytes = sum(part.nbytes for part in work.outputs or work.inputs[:1])
-    return Cost(0.8 * work.kernel + work.reading(nbytes), 1)
-
-
-def _rewritten(work: Work) -> Cost:
-    """FSDP2's copies out of a gathered tensor, and of gradients into one: each byte is read once and written once."""
-    nbytes = 2 * work.inputs[0].nbytes if work.name.startswith("split") else sum(part.nbytes for part in work.inputs)
-    return Cost(work.kernel + work.reading(nbytes), 1)
-
-
-def _copied_in(work: Work) -> Cost:
-    """FSDP2's copy of a rank's own part, the first result, into the tensor that is to be gathered, the second. A batch
-    norm with kept statistics takes as long."""
-    return Cost(work.kernel + work.reading(2 * work.outputs[0].nbytes), 1)
-
-
-def _rows_added(work: Work) -> Cost:
-    """index_add_: of its first argument, it reads and writes only the rows that are named."""
-    return Cost(work.kernel + work.reading(3 * work.inputs[-1].nbytes), 1)
+_rows_taken = _moving(1.5, lambda work: 2 * _sum(work.outputs))  # lookups: only the rows that are asked for are read
+_two_kernels = _moving(2, lambda work: _sum(work.outputs) + 2 * _sum(work.inputs), 2)  # zeros first, then the values
+_fill = _moving(0.8, lambda work: _sum(work.outputs or work.inputs[:1]))
+# FSDP2's copies out of a gathered tensor, and of gradients into one: each byte is read once and written once.
+_split = _moving(1, lambda work: 2 * work.inputs[0].nbytes)
+_chunked = _moving(1, lambda work: _sum(work.inputs))
+# FSDP2's copy of a rank's own part, the first result, into the tensor that is to be gathered, the second. A batch norm
+# with kept statistics takes as long.
+_copied_in = _moving(1, lambda work: 2 * work.outputs[0].nbytes)
+_rows_added = _moving(1, lambda work: 3 * work.inputs[-1].nbytes)  # only the rows that are named are read and written
 
 
 def _free(work: Work) -> Cost:
@@ -177,7 +158,7 @@ def _free(work: Work) -> Cost:
 
 
 _CLASSES = {
-    **{name: _with(**row) for name, row in figures.read("operators.toml").items()},
+    **{name: _moving(nbytes=lambda work: work.nbytes, **row) for name, row in figures.read("operators.toml").items()},
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "addmm_", "baddbmm_", "_addmm_activation"), _mm),
     **dict.fromkeys(("mv", "addmv", "dot", "vdot", "ger", "addr"), _mv),
     **dict.fromkeys(("convolution", "convolution_overrideable"), forward),
@@ -203,9 +184,10 @@ _CLASSES = {
     # timed where they run, because it matters whether they are causal
     **{f"_scaled_dot_product_{kernel}_attention{direction}": _free for kernel in ("flash", "efficient", "cudnn")
        for direction in ("", "_backward")},
-    **dict.fromkeys(("split_with_sizes_copy", "chunk_cat", "chunk_cat_mixed_dtype"), _rewritten),
+    "split_with_sizes_copy": _split,
+    **dict.fromkeys(("chunk_cat", "chunk_cat_mixed_dtype"), _chunked),
     **dict.fromkeys(("all_gather_copy_in", "batch_norm_elemt"), _copied_in),
 }  # fmt: skip
 _TF32_SETTINGS = {_mm: "matmul", forward: "conv", backward: "conv"}
-_UNFUSED = {name for name, kind in _CLASSES.items()
-            if kind in (_mm, _mv, forward, backward, _free, _rewritten, _copied_in, _embedding_backward)}  # fmt: skip
+_NEVER_FUSED = (_mm, _mv, forward, backward, _free, _split, _chunked, _copied_in, _embedding_backward)
+_UNFUSED = {name for name, kind in _CLASSES.items() if kind in _NEVER_FUSED}

@@ -49,7 +49,8 @@ def product(
     reached = spec.reached
     if not aligned and batch == 1 and tensor_cores(spec, precision):
         seconds += (_MISALIGNED - 1) * (seconds - _TENSOR_START * reached.kernel)
-    least = _bytes(m, n, k, batch, 2 if precision in ("fp16", "bf16") else 4) / (spec.bandwidth * reached.memory)
+    nbytes = (2 if precision in ("fp16", "bf16") else 4) * batch * (m * k + k * n + m * n)
+    least = nbytes / (spec.bandwidth * reached.memory)
     return max(seconds, least + reached.kernel), kernels
 
 
@@ -71,7 +72,3 @@ def in_tiles(spec: GPUSpec, m: int, n: int, k: int, batch: int, precision: str, 
             if best is None or seconds < best[0]:
                 best = seconds, 1 + (split > 1)
     return best[0] * (_WITH_BIAS if with_bias and not cores else 1), best[1]
-
-
-def _bytes(m, n, k, batch, itemsize) -> int:
-    return itemsize * batch * (m * k + k * n + m * n)

@@ -59,8 +59,9 @@ def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy
     memory_format = memory_format or torch.preserve_format
     dtype = dtype or tensor.dtype
     source = gpu_of(tensor)
-    if source is target and not copy and dtype == tensor.dtype and _has_format(tensor, memory_format):
-        return tensor
+    if source is target and not copy and dtype == tensor.dtype:
+        if memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format):
+            return tensor
     if source is None and target is not None and target.machine.shapes_only and is_state(tensor):
         return tensor  # DTensor goes on from it, which needs its values
     transformed = is_transformed()
@@ -74,10 +75,6 @@ def move(tensor, target: VirtualGPU | None, dtype=None, memory_format=None, copy
 def is_transformed() -> bool:
     """True inside torch.func's transforms and forward-mode differentiation, which follow tensors without a flag."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
-def _has_format(tensor, memory_format) -> bool:
-    return memory_format is torch.preserve_format or tensor.is_contiguous(memory_format=memory_format)
 
 
 def raw_copy(

@@ -51,7 +51,7 @@ def columns_of(call: OpCall) -> tuple[list[Sequence[torch.Tensor]], list[Virtual
         return columns, [call.gpu] * len(first)
     if call.op.base.startswith("_") and not call.op.crosses:  # most collectives have no underscore, and their own rules
         _refuse_mixtures(columns)
-    return columns, _gpus(first)
+    return columns, list(map(gpu_of, first))
 
 
 def _columns(call: OpCall) -> list[Sequence[torch.Tensor]]:
@@ -63,18 +63,6 @@ def _columns(call: OpCall) -> list[Sequence[torch.Tensor]]:
             found.append(value)
         elif isinstance(value, torch.Tensor) and not found:
             found.append([value])
-    return found
-
-
-def _gpus(tensors: Sequence[torch.Tensor]) -> list[VirtualGPU | None]:
-    """`gpu_of` each. Optimizers have hundreds of tensors, so it is written out for those that are on a GPU."""
-    found = []
-    for tensor in tensors:
-        try:
-            gpu = tensor.untyped_storage()._record.gpu
-        except (NotImplementedError, RuntimeError):
-            gpu = None
-        found.append(gpu if gpu is not None and gpu.machine.on else gpu_of(tensor))
     return found
 
 

@@ -30,7 +30,7 @@ _CHAINED = 1.75  # cuDNN's kernels for RNNs cost the host more: events between s
 _allows_tf32 = torch._C._get_fp32_precision_getter
 _grad_enabled = torch.is_grad_enabled
 # Not comprehensions: a call into Python per operator costs, and a generator that is cut short swallows a Ctrl-C.
-_form = attrgetter("shape", "dtype")
+_form, _is_trained = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 _elements, _itemsize = torch.Tensor.numel, torch.Tensor.element_size
 
 
@@ -40,16 +40,12 @@ def charge_op(call: OpCall, result: Any) -> None:
     clock, fusion = gpu.machine.clock, gpu.machine.fusion
     if fusion is not None and fusion.takes(call, result):
         return
-    if op.is_view and type(result) is torch.Tensor and not (result.is_nested or tensors[0].is_nested):
-        clock.spend(clock.host.view, gpu.slot)  # as `_look_up` says, for the most frequent operators
+    if op.is_view:
+        clock.spend(clock.host.view, gpu.slot)
         return
     try:
         shape = result.shape if type(result) is torch.Tensor else _shape_of(result)
-        if len(tensors) == 2:  # as most, and then without the tuples in between
-            first, second = tensors
-            key = (gpu.spec.kind, op, shape, first.shape, first.dtype, second.shape, second.dtype)
-        else:
-            key = (gpu.spec.kind, op, shape, *map(_form, tensors))
+        key = (gpu.spec.kind, op, shape, *map(_form, tensors))
     except RuntimeError:
         return  # neither a nested tensor has a shape nor a parameter of a lazy module: they take no modelled time
     name = op.base
@@ -66,21 +62,19 @@ def charge_op(call: OpCall, result: Any) -> None:
     if not seconds:
         clock.spend(host, gpu.slot)
         return
-    if gpu.machine.measured is not None:
-        seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
-    stream = gpu.stream if gpu.streams else 0
-    if this_thread.in_backward or (_grad_enabled() and _is_trained(tensors)):
+    if this_thread.in_backward or (_grad_enabled() and any(map(_is_trained, tensors))):
         host += clock.host.training  # autograd notes it down, which costs the host more
-    if clock.tracks[gpu.slot].late:
-        await_tensors(gpu, stream, tensors)
-    clock.launch(gpu.slot, stream, seconds, host, op.base, further)
+    _issue(gpu, op.base, tensors, seconds, host, further, call)
 
 
-def _is_trained(tensors: list[torch.Tensor]) -> bool:
-    for tensor in tensors:  # no generator, see `_form`
-        if tensor.requires_grad:
-            return True
-    return False
+def _issue(gpu: VirtualGPU, name: str, tensors, seconds: float, host: float, further: float, call=None) -> None:
+    """Kernels in the current stream, which wait for what they read. call: whose measured seconds win."""
+    clock, stream = gpu.machine.clock, gpu.stream if gpu.streams else 0
+    if call is not None and gpu.machine.measured is not None:
+        seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
+    if clock.tracks[gpu.slot].late:  # asked here too, which spares the call
+        await_tensors(gpu, tensors)
+    clock.launch(gpu.slot, stream, seconds, host, name, further)
 
 
 def charge_kernel(gpu: VirtualGPU, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
@@ -115,13 +109,10 @@ def charge_recurrent(gpu: VirtualGPU, net, inputs: Iterable[torch.Tensor], backw
 
 
 def _launch(gpu: VirtualGPU, name: str, reads, seconds: float, host: float, further: float, writes=()) -> None:
-    """Kernels that the dispatch mode does not see. They wait for what they read."""
-    clock, races = gpu.machine.clock, gpu.machine.races
-    if clock.tracks[gpu.slot].late:
-        await_tensors(gpu, gpu.stream, reads)
-    clock.launch(gpu.slot, gpu.stream, seconds, host, name, further)
-    if races is not None:
-        races.kernel(name, reads, writes)
+    """Kernels that the dispatch mode does not see."""
+    _issue(gpu, name, reads, seconds, host, further)
+    if gpu.machine.races is not None:
+        gpu.machine.races.kernel(name, reads, writes)
 
 
 def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: list[VirtualGPU | None]) -> None:
@@ -139,13 +130,7 @@ def charge_foreach(call: OpCall, columns: list[Sequence[torch.Tensor]], gpus: li
         if kept is None:
             made = () if op.base.endswith("_") else rows[0]
             kept = _kept[key] = times(gpu, op.base, operands(chain(*rows)), operands(made), first=len(rows[0]))
-        seconds, host, further = kept
-        if gpu.machine.measured is not None and len(rows[0]) == len(gpus):
-            seconds = gpu.machine.measured.seconds(key_of(call.func, call.args, call.kwargs), seconds)
-        track, stream = gpu.machine.clock.tracks[gpu.slot], gpu.stream
-        if track.late:
-            await_tensors(gpu, stream, chain(*rows))
-        gpu.machine.clock.launch(gpu.slot, stream, seconds, host, op.base, further)
+        _issue(gpu, op.base, chain(*rows), *kept, call if len(rows[0]) == len(gpus) else None)
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -155,8 +140,7 @@ def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
 def charge_read(call: OpCall) -> None:
     """`.item()`, and operators whose result's size hangs on values: the host waits for the GPU."""
     gpu = call.gpu
-    if gpu.machine.clock.tracks[gpu.slot].late and call.tensors:
-        await_tensors(gpu, gpu.stream, call.tensors)
+    await_tensors(gpu, call.tensors)
     clock = gpu.machine.clock
     clock.notice(clock.mark(gpu.slot, gpu.stream), gpu.slot)
 
@@ -174,8 +158,8 @@ def charge_copy(source, target, tensor, dtype: torch.dtype, blocking: bool, into
     here = source or target
     if here is None:
         return
-    if source is not None and source.machine.clock.tracks[source.slot].late:
-        await_tensors(source, source.stream, [tensor])
+    if source is not None:
+        await_tensors(source, [tensor])
     if source is target or (dtype != tensor.dtype and source is not None):
         shape = (tensor.numel(),)
         cast = times(source, "_to_copy", (Operand(shape, tensor.dtype.itemsize),), (Operand(shape, itemsize),))
@@ -224,13 +208,16 @@ def _peer_copy(source: VirtualGPU, target: VirtualGPU, nbytes: int) -> None:
         clock.hold(slot, stream, end)
 
 
-def await_tensors(gpu: VirtualGPU, stream: int, tensors: Iterable[torch.Tensor]) -> None:
-    """Work on what a collective fills waits for the collective. What is past is forgotten.
+def await_tensors(gpu: VirtualGPU, tensors: Iterable[torch.Tensor]) -> None:
+    """Work of the current stream on what a collective fills waits for the collective. What is past is forgotten.
 
     Another thread or a finalizer may launch a collective or forget one meanwhile, so this goes through a copy.
     """
-    clock = gpu.machine.clock
-    late, ready = clock.tracks[gpu.slot].late, clock.ready(gpu.slot, stream)
+    clock, stream = gpu.machine.clock, gpu.stream
+    late = clock.tracks[gpu.slot].late
+    if not late:
+        return
+    ready = clock.ready(gpu.slot, stream)
     for tensor in tensors:
         allocation = allocation_of(tensor)
         arrival, owner = late.get(id(allocation), (None, None))
@@ -275,17 +262,14 @@ def _shape_of(result):
 
 
 def _look_up(gpu: VirtualGPU, op, name: str, tensors, result) -> tuple[float, float, float]:
-    if op.is_view:
-        return 0.0, gpu.machine.clock.host.view, 0.0
     if op.tf32_setting and "out" in op.written:  # which comes last, and is no factor
         tensors = tensors[:-1]
     inputs = operands(tensors)
     if not op.written or "out" in op.written and op.tf32_setting:
         outputs = operands(tensors_in(result))
     else:
-        outputs = () if op.by_element else inputs[:1]
-    in_place = bool(op.written)
-    return times(gpu, name, inputs, outputs, _precision(op.tf32_setting, tensors), in_place=in_place)
+        outputs = inputs[:1]
+    return times(gpu, name, inputs, outputs, _precision(op.tf32_setting, tensors), in_place=bool(op.written))
 
 
 def times(gpu: VirtualGPU, name: str, inputs, outputs, precision: str = "fp32", first: int = 0, in_place=False):

@@ -26,11 +26,13 @@ def draw(spans: Sequence[Span], seconds: float, axes: Axes | None = None) -> Fig
     if axes is None:
         _, axes = plt.subplots(figsize=(10, 0.8 + 0.4 * max(1, len(rows))), layout="constrained")
     used = [kind for kind in KINDS if any(s.kind == kind for s in spans)]
+    labelled: set[str] = set()
     for place, row in enumerate(rows):
         for kind in used:
             pieces = merged([(s.start, s.end) for s in spans if (s.gpu, s.lane) == row and s.kind == kind])
             bars = [(1e3 * start, 1e3 * (end - start)) for start, end in pieces]
-            label = kind if place == _first_with(kind, rows, spans) else None
+            label = kind if bars and kind not in labelled else None  # once, for the legend
+            labelled.update([kind] if bars else [])
             axes.broken_barh(bars, (place - _HEIGHT / 2, _HEIGHT), color=COLOURS[kind], linewidth=0, label=label)
     axes.set_yticks(range(len(rows)), [_title(row) for row in rows])
     axes.invert_yaxis()
@@ -39,13 +41,6 @@ def draw(spans: Sequence[Span], seconds: float, axes: Axes | None = None) -> Fig
     if used:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return axes.figure
-
-
-def _first_with(kind: str, rows: Sequence[Row], spans: Sequence[Span]) -> int:
-    """The first row with this kind of work. Its bars carry the label for the legend."""
-    return next(
-        place for place, row in enumerate(rows) if any((s.gpu, s.lane) == row and s.kind == kind for s in spans)
-    )
 
 
 def _title(row: Row) -> str:

@@ -13,7 +13,6 @@ the time of the last step, which should not be the first: that one makes the opt
 
 from __future__ import annotations
 
-import html
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from virtual_gpus.timeline.communication import ALL, communication
 from virtual_gpus.timeline.peak import AllocatorLog
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainingReport:
     """One rank's share of a training job. Bytes are as PyTorch's allocator counts them, times are modelled seconds.
 
@@ -83,31 +82,19 @@ class TrainingReport:
         if self.step_seconds is not None:
             yield "step, modelled", _seconds(self.step_seconds)
             yield "    communication", _seconds(self.communication_seconds or 0.0)
-            yield (
-                "    of it not hidden",
-                (f"{_seconds(self.exposed_seconds or 0.0)}, {self.exposed_share:.1%} of the step"),
-            )
+            exposed = f"{_seconds(self.exposed_seconds or 0.0)}, {self.exposed_share:.1%} of the step"
+            yield "    of it not hidden", exposed
         if self.units_per_second is not None:
             each = self.units_per_second / self.world_size
             yield f"{self.unit} per second", f"{self.units_per_second:,.0f}, {each:,.0f} per GPU"
         if self.mfu is not None:
             yield "model flops utilization", f"{self.mfu:.1%}"
 
-    def _title(self) -> str:
-        return f"Rank {self.rank} of {self.world_size}, {self.gpu}"
-
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = list(self._rows())
         width = max(len(name) for name, _ in rows) + 2
-        return "\n".join([self._title(), *(f"{name:<{width}}{value}" for name, value in rows)])
-
-    def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><td style='text-align:left;white-space:pre'>{html.escape(name)}</td>"
-            f"<td style='text-align:left'>{html.escape(value)}</td></tr>"
-            for name, value in self._rows()
-        )
-        return f"<table><caption>{html.escape(self._title())}</caption>{cells}</table>"
+        lines = (f"{name:<{width}}{value}" for name, value in rows)
+        return "\n".join([f"Rank {self.rank} of {self.world_size}, {self.gpu}", *lines])
 
 
 def _seconds(seconds: float) -> str:

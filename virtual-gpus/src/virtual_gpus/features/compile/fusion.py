@@ -55,8 +55,7 @@ class Fusion:
             if (id(allocation) in self._unwritten) == unwritten:
                 found[id(allocation)] = tensor.numel() * tensor.element_size()
         clock = gpu.machine.clock
-        if clock.tracks[gpu.slot].late:
-            await_tensors(gpu, gpu.stream, tensors)
+        await_tensors(gpu, tensors)
         seconds = sum(found.values()) / (gpu.spec.bandwidth * gpu.spec.reached.memory)
         if seconds:
             clock.launch(gpu.slot, gpu.stream, seconds, 0.0 if unwritten else clock.host.kernel, name)

@@ -174,7 +174,7 @@ def charge_collective(
     if gpu is None:
         return
     if name in ("wait_tensor", "wait_tensors"):
-        await_tensors(gpu, gpu.stream, call.tensors)
+        await_tensors(gpu, call.tensors)
         if gpu.machine.races is not None:
             gpu.machine.races.tensors_arrived(gpu, call.tensors)
         return
