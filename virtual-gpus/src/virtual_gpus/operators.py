@@ -14,7 +14,6 @@ import torch
 from torch._library.custom_ops import OPDEFS
 
 from virtual_gpus.clock.cost import depends_on_strides, tf32_setting
-from virtual_gpus.errors import checks_each_argument
 
 _MATRICES = ("mm", "bmm", "addmm", "baddbmm")
 # Of the devices that a custom operator has functions for; None stands for all others.
@@ -139,11 +138,6 @@ class Operator:
         if name not in self._defaults:  # asked once: each answer is made anew in C++
             self._defaults[name] = self.func._schema.arguments[self.positions[name]].default_value
         return self._defaults[name]
-
-    @property
-    def checks_each(self) -> bool:
-        """True if CUDA refuses even a 0-dim CPU tensor here (looked up on the first mixture of devices only)."""
-        return checks_each_argument(self.name)
 
 
 def _in_another_dtype(product: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:

@@ -48,25 +48,11 @@ def load(path: str, kind: str) -> Measured:
     for file in files:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"Cannot read measured operators from {str(file)!r}: {error}") from None
-        gpu, rows = (content.get(name) for name in ("gpu", "rows")) if isinstance(content, dict) else (None, None)
-        if gpu is None or not isinstance(rows, list):
-            raise ValueError(f'{str(file)!r} holds no measured operators. It needs a "gpu" and a list of "rows".')
-        target = found.setdefault(spec(gpu).kind, {})
-        for number, row in enumerate(rows, start=1):
-            target.update(_checked(row, f"Row {number} of {str(file)!r}"))
+            rows = [row for row in content["rows"] if row["seconds"] is not None]
+            seconds = {key(row["operator"], row["arguments"]): float(row["seconds"]) for row in rows}
+            found.setdefault(spec(content["gpu"]).kind, {}).update(seconds)
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            raise ValueError(f"Cannot read measured operators from {str(file)!r}: {error!r}") from None
     if kind not in found:
         raise ValueError(f"{path!r} has measured operators of {', '.join(found) or 'no GPU'}, and none of {kind}.")
     return Measured(found[kind])
-
-
-def _checked(row: Any, where: str) -> dict[str, float]:
-    if not isinstance(row, dict) or not {"operator", "arguments", "seconds"} <= row.keys():
-        raise ValueError(f'{where} needs "operator", "arguments" and "seconds", but it is {row!r}.')
-    seconds = row["seconds"]
-    if seconds is None:
-        return {}
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
-        raise ValueError(f"{where} needs seconds above 0, or null where they were not measured, not {seconds!r}.")
-    return {key(row["operator"], row["arguments"]): float(seconds)}

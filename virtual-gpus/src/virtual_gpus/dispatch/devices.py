@@ -40,7 +40,7 @@ def adopt_destination(call: OpCall) -> None:
 
 def _is_free_scalar(call: OpCall, name: str, tensor: torch.Tensor) -> bool:
     """A 0-dim CPU tensor counts as a number, unless the operator writes to it or checks every argument."""
-    return tensor.dim() == 0 and name not in call.op.written and not call.op.checks_each
+    return tensor.dim() == 0 and name not in call.op.written and not errors.checks_each_argument(call.op.name)
 
 
 def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.device) -> RuntimeError:
@@ -48,16 +48,11 @@ def _mixture_error(call: OpCall, name: str, common: torch.device, device: torch.
     if op.is_index and name == "indices":
         return errors.indices_elsewhere(common)
     if op.base == "convolution" and name == "weight":
-        return _convolution_error(call, common, device)
-    if op.checks_each or op.base == "embedding":
+        if common.type != device.type:  # the types are compared first, and two GPUs have the same
+            return errors.convolution_weight_elsewhere(*(torch.Tensor.type(t) for t in call.args[:2]))
+        operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
+        return errors.argument_elsewhere(operator, "weight", device, common)  # then cuDNN's complains (Convolution.cpp)
+    if errors.checks_each_argument(op.name) or op.base == "embedding":
         return errors.argument_elsewhere(op.name, name, device, common)
     cuda = [d for d in (common, device) if d.type == "cuda"]
     return errors.two_devices(cuda[0], device if device != cuda[0] else common)
-
-
-def _convolution_error(call: OpCall, common: torch.device, device: torch.device) -> RuntimeError:
-    """Types are compared first, and two GPUs have the same; then cuDNN's operator complains (Convolution.cpp)."""
-    if common.type == device.type:
-        operator = "cudnn_convolution_transpose" if call["transposed"] else "cudnn_convolution"
-        return errors.argument_elsewhere(operator, "weight", device, common)
-    return errors.convolution_weight_elsewhere(*(torch.Tensor.type(t) for t in call.args[:2]))
