@@ -136,3 +136,8 @@ def test_bad_arguments(capsys):
             parse(list(arguments))
         said = capsys.readouterr().err
         assert error.value.code == 2 and said.startswith("usage: python -m virtual_gpus") and words in said, arguments
+
+
+def test_measure_itself_says_what_it_takes():
+    done = subprocess.run([sys.executable, "-m", "virtual_gpus.measure", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "usage: python -m virtual_gpus.measure [-h] file" in done.stdout, done.stderr
