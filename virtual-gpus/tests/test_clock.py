@@ -17,7 +17,7 @@ MS = 1e-3
 # ---- the rules, without torch ----
 
 
-def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
+def test_streams_of_one_gpu_share_its_multiprocessors_fill_gaps_and_have_priorities():
     clock = Clock(1)
     clock.launch(0, 0, 4.0, 0.0, "a")
     clock.launch(0, 1, 4.0, 0.0, "b")
@@ -26,6 +26,14 @@ def test_streams_of_one_gpu_share_its_multiprocessors_and_fill_gaps():
     clock.launch(0, 2, 1.0, 0.0, "late")
     clock.launch(0, 0, 3.0, 0.0, "into the gap")
     assert clock.mark(0, 2) == 21.0 and clock.mark(0, 0) == 11.0
+    clock = Clock(1)
+    clock.tracks[0].urgent.add(1)
+    for name in "ab":
+        clock.launch(0, 0, 4.0, 0.0, name)
+    clock.hold(0, 1, 4.0)
+    clock.launch(0, 1, 1.0, 0.0, "urgent")  # when "a" is done; "b" has its time already, so "c" pays for it
+    clock.launch(0, 0, 4.0, 0.0, "c")
+    assert clock.mark(0, 1) == 5.0 and clock.mark(0, 0) == 13.0
 
 
 def test_threads_of_one_interpreter_slow_each_other_down_and_autograds_do_not():

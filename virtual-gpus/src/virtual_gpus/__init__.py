@@ -38,9 +38,8 @@ Time:
   `virtual_gpus.clock.host.HOST`. On that machine, the wall time with a real H200 differed by a factor of up to
   1.6 between two runs on the same day.
 - Kernels on different streams of one GPU run one after the other, even if small kernels would overlap on a real GPU.
-  Priorities of streams change nothing, and CUDA's launch queue has no limit. Copies that use the same link share its
-  bandwidth per GPU, not per switch. Of NCCL's algorithms, rings are modelled, and trees for all-reduces over several
-  hosts.
+  CUDA's launch queue has no limit. Copies that use the same link share its bandwidth per GPU, not per switch. Of NCCL's
+  algorithms, rings are modelled, and trees for all-reduces over several hosts.
 - Numbers never depend on streams. A program that forgets to wait gives correct results here, but may give wrong ones on
   a real GPU. `check_races=True` raises an error there. It compares the spans of bytes that tensors take, so two streams
   that use different columns of one matrix count as a race. It does not look into CPU threads, nor at what a NumPy

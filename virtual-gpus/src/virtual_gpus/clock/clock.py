@@ -6,8 +6,8 @@
 
 Times are modelled seconds since the machine was switched on. The rules are CUDA's. The host pays to issue each
 operator. A stream does its work in order, each piece once the host has issued it and the stream is free. Streams of one
-GPU share its multiprocessors, so their kernels take turns, whatever the streams' priorities. Copies and collectives run
-beside them, and a kernel beside a collective is slower by the multiprocessors that this one holds.
+GPU share its multiprocessors, so their kernels take turns, and those of a stream with a priority come first. Copies and
+collectives run beside them, and a kernel beside a collective is slower by the multiprocessors that this one holds.
 Events carry a time from one stream to another, or to the host. Nothing else makes one of them wait.
 
 Whatever is issued has its times at once, since nothing issued later can change them. So nothing needs to be kept, and
@@ -50,19 +50,27 @@ class Span(NamedTuple):
 class Track:
     """One GPU: when each stream is free, and when the multiprocessors are."""
 
-    __slots__ = ("beside", "busy", "free", "gaps", "late", "streams")
+    __slots__ = ("beside", "busy", "free", "gaps", "late", "streams", "urgent")
 
     def __init__(self):
         self.streams: dict[int | str, float] = {}
         self.free = 0.0  # the multiprocessors, after the last kernel so far
         self.gaps: deque[list[float]] = deque(maxlen=_KEPT_GAPS)  # idle times before that, if streams share them
         self.busy: deque[float] = deque()  # starts and ends in turn, merged, of the last second: no object per span
+        self.urgent: set[int] = set()  # streams that were made with a priority
         self.beside: deque[tuple[float, float]] = deque(maxlen=16)  # starts and ends of collectives, for later kernels
         self.late: dict = {}  # id of a storage's allocation -> what says when a collective fills it, see `collectives`
 
-    def take(self, earliest: float, seconds: float) -> float:
-        """When a kernel that may start at `earliest` gets the multiprocessors."""
+    def take(self, earliest: float, seconds: float, urgent: bool = False) -> float:
+        """When a kernel that may start at `earliest` gets the multiprocessors.
+
+        urgent: it goes before kernels that were issued earlier and have not started. Their times are fixed, so whatever
+        is issued next is later by its time.
+        """
         free = self.free
+        if urgent and earliest < free and not any(gap[0] <= earliest <= gap[1] - seconds for gap in self.gaps):
+            self.free = free + seconds
+            return earliest
         if earliest >= free:
             if len(self.streams) > 1 and earliest > free:
                 self.gaps.append([free, earliest])
@@ -230,7 +238,7 @@ class Clock:
         if start >= track.free and len(streams) < 2:  # `take` for a GPU that is free, without its call
             track.free = start + seconds
         else:
-            start = track.take(start, seconds)
+            start = track.take(start, seconds, bool(stream) and stream in track.urgent)
         end = start + seconds
         if further:
             end = max(end, self.spend(further, gpu))

@@ -45,13 +45,15 @@ class Stream:
         self.priority = max(greatest, min(priority, least))
         if stream_id is None:
             _newest[0] = stream_id = next(_ids)
+            if self.priority < 0:
+                self._gpu.machine.clock.tracks[self._gpu.slot].urgent.add(stream_id)
         self.stream_id = stream_id
         self.device_type = _CUDA
         self._outer: list[tuple[Stream, int]] = []
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """The least and the greatest one that PyTorch supports (c10/cuda/CUDAStream.h). The clock knows none."""
+        """The least and the greatest one that PyTorch supports (c10/cuda/CUDAStream.h). The clock knows two."""
         return 0, -3
 
     @property
