@@ -12,6 +12,7 @@ import torch
 from torch._utils import _flatten_dense_tensors
 from torch.nn.parameter import is_lazy
 
+from virtual_gpus import errors
 from virtual_gpus.dispatch.copies import move
 from virtual_gpus.entrance import entrance
 from virtual_gpus.features.cuda.devices import gpu_at
@@ -22,22 +23,7 @@ from virtual_gpus.placement.storages import gpu_of
 @entrance
 def _broadcast(tensor, devices):
     """Copies of `tensor` on each of `devices`; the one on its own GPU is the tensor itself."""
-    for device in devices:
-        _check(device >= 0, f"Expected non-negative device index, but got {device}")
     return [move(tensor, gpu_at(device)) for device in devices]
-
-
-@entrance
-def _broadcast_out(tensor, out):
-    """Copy `tensor` into each tensor of `out`, which are on GPUs."""
-    for index, target in enumerate(out):
-        _check_output(index, target)
-        _check(
-            target.shape == tensor.shape,
-            f"Expected all output tensors to have same shape as the source tensor {list(tensor.shape)}, but output "
-            f"tensor at index {index} has shape {list(target.shape)}",
-        )
-    return [target.copy_(tensor) for target in out]
 
 
 @entrance
@@ -107,7 +93,6 @@ def _pieces(flat, like):
 @entrance
 def _scatter(tensor, devices, chunk_sizes=None, dim: int = 0, streams=None):
     """Pieces of `tensor` along `dim`, one per device; a piece that is on its GPU already is not copied."""
-    _check(devices, "Expected at least one device to scatter to")
     _check(
         chunk_sizes is None or len(chunk_sizes) == len(devices),
         "Expected devices and chunk_sizes to be of same length, but got "
@@ -120,97 +105,34 @@ def _scatter(tensor, devices, chunk_sizes=None, dim: int = 0, streams=None):
         if gpu_of(tensor) is gpu:
             made.append(piece)
             continue
-        with _on_stream(streams, index, gpu):
+        stream = streams[index] if streams else None
+        with stream or nullcontext():
             # DataParallel copies inputs from the CPU on a stream of their own: their blocks come from segments of that.
-            made.append(move(piece, gpu, blocking=not (streams and streams[index])))
+            made.append(move(piece, gpu, blocking=stream is None))
     return made
-
-
-@entrance
-def _scatter_out(tensor, out, dim: int = 0, streams=None):
-    """Copy the pieces of `tensor` along `dim` into the tensors of `out`, which are on GPUs and say how long each is."""
-    _check(out, "Expected at least one output tensor to scatter to")
-    dim %= tensor.dim()
-    for index, target in enumerate(out):
-        _check_output(index, target)
-        expected = list(tensor.shape)
-        if target.dim() == len(expected):
-            expected[dim] = target.size(dim)
-        _check(
-            list(target.shape) == expected,
-            f"Output tensor at index {index} has incorrect shape: {list(target.shape)}. Expected same shape except for "
-            f"scatter dim {dim} as the source tensor: {list(tensor.shape)}",
-        )
-    sizes = [target.size(dim) for target in out]
-    _check(
-        sum(sizes) == tensor.size(dim),
-        f"Total size for output tensors along scatter dim {dim} does not match the source tensor size at dim {dim}. "
-        f"Expected {tensor.size(dim)}, but got total size {sum(sizes)}",
-    )
-    for index, (target, piece) in enumerate(zip(out, tensor.split_with_sizes(sizes, dim), strict=True)):
-        with _on_stream(streams, index, gpu_of(target)):
-            target.copy_(piece, non_blocking=True)
-    return out
-
-
-def _on_stream(streams, index: int, gpu):
-    """A context in which copies to `gpu` run in the stream that is given for it, if one is."""
-    stream = streams[index] if streams and index < len(streams) else None
-    if stream is None:
-        return nullcontext()
-    _check(
-        stream.device_index == gpu.index,
-        f"Expected the device associated with the stream at index {index} (was {stream.device_index}) to match the "
-        f"device supplied at that index (expected {gpu.index})",
-    )
-    return stream
 
 
 @entrance
 def _gather(tensors, dim: int, destination: int | None = None):
     """One tensor of all, along `dim`, on the GPU `destination` (None: the current one; -1: the CPU)."""
-    size = _gathered_size(tensors, dim)
+    size = list(tensors[0].shape)
+    size[dim] = sum(tensor.size(dim) for tensor in tensors)
+    for index, tensor in enumerate(tensors):
+        _check(
+            gpu_of(tensor) is not None,
+            f"Expected all input tensors to be CUDA tensors, but tensor at index {index} has device {tensor.device}",
+        )
+        expected = size.copy()
+        expected[dim] = tensor.size(dim)
+        _check(
+            list(tensor.shape) == expected,
+            f"Input tensor at index {index} has invalid shape {list(tensor.shape)}, but expected {expected}",
+        )
     device = torch.device("cpu") if destination == -1 else torch.device("cuda", destination)
     out = torch.empty(size, dtype=tensors[0].dtype, device=device, memory_format=_format(tensors))
-    return _fill(out, tensors, dim)
-
-
-@entrance
-def _gather_out(tensors, out, dim: int):
-    """`_gather` into `out`, a tensor on any device."""
-    size = _gathered_size(tensors, dim)
-    _check(list(out.shape) == size, f"Expected out tensor to have shape {size}, but got {list(out.shape)}")
-    return _fill(out, tensors, dim)
-
-
-def _fill(out, tensors, dim: int):
     for piece, tensor in zip(out.split_with_sizes([t.size(dim) for t in tensors], dim), tensors, strict=True):
         piece.copy_(tensor)
     return out
-
-
-def _gathered_size(tensors, dim: int) -> list[int]:
-    """The size of the result, once the inputs are found to fit together."""
-    _check(tensors, "Expected at least one tensor to gather from")
-    size = list(tensors[0].shape)
-    for index, tensor in enumerate(tensors):
-        where = f"tensor at index {index}"
-        _check(
-            gpu_of(tensor) is not None,
-            f"Expected all input tensors to be CUDA tensors, but {where} has device {tensor.device}",
-        )
-        _check(
-            tensor.dim() == len(size),
-            f"Expected all input tensors to have the same number of dimensions, but {where}has {tensor.dim()} "
-            f"dimensions, (expected {len(size)})",
-        )
-        size[dim] = tensor.size(dim)
-        _check(
-            list(tensor.shape) == size,
-            f"Input {where} has invalid shape {list(tensor.shape)}, but expected {size}",
-        )
-    size[dim] = sum(tensor.size(dim) for tensor in tensors)
-    return size
 
 
 def _format(tensors) -> torch.memory_format:
@@ -218,14 +140,6 @@ def _format(tensors) -> torch.memory_format:
     last = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     plain = all(t.is_contiguous() for t in tensors)
     return torch.channels_last if last and not plain else torch.contiguous_format
-
-
-def _check_output(index: int, target) -> None:
-    _check(
-        gpu_of(target) is not None,
-        f"Expected all output tensors to be CUDA tensors, but output tensor at index {index} has device "
-        f"'{target.device}'",
-    )
 
 
 def _check(holds, words: str) -> None:
@@ -236,5 +150,9 @@ def _check(holds, words: str) -> None:
 
 def patches():
     """See `features`. A PyTorch without CUDA lacks these names, and its torch.nn.parallel.comm asks for them too."""
-    functions = (_broadcast, _broadcast_out, _broadcast_coalesced, _scatter, _scatter_out, _gather, _gather_out)
-    return [(torch._C, function.__name__, function) for function in functions]
+    functions = (_broadcast, _broadcast_coalesced, _scatter, _gather)
+    refused = {name: errors.refusing(f"torch.nn.parallel.comm.{name} with out", "Let it make the tensors.")
+               for name in ("broadcast", "scatter", "gather")}  # fmt: skip
+    return [(torch._C, function.__name__, function) for function in functions] + [
+        (torch._C, f"_{name}_out", function) for name, function in refused.items()
+    ]
