@@ -157,6 +157,25 @@ def test_a_message_s_time_arrives_from_a_rank_that_has_ended():
     assert received == pytest.approx(sent)
 
 
+def from_the_cpu(rank):
+    """A GPU receives what a CPU sends, whose messages say no time."""
+    group = dist.new_group(backend="gloo")
+    x = torch.ones(4, device="cuda" if rank else "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_PATIENCE", timedelta(seconds=0.2))
+        dist.recv(x, 0, group=group) if rank else dist.send(x, 1, group=group)
+        if rank == 0:
+            time.sleep(1)
+            return
+        with pytest.raises(dist.DistNetworkError, match="did not tell .* at which modelled time"):
+            x.add_(1)
+
+
+def test_a_sender_that_does_not_tell_its_time_is_an_error():
+    with virtual_gpus(2):
+        in_ranks(from_the_cpu, count=2)
+
+
 LOOPED = {  # with the stages of a rank, of four
     "ScheduleInterleaved1F1B": lambda rank: (rank, rank + 2),
     "ScheduleInterleavedZeroBubble": lambda rank: (rank, rank + 2),

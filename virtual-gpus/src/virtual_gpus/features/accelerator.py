@@ -32,22 +32,6 @@ def current_accelerator(check_available: bool = False) -> torch.device | None:
     return torch.device("cuda") if active().gpus or not check_available else None
 
 
-class device_index:
-    """`with torch.accelerator.device_index(1):`; None changes nothing."""
-
-    def __init__(self, device: int | None, /):
-        self.idx = device
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        if self.idx is not None:
-            self.prev_idx = cuda._exchange_device(self.idx)
-
-    def __exit__(self, *error) -> None:
-        if self.idx is not None:
-            cuda._exchange_device(self.prev_idx)
-
-
 def empty_host_cache() -> None:
     """Pinned memory is not kept, so there is nothing to give back."""
 
@@ -73,6 +57,7 @@ def get_device_module(device=None):
 
 def patches():
     """See `features`."""
-    own = current_accelerator, device_index, empty_host_cache, memory_stats
-    rows = in_package("torch.accelerator", *own, **_SAME)
+    rows = in_package("torch.accelerator", current_accelerator, empty_host_cache, memory_stats, **_SAME)
+    exchanging = ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice")  # `with device_index(1):`
+    rows += [(torch._C, name, cuda._exchange_device) for name in exchanging]
     return rows + [(torch, "get_device_module", get_device_module), (torch._C, "_get_accelerator", _get_accelerator)]

@@ -71,7 +71,13 @@ _KINDS = {
 }  # fmt: skip
 _SENDS, _RECEIVES = ("send", "isend"), ("recv_", "recv_any_source_", "irecv")
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
-_PATIENCE = timedelta(seconds=5)  # real time for a sender's time to arrive, once its tensor is here
+_PATIENCE = timedelta(seconds=30)  # real time for a sender's time to arrive, once its tensor is here
+_LEAVES_AFTER_S = 5.0  # real time for a receiver to take such times, before a process ends
+_NOT_TOLD = (
+    f"A tensor has arrived on a GPU, but its sender did not tell within {_PATIENCE.seconds} s at which modelled time "
+    "it sent it. It has ended, or it sent a tensor of the CPU. Send from a GPU what a GPU receives. Gloo has closed "
+    "the connections of the group."
+)
 # (work, tensor) of times that may be on their way: gloo does not say which are, and hangs if their memory goes.
 _on_their_way: deque = deque(maxlen=1024)
 _sent: deque = deque(maxlen=1024)  # the same of times that this process sends
@@ -89,47 +95,25 @@ class _Lane(NamedTuple):
 
 
 class Arrival:
-    """When a tensor from another process is here: known once the sender has said when it sent it.
+    """When a tensor from other processes is here. end: its modelled time, or what asks the sender for it.
 
     given: whether Python has the Work, so that the program must wait for it; else C++ does.
     """
 
     given = False
 
-    def __init__(self, gpu: VirtualGPU, lane: _Lane, work, message: torch.Tensor, began: float, nbytes: int):
-        self._gpu, self._lane, self._work, self._message = gpu, lane, work, message
-        self._began, self._nbytes = began, nbytes
-        self._end: float | None = None
+    def __init__(self, end: float | Callable[[], float]):
+        self._end = end
 
     @property
     def known(self) -> bool:
         """True if `time` need not wait."""
-        return self._end is not None
+        return not callable(self._end)
 
     def time(self) -> float:
-        """The modelled time of arrival. Waits for the sender's message."""
-        if self._end is None:
-            with contextlib.suppress(RuntimeError):  # gloo's word for "no answer in time"
-                self._work.wait(_PATIENCE)  # gloo's messages never say is_completed() before a wait
-            sent, host, slot = self._message.tolist()
-            seconds = message_seconds(
-                self._gpu.machine.topology, (int(host), int(slot)), place_of(self._gpu), self._nbytes
-            )
-            self._end = max(self._began, sent) + seconds
-            _occupy(self._gpu, self._lane, self._end - seconds, self._end, 0)
-        return self._end
-
-
-class _Known:
-    """An arrival whose time is known."""
-
-    known = True
-    given = False
-
-    def __init__(self, end: float):
-        self._end = end
-
-    def time(self) -> float:
+        """The modelled time of arrival. Raises DistNetworkError if the sender does not tell when it sent the tensor."""
+        if callable(self._end):
+            self._end = self._end()
         return self._end
 
 
@@ -183,19 +167,14 @@ def charge_collective(
         return
     if name in _SENDS or name in _RECEIVES:
         peer = call["dst"] if name in _SENDS else call["src"] if "src" in call.op.names else None
-        tensors = _on_gpus([call.args[0]])
-        arrival = _message(name in _SENDS, gpu, group, tensors, peer, call["tag"])
-        _note(gpu, tensors, arrival)
-        _look_for_races(gpu, group, name, name not in _SENDS, tensors, arrival)
+        _message(name, gpu, group, _on_gpus([call.args[0]]), peer, call["tag"])
     elif name == "batch_p2p_ops":
         for kind, peer, tag, tensor in zip(*(call[n] for n in call.op.names[:4]), strict=True):
-            arrival = _message(kind == "isend", gpu, group, [tensor], peer, tag)
-            _note(gpu, [tensor], arrival)
-            _look_for_races(gpu, group, kind, kind != "isend", [tensor], arrival)
+            _message(kind, gpu, group, [tensor], peer, tag)
     elif meeting is not None:
         made = [] if call.func.namespace == "c10d" else _on_gpus([result])
         end = _carry(meeting, _bytes(made))  # an all-to-all may return more than it was given
-        arrival = _Known(end)
+        arrival = Arrival(end)
         _note(gpu, made or _on_gpus(call.args[:1]), arrival)
         if gpu.machine.races is not None:
             arrival.given = call.func.namespace.startswith("_c10d_functional")  # whose callers wait themselves
@@ -218,13 +197,6 @@ def _written(call: OpCall, group) -> list[torch.Tensor]:
     if call.op.written:
         return [tensor for name, tensor in call.named_tensors() if name in call.op.written]
     return _on_gpus(call.args[:1])
-
-
-def _look_for_races(gpu: VirtualGPU, group, name: str, receives: bool, tensors: list[torch.Tensor], arrival) -> None:
-    if gpu.machine.races is not None:
-        queue = _lane(group, "recv" if receives else "send").queue
-        parts = ([], tensors) if receives else (tensors, [])
-        gpu.machine.races.collective(gpu, queue, name, *parts, arrival)
 
 
 def remember(work: Any) -> None:
@@ -356,45 +328,62 @@ def _gathered(group, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def _message(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None, tag: int):
-    """Put a message on the clock. Returns when it is there."""
+def _message(name: str, gpu: VirtualGPU, group, tensors: list[torch.Tensor], peer: int | None, tag: int) -> None:
+    """Put a message on the clock. name: of its operator."""
     first_gpu_of.setdefault(group, gpu)
-    if is_alone(group):
-        return _message_alone(sends, gpu, group, tensors, peer)
+    sends = name in _SENDS
     lane, nbytes = _lane(group, "send" if sends else "recv"), _bytes(tensors)
     began = _begins(gpu, lane, tensors)
+    here = place_of(gpu)
+    end: float | Callable[[], float]
+    if is_alone(group):  # the other side is ready when this one is
+        ranks = torch.distributed.get_process_group_ranks(group)
+        other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next is as good as others
+        here, there = (gpu.machine.settings.place_of(rank) for rank in (ranks[group.rank()], other))
+        end = began + message_seconds(gpu.machine.topology, here, there, nbytes, route_of(gpu, group).across)
+    else:
+        end = _tell_or_ask(sends, gpu, group, lane, began, nbytes, peer, tag)
+    if not callable(end):
+        _occupy(gpu, lane, began, end, nbytes if sends else 0)
+    arrival = Arrival(end)
+    _note(gpu, tensors, arrival)
+    if gpu.machine.races is not None:
+        gpu.machine.races.collective(gpu, lane.queue, name, *((tensors, []) if sends else ([], tensors)), arrival)
+
+
+def _tell_or_ask(
+    sends: bool, gpu: VirtualGPU, group, lane: _Lane, began: float, nbytes: int, peer: int | None, tag: int
+) -> float | Callable[[], float]:
+    """Tell the receiver when this message begins. Returns its end; for the receiver, a function that waits for it."""
     with below(), torch._C._DisableTorchDispatch(), torch.no_grad():
         message = torch.tensor([began, *place_of(gpu)], dtype=torch.float64, device="cpu")
         carried = carrier(group)
         work = (carried.send if sends else carried.recv)([message], peer, tag + _CLOCK_TAG)
     (_sent if sends else _on_their_way).append((work, message))
-    if not sends:
-        return Arrival(gpu, lane, work, message, began, nbytes)
-    there = peer % len(gpu.machine.slots)  # as good a guess as any: where the rank would be
-    end = began + message_seconds(gpu.machine.topology, place_of(gpu), (place_of(gpu)[0], there), nbytes)
-    _occupy(gpu, lane, began, end, nbytes)
-    return _Known(end)
+    here, topology = place_of(gpu), gpu.machine.topology
+    if sends:  # as good a guess as any: where the rank would be
+        return began + message_seconds(topology, here, (here[0], peer % len(gpu.machine.slots)), nbytes)
+
+    def ask() -> float:
+        try:
+            work.wait(_PATIENCE)  # gloo's messages never say is_completed() before a wait
+        except RuntimeError as error:
+            raise torch.distributed.DistNetworkError(_NOT_TOLD) from error
+        sent, host, slot = message.tolist()
+        seconds = message_seconds(topology, (int(host), int(slot)), here, nbytes)
+        end = max(began, sent) + seconds
+        _occupy(gpu, lane, end - seconds, end, 0)
+        return end
+
+    return ask
 
 
 def until_times_have_arrived() -> None:
     """Wait until the times of this process's messages are received. Gloo sends nothing of a process that has ended."""
-    end = time.monotonic() + _PATIENCE.total_seconds()
+    end = time.monotonic() + _LEAVES_AFTER_S
     while _sent:
         with contextlib.suppress(RuntimeError):  # the other process has ended, or does not receive
             _sent.popleft()[0].wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))
-
-
-def _message_alone(sends: bool, gpu: VirtualGPU, group, tensors, peer: int | None):
-    """A message of a group in which this process is alone. The other side is ready when this one is."""
-    settings = gpu.machine.settings
-    lane, nbytes = _lane(group, "send" if sends else "recv"), _bytes(tensors)
-    began = _begins(gpu, lane, tensors)
-    ranks = torch.distributed.get_process_group_ranks(group)
-    other = ranks[(group.rank() + 1) % group.size() if peer is None else peer]  # any: the next one is as good as others
-    here, there = settings.place_of(ranks[group.rank()]), settings.place_of(other)
-    end = began + message_seconds(gpu.machine.topology, here, there, nbytes, route_of(gpu, group).across)
-    _occupy(gpu, lane, began, end, nbytes if sends else 0)
-    return _Known(end)
 
 
 def run(call: OpCall) -> Any:

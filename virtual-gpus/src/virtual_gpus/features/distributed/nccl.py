@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from virtual_gpus import errors
 from virtual_gpus.entrance import entrance
 from virtual_gpus.errors import scalar_type
 from virtual_gpus.features.distributed import alone
@@ -30,9 +31,8 @@ from virtual_gpus.threads import below, this_thread
 
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 # What NCCL moves (`ncclDataType` in NCCLUtils.cpp); complex numbers go as pairs of real ones.
-_MOVED = _FLOAT8 | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
-                    torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
-_PREMUL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_MOVED = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16,
+          torch.float32, torch.float64, torch.complex64, torch.complex128}  # fmt: skip
 _LISTS = {"allgather": 0, "reduce_scatter": 1}  # which argument is the list that goes through one flat tensor
 _NAMES = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "recv", "recv_anysource", "gather", "scatter",
@@ -48,7 +48,6 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 messages: weakref.WeakSet[Any] = weakref.WeakSet()  # works of messages: gloo may wait for one of them once only
 _collectives: weakref.WeakSet[Any] = weakref.WeakSet()  # works of collectives of NCCL
 _TAG = 1 << 21  # messages of all_to_all go beside those of the program
-_halves: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}  # of messages to the same rank
 _open: dict[Any, list[Any]] = {}  # group -> works of a coalescing block that has not ended
 
 
@@ -64,10 +63,10 @@ def _check(name: str, tensors: Sequence[torch.Tensor]) -> None:
             raise ValueError("Tensors must be CUDA and dense")
         if name not in _MESSAGES and not _is_contiguous(tensor):
             raise ValueError("Tensors must be contiguous")
+        if tensor.dtype in _FLOAT8:
+            raise errors.not_modelled("messages and collectives of float8 tensors", "Send x.view(torch.uint8).")
         if tensor.dtype not in _MOVED:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {scalar_type(tensor)}")
-        if "reduce" in name and tensor.dtype in _FLOAT8:
-            raise RuntimeError("Float8 dtypes are not currenlty supported for NCCL reductions")
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
@@ -82,8 +81,6 @@ def _check_operation(op: Any, dtype: torch.dtype) -> None:
             raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
     if op == kinds.AVG and dtype == torch.bool:
         raise TypeError("Cannot use ReduceOp.AVG with boolean inputs")
-    if op == kinds.PREMUL_SUM and dtype not in _PREMUL:
-        raise TypeError("PreMulSum Data type must be half, float, bfloat16 or double")
 
 
 # ---- what gloo is given -------------------------------------------------------------------------------------------
@@ -94,13 +91,6 @@ def _seen_as(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     if tensor.shape == torch.Size(shape):
         return tensor
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset()).view(shape)
-
-
-def _as_bytes(value: Any) -> Any:
-    """Float8 tensors as bytes, also within lists: gloo has no such type."""
-    if isinstance(value, torch.Tensor):
-        return value.view(torch.uint8) if value.dtype in _FLOAT8 else value
-    return [_as_bytes(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _list_like(tensors: Any, other: Any) -> Any:
@@ -152,9 +142,6 @@ def _together() -> type:
         def is_completed(self) -> bool:
             return all([work.is_completed() for work in self._works])
 
-        def is_success(self) -> bool:
-            return all([work.is_success() for work in self._works])
-
         def result(self) -> list[torch.Tensor]:
             return self._results
 
@@ -168,13 +155,6 @@ def _together() -> type:
     return Together
 
 
-def _gather_uneven(group: Any, outputs: list[torch.Tensor], part: torch.Tensor) -> Any:
-    """Every rank's tensor has a size of its own: one broadcast from each rank, as in ProcessGroupNCCL.cpp."""
-    outputs[group.rank()].copy_(_seen_as(part, outputs[group.rank()].shape))
-    works = [group.broadcast(output, rank) for rank, output in enumerate(outputs)]
-    return _together()(works, outputs)
-
-
 def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
     """A tensor to each rank and one from each: messages from rank to rank, as NCCL does it."""
     here = group.rank()
@@ -186,18 +166,6 @@ def _exchange(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor
     works = [group.send([inputs[rank]], rank, _TAG) for rank in others if inputs[rank].numel()]
     works += [group.recv([outputs[rank]], rank, _TAG) for rank in others if outputs[rank].numel()]
     return _together()(works, outputs)
-
-
-def _to_itself(group: Any, name: str, tensor: torch.Tensor, tag: int) -> Any:
-    """A message to the same rank, which gloo does not have: whichever of `send` and `recv` comes second copies."""
-    waiting = _halves.setdefault((group.group_name, tag), [])
-    if waiting and waiting[0][0] != name:
-        other = waiting.pop(0)[1]
-        target, source = (tensor, other) if name == "recv" else (other, tensor)
-        target.copy_(_seen_as(source, target.shape))
-    else:
-        waiting.append((name, tensor))
-    return _together()([], [tensor])
 
 
 def _through_a_flat_tensor(name: str, args: Sequence[Any]) -> AbstractContextManager[None]:
@@ -222,7 +190,7 @@ def _adapt(group: Any, name: str, args: list[Any]) -> list[Any]:
         args[0] = _list_like(args[0], args[1])
     elif name in ("reduce_scatter", "scatter") and args[1]:
         args[1] = _list_like(args[1], args[0])
-    return args if "reduce" in name else [_as_bytes(value) for value in args]
+    return args
 
 
 def _premultiplied(name: str, args: list[Any], factor: Any) -> list[Any]:
@@ -310,15 +278,13 @@ def _issue(group: Any, name: str, function: Callable, args: list[Any], rest: dic
         one = getattr(group, _INTO_ONE[name])
         return _together()([one(o, i, *args[2:], **rest) for o, i in zip(*args[:2], strict=True)], list(args[0]))
     if name in ("send", "recv") and args[1] == group.rank():
-        return _to_itself(group, name, tensors_in(args)[0], args[2])
+        raise errors.not_modelled("a message of a rank to itself", "Copy the tensor.")
     outputs = tensors_in(args[:1])
     if name == "gather_single":  # gloo has it for lists only
         parts = [list(args[0].chunk(group.size()))] if args[2].rootRank == group.rank() else []
         return group.gather(parts, [args[1]], *args[2:], **rest)
     if name == "alltoall":
         return _exchange(group, outputs, list(args[1]))
-    if name == "allgather" and len({output.shape for output in outputs}) > 1:
-        return _gather_uneven(group, outputs, tensors_in(args[1:])[0])
     ops = torch.distributed.ReduceOp
     opts, op = _options((*args, *rest.values())), _operation((*args, *rest.values()))
     if op is not None:
