@@ -175,7 +175,6 @@ def test_a_mesh_makes_the_group_and_takes_the_gpu_of_local_rank(monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with virtual_gpus(2):
-        assert torch._C._distributed_c10d._hash_tensors([torch.ones(2)]) > 0
         mesh = init_device_mesh("cuda", (1,))
         try:
             assert torch.cuda.current_device() == 1 and dist.is_nccl_available() and len(torch.cuda.nccl.version()) > 2

@@ -27,7 +27,7 @@ FORK = mp.get_context("fork")
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(process_groups, "_said", False)
+    process_groups._say_once.cache_clear()
 
 
 def join(process):
@@ -266,7 +266,7 @@ def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go(m
 def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):
     process_groups._rest_at_exit.cache_clear()
     for backend in ("cpu:gloo,cuda:nccl", "NCCL", "gloo", None):
-        monkeypatch.setattr(process_groups, "_said", False)
+        process_groups._say_once.cache_clear()
         with virtual_gpus(1) as (gpu,):
             limit = timedelta(seconds=HANGS_S)
             where = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "device_id": gpu}

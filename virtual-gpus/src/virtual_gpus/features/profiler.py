@@ -71,29 +71,10 @@ def table(self, *args, **kwargs) -> str:
 
 
 class _Ranges:
-    """NVTX without a profiler: `torch.cuda.nvtx` marks nothing, and counts as the real one does."""
+    """NVTX without a profiler: `torch.cuda.nvtx` marks nothing. Every function of it answers 0."""
 
-    def __init__(self):
-        self._depth = 0
-        self._started = 0
-
-    def rangePushA(self, message) -> int:
-        self._depth += 1
-        return self._depth - 1
-
-    def rangePop(self) -> int:
-        self._depth -= 1
-        return self._depth
-
-    def rangeStartA(self, message) -> int:
-        self._started += 1
-        return self._started
-
-    def rangeEnd(self, range_id) -> None:
-        pass
-
-    def markA(self, message) -> None:
-        pass
+    def __getattr__(self, name: str):
+        return lambda *args: 0
 
 
 def patches():

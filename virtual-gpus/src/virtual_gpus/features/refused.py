@@ -19,6 +19,7 @@ _ALLOCATORS = ("CUDAPluggableAllocator", "change_current_allocator")
 _GRAPHS = ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "export_dot", "export_graph_data")
 _POOLS = ("MemPool", "use_mem_pool")
 _SYNC = ("set_sync_debug_mode", "get_sync_debug_mode")
+_GROUPS = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")  # they look for real GPUs
 # By module, torch.cuda last: a class that is in two modules is named as the last one. docs/refused.md lists them all.
 _REFUSED = {
     "torch._C": ("_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool", "_cuda_getCheckpointState",
@@ -34,15 +35,19 @@ _REFUSED = {
     "torch.cuda.nccl": ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "init_rank", "unique_id"),
     "torch.cuda.tunable": ("get_results", "get_validators", "get_rotating_buffer_size", "set_rotating_buffer_size",
                            "read_file", "tune_gemm_in_file", "mgpu_tune_gemm_in_file"),
+    "torch.distributed": _GROUPS,
     "torch.jit": ("trace", "trace_module"),
     "torch.cuda": ("GreenContext", "current_blas_handle", "current_solver_handle", "temperature", "power_draw",
                    "clock_rate", *_SYNC, *_HOST, *_ALLOCATORS, *_GRAPHS, *_POOLS),
 }  # fmt: skip
 
 
-_INSTEAD = dict.fromkeys((*_GRAPHS, "Graph"), "Run the work without a graph: the numbers are the same, and so is the "
-                         "memory, but for the graph's own pool.") | dict.fromkeys(
-                             _POOLS, "Allocate without a pool: the sizes are the same.")  # fmt: skip
+_INSTEAD = {
+    **dict.fromkeys(_GROUPS, 'Use init_process_group("nccl").'),
+    **dict.fromkeys((*_GRAPHS, "Graph"), "Run the work without a graph: the numbers are the same, and so is the memory"
+                                         ", but for the graph's own pool."),
+    **dict.fromkeys(_POOLS, "Allocate without a pool: the sizes are the same."),
+}  # fmt: skip
 
 
 def _refuse(owner, name: str, path: str) -> table.Patch:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import hashlib
 import importlib
 import inspect
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,37 +32,15 @@ from virtual_gpus.machine import VirtualGPU, VirtualMachine, active
 from virtual_gpus.patches.table import Patch, around
 from virtual_gpus.processes import one_rank
 from virtual_gpus.settings import INSTALLED
-from virtual_gpus.threads import below
 from virtual_gpus.versions import GLOO_SPLITS
 
-_said = False
 _GLOO_FINISHES_IN_S = 1.0  # it needs microseconds, once the lock is free and a core too
 _LOOK_AGAIN_AFTER_S = 0.01
 
 
-def _say_once(rank: int) -> None:
-    """One line, from one of the processes."""
-    global _said
-    if not _said and rank == 0:
-        print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
-    _said = True
-
-
-@contextlib.contextmanager
-def _without_wrapper() -> Iterator[None]:
-    """Make groups as if TORCH_DISTRIBUTED_DEBUG were not DETAIL.
-
-    Else PyTorch wraps gloo's group to compare the ranks' collectives, as `features.distributed.agreement` does for
-    those of GPU tensors in any case, and DDP's logger takes the wrapper for gloo's group itself: the process dies
-    (2.15; without this package, too).
-    """
-    level = torch.distributed.get_debug_level()
-    if level == torch.distributed.DebugLevel.DETAIL:
-        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
-    try:
-        yield
-    finally:
-        torch.distributed.set_debug_level(level)
+@functools.cache
+def _say_once() -> None:
+    print('virtual GPUs: backend "nccl" needs real GPUs; "gloo" answers instead', flush=True)
 
 
 def _new_process_group_helper(function: Callable, *args, **kwargs):
@@ -84,8 +61,12 @@ def _new_process_group_helper(function: Callable, *args, **kwargs):
         given["backend"] = "fake" if is_alone else "gloo"
     if is_alone and not given["global_ranks_in_group"]:
         one_rank.check(active().settings, given["group_rank"], given["group_size"])
-    with _without_wrapper() if has_nccl else contextlib.nullcontext():
-        made, store = function(**given)
+    if has_nccl and torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+        # Else PyTorch wraps gloo's group to compare the ranks' collectives, as `agreement` does for those of GPU
+        # tensors in any case, and DDP's logger takes the wrapper for gloo's group itself: the process dies (2.15;
+        # without this package, too).
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
+    made, store = function(**given)
     if isinstance(made, c10d.ProcessGroup):
         backends_of[made] = devices
         if not is_alone:
@@ -96,8 +77,9 @@ def _new_process_group_helper(function: Callable, *args, **kwargs):
         made.bound_device_id = gpu
         if "cpu" in devices and not is_alone:
             carriers[made] = _hidden(c10d, *function(**given | {"group_name": f"{given['group_name']} of GPUs"}))
-        if not is_alone:
-            _say_once(given["group_rank"] if not given["global_ranks_in_group"] else torch.distributed.get_rank())
+        rank = torch.distributed.get_rank() if given["global_ranks_in_group"] else given["group_rank"]
+        if rank == 0 and not is_alone:  # in one of the processes
+            _say_once()
     return made, store
 
 
@@ -282,15 +264,6 @@ def _barrier(function: Callable, group, *args, **kwargs):
     return function(group if gpu is None else carrier(group), *args, **kwargs)
 
 
-def _refused(original: type) -> type:
-    """ProcessGroupNCCL itself, which looks for real GPUs: it stays a type, with its options."""
-
-    def refuse(self, *args, **kwargs):
-        raise errors.not_modelled(f'torch.distributed.{original.__name__} (use init_process_group("nccl"))')
-
-    return type(original.__name__, (original,), {"__init__": refuse})
-
-
 def _with_one_thread(raw: type) -> type:
     """Gloo's groups with one thread for collectives instead of two.
 
@@ -316,18 +289,6 @@ def _with_one_thread(raw: type) -> type:
             return raw(store, rank, size, given)
 
     return OneThread("ProcessGroupGloo", (raw,), {"__module__": raw.__module__, "__doc__": raw.__doc__})
-
-
-def _hash_tensors(tensors) -> int:
-    """A number of 64 bits that tells tensors apart, which object collectives log with TORCH_DISTRIBUTED_DEBUG=DETAIL.
-
-    PyTorch's own asks CUDA's driver, for tensors on the CPU too.
-    """
-    found = hashlib.blake2b(digest_size=8)
-    with below(), torch.no_grad():
-        for tensor in tensors:
-            found.update(bytes(tensor.detach().contiguous().flatten().view(torch.uint8).tolist()))
-    return int.from_bytes(found.digest(), "little")
 
 
 def _gpu_of_barrier(group: Any, opts: Any) -> VirtualGPU:
@@ -362,13 +323,11 @@ def patches() -> list[Patch]:
         receiving = around(getattr(c10d, name), _objects_from_another)
         rows += [(owner, name, receiving) for owner in (c10d, torch.distributed)]
     rows += [(owner, "is_nccl_available", lambda: True) for owner in (c10d, torch.distributed)]
-    for name in [name for name in vars(torch.distributed) if name.startswith("ProcessGroupNCCL")]:
-        refused = _refused(getattr(torch.distributed, name))
-        rows += [(owner, name, refused) for owner in (c10d, torch.distributed)]
     if hasattr(c10d, "ProcessGroupGloo"):
         rows.append((c10d, "ProcessGroupGloo", _with_one_thread(c10d.ProcessGroupGloo)))
     if hasattr(torch._C._distributed_c10d, "_hash_tensors"):
-        rows.append((torch._C._distributed_c10d, "_hash_tensors", _hash_tensors))
+        # Object collectives log it if TORCH_DISTRIBUTED_DEBUG is DETAIL. PyTorch's own asks CUDA's driver.
+        rows.append((torch._C._distributed_c10d, "_hash_tensors", lambda tensors: 0))
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
     if INSTALLED < GLOO_SPLITS and hasattr(device_mesh, "split_group"):
         rows.append((device_mesh, "split_group", around(device_mesh.split_group, _splitting)))

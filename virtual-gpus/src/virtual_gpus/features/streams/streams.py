@@ -19,7 +19,6 @@ from virtual_gpus.machine import VirtualGPU, active
 from virtual_gpus.patches.table import in_package
 
 _ids = itertools.count(1)
-_newest = [0]  # the largest id so far
 _CUDA = 1  # c10::DeviceType::CUDA
 
 
@@ -44,7 +43,7 @@ class Stream:
         least, greatest = self.priority_range()
         self.priority = max(greatest, min(priority, least))
         if stream_id is None:
-            _newest[0] = stream_id = next(_ids)
+            stream_id = next(_ids)
             if self.priority < 0:
                 self._gpu.machine.clock.tracks[self._gpu.slot].urgent.add(stream_id)
         self.stream_id = stream_id
@@ -132,15 +131,9 @@ class Stream:
 
 
 class ExternalStream(Stream):
-    """A stream by its handle, `ExternalStream(s.cuda_stream)`. Only the handles of virtual streams exist here.
+    """A stream of another library: none has any on a virtual GPU."""
 
-    Raises NotModelled for any other handle: no other library has streams on a virtual GPU.
-    """
-
-    def __init__(self, stream_ptr: int, device=None, **kwargs):
-        if not 0 <= stream_ptr <= _newest[0]:
-            raise errors.not_modelled("torch.cuda.ExternalStream for a stream of another library")
-        super().__init__(device, stream_id=stream_ptr)
+    __init__ = errors.refusing("torch.cuda.ExternalStream")
 
 
 class Event:
@@ -197,14 +190,9 @@ class Event:
             raise errors.not_ready()
         return (end_event._time - self._time) * 1e3
 
-    def ipc_handle(self):
-        """Refused: each process has a clock of its own."""
-        raise errors.not_modelled("torch.cuda.Event.ipc_handle")
-
-    @classmethod
-    def from_ipc_handle(cls, device, handle):
-        """Refused: each process has a clock of its own."""
-        raise errors.not_modelled("torch.cuda.Event.from_ipc_handle")
+    # Each process has a clock of its own.
+    ipc_handle = errors.refusing("torch.cuda.Event.ipc_handle")
+    from_ipc_handle = staticmethod(errors.refusing("torch.cuda.Event.from_ipc_handle"))
 
     def __repr__(self) -> str:
         return "<torch.cuda.Event uninitialized>" if self._stream is None else f"<torch.cuda.Event on {self.device}>"
@@ -248,11 +236,6 @@ def make_current(gpu: VirtualGPU, stream: Stream) -> None:
 def _cuda_setStream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
     """`set_stream` by the numbers of a stream."""
     set_stream(Stream(device_index, stream_id=stream_id))
-
-
-def get_stream_from_external(data_ptr: int, device=None) -> Stream:
-    """See `ExternalStream`."""
-    return ExternalStream(data_ptr, device)
 
 
 def is_current_stream_capturing() -> bool:
@@ -303,7 +286,7 @@ def stream_of_node(gpu: VirtualGPU, number: int) -> Stream:
 def patches():
     """See `features`."""
     return in_package("torch.cuda", Stream, ExternalStream, Event, set_stream, current_stream, default_stream,
-                      get_stream_from_external, is_current_stream_capturing,
+                      errors.refusing("torch.cuda.get_stream_from_external"), is_current_stream_capturing,
                       _cuda_isCurrentStreamCapturing=is_current_stream_capturing) + [
         (torch, "Stream", Stream),
         (torch, "Event", Event),
