@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,32 +125,6 @@ def test_programs_that_were_started_apart_share_a_folder_that_both_name(tmp_path
     assert os.environ[FOLDER] == str(cards) and [path.name for path in cards.iterdir()] == [".lock"]
     assert used(cards) == 0
     pipe.send(None)
-
-
-@pytest.mark.parametrize("moment", ["mkdir", "open", "lockf"])
-def test_a_folder_may_go_while_it_is_locked(tmp_path, monkeypatch, moment):
-    """The last process that leaves removes it; another one may come just then, and finds or makes it anew."""
-    folder, went = tmp_path / "cards", []
-
-    def goes(act):
-        def stand_in(*given, **options):
-            if folder.is_dir() and not went:
-                went.append(shutil.rmtree(folder))
-                if moment == "mkdir":
-                    raise FileExistsError
-            return act(*given, **options)
-
-        return stand_in
-
-    monkeypatch.setenv(FOLDER, str(folder))
-    folder.mkdir()
-    owner = {"mkdir": shared_memory.Path, "open": shared_memory, "lockf": shared_memory.fcntl}[moment]
-    act = open if moment == "open" else getattr(owner, moment)
-    with virtual_gpus(1, memory="2 GiB"), monkeypatch.context() as patch:
-        patch.setattr(owner, moment, goes(act), raising=False)
-        x = empty(MIB)
-        assert went and torch.cuda.device_memory_used(0) > x.nbytes
-        assert len(list(folder.iterdir())) == 2  # the lock, and what this process holds
 
 
 def test_folders_of_torchruns_workers(monkeypatch, tmp_path):

@@ -31,6 +31,7 @@ except ImportError:  # Windows: there an open file cannot be removed, which says
 
 FOLDER = "VIRTUAL_GPUS_FOLDER"
 _LOCK = ".lock"
+_FOLDERS = "virtual-gpus-"  # begins the name of a user's folder of folders
 _STALE_AFTER = 3600  # seconds after which a folder without living processes was left by a killed one
 
 
@@ -131,38 +132,14 @@ class SharedMemoryRegistry:
 
 @contextlib.contextmanager
 def _locked(folder: Path):
-    """Lock the folder, made if need be. Who leaves last removes it, perhaps while we wait: then once more."""
-    while (file := _lock_of(folder)) is None:
-        pass
-    with file:
+    """Lock the folder, made if need be. A folder that goes with its last process is locked by a file beside it."""
+    stays = folder.parent if folder.parent.name.startswith(_FOLDERS) else folder
+    stays.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(stays / _LOCK, "w") as file:
+        if fcntl is not None:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        folder.mkdir(exist_ok=True, mode=0o700)
         yield
-
-
-def _lock_of(folder: Path):
-    """The folder's lock, open and ours; None if the folder went meanwhile."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = open(folder / _LOCK, "w")
-    except FileNotFoundError:
-        return None
-    except FileExistsError:  # mkdir says so as well of a folder that was there and is gone
-        if folder.is_file():
-            raise
-        return None
-    if fcntl is not None:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-    if _is_at(file, folder / _LOCK):
-        return file
-    file.close()
-    return None
-
-
-def _is_at(file, path: Path) -> bool:
-    """True if this open file is the one that has the name now."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _names(folder: Path) -> list[str]:
@@ -247,7 +224,7 @@ def _removed_if_dead(path: Path) -> bool:
 def _common_folder() -> str:
     """A folder for this process and those it starts; under torchrun, for all workers of one agent."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
-    all_folders = Path(tempfile.gettempdir()) / f"virtual-gpus-{user}"
+    all_folders = Path(tempfile.gettempdir()) / f"{_FOLDERS}{user}"
     _sweep(all_folders)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return str(all_folders / f"torchrun-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}")

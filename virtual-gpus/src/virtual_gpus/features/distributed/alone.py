@@ -2,7 +2,7 @@
 
 Every other rank is taken to hold what this one holds. A mean or a maximum over the ranks is then this rank's tensor, a
 sum over n of them is n times it, and what is gathered is its tensor n times. A message from another rank leaves the
-tensor as it was. The operators are those of torch/csrc/distributed/c10d/Ops.cpp.
+tensor as it was, and so does a product. The operators are those of torch/csrc/distributed/c10d/Ops.cpp.
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ from typing import Any
 import torch
 
 from virtual_gpus.dispatch.op_call import OpCall
-from virtual_gpus.features.distributed.groups import is_boxed
+from virtual_gpus.features.distributed.groups import is_boxed, kind_of
 from virtual_gpus.machine import active
 from virtual_gpus.threads import below
 
-_REDUCED = {"allreduce_", "allreduce_coalesced_", "reduce_"}
-_GATHERED = {"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "gather_", "gather_into_tensor_"}
-_SCATTERED = {"reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "scatter_"}
-_EXCHANGED = {"alltoall_", "alltoall_base_"}
-_UNTOUCHED = {"broadcast_", "send", "recv_", "recv_any_source_"}
-KINDS = _REDUCED | _GATHERED | _SCATTERED | _EXCHANGED | _UNTOUCHED
+_MESSAGES = {"send", "recv_", "recv_any_source_"}
 _operation: list[Any] = []  # of the method of a process group that runs; C++ before PyTorch 2.14 does not tell
 
 
 def answers(call: OpCall) -> bool:
     """True for the collectives that this module has, if there is one rank only."""
-    return call.func.namespace == "c10d" and call.op.base in KINDS and active().settings.rank is not None
+    name = call.op.base
+    is_one = call.func.namespace == "c10d" and (kind_of(name) or name in _MESSAGES)
+    return bool(is_one) and active().settings.rank is not None
 
 
 def collective(call: OpCall) -> Any:
@@ -51,19 +48,20 @@ def reducing(operation: Any):
 
 
 def _fill(name: str, args: Sequence[Any], rank: int, ranks: int) -> None:
-    if name in _REDUCED:
+    kind = kind_of(name)
+    if kind in ("all_reduce", "reduce"):
         for tensor in args[0]:
             _reduce(tensor, args, ranks)
-    elif name in _GATHERED:
+    elif kind in ("all_gather", "gather"):
         for output, own in zip(_list(args[0]), _list(args[1]), strict=False):  # empty where nothing is gathered
             for part in output.view(-1).chunk(ranks) if isinstance(output, torch.Tensor) else output:
                 _copy(part, own)
-    elif name in _SCATTERED:
+    elif kind in ("reduce_scatter", "scatter"):
         for output, own in zip(_list(args[0]), _list(args[1]), strict=False):
             _copy(output, (own.view(-1).chunk(ranks) if isinstance(own, torch.Tensor) else own)[rank])
-            if name != "scatter_":
+            if kind == "reduce_scatter":
                 _reduce(output, args, ranks)
-    elif name in _EXCHANGED:
+    elif kind == "all_to_all":
         outputs, inputs = (_parts(args[i], args[i + 3] if name == "alltoall_base_" else None, ranks) for i in (0, 1))
         for output in outputs:
             _copy(output, inputs[rank])
@@ -77,10 +75,6 @@ def _reduce(tensor: torch.Tensor, args: Sequence[Any], ranks: int) -> None:
         tensor.mul_(ranks)
     elif operation == kinds.PREMUL_SUM:
         tensor.mul_(operation.__getstate__()[1] * ranks)
-    elif operation == kinds.PRODUCT:
-        tensor.pow_(ranks)
-    elif operation == kinds.BXOR and ranks % 2 == 0:
-        tensor.zero_()
 
 
 def _parts(value: Any, sizes: Sequence[int] | None, ranks: int) -> Sequence[torch.Tensor]:

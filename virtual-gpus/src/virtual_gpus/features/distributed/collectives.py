@@ -43,6 +43,7 @@ from virtual_gpus.features.distributed.groups import (
     is_alone,
     is_boxed,
     is_nccl,
+    kind_of,
     place_of,
     require_backend,
     route,
@@ -54,21 +55,6 @@ from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.placement.storages import allocation_of, gpu_of, is_wrapper, tensors_in
 from virtual_gpus.threads import below, this_thread
 
-_KINDS = {
-    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "broadcast_": "broadcast", "reduce_": "reduce",
-    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_into_tensor_coalesced_": "all_gather",
-    "allgather_coalesced_": "all_gather", "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "gather_": "gather", "gather_into_tensor_": "gather", "scatter_": "scatter", "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    # Functional ones (torch/csrc/distributed/c10d/Functional.cpp), which DTensor and compiled programs call.
-    "all_reduce": "all_reduce", "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce", "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather", "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all", "broadcast": "broadcast",
-}  # fmt: skip
 _SENDS, _RECEIVES = ("send", "isend"), ("recv_", "recv_any_source_", "irecv")
 _CLOCK_TAG = 1 << 20  # messages about the time go beside those of the program
 _PATIENCE = timedelta(seconds=30)  # real time for a sender's time to arrive, once its tensor is here
@@ -136,8 +122,8 @@ def meet(call: OpCall, gpus: Sequence[VirtualGPU | None]) -> Meeting | None:
 
     Raises CollectiveMismatch if another rank called something else.
     """
-    gpu, kind = next((gpu for gpu in gpus if gpu is not None), None), _KINDS.get(call.op.base)
-    group = None if gpu is None or kind is None else _group_of(call)
+    gpu, kind = next((gpu for gpu in gpus if gpu is not None), None), kind_of(call.op.base)
+    group = _group_of(call) if gpu is not None and kind else None
     if type(group) is not torch.distributed.ProcessGroup:  # of a class in Python, which has no backend and no links
         return None
     nbytes = _size(kind, call.args[:2], group)
@@ -477,7 +463,7 @@ def carry_out(
     makes is copied. The collective is over when this returns. That delays no rank: all ranks have come by then
     (`meet`), and how long a collective takes on GPUs is for the clock to say.
     """
-    if call.op.base not in _KINDS or type(_group_of(call)) is not torch.distributed.ProcessGroup:
+    if not kind_of(call.op.base) or type(_group_of(call)) is not torch.distributed.ProcessGroup:
         result = _issue(call)
         place(result)
         charge_collective(call, gpus, result, meeting)

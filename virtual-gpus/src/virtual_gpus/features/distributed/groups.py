@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from virtual_gpus.clock.links import Route
 from virtual_gpus.machine import VirtualGPU
 
+_KINDS = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "gather", "scatter", "reduce")
 # The backends that a group was asked to have: {"cuda": "nccl"}. Gloo carries the messages of all of them.
 backends_of: weakref.WeakKeyDictionary[object, dict[str, str]] = weakref.WeakKeyDictionary()
 # The GPU that this process first used in a group: NCCL's barriers go there.
@@ -19,6 +21,16 @@ first_gpu_of: weakref.WeakKeyDictionary[object, VirtualGPU] = weakref.WeakKeyDic
 # The group of gloo's that carries the GPU tensors of a group whose CPU tensors gloo carries too.
 carriers: weakref.WeakKeyDictionary[object, torch.distributed.ProcessGroup] = weakref.WeakKeyDictionary()
 _routes: weakref.WeakKeyDictionary[object, tuple[VirtualGPU, Route]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def kind_of(name: str) -> str:
+    """The kind of a collective, by the base name of an operator of c10d or of a functional one. Empty for others.
+
+    The operators are those of torch/csrc/distributed/c10d/Ops.cpp ("_allgather_base_"), those of Functional.cpp
+    ("all_gather_into_tensor_out"), which DTensor and compiled programs call, and DTensor's "shard_dim_alltoall".
+    """
+    return next((kind for kind in _KINDS if kind.replace("_", "") in name.replace("_", "")), "")
 
 
 def is_boxed(value: Any, kind: str) -> bool:
