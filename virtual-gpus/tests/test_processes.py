@@ -4,7 +4,6 @@ import json
 import os
 from contextlib import nullcontext
 from datetime import timedelta
-from threading import Timer
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from virtual_gpus import NotModelled, active_machine, virtual_gpus
 from virtual_gpus.features.distributed import process_groups
-from virtual_gpus.features.distributed import works as distributed
 from virtual_gpus.features.distributed.groups import carrier
 from virtual_gpus.features.processes import started as processes
 
@@ -251,16 +249,6 @@ def test_synchronized_half_types_are_added_up_in_float32():
         assert normal.dtype == torch.bfloat16 and normal.float().mean().abs().item() < 1e-2
         torch.testing.assert_close(mean.cpu(), x.bfloat16().float().mean((0, 2, 3)))
         assert torch.cuda.memory_allocated() == 2 * (64 * 3 * 25 * 2 // 512 + 1) * 512 + 2 * 512
-
-
-def test_ddp_makes_its_buckets_once_gloo_has_let_the_numbers_of_their_order_go(monkeypatch):
-    monkeypatch.setattr(distributed, "_GLOO_LETS_GO_IN_S", HANGS_S)
-    with virtual_gpus(1):
-        with distributed._Buckets([], active_machine().gpus[0]):
-            held = [torch.empty(4, dtype=torch.int32, device="cpu")]
-            Timer(0.02, held.clear).start()  # as gloo's thread, a little after the broadcast has ended
-            bucket = torch.empty(256, device="cpu")
-        assert not held and torch.cuda.max_memory_allocated() == bucket.nbytes == 1024
 
 
 def test_every_way_to_ask_for_a_backend(monkeypatch, capfd):

@@ -6,8 +6,6 @@ only) and which are not modelled. Gloo's buffers are the computer's memory. See 
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -21,12 +19,11 @@ from virtual_gpus.features.distributed.nccl import messages
 from virtual_gpus.machine import VirtualGPU
 from virtual_gpus.patches.table import around
 from virtual_gpus.placement.creation_sites import forget_creation_site
-from virtual_gpus.placement.storages import allocation_of, gpu_of, place
+from virtual_gpus.placement.storages import gpu_of, place
 from virtual_gpus.threads import below, this_thread
 
 _raw_broadcast_coalesced = getattr(torch.distributed, "_broadcast_coalesced", None)  # of builds with distributed
 _raw_verify = getattr(torch.distributed, "_verify_params_across_processes", None)
-_GLOO_LETS_GO_IN_S = 5.0  # a tensor that it has sent: at once too, and this is how long it is waited for
 
 
 def _wait(function: Callable, self, *args, **kwargs) -> bool:
@@ -52,25 +49,16 @@ class _Buckets(TorchDispatchMode):
     def __init__(self, gpus: list[VirtualGPU], gpu: VirtualGPU):
         super().__init__()
         self._gpus, self._gpu = iter(gpus), gpu
-        self._sent: list[weakref.ref] = []  # Allocations of the numbers in which rank 0 sends the order of the buckets
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and self._gpu.machine.shapes_only and gpu_of(args[0]) is None:
             return args[0]  # the order of the buckets, back from rank 0: it has no values, so this rank's own stays
         made = func(*args, **kwargs)
-        if kwargs.get("device") is not None:
-            return self._put(made)
+        if kwargs.get("device") is not None:  # a bucket, or the numbers in which rank 0 sends the order of the buckets
+            return _on(made, self._gpu if made.dtype is torch.int32 else next(self._gpus, self._gpu))
         if isinstance(made, torch.Tensor) and gpu_of(made) is None:
             forget_creation_site(made)  # it stays in the computer's memory, also where it meets a copy on the GPU
-        return made
-
-    def _put(self, made):
-        if made.dtype is not torch.int32:  # a bucket: the numbers have been sent
-            _until_gloo_lets_go(lambda: any(allocation() for allocation in self._sent))
-            return _on(made, next(self._gpus, self._gpu))
-        made = _on(made, self._gpu)
-        self._sent.append(weakref.ref(allocation_of(made)))
         return made
 
 
@@ -161,17 +149,7 @@ def _broadcast_coalesced(process_group, tensors, *args, **kwargs) -> None:
     for numbers in _numbers_by_gpu(tensors):
         gpu = gpu_of(tensors[numbers[0]])
         require_backend(process_group, "cpu" if gpu is None else "cuda")
-        before = 0 if gpu is None else gpu.allocator.allocated
         _raw_broadcast_coalesced(process_group, [tensors[n] for n in numbers], *args, **kwargs)
-        if gpu is not None:
-            _until_gloo_lets_go(lambda gpu=gpu, before=before: gpu.allocator.allocated > before)
-
-
-def _until_gloo_lets_go(holds: Callable[[], bool]) -> None:
-    """Wait while gloo's thread `holds` a tensor of a finished collective: it needs Python's lock to let it go."""
-    end = time.monotonic() + _GLOO_LETS_GO_IN_S
-    while holds() and time.monotonic() < end:
-        time.sleep(1e-4)
 
 
 def patches():
